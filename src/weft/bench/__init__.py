@@ -1,0 +1,1 @@
+"""Seeded workloads and the report."""

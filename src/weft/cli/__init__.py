@@ -1,0 +1,1 @@
+"""Parse, build one frozen config, call one function."""

@@ -1,0 +1,50 @@
+"""RequestOutput: what a caller gets, in vLLM's names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Logprob:
+    """Natural log of the probability, rank in the vocabulary (1 = likeliest), and the token as text."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass
+class Metrics:
+    """Seconds on the monotonic clock; None until it has happened."""
+
+    arrival_s: float
+    first_token_s: float | None = None
+    finished_s: float | None = None
+
+
+@dataclass
+class CompletionOutput:
+    """One choice. `text` and `token_ids` are all that was generated so far."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass
+class RequestOutput:
+    """One prompt and its choices, in order of their index."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    metrics: Metrics
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int = 0
+    finished: bool = False

@@ -1,0 +1,44 @@
+"""EngineConfig: what a user may say about an engine, and the only place for its defaults."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Names are the flags' names (`--max-model-len` is `max_model_len`). None means: decided by the planner.
+
+    Lengths are tokens. `executor` is "inline" (ranks as threads of this process), "processes", or None for
+    inline with one rank and processes with more. `gpu_memory_utilization` is a share of each GPU's total
+    memory, one figure for all or one per GPU.
+    """
+
+    model: str
+    tokenizer: str | None = None
+    skip_tokenizer_init: bool = False
+    revision: str | None = None
+    hf_token: str | None = None
+    download_dir: str | None = None
+    load_format: str = "auto"  # auto, safetensors, gguf, dummy
+    dtype: str = "auto"  # auto, bfloat16, float16, float32
+    seed: int = 0
+    generation_config: str = "auto"  # auto: the model's sampling defaults; vllm: SamplingParams' own
+    chat_template: str | None = None
+    tensor_parallel_size: int | None = None
+    tensor_split: tuple[float, ...] | None = None
+    pipeline_parallel_size: int | None = None
+    pipeline_split: tuple[int, ...] | None = None
+    executor: str | None = None
+    device: str = "auto"  # auto, cpu, cuda
+    device_ids: tuple[int, ...] | None = None
+    gpu_memory_utilization: tuple[float, ...] = (0.9,)
+    kv_cache_memory_bytes: int | None = None
+    block_size: int = 16
+    enable_prefix_caching: bool = True
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int | None = None
+    max_num_queued_reqs: int = 1024
+    scheduling_policy: str = "fcfs"  # fcfs, priority
+    attention_backend: str = "auto"

@@ -1,0 +1,61 @@
+"""StepPlan and StepResult: what the core tells the ranks, and what comes back. Plain ints only.
+
+A request that runs holds a `slot`, a small integer under which every rank keeps what it needs of it: its
+block table everywhere, its sampler state on the output rank. So a step says only what is new.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from weft.core.params import SamplingParams
+
+
+class Admission(msgspec.Struct, array_like=True):
+    """A request takes a slot. After a preemption `output` holds what it had generated before."""
+
+    slot: int
+    key: int  # 64 bits: its random stream, from seed and choice index alone
+    params: SamplingParams
+    prompt: list[int]
+    output: list[int]
+
+
+class StepPlan(msgspec.Struct, array_like=True):
+    """One forward pass over a ragged batch of R rows, in this order: release, admit, then run the rows.
+
+    Row r is slot `slots[r]`; its next `counts[r]` tokens, from position `starts[r]` on, lie in `tokens`
+    after those of the rows before it. `blocks[r]` are KV blocks appended to its table in this step. Where
+    `samples[r]`, one token is sampled from the row's last position. KV writes of all rows come before any
+    row's attention in each layer, so a row may read blocks that another row of the same step fills.
+    """
+
+    id: int
+    released: list[int]
+    admitted: list[Admission]
+    slots: list[int]
+    starts: list[int]
+    counts: list[int]
+    tokens: list[int]
+    blocks: list[list[int]]
+    samples: list[bool]
+
+
+class TokenLogprobs(msgspec.Struct, array_like=True):
+    """Of one position, from the model's own distribution: the token's logprob and rank (1 = likeliest),
+    and the likeliest alternatives, best first."""
+
+    logprob: float
+    rank: int
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class StepResult(msgspec.Struct, array_like=True):
+    """`tokens` and `logprobs` have one entry per row with `samples`, in order (None where none were asked
+    for). `prompt_logprobs[slot]` holds those of the prompt positions after the ones computed in this step."""
+
+    id: int
+    tokens: list[int]
+    logprobs: list[TokenLogprobs | None]
+    prompt_logprobs: dict[int, list[TokenLogprobs]]

@@ -1,0 +1,61 @@
+"""The errors that reach a user. Each names the value, the limit and the way out, in one line."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class WeftError(Exception):
+    """Anything Weft says to a user about their input, their machine or a failed engine."""
+
+
+class RequestError(WeftError, ValueError):
+    """A request that cannot be served as asked: HTTP 400. `param` names the field at fault."""
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class QueueFullError(WeftError):
+    """The bounded queue is full: HTTP 429 with Retry-After."""
+
+    def __init__(self, message: str, *, retry_after_s: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class ModelError(WeftError):
+    """A model that is missing, damaged, or of an architecture that Weft does not know."""
+
+
+class PlanError(WeftError):
+    """A layout that cannot be, with those that can."""
+
+
+class ConfigError(WeftError):
+    """A flag or an argument with a value that it cannot take."""
+
+
+class Cause(msgspec.Struct, frozen=True):
+    """Why a rank, or the core, failed: what crosses the socket instead of a stack trace.
+
+    `rank` is -1 for the core itself; `phase` is what it was doing: start, load, allocate, warm-up, step.
+    """
+
+    rank: int
+    phase: str
+    cause: str
+    hint: str = ""
+
+    def __str__(self) -> str:
+        who = f"rank {self.rank}" if self.rank >= 0 else "the engine core"
+        return f"{who} failed during {self.phase}: {self.cause}" + (f" ({self.hint})" if self.hint else "")
+
+
+class EngineError(WeftError):
+    """The engine stopped: a rank or the core died. Every request in flight fails with this cause."""
+
+    def __init__(self, cause: Cause) -> None:
+        super().__init__(str(cause))
+        self.cause = cause

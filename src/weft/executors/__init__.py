@@ -1,0 +1,1 @@
+"""One protocol to the ranks: threads of this process, or processes of their own."""

@@ -1,0 +1,56 @@
+"""The Executor protocol: how the core reaches its ranks, whether they are threads, processes or actors."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Literal, Protocol
+
+import msgspec
+
+from weft.core.step import StepPlan, StepResult
+from weft.planner.plan import Plan
+
+
+class Capacity(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank says once its weights are loaded and its peak is measured. All in bytes.
+
+    `device` names the memory that it draws on ("cpu" of one host, "cuda:0"), `host` the machine; ranks with
+    equal (host, device) share `free_bytes`. `block_bytes` is the cost of one KV block on this rank.
+    """
+
+    rank: int
+    host: str
+    device: str
+    weight_bytes: int
+    activation_bytes: int
+    free_bytes: int
+    block_bytes: int
+    load_s: float
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True):
+    """An executor that has started: the KV blocks every rank has, and what each rank reported."""
+
+    num_blocks: int
+    ranks: list[Capacity]
+
+
+class Command(msgspec.Struct, frozen=True):
+    """Anything that is not a step, for every rank."""
+
+    kind: Literal["ping"]
+
+
+class Executor(Protocol):
+    """`start` returns once every rank has loaded, measured, allocated and warmed up; it raises EngineError
+    with the first root cause. `submit` returns at once; results come in the order of submission; several
+    steps may be in flight. The first failing rank fails every future with EngineError. `close` may be called
+    twice, and at any time, and leaves no thread and no process behind."""
+
+    def start(self, plan: Plan) -> Ready: ...
+
+    def submit(self, step: StepPlan) -> Future[StepResult]: ...
+
+    def broadcast(self, command: Command) -> None: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,1 @@
+"""What is true: model shapes, parameters as data, checkpoint headers, this machine."""

@@ -1,0 +1,70 @@
+"""The shape of a model: everything about it that is a number, and nothing about where it runs."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+DType = Literal["bfloat16", "float16", "float32"]
+DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+class Rope(msgspec.Struct, frozen=True, kw_only=True):
+    """Rotary position embedding: base `theta`, and how its frequencies are scaled for longer contexts.
+
+    `kind` is Transformers' `rope_type`: default, linear, dynamic, llama3 or yarn. The other fields are that
+    scaling's own, None where the checkpoint does not give them; `original_max_positions` is the length that
+    the model was trained at before scaling.
+    """
+
+    theta: float = 10000.0
+    kind: Literal["default", "linear", "dynamic", "llama3", "yarn"] = "default"
+    factor: float = 1.0
+    original_max_positions: int | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    attention_factor: float | None = None
+    truncate: bool = True
+
+
+class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
+    """One decoder-only model. Lengths are in tokens; `head_dim` is independent of `hidden`.
+
+    `windows[layer]` is that layer's sliding window in tokens (a query sees itself and the window-1 before
+    it), or None for full attention. `dtype` is the checkpoint's own. `eos` holds every id that ends an
+    answer (config and generation_config together), `bos` the id that starts a text, if any.
+    """
+
+    architecture: str
+    layers: int
+    hidden: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    max_positions: int
+    norm_eps: float = 1e-6
+    rope: Rope = Rope()
+    tied: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    windows: tuple[int | None, ...] = ()
+    dtype: DType = "bfloat16"
+    bos: int | None = None
+    eos: tuple[int, ...] = ()
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.q_heads // self.kv_heads
+
+    def window(self, layer: int) -> int | None:
+        return self.windows[layer] if self.windows else None

@@ -1,0 +1,1 @@
+"""Attention over paged KV, and other work that is worth its own code."""

@@ -1,0 +1,1 @@
+"""The pieces that models are made of, each born with its share."""

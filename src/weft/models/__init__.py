@@ -1,0 +1,1 @@
+"""Architectures, written once."""

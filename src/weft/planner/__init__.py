@@ -1,0 +1,1 @@
+"""How a model is cut: split, places, fills, memory, the plan."""

@@ -1,0 +1,56 @@
+"""Plan: what is executed. JSON in, JSON out; every rank gets the same one and finds itself in it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from weft.facts.shape import DTYPE_BYTES, DType, ModelShape
+from weft.planner.place import Place
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """A model, cut across ranks, with the limits that it runs under. Sizes are bytes, lengths tokens.
+
+    `places`, `devices` and `cores` have one entry per rank, in rank order; a device is "cpu" or "cuda:N";
+    `cores` are the CPU numbers that the rank's threads may use. `checkpoint` is a directory or a GGUF file,
+    empty with `load_format` "dummy". `kv_cache_bytes` is the user's figure per rank, None to measure.
+    """
+
+    model: str
+    checkpoint: str
+    load_format: Literal["safetensors", "gguf", "dummy"]
+    shape: ModelShape
+    dtype: DType
+    places: tuple[Place, ...]
+    devices: tuple[str, ...]
+    cores: tuple[tuple[int, ...], ...]
+    max_model_len: int
+    max_model_len_given: bool = False
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    kv_cache_bytes: int | None = None
+    gpu_memory_utilization: tuple[float, ...] = (0.9,)
+    attention_backend: str = "auto"
+    seed: int = 0
+
+    @property
+    def tensor_parallel(self) -> int:
+        return self.places[0].tp_size
+
+    @property
+    def stages(self) -> int:
+        return self.places[0].stages
+
+    @property
+    def output_rank(self) -> int:
+        """The rank that samples: the first of the last stage."""
+        return (self.stages - 1) * self.tensor_parallel
+
+    def block_bytes(self, rank: int) -> int:
+        """Bytes of one KV block on a rank: keys and values of its layers and KV heads."""
+        place = self.places[rank]
+        per_token = 2 * len(place.kv_heads) * self.shape.head_dim * DTYPE_BYTES[self.dtype]
+        return per_token * self.block_size * len(place.layers)

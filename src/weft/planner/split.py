@@ -1,0 +1,47 @@
+"""The only division: every cut of layers, heads, columns or vocabulary comes from here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import isfinite
+
+from weft.errors import PlanError
+
+
+def split(total: int, weights: Sequence[float], *, unit: int = 1, minimum: int = 0) -> list[range]:
+    """Cut `total` indices into contiguous ranges in proportion to `weights`, in multiples of `unit`.
+
+    One range per weight, in order, covering 0..total exactly; each is at least `minimum` units long. Where
+    `total` is no multiple of `unit`, the last range that got any takes the remainder as well. Rounding is
+    by largest remainder, ties to the earlier range, so that equal weights put the larger shares first.
+
+    Raises PlanError where there are not enough units for every range to have its minimum.
+    """
+    if not weights or any(not isfinite(w) or w < 0 for w in weights) or sum(weights) <= 0:
+        raise PlanError(f"cannot split {total} by weights {list(weights)}: give finite weights, at least one above 0")
+    units, rest = divmod(total, unit)
+    if units < minimum * len(weights):
+        raise PlanError(
+            f"cannot split {total} into {len(weights)} parts of at least {minimum * unit}: "
+            f"at most {units // minimum} parts are possible"
+        )
+    # The minimum first, then what is left in proportion to how far each is below its ideal share.
+    scale = units / sum(weights)
+    ideal = [w * scale for w in weights]
+    shares = [max(minimum, int(x)) for x in ideal]
+    order = sorted(range(len(weights)), key=lambda i: (shares[i] - ideal[i], i))
+    while sum(shares) < units:
+        needy = min(order, key=lambda i: (shares[i] - ideal[i], i))
+        shares[needy] += 1
+    while sum(shares) > units:
+        rich = max((i for i in order if shares[i] > minimum), key=lambda i: (shares[i] - ideal[i], i))
+        shares[rich] -= 1
+    sizes = [s * unit for s in shares]
+    if rest:
+        last = max((i for i, s in enumerate(sizes) if s), default=len(sizes) - 1)
+        sizes[last] += rest
+    ranges, start = [], 0
+    for size in sizes:
+        ranges.append(range(start, start + size))
+        start += size
+    return ranges

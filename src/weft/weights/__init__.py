@@ -1,0 +1,1 @@
+"""From checkpoint to parameters: readers, dequantisation, the loader."""

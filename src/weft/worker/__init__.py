@@ -1,0 +1,1 @@
+"""One rank: load, measure, allocate, run, sample."""
