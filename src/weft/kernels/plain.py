@@ -1,0 +1,86 @@
+"""The kernels in plain torch: right on every device, the reference that the fast ones are tested against."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from weft.kernels.base import HeadNorm, KVCache
+from weft.kernels.batch import Batch
+
+
+class PlainKernels:
+    name = "torch"
+
+    def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return F.rms_norm(x.float(), (x.shape[-1],), eps=eps).to(x.dtype) * weight
+
+    def add_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return self.norm(residual.add_(x), weight, eps)
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def rotate_and_store(
+        self, qkv: torch.Tensor, q_heads: int, rope: torch.Tensor, cache: KVCache, batch: Batch, norm: HeadNorm | None
+    ) -> torch.Tensor:
+        kv_heads, head_dim = cache.keys.shape[2:]
+        heads = qkv.view(qkv.shape[0], q_heads + 2 * kv_heads, head_dim)
+        q, k, v = heads.split((q_heads, kv_heads, kv_heads), dim=1)
+        if norm is not None:
+            q, k = self.norm(q, norm.query, norm.eps), self.norm(k, norm.key, norm.eps)
+        cos, sin = rope[batch.positions].unsqueeze(1).chunk(2, dim=-1)
+        # Both caches as rows of slots: [num_blocks * block_size, kv_heads, head_dim].
+        cache.keys.flatten(0, 1).index_copy_(0, batch.slots, _rotate(k, cos, sin))
+        cache.values.flatten(0, 1).index_copy_(0, batch.slots, v)
+        return _rotate(q, cos, sin)
+
+    def attend(self, q: torch.Tensor, cache: KVCache, batch: Batch, scale: float, window: int | None) -> torch.Tensor:
+        """Decode rows are padded to the longest context, the rest to the longest chunk as well: two groups,
+        so that one long prompt does not pad every decode row."""
+        out = torch.empty_like(q)
+        counts = batch.row_starts.diff()
+        for rows in ((counts == 1).nonzero().flatten(), (counts > 1).nonzero().flatten()):
+            if rows.numel():
+                self._padded(q, out, rows, int(counts[rows].max()), cache, batch, scale, window)
+        return out.flatten(1)
+
+    def _padded(
+        self,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        rows: torch.Tensor,
+        longest: int,
+        cache: KVCache,
+        batch: Batch,
+        scale: float,
+        window: int | None,
+    ) -> None:
+        kv_heads, head_dim = cache.keys.shape[2:]
+        context = batch.context[rows]
+        first, last = batch.row_starts[rows], batch.row_starts[rows + 1]
+        reach = int(context.max())
+        blocks = batch.tables[rows, : -(-reach // cache.block_size)].long()
+        # [rows, kv_heads, 1, reach, head_dim]: the extra dim lets a KV head serve its whole group.
+        keys, values = (c[blocks].flatten(1, 2)[:, :reach].transpose(1, 2).unsqueeze(2) for c in (cache.keys, cache.values))
+        steps = torch.arange(longest, device=q.device)
+        index = (first[:, None] + steps).clamp(max=q.shape[0] - 1)  # [rows, longest], clamped where padded
+        real = steps < (last - first)[:, None]
+        queries = q[index].view(len(rows), longest, kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)
+        # A query at position p sees keys 0..p, and of those only the last `window`.
+        position = (context - (last - first))[:, None] + steps
+        key_position = torch.arange(reach, device=q.device)
+        seen = key_position <= position[..., None]
+        if window is not None:
+            seen &= key_position > position[..., None] - window
+        # A padded query sees what it likes: its result is dropped, and a softmax over nothing is NaN.
+        seen |= ~real[..., None]
+        mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=seen[:, None, None], scale=scale)
+        out[index[real]] = mixed.permute(0, 3, 1, 2, 4).flatten(2, 3)[real]
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate pairs (i, i + head_dim/2) of x [T, heads, head_dim] by float32 angles, rounding once."""
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)

@@ -1,0 +1,76 @@
+"""Rotary position embedding: the table of cosines and sines, for every scaling in `Rope.kind`."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from weft.facts.shape import Rope
+
+
+def table(rope: Rope, head_dim: int, max_positions: int, length: int) -> torch.Tensor:
+    """[length, head_dim] float32: head_dim/2 cosines, then as many sines, of each position.
+
+    `max_positions` is the shape's own length, `length` the longest text that will be served. Dynamic
+    scaling depends on the text's length; keys stay in the cache under the base that they were made with, so
+    one base must serve all: that of `length`. Up to the model's own length it equals Transformers' exactly.
+    """
+    frequencies, magnitude = inverse_frequencies(rope, head_dim, max_positions, length)
+    angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
+    return torch.cat((angles.cos(), angles.sin()), dim=1) * magnitude
+
+
+def inverse_frequencies(rope: Rope, head_dim: int, max_positions: int, length: int) -> tuple[torch.Tensor, float]:
+    """[head_dim/2] radians per position, and the factor on cosine and sine (other than 1 for yarn only)."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    plain = 1.0 / (rope.theta**exponents)
+    match rope.kind:
+        case "default":
+            return plain, 1.0
+        case "linear":
+            return plain / rope.factor, 1.0
+        case "dynamic":
+            longest = max(length, max_positions)
+            stretch = rope.factor * longest / max_positions - (rope.factor - 1)
+            return 1.0 / ((rope.theta * stretch ** (head_dim / (head_dim - 2))) ** exponents), 1.0
+        case "llama3":
+            return _llama3(rope, plain, max_positions), 1.0
+        case "yarn":
+            return _yarn(rope, plain, head_dim, max_positions)
+
+
+def _llama3(rope: Rope, plain: torch.Tensor, max_positions: int) -> torch.Tensor:
+    """Long wavelengths are slowed by `factor`, short ones kept, those between interpolated (Llama 3.1)."""
+    if rope.factors is not None:
+        return plain / torch.tensor(rope.factors, dtype=torch.float32)
+    original = rope.original_max_positions or max_positions
+    low, high = rope.low_freq_factor or 1.0, rope.high_freq_factor or 4.0
+    turns = original * plain / (2 * math.pi)
+    smooth = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - smooth) * plain / rope.factor + smooth * plain
+
+
+def _yarn(rope: Rope, plain: torch.Tensor, head_dim: int, max_positions: int) -> tuple[torch.Tensor, float]:
+    """A ramp between interpolation and extrapolation over the dims (Peng et al. 2023, arXiv 2309.00071)."""
+    original = rope.original_max_positions or max_positions
+
+    def dim_of(turns: float) -> float:
+        return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dim_of(rope.beta_fast or 32), dim_of(rope.beta_slow or 1)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    span = high - low if high != low else 0.001  # as Transformers does, against a division by zero
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / span).clamp(0, 1)
+    frequencies = plain / rope.factor * ramp + plain * (1 - ramp)
+
+    def magnitude(mscale: float) -> float:
+        return 1.0 if rope.factor <= 1 else 0.1 * mscale * math.log(rope.factor) + 1.0
+
+    if rope.attention_factor is not None:
+        return frequencies, rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return frequencies, magnitude(rope.mscale) / magnitude(rope.mscale_all_dim)
+    return frequencies, magnitude(1.0)

@@ -1,0 +1,19 @@
+"""Weights as they are: bf16, fp16, fp32. On a CPU bf16 weights are packed once for oneDNN."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+Product = Callable[[torch.Tensor], torch.Tensor]
+
+
+def product(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product:
+    """x [T, in] -> x W^T + b [T, out], for a weight [out, in] that will not change any more."""
+    if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and torch.backends.mkldnn.is_available():
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+        linear = torch.ops.mkldnn._linear_pointwise
+        return lambda x: linear(x, packed, bias, "none", [], "")  # type: ignore[no-any-return]
+    return lambda x: F.linear(x, weight, bias)

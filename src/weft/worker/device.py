@@ -1,0 +1,37 @@
+"""A rank's device: threads, and how much memory it leaves for the KV cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from weft.facts import host
+from weft.planner.plan import Plan
+
+
+def prepare(plan: Plan, rank: int) -> torch.device:
+    """Make the rank's device current and give it its share of the cores."""
+    torch.set_num_threads(max(1, len(plan.cores[rank])))
+    device = torch.device(plan.devices[rank])
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def utilization(plan: Plan, rank: int) -> float:
+    """The share of the rank's GPU that it may use."""
+    shares = plan.gpu_memory_utilization
+    return shares[rank] if len(shares) > 1 else shares[0]
+
+
+def free_bytes(plan: Plan, rank: int, device: torch.device, activation_bytes: int) -> int:
+    """What is left for KV: on a CPU the host's free memory, on a GPU the rank's share of the card less all
+    that is there already (others' and ours, weights, context, NCCL) and the activations' peak."""
+    if device.type == "cpu":
+        return host.memory(Path("/"))[1]
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    spare = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    used = total - free - spare
+    return min(int(total * utilization(plan, rank)) - used, free + spare) - activation_bytes

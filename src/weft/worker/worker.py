@@ -1,0 +1,200 @@
+"""Worker: one rank. It loads its share, says what room is left, takes its KV blocks and runs steps."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+
+import torch
+
+from weft.comm import Links
+from weft.core.params import SamplingParams
+from weft.core.step import Admission, StepPlan, StepResult, TokenLogprobs
+from weft.kernels import choose
+from weft.kernels.base import KVCache
+from weft.kernels.batch import Batch
+from weft.layers import rope
+from weft.models.decoder import Decoder
+from weft.planner.fills import parameter_dims, rank_parameters, weight_bytes
+from weft.planner.memory import Capacity
+from weft.planner.plan import Plan
+from weft.weights.load import load
+from weft.worker import device as devices
+from weft.worker.rows import Rows
+from weft.worker.sampler import Sampler
+
+logger = logging.getLogger("weft")
+
+PROMPT_LOGPROBS_CHUNK = 256  # positions whose logits are held at once: 256 x 151,936 floats are 156 MB
+
+
+class Worker:
+    """Rank `rank` of `plan`. Call `load`, then `allocate`, then `execute` once per step, all from one thread."""
+
+    def __init__(self, plan: Plan, rank: int, links: Links) -> None:
+        self.plan, self.rank, self.links = plan, rank, links
+        self.place = plan.places[rank]
+        self.dtype: torch.dtype = getattr(torch, plan.dtype)
+        self.rows = Rows(plan.max_num_seqs, plan.max_model_len, plan.block_size)
+        self.caches: list[KVCache] = []
+
+    @torch.inference_mode()
+    def load(self) -> Capacity:
+        """Read this rank's weights, build its part of the model, measure a step's peak."""
+        began = time.monotonic()
+        plan, shape = self.plan, self.plan.shape
+        self.device = devices.prepare(plan, self.rank)
+        # The table of parameters gives every dim, so tensors are made once, where they stay.
+        tensors = {
+            name: torch.empty(parameter_dims(shape, self.place, parameter), dtype=self.dtype, device=self.device)
+            for name, parameter, _ in rank_parameters(shape, self.place)
+        }
+        load(plan, self.place, tensors)
+        self.kernels = choose(plan.attention_backend, self.device, self.dtype, shape.head_dim, shape.group)
+        self.model = Decoder(shape, plan.places, self.rank, tensors, self.links.tensor, self.kernels)
+        self.rope = rope.table(shape.rope, shape.head_dim, shape.max_positions, plan.max_model_len).to(self.device)
+        self.sampler: Sampler | None = None
+        if self.rank == plan.output_rank:
+            self.sampler = Sampler(shape.vocab, plan.max_num_seqs, self.device, shape.eos)
+        activation = self._measure()
+        return Capacity(
+            rank=self.rank,
+            host=socket.gethostname(),
+            device=plan.devices[self.rank],
+            weight_bytes=weight_bytes(shape, self.place, plan.dtype),
+            activation_bytes=activation,
+            free_bytes=devices.free_bytes(plan, self.rank, self.device, activation),
+            block_bytes=plan.block_bytes(self.rank),
+            load_s=time.monotonic() - began,
+        )
+
+    @torch.inference_mode()
+    def allocate(self, num_blocks: int) -> None:
+        """Take the KV cache, and run one small step of each kind so that no request meets a cold path."""
+        self.caches = self._caches(num_blocks)
+        tokens = min(16, self.plan.max_model_len, self.plan.max_num_batched_tokens, num_blocks * self.plan.block_size)
+        for counts in ([tokens], [1]):
+            self.execute(self._rehearsal(counts))
+
+    @torch.inference_mode()
+    def execute(self, step: StepPlan) -> StepResult | None:
+        """Run one step; the output rank returns what was sampled."""
+        for slot in step.released:
+            self.rows.release(slot)
+            if self.sampler:
+                self.sampler.release(slot)
+        for admission in step.admitted:
+            self.rows.admit(admission)
+            if self.sampler:
+                self.sampler.admit(admission)
+        if not step.slots:
+            return StepResult(step.id, [], [], {}) if self.sampler else None
+        batch = self.rows.batch(step, self.device)
+        incoming = None
+        if not self.place.first:
+            dims = (len(step.tokens), self.plan.shape.hidden)
+            incoming = self.links.pipeline.recv(dims, self.dtype, self.place.stage - 1)
+        hidden = self.model.hidden(incoming, self.rope, self.caches, batch)
+        if not self.place.last:
+            self.links.pipeline.send(hidden, self.place.stage + 1)
+            return None
+        return self._finish(step, batch, hidden)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.caches = []
+        self.model = None  # type: ignore[assignment]
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _finish(self, step: StepPlan, batch: Batch, hidden: torch.Tensor) -> StepResult | None:
+        """Sample, and score prompts where asked. Every rank of the last stage comes here: the head is cut."""
+        prompt_logprobs = self._score_prompts(step, hidden) if self.rows.wishes else {}
+        rows = [r for r, wanted in enumerate(step.samples) if wanted]
+        if not rows:
+            return StepResult(step.id, [], [], prompt_logprobs) if self.sampler else None
+        ends = batch.row_starts[1:] - 1
+        # One row per token and every row wanted, the usual decode step: nothing to pick out.
+        picked = hidden if len(rows) == len(hidden) else hidden[ends[rows]]
+        logits = self.model.logits(picked)
+        if self.sampler is None:
+            return None
+        assert logits is not None
+        slots = [step.slots[r] for r in rows]
+        positions = [step.starts[r] + step.counts[r] for r in rows]
+        tokens, logprobs = self.sampler.sample(logits.float(), slots, positions)
+        return StepResult(step.id, tokens, logprobs, prompt_logprobs)
+
+    def _score_prompts(self, step: StepPlan, hidden: torch.Tensor) -> dict[int, list[TokenLogprobs]]:
+        """For rows that want it: the logprob of each prompt token that follows a position of this step."""
+        scores: dict[int, list[TokenLogprobs]] = {}
+        begin = 0
+        for slot, start, count in zip(step.slots, step.starts, step.counts, strict=True):
+            wish = self.rows.wishes.get(slot)
+            if wish is not None:
+                targets = wish.prompt[start + 1 : start + count + 1]
+                for at in range(0, len(targets), PROMPT_LOGPROBS_CHUNK):
+                    chunk = targets[at : at + PROMPT_LOGPROBS_CHUNK]
+                    logits = self.model.logits(hidden[begin + at : begin + at + len(chunk)])
+                    if self.sampler:
+                        assert logits is not None
+                        scored = self.sampler.prompt_logprobs(logits.float(), chunk, wish.top)
+                        scores.setdefault(slot, []).extend(scored)
+            begin += count
+        return scores
+
+    def _caches(self, num_blocks: int) -> list[KVCache]:
+        dims = (num_blocks, self.plan.block_size, len(self.place.kv_heads), self.plan.shape.head_dim)
+        # Zeros from fresh pages cost nothing until they are touched; on a GPU they keep NaN out of masked reads.
+        return [
+            KVCache(*(torch.zeros(dims, dtype=self.dtype, device=self.device) for _ in range(2)))
+            for _ in range(len(self.place.layers))
+        ]
+
+    def _measure(self) -> int:
+        """Bytes that the largest step takes beside the weights: run on a GPU, reckoned on a CPU."""
+        plan = self.plan
+        rows = min(plan.max_num_seqs, plan.max_num_batched_tokens)
+        tokens = min(plan.max_num_batched_tokens, rows * plan.max_model_len)
+        if self.device.type == "cpu":
+            return self._reckon(tokens, rows)
+        counts = [tokens // rows + (r < tokens % rows) for r in range(rows)]
+        step = self._rehearsal(counts)
+        self.caches = self._caches(sum(map(len, step.blocks)))
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        self.execute(step)
+        torch.cuda.synchronize(self.device)
+        peak = torch.cuda.max_memory_allocated(self.device) - before
+        self.caches = []
+        return peak
+
+    def _reckon(self, tokens: int, rows: int) -> int:
+        """The widest moment of a layer for every token, and float32 logits, twice, for every row."""
+        shape, place = self.plan.shape, self.place
+        attention = (len(place.q_heads) * 2 + len(place.kv_heads) * 2) * shape.head_dim
+        width = 3 * shape.hidden + max(attention, 3 * len(place.ffn))
+        logits = 2 * 4 * rows * shape.vocab if self.rank == self.plan.output_rank else 0
+        return tokens * width * self.dtype.itemsize + logits
+
+    def _rehearsal(self, counts: list[int]) -> StepPlan:
+        """A step of made-up prompts with these lengths, in slots and blocks that nobody holds yet."""
+        size, blocks, first = self.plan.block_size, [], 0
+        for count in counts:
+            need = -(-count // size)
+            blocks.append(list(range(first, first + need)))
+            first += need
+        slots = list(range(len(counts)))
+        params = SamplingParams(temperature=0.0)
+        return StepPlan(
+            id=-1,
+            released=[],
+            admitted=[Admission(slot, 0, params, [0] * count, []) for slot, count in zip(slots, counts, strict=True)],
+            slots=slots,
+            starts=[0] * len(counts),
+            counts=counts,
+            tokens=[0] * sum(counts),
+            blocks=blocks,
+            samples=[True] * len(counts),
+        )

@@ -1,0 +1,145 @@
+"""The compiled CPU kernels against the plain ones, and those against a loop that is obviously right."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from weft.kernels import choose
+from weft.kernels.base import HeadNorm, Kernels, KVCache
+from weft.kernels.batch import Batch
+from weft.kernels.native import NativeKernels, build
+from weft.kernels.plain import PlainKernels
+
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+
+
+def native(dtype: torch.dtype) -> NativeKernels:
+    try:
+        build()
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    return NativeKernels(dtype)
+
+
+def ragged(counts: list[int], contexts: list[int], block_size: int, seed: int) -> tuple[Batch, int]:
+    """A batch whose rows have shuffled blocks of their own, and the number of blocks."""
+    generator = torch.Generator().manual_seed(seed)
+    needs = [-(-c // block_size) for c in contexts]
+    order = torch.randperm(sum(needs), generator=generator).to(torch.int32)
+    tables = torch.zeros(len(counts), max(needs), dtype=torch.int32)
+    positions, slots, used = [], [], 0
+    for row, (count, context, need) in enumerate(zip(counts, contexts, needs, strict=True)):
+        tables[row, :need] = order[used : used + need]
+        used += need
+        for position in range(context - count, context):
+            positions.append(position)
+            slots.append(int(tables[row, position // block_size]) * block_size + position % block_size)
+    batch = Batch(
+        tokens=torch.zeros(sum(counts), dtype=torch.int32),
+        positions=torch.tensor(positions, dtype=torch.int32),
+        slots=torch.tensor(slots),
+        row_starts=torch.tensor([0, *torch.tensor(counts).cumsum(0)], dtype=torch.int32),
+        context=torch.tensor(contexts, dtype=torch.int32),
+        tables=tables,
+        max_count=max(counts),
+        max_context=max(contexts),
+    )
+    return batch, sum(needs)
+
+
+def attend_by_loop(q: torch.Tensor, cache: KVCache, batch: Batch, scale: float, window: int | None) -> torch.Tensor:
+    """One query and one head at a time, in float64."""
+    group = q.shape[1] // cache.keys.shape[2]
+    out = torch.empty(q.shape, dtype=torch.float64)
+    for row in range(batch.rows):
+        first, last = batch.row_starts[row : row + 2].tolist()
+        for token in range(first, last):
+            position = int(batch.positions[token])
+            begin = max(0, position - window + 1) if window else 0
+            blocks = [(int(batch.tables[row, p // cache.block_size]), p % cache.block_size) for p in range(begin, position + 1)]
+            for head in range(q.shape[1]):
+                keys = torch.stack([cache.keys[b, o, head // group] for b, o in blocks]).double()
+                values = torch.stack([cache.values[b, o, head // group] for b, o in blocks]).double()
+                weights = (keys @ q[token, head].double() * scale).softmax(0)
+                out[token, head] = weights @ values
+    return out.flatten(1)
+
+
+CASES = [
+    # counts, contexts, q_heads, kv_heads, head_dim, block_size, window
+    ([1], [1], 2, 1, 16, 16, None),
+    ([1, 1, 1], [5, 70, 200], 9, 3, 64, 16, None),
+    ([1, 40, 7], [130, 40, 90], 6, 3, 64, 16, None),
+    ([33, 1], [33, 64], 8, 8, 80, 4, None),
+    ([20, 1, 100], [90, 150, 100], 7, 1, 6, 16, None),
+    ([1, 50, 3], [300, 120, 10], 4, 2, 32, 8, 17),
+    ([70], [70], 40, 1, 24, 16, 5),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=[str(c[0]) for c in CASES])
+@pytest.mark.parametrize("kind", ["native", "plain"])
+def test_attention_over_paged_kv_is_exact(kind: str, case: tuple, dtype: torch.dtype) -> None:
+    counts, contexts, q_heads, kv_heads, head_dim, block_size, window = case
+    kernels: Kernels = native(dtype) if kind == "native" else PlainKernels()
+    batch, blocks = ragged(counts, contexts, block_size, seed=len(counts))
+    torch.manual_seed(1)
+    cache = KVCache(*(torch.randn(blocks, block_size, kv_heads, head_dim).to(dtype) for _ in range(2)))
+    q = torch.randn(sum(counts), q_heads, head_dim).to(dtype) * 3
+    got = kernels.attend(q, cache, batch, head_dim**-0.5, window)
+    want = attend_by_loop(q, cache, batch, head_dim**-0.5, window)
+    torch.testing.assert_close(got.double(), want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tokens", [1, 13])
+def test_native_rows_agree_with_plain_ones(dtype: torch.dtype, tokens: int) -> None:
+    fast, plain = native(dtype), PlainKernels()
+    torch.manual_seed(2)
+    x, residual, weight = (torch.randn(*dims).to(dtype) for dims in ((tokens, 50), (tokens, 50), (50,)))
+    close = {"atol": TOLERANCE[dtype], "rtol": TOLERANCE[dtype]}
+    torch.testing.assert_close(fast.norm(x, weight, 1e-5), plain.norm(x, weight, 1e-5), **close)
+    ours, theirs = residual.clone(), residual.clone()
+    torch.testing.assert_close(fast.add_norm(x, ours, weight, 1e-5), plain.add_norm(x, theirs, weight, 1e-5), **close)
+    torch.testing.assert_close(ours, theirs, **close)
+    wide = torch.randn(tokens, 84).to(dtype) * 20
+    torch.testing.assert_close(fast.silu_mul(wide), plain.silu_mul(wide), **close)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("normed", [False, True])
+def test_native_rotation_writes_what_the_plain_one_writes(dtype: torch.dtype, normed: bool) -> None:
+    q_heads, kv_heads, head_dim = 6, 2, 20
+    batch, blocks = ragged([3, 1, 9], [40, 7, 9], 4, seed=3)
+    torch.manual_seed(4)
+    qkv = torch.randn(13, (q_heads + 2 * kv_heads) * head_dim).to(dtype)
+    angles = torch.outer(torch.arange(64.0), torch.rand(head_dim // 2))
+    table = torch.cat((angles.cos(), angles.sin()), 1)
+    norm = HeadNorm(torch.rand(head_dim).to(dtype), torch.rand(head_dim).to(dtype), 1e-6) if normed else None
+    results = []
+    for kernels in (native(dtype), PlainKernels()):
+        cache = KVCache(*(torch.zeros(blocks, 4, kv_heads, head_dim, dtype=dtype) for _ in range(2)))
+        q = kernels.rotate_and_store(qkv, q_heads, table, cache, batch, norm)
+        results.append((q, cache.keys, cache.values))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+def test_extreme_scores_stay_finite() -> None:
+    kernels = native(torch.float32)
+    batch, blocks = ragged([1], [100], 16, seed=0)
+    cache = KVCache(torch.full((blocks, 16, 1, 16), 50.0), torch.ones(blocks, 16, 1, 16))
+    for sign in (1, -1):
+        out = kernels.attend(torch.full((1, 1, 16), sign * 50.0), cache, batch, 1.0, None)
+        torch.testing.assert_close(out, torch.ones(1, 16))
+    assert math.isfinite(float(kernels.silu_mul(torch.tensor([[-1e4, 1.0]]))[0, 0]))
+
+
+def test_fp16_falls_back_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING", "weft"):
+        assert choose("auto", torch.device("cpu"), torch.float16, 64, 1).name == "torch"
+    assert "float16" in caplog.text
