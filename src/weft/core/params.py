@@ -2,21 +2,66 @@
 
 from __future__ import annotations
 
-from math import isfinite
-from typing import Any
+from collections.abc import Iterable, Mapping
+from math import inf, nextafter
+from numbers import Integral, Real
+from typing import Any, NoReturn
 
 import msgspec
 
 from weft.errors import RequestError
 
+MAX_CHOICES = 16384
+MAX_LOGPROBS = 20
+MAX_COUNT = 2**31 - 1
+
+# Below this a temperature only loses precision: it is greedy.
+MIN_TEMPERATURE = 1e-5
+
+# What each number may be, ends included. Those that divide or multiply logits are kept where the quotient
+# is finite in fp32: one request's NaN is not to be.
+INTEGERS: dict[str, tuple[int, int]] = {
+    "n": (1, MAX_CHOICES),
+    "top_k": (-1, MAX_COUNT),
+    "seed": (-(2**63), 2**64 - 1),
+    "max_tokens": (1, MAX_COUNT),
+    "min_tokens": (0, MAX_COUNT),
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+}
+NUMBERS: dict[str, tuple[float, float]] = {
+    "temperature": (0.0, 1e6),
+    "top_p": (nextafter(0.0, 1.0), 1.0),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (1e-3, 1e3),
+}
+# How a range reads where its ends are not what a person would say.
+SAID: dict[str, str] = {
+    "temperature": "a finite number from 0 (greedy) to 1e6",
+    "top_p": "above 0 and at most 1",
+    "top_k": "at least 1, or 0 or -1 for all tokens",
+    "max_tokens": "at least 1, or None for as many as the model's length allows",
+    "min_tokens": "at least 0",
+    "seed": "a 64-bit integer, or None",
+    "logprobs": f"from 0 to {MAX_LOGPROBS} (the whole vocabulary, -1, is not supported)",
+    "prompt_logprobs": f"from 0 to {MAX_LOGPROBS} (the whole vocabulary, -1, is not supported)",
+}
+OPTIONAL = ("seed", "max_tokens", "logprobs", "prompt_logprobs")
+FLAGS = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output")
+BIAS = 100.0
+
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How tokens are chosen and when an answer ends. Immutable; validated when made.
 
-    `temperature` 0 is greedy. `top_k` 0 or -1 means all tokens. `seed` None takes the engine's seed and the
-    request's number, so that the same requests in the same order give the same tokens. `max_tokens` None
+    `temperature` 0 is greedy. `top_k` 0 or -1 means all tokens. `seed` None (or -1) takes the engine's seed and
+    the request's number, so that the same requests in the same order give the same tokens. `max_tokens` None
     means up to the model's length. `logprobs` and `prompt_logprobs` count the alternatives per token beside
-    the chosen one (0: only the chosen one). Raises RequestError, naming the field, for a value out of range.
+    the chosen one (0: only the chosen one). `stop` and `bad_words` may be one text or a sequence of them; any
+    sequence is kept as a tuple, and `logit_bias` with integer keys. `bad_word_ids` is the client's, from
+    `bad_words`. Raises RequestError, naming the field, for a value of the wrong type or out of range.
     """
 
     n: int = 1
@@ -41,7 +86,120 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[str, ...] = ()
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    structured_outputs: Any = None
+
+    def __post_init__(self) -> None:
+        # Idempotent: a decoder and `msgspec.structs.replace` run it again. Types are checked here because
+        # the constructor does not.
+        for name, (low, high) in INTEGERS.items():
+            value = getattr(self, name)
+            if value is not None or name not in OPTIONAL:
+                self._keep(name, value, _integer(name, value, low, high))
+        for name, (least, most) in NUMBERS.items():
+            value = getattr(self, name)
+            self._keep(name, value, _number(name, value, least, most))
+        for name in FLAGS:
+            if not isinstance(value := getattr(self, name), bool):
+                _refuse(name, value, "true or false")
+        if self.temperature < MIN_TEMPERATURE:
+            self._keep("temperature", self.temperature, 0.0)
+        if self.top_k == -1:
+            self._keep("top_k", -1, 0)
+        if self.seed == -1:
+            self._keep("seed", -1, None)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            _refuse("min_tokens", self.min_tokens, f"at most max_tokens, which is {self.max_tokens}")
+        if self.structured_outputs is not None:
+            raise RequestError("structured_outputs is not supported yet; leave it out", param="structured_outputs")
+        self._check_sequences()
+
+    def _check_sequences(self) -> None:
+        for name in ("stop", "bad_words"):
+            self._keep(name, given := getattr(self, name), _texts(name, given))
+        self._keep("stop_token_ids", given := self.stop_token_ids, _ids("stop_token_ids", given))
+        if (given := self.allowed_token_ids) is not None:
+            ids = _ids("allowed_token_ids", given)
+            if not ids:
+                _refuse("allowed_token_ids", given, "at least one id, or None for all")
+            self._keep("allowed_token_ids", given, ids)
+        words = _items("bad_word_ids", self.bad_word_ids)
+        self._keep("bad_word_ids", words, tuple(_ids("bad_word_ids", ids) for ids in words))
+        if (bias := self.logit_bias) is not None:
+            self._keep("logit_bias", bias, _bias(bias))
+
+    def _keep(self, name: str, given: object, value: object) -> None:
+        if value is not given:
+            msgspec.structs.force_setattr(self, name, value)
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+
+def _refuse(name: str, value: object, limit: str) -> NoReturn:
+    shown = repr(value)
+    if len(shown) > 60:
+        shown = shown[:57] + "..."
+    raise RequestError(f"{name} is {shown}; it must be {limit}", param=name) from None
+
+
+def _integer(name: str, value: object, low: int, high: int) -> int:
+    if type(value) is not int:
+        if isinstance(value, bool) or not isinstance(value, Integral):
+            _refuse(name, value, "an integer")
+        value = int(value)
+    if not low <= value <= high:
+        _refuse(name, value, SAID.get(name, f"from {low} to {high}"))
+    return value
+
+
+def _number(name: str, value: object, low: float, high: float) -> float:
+    if type(value) is not float:
+        if isinstance(value, bool) or not isinstance(value, Real):
+            _refuse(name, value, "a number")
+        try:
+            number = float(value)
+        except OverflowError:
+            number = inf
+    else:
+        number = value
+    # Also false for NaN.
+    if not low <= number <= high:
+        _refuse(name, value, SAID.get(name, f"from {low:g} to {high:g}"))
+    return number
+
+
+def _items(name: str, value: object, said: str = "a list of token ids") -> Iterable[object]:
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        _refuse(name, value, said)
+    return value
+
+
+def _texts(name: str, value: object) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    said = "a text or a list of texts, none of them empty"
+    texts = (value,) if isinstance(value, str) else tuple(_items(name, value, said))
+    for text in texts:
+        if not isinstance(text, str) or not text:
+            _refuse(name, value, said)
+    return texts  # type: ignore[return-value]
+
+
+def _ids(name: str, value: object) -> tuple[int, ...]:
+    return () if value is None else tuple(_integer(name, token, 0, MAX_COUNT) for token in _items(name, value))
+
+
+def _bias(value: object) -> dict[int, float]:
+    said = f"an object of token ids, each with a number from {-BIAS:g} to {BIAS:g}"
+    if not isinstance(value, Mapping):
+        _refuse("logit_bias", value, said)
+    bias = {}
+    for key, amount in value.items():
+        try:
+            # JSON has only texts as keys.
+            token = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key
+            bias[_integer("logit_bias", token, 0, MAX_COUNT)] = _number("logit_bias", amount, -BIAS, BIAS)
+        except ValueError:
+            _refuse("logit_bias", {key: amount}, said)
+    return bias

@@ -1,1 +1,21 @@
 """One protocol to the ranks: threads of this process, or processes of their own."""
+
+from __future__ import annotations
+
+from weft.errors import ConfigError
+from weft.executors.base import Executor
+
+
+def create(kind: str) -> Executor:
+    """An executor that has not started. `kind` is "inline" or "processes"."""
+    match kind:
+        case "inline":
+            from weft.executors.inline import InlineExecutor
+
+            return InlineExecutor()
+        case "processes":
+            from weft.executors.processes import ProcessExecutor
+
+            return ProcessExecutor()
+        case _:
+            raise ConfigError(f"executor {kind!r} is unknown; use inline (threads of one process) or processes")

@@ -8,24 +8,11 @@ from typing import Literal, Protocol
 import msgspec
 
 from weft.core.step import StepPlan, StepResult
+from weft.errors import Cause
+from weft.planner.memory import Capacity
 from weft.planner.plan import Plan
 
-
-class Capacity(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank says once its weights are loaded and its peak is measured. All in bytes.
-
-    `device` names the memory that it draws on ("cpu" of one host, "cuda:0"), `host` the machine; ranks with
-    equal (host, device) share `free_bytes`. `block_bytes` is the cost of one KV block on this rank.
-    """
-
-    rank: int
-    host: str
-    device: str
-    weight_bytes: int
-    activation_bytes: int
-    free_bytes: int
-    block_bytes: int
-    load_s: float
+__all__ = ["Capacity", "Command", "Executor", "Ready"]
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,7 +22,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True):
     ranks: list[Capacity]
 
 
-class Command(msgspec.Struct, frozen=True):
+class Command(msgspec.Struct, frozen=True, tag=True):
     """Anything that is not a step, for every rank."""
 
     kind: Literal["ping"]
@@ -44,8 +31,12 @@ class Command(msgspec.Struct, frozen=True):
 class Executor(Protocol):
     """`start` returns once every rank has loaded, measured, allocated and warmed up; it raises EngineError
     with the first root cause. `submit` returns at once; results come in the order of submission; several
-    steps may be in flight. The first failing rank fails every future with EngineError. `close` may be called
-    twice, and at any time, and leaves no thread and no process behind."""
+    steps may be in flight. The first failing rank fails every future with EngineError, and resolves `failure`
+    even when no step is in flight. `close` may be called twice, and at any time, and leaves no thread and no
+    process behind."""
+
+    @property
+    def failure(self) -> Future[Cause]: ...
 
     def start(self, plan: Plan) -> Ready: ...
 

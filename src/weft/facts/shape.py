@@ -15,7 +15,8 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True):
 
     `kind` is Transformers' `rope_type`: default, linear, dynamic, llama3 or yarn. The other fields are that
     scaling's own, None where the checkpoint does not give them; `original_max_positions` is the length that
-    the model was trained at before scaling.
+    the model was trained at before scaling. `factors` are llama3's divisors of the head_dim/2 frequencies
+    where the checkpoint gives those (GGUF does) in place of the parameters they come from.
     """
 
     theta: float = 10000.0
@@ -30,6 +31,7 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True):
     mscale_all_dim: float | None = None
     attention_factor: float | None = None
     truncate: bool = True
+    factors: tuple[float, ...] | None = None
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True):

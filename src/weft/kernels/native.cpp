@@ -8,6 +8,9 @@
 #include <cstring>
 #include <limits>
 #include <vector>
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
 
 namespace {
 
@@ -138,13 +141,14 @@ constexpr int64_t LANES = 16;    // keys per vector of scores
 constexpr int64_t STRIP = 6;     // queries that share a loaded vector of keys or values
 constexpr int64_t FEW = 16;      // below so many queries, keys are not worth transposing
 
-struct Scratch {
+template <class T> struct Scratch {
     alignas(64) float queries[QUERIES * WIDEST];
     alignas(64) float sums[QUERIES * WIDEST];
     alignas(64) float scores[QUERIES * KEYS];
     alignas(64) float keys[WIDEST * KEYS];  // transposed: [head_dim][KEYS]
     alignas(64) float values[KEYS * WIDEST];
     float highest[QUERIES], total[QUERIES];
+    const T *query[QUERIES], *key[KEYS], *value[KEYS];  // where they lie
 };
 
 // scores[q][j] = queries[q] . keys[:, j] for N queries; rows of queries are `padded` long.
@@ -174,6 +178,29 @@ void mix_strip(const float *scores, const float *values, float *sums, int64_t pa
     }
 }
 
+template <class T> inline float dot(const T *a, const T *b, int64_t count) {
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < count; i++) sum += widen(a[i]) * widen(b[i]);
+    return sum;
+}
+
+#ifdef __AVX512BF16__
+// 32 products an instruction; the tail is loaded under a mask.
+template <> inline float dot<bf16>(const bf16 *a, const bf16 *b, int64_t count) {
+    __m512 sum = _mm512_setzero_ps();
+    int64_t i = 0;
+    for (; i + 32 <= count; i += 32)
+        sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(a + i), (__m512bh)_mm512_loadu_si512(b + i));
+    if (i < count) {
+        __mmask32 rest = (1u << (count - i)) - 1;
+        sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_maskz_loadu_epi16(rest, a + i),
+                               (__m512bh)_mm512_maskz_loadu_epi16(rest, b + i));
+    }
+    return _mm512_reduce_add_ps(sum);
+}
+#endif
+
 template <class T> struct Attention {
     const T *q, *keys, *values;
     T *out;
@@ -190,25 +217,34 @@ template <class T> struct Attention {
     }
 
     // The queries of tokens [first, last) of one row and one KV head, over all keys that they see.
-    void tile(int64_t row, int64_t head, int64_t first, int64_t last, Scratch &s) const {
+    void tile(int64_t row, int64_t head, int64_t first, int64_t last, Scratch<T> &s) const {
         int64_t count = (last - first) * group(), width = padded();
+        bool few = count < FEW;
         int64_t position = context[row] - row_starts[row + 1] + first;  // of the first query
         int64_t end = position + (last - first);                        // the last query sees keys 0..end-1
         int64_t begin = window ? std::max<int64_t>(0, position - window + 1) : 0;
-        std::memset(s.queries, 0, count * width * sizeof(float));
         std::memset(s.sums, 0, count * width * sizeof(float));
         for (int64_t i = 0; i < count; i++) {
-            const T *from = q + place(first, head, i);
-            for (int64_t d = 0; d < head_dim; d++) s.queries[i * width + d] = widen(from[d]) * scale;
+            s.query[i] = q + place(first, head, i);
             s.highest[i] = -std::numeric_limits<float>::infinity();
             s.total[i] = 0;
+            if (!few)
+                for (int64_t d = 0; d < head_dim; d++) s.queries[i * width + d] = widen(s.query[i][d]);
         }
         for (int64_t at = begin; at < end; at += KEYS) {
             int64_t n = std::min(KEYS, end - at);
-            load(row, head, at, n, count >= FEW, s);
-            score(count, n, s);
-            soften(count, position, at, n, s);
-            mix(count, n, s);
+            find(row, head, at, n, s);
+            if (few) {
+                for (int64_t j = 0; j < n; j++)
+                    for (int64_t i = 0; i < count; i++) s.scores[i * KEYS + j] = dot(s.query[i], s.key[j], head_dim);
+                soften(count, position, at, n, s);
+                mix_few(count, n, s);
+            } else {
+                widen_tile(n, s);
+                score(count, s);
+                soften(count, position, at, n, s);
+                mix(count, n, s);
+            }
         }
         for (int64_t i = 0; i < count; i++) {
             T *to = out + place(first, head, i);
@@ -217,44 +253,36 @@ template <class T> struct Attention {
         }
     }
 
-    const T *find(const T *cache, int64_t row, int64_t head, int64_t position) const {
-        int64_t block = tables[row * table_width + position / block_size];
-        return cache + ((block * block_size + position % block_size) * kv_heads + head) * head_dim;
+    // Where n keys and values lie, from position `at` on.
+    void find(int64_t row, int64_t head, int64_t at, int64_t n, Scratch<T> &s) const {
+        for (int64_t j = 0; j < n; j++) {
+            int64_t block = tables[row * table_width + (at + j) / block_size];
+            int64_t offset = ((block * block_size + (at + j) % block_size) * kv_heads + head) * head_dim;
+            s.key[j] = keys + offset;
+            s.value[j] = values + offset;
+        }
     }
 
-    // n keys and values from position `at` on, as floats.
-    void load(int64_t row, int64_t head, int64_t at, int64_t n, bool transposed, Scratch &s) const {
+    // The tile's keys, transposed, and values as floats: worth it where many queries read them.
+    void widen_tile(int64_t n, Scratch<T> &s) const {
         int64_t width = padded();
         for (int64_t j = 0; j < n; j++) {
-            const T *key = find(keys, row, head, at + j), *value = find(values, row, head, at + j);
-            if (transposed)
-                for (int64_t d = 0; d < head_dim; d++) s.keys[d * KEYS + j] = widen(key[d]);
-            else
-                for (int64_t d = 0; d < width; d++) s.keys[j * width + d] = d < head_dim ? widen(key[d]) : 0;
-            for (int64_t d = 0; d < width; d++) s.values[j * width + d] = d < head_dim ? widen(value[d]) : 0;
+            for (int64_t d = 0; d < head_dim; d++) s.keys[d * KEYS + j] = widen(s.key[j][d]);
+            for (int64_t d = 0; d < head_dim; d++) s.values[j * width + d] = widen(s.value[j][d]);
+            for (int64_t d = head_dim; d < width; d++) s.values[j * width + d] = 0;
         }
     }
 
-    void score(int64_t count, int64_t n, Scratch &s) const {
+    // Columns past the tile's n hold what an earlier tile left; their scores are never read.
+    void score(int64_t count, Scratch<T> &s) const {
         int64_t width = padded(), i = 0;
-        if (count >= FEW) {
-            // Columns past n hold what an earlier tile left; their scores are never read.
-            for (; i + STRIP <= count; i += STRIP)
-                score_strip<STRIP>(s.queries + i * width, s.keys, s.scores + i * KEYS, head_dim, width);
-            for (; i < count; i++) score_strip<1>(s.queries + i * width, s.keys, s.scores + i * KEYS, head_dim, width);
-            return;
-        }
-        for (; i < count; i++)
-            for (int64_t j = 0; j < n; j++) {
-                float sum = 0;
-#pragma omp simd reduction(+ : sum)
-                for (int64_t d = 0; d < width; d++) sum += s.queries[i * width + d] * s.keys[j * width + d];
-                s.scores[i * KEYS + j] = sum;
-            }
+        for (; i + STRIP <= count; i += STRIP)
+            score_strip<STRIP>(s.queries + i * width, s.keys, s.scores + i * KEYS, head_dim, width);
+        for (; i < count; i++) score_strip<1>(s.queries + i * width, s.keys, s.scores + i * KEYS, head_dim, width);
     }
 
     // Online softmax: scores become weights against the highest score so far; what was summed is rescaled.
-    void soften(int64_t count, int64_t first, int64_t at, int64_t n, Scratch &s) const {
+    void soften(int64_t count, int64_t first, int64_t at, int64_t n, Scratch<T> &s) const {
         int64_t width = padded();
         for (int64_t i = 0; i < count; i++) {
             float *row = s.scores + i * KEYS;
@@ -266,6 +294,7 @@ template <class T> struct Attention {
             for (int64_t j = to; j < n; j++) row[j] = 0;
             if (from == to) continue;
             float highest = s.highest[i];
+            for (int64_t j = from; j < to; j++) row[j] *= scale;
 #pragma omp simd reduction(max : highest)
             for (int64_t j = from; j < to; j++) highest = std::max(highest, row[j]);
             float shrink = exp_negative(s.highest[i] - highest), total = 0;
@@ -281,12 +310,38 @@ template <class T> struct Attention {
         }
     }
 
-    void mix(int64_t count, int64_t n, Scratch &s) const {
+    void mix(int64_t count, int64_t n, Scratch<T> &s) const {
         int64_t width = padded(), i = 0;
         for (; i + STRIP <= count; i += STRIP)
             mix_strip<STRIP>(s.scores + i * KEYS, s.values, s.sums + i * width, width, n);
-        for (; i + 3 <= count; i += 3) mix_strip<3>(s.scores + i * KEYS, s.values, s.sums + i * width, width, n);
         for (; i < count; i++) mix_strip<1>(s.scores + i * KEYS, s.values, s.sums + i * width, width, n);
+    }
+
+    void mix_few(int64_t count, int64_t n, Scratch<T> &s) const {
+        int64_t i = 0;
+        for (; i + 4 <= count; i += 4) mix_rows<4>(i, n, s);
+        for (; i + 3 <= count; i += 3) mix_rows<3>(i, n, s);
+        for (; i < count; i++) mix_rows<1>(i, n, s);
+    }
+
+    // sums[i..i+N] += weights * values, each value widened in a register and used N times.
+    template <int64_t N> void mix_rows(int64_t i, int64_t n, Scratch<T> &s) const {
+        int64_t width = padded(), d = 0;
+        for (; d + LANES <= head_dim; d += LANES) {
+            float sum[N][LANES];
+            for (int64_t q = 0; q < N; q++) std::memcpy(sum[q], s.sums + (i + q) * width + d, sizeof sum[q]);
+            for (int64_t j = 0; j < n; j++) {
+                const T *value = s.value[j] + d;
+                for (int64_t q = 0; q < N; q++)
+#pragma omp simd
+                    for (int64_t l = 0; l < LANES; l++) sum[q][l] += s.scores[(i + q) * KEYS + j] * widen(value[l]);
+            }
+            for (int64_t q = 0; q < N; q++) std::memcpy(s.sums + (i + q) * width + d, sum[q], sizeof sum[q]);
+        }
+        for (; d < head_dim; d++)
+            for (int64_t j = 0; j < n; j++)
+                for (int64_t q = 0; q < N; q++)
+                    s.sums[(i + q) * width + d] += s.scores[(i + q) * KEYS + j] * widen(s.value[j][d]);
     }
 };
 
@@ -304,7 +359,7 @@ template <class T> void attend(const Attention<T> &a, int64_t rows) {
                 tiles.push_back({row, head, std::max<int64_t>(last - step, a.row_starts[row]), last});
 #pragma omp parallel
     {
-        static thread_local Scratch scratch;
+        static thread_local Scratch<T> scratch;
 #pragma omp for schedule(dynamic)
         for (size_t i = 0; i < tiles.size(); i++)
             a.tile(tiles[i].row, tiles[i].head, tiles[i].first, tiles[i].last, scratch);

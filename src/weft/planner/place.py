@@ -73,20 +73,13 @@ def cut_heads(q_heads: int, kv_heads: int, weights: Sequence[float]) -> list[tup
     crews = split(ranks, [1.0] * kv_heads, minimum=1)
     heads = []
     for head, crew in enumerate(crews):
-        if len(crew) > group:
-            raise PlanError(
-                f"tensor parallel size {ranks} gives {len(crew)} ranks to a KV group of {group} query heads; "
-                f"use at most {kv_heads * group}"
-            )
         for part in split(group, [weights[r] for r in crew], minimum=1):
             q = Span(head * group + part.start, head * group + part.stop)
             heads.append((q, Span(head, head + 1)))
     return heads
 
 
-def places(
-    shape: ModelShape, tensor_weights: Sequence[float], stage_layers: Sequence[int]
-) -> tuple[Place, ...]:
+def places(shape: ModelShape, tensor_weights: Sequence[float], stage_layers: Sequence[int]) -> tuple[Place, ...]:
     """All ranks of a layout, stage by stage: `stage_layers[s]` layers in stage s, cut by `tensor_weights`."""
     if sum(stage_layers) != shape.layers or any(n < 1 for n in stage_layers):
         raise PlanError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 from math import isfinite
 
 from weft.errors import PlanError
@@ -17,7 +18,7 @@ def split(total: int, weights: Sequence[float], *, unit: int = 1, minimum: int =
 
     Raises PlanError where there are not enough units for every range to have its minimum.
     """
-    if not weights or any(not isfinite(w) or w < 0 for w in weights) or sum(weights) <= 0:
+    if not weights or any(not isfinite(w) or w < 0 for w in weights) or not any(weights):
         raise PlanError(f"cannot split {total} by weights {list(weights)}: give finite weights, at least one above 0")
     units, rest = divmod(total, unit)
     if units < minimum * len(weights):
@@ -25,16 +26,15 @@ def split(total: int, weights: Sequence[float], *, unit: int = 1, minimum: int =
             f"cannot split {total} into {len(weights)} parts of at least {minimum * unit}: "
             f"at most {units // minimum} parts are possible"
         )
-    # The minimum first, then what is left in proportion to how far each is below its ideal share.
-    scale = units / sum(weights)
-    ideal = [w * scale for w in weights]
+    # Fractions: exact, so that ties are ties and no weight is too large or too small.
+    whole = sum(map(Fraction, weights))
+    ideal = [units * Fraction(w) / whole for w in weights]
     shares = [max(minimum, int(x)) for x in ideal]
-    order = sorted(range(len(weights)), key=lambda i: (shares[i] - ideal[i], i))
     while sum(shares) < units:
-        needy = min(order, key=lambda i: (shares[i] - ideal[i], i))
+        needy = min(range(len(shares)), key=lambda i: shares[i] - ideal[i])
         shares[needy] += 1
     while sum(shares) > units:
-        rich = max((i for i in order if shares[i] > minimum), key=lambda i: (shares[i] - ideal[i], i))
+        rich = max((i for i in range(len(shares)) if shares[i] > minimum), key=lambda i: (shares[i] - ideal[i], i))
         shares[rich] -= 1
     sizes = [s * unit for s in shares]
     if rest:

@@ -1,4 +1,4 @@
-"""Comm: how the ranks of one stage sum and gather, and how a stage hands over to the next."""
+"""Comm: the protocol of a group of ranks; a group of one; and the order in which a sum is made."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ import torch
 
 
 class Comm(Protocol):
-    """A group of `size` ranks, of which this is `rank`. All ranks call the same things in the same order."""
+    """A group of `size` ranks, of which this is `rank`. All ranks call the same things in the same order.
+
+    Where a peer has gone, every call raises ConnectionError.
+    """
 
     rank: int
     size: int
@@ -24,7 +27,8 @@ class Comm(Protocol):
         ...
 
     def send(self, x: torch.Tensor, to: int) -> None:
-        """Hand a tensor to rank `to` of the group; returns without waiting for it to be received."""
+        """Hand a tensor to rank `to` of the group; returns without waiting for it to be received. `x` may be
+        overwritten afterwards."""
         ...
 
     def recv(self, shape: Sequence[int], dtype: torch.dtype, source: int) -> torch.Tensor:
@@ -58,3 +62,14 @@ class Links:
 
     tensor: Comm
     pipeline: Comm
+
+
+def add_up(parts: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
+    """Sum `parts` into `out`, which may be none of them: element by element in the order of ranks, so that
+    every rank gets the same bits; more than two in float32 at least, rounded once."""
+    if len(parts) == 2:
+        return torch.add(parts[0], parts[1], out=out)
+    total = parts[0].to(torch.promote_types(out.dtype, torch.float32), copy=True)
+    for part in parts[1:]:
+        total += part
+    return out.copy_(total)

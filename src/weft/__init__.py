@@ -1,0 +1,38 @@
+"""Weft runs one large language model across the GPUs you really have.
+
+from weft import LLM, SamplingParams
+
+with LLM("demo", tensor_parallel_size=2) as llm:
+    print(llm.chat([{"role": "user", "content": "Why is the sky blue?"}])[0].outputs[0].text)
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from weft.client.outputs import CompletionOutput, RequestOutput
+    from weft.core.params import SamplingParams
+    from weft.llm import LLM
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "SamplingParams", "RequestOutput", "CompletionOutput", "__version__"]
+
+# Where each public name lives: imported when first asked for, so that `import weft` costs nothing.
+_HOMES = {
+    "LLM": "weft.llm",
+    "SamplingParams": "weft.core.params",
+    "RequestOutput": "weft.client.outputs",
+    "CompletionOutput": "weft.client.outputs",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'weft' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,37 @@
+"""Workloads: what is asked in a benchmark, the same tokens for the same seed on every machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+from weft.errors import ConfigError
+
+NANO_REQUESTS, NANO_LENGTHS, NANO_IDS, NANO_TEMPERATURE = 256, (100, 1024), 10_000, 0.6
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request: prompt ids, and exactly so many tokens to generate."""
+
+    prompt: list[int]
+    output_len: int
+    temperature: float = 0.0
+
+
+def random_requests(seed: int, *, vocab: int, count: int, input_len: tuple[int, int], output_len: int) -> list[Ask]:
+    """`count` prompts of random ids, their lengths evenly spread over `input_len` (both ends included)."""
+    random = Random(seed)
+    lengths = [random.randint(*input_len) for _ in range(count)]
+    return [Ask([random.randrange(vocab) for _ in range(length)], output_len) for length in lengths]
+
+
+def nano_vllm(vocab: int) -> list[Ask]:
+    """The workload of nano-vllm's benchmark, number for number: all prompts are drawn first, then all lengths."""
+    if vocab <= NANO_IDS:
+        raise ConfigError(f"the nano-vllm workload draws ids up to {NANO_IDS}; this model's vocabulary has {vocab}")
+    random = Random(0)
+    prompts = [
+        [random.randint(0, NANO_IDS) for _ in range(random.randint(*NANO_LENGTHS))] for _ in range(NANO_REQUESTS)
+    ]
+    return [Ask(prompt, random.randint(*NANO_LENGTHS), NANO_TEMPERATURE) for prompt in prompts]

@@ -1,0 +1,104 @@
+"""The commands as data: what each is for, its arguments and flags, and the module that carries it out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weft.cli import values
+from weft.cli.flags import ENGINE, SAMPLING, SERVER, Flag
+
+Group = tuple[str, tuple[Flag, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """`weft NAME ARGUMENT [flags]`; `argument` is MODEL, or the words of a prompt. `module` has
+    `main(arguments) -> exit status`."""
+
+    name: str
+    summary: str
+    module: str
+    groups: tuple[Group, ...]
+    argument: str = "MODEL"
+    example: str = ""
+
+    @property
+    def flags(self) -> tuple[Flag, ...]:
+        return tuple(flag for _, group in self.groups for flag in group)
+
+
+PROMPT = (
+    Flag(name="prompt", metavar="TEXT", help="what to ask; left out, standard input is read"),
+    Flag(name="system-prompt", metavar="TEXT", help="what the model is told before"),
+    Flag(name="raw", parse=None, help="give the prompt to the model as it is, without the chat template"),
+    Flag(name="json", parse=None, help="print one JSON object with text, token ids, timing and layout"),
+)
+CHAT = (Flag(name="system-prompt", metavar="TEXT", help="what the model is told before"),)
+LATENCY = (
+    Flag(name="input-len", parse=values.size, default=128, help="prompt tokens"),
+    Flag(name="output-len", parse=values.size, default=128, help="answer tokens"),
+    Flag(name="batch-size", parse=values.size, default=1, help="requests at once"),
+    Flag(name="num-iters", parse=values.size, default=5, help="measured runs, of which the median counts"),
+    Flag(name="num-iters-warmup", parse=values.size, default=2, help="runs before those"),
+)
+THROUGHPUT = (
+    Flag(
+        name="workload",
+        choices=("random", "nano-vllm"),
+        default="random",
+        help="random: the flags below; nano-vllm: 256 requests of 100 to 1024 tokens in and out, as its benchmark",
+    ),
+    Flag(name="num-prompts", parse=values.size, default=32, help="requests, all there at the start"),
+    Flag(name="input-len-range", parse=values.span, default="32:256", help="prompt tokens, low:high"),
+    Flag(name="output-len", parse=values.size, default=128, help="answer tokens of each"),
+    Flag(name="num-iters", parse=values.size, default=3, help="measured runs, of which the median counts"),
+)
+
+COMMANDS = {
+    command.name: command
+    for command in (
+        Command(
+            name="serve",
+            summary="Serve a model over HTTP, as OpenAI's API does.",
+            module="weft.cli.serve",
+            groups=(*ENGINE, ("server", SERVER)),
+            example="weft serve demo --tensor-parallel-size 2",
+        ),
+        Command(
+            name="run",
+            summary="Answer one prompt and end.",
+            module="weft.cli.run",
+            groups=(("prompt", PROMPT), ("sampling", SAMPLING), *ENGINE),
+            example='weft run demo --prompt "Why is the sky blue?" --json',
+        ),
+        Command(
+            name="chat",
+            summary="Talk with a model; /reset forgets, /exit ends.",
+            module="weft.cli.chat",
+            groups=(("conversation", CHAT), ("sampling", SAMPLING), *ENGINE),
+            example="weft chat demo",
+        ),
+        Command(
+            name="bench latency",
+            summary="Measure one batch: time to first token, then tokens per second.",
+            module="weft.cli.bench",
+            groups=(("workload", LATENCY), *ENGINE),
+            example="weft bench latency demo",
+        ),
+        Command(
+            name="bench throughput",
+            summary="Measure many requests at once: output tokens per second.",
+            module="weft.cli.bench",
+            groups=(("workload", THROUGHPUT), *ENGINE),
+            example="weft bench throughput demo --num-prompts 64",
+        ),
+        Command(
+            name="demo",
+            summary="Fetch a small model, cut it across two ranks and let it answer.",
+            module="weft.cli.demo",
+            groups=(("sampling", SAMPLING), *ENGINE),
+            argument="PROMPT",
+            example='weft demo "Why is the sky blue?"',
+        ),
+    )
+}

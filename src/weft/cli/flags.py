@@ -1,0 +1,199 @@
+"""Every flag as data. Names and meanings are vLLM's where vLLM has one; defaults live in the configs."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields
+from typing import Any
+
+from weft.cli import values
+from weft.config import EngineConfig
+from weft.core.params import SamplingParams
+from weft.serving.options import ServeOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flag:
+    """`--name VALUE`, or with `parse` None the pair `--name` and `--no-name`. `field` is the config's field
+    where it is not the name's; `several`: takes one or more values; `repeated`: may be given again. `default` is
+    told in the help where no config holds it."""
+
+    name: str
+    help: str
+    parse: Callable[[str], Any] | None = str
+    field: str = ""
+    short: str = ""
+    choices: tuple[str, ...] = ()
+    metavar: str = ""
+    several: bool = False
+    repeated: bool = False
+    default: Any = None
+
+    @property
+    def option(self) -> str:
+        return "--" + self.name
+
+    @property
+    def dest(self) -> str:
+        return self.field or self.name.replace("-", "_")
+
+
+# vLLM's names for the executors, and ours.
+EXECUTORS = {"mp": "processes", "uni": "inline", "processes": "processes", "inline": "inline"}
+
+MODEL = (
+    Flag(name="model", help="the model, where it is not given as an argument"),
+    Flag(name="tokenizer", help="take the tokeniser from this directory, file or name instead of the model's"),
+    Flag(name="skip-tokenizer-init", parse=None, help="no tokeniser: prompts and answers are token ids"),
+    Flag(name="revision", help="branch, tag or commit of a model on the hub"),
+    Flag(name="hf-token", help="token for the hub, instead of HF_TOKEN"),
+    Flag(name="download-dir", help="where models from the hub are kept, instead of HF_HOME"),
+    Flag(
+        name="load-format",
+        choices=("auto", "safetensors", "gguf", "dummy"),
+        help="what the checkpoint is; dummy: random weights of the model's shape, no files read",
+    ),
+    Flag(
+        name="dtype",
+        choices=("auto", "bfloat16", "float16", "half", "float32", "float"),
+        help="what to compute in; auto: the checkpoint's, bfloat16 for float32 checkpoints and GGUF",
+    ),
+    Flag(name="seed", parse=values.size, help="start of every random stream whose request gives no seed"),
+    Flag(
+        name="generation-config",
+        choices=("auto", "vllm"),
+        help="auto: the model's own sampling defaults; vllm: none",
+    ),
+    Flag(name="chat-template", metavar="FILE", help="a Jinja template, or a file with one, instead of the model's"),
+)
+LAYOUT = (
+    Flag(name="tensor-parallel-size", short="-tp", parse=values.size, help="ranks that cut each layer among them"),
+    Flag(
+        name="tensor-split",
+        parse=values.decimals,
+        metavar="2,1",
+        help="uneven tensor parallel: each rank's weight, rounded to whole KV groups",
+    ),
+    Flag(name="pipeline-parallel-size", short="-pp", parse=values.size, help="stages that hold the layers in turn"),
+    Flag(name="pipeline-split", parse=values.integers, metavar="20,12", help="layers per stage"),
+    Flag(
+        name="distributed-executor-backend",
+        field="executor",
+        choices=tuple(EXECUTORS),
+        help="mp or processes: a process per rank; uni or inline: ranks are threads. Left out: threads for one "
+        "rank, processes for more",
+    ),
+    Flag(name="device", choices=("auto", "cpu", "cuda"), help="auto: GPUs where there are any"),
+    Flag(name="device-ids", parse=values.integers, metavar="0,1", help="each rank's GPU, among the visible ones"),
+)
+MEMORY = (
+    Flag(
+        name="gpu-memory-utilization",
+        parse=values.decimals,
+        help="share of each GPU's memory to use; a list gives one per rank",
+    ),
+    Flag(
+        name="kv-cache-memory-bytes",
+        parse=values.size,
+        help="bytes of KV cache per rank, instead of measuring; 4G is 4 GiB, 4g is 4 GB",
+    ),
+    Flag(name="block-size", parse=values.size, help="tokens per KV block"),
+    Flag(name="enable-prefix-caching", parse=None, help="reuse the KV blocks of prompts that begin alike"),
+    Flag(name="attention-backend", help="auto, or a name from docs/architecture.md"),
+)
+SCHEDULING = (
+    Flag(name="max-model-len", parse=values.length, help="most tokens of prompt and answer; auto: what fits"),
+    Flag(name="max-num-seqs", parse=values.size, help="most requests that run at once"),
+    Flag(name="max-num-batched-tokens", parse=values.size, help="most tokens of one step"),
+    Flag(name="max-num-queued-reqs", parse=values.size, help="most requests that wait; over it: 503"),
+    Flag(name="scheduling-policy", choices=("fcfs", "priority"), help="order in which requests start"),
+)
+ENGINE = (("model", MODEL), ("layout", LAYOUT), ("memory", MEMORY), ("scheduling", SCHEDULING))
+
+SERVER = (
+    Flag(name="host", help="address to listen on; 0.0.0.0 for all"),
+    Flag(name="port", parse=values.size, help="port to listen on; 0 picks a free one"),
+    Flag(name="uds", metavar="PATH", help="listen on this Unix socket instead"),
+    Flag(name="api-key", repeated=True, help="key that clients must send, also as VLLM_API_KEY"),
+    Flag(name="served-model-name", several=True, help="names that the API knows the model by, instead of MODEL"),
+    Flag(name="root-path", help="path prefix that a proxy strips"),
+    Flag(name="ssl-keyfile", metavar="FILE", help="key for HTTPS"),
+    Flag(name="ssl-certfile", metavar="FILE", help="certificate for HTTPS"),
+    Flag(name="allowed-origins", parse=values.words, metavar="LIST", help="origins that browsers may call from"),
+    Flag(name="shutdown-timeout", parse=float, metavar="S", help="seconds that running requests get after SIGTERM"),
+    Flag(name="max-body-bytes", parse=values.size, help="longest request body"),
+    Flag(name="keepalive-interval", parse=float, metavar="S", help="seconds between comments on a silent stream"),
+    Flag(
+        name="progress-timeout",
+        parse=float,
+        metavar="S",
+        help="seconds without a finished step, requests running, after which /health fails",
+    ),
+    Flag(name="disable-log-stats", parse=None, help="no line of statistics every ten seconds"),
+    Flag(name="enable-request-id-headers", parse=None, help="send X-Request-Id with every answer"),
+    Flag(name="response-role", help="role of the answers"),
+    Flag(
+        name="default-chat-template-kwargs",
+        parse=values.mapping,
+        metavar="JSON",
+        help="variables for the chat template where a request gives none",
+    ),
+)
+SAMPLING = (
+    Flag(name="temperature", parse=float, help="0 takes the likeliest token"),
+    Flag(name="top-p", parse=float, help="keep the likeliest tokens that make up this probability"),
+    Flag(name="top-k", parse=int, help="keep this many of the likeliest tokens; 0: all"),
+    Flag(name="min-p", parse=float, help="keep tokens at least this likely, relative to the likeliest"),
+    Flag(name="repetition-penalty", parse=float, help="above 1: fewer tokens that were there before"),
+    Flag(name="presence-penalty", parse=float, help="above 0: fewer tokens that were in the answer"),
+    Flag(name="frequency-penalty", parse=float, help="above 0: the fewer, the more often they were"),
+    Flag(name="max-tokens", parse=values.length, help="longest answer in tokens; auto: up to the model's length"),
+    Flag(name="min-tokens", parse=values.size, help="shortest answer in tokens"),
+    Flag(name="stop", repeated=True, metavar="TEXT", help="end the answer before this text"),
+    Flag(name="ignore-eos", parse=None, help="go on after the model's end token"),
+)
+
+
+def defaults(config: type[Any]) -> dict[str, Any]:
+    """The defaults of a config's fields, or of SamplingParams'."""
+    if config is SamplingParams:
+        return dict(zip(SamplingParams.__struct_fields__, SamplingParams.__struct_defaults__, strict=True))
+    return {f.name: f.default for f in fields(config) if f.default is not MISSING}
+
+
+DEFAULTS: Mapping[str, Any] = {**defaults(ServeOptions), **defaults(EngineConfig)}
+
+
+def told(arguments: Namespace, flags: tuple[Flag, ...]) -> dict[str, Any]:
+    """What was said with those flags, by field."""
+    return {flag.dest: getattr(arguments, flag.dest) for flag in flags if hasattr(arguments, flag.dest)}
+
+
+def engine_config(arguments: Namespace, **ours: Any) -> EngineConfig:
+    """The config of an engine; `ours` are a command's own defaults for what was not said."""
+    said = told(arguments, tuple(flag for _, group in ENGINE for flag in group))
+    if "executor" in said:
+        said["executor"] = EXECUTORS[said["executor"]]
+    return EngineConfig(**{**ours, **said})
+
+
+def serve_options(arguments: Namespace, environment: Mapping[str, str]) -> ServeOptions:
+    """The options of a server."""
+    said = told(arguments, SERVER)
+    for name in ("api_key", "served_model_name"):
+        if name in said:
+            said[name] = tuple(said[name])
+    if "api_key" not in said and environment.get("VLLM_API_KEY"):
+        said["api_key"] = (environment["VLLM_API_KEY"],)
+    return ServeOptions(**said)
+
+
+def sampling(arguments: Namespace, **ours: Any) -> dict[str, Any]:
+    """What was said about sampling, over a command's own defaults; the engine's seed is the request's too."""
+    said = told(arguments, SAMPLING)
+    if "stop" in said:
+        said["stop"] = tuple(said["stop"])
+    if hasattr(arguments, "seed"):
+        said["seed"] = arguments.seed
+    return {**ours, **said}

@@ -1,0 +1,199 @@
+"""From command-line words to a Namespace that holds only what was said."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, NoReturn
+
+from weft.cli import vllm
+from weft.cli.commands import COMMANDS, Command
+from weft.cli.flags import DEFAULTS, Flag
+from weft.errors import WeftError
+
+logger = logging.getLogger("weft.cli")
+
+
+class UsageError(WeftError):
+    """Words that make no command: exit status 2."""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse that raises instead of leaving with a page of usage, and takes no abbreviations."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+def find(argv: Sequence[str]) -> tuple[Command, list[str]]:
+    """The command that the words begin with, and the words after its name."""
+    for length in (2, 1):
+        command = COMMANDS.get(" ".join(argv[:length]))
+        if command is not None and len(argv) >= length:
+            return command, list(argv[length:])
+    begun = [name for name in COMMANDS if name.startswith(f"{argv[0]} ")]
+    if begun:
+        raise UsageError(f"weft {argv[0]} needs one of: {', '.join(name.split()[1] for name in begun)}")
+    known = sorted({name.split()[0] for name in COMMANDS})
+    raise UsageError(f"unknown command {argv[0]!r}{nearest(argv[0], known)}; commands: {', '.join(known)}")
+
+
+def nearest(word: str, known: Sequence[str]) -> str:
+    """ "; did you mean X?" where something known looks like `word`."""
+    close = get_close_matches(word, known, n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def parse(command: Command, words: Sequence[str]) -> argparse.Namespace:
+    """The Namespace of a command's words: `command` and each flag that was given, by field; `model` or
+    `words` from the argument. Raises UsageError; --help prints and exits."""
+    parser = build(command)
+    options = option_names(command)
+    argv, warnings = vllm.strip([dashes(word) for word in words], frozenset(options))
+    argv = with_config_file(command, argv)
+    arguments, extra = parser.parse_known_args(argv)
+    for word in extra:
+        if word.startswith("-") and word != "-":
+            name = word.partition("=")[0]
+            raise UsageError(f"unknown flag {name} for weft {command.name}{nearest(name, list(options))}")
+    if extra:
+        raise UsageError(f"unexpected argument {extra[0]!r} for weft {command.name}")
+    if command.argument == "MODEL":
+        if arguments.argument is not None:
+            arguments.model = arguments.argument
+        if not getattr(arguments, "model", ""):
+            raise UsageError(f"which model? For example: {command.example}")
+    arguments.command = command.name
+    for warning in warnings:
+        logger.warning(warning)
+    return arguments
+
+
+def build(command: Command) -> Parser:
+    """The argparse parser of one command."""
+    parser = Parser(
+        prog=f"weft {command.name}",
+        usage=f"weft {command.name} {command.argument} [flags]",
+        description=command.summary,
+        epilog=f"example: {command.example}",
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    if command.argument == "MODEL":
+        told = "a name on the hub, a directory, a .gguf file, or demo"
+        parser.add_argument("argument", metavar="MODEL", nargs="?", default=None, help=told)
+    else:
+        parser.add_argument("argument", metavar=command.argument, nargs="*", default=[], help="what to ask")
+    parser.add_argument("--config", metavar="FILE", help="YAML file with flags; those given here win")
+    for title, flags in command.groups:
+        group = parser.add_argument_group(title)
+        for flag in flags:
+            if not (flag.name == "model" and command.argument != "MODEL"):
+                add(group, flag)
+    return parser
+
+
+def add(group: argparse._ArgumentGroup, flag: Flag) -> None:
+    names = [flag.option, *([flag.short] if flag.short else [])]
+    told = flag.help.replace("%", "%%") + default_text(flag).replace("%", "%%")
+    if flag.parse is None:
+        group.add_argument(*names, dest=flag.dest, action=argparse.BooleanOptionalAction, help=told)
+        return
+    details: dict[str, Any] = {"dest": flag.dest, "type": flag.parse, "help": told}
+    if flag.choices:
+        details["choices"] = flag.choices
+    else:
+        details["metavar"] = flag.metavar or flag.name.rpartition("-")[2].upper()
+    if flag.several:
+        details.update(nargs="+", action="extend")
+    elif flag.repeated:
+        details["action"] = "append"
+    group.add_argument(*names, **details)
+
+
+def default_text(flag: Flag) -> str:
+    """ " (default: X)" where there is one worth telling."""
+    value = flag.default if flag.default is not None else DEFAULTS.get(flag.dest)
+    if value is None or value in ("", (), {}) or callable(value):
+        return ""
+    if isinstance(value, bool):
+        value = "on" if value else "off"
+    if isinstance(value, tuple):
+        value = ",".join(map(str, value))
+    return f" (default: {value})"
+
+
+def option_names(command: Command) -> list[str]:
+    """Every spelling of every flag of a command."""
+    names = ["--config", "--help", "-h"]
+    for flag in command.flags:
+        names += [flag.option, *([flag.short] if flag.short else [])]
+        if flag.parse is None:
+            names.append(f"--no-{flag.name}")
+    return names
+
+
+def dashes(word: str) -> str:
+    """--max_model_len=8 is --max-model-len=8."""
+    if not word.startswith("--"):
+        return word
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value
+
+
+def with_config_file(command: Command, argv: list[str]) -> list[str]:
+    """`argv` with the flags of its --config file before it, less those that `argv` has itself."""
+    finder = Parser(prog=f"weft {command.name}", add_help=False, allow_abbrev=False)
+    finder.add_argument("--config")
+    path = finder.parse_known_args(argv)[0].config
+    if path is None:
+        return argv
+    flags = {name: flag for flag in command.flags for name in (flag.name, flag.dest, flag.name.replace("-", "_"))}
+    given = {word.partition("=")[0] for word in argv if word.startswith("-")}
+    ahead: list[str] = []
+    for key, value in read_yaml(path).items():
+        flag = flags.get(str(key))
+        if flag is None:
+            stripped, warnings = vllm.strip([f"--{dashes('--' + str(key))[2:]}"], frozenset())
+            if stripped:
+                known = sorted(flag.name for flag in command.flags)
+                raise UsageError(f"unknown flag {key!r} in {path}{nearest(str(key), known)}")
+            for warning in warnings:
+                logger.warning(warning)
+        elif value is not None and not given & {flag.option, flag.short, f"--no-{flag.name}"}:
+            ahead += words_of(flag, value, path)
+    return ahead + argv
+
+
+def words_of(flag: Flag, value: Any, path: str) -> list[str]:
+    """A YAML value as it would be typed."""
+    if flag.parse is None:
+        if not isinstance(value, bool):
+            raise UsageError(f"{flag.name} in {path} is {value!r}; it must be true or false")
+        return [flag.option if value else f"--no-{flag.name}"]
+    if isinstance(value, bool):
+        raise UsageError(f"{flag.name} in {path} is {value}; it takes a value")
+    if flag.several or flag.repeated:
+        listed = value if isinstance(value, list) else [value]
+        return [f"{flag.option}={one}" for one in listed]
+    if isinstance(value, dict):
+        return [f"{flag.option}={json.dumps(value)}"]
+    return [f"{flag.option}={','.join(map(str, value)) if isinstance(value, list) else value}"]
+
+
+def read_yaml(path: str) -> dict[Any, Any]:
+    import yaml  # type: ignore[import-untyped]
+
+    try:
+        found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read --config {path}: {error}") from None
+    except yaml.YAMLError as error:
+        raise UsageError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(found or {}, dict):
+        raise UsageError(f"--config {path} must hold flags with values, as in: max-model-len: 4096")
+    return found or {}

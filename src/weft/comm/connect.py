@@ -1,0 +1,54 @@
+"""Connecting a rank that is a process of its own to its groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from weft.comm.base import Comm, Links, Solo
+from weft.comm.distributed import DistributedComm, peers_may_vanish
+from weft.comm.shared import SharedComm
+from weft.planner.plan import Plan
+
+# A rank that dies is noticed by the executor, at once; one that loads for long is not dead.
+NEVER = timedelta(days=365)
+
+
+def connect(plan: Plan, rank: int, *, folder: str, memory: int, pipes: Sequence[tuple[int, int]]) -> Links:
+    """The groups of a rank: every rank of the plan calls this, and it returns when all have.
+
+    Ranks on GPUs of their own meet through NCCL. Others of one stage meet through `memory` and `pipes` (see
+    SharedComm; no pipes where the system has none), and all else goes through gloo. `folder` is where those
+    of NCCL and gloo find each other.
+    """
+    place, device = plan.places[rank], torch.device(plan.devices[rank])
+    backend = "nccl" if own_gpus(plan) else "gloo"
+    shares = bool(pipes) and backend == "gloo"
+    tensor: Comm = SharedComm(place.tp_rank, memory, pipes) if shares else Solo()
+    pipeline: Comm = Solo()
+    stages = [[p.rank for p in plan.places if p.stage == s] for s in range(plan.stages)]
+    lines = [[p.rank for p in plan.places if p.tp_rank == t] for t in range(plan.tensor_parallel)]
+    if plan.stages == 1 and (plan.tensor_parallel == 1 or shares):
+        return Links(tensor, pipeline)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    with peers_may_vanish():
+        store = dist.FileStore(str(Path(folder) / "ranks"), len(plan.places))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=len(plan.places), timeout=NEVER)
+        # Every rank makes every group, in the same order, and keeps its own.
+        if plan.tensor_parallel > 1 and not shares:
+            groups = [dist.new_group(ranks, backend=backend, timeout=NEVER) for ranks in stages]
+            tensor = DistributedComm(groups[place.stage], device)
+        if plan.stages > 1:
+            groups = [dist.new_group(ranks, backend=backend, timeout=NEVER) for ranks in lines]
+            pipeline = DistributedComm(groups[place.tp_rank], device)
+    return Links(tensor, pipeline)
+
+
+def own_gpus(plan: Plan) -> bool:
+    """Whether each rank has a GPU to itself: NCCL refuses two ranks on one."""
+    return all(name.startswith("cuda") for name in plan.devices) and len(set(plan.devices)) == len(plan.devices)

@@ -1,0 +1,106 @@
+"""SharedComm: the ranks of one stage on one host, through memory that they share.
+
+For a decode step on CPUs, a sum through sockets costs more than the layer that it follows. Here a rank
+copies its part into the shared memory, tells the others with a byte in their pipes, and adds up theirs.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import sys
+from collections.abc import Sequence
+from functools import lru_cache
+from time import perf_counter
+
+import torch
+
+from weft.comm.base import add_up
+
+SLOT_BYTES = 4 << 20  # of each rank and turn; more is done in pieces, while they are in the cache
+SPIN_S = 50e-6  # how long to look for the others before sleeping until they come
+
+
+class SharedComm:
+    """`memory` is a descriptor of shared memory, `pipes[r]` the (read, write) ends of rank r's pipe; all are
+    the group's own, and stay open. Tensors on a GPU pass through the host's memory.
+
+    Memory has two turns: a rank that is ahead writes to the next while others still read the last. It cannot
+    come to the one after that before all have left this one, as each byte says that its sender came so far.
+    """
+
+    def __init__(
+        self, rank: int, memory: int, pipes: Sequence[tuple[int, int]], *, slot_bytes: int = SLOT_BYTES
+    ) -> None:
+        self.rank = rank
+        self.size = len(pipes)
+        self._slot_bytes = slot_bytes
+        os.ftruncate(memory, 2 * self.size * slot_bytes)
+        pages = mmap.mmap(memory, 2 * self.size * slot_bytes)
+        self._slots = torch.frombuffer(pages, dtype=torch.uint8).view(2, self.size, slot_bytes)
+        self._cut = lru_cache(maxsize=64)(self._cut_slots)
+        self._inbox = pipes[rank][0]
+        os.set_blocking(self._inbox, False)
+        self._bell = select.poll()
+        self._bell.register(self._inbox, select.POLLIN)
+        self._others = [write for r, (_, write) in enumerate(pipes) if r != rank]
+        self._name = bytes([rank])
+        self._turn = 0
+        # How many turns each rank has come to. Oneself is always there.
+        self._seen = [0] * self.size
+        self._seen[rank] = sys.maxsize
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        if x.device.type != "cpu":
+            return x.copy_(self.sum(x.cpu()))
+        x = x.contiguous()
+        flat = x.view(-1)
+        for piece in flat.split(self._slot_bytes // x.itemsize):
+            add_up(self._exchange(piece), piece)
+        return x
+
+    def gather(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor | None:
+        rows = x.reshape(-1, sizes[self.rank]).cpu()
+        out = torch.empty((len(rows), sum(sizes)), dtype=x.dtype) if self.rank == 0 else None
+        step = self._slot_bytes // (max(sizes) * x.itemsize)
+        assert step > 0, "a slot holds at least one row"
+        for begin in range(0, len(rows), step):
+            piece = rows[begin : begin + step]
+            # Everyone brings as many bytes as the widest: the slots are cut alike for all.
+            parts = self._exchange(piece.reshape(-1), len(piece) * max(sizes))
+            if out is not None:
+                at = 0
+                for part, size in zip(parts, sizes, strict=True):
+                    out[begin : begin + step, at : at + size] = part[: len(piece) * size].view(-1, size)
+                    at += size
+        return None if out is None else out.view(*x.shape[:-1], -1).to(x.device)
+
+    def send(self, x: torch.Tensor, to: int) -> None:
+        raise AssertionError("the ranks of a stage sum and gather; it is stages that send")
+
+    def recv(self, shape: Sequence[int], dtype: torch.dtype, source: int) -> torch.Tensor:
+        raise AssertionError("the ranks of a stage sum and gather; it is stages that receive")
+
+    def _exchange(self, piece: torch.Tensor, numel: int | None = None) -> list[torch.Tensor]:
+        """What each rank brought to this turn, `numel` elements of each, valid until the next turn."""
+        self._turn += 1
+        parts = self._cut(self._turn & 1, numel or piece.numel(), piece.dtype)
+        parts[self.rank][: piece.numel()] = piece
+        for pipe in self._others:
+            os.write(pipe, self._name)
+        patience = 0.0
+        while min(self._seen) < self._turn:
+            try:
+                for rank in os.read(self._inbox, 256):
+                    self._seen[rank] += 1
+            except BlockingIOError:
+                now = perf_counter()
+                if not patience:
+                    patience = now + SPIN_S
+                elif now > patience:
+                    self._bell.poll()
+        return parts
+
+    def _cut_slots(self, turn: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        return list(self._slots[turn, :, : numel * dtype.itemsize].view(dtype).unbind())

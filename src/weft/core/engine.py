@@ -1,0 +1,112 @@
+"""EngineCore: the scheduler's decisions, the executor's results, and what becomes of a failure."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Literal, NoReturn, cast
+
+from weft.core.request import Output, Request, Stats
+from weft.core.scheduler import Scheduler
+from weft.core.step import StepResult
+from weft.errors import Cause, EngineError
+
+if TYPE_CHECKING:
+    from weft.config import EngineConfig
+    from weft.executors.base import Executor
+    from weft.planner.plan import Plan
+
+
+class EngineCore:
+    """Keeps up to `depth` steps in flight on an executor that has started.
+
+    `step` does it all for a caller who may wait. A loop with other things to do calls `pump` after each
+    message and each finished step, and `finish_oldest` once the future in `pending[0]` is done.
+
+    Once a step has failed, everything but `abort`, `fail_all` and `stats` raises its EngineError.
+    """
+
+    def __init__(self, scheduler: Scheduler, executor: Executor, *, depth: int) -> None:
+        self.scheduler = scheduler
+        self.executor = executor
+        self.depth = depth
+        self.pending: deque[Future[StepResult]] = deque()
+        self.failure: EngineError | None = None
+
+    @classmethod
+    def start(cls, plan: Plan, num_blocks: int, executor: Executor, config: EngineConfig) -> EngineCore:
+        """A core with the plan's limits and the config's policies, one step in flight per stage."""
+        scheduler = Scheduler(
+            num_blocks=num_blocks,
+            block_size=plan.block_size,
+            max_num_seqs=plan.max_num_seqs,
+            max_num_batched_tokens=plan.max_num_batched_tokens,
+            max_num_queued=config.max_num_queued_reqs,
+            max_model_len=plan.max_model_len,
+            stages=plan.stages,
+            policy=cast(Literal["fcfs", "priority"], config.scheduling_policy),
+            prefix_caching=config.enable_prefix_caching,
+        )
+        return cls(scheduler, executor, depth=plan.stages)
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises RequestError, QueueFullError, EngineError."""
+        self._raise_failure()
+        self.scheduler.add(request)
+
+    def abort(self, ids: Iterable[str]) -> None:
+        """Forget requests; those that are not there any more are no error, and nothing more comes for any."""
+        self.scheduler.abort(ids)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is unfinished or a step in flight."""
+        return bool(self.pending) or self.scheduler.has_unfinished
+
+    def step(self) -> list[Output]:
+        """Submit what can be, wait for the oldest step in flight, if any, and return what it brought."""
+        self.pump()
+        return self.finish_oldest() if self.pending else []
+
+    def pump(self) -> None:
+        """Submit steps while fewer than `depth` are in flight and there is something to run. Never waits."""
+        self._raise_failure()
+        while len(self.pending) < self.depth and (plan := self.scheduler.schedule()):
+            try:
+                self.pending.append(self.executor.submit(plan))
+            except Exception as error:
+                self._fail(error)
+
+    def finish_oldest(self) -> list[Output]:
+        """Wait for the oldest step in flight and return what it brought."""
+        self._raise_failure()
+        try:
+            # It stays in `pending` until it is there: an interrupted wait loses nothing.
+            result = self.pending[0].result()
+        except Exception as error:
+            self._fail(error)
+        self.pending.popleft()
+        return self.scheduler.apply(result)
+
+    def fail_all(self) -> list[str]:
+        """Forget every request, and return their ids: for whoever tells them of the failure."""
+        ids = self.scheduler.unfinished
+        self.scheduler.abort(ids)
+        return ids
+
+    def stats(self) -> Stats:
+        """Gauges of now, counters since start. `steps` grows with every finished step: it is the sign of life."""
+        return self.scheduler.stats()
+
+    def _raise_failure(self) -> None:
+        if self.failure:
+            raise self.failure
+
+    def _fail(self, error: Exception) -> NoReturn:
+        self.pending.clear()
+        if isinstance(error, EngineError):
+            self.failure = error
+            raise error
+        self.failure = EngineError(Cause(rank=-1, phase="step", cause=f"{type(error).__name__}: {error}"))
+        raise self.failure from error

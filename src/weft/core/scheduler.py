@@ -1,0 +1,391 @@
+"""Scheduler: which requests take part in the next step, with how many tokens and which KV blocks.
+
+Pure: it sees no clock and no tensor, and the same calls give the same steps. `schedule` and `apply` are
+apart so that several steps can be in flight. Every rank executes steps in the order in which they were
+scheduled, and that is what lets blocks be freed, reused and shared the moment a step is scheduled.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from heapq import heapify, heappop, heappush
+from operator import attrgetter
+from typing import Literal
+
+from msgspec.structs import replace
+
+from weft.core.blocks import BlockPool
+from weft.core.request import FinishReason, Output, Request, Stats
+from weft.core.sequence import Flight, Sequence
+from weft.core.step import Admission, StepPlan, StepResult, TokenLogprobs
+from weft.errors import QueueFullError, RequestError
+
+by_order = attrgetter("order")
+
+
+class Scheduler:
+    """Continuous batching over `num_blocks` KV blocks of `block_size` tokens.
+
+    At most `max_num_seqs` requests run, a step has at most `max_num_batched_tokens` tokens, prompt and answer
+    together at most `max_model_len`. Beyond those that a free slot awaits, `max_num_queued` may wait. With
+    several pipeline `stages` a step takes its share of the requests only, so that each stage has one to work on.
+
+    Requests are admitted in order of arrival, under `policy` "priority" by lower priority first; where
+    blocks run out, the last in this order is preempted: it loses its blocks, and computes them anew when it
+    is admitted again. Admitted requests that one step has no tokens for take turns.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_num_queued: int,
+        max_model_len: int,
+        stages: int,
+        policy: Literal["fcfs", "priority"],
+        prefix_caching: bool,
+    ) -> None:
+        self.pool = BlockPool(num_blocks, block_size, caching=prefix_caching)
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_num_queued = max_num_queued
+        self.max_model_len = max_model_len
+        self.stages = stages
+        self._by_priority = policy == "priority"
+        self._arrivals = 0
+        self._steps = 0
+        self._unfinished: dict[str, Sequence] = {}
+        self._running: dict[str, Sequence] = {}
+        # Running, with something to compute, longest idle first.
+        self._ready: deque[Sequence] = deque()
+        # A heap by order.
+        self._queue: list[tuple[tuple[int, int], Sequence]] = []
+        self._slots = list(range(max_num_seqs - 1, -1, -1))
+        self._released: list[int] = []
+        self._in_flight: deque[Flight] = deque()
+        # Blocks that running requests still need for what they have not prefilled yet.
+        self._promised = 0
+        self._counters = Stats(blocks_total=num_blocks)
+
+    # Requests in and out
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises RequestError where it can never run, QueueFullError where too many wait."""
+        length, blocks = len(request.prompt), self._blocks(len(request.prompt) + 1)
+        if not length:
+            raise RequestError("the prompt is empty; give at least one token", param="prompt")
+        if request.id in self._unfinished:
+            raise RequestError(f"a request {request.id!r} is running already; ids must differ", param="request_id")
+        if length >= self.max_model_len:
+            raise RequestError(
+                f"the prompt has {length} tokens, and prompt and answer together at most {self.max_model_len} "
+                f"(max_model_len); send at most {self.max_model_len - 1}",
+                param="prompt",
+            )
+        if blocks > self.pool.num_blocks:
+            raise RequestError(
+                f"the prompt has {length} tokens and needs {blocks} KV blocks, the cache has {self.pool.num_blocks}; "
+                "send a shorter one, or give the cache more memory (--kv-cache-memory-bytes)",
+                param="prompt",
+            )
+        if self.waiting >= self.max_num_queued + len(self._slots):
+            raise QueueFullError(
+                f"{self.waiting} requests wait already, at most {self.max_num_queued} may; "
+                "try again later, or raise --max-num-queued-reqs"
+            )
+        order = (request.priority if self._by_priority else 0, self._arrivals)
+        # A lone request may outgrow a small cache: it ends there, like one that reaches the model's length.
+        longest = min(self.max_model_len, self.pool.num_blocks * self.pool.block_size)
+        sequence = Sequence(request, order, longest)
+        self._arrivals += 1
+        self._unfinished[request.id] = sequence
+        heappush(self._queue, (order, sequence))
+
+    def abort(self, ids: Iterable[str]) -> None:
+        """Forget these requests at once; what steps in flight bring for them is dropped. Unknown ids are none."""
+        waiting = self.waiting
+        for id in ids:
+            if sequence := self._unfinished.get(id):
+                self._discard_ready(sequence)
+                self._finish(sequence)
+        if self.waiting < waiting:
+            self._queue = [entry for entry in self._queue if not entry[1].done]
+            heapify(self._queue)
+
+    @property
+    def unfinished(self) -> list[str]:
+        """The ids of all requests, waiting or running, in order of arrival."""
+        return list(self._unfinished)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._unfinished)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._unfinished) - len(self._running)
+
+    def stats(self) -> Stats:
+        """A copy, of this moment."""
+        return replace(
+            self._counters,
+            running=len(self._running),
+            waiting=self.waiting,
+            blocks_used=self.pool.num_blocks - self.pool.free,
+        )
+
+    # A step out
+
+    def schedule(self) -> StepPlan | None:
+        """The next step, or None where nothing can run before a result, or a request, comes in. Runs nothing."""
+        flight = Flight(self._steps)
+        preemptions = self._counters.preemptions
+        chosen = self._choose()
+        prefills = []
+        for sequence in chosen:
+            if len(sequence.tokens) - sequence.computed == 1:
+                self._add_row(flight, sequence, 1, [])
+            else:
+                prefills.append(sequence)
+        budget = self.max_num_batched_tokens - len(chosen) + len(prefills)
+        if prefills:
+            budget = self._continue_prefills(flight, prefills, budget)
+        # Whoever has just lost its blocks would take them back.
+        if self._queue and preemptions == self._counters.preemptions:
+            self._admit(flight, budget)
+        plan = flight.plan
+        if not plan.slots:
+            return None
+        # Where nothing runs any more, slots wait for the next step to be told: they hold no KV.
+        plan.released, self._released = self._released, []
+        self._steps += 1
+        self._in_flight.append(flight)
+        return plan
+
+    def _choose(self) -> list[Sequence]:
+        """The running requests of this step: each is sure of a token and of a block for it."""
+        ready = self._ready
+        chosen: list[Sequence] = []
+        while ready and not chosen:
+            count = min(len(ready), self.max_num_batched_tokens, -(-len(self._running) // self.stages))
+            chosen = [ready.popleft() for _ in range(count)]
+            if self.pool.free < count:
+                self._make_room(chosen)
+        return chosen
+
+    def _make_room(self, chosen: list[Sequence]) -> None:
+        """Preempt running requests, last in order first, until each chosen one can have the block it needs."""
+        need = sum(sequence.computed == sequence.room for sequence in chosen)
+        while need > self.pool.free:
+            victim = max(self._running.values(), key=by_order)
+            if victim in chosen:
+                chosen.remove(victim)
+                need -= victim.computed == victim.room
+            self._preempt(victim)
+
+    def _continue_prefills(self, flight: Flight, prefills: list[Sequence], budget: int) -> int:
+        """Chunks of prompts, in their order, as long as tokens and blocks last. Returns the tokens left."""
+        left_out = []
+        prefills.sort(key=by_order)
+        for sequence in prefills:
+            fits = sequence.room + self.pool.free * self.pool.block_size - sequence.computed
+            count = min(len(sequence.tokens) - sequence.computed, budget, fits)
+            if count:
+                self._add_row(flight, sequence, count, [])
+                budget -= count
+            else:
+                left_out.append(sequence)
+        self._ready.extendleft(reversed(left_out))
+        return budget
+
+    def _admit(self, flight: Flight, budget: int) -> None:
+        """Take in waiting requests, in their order, as long as slots, tokens and blocks last."""
+        active = len(self._running) + min(self.waiting, len(self._slots))
+        rows = -(-active // self.stages)
+        while self._queue and budget and self._slots and len(flight.plan.slots) < rows:
+            sequence = self._queue[0][1]
+            # Preempted, and then its last step brought the end.
+            if sequence.done:
+                heappop(self._queue)
+                continue
+            # Preempted, and its last step is not back: what that brings belongs to its tokens.
+            if sequence.outstanding:
+                return
+            found = self._lookup(sequence)
+            new = self._blocks(len(sequence.tokens)) - len(found)
+            revived = sum(self.pool.references[block] == 0 for block in found)
+            # All of the prompt must fit, and a block more for everybody who runs: else the newcomer
+            # would soon be preempted, or preempt.
+            if new + revived + self._promised + len(self._running) > self.pool.free:
+                return
+            heappop(self._queue)
+            self._start(flight, sequence, found)
+            sequence.promised = new
+            self._promised += new
+            count = min(len(sequence.tokens) - sequence.computed, budget)
+            self._add_row(flight, sequence, count, found)
+            budget -= count
+
+    def _start(self, flight: Flight, sequence: Sequence, found: list[int]) -> None:
+        """Give a sequence a slot and the blocks that hold its beginning."""
+        request = sequence.request
+        sequence.slot = self._slots.pop()
+        self._running[request.id] = sequence
+        output = sequence.tokens[sequence.prompt_length :]
+        flight.plan.admitted.append(
+            Admission(sequence.slot, request.key, request.params, request.prompt, output),
+        )
+        self.pool.hold(found)
+        sequence.blocks = list(found)
+        sequence.registered = len(found)
+        sequence.room = sequence.computed = len(found) * self.pool.block_size
+        # Its pieces come anew.
+        sequence.prompt_logprobs = []
+        if sequence.cached is None:
+            sequence.cached = sequence.computed
+            if self._may_reuse(sequence):
+                self._counters.prefix_queries += sequence.prompt_length
+                self._counters.prefix_hits += sequence.cached
+
+    def _add_row(self, flight: Flight, sequence: Sequence, count: int, blocks: list[int]) -> None:
+        """The next `count` tokens of a sequence. `blocks` are those of its table that no rank knows of yet."""
+        start = sequence.computed
+        end = start + count
+        tokens = sequence.tokens
+        if end > sequence.room:
+            new = self.pool.allocate(self._blocks(end - sequence.room))
+            sequence.blocks += new
+            sequence.room += len(new) * self.pool.block_size
+            blocks = blocks + new
+            if sequence.promised:
+                sequence.promised -= len(new)
+                self._promised -= len(new)
+        sequence.computed = end
+        sequence.outstanding += 1
+        plan = flight.plan
+        plan.slots.append(sequence.slot)
+        plan.starts.append(start)
+        plan.counts.append(count)
+        plan.blocks.append(blocks)
+        if count == 1:
+            plan.tokens.append(tokens[start])
+        else:
+            plan.tokens += tokens[start:end]
+        flight.rows.append(sequence)
+        if end == len(tokens):
+            plan.samples.append(True)
+        else:
+            plan.samples.append(False)
+            # Its next chunk needs no result of this one.
+            self._ready.append(sequence)
+        if self.pool.caching and end // self.pool.block_size > sequence.registered:
+            self._register(sequence)
+
+    # A result in
+
+    def apply(self, result: StepResult) -> list[Output]:
+        """What the oldest step in flight brought, one Output for each request that got a token."""
+        flight = self._in_flight.popleft()
+        plan = flight.plan
+        assert result.id == plan.id, f"result of step {result.id}, expected {plan.id}"
+        if result.prompt_logprobs:
+            for slot, sequence in zip(plan.slots, flight.rows, strict=True):
+                sequence.prompt_logprobs += result.prompt_logprobs.get(slot, ())
+        assert len(result.tokens) == plan.samples.count(True)
+        counters = self._counters
+        counters.steps += 1
+        counters.last_step_tokens = len(plan.tokens)
+        outputs = []
+        sampled = zip(result.tokens, result.logprobs, strict=True)
+        for sequence, samples in zip(flight.rows, plan.samples, strict=True):
+            sequence.outstanding -= 1
+            if samples:
+                token, logprob = next(sampled)
+                if not sequence.done:
+                    outputs.append(self._extend(sequence, token, logprob))
+        counters.generation_tokens += len(outputs)
+        return outputs
+
+    def _extend(self, sequence: Sequence, token: int, logprob: TokenLogprobs | None) -> Output:
+        request = sequence.request
+        tokens = sequence.tokens
+        tokens.append(token)
+        length = len(tokens)
+        reason: FinishReason | None = None
+        stop_reason = None
+        if length > sequence.stops_after and token in sequence.stop_ids:
+            reason = "stop"
+            stop_reason = token if token in request.params.stop_token_ids else None
+        elif length >= sequence.limit:
+            reason = "length"
+        output = Output(request.id, [token], [logprob], reason, stop_reason, sequence.cached or 0)
+        if length == sequence.prompt_length + 1:
+            self._counters.prompt_tokens += sequence.prompt_length
+            if request.params.prompt_logprobs is not None:
+                output.prompt_logprobs = sequence.prompt_logprobs
+        if reason:
+            self._finish(sequence)
+        elif sequence.slot >= 0:
+            self._ready.append(sequence)
+        return output
+
+    # Leaving
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._counters.preemptions += 1
+        self._discard_ready(sequence)
+        self._stop(sequence)
+        heappush(self._queue, (sequence.order, sequence))
+
+    def _finish(self, sequence: Sequence) -> None:
+        sequence.done = True
+        del self._unfinished[sequence.request.id]
+        if sequence.slot >= 0:
+            self._stop(sequence)
+
+    def _stop(self, sequence: Sequence) -> None:
+        """Take back a running sequence's slot and blocks."""
+        del self._running[sequence.request.id]
+        self.pool.release(sequence.blocks)
+        self._promised -= sequence.promised
+        self._released.append(sequence.slot)
+        self._slots.append(sequence.slot)
+        sequence.slot = -1
+        sequence.blocks = []
+        sequence.room = sequence.computed = sequence.promised = 0
+
+    def _discard_ready(self, sequence: Sequence) -> None:
+        if sequence in self._ready:
+            self._ready.remove(sequence)
+
+    # Prefixes
+
+    def _blocks(self, tokens: int) -> int:
+        """Blocks that hold so many tokens."""
+        return -(-tokens // self.pool.block_size)
+
+    def _may_reuse(self, sequence: Sequence) -> bool:
+        # Logprobs of the prompt need the logits of all its positions.
+        return self.pool.caching and (
+            sequence.request.params.prompt_logprobs is None or len(sequence.tokens) > sequence.prompt_length
+        )
+
+    def _lookup(self, sequence: Sequence) -> list[int]:
+        """The cached blocks of a sequence's beginning: never its last token, whose logits are wanted."""
+        if not self._may_reuse(sequence):
+            return []
+        return self.pool.match(
+            sequence.digests((len(sequence.tokens) - 1) // self.pool.block_size, self.pool.block_size)
+        )
+
+    def _register(self, sequence: Sequence) -> None:
+        """Let others find the blocks that the scheduled tokens fill."""
+        full = sequence.computed // self.pool.block_size
+        digests = sequence.digests(full, self.pool.block_size)
+        for index in range(sequence.registered, full):
+            self.pool.register(sequence.blocks[index], digests[index])
+        sequence.registered = full

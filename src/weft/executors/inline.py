@@ -1,0 +1,63 @@
+"""InlineExecutor: ranks as threads of this process, for one rank, for tests and for looking inside."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from importlib import import_module
+from queue import SimpleQueue
+from typing import Any
+
+from weft.executors.messages import ToRank
+from weft.executors.rank import WORKER, Worker, keep_to, run, worker_class
+from weft.executors.ranks import RankExecutor
+from weft.planner.plan import Plan
+
+END_S = 5.0  # a thread cannot be killed: one that is in the middle of something longer goes when that is done
+
+
+class InlineExecutor(RankExecutor):
+    """Each rank has a thread, also a single one: a step then runs while the core prepares the next."""
+
+    def __init__(self, worker: str = WORKER) -> None:
+        super().__init__()
+        self._worker = worker
+        self._groups: Any = None
+        self._inboxes: list[SimpleQueue[Any]] = []
+        self._threads: list[threading.Thread] = []
+
+    def _launch(self, plan: Plan) -> None:
+        # By name: this room does not import torch.
+        self._groups = import_module("weft.comm.threads").ThreadGroups(plan)
+        for place in plan.places:
+            inbox: SimpleQueue[Any] = SimpleQueue()
+            thread = threading.Thread(
+                target=self._run, args=(plan, place.rank, inbox), name=f"weft-rank-{place.rank}", daemon=True
+            )
+            self._inboxes.append(inbox)
+            self._threads.append(thread)
+            thread.start()
+
+    def _run(self, plan: Plan, rank: int, inbox: SimpleQueue[Any]) -> None:
+        def make() -> Worker:
+            keep_to(plan.cores[rank])
+            return worker_class(self._worker)(plan, rank, self._groups.links[rank])
+
+        run(rank, inbox, partial(self._hear, rank), make)
+
+    def _tell(self, message: ToRank) -> None:
+        for inbox in self._inboxes:
+            inbox.put(message)
+
+    def _kill(self) -> None:
+        # Whoever waits for another rank is woken, and ends.
+        self._groups.abort()
+        for inbox in self._inboxes:
+            inbox.put(None)
+
+    def _end(self) -> None:
+        if self._groups:
+            self._kill()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(END_S)

@@ -1,0 +1,168 @@
+"""Launching: a child process with a socket to it, and the child's own end of that socket.
+
+The socket is the death pipe too. A child ends when it reads its end, whatever its main thread is doing; a
+parent that dies in any way closes it. Nothing else has to be sent, and nobody has to be looked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from weft.executors.causes import obituary
+from weft.executors.framing import Channel, FrameError
+
+M = TypeVar("M")
+
+WORDS_BYTES = 8192  # the end of a child's stderr that is kept for its obituary
+EXIT_S = 2.0  # what a child gets to end by itself once its socket has closed
+REAP_S = 10.0  # what the system gets to take a killed process's memory back
+LAST_WORDS_S = 1.0  # how long the socket's end may come before the process's
+
+# Sockets between our processes. A fork made by somebody else must not hold them open: nobody would see the end.
+_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def _close_in_fork() -> None:
+    for end in _sockets:
+        end.close()
+
+
+os.register_at_fork(after_in_child=_close_in_fork)
+
+
+class Child(Generic[M]):
+    """A process that we started: `channel` talks to it, and its stdout and stderr come out at our stderr."""
+
+    def __init__(
+        self,
+        module: str,
+        messages: Any,
+        *,
+        env: Mapping[str, str] | None = None,
+        files: Iterable[int] = (),
+    ) -> None:
+        """Run `python -m module FD`. `messages` is the union that it sends; `env` is added to ours; `files` are
+        descriptors that it inherits under the same numbers."""
+        ours, theirs = socket.socketpair()
+        _sockets.add(ours)
+        try:
+            self.process = subprocess.Popen(
+                # -P: a user's random.py in the current folder is no part of ours.
+                [sys.executable, "-P", "-m", module, str(theirs.fileno())],
+                env={**os.environ, "PYTHONPATH": _python_path(), **(env or {})},
+                pass_fds=(theirs.fileno(), *files),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                # Ctrl-C in a terminal reaches the parent alone, and the parent ends its children.
+                start_new_session=True,
+            )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self.channel: Channel[M] = Channel(ours, messages)
+        self._words = bytearray()
+        self._listener = threading.Thread(target=self._pass_on, name=f"weft-stderr-{self.process.pid}", daemon=True)
+        self._listener.start()
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Nothing happens where the child is gone: whoever listens to it hears of that."""
+        with contextlib.suppress(OSError):
+            self.channel.send(message)
+
+    def send_frame(self, frame: bytes) -> None:
+        with contextlib.suppress(OSError):
+            self.channel.send_frame(frame)
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    def obituary(self) -> tuple[str, str]:
+        """How it ended, and a hint, for a child whose socket has closed without a last word."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(LAST_WORDS_S)
+        self._listener.join(LAST_WORDS_S)
+        return obituary(self.process.returncode, self._words.decode("utf-8", "replace"))
+
+    def close(self) -> None:
+        """Give the descriptors back; only once nobody listens any more."""
+        self.channel.close()
+
+    def _pass_on(self) -> None:
+        """Copy what the child prints to our stderr, and remember the end of it."""
+        assert self.process.stdout is not None
+        with self.process.stdout as pipe:
+            while words := os.read(pipe.fileno(), 65536):
+                self._words += words
+                del self._words[:-WORDS_BYTES]
+                with contextlib.suppress(OSError):
+                    os.write(2, words)
+
+
+def end(children: Iterable[Child[Any]]) -> None:
+    """End processes and wait until they are gone: at once where they can, killed where they cannot."""
+    children = list(children)
+    for child in children:
+        child.channel.hang_up()
+    for seconds in (EXIT_S, REAP_S):
+        deadline = time.monotonic() + seconds
+        for child in children:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.process.wait(max(0.0, deadline - time.monotonic()))
+        for child in children:
+            child.kill()
+
+
+def _python_path() -> str:
+    """Where the child finds this very package, and whatever else the user has said."""
+    home, rest = str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")
+    return rest if home == sysconfig.get_path("purelib") else os.pathsep.join(filter(None, (home, rest)))
+
+
+class Parent(Generic[M]):
+    """The child's end, to be made before anything slow is imported. Frames wait in `inbox`; when the parent
+    is gone, so is this process, in whatever its main thread is."""
+
+    def __init__(self, descriptor: int, messages: Any) -> None:
+        os.set_inheritable(descriptor, False)
+        end = socket.socket(fileno=descriptor)
+        _sockets.add(end)
+        self.inbox: SimpleQueue[Any] = SimpleQueue()
+        self._channel: Channel[M] = Channel(end, messages)
+        threading.Thread(target=self._listen, name="weft-parent", daemon=True).start()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            # A service manager signals everybody at once, but when to end is the parent's to say.
+            signal.signal(number, lambda *_: None)
+        faulthandler.enable()
+
+    def send(self, message: msgspec.Struct) -> None:
+        with contextlib.suppress(OSError):  # the parent is gone, and this process with it
+            self._channel.send(message)
+
+    def _listen(self) -> None:
+        try:
+            for message in self._channel:
+                self.inbox.put(message)
+        except FrameError as error:
+            os.write(2, f"{error}\n".encode())
+            os._exit(1)
+        finally:
+            os._exit(0)

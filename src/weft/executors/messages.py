@@ -1,0 +1,75 @@
+"""What an executor and the process of a rank say to each other."""
+
+from __future__ import annotations
+
+import msgspec
+
+from weft.core.step import StepPlan, StepResult
+from weft.errors import Cause
+from weft.executors.base import Command
+from weft.planner.memory import Capacity
+from weft.planner.plan import Plan
+
+
+class Shared(msgspec.Struct, frozen=True):
+    """Open files that the ranks of one stage have in common: memory, and for each a pipe (read, write)."""
+
+    memory: int
+    pipes: tuple[tuple[int, int], ...]
+
+
+class Launch(msgspec.Struct, frozen=True, tag=True):
+    """The first frame: who you are. `worker` is "module:Class", `folder` where the ranks find each other."""
+
+    plan: Plan
+    rank: int
+    worker: str
+    folder: str
+    shared: Shared | None
+
+
+class Allocate(msgspec.Struct, frozen=True, tag=True):
+    """Every rank has reported its capacity: this many KV blocks fit on all."""
+
+    num_blocks: int
+
+
+class Run(msgspec.Struct, frozen=True, tag=True):
+    step: StepPlan
+
+
+ToRank = Launch | Allocate | Run | Command
+
+
+class Entered(msgspec.Struct, frozen=True, tag=True):
+    """The rank goes on to the next phase of its start."""
+
+    phase: str
+
+
+class Loaded(msgspec.Struct, frozen=True, tag=True):
+    capacity: Capacity
+
+
+class Allocated(msgspec.Struct, frozen=True, tag=True):
+    """The rank is warm, and ready for steps."""
+
+
+class Done(msgspec.Struct, frozen=True, tag=True):
+    """From the output rank, once per step and in their order."""
+
+    result: StepResult
+
+
+class Alive(msgspec.Struct, frozen=True, tag=True):
+    """The answer to a ping."""
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The rank's last word. With `lost_peer` it fails only because another has gone."""
+
+    cause: Cause
+    lost_peer: bool
+
+
+FromRank = Entered | Loaded | Allocated | Done | Alive | Failed

@@ -1,0 +1,108 @@
+"""ProcessExecutor: one process per rank, a socket to each."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+import threading
+
+from weft.errors import Cause
+from weft.executors.framing import FrameError, encode
+from weft.executors.launch import Child, end
+from weft.executors.messages import Failed, FromRank, Launch, Shared, ToRank
+from weft.executors.rank import WORKER
+from weft.executors.ranks import RankExecutor
+from weft.planner.plan import Plan
+
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+
+
+class ProcessExecutor(RankExecutor):
+    """Ranks are children of this process. `worker` names the class that each one runs, as "module:Class"."""
+
+    def __init__(self, worker: str = WORKER) -> None:
+        super().__init__()
+        self._worker = worker
+        self._children: list[Child[FromRank]] = []
+        self._listeners: list[threading.Thread] = []
+        self._folder: str | None = None
+
+    def _launch(self, plan: Plan) -> None:
+        self._folder = tempfile.mkdtemp(prefix="weft-")  # readable by its owner only
+        shared = [share(plan.tensor_parallel) for _ in range(plan.stages)]
+        try:
+            for place in plan.places:
+                files = shared[place.stage]
+                child: Child[FromRank] = Child(
+                    "weft.worker.process",
+                    FromRank,
+                    env=environment(len(plan.cores[place.rank])),
+                    files=descriptors(files),
+                )
+                self._children.append(child)
+                child.send(Launch(plan, place.rank, self._worker, self._folder, files))
+                listener = threading.Thread(
+                    target=self._listen, args=(place.rank, child), name=f"weft-rank-{place.rank}", daemon=True
+                )
+                self._listeners.append(listener)
+                listener.start()
+        finally:
+            for files in shared:
+                for descriptor in descriptors(files):
+                    os.close(descriptor)
+
+    def _tell(self, message: ToRank) -> None:
+        frame = encode(message)
+        for child in self._children:
+            child.send_frame(frame)
+
+    def _listen(self, rank: int, child: Child[FromRank]) -> None:
+        spoken = False
+        try:
+            for message in child.channel:
+                spoken = isinstance(message, Failed)
+                self._hear(rank, message)
+        except FrameError as error:
+            self._fail(Cause(rank, self._phases[rank], str(error)))
+        if not spoken:
+            self._fail(Cause(rank, self._phases[rank], *child.obituary()))
+
+    def _kill(self) -> None:
+        for child in list(self._children):
+            child.kill()
+
+    def _end(self) -> None:
+        end(self._children)
+        for listener in self._listeners:
+            if listener is not threading.current_thread():
+                listener.join()
+        for child in self._children:
+            child.close()
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def environment(cores: int) -> dict[str, str]:
+    """What a rank's libraries read when they are imported; the user's own settings stay."""
+    threads = str(max(1, cores))
+    ours = {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "OPENBLAS_NUM_THREADS": threads,
+        # All ranks are on this host; gloo would take the interface of the host's name.
+        "GLOO_SOCKET_IFNAME": LOOPBACK,
+    }
+    return {name: value for name, value in ours.items() if name not in os.environ}
+
+
+def share(ranks: int) -> Shared | None:
+    """Memory and pipes for the ranks of a stage, where the system has memory without a name."""
+    if ranks == 1 or not hasattr(os, "memfd_create"):
+        return None
+    return Shared(os.memfd_create("weft"), tuple(os.pipe() for _ in range(ranks)))
+
+
+def descriptors(files: Shared | None) -> list[int]:
+    return [files.memory, *(end for pipe in files.pipes for end in pipe)] if files else []

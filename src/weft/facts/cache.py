@@ -1,0 +1,22 @@
+"""Where Weft keeps what it fetched or made, so that it need not do so again."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from weft.errors import ModelError
+
+
+def cache_dir() -> Path:
+    """`$XDG_CACHE_HOME/weft`, by default `~/.cache/weft`; made where it is not there yet."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    # The XDG specification has relative paths ignored.
+    folder = (Path(base) if os.path.isabs(base) else Path("~/.cache").expanduser()) / "weft"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ModelError(
+            f"cannot make the cache directory {folder}: {error.strerror}; set XDG_CACHE_HOME to one that can be written"
+        ) from error
+    return folder

@@ -1,0 +1,187 @@
+"""Checkpoint: what a model that a user named is, where it lies, and that it is whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from weft.errors import ConfigError, ModelError
+from weft.facts import config_json, demo, gguf, gguf_names, gguf_shape, hub, safetensors
+from weft.facts.parameters import axis_length, parameters
+from weft.facts.shape import DType, ModelShape
+from weft.facts.tensor import ENCODINGS, TensorInfo
+
+Format = Literal["safetensors", "gguf", "dummy"]
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+DTYPES: dict[str, DType] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """`model` is as the user typed it; `path` a directory, or a GGUF file. With the format "dummy" that path
+    holds the shape, and the tokeniser where there is one, but no weights are read from it.
+
+    `generation` is the sampling that the model recommends, in generation_config.json's words.
+    """
+
+    model: str
+    path: str
+    format: Format
+    shape: ModelShape
+    generation: dict[str, float | int | bool]
+
+    def tensors(self) -> dict[str, TensorInfo]:
+        """Where each tensor of the model lies, under Hugging Face's names; {} for a dummy."""
+        return tensors(self.path, self.format, self.shape)
+
+
+def resolve(
+    model: str,
+    *,
+    revision: str | None = None,
+    hf_token: str | None = None,
+    download_dir: str | None = None,
+    load_format: str = "auto",
+) -> Checkpoint:
+    """What `model` names: `demo`, a directory, a GGUF file, or a repository on the Hugging Face hub.
+
+    Fetches what is not here yet. With `load_format` "dummy" a config.json is enough. Raises ModelError, in one
+    line with the ways out, where the model is missing, damaged, of an unknown architecture, or not whole.
+    """
+    if load_format not in LOAD_FORMATS:
+        raise ConfigError(f"load_format is {load_format!r}; it must be one of {', '.join(LOAD_FORMATS)}")
+    path = _locate(model, revision, hf_token, download_dir, weights=load_format != "dummy")
+    found: Format = "safetensors" if path.is_dir() else "gguf"
+    if load_format not in ("auto", "dummy", found):
+        raise ModelError(f"{path} is {found}, not {load_format}; leave --load-format out, or give another model")
+    dummy = load_format == "dummy"
+    if found == "gguf":
+        header = gguf.read(path)
+        shape, generation = gguf_shape.shape(header), gguf_shape.sampling(header)
+        index = _translated(header, shape)
+    else:
+        index = {} if dummy else safetensors.read_directory(path)
+        shape, generation = config_json.read(path, _dtype(index)), config_json.sampling(path)
+    _check_shape(shape, str(path))
+    if not dummy:
+        _whole(index, shape, str(path))
+    return Checkpoint(
+        model=model, path=str(path), format="dummy" if dummy else found, shape=shape, generation=generation
+    )
+
+
+def _locate(model: str, revision: str | None, token: str | None, folder: str | None, *, weights: bool) -> Path:
+    """The directory with a config.json, or the GGUF file, that a model's name stands for."""
+    if model == demo.NAME:
+        return demo.fetch()
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return _in_directory(path)
+    if path.is_file():
+        return _file(path)
+    if not hub.is_name(model) or path.suffix in (".gguf", ".json", ".safetensors"):
+        raise ModelError(f"there is no file or directory {model}; {hub.WAYS_OUT}")
+    return _in_directory(hub.fetch(model, revision=revision, token=token, folder=folder, weights=weights))
+
+
+def _in_directory(folder: Path) -> Path:
+    if (folder / config_json.CONFIG).is_file():
+        return folder
+    files = sorted(folder.glob("*.gguf"))
+    if len(files) == 1 or (files and "-00001-of-" in files[0].name):
+        return files[0]
+    if files:
+        raise ModelError(f"{folder} holds {len(files)} GGUF files; give one of them: {files[0]}")
+    raise ModelError(f"{folder} holds no model: neither {config_json.CONFIG} nor a .gguf file; {hub.WAYS_OUT}")
+
+
+def _file(path: Path) -> Path:
+    if path.name == config_json.CONFIG or path.suffix == ".safetensors":
+        return _in_directory(path.parent)
+    if path.suffix in safetensors.PICKLED:
+        raise ModelError(
+            f"{path} is a pickled file, which can run code when it is read; give a directory with safetensors "
+            "or a .gguf file"
+        )
+    try:
+        if gguf.is_gguf(path):
+            return path
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
+    raise ModelError(f"{path} is no model: it does not begin as a GGUF file does; give a directory or a .gguf file")
+
+
+def _dtype(index: Mapping[str, TensorInfo]) -> DType:
+    """The dtype of most of the weights."""
+    nbytes: dict[DType, int] = {}
+    for info in index.values():
+        if info.type in DTYPES:
+            nbytes[DTYPES[info.type]] = nbytes.get(DTYPES[info.type], 0) + info.nbytes
+    return max(nbytes, key=lambda name: nbytes[name], default="bfloat16")
+
+
+def _check_shape(shape: ModelShape, where: str) -> None:
+    if shape.q_heads % shape.kv_heads:
+        raise ModelError(f"{where}: {shape.q_heads} query heads are no multiple of {shape.kv_heads} KV heads")
+    if shape.head_dim % 2:
+        raise ModelError(f"{where}: head_dim is {shape.head_dim}; rotary position embedding needs an even one")
+    for token in (*shape.eos, *(() if shape.bos is None else (shape.bos,))):
+        if token >= shape.vocab:
+            raise ModelError(f"{where}: token id {token} is beyond the vocabulary of {shape.vocab}")
+
+
+def sources(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Each tensor that a checkpoint of this shape has, under Hugging Face's name, with its dims."""
+    for parameter in parameters(shape):
+        for layer in range(shape.layers) if parameter.where == "layer" else (0,):
+            for part in parameter.parts:
+                axes = (part.rows,) if part.cols is None else (part.rows, part.cols)
+                yield part.source.format(layer=layer), tuple(axis_length(shape, axis) for axis in axes)
+
+
+def tensors(path: str, format: Format, shape: ModelShape) -> dict[str, TensorInfo]:
+    """Where each tensor of `shape` lies, under Hugging Face's names, and nothing else; {} for a dummy.
+
+    Raises ModelError, naming the tensor, where one is missing, of other dims, or stored in a way that Weft does
+    not read.
+    """
+    if format == "dummy":
+        return {}
+    index = _translated(gguf.read(path), shape) if format == "gguf" else safetensors.read_directory(Path(path))
+    return _whole(index, shape, path)
+
+
+def _whole(index: Mapping[str, TensorInfo], shape: ModelShape, path: str) -> dict[str, TensorInfo]:
+    """The part of `index` that the shape asks for; raises ModelError where it does not match."""
+    tensors = {}
+    for name, dims in sources(shape):
+        info = index.get(name)
+        if info is None:
+            raise ModelError(f"{path} lacks tensor {name} of {list(dims)}; fetch it again, or give a whole model")
+        if info.dims != dims:
+            raise ModelError(
+                f"{info.file}: tensor {name} is {list(info.dims)}; the model's shape asks for {list(dims)}"
+            )
+        if info.type not in ENCODINGS:
+            raise ModelError(f"{info.file}: tensor {name} is {info.type}; Weft reads {', '.join(ENCODINGS)}")
+        tensors[name] = info
+    return tensors
+
+
+def _translated(header: gguf.Gguf, shape: ModelShape) -> dict[str, TensorInfo]:
+    """A GGUF file's tensors under Hugging Face's names, with the order of their rows noted."""
+    reordered = shape.architecture in gguf_names.INTERLEAVED_ARCHITECTURES
+    index = {}
+    for own, info in header.tensors.items():
+        name = gguf_names.hugging_face(own)
+        if name is None:
+            if own == gguf_names.ROPE_FACTORS or gguf_names.is_unused(own):
+                continue
+            raise ModelError(
+                f"{info.file}: tensor {own} is no part of a {shape.architecture}; Weft cannot run this model"
+            )
+        interleaved = shape.head_dim if reordered and gguf_names.is_interleaved(own) else 0
+        index[name] = msgspec.structs.replace(info, interleaved=interleaved)
+    return index

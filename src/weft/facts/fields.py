@@ -1,0 +1,80 @@
+"""Fields: typed reading of a JSON object or a GGUF header, with errors that name the field."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import isfinite
+
+from weft.errors import ModelError
+
+
+class Fields:
+    """`values` from the file `where`. A default of None makes a missing field None; a field that is null is None
+    as well, whatever the default. Methods without a default raise ModelError for a field that is missing or null.
+    """
+
+    def __init__(self, values: Mapping[str, object], where: str) -> None:
+        self.values, self.where = values, where
+
+    def __contains__(self, key: str) -> bool:
+        return self.values.get(key) is not None
+
+    def wrong(self, key: str, expected: str) -> ModelError:
+        return ModelError(f"{self.where}: {key} is {self.values.get(key)!r:.80}; it must be {expected}")
+
+    def integer(self, key: str, *, minimum: int = 1) -> int:
+        value = self.integer_or(key, None, minimum=minimum)
+        if value is None:
+            raise ModelError(f"{self.where} has no {key}; it is damaged or no model that Weft knows")
+        return value
+
+    def integer_or(self, key: str, default: int | None, *, minimum: int = 1) -> int | None:
+        value = self.values.get(key, default)
+        if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= minimum):
+            return value
+        raise self.wrong(key, f"a whole number, {minimum} or more")
+
+    def number(self, key: str) -> float:
+        value = self.number_or(key, None)
+        if value is None:
+            raise ModelError(f"{self.where} has no {key}, which is needed there")
+        return value
+
+    def number_or(self, key: str, default: float | None) -> float | None:
+        """A finite number above 0."""
+        value = self.values.get(key, default)
+        if value is None:
+            return None
+        if isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value) and value > 0:
+            return float(value)
+        raise self.wrong(key, "a number above 0")
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        value = self.values.get(key)
+        if value is None:
+            return default
+        if isinstance(value, bool):
+            return value
+        raise self.wrong(key, "true or false")
+
+    def text_or(self, key: str, default: str | None) -> str | None:
+        value = self.values.get(key, default)
+        if value is None or isinstance(value, str):
+            return value
+        raise self.wrong(key, "a text")
+
+    def ids(self, key: str, default: tuple[int, ...] = ()) -> tuple[int, ...]:
+        """Token ids, of which the file may give one, a list or none."""
+        value = self.values.get(key, default)
+        items = () if value is None else value if isinstance(value, list | tuple) else (value,)
+        if all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in items):
+            return tuple(dict.fromkeys(items))
+        raise self.wrong(key, "a token id or a list of them")
+
+    def nested(self, key: str) -> Fields | None:
+        value = self.values.get(key)
+        if value is None:
+            return None
+        if isinstance(value, dict):
+            return Fields(value, f"{self.where}: {key}")
+        raise self.wrong(key, "an object")

@@ -1,0 +1,165 @@
+"""The shape that a GGUF file's metadata and tensors give, and the sampling that it recommends."""
+
+from __future__ import annotations
+
+import struct
+from math import isfinite, log
+
+from weft.errors import ModelError
+from weft.facts.fields import Fields
+from weft.facts.gguf import Array, Gguf
+from weft.facts.gguf_names import ROPE_FACTORS
+from weft.facts.shape import DType, ModelShape, Rope
+from weft.facts.tensor import TensorInfo
+
+# general.architecture; `llama` is Llama, Mistral, SmolLM2 and whoever else computes as they do.
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+# Of tokenizer.ggml: each ends an answer in llama.cpp.
+END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
+SAMPLING = {
+    "general.sampling.temp": "temperature",
+    "general.sampling.top_k": "top_k",
+    "general.sampling.top_p": "top_p",
+    "general.sampling.min_p": "min_p",
+    "general.sampling.penalty_repeat": "repetition_penalty",
+}
+EMBEDDING, HEAD = "token_embd.weight", "output.weight"
+PER_LAYER = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")  # in some architectures
+# What llama.cpp computes differently where a file has it. None is written for the models above.
+REFUSED = (
+    "expert_count",
+    "attention.key_length_mla",
+    "attention.scale",
+    "attention.clamp_kqv",
+    "attention.sliding_window_pattern",
+    "embedding_scale",
+    "residual_scale",
+    "logit_scale",
+    "final_logit_softcapping",
+    "rope.scaling.yarn_log_multiplier",
+)
+
+
+def architecture(gguf: Gguf) -> str:
+    """Hugging Face's name of the file's architecture."""
+    name = Fields(gguf.metadata, gguf.path).text_or("general.architecture", None)
+    if name not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise ModelError(f"{gguf.path} has the unknown architecture {name!r}; known in GGUF files: {known}")
+    return ARCHITECTURES[name]
+
+
+def shape(gguf: Gguf) -> ModelShape:
+    """Raises ModelError, in one line, for what is missing, impossible or unknown."""
+    name, tensors, where = architecture(gguf), gguf.tensors, gguf.path
+    prefix = f"{gguf.metadata['general.architecture']}."
+    own = {key.removeprefix(prefix): value for key, value in gguf.metadata.items() if key.startswith(prefix)}
+    fields = Fields(own, f"{where}: {prefix.removesuffix('.')}")
+    for key in REFUSED:
+        if own.get(key):
+            raise ModelError(f"{where} has {prefix}{key}, which Weft's models do not compute; use another model")
+    for key in PER_LAYER:
+        if isinstance(own.get(key), Array):
+            raise ModelError(f"{where} has a {prefix}{key} per layer, which Weft does not compute; use another model")
+    if EMBEDDING not in tensors or len(tensors[EMBEDDING].dims) != 2:
+        raise ModelError(f"{where} has no {EMBEDDING} of two dims; it holds no whole model")
+    hidden, q_heads = fields.integer("embedding_length"), fields.integer("attention.head_count")
+    head_dim = fields.integer_or("attention.key_length", hidden // q_heads) or 0
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if fields.integer_or(key, head_dim) != head_dim:
+            raise fields.wrong(key, f"the head's own length, {head_dim}")
+    layers, vocab = fields.integer("block_count"), tensors[EMBEDDING].dims[0]
+    window = fields.integer_or("attention.sliding_window", None, minimum=0)
+    tokens = Fields(gguf.metadata, where)
+    ends = (end for key in END_TOKENS for end in tokens.ids(f"tokenizer.ggml.{key}"))
+    return ModelShape(
+        architecture=name,
+        layers=layers,
+        hidden=hidden,
+        q_heads=q_heads,
+        kv_heads=fields.integer_or("attention.head_count_kv", q_heads) or q_heads,
+        head_dim=head_dim,
+        ffn=fields.integer("feed_forward_length"),
+        vocab=vocab,
+        max_positions=fields.integer("context_length"),
+        norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
+        rope=rope(gguf, fields, head_dim),
+        tied=HEAD not in tensors,
+        qkv_bias="blk.0.attn_q.bias" in tensors,
+        out_bias="blk.0.attn_output.bias" in tensors,
+        mlp_bias="blk.0.ffn_down.bias" in tensors,
+        qk_norm="blk.0.attn_q_norm.weight" in tensors,
+        windows=(window,) * layers if window else (),
+        dtype=dtype(tensors[EMBEDDING]),
+        bos=tokens.integer_or("tokenizer.ggml.bos_token_id", None, minimum=0),
+        eos=tuple(dict.fromkeys(ends)),
+    )
+
+
+def rope(gguf: Gguf, fields: Fields, head_dim: int) -> Rope:
+    """The rotary embedding, its scaling included; llama3's comes as a tensor of divisors."""
+    theta = fields.number_or("rope.freq_base", 10000.0) or 10000.0
+    kind = fields.text_or("rope.scaling.type", None)
+    legacy = fields.number_or("rope.scale_linear", 1.0) or 1.0
+    if kind is None and legacy != 1:
+        return Rope(theta=theta, kind="linear", factor=legacy)
+    if ROPE_FACTORS in gguf.tensors:
+        if kind not in (None, "none"):
+            raise ModelError(f"{gguf.path} has both {ROPE_FACTORS} and rope.scaling.type {kind!r}; Weft knows either")
+        return Rope(theta=theta, kind="llama3", factors=factors(gguf, head_dim))
+    match kind:
+        case None | "none":
+            return Rope(theta=theta)
+        case "linear":
+            return Rope(theta=theta, kind="linear", factor=fields.number("rope.scaling.factor"))
+        case "yarn":
+            return yarn(fields, theta)
+    raise fields.wrong("rope.scaling.type", "none, linear or yarn")
+
+
+def yarn(fields: Fields, theta: float) -> Rope:
+    factor = fields.number("rope.scaling.factor")
+    # `attn_factor` multiplies what YaRN itself gives; `yarn_attn_factor` is config.json's `attention_factor`.
+    times = fields.number_or("rope.scaling.attn_factor", 1.0) or 1.0
+    magnitude = fields.number_or("rope.scaling.yarn_attn_factor", None)
+    if magnitude is None and times != 1:
+        magnitude = times * (0.1 * log(max(factor, 1.0)) + 1.0)
+    if fields.number_or("rope.scaling.yarn_ext_factor", 1.0) != 1.0:
+        raise fields.wrong("rope.scaling.yarn_ext_factor", "1")
+    return Rope(
+        theta=theta,
+        kind="yarn",
+        factor=factor,
+        original_max_positions=fields.integer_or("rope.scaling.original_context_length", None)
+        or fields.integer("context_length"),
+        beta_fast=fields.number_or("rope.scaling.yarn_beta_fast", None),
+        beta_slow=fields.number_or("rope.scaling.yarn_beta_slow", None),
+        attention_factor=magnitude,
+    )
+
+
+def factors(gguf: Gguf, head_dim: int) -> tuple[float, ...]:
+    """The divisors of the head_dim/2 frequencies, from the file's own tensor of them."""
+    info = gguf.tensors[ROPE_FACTORS]
+    if info.type != "F32" or info.dims != (head_dim // 2,):
+        raise ModelError(
+            f"{gguf.path}: {ROPE_FACTORS} is {info.type} of {list(info.dims)}; it must be F32 of [{head_dim // 2}]"
+        )
+    with open(info.file, "rb") as file:
+        file.seek(info.offset)
+        values = struct.unpack(f"<{head_dim // 2}f", file.read(info.nbytes))
+    if not all(isfinite(value) and value > 0 for value in values):
+        raise ModelError(f"{gguf.path} is damaged: {ROPE_FACTORS} holds values that are not above 0; fetch it again")
+    return values
+
+
+def dtype(embedding: TensorInfo) -> DType:
+    """The dtype to compute in by default: the embedding's own, bfloat16 where that is quantised."""
+    dense: dict[str, DType] = {"F32": "float32", "F16": "float16"}
+    return dense.get(embedding.type, "bfloat16")
+
+
+def sampling(gguf: Gguf) -> dict[str, float | int | bool]:
+    """The sampling that the file recommends, in generation_config.json's words."""
+    found = ((name, gguf.metadata.get(key)) for key, name in SAMPLING.items())
+    return {name: value for name, value in found if isinstance(value, float | int)}

@@ -1,0 +1,210 @@
+"""This machine as the planner sees it: cores, memory and GPUs that this process may use."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+from collections.abc import Iterable, Iterator, Mapping
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+# What the environment may say about a layout; the planner is pure and reads it from here.
+PLANNING_VARIABLES = ("VLLM_PP_LAYER_PARTITION", "VLLM_ATTENTION_BACKEND")
+
+
+class Gpu(msgspec.Struct, frozen=True, kw_only=True):
+    """One visible GPU (or MIG slice). `index` is N of "cuda:N" in this process: its place in
+    CUDA_VISIBLE_DEVICES, or else in the order of the PCI bus, which workers ask CUDA for too
+    (CUDA_DEVICE_ORDER). `capability` is (major, minor)."""
+
+    index: int
+    name: str
+    uuid: str
+    total_bytes: int
+    free_bytes: int
+    capability: tuple[int, int]
+
+
+class Host(msgspec.Struct, frozen=True, kw_only=True):
+    """`cores` are the CPU numbers open to this process: its affinity mask, cut to a container's CPU quota.
+    `threads` is OMP_NUM_THREADS, an upper limit per rank. Memory is in bytes and within the container's
+    limit; free counts what the kernel can reclaim. `environment` holds the PLANNING_VARIABLES that are set."""
+
+    hostname: str
+    cores: tuple[int, ...]
+    threads: int | None = None
+    memory_total_bytes: int
+    memory_free_bytes: int
+    gpus: tuple[Gpu, ...] = ()
+    environment: dict[str, str] = {}
+
+
+def probe(environment: Mapping[str, str] = os.environ, root: Path = Path("/")) -> Host:
+    """Look at this machine, below `root` for what the kernel tells in files; milliseconds without a GPU."""
+    total, free = memory(root)
+    omp = environment.get("OMP_NUM_THREADS", "").split(",")[0].strip()  # a list is per nesting level
+    return Host(
+        hostname=socket.gethostname(),
+        cores=usable_cores(root),
+        threads=int(omp) if omp.isdecimal() and int(omp) > 0 else None,
+        memory_total_bytes=total,
+        memory_free_bytes=free,
+        gpus=gpus(environment.get("CUDA_VISIBLE_DEVICES")),
+        environment={name: environment[name] for name in PLANNING_VARIABLES if environment.get(name)},
+    )
+
+
+def usable_cores(root: Path = Path("/")) -> tuple[int, ...]:
+    """The CPU numbers of the affinity mask; under a CPU quota as many as it pays for."""
+    # macOS has no affinity.
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    quota = cpu_quota(root)
+    if quota is None or quota >= len(cores):
+        return tuple(cores)
+    # Containers with a quota share a mask: begin where we run now, so that not all of them take CPU 0.
+    try:
+        stat = (root / "proc/self/stat").read_text()
+        begin = cores.index(int(stat.rpartition(")")[2].split()[36]))
+    except (OSError, ValueError, IndexError):
+        begin = 0
+    return tuple(sorted((cores[begin:] + cores[:begin])[:quota]))
+
+
+def cpu_quota(root: Path = Path("/")) -> int | None:
+    """Whole CPUs that the tightest enclosing control group grants, rounded up; None without a quota."""
+    quotas = []
+    for group in control_groups("cpu", root):
+        unified = _read(group / "cpu.max")
+        quota, period = unified.split() if unified else ("", "")
+        quota, period = quota or _read(group / "cpu.cfs_quota_us"), period or _read(group / "cpu.cfs_period_us")
+        if quota.isdecimal() and period.isdecimal():  # neither "max" nor -1
+            quotas.append(max(1, ceil(int(quota) / int(period))))
+    return min(quotas, default=None)
+
+
+def memory(root: Path = Path("/")) -> tuple[int, int]:
+    """(total, free) bytes: the machine's, or those of the tightest enclosing control group where smaller."""
+    lines = (line.split() for line in _read(root / "proc/meminfo").splitlines())
+    info = {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) > 1}
+    if "MemTotal" in info:
+        total = info["MemTotal"]
+        free = info.get("MemAvailable", info.get("MemFree", total))
+    else:  # macOS: the kernel tells only the total without a foreign tool
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        free = total // 2
+    for group in control_groups("memory", root):
+        limit = _read(group / "memory.max") or _read(group / "memory.limit_in_bytes")
+        used = _read(group / "memory.current") or _read(group / "memory.usage_in_bytes")
+        if not (limit.isdecimal() and used.isdecimal()):  # "max", or the root group
+            continue
+        # File pages that nobody has touched again count as used but go at once when memory is asked for.
+        stat = dict(line.split() for line in _read(group / "memory.stat").splitlines())
+        idle = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
+        total = min(total, int(limit))
+        free = min(free, max(0, int(limit) - max(0, int(used) - idle)))
+    return total, free
+
+
+def control_groups(controller: str, root: Path = Path("/")) -> Iterator[Path]:
+    """The directories of this process's control group and all that enclose it, for v2 and a v1 controller."""
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        top = root / "sys/fs/cgroup" / (controller if controllers else "")
+        # Inside a container the path may be the outer one, which is not there; its enclosing ones then are.
+        group = top / path.strip("/")
+        yield from (g for g in (group, *group.parents) if g.is_relative_to(top) and g.is_dir())
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def gpus(visible: str | None = None) -> tuple[Gpu, ...]:
+    """The GPUs that CUDA would show under CUDA_VISIBLE_DEVICES=`visible` (None: unset), told by NVML, so
+    without creating a CUDA context. Empty without a driver."""
+    if visible is not None and not visible.strip():
+        return ()
+    try:
+        ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:  # no driver; spare the import
+        return ()
+    import pynvml as nvml
+
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
+        return ()
+    try:
+        found = [gpu for n in range(nvml.nvmlDeviceGetCount()) for gpu in _devices(nvml, n)]
+    except nvml.NVMLError:
+        return ()
+    finally:
+        nvml.nvmlShutdown()
+    return choose(found, visible)
+
+
+def _devices(nvml: Any, number: int) -> Iterator[Gpu]:
+    """The GPU of that number, or the slices that it is cut into under MIG."""
+    board = nvml.nvmlDeviceGetHandleByIndex(number)
+    try:
+        sliced = nvml.nvmlDeviceGetMigMode(board)[0] == nvml.NVML_DEVICE_MIG_ENABLE
+    except nvml.NVMLError:  # a GPU that knows no MIG
+        sliced = False
+    handles: Iterable[Any] = [board]
+    if sliced:
+        handles = _slices(nvml, board)
+    for handle in handles:
+        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+        yield Gpu(
+            index=number,
+            name=_text(nvml.nvmlDeviceGetName(handle)),
+            uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
+            total_bytes=int(memory.total),
+            free_bytes=int(memory.free),
+            capability=tuple(nvml.nvmlDeviceGetCudaComputeCapability(board)),
+        )
+
+
+def _slices(nvml: Any, board: Any) -> Iterator[Any]:
+    for number in range(nvml.nvmlDeviceGetMaxMigDeviceCount(board)):
+        try:
+            yield nvml.nvmlDeviceGetMigDeviceHandleByIndex(board, number)
+        except nvml.NVMLError:  # numbers have gaps
+            continue
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def choose(found: Iterable[Gpu], visible: str | None) -> tuple[Gpu, ...]:
+    """Those of `found` (numbered as the driver does) that CUDA_VISIBLE_DEVICES=`visible` leaves, renumbered.
+
+    As CUDA reads it: numbers, or beginnings of UUIDs that fit one GPU; the list ends at the first entry that
+    names none (-1 by custom); an entry given twice leaves nothing.
+    """
+    found = list(found)
+    if visible is None:
+        return tuple(msgspec.structs.replace(gpu, index=n) for n, gpu in enumerate(found))
+    chosen: list[Gpu] = []
+    for entry in visible.split(","):
+        entry = entry.strip()
+        if entry.isdecimal():
+            fits = [gpu for gpu in found if gpu.index == int(entry)][:1]
+        else:
+            fits = [gpu for gpu in found if entry and gpu.uuid.lower().startswith(entry.lower())]
+        if len(fits) != 1:
+            break
+        if fits[0] in chosen:
+            return ()
+        chosen.append(fits[0])
+    return tuple(msgspec.structs.replace(gpu, index=n) for n, gpu in enumerate(chosen))

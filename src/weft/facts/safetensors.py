@@ -1,0 +1,132 @@
+"""safetensors: the header of a file, and the files of a directory, without the library and without torch.
+
+Format: https://huggingface.co/docs/safetensors/index#format
+"""
+
+from __future__ import annotations
+
+from math import prod
+from pathlib import Path
+
+import msgspec
+
+from weft.errors import ModelError
+from weft.facts.tensor import TensorInfo, check_bounds
+
+LENGTH_BYTES = 8  # the header's length, little-endian, comes first
+LARGEST_HEADER = 100_000_000  # bytes, the format's own limit
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+# Bits per element, of every dtype that the format has.
+BITS = {"F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16}
+BITS |= {"I16": 16, "U16": 16, "I8": 8, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8}
+BITS |= {"F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4}
+
+
+class _Entry(msgspec.Struct, forbid_unknown_fields=True):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+def read(path: Path) -> dict[str, TensorInfo]:
+    """The tensors of one file. Raises ModelError where it is missing, cut short, damaged or of unknown types."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(0)
+            length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+            if size < LENGTH_BYTES or length > min(size - LENGTH_BYTES, LARGEST_HEADER):
+                raise ModelError(
+                    f"{path} is cut short or no safetensors file: its header would be {length:,} bytes, the file has "
+                    f"{size:,}; fetch it again"
+                )
+            header = file.read(length)
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
+    try:
+        entries = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+        entries.pop("__metadata__", None)
+        decoder = msgspec.json.Decoder(_Entry)
+        tensors = {name: _tensor(path, name, decoder.decode(raw)) for name, raw in entries.items()}
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ModelError(f"{path} is damaged: its header is not safetensors' JSON ({error}); fetch it again") from error
+    start = LENGTH_BYTES + length
+    tensors = {name: msgspec.structs.replace(info, offset=start + info.offset) for name, info in tensors.items()}
+    check_bounds(tensors, str(path), size)
+    end = max((info.offset + info.nbytes for info in tensors.values()), default=start)
+    if end != size:
+        raise ModelError(f"{path} is damaged: {size - end:,} bytes at its end belong to no tensor; fetch it again")
+    return tensors
+
+
+def _tensor(path: Path, name: str, entry: _Entry) -> TensorInfo:
+    """`offset` is still without the start of the data."""
+    bits, (start, end) = BITS.get(entry.dtype), entry.data_offsets
+    if bits is None:
+        raise ModelError(f"{path}: tensor {name} has the unknown dtype {entry.dtype!r}; known: {', '.join(BITS)}")
+    if min(entry.shape, default=0) < 0 or start < 0 or (end - start) * 8 != prod(entry.shape) * bits:
+        raise ModelError(
+            f"{path} is damaged: tensor {name} is {entry.dtype} of {list(entry.shape)} in bytes {start:,} to {end:,}; "
+            "fetch it again"
+        )
+    return TensorInfo(file=str(path), type=entry.dtype, dims=entry.shape, offset=start, nbytes=end - start)
+
+
+def read_directory(folder: Path) -> dict[str, TensorInfo]:
+    """The tensors of a checkpoint: of `model.safetensors`, else of the index's files, else of all that are there."""
+    if (folder / SINGLE).exists():
+        return read(folder / SINGLE)
+    if (folder / INDEX).exists():
+        return _read_indexed(folder)
+    # Mistral's own format, under other names, lies beside the one that everybody reads.
+    files = [path for path in sorted(folder.glob("*.safetensors")) if not path.name.startswith("consolidated")]
+    if not files:
+        raise _no_weights(folder)
+    tensors: dict[str, TensorInfo] = {}
+    for path in files:
+        part = read(path)
+        if twice := tensors.keys() & part.keys():
+            raise ModelError(
+                f"{min(twice)} is in {path} and in {tensors[min(twice)].file}; leave one checkpoint in that directory"
+            )
+        tensors |= part
+    return tensors
+
+
+def _read_indexed(folder: Path) -> dict[str, TensorInfo]:
+    index = folder / INDEX
+    try:
+        weight_map = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
+    except OSError as error:
+        raise ModelError(f"cannot read {index}: {error.strerror or error}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ModelError(f"{index} is damaged ({error}); fetch it again") from error
+    names, files = sorted(set(weight_map.values())), {}
+    for name in names:
+        if Path(name).name != name:
+            raise ModelError(f"{index} names {name!r}, which is not a file beside it; fetch it again")
+        if not (folder / name).exists():
+            raise ModelError(f"{folder} lacks {name}, one of the {len(names)} files of its index; fetch it again")
+        files[name] = read(folder / name)
+    missing = next((tensor for tensor, file in weight_map.items() if tensor not in files[file]), None)
+    if missing is not None:
+        raise ModelError(f"{folder / weight_map[missing]} lacks tensor {missing}, which the index puts there")
+    return {tensor: files[file][tensor] for tensor, file in weight_map.items()}
+
+
+def _no_weights(folder: Path) -> ModelError:
+    pickled = next((path for path in sorted(folder.iterdir()) if path.suffix in PICKLED), None)
+    if pickled is None:
+        return ModelError(
+            f"{folder} holds no weights: neither *.safetensors nor *.gguf; fetch them, or give another model"
+        )
+    return ModelError(
+        f"{folder} has its weights only in pickled files ({pickled.name}), which can run code when they are read; "
+        "use a revision with safetensors, or convert it with Transformers' save_pretrained"
+    )

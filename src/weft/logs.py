@@ -1,0 +1,26 @@
+"""Where our log lines go: standard error, from VLLM_LOGGING_LEVEL on."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+VARIABLE = "VLLM_LOGGING_LEVEL"
+
+
+def configure(level: str = "WARNING") -> None:
+    """Log to standard error from the level on that VLLM_LOGGING_LEVEL names, else from `level`.
+
+    The variable is set too, so that the processes that we start, which call this as well, are as loud as we.
+    """
+    wanted = os.environ.get(VARIABLE, "").upper()
+    if wanted not in logging.getLevelNamesMapping():
+        wanted = level
+    logger = logging.getLogger("weft")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s %(message)s", "%m-%d %H:%M:%S"))
+    logger.handlers = [handler]
+    logger.setLevel(wanted)
+    logger.propagate = False
+    os.environ[VARIABLE] = wanted

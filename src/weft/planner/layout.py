@@ -1,0 +1,297 @@
+"""Layout: from what the user said, what the model is and what the machine has, to the Plan that is executed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from math import isfinite, prod
+from typing import TYPE_CHECKING
+
+from weft.config import EngineConfig
+from weft.errors import ConfigError, PlanError
+from weft.facts.host import Host
+from weft.facts.parameters import parameters
+from weft.facts.shape import DTYPE_BYTES, DType, ModelShape
+from weft.planner.fills import parameter_dims, weight_bytes
+from weft.planner.place import places
+from weft.planner.plan import Plan
+from weft.planner.split import split
+
+if TYPE_CHECKING:
+    from weft.facts.checkpoint import Checkpoint
+
+BATCHED_TOKENS = 2048  # of one step: prompts are cut to it, so that decodes never wait long behind one
+BF16_CAPABILITY = (8, 0)  # of a GPU that computes in bfloat16
+DTYPES: dict[str, DType] = {
+    "bfloat16": "bfloat16",
+    "float16": "float16",
+    "half": "float16",
+    "float32": "float32",
+    "float": "float32",
+}
+
+
+def layout(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Plan:
+    """The plan for `checkpoint` on `host` under `config`. Pure: the same values give the same plan.
+
+    What the config leaves open: one rank; whole layers per stage so that the slowest stage is the fastest
+    possible, its head counted; GPUs in their order where there are any, else the CPU. Raises ConfigError for
+    a value out of its range and PlanError for a layout that this model or this machine cannot have, each
+    with what is possible.
+    """
+    check(config)
+    shape = checkpoint.shape
+    config = with_environment(config, host)
+    weights = tensor_weights(config)
+    device = device_kind(config, host)
+    ranks = len(weights) * stage_count(config, shape)
+    devices = rank_devices(config, host, device, ranks)
+    dtype = compute_dtype(config, checkpoint, host, devices)
+    stages = list(config.pipeline_split or stage_layers(shape, stage_count(config, shape)))
+    ranked = places(shape, weights, stages)
+    plan = Plan(
+        model=config.model,
+        checkpoint=str(checkpoint.path),
+        load_format=checkpoint.format,
+        shape=shape,
+        dtype=dtype,
+        places=ranked,
+        devices=devices,
+        cores=rank_cores(host, ranks),
+        max_model_len=model_length(config, shape),
+        max_model_len_given=config.max_model_len is not None,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens or BATCHED_TOKENS,
+        block_size=config.block_size,
+        kv_cache_bytes=config.kv_cache_memory_bytes,
+        gpu_memory_utilization=utilization(config, ranks),
+        attention_backend=config.attention_backend,
+        seed=config.seed,
+    )
+    check_weights_fit(plan, host)
+    return plan
+
+
+def check(config: EngineConfig) -> None:
+    """Raises ConfigError for the first value that is out of its range, whatever the model and the machine."""
+    counts: dict[str, int | None] = {
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "pipeline_parallel_size": config.pipeline_parallel_size,
+        "block_size": config.block_size,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "max_num_queued_reqs": config.max_num_queued_reqs,
+        "kv_cache_memory_bytes": config.kv_cache_memory_bytes,
+    }
+    for name, value in counts.items():
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} is {value}; it must be 1 or more")
+    choices = {
+        "dtype": (config.dtype, ("auto", *DTYPES)),
+        "device": (config.device, ("auto", "cpu", "cuda")),
+        "scheduling_policy": (config.scheduling_policy, ("fcfs", "priority")),
+        "executor": (config.executor or "inline", ("inline", "processes")),
+    }
+    for name, (choice, known) in choices.items():
+        if choice not in known:
+            raise ConfigError(f"{name} is {choice!r}; it must be one of {', '.join(known)}")
+    for share in config.gpu_memory_utilization:
+        if not 0 < share <= 1:
+            raise ConfigError(f"gpu_memory_utilization is {share}; it is a share of each GPU's memory, above 0 up to 1")
+    if config.seed < 0:
+        raise ConfigError(f"seed is {config.seed}; it must be 0 or more")
+    for weight in config.tensor_split or ():
+        if not isfinite(weight) or weight <= 0:
+            raise ConfigError(
+                f"tensor_split has a weight of {weight}; each must be above 0 (--device-ids leaves a GPU out)"
+            )
+
+
+def with_environment(config: EngineConfig, host: Host) -> EngineConfig:
+    """The config with what it leaves open taken from the environment's variables, where those say it."""
+    partition = host.environment.get("VLLM_PP_LAYER_PARTITION")
+    if partition and config.pipeline_split is None:
+        try:
+            stages = tuple(int(part) for part in partition.split(","))
+        except ValueError:
+            raise ConfigError(
+                f"VLLM_PP_LAYER_PARTITION is {partition!r}; it must be layers per stage, as in 20,12"
+            ) from None
+        if config.pipeline_parallel_size not in (None, len(stages)):
+            raise ConfigError(
+                f"VLLM_PP_LAYER_PARTITION={partition} has {len(stages)} stages and --pipeline-parallel-size is "
+                f"{config.pipeline_parallel_size}; make them agree or unset the variable"
+            )
+        config = replace(config, pipeline_split=stages)
+    backend = host.environment.get("VLLM_ATTENTION_BACKEND")
+    if backend and config.attention_backend == "auto":
+        config = replace(config, attention_backend=backend.lower())
+    return config
+
+
+def tensor_weights(config: EngineConfig) -> tuple[float, ...]:
+    """Each tensor-parallel rank's share, in the ratio of these weights."""
+    if config.tensor_split is None:
+        return (1.0,) * (config.tensor_parallel_size or 1)
+    if config.tensor_parallel_size not in (None, len(config.tensor_split)):
+        raise ConfigError(
+            f"tensor_split has {len(config.tensor_split)} weights and tensor_parallel_size is "
+            f"{config.tensor_parallel_size}; give one weight per rank, or only tensor_split"
+        )
+    return config.tensor_split
+
+
+def stage_count(config: EngineConfig, shape: ModelShape) -> int:
+    """How many pipeline stages there are."""
+    stages = len(config.pipeline_split) if config.pipeline_split is not None else config.pipeline_parallel_size or 1
+    if config.pipeline_parallel_size not in (None, stages):
+        raise ConfigError(
+            f"pipeline_split has {stages} stages and pipeline_parallel_size is {config.pipeline_parallel_size}; "
+            "give one number of layers per stage, or only pipeline_split"
+        )
+    if not 1 <= stages <= shape.layers:
+        raise PlanError(
+            f"{stages} pipeline stages for a model of {shape.layers} layers; use 1 to {shape.layers}, "
+            "and tensor parallel for the rest"
+        )
+    return stages
+
+
+def stage_layers(shape: ModelShape, stages: int) -> list[int]:
+    """Layers per stage, so that the slowest stage is as fast as can be.
+
+    A stage's time is the weights that a token goes through: its layers, and on the last stage the head as
+    well; looking up an embedding costs none. Left-over layers go to the later stages, since the first holds
+    the embedding's bytes.
+    """
+    if stages == 1:
+        return [shape.layers]
+    whole = places(shape, [1.0], [shape.layers])[0]
+    layer = head = 0
+    for parameter in parameters(shape):
+        size = prod(parameter_dims(shape, whole, parameter))
+        layer += size * (parameter.where == "layer")
+        head += size * (parameter.where == "head")
+
+    def layers(last: int) -> list[int]:
+        before = split(shape.layers - last, [1.0] * (stages - 1), minimum=1)
+        return [*(len(r) for r in reversed(before)), last]
+
+    def slowest(last: int) -> tuple[int, int]:
+        *before, end = layers(last)
+        return max(max(before) * layer, end * layer + head), -end
+
+    return layers(min(range(1, shape.layers - stages + 2), key=slowest))
+
+
+def device_kind(config: EngineConfig, host: Host) -> str:
+    """ "cuda" or "cpu"."""
+    if config.device == "cuda" and not host.gpus:
+        raise ConfigError(
+            "device is cuda, but no GPU is visible here; check nvidia-smi and CUDA_VISIBLE_DEVICES, or use --device cpu"
+        )
+    if config.device == "auto":
+        return "cuda" if host.gpus else "cpu"
+    return config.device
+
+
+def rank_devices(config: EngineConfig, host: Host, device: str, ranks: int) -> tuple[str, ...]:
+    """Each rank's device. `device_ids` may name a GPU twice: its ranks then share its memory."""
+    ids = config.device_ids
+    if device == "cpu":
+        if ids is not None:
+            raise ConfigError(
+                f"device_ids {','.join(map(str, ids))} names GPUs, but the ranks run on the CPU; leave it out"
+            )
+        return ("cpu",) * ranks
+    visible = len(host.gpus)
+    if ids is None:
+        if ranks > visible:
+            raise PlanError(
+                f"{ranks} ranks need {ranks} GPUs and {visible} {'is' if visible == 1 else 'are'} visible; lower "
+                "--tensor-parallel-size or --pipeline-parallel-size, use --device cpu, or let ranks share a GPU "
+                f"with --device-ids {','.join(str(n % visible) for n in range(ranks))}"
+            )
+        ids = tuple(range(ranks))
+    if len(ids) != ranks:
+        raise ConfigError(
+            f"device_ids names {len(ids)} GPUs for {ranks} {'rank' if ranks == 1 else 'ranks'}; give one per rank, or "
+            "set --tensor-parallel-size and --pipeline-parallel-size to match"
+        )
+    for number in ids:
+        if not 0 <= number < visible:
+            raise ConfigError(f"device_ids names GPU {number}; visible here are 0 to {visible - 1}")
+    return tuple(f"cuda:{number}" for number in ids)
+
+
+def compute_dtype(config: EngineConfig, checkpoint: Checkpoint, host: Host, devices: Sequence[str]) -> DType:
+    """The dtype that the model computes in.
+
+    "auto" is the checkpoint's own, but bfloat16 for a float32 checkpoint (half the bytes to read per token;
+    ask for float32 to keep it) and for a GGUF file, whose types are for storage; float16 in place of
+    bfloat16 where a GPU is too old to compute in it.
+    """
+    used = {int(device[5:]) for device in devices if device.startswith("cuda:")}
+    old = [gpu for gpu in host.gpus if gpu.index in used and gpu.capability < BF16_CAPABILITY]
+    if config.dtype == "auto":
+        own: DType = "bfloat16" if checkpoint.format == "gguf" else checkpoint.shape.dtype
+        dtype: DType = "bfloat16" if own == "float32" else own
+        return "float16" if old and dtype == "bfloat16" else dtype
+    dtype = DTYPES[config.dtype]
+    if old and dtype == "bfloat16":
+        raise ConfigError(
+            f"{old[0].name} (compute capability {old[0].capability[0]}.{old[0].capability[1]}) does not compute in "
+            "bfloat16; use --dtype float16"
+        )
+    return dtype
+
+
+def rank_cores(host: Host, ranks: int) -> tuple[tuple[int, ...], ...]:
+    """This host's cores divided among its ranks, neighbours together; with more ranks than cores, one each in
+    turn. OMP_NUM_THREADS is the most that one rank gets."""
+    cores = host.cores
+    if ranks > len(cores):
+        return tuple((cores[rank % len(cores)],) for rank in range(ranks))
+    return tuple(cores[part.start : part.stop][: host.threads] for part in split(len(cores), [1.0] * ranks, minimum=1))
+
+
+def model_length(config: EngineConfig, shape: ModelShape) -> int:
+    """The longest request, prompt and answer together, in tokens."""
+    if config.max_model_len is None:
+        return shape.max_positions
+    if config.max_model_len > shape.max_positions:
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len}; this model goes up to {shape.max_positions} tokens"
+        )
+    return config.max_model_len
+
+
+def utilization(config: EngineConfig, ranks: int) -> tuple[float, ...]:
+    """Each rank's share of its GPU."""
+    shares = config.gpu_memory_utilization
+    if len(shares) not in (1, ranks):
+        raise ConfigError(
+            f"gpu_memory_utilization has {len(shares)} values for {ranks} ranks; give one, or one per rank"
+        )
+    return shares * ranks if len(shares) == 1 else shares
+
+
+def check_weights_fit(plan: Plan, host: Host) -> None:
+    """Raises PlanError where a device cannot even hold its weights, before anything is read."""
+    need: Counter[str] = Counter()
+    for place, device in zip(plan.places, plan.devices, strict=True):
+        need[device] += weight_bytes(plan.shape, place, plan.dtype)
+    for device, size in need.items():
+        if device == "cpu":
+            free, where = host.memory_free_bytes, f"the memory of {host.hostname}"
+        else:
+            gpu = host.gpus[int(device[5:])]
+            free, where = gpu.free_bytes, f"{device}, {gpu.name}"
+        if size > free:
+            smaller = "" if DTYPE_BYTES[plan.dtype] == 2 else ", a 16-bit --dtype"
+            raise PlanError(
+                f"{size / 1e9:.1f} GB of weights do not fit {where}: {free / 1e9:.1f} GB are free; free some, or use "
+                f"more GPUs (--tensor-parallel-size, --pipeline-parallel-size){smaller} or a smaller model"
+            )

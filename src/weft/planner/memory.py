@@ -1,0 +1,108 @@
+"""KV blocks: how many every rank can hold, and what that means for the lengths that are served."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import msgspec
+
+from weft.errors import PlanError
+from weft.planner.plan import Plan
+
+CPU_KV_BYTES = 4_000_000_000  # per host, at most, without --kv-cache-memory-bytes
+CPU_KV_SHARE = 4  # and at most one part in so many of the free memory
+
+
+class Capacity(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank says once its weights are loaded and its peak is measured. All in bytes.
+
+    `device` names the memory that it draws on ("cpu" of one host, "cuda:0"), `host` the machine; ranks with
+    equal (host, device) share `free_bytes`. `block_bytes` is the cost of one KV block on this rank. On a GPU
+    `free_bytes` is what gpu_memory_utilization leaves for KV; on a CPU it is the host's free memory.
+    """
+
+    rank: int
+    host: str
+    device: str
+    weight_bytes: int
+    activation_bytes: int
+    free_bytes: int
+    block_bytes: int
+    load_s: float
+
+
+def kv_blocks(plan: Plan, capacities: Sequence[Capacity]) -> int:
+    """The blocks that every rank has: the minimum over the devices of budget ÷ bytes per block of its ranks.
+
+    With `plan.kv_cache_bytes` each rank's budget is that. Else the ranks of a device share what the poorest
+    report says is free, and a CPU gives min(4 GB, a quarter of it). Raises PlanError where a device has no
+    room for one block.
+    """
+    devices: dict[tuple[str, str], list[Capacity]] = defaultdict(list)
+    for capacity in capacities:
+        devices[capacity.host, capacity.device].append(capacity)
+    rooms = []
+    for (host, device), ranks in devices.items():
+        if plan.kv_cache_bytes is not None:
+            cost, budget = max(rank.block_bytes for rank in ranks), plan.kv_cache_bytes
+        else:
+            # Reports are made one after the other: the lowest has seen the most of the others' weights.
+            cost, budget = sum(rank.block_bytes for rank in ranks), min(rank.free_bytes for rank in ranks)
+            if device == "cpu":
+                budget = min(CPU_KV_BYTES, budget // CPU_KV_SHARE)
+        if budget < cost:
+            raise PlanError(_no_room(plan, host, device, budget, cost))
+        rooms.append(budget // cost)
+    return min(rooms)
+
+
+def _no_room(plan: Plan, host: str, device: str, budget: int, cost: int) -> str:
+    gpu = device != "cpu"
+    ways = [
+        "raise --kv-cache-memory-bytes"
+        if plan.kv_cache_bytes is not None
+        else ("raise --gpu-memory-utilization" if gpu else "free memory or give --kv-cache-memory-bytes"),
+        "cut the model across more ranks (--tensor-parallel-size, --pipeline-parallel-size)",
+    ]
+    if gpu and plan.kv_cache_bytes is None:
+        ways.append("lower --max-num-batched-tokens")
+    return (
+        f"no room for the KV cache on {device} of {host}: one block of {plan.block_size} tokens takes {cost:,} bytes, "
+        f"{max(0, budget):,} bytes are left after the weights; " + ", or ".join(ways)
+    )
+
+
+def fit_length(plan: Plan, num_blocks: int) -> int:
+    """The max_model_len that is served, in tokens: the plan's, or what the KV cache holds where that is less.
+
+    A length that the user asked for is never shortened: PlanError with the largest that fits.
+    """
+    held = num_blocks * plan.block_size
+    if plan.max_model_len <= held:
+        return plan.max_model_len
+    if plan.max_model_len_given:
+        need = -(-plan.max_model_len // plan.block_size)
+        most = max(plan.block_bytes(place.rank) for place in plan.places)
+        raise PlanError(
+            f"max_model_len {plan.max_model_len:,} is more than the {held:,} tokens that the KV cache holds; "
+            f"use --max-model-len {held} or less, or --kv-cache-memory-bytes {need * most} per rank "
+            "(or a higher --gpu-memory-utilization), or more ranks"
+        )
+    return held
+
+
+def capacity_lines(plan: Plan, num_blocks: int) -> list[str]:
+    """What is logged once the cache is allocated: the two lines that scripts read, in vLLM's words, and one
+    more where the model's length had to be fitted down."""
+    length = fit_length(plan, num_blocks)
+    per_request = -(-length // plan.block_size)
+    lines = [
+        f"GPU KV cache size: {num_blocks * plan.block_size:,} tokens",
+        f"Maximum concurrency for {length:,} tokens per request: {num_blocks / per_request:.2f}x",
+    ]
+    if length < plan.max_model_len:
+        lines.append(
+            f"max_model_len is {length:,} tokens, not the model's {plan.max_model_len:,}: the KV cache holds no more"
+        )
+    return lines

@@ -1,0 +1,63 @@
+"""A plan as rows, one per rank: what `weft run --json` prints and what the demo's table shows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from weft.planner.fills import weight_bytes
+from weft.planner.plan import Plan
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's share. `first_layer` and `last_layer` are its layers' numbers, both included; the other
+    counts are heads, columns, rows; `kv_token_bytes` is what a token takes in its KV cache."""
+
+    rank: int
+    stage: int
+    device: str
+    first_layer: int
+    last_layer: int
+    q_heads: int
+    kv_heads: int
+    ffn_columns: int
+    vocab_rows: int
+    weight_bytes: int
+    kv_token_bytes: int
+
+
+def rows(plan: Plan) -> list[Row]:
+    """One row per rank, in rank order."""
+    return [
+        Row(
+            rank=place.rank,
+            stage=place.stage,
+            device=device,
+            first_layer=place.layers.start,
+            last_layer=place.layers.stop - 1,
+            q_heads=len(place.q_heads),
+            kv_heads=len(place.kv_heads),
+            ffn_columns=len(place.ffn),
+            vocab_rows=len(place.vocab) if place.first or place.last else 0,
+            weight_bytes=weight_bytes(plan.shape, place, plan.dtype),
+            kv_token_bytes=plan.block_bytes(place.rank) // plan.block_size,
+        )
+        for place, device in zip(plan.places, plan.devices, strict=True)
+    ]
+
+
+def layout_json(plan: Plan, num_blocks: int) -> list[dict[str, Any]]:
+    """The layout as JSON has it: counts per rank; `kv_bytes` is the size of the rank's whole KV cache."""
+    return [
+        {
+            "rank": row.rank,
+            "device": row.device,
+            "layers": row.last_layer - row.first_layer + 1,
+            "q_heads": row.q_heads,
+            "kv_heads": row.kv_heads,
+            "weight_bytes": row.weight_bytes,
+            "kv_bytes": row.kv_token_bytes * plan.block_size * num_blocks,
+        }
+        for row in rows(plan)
+    ]

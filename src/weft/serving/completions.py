@@ -1,0 +1,150 @@
+"""/v1/completions."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from typing import cast
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from weft.client.collector import Collector, Delta
+from weft.client.frontend import PromptLike
+from weft.client.outputs import CompletionOutput, Logprob
+from weft.errors import RequestError
+from weft.serving.errors import Json
+from weft.serving.logprobs import completion_logprobs
+from weft.serving.openai_types import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, StreamOptions
+from weft.serving.sampling import said
+from weft.serving.service import Answer, Service
+from weft.serving.sse import DONE, EventStream, event, while_connected
+
+
+async def completions(request: Request) -> Response:
+    service: Service = request.app.state.service
+    wire = await service.read(request, CompletionRequest)
+    model = service.named(wire.model)
+    params = said(wire) | {"logprobs": wire.logprobs}
+    if wire.echo and wire.logprobs is not None:
+        if wire.stream:
+            raise RequestError("echo with logprobs cannot be streamed; leave one of the three out", param="echo")
+        params["prompt_logprobs"] = wire.logprobs
+    scoring = bool(wire.echo) and wire.max_tokens == 0
+    if scoring:
+        params["max_tokens"] = 1  # sampled, and kept back: the caller wants the prompt's logprobs
+    sampling = service.frontend.params(params)
+    special = wire.add_special_tokens is not False
+    prompts = [await service.prompt(prompt, special=special) for prompt in split_prompts(wire.prompt)]
+    answer = service.answer(prompts, sampling, priority=wire.priority)
+    writing = Writing(service, answer, model, wire, scoring)
+    if wire.stream:
+        return EventStream(writing.events(), answer, keepalive_s=service.options.keepalive_interval)
+    try:
+        whole = await while_connected(request.receive, writing.whole())
+    finally:
+        await answer.aclose()
+    return Json(whole)
+
+
+def split_prompts(prompt: str | list[str | int | list[int]]) -> list[PromptLike]:
+    """One text or one list of ids is one prompt; a list of either is several."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise RequestError("the prompt is empty; give at least one token", param="prompt")
+    kinds = {type(part) for part in prompt}
+    if len(kinds) > 1:
+        raise RequestError("prompt is a text, token ids, or a list of only one of the two", param="prompt")
+    return [cast(list[int], prompt)] if kinds == {int} else cast(list[PromptLike], prompt)
+
+
+class Writing:
+    """One completion request on its way out: a choice's number is prompt number * n + choice number."""
+
+    def __init__(self, service: Service, answer: Answer, model: str, wire: CompletionRequest, scoring: bool) -> None:
+        self._frontend = service.frontend
+        self._answer = answer
+        self._id = f"cmpl-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._model = model
+        self._options = wire.stream_options or StreamOptions()
+        self._echo = bool(wire.echo)
+        self._scoring = scoring
+        self._top = wire.logprobs
+        self._lengths: dict[int, int] = {}  # characters that each choice has had, while streaming
+
+    async def whole(self) -> Completion:
+        await self._answer.finish()
+        choices = [
+            self._choice(at, job, made) for at, job in enumerate(self._answer.jobs) for made in job.output.outputs
+        ]
+        return self._completion(choices, usage=True)
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        if self._echo:
+            for at, job in enumerate(self._answer.jobs):
+                for made in job.output.outputs:
+                    yield self._event(self._piece(at, Delta(made.index, self._prompt_text(job), [])))
+        async for at, news in self._answer:
+            if self._scoring:
+                news = Delta(news.index, "", [], finish_reason="length")
+            if news.text or news.finish_reason or self._top is not None:
+                yield self._event(self._piece(at, news))
+        if self._options.include_usage:
+            yield event(self._completion([], usage=True))
+        yield DONE
+
+    def _choice(self, at: int, job: Collector, made: CompletionOutput) -> CompletionChoice:
+        ids: Sequence[int] = made.token_ids
+        positions: Sequence[dict[int, Logprob] | None] = made.logprobs or []
+        text, reason, stop_reason = made.text, made.finish_reason, made.stop_reason
+        if self._scoring:
+            ids, positions, text, reason, stop_reason = [], [], "", "length", None
+        if self._echo:
+            ids = [*job.output.prompt_token_ids, *ids]
+            positions = [*(job.output.prompt_logprobs or []), *positions]
+            text = self._prompt_text(job) + text
+        return CompletionChoice(
+            index=self._number(at, made.index),
+            text=text,
+            logprobs=self._logprobs(ids, positions, 0),
+            finish_reason=reason,
+            stop_reason=stop_reason,
+        )
+
+    def _piece(self, at: int, news: Delta) -> CompletionChoice:
+        number = self._number(at, news.index)
+        offset = self._lengths.get(number, 0)
+        self._lengths[number] = offset + len(news.text)
+        return CompletionChoice(
+            index=number,
+            text=news.text,
+            logprobs=self._logprobs(news.token_ids, news.logprobs or [], offset) if news.token_ids else None,
+            finish_reason=news.finish_reason,
+            stop_reason=news.stop_reason,
+        )
+
+    def _event(self, choice: CompletionChoice) -> bytes:
+        counted = self._options.include_usage and self._options.continuous_usage_stats
+        return event(self._completion([choice], usage=bool(counted)))
+
+    def _completion(self, choices: list[CompletionChoice], *, usage: bool) -> Completion:
+        counted = self._answer.usage if usage else None
+        if counted is not None and self._scoring:
+            counted.total_tokens, counted.completion_tokens = counted.prompt_tokens, 0
+        return Completion(id=self._id, created=self._created, model=self._model, choices=choices, usage=counted)
+
+    def _logprobs(
+        self, ids: Sequence[int], positions: Sequence[dict[int, Logprob] | None], offset: int
+    ) -> CompletionLogprobs | None:
+        if self._top is None:
+            return None
+        return completion_logprobs([self._frontend.token_text(id) for id in ids], positions, self._top, offset)
+
+    def _number(self, at: int, index: int) -> int:
+        return at * self._answer.jobs[0].params.n + index
+
+    def _prompt_text(self, job: Collector) -> str:
+        return self._frontend.text(job.output)

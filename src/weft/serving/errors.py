@@ -1,0 +1,98 @@
+"""Errors on the wire: one shape for every one of them, in OpenAI's words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from weft.errors import EngineError, QueueFullError, RequestError, WeftError
+
+
+class HttpError(WeftError):
+    """An error that only HTTP knows: its status, and the short code that programs read."""
+
+    def __init__(
+        self, status: int, message: str, *, code: str, param: str | None = None, retry_after_s: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param, self.retry_after_s = status, code, param, retry_after_s
+
+
+class ErrorBody(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorFrame(msgspec.Struct):
+    """What a body holds, and an event of a stream."""
+
+    error: ErrorBody
+
+
+class Json(Response):
+    """A response from anything that msgspec encodes."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return msgspec.json.encode(content)
+
+
+def kind(status: int) -> str:
+    """The `type` of an error, which follows from its status."""
+    match status:
+        case 401:
+            return "authentication_error"
+        case 429:
+            return "rate_limit_error"
+        case 503:
+            return "overloaded_error"
+        case _:
+            return "invalid_request_error" if status < 500 else "server_error"
+
+
+def describe(error: Exception) -> tuple[int, ErrorBody, dict[str, str]]:
+    """Status, body and headers of any error."""
+    status, code, param, headers = 500, "internal_error", None, {}
+    message = str(error)
+    match error:
+        case HttpError():
+            status, code, param = error.status, error.code, error.param
+            if error.retry_after_s is not None:
+                headers = {"Retry-After": str(error.retry_after_s)}
+        case QueueFullError():
+            status, code, headers = 429, "queue_full", {"Retry-After": str(error.retry_after_s)}
+        case EngineError():
+            code = "engine_dead"
+        case RequestError():
+            status, param, code = 400, error.param, "invalid_value"
+        case HTTPException():
+            status, message, headers = error.status_code, error.detail, dict(error.headers or {})
+            code = {404: "unknown_url", 405: "method_not_allowed"}.get(status, "http_error")
+        case WeftError():
+            pass
+        case _:
+            message = f"{type(error).__name__}: {error}"
+    return status, ErrorBody(message, kind(status), param, code), headers
+
+
+def frame(error: Exception) -> ErrorFrame:
+    return ErrorFrame(describe(error)[1])
+
+
+async def respond(request: Request, error: Exception) -> Response:
+    """Starlette's handler for everything that is raised."""
+    status, body, headers = describe(error)
+    if isinstance(error, HTTPException) and status in (404, 405):
+        body.message = f"{'unknown URL' if status == 404 else 'method not allowed'}: {request.method} {request.url.path}"
+    return Json(ErrorFrame(body), status, headers)
+
+
+HANDLERS: Mapping[Any, Any] = {HTTPException: respond, WeftError: respond, Exception: respond}

@@ -1,0 +1,64 @@
+"""From a request's fields to SamplingParams, and what is refused because Weft does not have it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from weft.errors import RequestError
+from weft.serving.openai_types import Sampling
+
+# Fields that are SamplingParams' own, which checks their values.
+SAME = (
+    "temperature top_p n stop presence_penalty frequency_penalty logit_bias seed max_tokens top_k min_p "
+    "repetition_penalty stop_token_ids ignore_eos min_tokens skip_special_tokens include_stop_str_in_output "
+    "allowed_token_ids bad_words"
+).split()
+
+# Known to OpenAI's or vLLM's clients, and without influence on the answer here.
+HARMLESS = frozenset(
+    "user store metadata service_tier parallel_tool_calls safety_identifier prompt_cache_key request_id best_of".split()
+)
+
+# Known features that Weft does not have, each with the values of its field that ask for nothing.
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": ({},),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "audio": (),
+    "modalities": (["text"],),
+    "prediction": (),
+    "web_search_options": (),
+    "suffix": ("",),
+    "use_beam_search": (False,),
+    "logits_processors": ([],),
+    "prompt_logprobs": (),
+    "chat_template": (),
+    "documents": ([],),
+}
+KNOWN = HARMLESS | UNSUPPORTED.keys()
+
+
+def refuse_unsupported(raw: Mapping[str, Any]) -> None:
+    """RequestError for a known feature that Weft does not have."""
+    for name, idle in UNSUPPORTED.items():
+        value = raw.get(name)
+        if value is None or value in idle:
+            continue
+        of_type = f" of type {value.get('type')!r}" if isinstance(value, dict) and "type" in value else ""
+        raise RequestError(f"{name}{of_type} is not supported; leave it out", param=name)
+    best_of = raw.get("best_of")
+    if best_of is not None and best_of != (raw.get("n") or 1):
+        raise RequestError("best_of other than n is not supported; leave it out", param="best_of")
+
+
+def said(request: Sampling) -> dict[str, Any]:
+    """What a request says of sampling; None where it says nothing."""
+    return {name: getattr(request, name) for name in SAME}

@@ -1,0 +1,59 @@
+"""Tokenisers that take long to make, kept ready to load in $XDG_CACHE_HOME/weft/tokenizers."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+
+import msgspec
+from tokenizers import Tokenizer
+
+from weft.text.settings import Settings
+
+FORMAT = 1  # to be raised when what is made from the same file changes
+
+
+def cached(source: Path, make: Callable[[Path], tuple[Tokenizer, Settings]]) -> tuple[Tokenizer, Settings]:
+    """make(source), or what it gave before for this very file. A cache that cannot be read or written is no error."""
+    folder = _folder(source)
+    if folder is None:
+        return make(source)
+    # tokenizers raises plain Exceptions for a file that it cannot read.
+    with suppress(Exception):
+        settings = msgspec.json.decode((folder / "settings.json").read_bytes(), type=Settings)
+        return Tokenizer.from_file(str(folder / "tokenizer.json")), settings
+    rust, settings = make(source)
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(folder / "tokenizer.json", rust.to_str().encode())
+        # Last, so that it vouches for the other.
+        _write(folder / "settings.json", msgspec.json.encode(settings))
+    return rust, settings
+
+
+def _folder(source: Path) -> Path | None:
+    """One per state of a file: its path, where it lies on the disk, its size and when it was written."""
+    try:
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        path = source.resolve()
+        stat = path.stat()
+    except (OSError, RuntimeError):
+        return None
+    identity = (FORMAT, str(path), stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+    return root / "weft" / "tokenizers" / sha256(repr(identity).encode()).hexdigest()[:32]
+
+
+def _write(path: Path, data: bytes) -> None:
+    """The whole file or none."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,181 @@
+"""SentencePiece models: their file read, and their vocabularies as tokenizers.
+
+The file is a protocol buffer, sentencepiece_model.proto of https://github.com/google/sentencepiece; the few fields
+that matter here are read directly, which spares two libraries.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
+
+from weft.errors import ModelError
+from weft.text.merges import merges
+from weft.text.settings import Settings
+
+SPACE = "▁"
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # what a piece is; GGUF counts the same
+UNIGRAM, BPE = 1, 2  # model types
+
+# Field numbers.
+PIECES, TRAINER, NORMALIZER = 1, 2, 3
+PIECE_TEXT, PIECE_SCORE, PIECE_TYPE = 1, 2, 3
+MODEL_TYPE, BYTE_FALLBACK, UNK_ID, BOS_ID, EOS_ID = 3, 35, 40, 41, 42
+CHARSMAP, ADD_PREFIX, REMOVE_EXTRA_SPACES = 2, 3, 4
+
+
+class Piece(NamedTuple):
+    text: str
+    score: float
+    type: int
+
+
+def read(path: Path) -> tuple[Tokenizer, Settings]:
+    """The vocabulary of a SentencePiece model file, BPE or Unigram. BOS is added where it has one."""
+    try:
+        pieces: list[Piece] = []
+        trainer: dict[int, int | bytes] = {}
+        normalizer: dict[int, int | bytes] = {}
+        for number, value in _fields(path.read_bytes()):
+            if number == PIECES and isinstance(value, bytes):
+                pieces.append(_piece(value))
+            elif number == TRAINER and isinstance(value, bytes):
+                trainer = dict(_fields(value))
+            elif number == NORMALIZER and isinstance(value, bytes):
+                normalizer = dict(_fields(value))
+        if not pieces:
+            raise ValueError("it has no pieces")
+        named = {name: _signed(trainer.get(number, default)) for name, number, default in _NAMED}
+        tokens = {name: pieces[id].text for name, id in named.items() if id >= 0}
+    except (ValueError, IndexError, struct.error) as error:
+        raise ModelError(f"{path} is no SentencePiece model, or a damaged one: {error}") from error
+    prefix = bool(normalizer.get(ADD_PREFIX, True))
+    type = trainer.get(MODEL_TYPE, UNIGRAM)
+    if type not in (UNIGRAM, BPE):
+        raise ModelError(
+            f"{path} is a SentencePiece model of type {type!r}; Weft reads {UNIGRAM} (Unigram), {BPE} (BPE)"
+        )
+    rust = build(
+        pieces,
+        unigram=type == UNIGRAM,
+        unk_id=named["unk_token"],
+        byte_fallback=bool(trainer.get(BYTE_FALLBACK, False)),
+        prefix=prefix,
+        before=_normalizers(normalizer),
+    )
+    return rust, Settings(
+        tokens=tokens,
+        add_bos="bos_token" in tokens,
+        add_eos=False,
+        end_ids=(named["eos_token"],) if "eos_token" in tokens else (),
+    )
+
+
+_NAMED = (("unk_token", UNK_ID, 0), ("bos_token", BOS_ID, 1), ("eos_token", EOS_ID, 2))
+
+
+def build(
+    pieces: Sequence[Piece],
+    *,
+    unigram: bool,
+    unk_id: int,
+    byte_fallback: bool,
+    prefix: bool,
+    before: Sequence[normalizers.Normalizer] = (),
+) -> Tokenizer:
+    """A tokenizer from SentencePiece's list. `prefix`: a text, and what follows a special token, gets a space
+    before it; `before`: what is done to a text first. Control tokens and the unknown one become special tokens."""
+    if unigram:
+        rust = Tokenizer(models.Unigram([(p.text, p.score) for p in pieces], unk_id, byte_fallback))
+    else:
+        ids = {piece.text: id for id, piece in enumerate(pieces)}
+        scores = {piece.text: piece.score for piece in pieces if piece.type == NORMAL}
+        unk = pieces[unk_id].text if unk_id >= 0 else None
+        rust = Tokenizer(
+            models.BPE(ids, merges(scores, ids), unk_token=unk, fuse_unk=True, byte_fallback=byte_fallback)
+        )
+    steps = [*before, *([normalizers.Prepend(SPACE)] if prefix else []), normalizers.Replace(" ", SPACE)]
+    rust.normalizer = normalizers.Sequence(steps)
+    rust.decoder = decoders.Sequence(
+        [
+            decoders.Replace(SPACE, " "),
+            *([decoders.ByteFallback()] if byte_fallback else []),
+            decoders.Fuse(),
+            *([decoders.Strip(" ", 1, 0)] if prefix else []),
+        ]
+    )
+    add_tokens(rust, [(piece.text, piece.type) for piece in pieces])
+    return rust
+
+
+def add_tokens(rust: Tokenizer, tokens: Sequence[tuple[str, int]]) -> None:
+    """Take the control, unknown and user-defined ones of (text, type) whole wherever they stand in a text."""
+    rust.add_tokens(
+        [
+            AddedToken(text, normalized=False, special=type != USER_DEFINED)
+            for text, type in tokens
+            if type in (UNKNOWN, CONTROL, USER_DEFINED) and text
+        ]
+    )
+
+
+def _normalizers(fields: dict[int, int | bytes]) -> list[normalizers.Normalizer]:
+    steps: list[normalizers.Normalizer] = []
+    charsmap = fields.get(CHARSMAP)
+    if charsmap and isinstance(charsmap, bytes):
+        steps.append(normalizers.Precompiled(charsmap))
+    if fields.get(REMOVE_EXTRA_SPACES, True):
+        steps += [normalizers.Replace(Regex(" +"), " "), normalizers.Strip()]
+    return steps
+
+
+def _piece(data: bytes) -> Piece:
+    fields = dict(_fields(data))
+    text, score, type = fields.get(PIECE_TEXT, b""), fields.get(PIECE_SCORE, b"\0" * 4), fields.get(PIECE_TYPE, NORMAL)
+    if not isinstance(text, bytes) or not isinstance(score, bytes) or not isinstance(type, int):
+        raise ValueError("a piece has fields of wrong types")
+    return Piece(text.decode(), struct.unpack("<f", score)[0], type)
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """(number, value) of a message's fields: a varint as int, anything else as its bytes."""
+    at = 0
+    while at < len(data):
+        tag, at = _varint(data, at)
+        number, wire = tag >> 3, tag & 7
+        if wire == 0:
+            value, at = _varint(data, at)
+            yield number, value
+            continue
+        if wire == 2:
+            size, at = _varint(data, at)
+        elif wire in (1, 5):
+            size = 8 if wire == 1 else 4
+        else:
+            raise ValueError(f"wire type {wire} at byte {at}")
+        if at + size > len(data):
+            raise ValueError(f"a field reaches beyond its {len(data)} bytes")
+        yield number, data[at : at + size]
+        at += size
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+        shift += 7
+
+
+def _signed(value: int | bytes) -> int:
+    """An int32 as protocol buffers write negative ones: in 64 bits."""
+    if not isinstance(value, int):
+        raise ValueError("an id is no number")
+    return value - (1 << 64) if value >= 1 << 63 else value

@@ -1,0 +1,56 @@
+"""TextStream: the text of one answer while its tokens come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from weft.text.pieces import Detokenizer
+from weft.text.stops import StopStrings
+
+if TYPE_CHECKING:
+    from weft.core.params import SamplingParams
+    from weft.text.tokenizer import Tokenizer
+
+
+class TextStream:
+    """What `push` and `finish` give, put together, is what `Tokenizer.decode` says of prompt and answer beyond
+    what it says of the prompt alone, up to the first stop string; no part of it is taken back later. A token
+    costs the same, however long the answer is.
+
+    `stopped` is the stop string that ended the answer; from there on the stream is empty. A stop string counts
+    where it ends in the text of a token after the first `min_tokens`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_ids: Sequence[int] = ()) -> None:
+        self._text = Detokenizer(tokenizer.pieces, skip_special=params.skip_special_tokens, context=prompt_ids)
+        self._stops = StopStrings(params.stop, keep=params.include_stop_str_in_output) if params.stop else None
+        self._early = params.min_tokens  # tokens that are still to come before stop strings count
+        self._armed = False
+
+    @property
+    def stopped(self) -> str | None:
+        return self._stops.found if self._stops is not None else None
+
+    def push(self, ids: Sequence[int]) -> str:
+        """The text that `ids` make certain: without half a character, or what may begin a stop string."""
+        if self._stops is None:
+            return self._decode(ids)
+        if self.stopped is not None:
+            return ""
+        early, late = ids[: self._early], ids[self._early :]
+        self._early -= len(early)
+        self._armed = self._armed or bool(late)
+        text = self._stops.push(self._decode(early), armed=False) if early else ""
+        return text + self._stops.push(self._decode(late))
+
+    def finish(self) -> str:
+        """The rest, when the answer has ended: half a character as U+FFFD, and what was held back."""
+        if self._stops is None:
+            return self._text.flush()
+        if self.stopped is not None:
+            return ""
+        return self._stops.push(self._text.flush(), armed=self._armed) + self._stops.flush()
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return "".join([self._text.push(id) for id in ids])

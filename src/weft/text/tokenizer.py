@@ -1,0 +1,125 @@
+"""Tokenizer: text to token ids and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer as RustTokenizer
+
+from weft.errors import ModelError, RequestError
+from weft.facts.gguf import is_gguf
+from weft.text import folder, gguf_tokenizer
+from weft.text.cache import cached
+from weft.text.pieces import Detokenizer, Pieces
+from weft.text.settings import Settings
+
+# Characters, some 5 ms of work. Longer texts are encoded without the interpreter's lock, so that a server can
+# have it done in a thread; shorter ones not, because that way starts a thread per core.
+LONG_TEXT = 16_384
+
+
+def load(path: str, *, gguf: bool | None = None) -> Tokenizer:
+    """The tokenizer in a Hugging Face directory, a GGUF file, or a tokenizer's own file.
+
+    `gguf` says whether a file is GGUF; None looks at how it begins. Raises ModelError, naming the path, for a
+    tokenizer that is missing, damaged or of a kind that Weft does not know.
+    """
+    place = Path(path)
+    if not place.exists():
+        raise ModelError(f"there is no tokenizer at {path}; give a folder or a file that exists with --tokenizer")
+    if place.is_file() and (is_gguf(place) if gguf is None else gguf):
+        return Tokenizer(*cached(place, gguf_tokenizer.read))
+    return Tokenizer(*folder.read(place))
+
+
+class Tokenizer:
+    """A vocabulary and what its model says of it.
+
+    `vocab_size` is one more than the highest id. `special_tokens` are texts by Transformers' names ("bos_token"),
+    for chat templates; `special_ids` are all ids that `skip_special_tokens` leaves out; `end_ids` are those that
+    end an answer as far as the tokeniser knows (generation_config.json may know more).
+    """
+
+    def __init__(self, rust: RustTokenizer, settings: Settings) -> None:
+        self._rust = rust
+        self._settings = settings
+        self.pieces = Pieces(rust)
+        self.vocab_size = folder.vocab_size(rust)
+        self.special_tokens = settings.tokens
+        self.special_ids = self.pieces.special
+        self.bos_id = self.id(settings.tokens.get("bos_token", ""))
+        self.eos_id = self.id(settings.tokens.get("eos_token", ""))
+        self.end_ids = settings.end_ids
+        self.chat_template = settings.chat_template
+        # None and None: the vocabulary has its own rule, a post-processor.
+        self._own_rule = settings.add_bos is None and settings.add_eos is None
+        self._add_bos = bool(settings.add_bos) and self.bos_id is not None
+        self._add_eos = bool(settings.add_eos) and self.eos_id is not None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids. `add_special_tokens` puts BOS (and whatever else the model asks for) around a text, but never a
+        second BOS before one that already begins with it, as what a chat template renders does.
+
+        Raises RequestError for a text that is no valid Unicode.
+        """
+        rule = add_special_tokens and self._own_rule
+        try:
+            if len(text) < LONG_TEXT:
+                encoding = self._rust.encode(text, add_special_tokens=rule)
+            else:
+                [encoding] = self._rust.encode_batch_fast([text], add_special_tokens=rule)
+        except (TypeError, UnicodeEncodeError) as error:
+            raise RequestError(f"the text is no valid Unicode: {_lone_surrogate(text)}") from error
+        ids: list[int] = encoding.ids
+        if not add_special_tokens:
+            return ids
+        if rule:
+            return ids[1:] if self.bos_id is not None and ids[:2] == [self.bos_id] * 2 else ids
+        if self._add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
+            ids.insert(0, self.bos_id)
+        if self._add_eos and self.eos_id is not None and ids[-1:] != [self.eos_id]:
+            ids.append(self.eos_id)
+        return ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of ids; those that no token has add nothing. RequestError for ids that are no ids."""
+        try:
+            text: str = self._rust.decode(ids, skip_special_tokens=skip_special_tokens)
+        except (OverflowError, TypeError) as error:
+            raise RequestError(f"token ids are whole numbers from 0 to {self.vocab_size - 1}: {error}") from error
+        if not self.pieces.byte_fallback or "\ufffd" not in text:
+            return text
+        # tokenizers gives up a whole run of byte tokens for one that is wrong; SentencePiece only that one.
+        stream = Detokenizer(self.pieces, skip_special=skip_special_tokens)
+        return "".join([stream.push(id) for id in ids]) + stream.flush()
+
+    def token_bytes(self, id: int) -> bytes:
+        """What token `id` adds to a text that has begun; b"" for an id without a token."""
+        piece = self.pieces.piece(id)
+        return piece.encode() if isinstance(piece, str) else piece or b""
+
+    def token_text(self, id: int) -> str:
+        """The same as text, where a part of a character is U+FFFD."""
+        return self.token_bytes(id).decode(errors="replace")
+
+    def id(self, token: str) -> int | None:
+        """The id of a token by its text in the vocabulary."""
+        found: int | None = self._rust.token_to_id(token)
+        return found
+
+    def word_ids(self, text: str) -> list[tuple[int, ...]]:
+        """The ids of a word at the beginning of a text, and where they differ, after a space."""
+        word = text.lstrip()
+        if not word:
+            raise RequestError(f"a bad word must have more than spaces, not {text!r}", param="bad_words")
+        forms = (self.encode(form, add_special_tokens=False) for form in (word, " " + word))
+        return list(dict.fromkeys(tuple(form) for form in forms))
+
+
+def _lone_surrogate(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"character {error.start} is the lone surrogate U+{ord(text[error.start]):04X}"
+    return f"it is a {type(text).__name__}"

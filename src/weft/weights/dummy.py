@@ -1,0 +1,39 @@
+"""Dummy: random weights of a known shape, the same ones in every layout."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+import torch
+
+from weft.planner.place import Span
+
+STD = 0.02  # what models of this family are initialised with
+BLOCK = 1 << 18  # elements that share a seed, in whole rows: few enough that little is made in vain
+
+
+class Dummy:
+    """Tensors of the given whole dims, whose values depend on `seed`, their name and the kind of device alone."""
+
+    def __init__(self, dims: dict[str, tuple[int, ...]], seed: int) -> None:
+        self.dims, self.seed = dims, seed
+
+    def read(self, source: str, rows: Span, cols: Span | None, into: torch.Tensor) -> None:
+        """Fill `into` with source[rows, cols]: ones for norms, else normal with standard deviation STD."""
+        if source.endswith("norm.weight"):
+            into.fill_(1)
+            return
+        dims = self.dims[source]
+        width = dims[1] if len(dims) == 2 else 1
+        step = max(1, BLOCK // width)
+        generator = torch.Generator(into.device)
+        for block in range(rows.start // step, -(-rows.stop // step)):
+            first, last = block * step, min((block + 1) * step, dims[0])
+            name = f"{self.seed}:{source}:{block}".encode()
+            generator.manual_seed(int.from_bytes(blake2b(name, digest_size=8).digest(), "little") >> 1)
+            values = torch.empty(last - first, *dims[1:], device=into.device).normal_(0, STD, generator=generator)
+            start, stop = max(first, rows.start), min(last, rows.stop)
+            values = values[start - first : stop - first]
+            into[start - rows.start : stop - rows.start].copy_(
+                values if cols is None else values[:, cols.start : cols.stop]
+            )

@@ -1,0 +1,42 @@
+"""The process of one rank: `python -m weft.worker.process FD`, started by the processes executor."""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+from weft.executors.launch import Parent
+from weft.executors.messages import ToRank
+from weft.executors.rank import Worker, keep_to, run, worker_class
+
+
+def main(descriptor: int) -> None:
+    # Before torch is imported: from here on this process ends with its parent.
+    parent: Parent[ToRank] = Parent(descriptor, ToRank)
+    launch = parent.inbox.get()
+
+    def make() -> Worker:
+        # Before torch starts its threads: they inherit it.
+        keep_to(launch.plan.cores[launch.rank])
+        from weft.comm.connect import connect
+
+        worker = worker_class(launch.worker)
+        shared = launch.shared
+        links = connect(
+            launch.plan,
+            launch.rank,
+            folder=launch.folder,
+            memory=shared.memory if shared else -1,
+            pipes=shared.pipes if shared else (),
+        )
+        return worker(launch.plan, launch.rank, links)
+
+    run(launch.rank, parent.inbox, parent.send, make)
+    # It has failed and said so. Its end is the parent's to bring: a connection that breaks before that would
+    # make the other ranks fail as well.
+    while True:
+        signal.pause()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

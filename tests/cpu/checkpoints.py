@@ -1,0 +1,108 @@
+"""Tiny random checkpoints, made by Transformers itself, with biases and norms that are not zero or one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+VOCAB = 160
+LAYERS = 5
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 160,
+    "num_hidden_layers": LAYERS,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+HEADS = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One checkpoint: the architecture's name in Transformers and what differs from SIZES and HEADS."""
+
+    model: str
+    config: dict[str, Any] = field(default_factory=dict)
+    style: int = 5  # config.json as Transformers 4 or 5 writes it
+    shards: bool = False
+
+
+def rope(kind: str, **values: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **values}}
+
+
+RECIPES = {
+    "llama": Recipe("Llama", {"tie_word_embeddings": False}),
+    "llama-biased": Recipe("Llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}, style=4),
+    "llama-linear": Recipe("Llama", rope("linear", factor=4.0)),
+    "llama-dynamic": Recipe("Llama", rope("dynamic", factor=2.0), style=4),
+    "llama3": Recipe(
+        "Llama",
+        rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32),
+        shards=True,
+    ),
+    "llama-yarn": Recipe("Llama", rope("yarn", factor=4.0, original_max_position_embeddings=32), style=4),
+    "llama-mha-odd": Recipe("Llama", {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 10}),
+    "llama-mqa": Recipe("Llama", {"num_attention_heads": 6, "num_key_value_heads": 1, "attention_bias": True}),
+    "smollm2": Recipe(
+        "Llama", {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8, "tie_word_embeddings": True}
+    ),
+    "mistral": Recipe("Mistral", {"sliding_window": 11}),
+    "mistral-full": Recipe("Mistral", {"sliding_window": None}, style=4),
+    "qwen2": Recipe("Qwen2", {"tie_word_embeddings": True}, style=4),
+    "qwen2-window": Recipe("Qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2}),
+    "qwen3": Recipe("Qwen3", {"tie_word_embeddings": True, "head_dim": 32}),
+    "qwen3-biased": Recipe("Qwen3", {"attention_bias": True, "tie_word_embeddings": False}, style=4),
+}
+
+
+def make(name: str, folder: Path) -> Path:
+    """Write the checkpoint of a recipe in fp32 into a new folder of its name, and return that folder."""
+    recipe = RECIPES[name]
+    values = {**SIZES, **HEADS, **recipe.config}
+    if recipe.model == "Qwen2":
+        values.pop("head_dim")
+        values["hidden_size"] = 96
+    config = getattr(transformers, f"{recipe.model}Config")(**values)
+    torch.manual_seed(len(name))
+    model = getattr(transformers, f"{recipe.model}ForCausalLM")(config).float()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if key.endswith("bias"):
+                parameter.normal_(0, 0.3)
+            elif "norm" in key:
+                parameter.uniform_(0.5, 1.5)
+            else:
+                parameter.normal_(0, 0.15)
+    out = folder / name
+    # Sampling defaults are not what these tests are about.
+    model.generation_config = transformers.GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    model.save_pretrained(out, max_shard_size="100KB" if recipe.shards else "5GB")
+    if recipe.style == 4:
+        path = out / "config.json"
+        path.write_text(json.dumps(as_version_4(json.loads(path.read_text()))))
+    return out
+
+
+def as_version_4(config: dict[str, Any]) -> dict[str, Any]:
+    """The same config in the words of Transformers 4."""
+    scaling = config.pop("rope_parameters", None) or {}
+    config["torch_dtype"] = config.pop("dtype", "float32")
+    config["rope_theta"] = scaling.pop("rope_theta", 10000.0)
+    kind = scaling.pop("rope_type", "default")
+    config["rope_scaling"] = None if kind == "default" else {"type": kind, **scaling}
+    config.pop("layer_types", None)
+    return config
+
+
+def reference(path: Path, dtype: torch.dtype = torch.float32) -> transformers.PreTrainedModel:
+    """The same checkpoint in Transformers, in eager mode."""
+    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()

@@ -1,0 +1,102 @@
+"""A worker that puts its groups through their paces: each step is one of the scenarios below, by number.
+
+Every rank knows what every other one brings, so each checks what it gets; a mismatch fails the step.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from fake_worker import FakeWorker
+
+from weft.comm import Comm
+from weft.core.step import StepPlan, StepResult
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def brought(rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    """What a rank brings to a meeting."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1000 * seed + rank)).to(dtype)
+
+
+def sums(comm: Comm) -> None:
+    """Every dtype; scalars, rows, and more than fits a slot of shared memory; the same bits everywhere."""
+    for seed, dtype in enumerate(DTYPES):
+        for shape in ((), (1, 5), (7, 13), (1100, 1301)):
+            got = comm.sum(brought(comm.rank, shape, dtype, seed))
+            assert got.shape == shape
+            assert got.dtype == dtype
+            truth = sum(brought(r, shape, torch.float64, seed).to(dtype).double() for r in range(comm.size))
+            torch.testing.assert_close(got.double(), truth, rtol=0.02, atol=0.02)
+            if shape:
+                everyone = comm.gather(got, [shape[-1]] * comm.size)
+                assert (everyone is None) == (comm.rank != 0)
+                if everyone is not None:
+                    assert torch.equal(everyone, torch.cat([got] * comm.size, dim=-1)), "other bits on another rank"
+
+
+def strided(comm: Comm) -> None:
+    """A view with holes is summed like any other."""
+    got = comm.sum(brought(comm.rank, (6, 4)).t())
+    torch.testing.assert_close(got, sum(brought(r, (6, 4)).t() for r in range(comm.size)))
+
+
+def gathers(comm: Comm) -> None:
+    """Uneven columns, up to nothing at all for one rank, in one and more rows."""
+    for shape in ((3,), (2, 5), (400, 4000)):
+        sizes = [shape[-1] * (r + 1) // comm.size for r in range(comm.size)]
+        got = comm.gather(brought(comm.rank, (*shape[:-1], sizes[comm.rank])), sizes)
+        if comm.rank == 0:
+            assert got is not None
+            assert torch.equal(got, torch.cat([brought(r, (*shape[:-1], n)) for r, n in enumerate(sizes)], dim=-1))
+        else:
+            assert got is None
+
+
+def stumbling(comm: Comm) -> None:
+    """Ranks that are early and late by turns never see each other's yesterday or tomorrow."""
+    for turn in range(60):
+        if turn % comm.size == comm.rank:
+            time.sleep(0.001)
+        x = torch.full((3,), float(turn * 10 + comm.rank))
+        assert comm.sum(x).tolist() == [sum(turn * 10.0 + r for r in range(comm.size))] * 3
+        x.fill_(-1.0)
+
+
+def hand_on(comm: Comm) -> None:
+    """Much is sent before anything is received, from one buffer that is overwritten each time."""
+    count, buffer = 40, torch.empty(2, 3)
+    if comm.rank > 0:
+        time.sleep(0.05)
+    for turn in range(count):
+        if comm.rank > 0:
+            buffer = comm.recv((2, 3), torch.float32, comm.rank - 1)
+            assert buffer.tolist() == [[float(turn)] * 3] * 2
+        if comm.rank < comm.size - 1:
+            buffer.fill_(float(turn))
+            comm.send(buffer, comm.rank + 1)
+            buffer.fill_(-1.0)
+
+
+def hand_on_halves(comm: Comm) -> None:
+    for seed, dtype in enumerate(DTYPES):
+        if comm.rank > 0:
+            assert torch.equal(comm.recv((300, 4), dtype, comm.rank - 1), brought(0, (300, 4), dtype, seed))
+        if comm.rank < comm.size - 1:
+            comm.send(brought(0, (300, 4), dtype, seed), comm.rank + 1)
+
+
+WITHIN_STAGES = (sums, strided, gathers, stumbling)
+BETWEEN_STAGES = (hand_on, hand_on_halves)
+
+
+class CommWorker(FakeWorker):
+    def execute(self, step: StepPlan) -> StepResult | None:
+        (number,) = step.tokens
+        if self.place.tp_size > 1:
+            WITHIN_STAGES[number](self.links.tensor)
+        if self.place.stages > 1:
+            BETWEEN_STAGES[number](self.links.pipeline)
+        return StepResult(step.id, [number], [None], {}) if self.rank == self.plan.output_rank else None

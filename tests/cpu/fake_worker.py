@@ -1,0 +1,132 @@
+"""A worker without a model: sums and hands on numbers, and misbehaves where the plan's `model` tells it to.
+
+`plan.model` is "fine", or "DEED RANK PHASE", as in "kill 1 load". The result of a step with tokens is one
+token: the sum of the tokens times that of all ranks' numbers (rank + 1), gathered over the stages.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import torch
+
+from weft.comm import Links
+from weft.core.step import StepPlan, StepResult
+from weft.errors import ModelError
+from weft.facts.shape import ModelShape
+from weft.planner.memory import Capacity
+from weft.planner.place import places
+from weft.planner.plan import Plan
+
+SHAPE = ModelShape(
+    architecture="LlamaForCausalLM",
+    layers=4,
+    hidden=8,
+    q_heads=4,
+    kv_heads=4,
+    head_dim=2,
+    ffn=256,
+    vocab=256,
+    max_positions=64,
+    dtype="float32",
+)
+HERE = "fake_worker:FakeWorker"
+
+
+def make_plan(model: str = "fine", *, tensor: int = 1, stages: int = 1) -> Plan:
+    ranks = tensor * stages
+    return Plan(
+        model=model,
+        checkpoint="",
+        load_format="dummy",
+        shape=SHAPE,
+        dtype="float32",
+        places=places(SHAPE, [1.0] * tensor, [SHAPE.layers // stages] * stages),
+        devices=("cpu",) * ranks,
+        cores=(tuple(os.sched_getaffinity(0)),) * ranks,
+        max_model_len=64,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        block_size=4,
+        kv_cache_bytes=64 << 10,
+    )
+
+
+def make_step(id: int, tokens: list[int]) -> StepPlan:
+    return StepPlan(id, [], [], [0], [0], [len(tokens)], tokens, [[0]], [True])
+
+
+def total(plan: Plan, tokens: list[int]) -> int:
+    """What the fake answers to a step with these tokens."""
+    ranks = range(1, len(plan.places) + 1)
+    return sum(tokens) * sum(ranks)
+
+
+class FakeWorker:
+    def __init__(self, plan: Plan, rank: int, links: Links) -> None:
+        self.plan, self.rank, self.links = plan, rank, links
+        self.place = plan.places[rank]
+        deed, culprit, phase = plan.model.split() if plan.model != "fine" else ("", "-1", "")
+        self.deed, self.phase = (deed, phase) if int(culprit) == rank else ("", "")
+        self.blocks = 0
+        self.at("start")
+
+    def load(self) -> Capacity:
+        self.at("load")
+        return Capacity(
+            rank=self.rank,
+            host="here",
+            device="cpu",
+            weight_bytes=self.rank,
+            activation_bytes=0,
+            free_bytes=1 << 30,
+            block_bytes=self.plan.block_bytes(self.rank),
+            load_s=0.0,
+        )
+
+    def allocate(self, num_blocks: int) -> None:
+        self.at("allocate")
+        self.blocks = num_blocks
+
+    def execute(self, step: StepPlan) -> StepResult | None:
+        self.at("step")
+        tensor, pipeline = self.links.tensor, self.links.pipeline
+        x = torch.tensor([sum(step.tokens) * (self.rank + 1.0)])
+        x = tensor.sum(x)
+        if not self.place.first:
+            x = x + pipeline.recv((1,), torch.float32, self.place.stage - 1)
+        if not self.place.last:
+            pipeline.send(x, self.place.stage + 1)
+        if self.rank != self.plan.output_rank:
+            return None
+        assert self.blocks, "steps come after allocate"
+        return StepResult(step.id, [int(x)], [None], {})
+
+    def close(self) -> None:
+        print(f"rank {self.rank} closes", file=sys.stderr, flush=True)
+
+    def at(self, phase: str) -> None:
+        if phase != self.phase:
+            return
+        match self.deed:
+            case "raise":
+                raise ValueError(f"rank {self.rank} does not like to {phase}")
+            case "refuse":
+                raise ModelError("model.safetensors is cut off")
+            case "exhaust":
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
+            case "exit":
+                print("the last thing it says", file=sys.stderr)
+                os._exit(7)
+            case "leave":
+                sys.exit("leaving")
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "crash":
+                os.abort()
+            case "hang":
+                print(f"rank {self.rank} hangs in {phase}", file=sys.stderr, flush=True)
+                time.sleep(600)

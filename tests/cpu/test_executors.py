@@ -1,0 +1,198 @@
+"""Both executors: the same starts, results, failures and ends."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from fake_worker import HERE, make_plan, make_step, total
+
+from weft.core.step import StepResult
+from weft.errors import ConfigError, EngineError, PlanError
+from weft.executors import create
+from weft.executors.base import Command, Executor
+from weft.executors.inline import InlineExecutor
+from weft.executors.processes import ProcessExecutor
+from weft.planner.memory import kv_blocks
+
+KINDS = {"inline": InlineExecutor, "processes": ProcessExecutor}
+WAIT_S = 60  # what a test waits at most for something that comes at once
+
+Make = Callable[[], Executor]
+
+
+@pytest.fixture
+def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Makes executors of fake workers, closes them, and sees that nothing of them is left."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    made: list[Executor] = []
+
+    def make() -> Executor:
+        made.append(KINDS[request.param](worker=HERE))
+        return made[-1]
+
+    before = set(threading.enumerate())
+    yield make
+    for executor in made:
+        executor.close()
+        executor.close()
+    assert psutil.Process().children() == []
+    assert set(threading.enumerate()) - before == set()
+
+
+both = pytest.mark.parametrize("make", KINDS, indirect=True)
+processes = pytest.mark.parametrize("make", ["processes"], indirect=True)
+
+
+@both
+@pytest.mark.parametrize(("tensor", "stages"), [(1, 1), (3, 1), (1, 2), (2, 2)])
+def test_results_in_order(make: Make, tensor: int, stages: int) -> None:
+    plan = make_plan(tensor=tensor, stages=stages)
+    executor = make()
+    ready = executor.start(plan)
+    assert ready.num_blocks == kv_blocks(plan, ready.ranks)
+    assert [capacity.weight_bytes for capacity in ready.ranks] == list(range(tensor * stages))
+    steps = [make_step(n, [n, 2]) for n in range(20)]
+    futures = [executor.submit(step) for step in steps]
+    executor.broadcast(Command("ping"))
+    for step, future in zip(steps, futures, strict=True):
+        assert future.result(WAIT_S) == StepResult(step.id, [total(plan, step.tokens)], [None], {})
+    assert not executor.failure.done()
+
+
+@both
+def test_every_rank_answers_a_ping(make: Make) -> None:
+    executor = make()
+    executor.start(make_plan(tensor=2))
+    before = list(executor.heard_s)  # type: ignore[attr-defined]
+    executor.broadcast(Command("ping"))
+    executor.submit(make_step(0, [1])).result(WAIT_S)
+    # A rank that is not the output's says nothing in a step, and answers the ping.
+    wait = threading.Event()
+    for _ in range(WAIT_S * 100):
+        if all(now > then for now, then in zip(executor.heard_s, before, strict=True)):  # type: ignore[attr-defined]
+            return
+        wait.wait(0.01)
+    pytest.fail("rank 1 did not answer")
+
+
+@both
+@pytest.mark.parametrize("phase", ["start", "load", "allocate"])
+def test_a_rank_that_fails_fails_the_start(make: Make, phase: str) -> None:
+    with pytest.raises(EngineError) as caught:
+        make().start(make_plan(f"raise 1 {phase}", tensor=2))
+    cause = caught.value.cause
+    assert (cause.rank, cause.phase) == (1, phase)
+    assert cause.cause == f"ValueError: rank 1 does not like to {phase}"
+
+
+@both
+def test_a_rank_that_fails_in_a_step_fails_all_of_them(make: Make) -> None:
+    """The other rank waits for it in a sum, and is no cause."""
+    executor = make()
+    executor.start(make_plan("raise 1 step", tensor=2))
+    futures = [executor.submit(make_step(n, [1])) for n in range(3)]
+    for future in futures:
+        error = future.exception(WAIT_S)
+        assert isinstance(error, EngineError)
+        assert (error.cause.rank, error.cause.phase) == (1, "step")
+    assert executor.failure.result(WAIT_S) == error.cause
+    # What comes afterwards fails at once, for the same reason.
+    late = executor.submit(make_step(3, [1])).exception(WAIT_S)
+    assert isinstance(late, EngineError)
+    assert late.cause == error.cause
+
+
+@both
+def test_advice_stays_what_it_is(make: Make, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(EngineError) as caught:
+        make().start(make_plan("refuse 0 load"))
+    assert str(caught.value) == "rank 0 failed during load: model.safetensors is cut off"
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@both
+def test_out_of_memory_comes_with_a_way_out(make: Make) -> None:
+    with pytest.raises(EngineError, match="out of memory.*--tensor-parallel-size"):
+        make().start(make_plan("exhaust 0 load"))
+
+
+@both
+def test_a_worker_that_leaves_is_a_failure(make: Make) -> None:
+    with pytest.raises(EngineError, match="rank 0 failed during allocate: SystemExit: leaving"):
+        make().start(make_plan("leave 0 allocate"))
+
+
+@both
+def test_no_room_for_a_block(make: Make) -> None:
+    import msgspec
+
+    with pytest.raises(PlanError, match="no room for the KV cache"):
+        make().start(msgspec.structs.replace(make_plan(tensor=2), kv_cache_bytes=1))
+
+
+@both
+def test_a_worker_that_is_not_there(make: Make) -> None:
+    executor = make()
+    executor._worker = "fake_worker:Missing"  # type: ignore[attr-defined]
+    with pytest.raises(EngineError, match="rank 0 failed during start: .*Missing"):
+        executor.start(make_plan())
+
+
+@both
+def test_closing_fails_what_is_in_flight(make: Make, capfd: pytest.CaptureFixture[str]) -> None:
+    executor = make()
+    executor.start(make_plan("hang 0 step" if isinstance(executor, ProcessExecutor) else "fine", tensor=2))
+    future = executor.submit(make_step(0, [1]))
+    executor.close()
+    error = future.exception(WAIT_S)
+    assert error is None or "closed" in str(error)
+    assert "closed" in str(executor.submit(make_step(1, [1])).exception(WAIT_S))
+    assert not executor.failure.done()
+
+
+@processes
+@pytest.mark.parametrize(
+    ("deed", "cause"),
+    [
+        ("exit", "ended with status 7: the last thing it says"),
+        ("kill", "killed by SIGKILL"),
+        ("crash", "killed by SIGABRT: Fatal Python error: Aborted"),
+    ],
+)
+def test_a_process_that_ends_without_a_word(make: Make, deed: str, cause: str) -> None:
+    executor = make()
+    executor.start(make_plan(f"{deed} 1 step", tensor=3))
+    error = executor.submit(make_step(0, [1])).exception(WAIT_S)
+    assert isinstance(error, EngineError)
+    assert (error.cause.rank, error.cause.phase, error.cause.cause) == (1, "step", cause)
+
+
+@processes
+def test_the_one_that_died_is_the_cause_not_those_that_lost_it(make: Make) -> None:
+    """Through gloo the rest notice too, and may say so first."""
+    executor = make()
+    executor.start(make_plan("kill 0 step", stages=2))
+    error = executor.submit(make_step(0, [1])).exception(WAIT_S)
+    assert isinstance(error, EngineError)
+    assert error.cause.rank == 0
+
+
+@processes
+def test_a_rank_that_dies_idle_is_noticed(make: Make) -> None:
+    executor = make()
+    executor.start(make_plan(tensor=2))
+    victim = psutil.Process().children()[1]
+    victim.kill()
+    cause = executor.failure.result(WAIT_S)
+    assert cause.cause == "killed by SIGKILL"
+
+
+def test_create_knows_its_kinds() -> None:
+    assert isinstance(create("inline"), InlineExecutor)
+    assert isinstance(create("processes"), ProcessExecutor)
+    with pytest.raises(ConfigError, match="'threads' is unknown; use inline .* or processes"):
+        create("threads")

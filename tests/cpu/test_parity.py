@@ -1,0 +1,104 @@
+"""Numbers against the truth: every architecture in every layout gives Transformers' logits and tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.cpu import checkpoints
+from tests.cpu.layouts import LAYOUTS, logits_of, plan_for
+from weft import LLM, SamplingParams
+
+PROMPTS = [[1, 5, 9, 33, 7], list(range(3, 60)), [1, 150], [40, 41, 42] * 9]
+NEW = 12
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module", params=checkpoints.RECIPES)
+def checkpoint(request: pytest.FixtureRequest, folder: Path) -> Path:
+    return checkpoints.make(request.param, folder)
+
+
+@pytest.fixture(scope="module")
+def truth(checkpoint: Path) -> list[list[int]]:
+    """Greedy continuations of PROMPTS by Transformers, never ending early."""
+    model = checkpoints.reference(checkpoint)
+    return [greedy(model, prompt, NEW) for prompt in PROMPTS]
+
+
+def greedy(model: torch.nn.Module, prompt: list[int], new: int) -> list[int]:
+    ids = torch.tensor([prompt])
+    # eos_token_id -1 is never sampled, so that all give NEW tokens.
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_logits_agree_in_every_layout(checkpoint: Path, layout: str) -> None:
+    prompt = PROMPTS[1]
+    for dtype, tolerance in (("float32", 1e-4), ("bfloat16", 0.08)):
+        model = checkpoints.reference(checkpoint, getattr(torch, dtype))
+        with torch.inference_mode():
+            want = model(torch.tensor([prompt])).logits[0].float()
+        got = logits_of(plan_for(checkpoint, layout, dtype=dtype), prompt)
+        # Relative to the spread of the logits: bf16 has 8 bits of mantissa, and five layers add up.
+        assert (got - want).abs().max() <= tolerance * want.std() * (1 if dtype == "float32" else 4)
+        assert (got - want).abs().mean() <= tolerance * want.std()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_greedy_tokens_equal_in_every_layout(checkpoint: Path, truth: list[list[int]], layout: str) -> None:
+    with LLM(
+        str(checkpoint), dtype="float32", skip_tokenizer_init=True, executor="inline", **LAYOUTS[layout]
+    ) as llm:
+        outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True))
+    assert [o.outputs[0].token_ids for o in outputs] == truth
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"max_num_batched_tokens": 7},  # chunked prefill, mixed with decode
+        {"max_num_batched_tokens": 1},
+        {"max_num_seqs": 1},  # alone
+        {"kv_cache_memory_bytes": 1},  # replaced below by a cache so small that requests are preempted
+        {"attention_backend": "torch"},
+        {"block_size": 4, "enable_prefix_caching": False},
+    ],
+    ids=str,
+)
+def test_tokens_do_not_depend_on_scheduling(checkpoint: Path, truth: list[list[int]], how: dict) -> None:
+    preempt = how.get("kv_cache_memory_bytes") == 1
+    if preempt:
+        plan = plan_for(checkpoint, "whole", dtype="float32")
+        # Six blocks of 16: the longest alone needs five.
+        how = {"kv_cache_memory_bytes": 6 * plan.block_bytes(0), "max_model_len": 80}
+    with LLM(str(checkpoint), dtype="float32", skip_tokenizer_init=True, executor="inline", **how) as llm:
+        params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
+        first = llm.generate(PROMPTS, params)
+        again = llm.generate(PROMPTS, params)  # now from the prefix cache, where there is one
+        preemptions = llm.stats().preemptions
+    assert [o.outputs[0].token_ids for o in first] == truth
+    assert [o.outputs[0].token_ids for o in again] == truth
+    assert (preemptions > 0) == preempt
+    if how.get("enable_prefix_caching", True) and not preempt:
+        assert again[1].num_cached_tokens >= 48
+    assert first[0].num_cached_tokens == 0
+
+
+def test_dynamic_rope_beyond_its_length_is_that_of_the_longest_text(folder: Path) -> None:
+    """One base for all of the cache: that of max_model_len, at which Transformers agrees."""
+    path = checkpoints.make("llama-dynamic", folder / "long")
+    prompt = [3 + i % 150 for i in range(200)]
+    with torch.inference_mode():
+        want = checkpoints.reference(path)(torch.tensor([prompt])).logits[0]
+    got = logits_of(plan_for(path, "whole", dtype="float32", max_model_len=200), prompt)
+    assert (got - want).abs().max() <= 1e-3 * want.std()

@@ -1,0 +1,121 @@
+"""Ranks that do what a StepPlan says, to the letter, on a KV store that remembers what lies where.
+
+The "model" is a hash of the whole context, so that a wrong token anywhere changes everything after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from weft.core.request import Request
+from weft.core.step import Admission, StepPlan, StepResult, TokenLogprobs
+
+VOCAB = 13
+
+
+def digests(context: Sequence[int], known: list[int]) -> list[int]:
+    """known[p] stands for the context up to position p; extended to the context's length."""
+    for token in context[len(known) :]:
+        known.append(((known[-1] if known else 7) * 1000003 + token + 1) % (2**61 - 1))
+    return known
+
+
+def next_token(digest: int) -> int:
+    return (digest >> 7) % VOCAB
+
+
+def logprob(value: float) -> TokenLogprobs:
+    return TokenLogprobs(value, 1, [], [])
+
+
+def expected(request: Request, longest: int) -> tuple[list[int], str]:
+    """The tokens and the reason that a request must end with, whatever happens around it."""
+    params = request.params
+    context, known = list(request.prompt), list[int]()
+    while True:
+        context.append(next_token(digests(context, known)[-1]))
+        answer = context[len(request.prompt) :]
+        if answer[-1] in request.stop_ids and len(answer) > params.min_tokens:
+            return answer, "stop"
+        if len(answer) == params.max_tokens or len(context) == longest:
+            return answer, "length"
+
+
+@dataclass
+class Row:
+    """What a rank keeps for a slot."""
+
+    admission: Admission
+    context: list[int]
+    table: list[int] = field(default_factory=list)
+    end: int | None = None
+    known: list[int] = field(default_factory=list)
+
+
+class Ranks:
+    """Executes StepPlans, and asserts that each can be what was meant."""
+
+    def __init__(self, *, num_blocks: int, block_size: int, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.live: dict[int, Row] = {}
+        self.kv: dict[tuple[int, int], int] = {}
+        self.steps = 0
+        self.computed = 0
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        assert plan.id == self.steps
+        self.steps += 1
+        for slot in plan.released:
+            del self.live[slot]
+        for admission in plan.admitted:
+            assert admission.slot not in self.live and 0 <= admission.slot < self.max_num_seqs
+            self.live[admission.slot] = Row(admission, admission.prompt + admission.output)
+        assert plan.slots and len(set(plan.slots)) == len(plan.slots)
+        assert {a.slot for a in plan.admitted} <= set(plan.slots)
+        assert sum(plan.counts) == len(plan.tokens) <= self.max_num_batched_tokens
+        assert len(plan.slots) == len(plan.starts) == len(plan.counts) == len(plan.blocks) == len(plan.samples)
+        self.computed += len(plan.tokens)
+
+        written: set[tuple[int, int]] = set()
+        tokens = iter(plan.tokens)
+        for slot, start, count, blocks in zip(plan.slots, plan.starts, plan.counts, plan.blocks, strict=True):
+            row = self.live[slot]
+            fresh = row.end is None
+            assert fresh or start == row.end
+            row.end = start + count
+            row.table += blocks
+            assert len(row.table) == -(-row.end // self.block_size), "a block too many or too few"
+            assert all(0 <= block < self.num_blocks for block in row.table)
+            known = digests(row.context, row.known)
+            for position in range(start, row.end):
+                assert next(tokens) == row.context[position]
+                place = (row.table[position // self.block_size], position % self.block_size)
+                assert place not in written, "two rows write to one place"
+                written.add(place)
+                self.kv[place] = known[position]
+            if row.admission.params.prompt_logprobs is not None and fresh and not row.admission.output:
+                assert start == 0
+        assert next(tokens, None) is None
+
+        result = StepResult(plan.id, [], [], {})
+        for slot, start, samples in zip(plan.slots, plan.starts, plan.samples, strict=True):
+            row = self.live[slot]
+            assert row.end is not None
+            for position in range(row.end):
+                place = (row.table[position // self.block_size], position % self.block_size)
+                assert self.kv[place] == row.known[position], "attention would read another context"
+            params = row.admission.params
+            if params.prompt_logprobs is not None:
+                ends = min(row.end, len(row.admission.prompt) - 1)
+                result.prompt_logprobs[slot] = [logprob(row.context[p + 1]) for p in range(start, ends)]
+            assert samples == (row.end == len(row.context))
+            if samples:
+                token = next_token(row.known[-1])
+                row.context.append(token)
+                result.tokens.append(token)
+                result.logprobs.append(None if params.logprobs is None else logprob(token))
+        return result

@@ -1,0 +1,221 @@
+"""EngineCore: steps in flight, and what becomes of a failure."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from ranks import Ranks, expected
+from weft.config import EngineConfig
+from weft.core.engine import EngineCore
+from weft.core.params import SamplingParams
+from weft.core.request import Output, Request
+from weft.core.scheduler import Scheduler
+from weft.core.step import StepPlan, StepResult
+from weft.errors import Cause, EngineError, QueueFullError
+from weft.executors.base import Command, Ready
+from weft.facts.shape import ModelShape
+from weft.planner.place import places
+from weft.planner.plan import Plan
+
+SIZES = {"num_blocks": 20, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 16}
+
+
+class Rehearsal:
+    """An executor whose steps finish when they are waited for, or when the test says so."""
+
+    def __init__(self) -> None:
+        self.ranks = Ranks(**SIZES)
+        self.submitted: list[StepPlan] = []
+        self.futures: list[Future[StepResult]] = []
+        self.refusal: Exception | None = None
+        self.at_once = True
+
+    def start(self, plan: Plan) -> Ready:
+        raise NotImplementedError
+
+    def submit(self, step: StepPlan) -> Future[StepResult]:
+        if self.refusal:
+            raise self.refusal
+        future: Future[StepResult] = Future()
+        self.submitted.append(step)
+        self.futures.append(future)
+        if self.at_once:
+            future.set_result(self.ranks.execute(step))
+        return future
+
+    def broadcast(self, command: Command) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+
+def core(*, stages: int = 1, depth: int | None = None, **change: Any) -> tuple[EngineCore, Rehearsal]:
+    executor = Rehearsal()
+    scheduler = Scheduler(
+        **SIZES,
+        **{"max_num_queued": 8, "max_model_len": 64, "policy": "fcfs", "prefix_caching": True, **change},
+        stages=stages,
+    )
+    return EngineCore(scheduler, executor, depth=depth or stages), executor
+
+
+def request(id: str, prompt: list[int], **params: Any) -> Request:
+    return Request(id=id, prompt=prompt, params=SamplingParams(**params))
+
+
+def run(engine: EngineCore) -> dict[str, list[int]]:
+    tokens: dict[str, list[int]] = {}
+    while engine.has_work:
+        for output in engine.step():
+            tokens.setdefault(output.id, []).extend(output.tokens)
+    return tokens
+
+
+@pytest.mark.parametrize(("stages", "depth"), [(1, 1), (1, 2), (2, 2), (3, 3), (2, 4)])
+def test_requests_to_their_end(stages: int, depth: int) -> None:
+    engine, executor = core(stages=stages, depth=depth)
+    requests = [request(f"r{i}", [i] * (3 * i + 1), max_tokens=7) for i in range(7)]
+    for item in requests:
+        engine.add(item)
+    tokens = run(engine)
+    assert tokens == {item.id: expected(item, 64)[0] for item in requests}
+    stats = engine.stats()
+    assert stats.steps == len(executor.submitted) > 0
+    assert stats.generation_tokens == 49 and stats.running == stats.waiting == 0
+
+
+def test_no_more_in_flight_than_asked() -> None:
+    engine, executor = core(stages=2)
+    executor.at_once = False
+    for i in range(4):
+        engine.add(request(f"r{i}", [i], max_tokens=3))
+    engine.pump()
+    engine.pump()
+    assert len(engine.pending) == 2 and [len(step.slots) for step in executor.submitted] == [2, 2]
+    executor.futures[0].set_result(executor.ranks.execute(executor.submitted[0]))
+    assert engine.pending[0].done() and len(engine.finish_oldest()) == 2
+    engine.pump()
+    assert len(engine.pending) == 2 and executor.submitted[2].slots == executor.submitted[0].slots
+
+
+def test_idle_is_idle() -> None:
+    engine, executor = core()
+    assert not engine.has_work and engine.step() == [] and executor.submitted == []
+
+
+def test_a_step_whose_requests_are_all_aborted_is_still_work() -> None:
+    engine, _ = core()
+    engine.add(request("a", [1], max_tokens=5))
+    engine.pump()
+    engine.abort(["a"])
+    assert engine.has_work
+    assert engine.step() == [] and not engine.has_work
+
+
+def test_an_interrupted_wait_loses_nothing() -> None:
+    engine, executor = core()
+    executor.at_once = False
+    item = request("a", [1, 2], max_tokens=3)
+    engine.add(item)
+    engine.pump()
+    real = executor.futures[0]
+
+    class Interrupted(Future[StepResult]):
+        def result(self, timeout: float | None = None) -> StepResult:
+            raise KeyboardInterrupt
+
+    engine.pending[0] = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        engine.finish_oldest()
+    engine.pending[0] = real
+    executor.at_once = True
+    real.set_result(executor.ranks.execute(executor.submitted[0]))
+    assert run(engine) == {"a": expected(item, 64)[0]}
+
+
+@pytest.mark.parametrize("where", ["result", "submit"])
+def test_a_failure_is_everybodys_with_its_cause(where: str) -> None:
+    engine, executor = core(stages=2)
+    executor.at_once = False
+    cause = Cause(rank=1, phase="step", cause="out of memory", hint="lower --max-num-seqs")
+    for i in range(6):
+        engine.add(request(f"r{i}", [i], max_tokens=3))
+    if where == "result":
+        engine.pump()
+        for future in executor.futures:
+            future.set_exception(EngineError(cause))
+    else:
+        executor.refusal = EngineError(cause)
+    with pytest.raises(EngineError) as failed:
+        engine.step()
+    assert failed.value.cause == cause
+    # And again to whoever asks, whatever they ask.
+    for ask in (engine.step, engine.pump, engine.finish_oldest, lambda: engine.add(request("x", [1]))):
+        with pytest.raises(EngineError, match="out of memory"):
+            ask()
+    assert engine.failure is not None and engine.failure.cause == cause
+    assert engine.fail_all() == [f"r{i}" for i in range(6)]
+    assert not engine.has_work and engine.fail_all() == []
+    stats = engine.stats()
+    assert stats.running == stats.waiting == stats.blocks_used == 0
+
+
+def test_a_failure_of_any_kind_has_a_cause() -> None:
+    engine, executor = core()
+    executor.at_once = False
+    engine.add(request("a", [1]))
+    engine.pump()
+    executor.futures[0].set_exception(OSError("the line is dead"))
+    with pytest.raises(EngineError, match="the engine core failed during step: OSError: the line is dead"):
+        engine.step()
+
+
+def test_errors_of_a_request_are_its_own() -> None:
+    engine, _ = core(max_num_queued=0)
+    for i in range(4):
+        engine.add(request(f"r{i}", [1], max_tokens=2))
+    with pytest.raises(QueueFullError):
+        engine.add(request("more", [1]))
+    assert len(run(engine)) == 4 and engine.failure is None
+
+
+def test_limits_come_from_the_plan_and_the_config() -> None:
+    shape = ModelShape(
+        architecture="LlamaForCausalLM",
+        layers=4,
+        hidden=16,
+        q_heads=2,
+        kv_heads=2,
+        head_dim=8,
+        ffn=32,
+        vocab=64,
+        max_positions=64,
+    )
+    plan = Plan(
+        model="m",
+        checkpoint="",
+        load_format="dummy",
+        shape=shape,
+        dtype="float32",
+        places=tuple(places(shape, [1.0], [2, 2])),
+        devices=("cpu", "cpu"),
+        cores=((0,), (0,)),
+        max_model_len=48,
+        max_num_seqs=4,
+        max_num_batched_tokens=16,
+        block_size=4,
+    )
+    config = EngineConfig(model="m", max_num_queued_reqs=3, scheduling_policy="priority", enable_prefix_caching=False)
+    engine = EngineCore.start(plan, 20, Rehearsal(), config)
+    assert engine.depth == engine.scheduler.stages == 2
+    assert (engine.scheduler.max_model_len, engine.scheduler.max_num_queued) == (48, 3)
+    assert engine.stats().blocks_total == 20 and not engine.scheduler.pool.caching
+    outputs: list[Output] = []
+    engine.add(request("a", [1] * 40, max_tokens=None))
+    while engine.has_work:
+        outputs += engine.step()
+    assert len(outputs) == 8 and outputs[-1].finish_reason == "length"

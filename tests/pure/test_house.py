@@ -1,0 +1,69 @@
+"""Rules of the house that no linter knows."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src/weft"
+TOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+
+
+def files() -> list[Path]:
+    """Every file that belongs to the project."""
+    folders = [ROOT / name for name in (".ci", "docs", "scripts", "src", "tests")]
+    inside = (path for folder in folders for path in folder.rglob("*") if "__pycache__" not in path.parts)
+    return sorted(path for path in (*inside, *ROOT.glob("*")) if path.is_file())
+
+
+def test_every_room_is_on_one_side_of_torch() -> None:
+    contract = next(c for c in TOOLS["importlinter"]["contracts"] if c["name"] == "Torch stays with the ranks")
+    free = {name.removeprefix("weft.") for name in contract["source_modules"]}
+    torch = {name.removeprefix("weft.") for name in contract["forbidden_modules"] if name.startswith("weft.")}
+    rooms = {path.stem for path in SOURCE.glob("*.py")} | {path.parent.name for path in SOURCE.glob("*/__init__.py")}
+    assert free | torch == rooms - {"__init__"}
+    assert not free & torch
+    # mypy is strict wherever torch is not: it leaves out those rooms and no other.
+    loose = {path for path in SOURCE.rglob("*.py") if is_excluded(path)}
+    assert loose == {
+        path for path in SOURCE.rglob("*.py") if path.relative_to(SOURCE).parts[0].removesuffix(".py") in torch
+    }
+
+
+def is_excluded(path: Path) -> bool:
+    return any(re.search(pattern, path.relative_to(ROOT).as_posix()) for pattern in TOOLS["mypy"]["exclude"])
+
+
+def test_no_path_leads_out_of_the_repository() -> None:
+    outside = re.compile(r"[.][.]/shared\b|[.]library\b|/work/[m]ain")
+    found = [path for path in files() if outside.search(path.read_bytes().decode("utf-8", "replace"))]
+    assert found == []
+
+
+def test_no_pickle_and_no_remote_code() -> None:
+    """No object crosses a process border but as plain data, and no checkpoint brings code along."""
+    modules = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
+    # torch.distributed's object collectives pickle too.
+    calls = re.compile(r"\w+_object(_list)?$")
+    found = []
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Import(names=names):
+                    bad = any(alias.name.partition(".")[0] in modules for alias in names)
+                case ast.ImportFrom(module=module):
+                    bad = (module or "").partition(".")[0] in modules
+                case ast.keyword(arg=arg):
+                    bad = arg == "trust_remote_code"
+                case ast.Attribute(value=ast.Name(id="torch"), attr="load"):
+                    bad = True
+                case ast.Attribute(value=ast.Name(id="dist"), attr=attr):
+                    bad = calls.match(attr) is not None
+                case _:
+                    continue
+            if bad:
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert found == []

@@ -1,0 +1,258 @@
+"""Layout: what a config, a checkpoint and a machine come to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from shapes import SMOLLM2, shapes
+
+from weft.config import EngineConfig
+from weft.errors import ConfigError, PlanError, WeftError
+from weft.facts.host import Gpu, Host
+from weft.facts.shape import ModelShape
+from weft.planner.layout import layout, stage_layers
+from weft.planner.plan import Plan
+
+
+def gpu(index: int, *, free: float = 20e9, capability: tuple[int, int] = (9, 0)) -> Gpu:
+    return Gpu(
+        index=index, name="H", uuid=f"GPU-{index}", total_bytes=24 * 10**9, free_bytes=int(free), capability=capability
+    )
+
+
+def host(gpus: int | tuple[Gpu, ...] = (), **facts: Any) -> Host:
+    defaults: dict[str, Any] = {
+        "hostname": "here",
+        "cores": (0, 1, 4, 5),
+        "memory_total_bytes": 16 * 10**9,
+        "memory_free_bytes": 12 * 10**9,
+        "gpus": tuple(gpu(n) for n in range(gpus)) if isinstance(gpus, int) else gpus,
+    }
+    return Host(**(defaults | facts))
+
+
+def plan(where: Host | None = None, shape: ModelShape = SMOLLM2, kind: str = "safetensors", **flags: Any) -> Plan:
+    checkpoint: Any = SimpleNamespace(model="m", path="/models/m", format=kind, shape=shape, generation={})
+    return layout(EngineConfig(model="m", **flags), checkpoint, where or host())
+
+
+def refusal(*words: str, where: Host | None = None, shape: ModelShape = SMOLLM2, **flags: Any) -> None:
+    """The error is one line and names all of `words`."""
+    with pytest.raises((ConfigError, PlanError)) as caught:
+        plan(where, shape, **flags)
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message, message
+
+
+def test_nothing_asked_for_on_a_cpu() -> None:
+    got = plan()
+    assert (got.tensor_parallel, got.stages, got.devices) == (1, 1, ("cpu",))
+    assert got.cores == ((0, 1, 4, 5),)
+    assert got.dtype == "bfloat16" and got.max_model_len == 8192 and not got.max_model_len_given
+    assert got.checkpoint == "/models/m" and got.load_format == "safetensors" and got.kv_cache_bytes is None
+
+
+def test_a_plan_survives_json() -> None:
+    got = plan(tensor_split=(2.0, 1.0), pipeline_split=(20, 10))
+    assert msgspec.json.decode(msgspec.json.encode(got), type=Plan) == got
+
+
+@given(shape=shapes(), tp=st.integers(1, 6), pp=st.integers(1, 4), cores=st.integers(1, 9))
+def test_any_layout_is_whole(shape: ModelShape, tp: int, pp: int, cores: int) -> None:
+    assume(tp <= shape.q_heads and pp <= shape.layers)
+    got = plan(host(cores=tuple(range(cores))), shape, tensor_parallel_size=tp, pipeline_parallel_size=pp)
+    assert len(got.places) == len(got.devices) == len(got.cores) == len(got.gpu_memory_utilization) == tp * pp
+    assert all(mine and set(mine) <= set(range(cores)) for mine in got.cores)
+    if tp * pp <= cores:  # no core twice, and none idle
+        assert sorted(core for mine in got.cores for core in mine) == list(range(cores))
+    else:  # every core has its ranks, none more than one above another
+        loads = [sum(core in mine for mine in got.cores) for core in range(cores)]
+        assert max(loads) - min(loads) <= 1
+    assert 0 <= got.output_rank < tp * pp and got.places[got.output_rank].last
+    assert got.block_bytes(0) > 0
+
+
+# --- layers per stage ---
+
+
+@given(shape=shapes(), stages=st.integers(1, 5))
+def test_no_other_split_has_a_faster_slowest_stage(shape: ModelShape, stages: int) -> None:
+    assume(stages <= shape.layers)
+    head = shape.vocab * shape.hidden + shape.hidden
+    layer = (plan_bytes(shape, 2) - plan_bytes(shape, 1)) // 2
+
+    def slowest(split: list[int]) -> int:
+        return max(*(n * layer for n in split[:-1]), split[-1] * layer + head, 0)
+
+    got = stage_layers(shape, stages)
+    assert sum(got) == shape.layers and all(n >= 1 for n in got) and len(got) == stages
+    assert slowest(got) == min(slowest(other) for other in compositions(shape.layers, stages))
+
+
+def plan_bytes(shape: ModelShape, layers: int) -> int:
+    """Bytes of a model of that shape with so many layers, in 16 bits."""
+    from weft.planner.fills import weight_bytes
+    from weft.planner.place import places
+
+    shape = msgspec.structs.replace(shape, layers=layers)
+    return weight_bytes(shape, places(shape, [1.0], [layers])[0], "float16")
+
+
+def compositions(total: int, parts: int) -> list[list[int]]:
+    if parts == 1:
+        return [[total]]
+    return [[n, *rest] for n in range(1, total - parts + 2) for rest in compositions(total - n, parts - 1)]
+
+
+def test_the_head_counts_as_layers() -> None:
+    # SmolLM2's head is worth 8 of its 30 layers.
+    assert stage_layers(SMOLLM2, 2) == [19, 11]
+    assert stage_layers(SMOLLM2, 3) == [12, 13, 5]
+
+
+def test_pipeline_split() -> None:
+    assert [len(p.layers) for p in plan(pipeline_split=(1, 28, 1)).places] == [1, 28, 1]
+    refusal("20,12", "30", pipeline_split=(20, 12))
+    refusal("1 to 30", pipeline_parallel_size=31)
+    refusal("2 stages", "3", pipeline_split=(15, 15), pipeline_parallel_size=3)
+
+
+def test_vllm_partition() -> None:
+    where = host(environment={"VLLM_PP_LAYER_PARTITION": "20,10"})
+    assert [len(p.layers) for p in plan(where).places] == [20, 10]
+    assert [len(p.layers) for p in plan(where, pipeline_split=(10, 20)).places] == [10, 20]
+    refusal("VLLM_PP_LAYER_PARTITION", "2 stages", "3", where=where, pipeline_parallel_size=3)
+    refusal("VLLM_PP_LAYER_PARTITION", "'a,b'", where=host(environment={"VLLM_PP_LAYER_PARTITION": "a,b"}))
+
+
+# --- shares ---
+
+
+def test_tensor_split() -> None:
+    assert [len(p.q_heads) for p in plan(tensor_split=(1, 2)).places] == [3, 6]
+    assert [len(p.q_heads) for p in plan(tensor_split=(100, 1)).places] == [6, 3]
+    assert plan(tensor_split=(2, 1), tensor_parallel_size=2).tensor_parallel == 2
+    refusal("2 weights", "3", tensor_split=(2, 1), tensor_parallel_size=3)
+    refusal("10", "1 to 9", tensor_parallel_size=10)
+    refusal("1 to 9", tensor_split=(1,) * 10)
+    for bad in (0.0, -1.0, float("nan"), float("inf")):
+        refusal("tensor_split", str(bad), tensor_split=(1.0, bad))
+
+
+# --- devices ---
+
+
+def test_gpus_are_used_where_there_are_any() -> None:
+    assert plan(host(2), tensor_parallel_size=2).devices == ("cuda:0", "cuda:1")
+    assert plan(host(2), device="cpu").devices == ("cpu",)
+    assert plan(host(3), tensor_parallel_size=2, device_ids=(2, 0)).devices == ("cuda:2", "cuda:0")
+    assert plan(host(1), tensor_parallel_size=2, device_ids=(0, 0)).devices == ("cuda:0", "cuda:0")
+
+
+def test_gpus_that_are_not_there() -> None:
+    refusal("no GPU is visible", "--device cpu", device="cuda")
+    refusal("4 ranks", "2 are visible", "--device-ids 0,1,0,1", where=host(2), tensor_parallel_size=4)
+    refusal("GPU 2", "0 to 1", where=host(2), device_ids=(2,))
+    refusal("GPU -1", where=host(2), device_ids=(-1,))
+    refusal("2 GPUs for 1 rank;", where=host(2), device_ids=(0, 1))
+    refusal("on the CPU", device_ids=(0,))
+
+
+def test_utilization_is_one_figure_or_one_per_rank() -> None:
+    assert plan(host(2), tensor_parallel_size=2).gpu_memory_utilization == (0.9, 0.9)
+    got = plan(host(2), tensor_parallel_size=2, gpu_memory_utilization=(0.5, 0.8))
+    assert got.gpu_memory_utilization == (0.5, 0.8)
+    refusal("3 values for 2", where=host(2), tensor_parallel_size=2, gpu_memory_utilization=(0.5, 0.8, 0.1))
+    refusal("1.5", gpu_memory_utilization=(1.5,))
+    refusal("0.0", gpu_memory_utilization=(0.0,))
+
+
+def test_threads_limit_a_rank_s_cores() -> None:
+    assert plan(host(threads=1), tensor_parallel_size=2).cores == ((0,), (4,))
+    assert plan(host(threads=99)).cores == ((0, 1, 4, 5),)
+    assert plan(host(cores=(7,)), tensor_parallel_size=3).cores == ((7,), (7,), (7,))
+
+
+# --- dtype ---
+
+
+@pytest.mark.parametrize(
+    ("own", "kind", "asked", "expected"),
+    [
+        ("bfloat16", "safetensors", "auto", "bfloat16"),
+        ("float16", "safetensors", "auto", "float16"),
+        ("float32", "safetensors", "auto", "bfloat16"),
+        ("float32", "gguf", "auto", "bfloat16"),
+        ("float16", "gguf", "auto", "bfloat16"),
+        ("bfloat16", "gguf", "half", "float16"),
+        ("bfloat16", "safetensors", "float", "float32"),
+        ("bfloat16", "dummy", "auto", "bfloat16"),
+    ],
+)
+def test_dtype(own: str, kind: str, asked: str, expected: str) -> None:
+    shape = msgspec.structs.replace(SMOLLM2, dtype=own)
+    assert plan(None, shape, kind, dtype=asked).dtype == expected
+
+
+def test_a_gpu_that_cannot_compute_in_bfloat16() -> None:
+    where = host(gpus=(gpu(0), gpu(1, capability=(7, 5))))
+    assert plan(where).dtype == "bfloat16"  # it runs on the other one
+    assert plan(where, tensor_parallel_size=2).dtype == "float16"
+    refusal("7.5", "float16", where=where, tensor_parallel_size=2, dtype="bfloat16")
+
+
+# --- limits ---
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "block_size",
+        "max_model_len",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "max_num_queued_reqs",
+        "kv_cache_memory_bytes",
+    ],
+)
+def test_counts_start_at_one(name: str) -> None:
+    for value in (0, -3):
+        refusal(name, str(value), **{name: value})
+    plan(**{name: 1})
+
+
+@pytest.mark.parametrize("name", ["dtype", "device", "scheduling_policy", "executor"])
+def test_choices_are_listed(name: str) -> None:
+    refusal(name, "'fp8'", "one of", **{name: "fp8"})
+
+
+def test_max_model_len() -> None:
+    got = plan(max_model_len=100)
+    assert got.max_model_len == 100 and got.max_model_len_given
+    refusal("8193", "8192", max_model_len=8193)
+
+
+def test_weights_that_do_not_fit() -> None:
+    where = host(gpus=(gpu(0, free=100e6), gpu(1, free=100e6), gpu(2, free=100e6)))
+    refusal("0.3 GB", "cuda:0", "0.1 GB", "--tensor-parallel-size", where=where)
+    assert len(plan(where, tensor_parallel_size=3).places) == 3
+    # Ranks on one device add up.
+    refusal("cuda:0", where=where, tensor_parallel_size=3, device_ids=(0, 0, 0))
+    refusal("0.3 GB", "here", where=host(memory_free_bytes=10**8), tensor_parallel_size=3)
+
+
+def test_errors_are_weft_s() -> None:
+    assert issubclass(ConfigError, WeftError) and issubclass(PlanError, WeftError)
+    config = EngineConfig(model="m")
+    assert replace(config, seed=1).seed == 1
+    refusal("seed", "-1", seed=-1)

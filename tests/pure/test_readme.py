@@ -1,0 +1,42 @@
+"""The README and the architecture page say what is on the disk."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src/weft"
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def rooms_on_disk() -> set[str]:
+    packages = {f"{path.parent.name}/" for path in SOURCE.glob("*/__init__.py")}
+    return packages | {path.name for path in SOURCE.glob("*.py") if not path.name.startswith("__")}
+
+
+def test_the_readme_tree_matches_the_disk() -> None:
+    tree = re.search(r"^src/weft/\n((?: {2}.*\n)+)", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert tree, "README.md has no tree that starts with src/weft/"
+    lines = tree[1].splitlines()
+    described = [match[1] for line in lines if (match := re.fullmatch(r"  (\S+) {2,}\S.*", line))]
+    assert len(described) == len(lines), "one line per room: its name, two spaces or more, what it holds"
+    assert sorted(described) == sorted(rooms_on_disk())
+
+
+def test_the_architecture_page_names_what_exists() -> None:
+    page = (ROOT / "docs/architecture.md").read_text()
+    named = set(re.findall(r"`((?:[a-z_]+/)+(?:[a-z_]+\.py)?|[a-z_]+\.py)`", page))
+    assert named, "the page names no room"
+    assert {name for name in named if not (SOURCE / name).exists()} == set()
+    assert rooms_on_disk() - named == set(), "rooms that the page leaves out"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_scripts_exist(page: Path) -> None:
+    text = page.read_text()
+    links = {page.parent / link for link in re.findall(r"\]\(([^)#:]+)\)", text)}
+    scripts = {ROOT / script for script in re.findall(r"\bscripts/\w+", text)}
+    assert {str(path) for path in links | scripts if not path.exists()} == set()
