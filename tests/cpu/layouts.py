@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from weft.config import EngineConfig
-from weft.core.step import StepPlan, StepResult
+from weft.core.params import SamplingParams
+from weft.core.step import Admission, StepPlan, StepResult
 from weft.executors.inline import InlineExecutor
 from weft.facts import host
 from weft.facts.checkpoint import resolve
@@ -54,7 +55,7 @@ def logits_of(plan: Plan, prompt: list[int]) -> torch.Tensor:
         step = StepPlan(
             id=0,
             released=[],
-            admitted=[],
+            admitted=[Admission(0, 0, SamplingParams(), prompt, [])],
             slots=[0],
             starts=[0],
             counts=[len(prompt)],

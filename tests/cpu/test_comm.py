@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, as_completed
 from pathlib import Path
 from typing import TypeVar
 
@@ -31,7 +31,7 @@ WAIT_S = 60
 T = TypeVar("T")
 
 
-@pytest.fixture(scope="module", params=["threads", "shared memory", "gloo"])
+@pytest.fixture(scope="module")
 def start(request: pytest.FixtureRequest) -> Iterator[Callable[[int, int], Executor]]:
     """Ranks that run scenarios, started once per layout."""
     started: dict[tuple[int, int], Executor] = {}
@@ -52,20 +52,33 @@ def start(request: pytest.FixtureRequest) -> Iterator[Callable[[int, int], Execu
             executor.close()
 
 
+@pytest.mark.parametrize("start", ["threads", "shared memory", "gloo"], indirect=True)
 @pytest.mark.parametrize("number", range(len(WITHIN_STAGES)), ids=lambda n: WITHIN_STAGES[n].__name__)
 def test_within_a_stage(start: Callable[[int, int], Executor], number: int) -> None:
     assert start(3, 1).submit(make_step(0, [number])).result(WAIT_S).tokens == [number]
 
 
+@pytest.mark.parametrize("start", ["threads", "gloo"], indirect=True)
 @pytest.mark.parametrize("number", range(len(BETWEEN_STAGES)), ids=lambda n: BETWEEN_STAGES[n].__name__)
 def test_between_stages(start: Callable[[int, int], Executor], number: int) -> None:
     assert start(1, 2).submit(make_step(0, [number])).result(WAIT_S).tokens == [number]
 
 
 def together(jobs: Sequence[Callable[[], T]]) -> list[T]:
-    """Run all at the same time."""
-    with ThreadPoolExecutor(len(jobs)) as pool:
-        return [future.result(WAIT_S) for future in [pool.submit(job) for job in jobs]]
+    """Run all at the same time. Threads of no pool: where one fails, the others wait for it for ever."""
+    futures: list[Future[T]] = [Future() for _ in jobs]
+
+    def run(future: Future[T], job: Callable[[], T]) -> None:
+        try:
+            future.set_result(job())
+        except BaseException as error:
+            future.set_exception(error)
+
+    for future, job in zip(futures, jobs, strict=True):
+        threading.Thread(target=run, args=(future, job), daemon=True).start()
+    for future in as_completed(futures, WAIT_S):
+        future.result()
+    return [future.result() for future in futures]
 
 
 @given(
@@ -75,9 +88,7 @@ def together(jobs: Sequence[Callable[[], T]]) -> list[T]:
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     slot_bytes=st.integers(6, 40).map(lambda n: 8 * n),
 )
-def test_shared_memory_in_pieces(
-    size: int, rows: int, columns: list[int], dtype: torch.dtype, slot_bytes: int
-) -> None:
+def test_shared_memory_in_pieces(size: int, rows: int, columns: list[int], dtype: torch.dtype, slot_bytes: int) -> None:
     """However small the slots are against what is brought."""
     columns = columns[:size]
     memory, pipes = os.memfd_create("test"), [os.pipe() for _ in range(size)]

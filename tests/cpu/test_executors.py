@@ -116,7 +116,7 @@ def test_advice_stays_what_it_is(make: Make, capfd: pytest.CaptureFixture[str]) 
 
 @both
 def test_out_of_memory_comes_with_a_way_out(make: Make) -> None:
-    with pytest.raises(EngineError, match="out of memory.*--tensor-parallel-size"):
+    with pytest.raises(EngineError, match=r"out of memory.*--tensor-parallel-size"):
         make().start(make_plan("exhaust 0 load"))
 
 
@@ -138,7 +138,7 @@ def test_no_room_for_a_block(make: Make) -> None:
 def test_a_worker_that_is_not_there(make: Make) -> None:
     executor = make()
     executor._worker = "fake_worker:Missing"  # type: ignore[attr-defined]
-    with pytest.raises(EngineError, match="rank 0 failed during start: .*Missing"):
+    with pytest.raises(EngineError, match=r"rank 0 failed during start: .*Missing"):
         executor.start(make_plan())
 
 
@@ -194,5 +194,5 @@ def test_a_rank_that_dies_idle_is_noticed(make: Make) -> None:
 def test_create_knows_its_kinds() -> None:
     assert isinstance(create("inline"), InlineExecutor)
     assert isinstance(create("processes"), ProcessExecutor)
-    with pytest.raises(ConfigError, match="'threads' is unknown; use inline .* or processes"):
+    with pytest.raises(ConfigError, match=r"'threads' is unknown; use inline .* or processes"):
         create("threads")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any
 
 import msgspec
@@ -160,14 +161,9 @@ def play(limits: dict[str, Any], requests: list[Request], operations: list[str],
     return engine, taken
 
 
-@settings(max_examples=600)
-@given(data=st.data(), limits=limits(), operations=OPERATIONS, depth=st.integers(1, 4))
-def test_every_request_gets_its_tokens(
-    data: st.DataObject, limits: dict[str, Any], operations: list[str], depth: int
-) -> None:
-    requests = [data.draw(asked(f"r{i}")) for i in range(operations.count("add"))]
-    engine, taken = play(limits, requests, operations, depth)
-    longest = min(limits["max_model_len"], limits["num_blocks"] * limits["block_size"])
+def check(engine: Engine, requests: list[Request], taken: set[str]) -> None:
+    """All that must hold at the end."""
+    longest = min(engine.limits["max_model_len"], engine.limits["num_blocks"] * engine.limits["block_size"])
     for item in requests:
         outputs = engine.outputs.get(item.id, [])
         if item.id not in taken:
@@ -187,10 +183,53 @@ def test_every_request_gets_its_tokens(
     assert stats.generation_tokens == sum(len(outputs) for outputs in engine.outputs.values())
     assert stats.prompt_tokens == sum(len(r.prompt) for r in requests if r.id in engine.outputs)
     assert stats.steps == len(engine.plans)
-    # What a request leaves behind does not grow.
-    assert not engine.scheduler._queue or all(s.done for _, s in engine.scheduler._queue)
-    assert sorted(engine.scheduler._slots) == list(range(limits["max_num_seqs"]))
+    # Nothing of them is left behind.
+    assert all(sequence.done for _, sequence in engine.scheduler._queue)
+    assert sorted(engine.scheduler._slots) == list(range(engine.limits["max_num_seqs"]))
     assert not engine.scheduler._ready
+
+
+@settings(max_examples=300)
+@given(data=st.data(), limits=limits(), operations=OPERATIONS, depth=st.integers(1, 4))
+def test_every_request_gets_its_tokens(
+    data: st.DataObject, limits: dict[str, Any], operations: list[str], depth: int
+) -> None:
+    requests = [data.draw(asked(f"r{i}")) for i in range(operations.count("add"))]
+    engine, taken = play(limits, requests, operations, depth)
+    check(engine, requests, taken)
+
+
+@pytest.mark.parametrize("start", range(0, 1600, 200))
+def test_every_request_gets_its_tokens_when_it_is_crowded(start: int) -> None:
+    """Longer than what hypothesis draws of its own accord: many requests, few blocks, much in flight."""
+    for seed in range(start, start + 200):
+        random = Random(seed)
+        limits = {
+            "num_blocks": random.randint(2, 14),
+            "block_size": random.randint(1, 4),
+            "max_num_seqs": random.randint(1, 6),
+            "max_num_batched_tokens": random.randint(1, 14),
+            "max_num_queued": 1000,
+            "max_model_len": random.randint(6, 40),
+            "stages": random.randint(1, 3),
+            "policy": random.choice(["fcfs", "priority"]),
+            "prefix_caching": random.random() < 0.7,
+        }
+        requests = [
+            request(
+                f"r{i}",
+                [random.randint(0, 1)] * random.randint(1, 10) + [2] * random.randint(0, 10),
+                priority=random.randint(0, 2),
+                stop_ids=(random.randrange(3 * VOCAB),),
+                max_tokens=random.choice([None, *range(1, 13)]),
+                prompt_logprobs=random.choice([None, None, 0]),
+            )
+            for i in range(20)
+        ]
+        weights = [3, 3, 3, random.choice([0, 1])]
+        operations = random.choices(["add", "schedule", "apply", "abort"], weights, k=200)
+        engine, taken = play(limits, requests, operations, random.randint(1, 4))
+        check(engine, requests, taken)
 
 
 @given(data=st.data(), limits=limits(), operations=OPERATIONS, depth=st.integers(1, 3))
@@ -462,6 +501,19 @@ def test_order_of_admission(policy: str, order: str) -> None:
     assert "".join(engine.outputs) == order
 
 
+def test_order_holds_when_others_leave_the_queue() -> None:
+    engine = Engine(LIMITS | {"max_num_seqs": 1, "policy": "priority"})
+    random = Random(0)
+    priorities = {f"r{i}": random.randint(0, 50) for i in range(60)}
+    for id, priority in priorities.items():
+        engine.scheduler.add(request(id, [1], priority=priority, max_tokens=1))
+    gone = random.sample(sorted(priorities), 40)
+    engine.scheduler.abort(gone)
+    engine.run()
+    stayed = [id for id in priorities if id not in gone]
+    assert list(engine.outputs) == sorted(stayed, key=lambda id: priorities[id])
+
+
 @pytest.mark.parametrize(("policy", "victim"), [("fcfs", "b"), ("priority", "a")])
 def test_who_is_preempted(policy: str, victim: str) -> None:
     """Two need a fourth block each, and there are seven."""
@@ -536,3 +588,24 @@ def test_newcomers_leave_room_for_those_who_run() -> None:
     assert plan and len(plan.slots) == 2 and engine.scheduler.pool.free == 2
     engine.run()
     assert engine.scheduler.stats().preemptions == 0
+
+
+def test_blocks_that_a_prompt_still_needs_are_not_given_away() -> None:
+    """The first prompt has a chunk in flight and needs the rest of the blocks for its others."""
+    engine = Engine(LIMITS | {"num_blocks": 9, "max_num_batched_tokens": 8, "stages": 2})
+    for id, prompt in {"a": [1] * 24, "b": [2] * 12}.items():
+        engine.scheduler.add(request(id, prompt, max_tokens=2))
+    engine.schedule()
+    plan = engine.schedule()
+    assert plan and plan.slots == engine.flight[0].slots and not plan.admitted
+    engine.run(depth=2)
+    assert engine.scheduler.stats().preemptions == 0
+
+
+def test_what_is_computed_again_can_be_found_again() -> None:
+    """b is preempted and a uses up its blocks; once b is through, its beginning is in the cache anew."""
+    engine = Engine(LIMITS | {"num_blocks": 7})
+    engine.run(request("a", [1] * 11, max_tokens=17), request("b", [2] * 11, max_tokens=4))
+    assert engine.scheduler.stats().preemptions == 1 and engine.outputs["b"][-1].cached_tokens == 0
+    engine.run(request("c", [2] * 11, max_tokens=1))
+    assert engine.outputs["c"][-1].cached_tokens == 8

@@ -19,7 +19,7 @@ from weft.text.byte_level import ALPHABET, spelled
 TEXTS = (
     "The weft is the thread that ties the warps together; it's woven, and we'll weave 1234 of them in 2025.",
     "Weft runs one large language model across the GPUs a person really has: 2 x 24 GB, 3 x 80 GB.",
-    "def split(total, weights):\n\tif not weights:\n\t\treturn []\n\n    # whole groups  only\r\n    return total // 17",
+    "def split(total, weights):\n\tif not weights:\n\t\treturn []\n\n    # whole groups\r\n    return total // 17",
     "Die Kette hält, der Schuss läuft: größer, schöner, weiter. Où est le fil? À gauche. Ça va déjà.",
     "织布机上的纬线把经线连在一起。機械学習の文章です。안녕하세요 세계",
     "Ткань держится на утке. المتن العربي هنا. שלום עולם",

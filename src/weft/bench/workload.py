@@ -21,16 +21,17 @@ class Ask:
 
 def random_requests(seed: int, *, vocab: int, count: int, input_len: tuple[int, int], output_len: int) -> list[Ask]:
     """`count` prompts of random ids, their lengths evenly spread over `input_len` (both ends included)."""
-    random = Random(seed)
+    random = Random(f"weft {seed}")
     lengths = [random.randint(*input_len) for _ in range(count)]
     return [Ask([random.randrange(vocab) for _ in range(length)], output_len) for length in lengths]
 
 
-def nano_vllm(vocab: int) -> list[Ask]:
-    """The workload of nano-vllm's benchmark, number for number: all prompts are drawn first, then all lengths."""
+def nano_vllm(vocab: int, seed: int = 0) -> list[Ask]:
+    """The workload of nano-vllm's benchmark, with its own seed number for number: all prompts are drawn first,
+    then all lengths."""
     if vocab <= NANO_IDS:
         raise ConfigError(f"the nano-vllm workload draws ids up to {NANO_IDS}; this model's vocabulary has {vocab}")
-    random = Random(0)
+    random = Random(seed)
     prompts = [
         [random.randint(0, NANO_IDS) for _ in range(random.randint(*NANO_LENGTHS))] for _ in range(NANO_REQUESTS)
     ]

@@ -11,28 +11,22 @@ from typing import Any
 from weft.bench.measure import Run, run, typical
 from weft.bench.workload import Ask, nano_vllm, random_requests
 from weft.cli import engine
-from weft.cli.commands import COMMANDS
 from weft.planner.table import layout_json
 
 
 def main(arguments: Namespace) -> int:
     """Measure, tell each run on standard error, and print one JSON object."""
-    for flag in COMMANDS[arguments.command].flags:
-        if flag.default is not None and not hasattr(arguments, flag.dest):
-            text = flag.default
-            setattr(arguments, flag.dest, flag.parse(text) if isinstance(text, str) and flag.parse else text)
     task = arguments.command.split()[1]
     with engine.start(arguments, skip_tokenizer_init=True) as llm:
         plan = llm.plan
         work = (latency if task == "latency" else throughput)(arguments, plan.shape.vocab)
-        warmup = arguments.num_iters_warmup if task == "latency" else 1
         runs: list[Run] = []
-        for number in range(warmup + arguments.num_iters):
-            # The first ones run on other tokens, so that no measured run finds their KV blocks.
+        # Every run has other tokens: none finds another's KV blocks.
+        for number in range(-arguments.num_iters_warmup, arguments.num_iters):
             done = run(llm, work(number))
-            measured = number >= warmup
-            print(line(f"run {number - warmup + 1}" if measured else "warm-up", done), file=sys.stderr)
-            runs += [done] * measured
+            print(line("warm-up" if number < 0 else f"run {number + 1}", done), file=sys.stderr)
+            if number >= 0:
+                runs.append(done)
         layout = layout_json(plan, llm.num_blocks)
     report: dict[str, Any] = {
         "task": task,
@@ -52,7 +46,7 @@ def main(arguments: Namespace) -> int:
 
 
 def latency(arguments: Namespace, vocab: int) -> Callable[[int], list[Ask]]:
-    """A batch of equal lengths."""
+    """A batch of equal lengths; numbers below 0 are warm-ups."""
     lengths = (arguments.input_len, arguments.input_len)
     return lambda seed: random_requests(
         seed, vocab=vocab, count=arguments.batch_size, input_len=lengths, output_len=arguments.output_len
@@ -60,16 +54,20 @@ def latency(arguments: Namespace, vocab: int) -> Callable[[int], list[Ask]]:
 
 
 def throughput(arguments: Namespace, vocab: int) -> Callable[[int], list[Ask]]:
-    """Many requests of many lengths."""
-    if arguments.workload == "nano-vllm":
-        return lambda seed: nano_vllm(vocab)
-    return lambda seed: random_requests(
-        seed,
-        vocab=vocab,
-        count=arguments.num_prompts,
-        input_len=arguments.input_len_range,
-        output_len=arguments.output_len,
-    )
+    """Many requests of many lengths; numbers below 0 are warm-ups."""
+
+    def work(number: int) -> list[Ask]:
+        if arguments.workload == "nano-vllm" and number >= 0:
+            return nano_vllm(vocab, number)
+        return random_requests(
+            number,
+            vocab=vocab,
+            count=arguments.num_prompts,
+            input_len=arguments.input_len_range,
+            output_len=arguments.output_len,
+        )
+
+    return work
 
 
 def line(name: str, done: Run) -> str:

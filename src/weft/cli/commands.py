@@ -35,11 +35,11 @@ PROMPT = (
 )
 CHAT = (Flag(name="system-prompt", metavar="TEXT", help="what the model is told before"),)
 LATENCY = (
-    Flag(name="input-len", parse=values.size, default=128, help="prompt tokens"),
-    Flag(name="output-len", parse=values.size, default=128, help="answer tokens"),
-    Flag(name="batch-size", parse=values.size, default=1, help="requests at once"),
-    Flag(name="num-iters", parse=values.size, default=5, help="measured runs, of which the median counts"),
-    Flag(name="num-iters-warmup", parse=values.size, default=2, help="runs before those"),
+    Flag(name="input-len", parse=values.at_least(1), default=128, help="prompt tokens"),
+    Flag(name="output-len", parse=values.at_least(1), default=128, help="answer tokens"),
+    Flag(name="batch-size", parse=values.at_least(1), default=1, help="requests at once"),
+    Flag(name="num-iters", parse=values.at_least(1), default=5, help="measured runs, of which the median counts"),
+    Flag(name="num-iters-warmup", parse=values.at_least(0), default=2, help="runs before those"),
 )
 THROUGHPUT = (
     Flag(
@@ -48,10 +48,11 @@ THROUGHPUT = (
         default="random",
         help="random: the flags below; nano-vllm: 256 requests of 100 to 1024 tokens in and out, as its benchmark",
     ),
-    Flag(name="num-prompts", parse=values.size, default=32, help="requests, all there at the start"),
+    Flag(name="num-prompts", parse=values.at_least(1), default=32, help="requests, all there at the start"),
     Flag(name="input-len-range", parse=values.span, default="32:256", help="prompt tokens, low:high"),
-    Flag(name="output-len", parse=values.size, default=128, help="answer tokens of each"),
-    Flag(name="num-iters", parse=values.size, default=3, help="measured runs, of which the median counts"),
+    Flag(name="output-len", parse=values.at_least(1), default=128, help="answer tokens of each"),
+    Flag(name="num-iters", parse=values.at_least(1), default=3, help="measured runs, of which the median counts"),
+    Flag(name="num-iters-warmup", parse=values.at_least(0), default=1, help="runs of the random workload before those"),
 )
 
 COMMANDS = {

@@ -49,8 +49,8 @@ def nearest(word: str, known: Sequence[str]) -> str:
 
 
 def parse(command: Command, words: Sequence[str]) -> argparse.Namespace:
-    """The Namespace of a command's words: `command` and each flag that was given, by field; `model` or
-    `words` from the argument. Raises UsageError; --help prints and exits."""
+    """The Namespace of a command's words: `command`, `argument`, and by field each flag that was given or has a
+    default of its own; `model` from the argument. Raises UsageError; --help prints and exits."""
     parser = build(command)
     options = option_names(command)
     argv, warnings = vllm.strip([dashes(word) for word in words], frozenset(options))
@@ -59,7 +59,8 @@ def parse(command: Command, words: Sequence[str]) -> argparse.Namespace:
     for word in extra:
         if word.startswith("-") and word != "-":
             name = word.partition("=")[0]
-            raise UsageError(f"unknown flag {name} for weft {command.name}{nearest(name, list(options))}")
+            hint = nearest(name, options) or f" (see weft {command.name} --help)"
+            raise UsageError(f"unknown flag {name} for weft {command.name}{hint}")
     if extra:
         raise UsageError(f"unexpected argument {extra[0]!r} for weft {command.name}")
     if command.argument == "MODEL":
@@ -104,6 +105,8 @@ def add(group: argparse._ArgumentGroup, flag: Flag) -> None:
         group.add_argument(*names, dest=flag.dest, action=argparse.BooleanOptionalAction, help=told)
         return
     details: dict[str, Any] = {"dest": flag.dest, "type": flag.parse, "help": told}
+    if flag.default is not None:
+        details["default"] = flag.default
     if flag.choices:
         details["choices"] = flag.choices
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from argparse import ArgumentTypeError
+from collections.abc import Callable
 from typing import Any
 
 MULTIPLIERS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -20,6 +21,18 @@ def size(text: str) -> int:
     if whole != value:
         raise ArgumentTypeError(f"{text!r} is no whole number")
     return whole
+
+
+def at_least(minimum: int) -> Callable[[str], int]:
+    """A size with a lower limit."""
+
+    def number(text: str) -> int:
+        value = size(text)
+        if value < minimum:
+            raise ArgumentTypeError(f"{text!r} is below {minimum}")
+        return value
+
+    return number
 
 
 def length(text: str) -> int | None:

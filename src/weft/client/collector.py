@@ -75,9 +75,7 @@ class Collector:
             ids = whole.prompt_token_ids[1:]
             entries = zip(ids, output.prompt_logprobs, strict=True)
             whole.prompt_logprobs = [None, *(self._logprobs(token, entry) for token, entry in entries)]
-        delta = Delta(
-            made.index, "", output.tokens, finish_reason=output.finish_reason, stop_reason=output.stop_reason
-        )
+        delta = Delta(made.index, "", output.tokens, finish_reason=output.finish_reason, stop_reason=output.stop_reason)
         if self.params.logprobs is not None:
             delta.logprobs = [
                 self._logprobs(token, entry)

@@ -19,9 +19,9 @@ from weft.core.params import SamplingParams
 from weft.core.request import Request
 from weft.errors import RequestError
 from weft.facts.checkpoint import Checkpoint
-from weft.text import tokenizer
 from weft.text.template import ChatTemplate
 from weft.text.tokenizer import Tokenizer
+from weft.text.tokenizer import load as load_tokenizer
 
 PromptLike = str | Sequence[int] | Mapping[str, Any]
 
@@ -61,8 +61,8 @@ class Words:
         """Read from `config.tokenizer` where it is given, else from the checkpoint. Raises ModelError."""
         if config.skip_tokenizer_init:
             return cls()
-        own = config.tokenizer is None
-        loaded = tokenizer.load(config.tokenizer or checkpoint.path, gguf=checkpoint.format == "gguf" if own else None)
+        gguf = checkpoint.format == "gguf" if config.tokenizer is None else None
+        loaded = load_tokenizer(config.tokenizer or checkpoint.path, gguf=gguf)
         return cls(loaded, ChatTemplate.of(loaded, config.chat_template))
 
 
@@ -117,24 +117,40 @@ class Frontend:
         """A text, ids, {"prompt": text} or {"prompt_token_ids": ids}. `special` adds the model's own tokens
         (BOS) to a text that does not begin with them already; `param` names the field in errors."""
         if isinstance(prompt, Mapping):
-            ids, text = prompt.get("prompt_token_ids"), prompt.get("prompt")
-            if ids is None and text is None:
-                raise RequestError(
-                    f'a prompt given as a dict needs "prompt" or "prompt_token_ids"; it has {sorted(prompt)}', param=param
-                )
-            if ids is None:
+            text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+            if ids is not None:
+                return Prompt(self.prompt(ids, param=param).ids, text)
+            if text is not None:
                 return self.prompt(text, special=special, param=param)
-            return Prompt(self.prompt(ids, param=param).ids, text)
+            raise RequestError(
+                f'a prompt given as a dict needs "prompt" or "prompt_token_ids"; it has {sorted(prompt)}', param=param
+            )
         if isinstance(prompt, str):
-            tokenizer = self._needed("a text", param)
-            return self._checked(Prompt(tokenizer.encode(prompt, add_special_tokens=special), prompt), param)
+            return self.checked(Prompt(self.encode(prompt, special=special, param=param), prompt), param=param)
         if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
             raise RequestError(f"a prompt is a text or a list of token ids, not {type(prompt).__name__}", param=param)
         try:
             ids = [operator.index(token) for token in prompt]
         except TypeError:
             raise RequestError("a prompt given as a list must hold token ids, all integers", param=param) from None
-        return self._checked(Prompt(ids), param)
+        return self.checked(Prompt(ids), param=param)
+
+    def checked(self, prompt: Prompt, *, param: str = "prompt") -> Prompt:
+        """The prompt, if it is neither empty nor too long, and its ids are known."""
+        if not prompt.ids:
+            raise RequestError("the prompt is empty; give at least one token", param=param)
+        if len(prompt.ids) >= self.max_model_len:
+            raise RequestError(
+                f"the prompt has {len(prompt.ids)} tokens and this model's maximum context length is "
+                f"{self.max_model_len}, answer included; send at most {self.max_model_len - 1}",
+                param=param,
+            )
+        self._check_ids(prompt.ids, param)
+        return prompt
+
+    def encode(self, text: str, *, special: bool = True, param: str = "prompt") -> list[int]:
+        """A text as ids, however long."""
+        return self._needed("a text", param).encode(text, add_special_tokens=special)
 
     def render(
         self,
@@ -199,24 +215,20 @@ class Frontend:
         self._check_ids(ids, "tokens")
         return self._needed("decoding", "tokens").decode(ids, skip_special_tokens=False)
 
+    def token_text(self, token: int) -> str:
+        """What a token adds to a text, U+FFFD for a part of a character."""
+        return self.tokenizer.token_text(token) if self.tokenizer else ""
+
+    def token_bytes(self, token: int) -> bytes:
+        """The same as UTF-8."""
+        return self.tokenizer.token_bytes(token) if self.tokenizer else b""
+
     def _needed(self, what: str, param: str) -> Tokenizer:
         if self.tokenizer is None:
             raise RequestError(
                 f"{what} needs a tokenizer, and this engine runs without (skip_tokenizer_init)", param=param
             )
         return self.tokenizer
-
-    def _checked(self, prompt: Prompt, param: str) -> Prompt:
-        if not prompt.ids:
-            raise RequestError("the prompt is empty; give at least one token", param=param)
-        if len(prompt.ids) >= self.max_model_len:
-            raise RequestError(
-                f"the prompt has {len(prompt.ids)} tokens and this model's maximum context length is "
-                f"{self.max_model_len}, answer included; send at most {self.max_model_len - 1}",
-                param=param,
-            )
-        self._check_ids(prompt.ids, param)
-        return prompt
 
     def _check_ids(self, ids: Sequence[int], param: str) -> None:
         for token in (min(ids, default=0), max(ids, default=0)):

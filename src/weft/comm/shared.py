@@ -12,6 +12,7 @@ import select
 import sys
 from collections.abc import Sequence
 from functools import lru_cache
+from math import prod
 from time import perf_counter
 
 import torch
@@ -61,7 +62,7 @@ class SharedComm:
         return x
 
     def gather(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor | None:
-        rows = x.reshape(-1, sizes[self.rank]).cpu()
+        rows = x.reshape(prod(x.shape[:-1]), x.shape[-1]).cpu()
         out = torch.empty((len(rows), sum(sizes)), dtype=x.dtype) if self.rank == 0 else None
         step = self._slot_bytes // (max(sizes) * x.itemsize)
         assert step > 0, "a slot holds at least one row"
@@ -72,9 +73,9 @@ class SharedComm:
             if out is not None:
                 at = 0
                 for part, size in zip(parts, sizes, strict=True):
-                    out[begin : begin + step, at : at + size] = part[: len(piece) * size].view(-1, size)
+                    out[begin : begin + step, at : at + size] = part[: len(piece) * size].view(len(piece), size)
                     at += size
-        return None if out is None else out.view(*x.shape[:-1], -1).to(x.device)
+        return None if out is None else out.view(*x.shape[:-1], sum(sizes)).to(x.device)
 
     def send(self, x: torch.Tensor, to: int) -> None:
         raise AssertionError("the ranks of a stage sum and gather; it is stages that send")

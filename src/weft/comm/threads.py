@@ -57,8 +57,10 @@ class ThreadComm:
         self._meeting.letters[to][self.rank].put(copy)
 
     def recv(self, shape: Sequence[int], dtype: torch.dtype, source: int) -> torch.Tensor:
-        letter = self._meeting.letters[self.rank][source].get()
+        box = self._meeting.letters[self.rank][source]
+        letter = box.get()
         if letter is None:
+            box.put(None)  # for the next who asks
             raise ConnectionAbortedError(f"rank {source} of the group has ended")
         assert letter.shape == tuple(shape) and letter.dtype == dtype, (letter.shape, letter.dtype, shape, dtype)
         return letter.to(self._device)

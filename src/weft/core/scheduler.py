@@ -143,7 +143,6 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next step, or None where nothing can run before a result, or a request, comes in. Runs nothing."""
         flight = Flight(self._steps)
-        preemptions = self._counters.preemptions
         chosen = self._choose()
         prefills = []
         for sequence in chosen:
@@ -154,8 +153,7 @@ class Scheduler:
         budget = self.max_num_batched_tokens - len(chosen) + len(prefills)
         if prefills:
             budget = self._continue_prefills(flight, prefills, budget)
-        # Whoever has just lost its blocks would take them back.
-        if self._queue and preemptions == self._counters.preemptions:
+        if self._queue:
             self._admit(flight, budget)
         plan = flight.plan
         if not plan.slots:
@@ -179,18 +177,15 @@ class Scheduler:
 
     def _make_room(self, chosen: list[Sequence]) -> None:
         """Preempt running requests, last in order first, until each chosen one can have the block it needs."""
-        need = sum(sequence.computed == sequence.room for sequence in chosen)
-        while need > self.pool.free:
+        while sum(sequence.computed == sequence.room for sequence in chosen) > self.pool.free:
             victim = max(self._running.values(), key=by_order)
             if victim in chosen:
                 chosen.remove(victim)
-                need -= victim.computed == victim.room
             self._preempt(victim)
 
     def _continue_prefills(self, flight: Flight, prefills: list[Sequence], budget: int) -> int:
-        """Chunks of prompts, in their order, as long as tokens and blocks last. Returns the tokens left."""
+        """Chunks of prompts, as long as tokens and blocks last. Returns the tokens left."""
         left_out = []
-        prefills.sort(key=by_order)
         for sequence in prefills:
             fits = sequence.room + self.pool.free * self.pool.block_size - sequence.computed
             count = min(len(sequence.tokens) - sequence.computed, budget, fits)
@@ -199,7 +194,7 @@ class Scheduler:
                 budget -= count
             else:
                 left_out.append(sequence)
-        self._ready.extendleft(reversed(left_out))
+        self._ready += left_out
         return budget
 
     def _admit(self, flight: Flight, budget: int) -> None:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from weft.errors import ConfigError
 from weft.executors.base import Executor
+from weft.executors.rank import WORKER
 
 
-def create(kind: str) -> Executor:
-    """An executor that has not started. `kind` is "inline" or "processes"."""
+def create(kind: str, worker: str = WORKER) -> Executor:
+    """An executor that has not started. `kind` is "inline" or "processes", `worker` the class that each rank
+    runs, as "module:Class"."""
     match kind:
         case "inline":
             from weft.executors.inline import InlineExecutor
 
-            return InlineExecutor()
+            return InlineExecutor(worker)
         case "processes":
             from weft.executors.processes import ProcessExecutor
 
-            return ProcessExecutor()
+            return ProcessExecutor(worker)
         case _:
             raise ConfigError(f"executor {kind!r} is unknown; use inline (threads of one process) or processes")

@@ -17,7 +17,7 @@ M = TypeVar("M")
 LENGTH = struct.Struct("<I")
 MAX_FRAME = 256 << 20  # bytes; the largest that is meant: prompt logprobs, 20 per token, of 500,000 tokens
 
-SMALL, LARGE = 64 << 10, 1 << 20  # bytes asked of the socket at once
+PIECE = 64 << 10  # bytes asked of the socket at once
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -46,29 +46,37 @@ def check_size(size: int) -> int:
 
 
 class Decoder(Generic[M]):
-    """Turns the body of a frame into one of `messages`, a tagged union of structs."""
+    """Turns what comes off a stream, in whatever pieces, into `messages`, a tagged union of structs.
 
-    def __init__(self, messages: type[M]) -> None:
-        self._decoder = msgspec.msgpack.Decoder(messages)
+    A frame that the end of the stream cuts off is never given: its sender has died.
+    """
 
-    def decode(self, body: bytes) -> M:
-        try:
-            return self._decoder.decode(body)
-        except msgspec.DecodeError as error:
-            raise FrameError(f"a message that this process does not know: {error}") from error
+    def __init__(self, messages: Any) -> None:
+        self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(messages)
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[M]:
+        """The messages that `data` completes. Raises FrameError."""
+        self._buffer += data
+        while len(self._buffer) >= LENGTH.size:
+            stop = LENGTH.size + check_size(*LENGTH.unpack_from(self._buffer))
+            if len(self._buffer) < stop:
+                return
+            body = bytes(self._buffer[LENGTH.size : stop])
+            del self._buffer[:stop]
+            try:
+                yield self._decoder.decode(body)
+            except msgspec.DecodeError as error:
+                raise FrameError(f"a message that this process does not know: {error}") from error
 
 
 class Channel(Generic[M]):
     """One end of a socket pair. Sends any struct; iterating gives what comes in, until the other end is gone.
-
-    One thread may receive and another send. A frame that is cut off by the end of the stream is not given:
-    its sender has died.
-    """
+    One thread may receive while another sends."""
 
     def __init__(self, end: socket.socket, messages: Any) -> None:
         self.socket = end
         self._decoder: Decoder[M] = Decoder(messages)
-        self._buffer = bytearray()
 
     def send(self, message: msgspec.Struct) -> None:
         """Raises OSError where the other end is gone."""
@@ -78,13 +86,8 @@ class Channel(Generic[M]):
         self.socket.sendall(frame)
 
     def __iter__(self) -> Iterator[M]:
-        while self._have(LENGTH.size):
-            stop = LENGTH.size + check_size(*LENGTH.unpack_from(self._buffer))
-            if not self._have(stop):
-                return
-            body = bytes(self._buffer[LENGTH.size : stop])
-            del self._buffer[:stop]
-            yield self._decoder.decode(body)
+        while data := self._receive():
+            yield from self._decoder.feed(data)
 
     def hang_up(self) -> None:
         """End the stream for both sides; a thread that waits in it returns. May be called twice."""
@@ -95,14 +98,8 @@ class Channel(Generic[M]):
         """Give the file descriptor back; only once nobody iterates any more."""
         self.socket.close()
 
-    def _have(self, size: int) -> bool:
-        """Wait for `size` bytes in the buffer; False where the stream ends before."""
-        while len(self._buffer) < size:
-            try:
-                more = self.socket.recv(min(max(size - len(self._buffer), SMALL), LARGE))
-            except OSError:  # reset: the other side died with our bytes unread
-                return False
-            if not more:
-                return False
-            self._buffer += more
-        return True
+    def _receive(self) -> bytes:
+        try:
+            return self.socket.recv(PIECE)
+        except OSError:  # reset: the other side died with our bytes unread
+            return b""

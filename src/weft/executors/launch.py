@@ -17,10 +17,10 @@ import sysconfig
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 import msgspec
 
@@ -30,7 +30,8 @@ from weft.executors.framing import Channel, FrameError
 M = TypeVar("M")
 
 WORDS_BYTES = 8192  # the end of a child's stderr that is kept for its obituary
-EXIT_S = 2.0  # what a child gets to end by itself once its socket has closed
+EXIT_S = 1.0  # what a child gets to end by itself once its socket has closed
+FAMILY_EXIT_S = 3  # and one that has children of its own to end
 REAP_S = 10.0  # what the system gets to take a killed process's memory back
 LAST_WORDS_S = 1.0  # how long the socket's end may come before the process's
 
@@ -117,12 +118,12 @@ class Child(Generic[M]):
                     os.write(2, words)
 
 
-def end(children: Iterable[Child[Any]]) -> None:
+def end(children: Iterable[Child[Any]], exit_s: float = EXIT_S) -> None:
     """End processes and wait until they are gone: at once where they can, killed where they cannot."""
     children = list(children)
     for child in children:
         child.channel.hang_up()
-    for seconds in (EXIT_S, REAP_S):
+    for seconds in (exit_s, REAP_S):
         deadline = time.monotonic() + seconds
         for child in children:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -139,13 +140,15 @@ def _python_path() -> str:
 
 class Parent(Generic[M]):
     """The child's end, to be made before anything slow is imported. Frames wait in `inbox`; when the parent
-    is gone, so is this process, in whatever its main thread is."""
+    is gone, so is this process, in whatever its main thread is. `farewell` is what it does first, for
+    FAMILY_EXIT_S at most."""
 
     def __init__(self, descriptor: int, messages: Any) -> None:
         os.set_inheritable(descriptor, False)
         end = socket.socket(fileno=descriptor)
         _sockets.add(end)
         self.inbox: SimpleQueue[Any] = SimpleQueue()
+        self.farewell: Callable[[], None] = lambda: None
         self._channel: Channel[M] = Channel(end, messages)
         threading.Thread(target=self._listen, name="weft-parent", daemon=True).start()
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -157,12 +160,19 @@ class Parent(Generic[M]):
         with contextlib.suppress(OSError):  # the parent is gone, and this process with it
             self._channel.send(message)
 
+    def end(self) -> NoReturn:
+        """Say farewell, and end this process."""
+        signal.alarm(FAMILY_EXIT_S)  # which ends it too
+        try:
+            self.farewell()
+        finally:
+            os._exit(0)
+
     def _listen(self) -> None:
         try:
             for message in self._channel:
                 self.inbox.put(message)
         except FrameError as error:
             os.write(2, f"{error}\n".encode())
-            os._exit(1)
         finally:
-            os._exit(0)
+            self.end()

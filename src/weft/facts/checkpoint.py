@@ -180,7 +180,7 @@ def _translated(header: gguf.Gguf, shape: ModelShape) -> dict[str, TensorInfo]:
             if own == gguf_names.ROPE_FACTORS or gguf_names.is_unused(own):
                 continue
             raise ModelError(
-                f"{info.file}: tensor {own} is no part of a {shape.architecture}; Weft cannot run this model"
+                f"{info.file}: tensor {own!r:.80} is no part of a {shape.architecture}; Weft cannot run this model"
             )
         interleaved = shape.head_dim if reordered and gguf_names.is_interleaved(own) else 0
         index[name] = msgspec.structs.replace(info, interleaved=interleaved)

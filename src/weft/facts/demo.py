@@ -31,7 +31,7 @@ WAYS_OUT = "try again, or give a directory or a .gguf file in place of demo"
 CHUNK = 1 << 20  # bytes
 POLL_S = 0.1
 
-Download = Callable[[Path], None]
+Download = Callable[[Path], object]
 
 
 def fetch(download: Download | None = None) -> Path:

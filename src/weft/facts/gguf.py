@@ -171,7 +171,7 @@ def _read(path: str) -> Gguf:
         for name, info in tensors.items():
             if info.offset % alignment:
                 raise ModelError(
-                    f"{path} is damaged: tensor {name:.80} begins off the {alignment}-byte grid; fetch it again"
+                    f"{path} is damaged: tensor {name!r:.80} begins off the {alignment}-byte grid; fetch it again"
                 )
         data = -(-header.at // alignment) * alignment
         tensors = {name: msgspec.structs.replace(info, offset=data + info.offset) for name, info in tensors.items()}
@@ -192,8 +192,8 @@ def _counts(header: _Header) -> tuple[int, int]:
         raise ModelError(f"{path} is GGUF version {version}; Weft reads {VERSIONS[0]} and {VERSIONS[1]}")
     if tensors * SMALLEST_TENSOR + fields * SMALLEST_FIELD > size:
         raise ModelError(
-            f"{path} is damaged: {tensors:,} tensors and {fields:,} metadata fields cannot be in {size:,} bytes; "
-            "fetch it again"
+            f"{path} is cut short or damaged: {tensors:,} tensors and {fields:,} metadata fields cannot be in "
+            f"{size:,} bytes; fetch it again"
         )
     return tensors, fields
 
@@ -203,16 +203,16 @@ def _tensor(header: _Header) -> tuple[str, TensorInfo]:
     name, path = header.text(), header.path
     count = header.scalar(U32)
     if not 1 <= count <= MAX_DIMS:
-        raise ModelError(f"{path} is damaged: tensor {name:.80} has {count:,} dims; fetch it again")
+        raise ModelError(f"{path} is damaged: tensor {name!r:.80} has {count:,} dims; fetch it again")
     dims = tuple(header.scalar(U64) for _ in range(count))[::-1]  # ggml's come fastest first
     number, offset = header.scalar(U32), header.scalar(U64)
     if number not in TYPES:
         what = OTHER_TYPES.get(number, f"the unknown type {number}")
-        raise ModelError(f"{path}: tensor {name:.80} is {what}; Weft reads {', '.join(sorted(TYPES.values()))}")
+        raise ModelError(f"{path}: tensor {name!r:.80} is {what}; Weft reads {', '.join(sorted(TYPES.values()))}")
     encoding = ENCODINGS[TYPES[number]]
     if 0 in dims or dims[-1] % encoding.elements:
         raise ModelError(
-            f"{path} is damaged: tensor {name:.80} has dims {list(dims)}; the last one of {TYPES[number]} must be "
+            f"{path} is damaged: tensor {name!r:.80} has dims {list(dims)}; the last one of {TYPES[number]} must be "
             f"a multiple of {encoding.elements}, none 0"
         )
     nbytes = prod(dims) // encoding.elements * encoding.nbytes

@@ -69,11 +69,11 @@ def _tensor(path: Path, name: str, entry: _Entry) -> TensorInfo:
     """`offset` is still without the start of the data."""
     bits, (start, end) = BITS.get(entry.dtype), entry.data_offsets
     if bits is None:
-        raise ModelError(f"{path}: tensor {name} has the unknown dtype {entry.dtype!r}; known: {', '.join(BITS)}")
+        raise ModelError(f"{path}: tensor {name!r:.80} has the unknown dtype {entry.dtype!r}; known: {', '.join(BITS)}")
     if min(entry.shape, default=0) < 0 or start < 0 or (end - start) * 8 != prod(entry.shape) * bits:
         raise ModelError(
-            f"{path} is damaged: tensor {name} is {entry.dtype} of {list(entry.shape)} in bytes {start:,} to {end:,}; "
-            "fetch it again"
+            f"{path} is damaged: tensor {name!r:.80} is {entry.dtype} of {list(entry.shape)} in bytes {start:,} to "
+            f"{end:,}; fetch it again"
         )
     return TensorInfo(file=str(path), type=entry.dtype, dims=entry.shape, offset=start, nbytes=end - start)
 
@@ -91,9 +91,10 @@ def read_directory(folder: Path) -> dict[str, TensorInfo]:
     tensors: dict[str, TensorInfo] = {}
     for path in files:
         part = read(path)
-        if twice := tensors.keys() & part.keys():
+        twice = min(tensors.keys() & part.keys(), default=None)
+        if twice is not None:
             raise ModelError(
-                f"{min(twice)} is in {path} and in {tensors[min(twice)].file}; leave one checkpoint in that directory"
+                f"{twice!r:.80} is in {path} and in {tensors[twice].file}; leave one checkpoint in that directory"
             )
         tensors |= part
     return tensors
@@ -116,7 +117,7 @@ def _read_indexed(folder: Path) -> dict[str, TensorInfo]:
         files[name] = read(folder / name)
     missing = next((tensor for tensor, file in weight_map.items() if tensor not in files[file]), None)
     if missing is not None:
-        raise ModelError(f"{folder / weight_map[missing]} lacks tensor {missing}, which the index puts there")
+        raise ModelError(f"{folder / weight_map[missing]} lacks tensor {missing!r:.80}, which the index puts there")
     return {tensor: files[file][tensor] for tensor, file in weight_map.items()}
 
 

@@ -54,9 +54,11 @@ def check_bounds(tensors: Mapping[str, TensorInfo], file: str, size: int) -> Non
     for name, info in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
         if info.offset + info.nbytes > size:
             raise ModelError(
-                f"{file} is cut short: tensor {name} ends at byte {info.offset + info.nbytes:,}, the file has "
+                f"{file} is cut short: tensor {name!r:.80} ends at byte {info.offset + info.nbytes:,}, the file has "
                 f"{size:,} bytes; fetch it again"
             )
         if info.offset < end and info.nbytes:
-            raise ModelError(f"{file} is damaged: tensors {before} and {name} lie over each other; fetch it again")
+            raise ModelError(
+                f"{file} is damaged: tensors {before!r:.80} and {name!r:.80} lie over each other; fetch it again"
+            )
         end, before = info.offset + info.nbytes, name

@@ -42,12 +42,7 @@ async def chat(request: Request) -> Response:
     if wire.logprobs:
         params["logprobs"] = wire.top_logprobs or 0
     sampling = service.frontend.params(params, max_tokens=None)
-    prompt = await service.conversation(
-        wire.messages,
-        wire.chat_template_kwargs,
-        add_generation_prompt=wire.add_generation_prompt is not False and not wire.continue_final_message,
-        continue_final_message=bool(wire.continue_final_message),
-    )
+    prompt = await service.prompt(service.render(wire.messages, wire), special=False, param="messages")
     answer = service.answer([prompt], sampling, priority=wire.priority)
     talk = Talk(service, answer, model, wire)
     if wire.stream:

@@ -87,12 +87,18 @@ def frame(error: Exception) -> ErrorFrame:
     return ErrorFrame(describe(error)[1])
 
 
+def refusal(error: Exception) -> Response:
+    """An error as a response."""
+    status, body, headers = describe(error)
+    return Json(ErrorFrame(body), status, headers)
+
+
 async def respond(request: Request, error: Exception) -> Response:
     """Starlette's handler for everything that is raised."""
-    status, body, headers = describe(error)
-    if isinstance(error, HTTPException) and status in (404, 405):
-        body.message = f"{'unknown URL' if status == 404 else 'method not allowed'}: {request.method} {request.url.path}"
-    return Json(ErrorFrame(body), status, headers)
+    if isinstance(error, HTTPException) and error.status_code in (404, 405):
+        what = "unknown URL" if error.status_code == 404 else "method not allowed"
+        error = HTTPException(error.status_code, f"{what}: {request.method} {request.url.path}", error.headers)
+    return refusal(error)
 
 
 HANDLERS: Mapping[Any, Any] = {HTTPException: respond, WeftError: respond, Exception: respond}

@@ -1,26 +1,43 @@
-"""Health: is the engine alive, and does it get on with what it has to do?"""
+"""Health, which is three questions (are you there, do you take requests, are you well), and the load."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from starlette.requests import Request
+from starlette.responses import Response
+
+from weft.serving.errors import HttpError, Json
+from weft.serving.metrics import CONTENT_TYPE
+from weft.serving.service import Service
 
 
-class Progress:
-    """Watches that steps finish while requests run. `clock` gives seconds."""
+async def live(request: Request) -> Response:
+    """The process answers."""
+    return Json({"status": "ok"})
 
-    def __init__(self, timeout_s: float, clock: Callable[[], float]) -> None:
-        self._timeout_s = timeout_s
-        self._clock = clock
-        self._steps = -1
-        self._moved_at = clock()
 
-    def see(self, steps: int, busy: bool) -> None:
-        """Tell the engine's count of finished steps, and whether it has anything to run."""
-        if steps != self._steps or not busy:
-            self._steps, self._moved_at = steps, self._clock()
+async def ready(request: Request) -> Response:
+    """New requests are welcome."""
+    service: Service = request.app.state.service
+    if service.draining:
+        raise HttpError(503, "the server is shutting down", code="shutting_down")
+    return await health(request)
 
-    @property
-    def stalled_s(self) -> float:
-        """Seconds for which there was work and no step finished, where that is too long; else 0."""
-        still = self._clock() - self._moved_at
-        return still if still > self._timeout_s else 0.0
+
+async def health(request: Request) -> Response:
+    """The engine lives, and steps finish while requests run."""
+    service: Service = request.app.state.service
+    trouble = service.trouble()
+    if trouble is not None:
+        raise HttpError(503, trouble, code="unhealthy")
+    return Json({"status": "ok"})
+
+
+async def load(request: Request) -> Response:
+    """Requests that are being answered."""
+    service: Service = request.app.state.service
+    return Json({"server_load": len(service.answers)})
+
+
+async def metrics(request: Request) -> Response:
+    service: Service = request.app.state.service
+    return Response(service.metrics.page(), media_type=CONTENT_TYPE)

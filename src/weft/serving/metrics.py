@@ -14,7 +14,30 @@ LABELS = ("model_name", "engine")
 ENGINE = "0"  # one engine per replica
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
+TTFT = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+    160,
+    640,
+    2560,
+)
 ITL = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 REQUEST = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -86,7 +109,10 @@ class Metrics:
         self.generation_tokens = histogram("request_generation_tokens", "Tokens generated per choice.", tokens)
         self.step_tokens = histogram("iteration_tokens_total", "Tokens per step.", STEP_TOKENS)
         self._success = Counter(
-            "vllm:request_success", "Requests finished, by reason.", (*LABELS, "finished_reason"), registry=self.registry
+            "vllm:request_success",
+            "Requests finished, by reason.",
+            (*LABELS, "finished_reason"),
+            registry=self.registry,
         )
         self._model = model
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 from msgspec import Struct
 
@@ -38,6 +38,14 @@ class Sampling(Struct, kw_only=True):
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     priority: int | None = None
+
+
+class Rendering(Protocol):
+    """How a request wants its messages put through the chat template."""
+
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+    chat_template_kwargs: dict[str, Any] | None
 
 
 class ChatRequest(Sampling, kw_only=True):

@@ -9,16 +9,40 @@ from weft.errors import RequestError
 from weft.serving.openai_types import Sampling
 
 # Fields that are SamplingParams' own, which checks their values.
-SAME = (
-    "temperature top_p n stop presence_penalty frequency_penalty logit_bias seed max_tokens top_k min_p "
-    "repetition_penalty stop_token_ids ignore_eos min_tokens skip_special_tokens include_stop_str_in_output "
-    "allowed_token_ids bad_words"
-).split()
+SAME = [
+    "temperature",
+    "top_p",
+    "n",
+    "stop",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "seed",
+    "max_tokens",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "stop_token_ids",
+    "ignore_eos",
+    "min_tokens",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
+    "allowed_token_ids",
+    "bad_words",
+]
 
 # Known to OpenAI's or vLLM's clients, and without influence on the answer here.
-HARMLESS = frozenset(
-    "user store metadata service_tier parallel_tool_calls safety_identifier prompt_cache_key request_id best_of".split()
-)
+HARMLESS = [
+    "user",
+    "store",
+    "metadata",
+    "service_tier",
+    "parallel_tool_calls",
+    "safety_identifier",
+    "prompt_cache_key",
+    "request_id",
+    "best_of",
+]
 
 # Known features that Weft does not have, each with the values of its field that ask for nothing.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
@@ -43,7 +67,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "chat_template": (),
     "documents": ([],),
 }
-KNOWN = HARMLESS | UNSUPPORTED.keys()
+KNOWN = frozenset((*HARMLESS, *UNSUPPORTED))
 
 
 def refuse_unsupported(raw: Mapping[str, Any]) -> None:

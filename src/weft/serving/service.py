@@ -14,36 +14,28 @@ from weft.client.collector import Collector, Delta
 from weft.client.frontend import Frontend, Prompt, PromptLike
 from weft.core.params import SamplingParams
 from weft.core.request import Output, Request, Stats
-from weft.errors import EngineError
+from weft.errors import EngineError, RequestError
 from weft.serving import body
 from weft.serving.errors import HttpError
-from weft.serving.health import Progress
 from weft.serving.metrics import Metrics
-from weft.serving.openai_types import PromptTokensDetails, Usage
+from weft.serving.openai_types import PromptTokensDetails, Rendering, Usage
 from weft.serving.options import ServeOptions
+from weft.serving.progress import Progress
 from weft.serving.sampling import KNOWN, refuse_unsupported
+from weft.text.tokenizer import LONG_TEXT
 
 T = TypeVar("T", bound=msgspec.Struct)
-
-OFFLOAD_CHARACTERS = 4096  # a longer text is tokenised in a thread: the loop has other streams to feed
 
 
 class Engine(Protocol):
     """What serving needs of `client.remote.AsyncEngine`."""
 
-    @property
-    def failure(self) -> EngineError | None:
-        """Why the engine is dead."""
-        ...
-
-    @property
-    def stats(self) -> Stats:
-        """As of the last step that is known of."""
-        ...
+    stats: Stats  # as of the last step that is known of
+    failure: EngineError | None  # why the engine has died
 
     def submit(self, requests: Sequence[Request]) -> AsyncGenerator[Output, None]:
         """The requests' outputs as they come; closing it aborts those that are unfinished. Raises
-        QueueFullError, RequestError and EngineError at once."""
+        QueueFullError and EngineError at once."""
         ...
 
     def abort(self, ids: Sequence[str]) -> None: ...
@@ -52,9 +44,7 @@ class Engine(Protocol):
 class Service:
     """The engine, its frontend, and what the endpoints share. The first of `names` is the one in metrics."""
 
-    def __init__(
-        self, engine: Engine, frontend: Frontend, options: ServeOptions, *, model: str, capacity: int
-    ) -> None:
+    def __init__(self, engine: Engine, frontend: Frontend, options: ServeOptions, *, model: str, capacity: int) -> None:
         """`model` as the user typed it; `capacity` the requests that can run and wait, together."""
         self.engine = engine
         self.frontend = frontend
@@ -64,9 +54,11 @@ class Service:
         self.capacity = capacity
         self.created = int(time.time())
         self.metrics = Metrics(self.names[0], frontend.max_model_len, lambda: engine.stats)
-        self.progress = Progress(options.progress_timeout, time.monotonic)
         self.draining = False
-        self.answers = 0  # being made now
+        self.answers: set[Answer] = set()  # being made now
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self._progress = Progress(options.progress_timeout, time.monotonic)
         self._unknown = body.Unknown()
 
     async def read(self, request: HttpRequest, target: type[T]) -> T:
@@ -86,39 +78,52 @@ class Service:
             404, f"the model {model!r} does not exist here; known: {known}", code="model_not_found", param="model"
         )
 
-    async def prompt(self, prompt: PromptLike, *, special: bool = True) -> Prompt:
-        """As `Frontend.prompt`, without holding up the loop."""
-        if isinstance(prompt, str) and len(prompt) > OFFLOAD_CHARACTERS:
-            return await asyncio.to_thread(self.frontend.prompt, prompt, special=special)
-        return self.frontend.prompt(prompt, special=special)
+    async def prompt(self, prompt: PromptLike, *, special: bool = True, param: str = "prompt") -> Prompt:
+        """As `Frontend.prompt`."""
+        if not isinstance(prompt, str):
+            return self.frontend.prompt(prompt, param=param)
+        return self.frontend.checked(Prompt(await self.encode(prompt, special=special), prompt), param=param)
 
-    async def conversation(
-        self, messages: Sequence[Mapping[str, Any]], template_kwargs: Mapping[str, Any] | None, **how: bool
-    ) -> Prompt:
-        """As `Frontend.conversation`, with the server's defaults for the template."""
-        said = {**self.options.default_chat_template_kwargs, **(template_kwargs or {})}
-        # Rendering takes its time too, and a template is the model's own program.
-        return await asyncio.to_thread(self.frontend.conversation, messages, template_kwargs=said, **how)
+    async def encode(self, text: str, *, special: bool) -> list[int]:
+        """A text as ids. A long one is left to a thread: the loop has other streams to feed."""
+        if len(text) >= LONG_TEXT:
+            return await asyncio.to_thread(self.frontend.encode, text, special=special)
+        return self.frontend.encode(text, special=special)
+
+    def render(self, messages: Sequence[Mapping[str, Any]], how: Rendering) -> str:
+        """The messages of a request as text, with the server's defaults for the template."""
+        return self.frontend.render(
+            messages,
+            add_generation_prompt=how.add_generation_prompt is not False,
+            continue_final_message=bool(how.continue_final_message),
+            names={**self.options.default_chat_template_kwargs, **(how.chat_template_kwargs or {})},
+        )
 
     def answer(self, prompts: Sequence[Prompt], params: SamplingParams, *, priority: int | None) -> Answer:
-        """Hand prompts to the engine; QueueFullError, RequestError and EngineError come now or never."""
+        """Hand prompts to the engine. Whatever speaks against it is raised here, before anything is answered."""
         if self.draining:
             raise HttpError(503, "the server is shutting down; ask another", code="shutting_down", retry_after_s=1)
-        if params.n * len(prompts) > self.capacity:
-            raise HttpError(
-                400,
+        wanted = params.n * len(prompts)
+        if wanted > self.capacity:
+            raise RequestError(
                 f"{len(prompts)} prompts with n {params.n} are more than the {self.capacity} requests that can run "
                 "and wait here; send fewer at once",
-                code="invalid_value",
                 param="n",
             )
         now = time.monotonic()
         jobs = [self.frontend.collect(p, params, arrival_s=now, priority=priority or 0) for p in prompts]
-        outputs = self.engine.submit([request for job in jobs for request in job.requests])
+        return Answer(self, jobs)
+
+    def opened(self, answer: Answer) -> None:
         if not self.answers:
-            self.progress.see(-1, busy=False)
-        self.answers += 1
-        return Answer(self, jobs, outputs)
+            self._progress.begin()
+        self.answers.add(answer)
+        self.idle.clear()
+
+    def closed(self, answer: Answer) -> None:
+        self.answers.discard(answer)
+        if not self.answers:
+            self.idle.set()
 
     def count(self, job: Collector, delta: Delta, last_s: float | None, now_s: float) -> None:
         """Observe what a Delta says of time and tokens; `last_s` is when its choice had one before."""
@@ -138,22 +143,20 @@ class Service:
         """What is wrong with the engine, if anything."""
         if self.engine.failure is not None:
             return str(self.engine.failure)
-        self.progress.see(self.engine.stats.steps, busy=self.answers > 0)
-        if self.progress.stalled_s:
-            return f"requests run, and no step has finished for {self.progress.stalled_s:.0f} s"
-        return None
+        still = self._progress.stalled_s(self.engine.stats.steps) if self.answers else 0.0
+        return f"requests run, and no step has finished for {still:.0f} s" if still else None
 
 
 class Answer:
     """What the engine says to one HTTP request: (prompt number, Delta) as they come, until every choice has
     ended. `aclose` must be called; it aborts what has not."""
 
-    def __init__(self, service: Service, jobs: Sequence[Collector], outputs: AsyncGenerator[Output, None]) -> None:
+    def __init__(self, service: Service, jobs: Sequence[Collector]) -> None:
         self.jobs = jobs
         self._service = service
-        self._outputs = outputs
         self._homes = {request.id: (at, job) for at, job in enumerate(jobs) for request in job.requests}
-        self._open = True
+        self._outputs = service.engine.submit([request for job in jobs for request in job.requests])
+        service.opened(self)
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Delta]]:
         running = len(self._homes)
@@ -171,7 +174,7 @@ class Answer:
             yield at, delta
             running -= delta.finish_reason is not None
             if not running:
-                break
+                return
 
     async def finish(self) -> None:
         """Wait for all of it."""
@@ -179,10 +182,8 @@ class Answer:
             pass
 
     async def aclose(self) -> None:
-        if self._open:
-            self._open = False
-            self._service.answers -= 1
-            await self._outputs.aclose()
+        await self._outputs.aclose()
+        self._service.closed(self)
 
     @property
     def usage(self) -> Usage:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Coroutine
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from weft.errors import WeftError
 from weft.serving.errors import frame
+
+log = logging.getLogger("weft.serving")
 
 T = TypeVar("T")
 
@@ -45,8 +49,14 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T |
         await settle(task, watch)
 
 
+class Source(Protocol):
+    """What the events are made from: closing it aborts its requests."""
+
+    async def aclose(self) -> None: ...
+
+
 class EventStream(Response):
-    """Streams `events`; closes the generator when the client goes away, which aborts its requests.
+    """Streams `events`, and closes their `source` at the end, also when that is the client's going away.
 
     While there is nothing to send, a comment goes out every `keepalive_s` seconds, so that no proxy takes
     the silence for death. An error after the first byte goes out as an event, and then the connection is
@@ -55,11 +65,12 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], source: Closing, *, keepalive_s: float) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], source: Source, *, keepalive_s: float) -> None:
         # X-Accel-Buffering: nginx would hold events back.
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
+        self._source = source
         self._keepalive_s = keepalive_s
         self._sent_at = 0.0
 
@@ -73,6 +84,7 @@ class EventStream(Response):
         finally:
             await settle(writer, watch, beat)
             await self._events.aclose()
+            await self._source.aclose()
 
     async def _send(self, send: Send, data: bytes, *, more: bool = True) -> None:
         self._sent_at = asyncio.get_running_loop().time()
@@ -83,6 +95,8 @@ class EventStream(Response):
             async for data in self._events:
                 await self._send(send, data)
         except Exception as error:
+            if not isinstance(error, WeftError):
+                log.exception("a stream failed")
             await self._send(send, event(frame(error)))
         else:
             await self._send(send, b"", more=False)

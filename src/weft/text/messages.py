@@ -37,7 +37,7 @@ def _message(message: object, name: str) -> dict[str, Any]:
         raise _wrong(f"{name} is a {type(message).__name__}; a message is an object with role and content")
     role = message.get("role")
     if role not in ROLES:
-        raise _wrong(f"{name} has the role {role!r}; known roles: {', '.join(ROLES)}")
+        raise _wrong(f"{name} has the role {role!r:.80}; known roles: {', '.join(ROLES)}")
     one = dict(message)
     if role == "assistant" and one.get("tool_calls"):
         one["tool_calls"] = _calls(one["tool_calls"], f"{name}.tool_calls")
@@ -53,17 +53,15 @@ def _text(content: object, name: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence):
-        raise _wrong(
-            f"{name} must be a text or a list of text parts, not {'missing' if content is None else content!r}"
-        )
+        raise _wrong(f"{name} must be a text or a list of text parts, not {content!r:.80}")
     texts: list[str] = []
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
         text = part.get("text") if isinstance(part, Mapping) else None
         if kind != "text":
-            raise _wrong(f"{name}[{index}] is of type {kind!r}; this model takes parts of type 'text' only")
+            raise _wrong(f"{name}[{index}] is of type {kind!r:.80}; this model takes parts of type 'text' only")
         if not isinstance(text, str):
-            raise _wrong(f"{name}[{index}].text must be a text, not {text!r}")
+            raise _wrong(f"{name}[{index}].text must be a text, not {text!r:.80}")
         texts.append(text)
     return "\n".join(texts)
 

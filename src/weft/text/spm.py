@@ -24,7 +24,8 @@ UNIGRAM, BPE = 1, 2  # model types
 # Field numbers.
 PIECES, TRAINER, NORMALIZER = 1, 2, 3
 PIECE_TEXT, PIECE_SCORE, PIECE_TYPE = 1, 2, 3
-MODEL_TYPE, BYTE_FALLBACK, UNK_ID, BOS_ID, EOS_ID = 3, 35, 40, 41, 42
+MODEL_TYPE, BYTE_FALLBACK = 3, 35
+NAMED = {"unk_token": (40, 0), "bos_token": (41, 1), "eos_token": (42, 2)}  # the field with the id, its default
 CHARSMAP, ADD_PREFIX, REMOVE_EXTRA_SPACES = 2, 3, 4
 
 
@@ -35,30 +36,33 @@ class Piece(NamedTuple):
 
 
 def read(path: Path) -> tuple[Tokenizer, Settings]:
-    """The vocabulary of a SentencePiece model file, BPE or Unigram. BOS is added where it has one."""
+    """The vocabulary of a SentencePiece model file. ModelError for a damaged one."""
     try:
-        pieces: list[Piece] = []
-        trainer: dict[int, int | bytes] = {}
-        normalizer: dict[int, int | bytes] = {}
-        for number, value in _fields(path.read_bytes()):
-            if number == PIECES and isinstance(value, bytes):
-                pieces.append(_piece(value))
-            elif number == TRAINER and isinstance(value, bytes):
-                trainer = dict(_fields(value))
-            elif number == NORMALIZER and isinstance(value, bytes):
-                normalizer = dict(_fields(value))
-        if not pieces:
-            raise ValueError("it has no pieces")
-        named = {name: _signed(trainer.get(number, default)) for name, number, default in _NAMED}
-        tokens = {name: pieces[id].text for name, id in named.items() if id >= 0}
+        return parse(path.read_bytes())
     except (ValueError, IndexError, struct.error) as error:
-        raise ModelError(f"{path} is no SentencePiece model, or a damaged one: {error}") from error
+        raise ModelError(f"{path} is no SentencePiece model that Weft can read, or a damaged one: {error}") from error
+
+
+def parse(data: bytes) -> tuple[Tokenizer, Settings]:
+    """A model, BPE or Unigram; BOS is added where it has one. ValueError, IndexError or struct.error for damage."""
+    pieces: list[Piece] = []
+    trainer: dict[int, int | bytes] = {}
+    normalizer: dict[int, int | bytes] = {}
+    for number, value in _fields(data):
+        if number == PIECES and isinstance(value, bytes):
+            pieces.append(_piece(value))
+        elif number == TRAINER and isinstance(value, bytes):
+            trainer = dict(_fields(value))
+        elif number == NORMALIZER and isinstance(value, bytes):
+            normalizer = dict(_fields(value))
+    if not pieces:
+        raise ValueError("it has no pieces")
+    named = {name: _signed(trainer.get(number, default)) for name, (number, default) in NAMED.items()}
+    tokens = {name: pieces[id].text for name, id in named.items() if id >= 0}
     prefix = bool(normalizer.get(ADD_PREFIX, True))
     type = trainer.get(MODEL_TYPE, UNIGRAM)
     if type not in (UNIGRAM, BPE):
-        raise ModelError(
-            f"{path} is a SentencePiece model of type {type!r}; Weft reads {UNIGRAM} (Unigram), {BPE} (BPE)"
-        )
+        raise ValueError(f"it is of type {type!r}, not {UNIGRAM} (Unigram) or {BPE} (BPE)")
     rust = build(
         pieces,
         unigram=type == UNIGRAM,
@@ -73,9 +77,6 @@ def read(path: Path) -> tuple[Tokenizer, Settings]:
         add_eos=False,
         end_ids=(named["eos_token"],) if "eos_token" in tokens else (),
     )
-
-
-_NAMED = (("unk_token", UNK_ID, 0), ("bos_token", BOS_ID, 1), ("eos_token", EOS_ID, 2))
 
 
 def build(
@@ -93,11 +94,9 @@ def build(
         rust = Tokenizer(models.Unigram([(p.text, p.score) for p in pieces], unk_id, byte_fallback))
     else:
         ids = {piece.text: id for id, piece in enumerate(pieces)}
-        scores = {piece.text: piece.score for piece in pieces if piece.type == NORMAL}
+        ranks = {piece.text: -piece.score for piece in pieces if piece.type == NORMAL}
         unk = pieces[unk_id].text if unk_id >= 0 else None
-        rust = Tokenizer(
-            models.BPE(ids, merges(scores, ids), unk_token=unk, fuse_unk=True, byte_fallback=byte_fallback)
-        )
+        rust = Tokenizer(models.BPE(ids, merges(ranks), unk_token=unk, fuse_unk=True, byte_fallback=byte_fallback))
     steps = [*before, *([normalizers.Prepend(SPACE)] if prefix else []), normalizers.Replace(" ", SPACE)]
     rust.normalizer = normalizers.Sequence(steps)
     rust.decoder = decoders.Sequence(
@@ -129,7 +128,7 @@ def _normalizers(fields: dict[int, int | bytes]) -> list[normalizers.Normalizer]
     if charsmap and isinstance(charsmap, bytes):
         steps.append(normalizers.Precompiled(charsmap))
     if fields.get(REMOVE_EXTRA_SPACES, True):
-        steps += [normalizers.Replace(Regex(" +"), " "), normalizers.Strip()]
+        steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" +"), " ")]
     return steps
 
 

@@ -26,7 +26,7 @@ def read(path: Path) -> tuple[Tokenizer, Settings]:
         ranks = {b64decode(token, validate=True): int(rank) for token, rank in lines}
     except (ValueError, binascii.Error) as error:
         raise ModelError(f"{path} is no tiktoken file, or a damaged one: {error}") from error
-    pairs = merges({token: -rank for token, rank in ranks.items()}, ranks)
+    pairs = merges(ranks)
     rust = build(
         {spell(token): rank for token, rank in ranks.items()},
         [(spell(left), spell(right)) for left, right in pairs],

@@ -1,7 +1,7 @@
 """Filters: from logits to the weights that a token is drawn with: temperature, min-p, top-k, top-p.
 
-Each filter is a threshold on the logits, so no order of tokens is needed, and tokens as likely as the last
-one that is kept are kept with it, whichever they are.
+Each filter is a threshold, so no order of tokens is needed, and tokens as likely as the last one that is kept
+are kept with it, whichever they are.
 """
 
 from __future__ import annotations

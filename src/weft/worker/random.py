@@ -56,8 +56,7 @@ def block_sums(weights: torch.Tensor) -> torch.Tensor:
 def race(weights: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
     """One token per row with probability weight / sum of weights: [R, V] float32 and [R] int64 in, [R] int64 out.
 
-    A weight of 0 never wins while another is above it. NaN wins, the first one, as in argmax: a model that
-    gives NaN shows it in the tokens of its own row.
+    A weight of 0 never wins while another is above it. A row of NaN gives 0.
     """
     tokens = weights.shape[1]
     sums = block_sums(weights)

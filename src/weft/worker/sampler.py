@@ -21,8 +21,9 @@ class Sampler:
     """Keeps what sampling needs of the request in each of `slots` slots, over `vocab` token ids.
 
     `stop_ids` are the model's own end tokens (`ModelShape.eos`), which min_tokens holds back together with a
-    request's stop_token_ids. Greedy takes the lowest of equally likely ids, and so does a top_k of 1. NaN is no
-    error here: it counts as the greatest logit, so it shows in the tokens and logprobs of its own row alone.
+    request's stop_token_ids. Greedy takes the lowest of equally likely ids (as argmax promises), and so does a
+    top_k of 1. A NaN among the logits is no error here: greedy takes it for the greatest, a draw gives id 0,
+    logprobs are NaN; other rows are as they would be without it.
     """
 
     def __init__(self, vocab: int, slots: int, device: torch.device, stop_ids: Iterable[int] = ()) -> None:
@@ -64,7 +65,8 @@ class Sampler:
         raw = None
         if scored.size:
             # Logprobs are the model's own: from before anything is changed.
-            raw = pick(logits.clone() if shaped else logits, scored)
+            raw = pick(logits, scored)
+            raw = raw.clone() if shaped else raw
         if shaped:
             logits = logits.contiguous()
             self._shaping.apply(logits, slots, positions)

@@ -146,20 +146,20 @@ class Shaping:
     def _penalise(self, flat: torch.Tensor, rows: list[tuple[int, Seen]]) -> None:
         where = self._index([(r, seen.ids) for r, seen in rows])
         factor = self._put([np.full(len(seen.ids), seen.repetition, dtype=np.float32) for _, seen in rows])
-        values = flat[where]
+        values = flat.index_select(0, where)
         values = torch.where(values > 0, values / factor, values * factor)
-        flat[where] = values - self._put([seen.cost for _, seen in rows])
+        flat.index_copy_(0, where, values - self._put([seen.cost for _, seen in rows]))
 
     def _mask(self, flat: torch.Tensor, rows: list[tuple[int, np.ndarray | None, np.ndarray]]) -> None:
         if limited := [(r, allowed) for r, allowed, _ in rows if allowed is not None]:
             where = self._index(limited)
-            kept = flat[where]
+            kept = flat.index_select(0, where)
             flat.view(-1, self.vocab).index_fill_(0, self._put([np.array([r for r, _ in limited])]), -torch.inf)
-            flat[where] = kept
+            flat.index_copy_(0, where, kept)
         flat.index_fill_(0, self._index([(r, never) for r, _, never in rows]), -torch.inf)
         # Where nothing is left, the first allowed token (or id 0) comes: less likely than any other, but there.
         where = self._index([(r, FIRST if allowed is None else allowed[:1]) for r, allowed, _ in rows])
-        flat[where] = flat[where].clamp(min=LEAST)
+        flat.index_copy_(0, where, flat.index_select(0, where).clamp(min=LEAST))
 
     def _index(self, rows: list[tuple[int, np.ndarray]]) -> torch.Tensor:
         """Where each row's ids lie in the flat logits."""

@@ -75,15 +75,13 @@ class Worker:
         self.caches = self._caches(num_blocks)
         tokens = min(16, self.plan.max_model_len, self.plan.max_num_batched_tokens, num_blocks * self.plan.block_size)
         for counts in ([tokens], [1]):
-            self.execute(self._rehearsal(counts))
+            self._rehearse(counts)
 
     @torch.inference_mode()
     def execute(self, step: StepPlan) -> StepResult | None:
         """Run one step; the output rank returns what was sampled."""
         for slot in step.released:
-            self.rows.release(slot)
-            if self.sampler:
-                self.sampler.release(slot)
+            self._release(slot)
         for admission in step.admitted:
             self.rows.admit(admission)
             if self.sampler:
@@ -107,6 +105,11 @@ class Worker:
         self.model = None  # type: ignore[assignment]
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def _release(self, slot: int) -> None:
+        self.rows.release(slot)
+        if self.sampler:
+            self.sampler.release(slot)
 
     def _finish(self, step: StepPlan, batch: Batch, hidden: torch.Tensor) -> StepResult | None:
         """Sample, and score prompts where asked. Every rank of the last stage comes here: the head is cut."""
@@ -160,11 +163,10 @@ class Worker:
         if self.device.type == "cpu":
             return self._reckon(tokens, rows)
         counts = [tokens // rows + (r < tokens % rows) for r in range(rows)]
-        step = self._rehearsal(counts)
-        self.caches = self._caches(sum(map(len, step.blocks)))
+        self.caches = self._caches(sum(-(-count // plan.block_size) for count in counts))
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
-        self.execute(step)
+        self._rehearse(counts)
         torch.cuda.synchronize(self.device)
         peak = torch.cuda.max_memory_allocated(self.device) - before
         self.caches = []
@@ -178,8 +180,8 @@ class Worker:
         logits = 2 * 4 * rows * shape.vocab if self.rank == self.plan.output_rank else 0
         return tokens * width * self.dtype.itemsize + logits
 
-    def _rehearsal(self, counts: list[int]) -> StepPlan:
-        """A step of made-up prompts with these lengths, in slots and blocks that nobody holds yet."""
+    def _rehearse(self, counts: list[int]) -> None:
+        """Run one step of made-up prompts with these lengths, in slots and blocks that nobody holds yet."""
         size, blocks, first = self.plan.block_size, [], 0
         for count in counts:
             need = -(-count // size)
@@ -187,7 +189,7 @@ class Worker:
             first += need
         slots = list(range(len(counts)))
         params = SamplingParams(temperature=0.0)
-        return StepPlan(
+        step = StepPlan(
             id=-1,
             released=[],
             admitted=[Admission(slot, 0, params, [0] * count, []) for slot, count in zip(slots, counts, strict=True)],
@@ -198,3 +200,6 @@ class Worker:
             blocks=blocks,
             samples=[True] * len(counts),
         )
+        self.execute(step)
+        for slot in slots:
+            self._release(slot)

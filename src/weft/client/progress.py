@@ -1,0 +1,68 @@
+"""Progress: how many prompts are done, on standard error."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any, Protocol
+
+DESCRIPTION = "Processed prompts"
+
+
+class Bar(Protocol):
+    """What tqdm's bars do."""
+
+    def update(self, n: int) -> Any: ...
+
+    def close(self) -> Any: ...
+
+
+class Progress(AbstractContextManager["Progress"]):
+    """A bar for `total` prompts. `wanted` True shows it where standard error is a terminal; a function with
+    tqdm's arguments (tqdm itself, for one) makes another bar, which shows wherever that does."""
+
+    def __init__(self, total: int, wanted: bool | Callable[..., Bar]) -> None:
+        self._bar: Bar | None = None
+        if callable(wanted):
+            self._bar = wanted(total=total, desc=DESCRIPTION)
+        elif wanted and sys.stderr.isatty():
+            self._bar = RichBar(total)
+
+    def advance(self) -> None:
+        if self._bar is not None:
+            self._bar.update(1)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+class RichBar:
+    """Our own."""
+
+    def __init__(self, total: int) -> None:
+        # Here and not above: it takes a tenth of a second, and most programs show no bar.
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn, TimeRemainingColumn
+        from rich.progress import Progress as RichProgress
+
+        self._progress = RichProgress(
+            f"{DESCRIPTION}:",
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+        )
+        self._task = self._progress.add_task(DESCRIPTION, total=total)
+        self._progress.start()
+
+    def update(self, n: int) -> None:
+        self._progress.advance(self._task, n)
+
+    def close(self) -> None:
+        self._progress.stop()

@@ -1,0 +1,200 @@
+"""LLM: a model to call from Python."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from types import TracebackType
+from typing import Any, cast
+
+from weft.client.arguments import engine_config
+from weft.client.collector import Collector
+from weft.client.frontend import Frontend, Prompt, PromptLike, Words
+from weft.client.local import LocalEngine
+from weft.client.outputs import RequestOutput
+from weft.client.progress import Bar, Progress
+from weft.core.params import SamplingParams
+from weft.errors import RequestError
+from weft.facts.checkpoint import resolve
+from weft.planner.plan import Plan
+from weft.text.tokenizer import Tokenizer
+
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """An engine and its model: `model` is a directory, a GGUF file, a name on the hub, or "demo".
+
+    Keywords are the flags' names: tensor_parallel_size, tensor_split=[2, 1], pipeline_parallel_size,
+    pipeline_split=[1, 3, 1], dtype, max_model_len, seed, ...; `weft.config.EngineConfig` has them all, with
+    their defaults. Use it as a context manager, or call `shutdown` when done. Not for several threads at once.
+
+    Raises ConfigError, ModelError, PlanError and EngineError, each in one line with the way out.
+    """
+
+    _engine: LocalEngine | None = None
+
+    def __init__(self, model: str | os.PathLike[str], **engine: Any) -> None:
+        self.config = engine_config(model, engine)
+        checkpoint = resolve(
+            self.config.model,
+            revision=self.config.revision,
+            hf_token=self.config.hf_token,
+            download_dir=self.config.download_dir,
+            load_format=self.config.load_format,
+        )
+        with ThreadPoolExecutor(1) as aside:
+            # The tokenizer loads while the ranks do.
+            words = aside.submit(Words.load, self.config, checkpoint)
+            self._engine = LocalEngine(self.config, checkpoint)
+            try:
+                self._frontend = Frontend.of(
+                    self.config, checkpoint, words.result(), max_model_len=self._engine.plan.max_model_len
+                )
+            except BaseException:
+                self.shutdown()
+                raise
+
+    @property
+    def plan(self) -> Plan:
+        """What is executed: which rank holds what, and the limits."""
+        return self._running.plan
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks on every rank."""
+        return self._running.num_blocks
+
+    def generate(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Bar] = True,
+        *,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """The answers, in the order of the prompts: texts, lists of token ids, or dicts with
+        "prompt_token_ids" or "prompt". One SamplingParams for all or one each; None takes the model's own
+        defaults. Raises RequestError before anything runs."""
+        return self._answers([self._frontend.prompt(p) for p in _each(prompts)], sampling_params, use_tqdm, priority)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Bar] = True,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """The same for one conversation or a list of them, through the model's chat template."""
+        one = bool(messages) and isinstance(messages[0], Mapping)
+        talks = cast(Sequence[Sequence[Message]], [messages] if one or not messages else messages)
+        prompts = [
+            self._frontend.conversation(
+                talk,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                names=chat_template_kwargs,
+            )
+            for talk in talks
+        ]
+        return self._answers(prompts, sampling_params, use_tqdm, None)
+
+    def stream(
+        self, prompt: PromptLike | Sequence[Message], sampling_params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
+        """One answer while it grows: the same object again and again, with all there is so far. A list of
+        messages goes through the chat template. Closing the iterator ends the request."""
+        talk = isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], Mapping)
+        if talk:
+            found = self._frontend.conversation(cast(Sequence[Message], prompt))
+        else:
+            found = self._frontend.prompt(cast(PromptLike, prompt))
+        job = self._frontend.collect(found, sampling_params or self.sampling_params(), arrival_s=time.monotonic())
+        return (one.output for one in self._run([job]))
+
+    def sampling_params(self, **said: Any) -> SamplingParams:
+        """SamplingParams with the model's own defaults (generation_config.json) for what is not said."""
+        return self._frontend.params({}, **said)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """Raises RequestError with skip_tokenizer_init."""
+        if self._frontend.tokenizer is None:
+            raise RequestError("this engine runs without a tokenizer (skip_tokenizer_init)")
+        return self._frontend.tokenizer
+
+    def shutdown(self) -> None:
+        """End the engine and free its memory; may be called twice."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def __del__(self) -> None:
+        self.shutdown()
+
+    @property
+    def _running(self) -> LocalEngine:
+        if self._engine is None:
+            raise RequestError("this LLM has been shut down; make another")
+        return self._engine
+
+    def _answers(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool | Callable[..., Bar],
+        priority: Sequence[int] | None,
+    ) -> list[RequestOutput]:
+        each = [params or self.sampling_params()] * len(prompts) if not isinstance(params, Sequence) else params
+        order = [0] * len(prompts) if priority is None else priority
+        for name, values in (("sampling_params", each), ("priority", order)):
+            if len(values) != len(prompts):
+                raise RequestError(f"{len(values)} {name} for {len(prompts)} prompts; give one each", param=name)
+        now = time.monotonic()
+        jobs = [
+            self._frontend.collect(prompt, asked, arrival_s=now, priority=first)
+            for prompt, asked, first in zip(prompts, each, order, strict=True)
+        ]
+        with Progress(len(jobs), use_tqdm) as progress:
+            for job in self._run(jobs):
+                if job.output.finished:
+                    progress.advance()
+        return [job.output for job in jobs]
+
+    def _run(self, jobs: Sequence[Collector]) -> Iterator[Collector]:
+        """Each job again whenever there is news of it; ends with the last."""
+        engine = self._running
+        homes = {request.id: job for job in jobs for request in job.requests}
+        # Closed, whatever happens: Ctrl-C must not leave requests behind that nobody waits for.
+        with closing(engine.run([request for job in jobs for request in job.requests])) as outputs:
+            for output in outputs:
+                job = homes[output.id]
+                delta = job.add(output, time.monotonic())
+                if delta is None:
+                    continue
+                if delta.cut:
+                    engine.abort([output.id])
+                yield job
+
+
+def _each(prompts: PromptLike | Sequence[PromptLike]) -> Sequence[PromptLike]:
+    """One prompt or several: a text, a dict and a list of ids are one."""
+    if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
+        return [prompts]
+    several = list(cast(Iterable[PromptLike], prompts))
+    return [cast(Sequence[int], several)] if several and all(isinstance(part, int) for part in several) else several

@@ -1,0 +1,106 @@
+"""The ASGI application: which path leads where, and who may take it."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import uuid
+from collections.abc import Sequence
+
+from starlette.applications import Starlette
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from weft.serving import health, models
+from weft.serving.chat import chat
+from weft.serving.completions import completions
+from weft.serving.errors import HANDLERS, HttpError, refusal
+from weft.serving.service import Service
+
+# Probes come without keys.
+OPEN = ("/health/live", "/health/ready")
+
+ROUTES = (
+    Route("/v1/chat/completions", chat, methods=["POST"]),
+    Route("/v1/completions", completions, methods=["POST"]),
+    Route("/v1/models", models.models),
+    Route("/v1/models/{name:path}", models.model),
+    Route("/tokenize", models.tokenize, methods=["POST"]),
+    Route("/detokenize", models.detokenize, methods=["POST"]),
+    Route("/version", models.version),
+    Route("/health", health.health),
+    Route("/health/live", health.live),
+    Route("/health/ready", health.ready),
+    Route("/ping", health.health, methods=["GET", "POST"]),
+    Route("/load", health.load),
+    Route("/metrics", health.metrics),
+)
+
+
+def app(service: Service) -> Starlette:
+    """The application for one service."""
+    options = service.options
+    middleware = []
+    if options.allowed_origins:
+        middleware.append(
+            Middleware(CORSMiddleware, allow_origins=options.allowed_origins, allow_methods=["*"], allow_headers=["*"])
+        )
+    if options.enable_request_id_headers:
+        middleware.append(Middleware(RequestIds))
+    if options.api_key:
+        middleware.append(Middleware(Guard, keys=options.api_key))
+    made = Starlette(routes=ROUTES, middleware=middleware, exception_handlers=HANDLERS)
+    made.router.redirect_slashes = False  # else an unknown path gets a redirect instead of its 404
+    made.state.service = service
+    return made
+
+
+class Guard:
+    """Lets only those pass who know one of `keys`; probes always."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self._app = app
+        self._digests = [_digest(key.encode()) for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or self._may_pass(scope):
+            await self._app(scope, receive, send)
+            return
+        error = HttpError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
+        await refusal(error)(scope, receive, send)
+
+    def _may_pass(self, scope: Scope) -> bool:
+        if scope["path"].removeprefix(scope.get("root_path", "")) in OPEN:
+            return True
+        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        given = _digest(key.strip().encode("latin-1"))
+        # All are compared, and digests: the time tells nothing about a key, not even its length.
+        matches = [hmac.compare_digest(given, digest) for digest in self._digests]
+        return scheme.lower() == "bearer" and any(matches)
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+class RequestIds:
+    """Sends back the X-Request-Id of a request, or makes one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        name = Headers(scope=scope).get("x-request-id") or uuid.uuid4().hex
+
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["X-Request-Id"] = name
+            await send(message)
+
+        await self._app(scope, receive, named)

@@ -1,0 +1,107 @@
+"""The socket to serve on, taken before anything slow: a port that is taken is known at once."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import ssl
+import stat
+from pathlib import Path
+
+from weft.errors import ConfigError
+from weft.serving.options import ServeOptions
+
+
+def bind(options: ServeOptions) -> socket.socket:
+    """A bound socket that does not listen yet. Raises ConfigError for an address that cannot be had."""
+    if options.uds is not None:
+        return _bind_path(options.uds)
+    if not 0 <= options.port <= 65535:
+        raise ConfigError(f"port is {options.port}; it must be from 1 to 65535, or 0 for any that is free")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            options.host or None, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        raise ConfigError(f"--host {options.host} is no address of this machine: {error.strerror}") from None
+    listener = socket.socket(family, kind, protocol)
+    # The port of a server that has just ended is free, though its last connections linger.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(_advice(options, error)) from None
+    return listener
+
+
+def check_tls(options: ServeOptions) -> None:
+    """Raises ConfigError where certificate and key do not make a server."""
+    if options.ssl_certfile is None and options.ssl_keyfile is None:
+        return
+    if options.ssl_certfile is None:
+        raise ConfigError("--ssl-keyfile needs --ssl-certfile")
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
+    except OSError as error:  # ssl.SSLError is one
+        raise ConfigError(f"--ssl-certfile {options.ssl_certfile} cannot be used: {error}") from None
+
+
+def address(listener: socket.socket, options: ServeOptions) -> str:
+    """Where clients find it."""
+    if options.uds is not None:
+        return f"unix:{options.uds}"
+    host, port = listener.getsockname()[:2]
+    scheme = "https" if options.ssl_certfile else "http"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}{options.root_path}"
+
+
+def _bind_path(path: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if _is_left_over(path):
+            os.unlink(path)
+        listener.bind(path)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen on {path}: {error.strerror or error}; give another --uds") from None
+    return listener
+
+
+def _is_left_over(path: str) -> bool:
+    """A socket at which nobody listens any more."""
+    try:
+        if not stat.S_ISSOCK(os.stat(path).st_mode):
+            return False
+    except FileNotFoundError:
+        return False
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        return probe.connect_ex(path) == errno.ECONNREFUSED
+
+
+def _advice(options: ServeOptions, error: OSError) -> str:
+    where = f"port {options.port} on {options.host}"
+    if error.errno == errno.EADDRINUSE:
+        holder = _holder(options.port)
+        return f"{where} is taken{f' by {holder}' if holder else ''}; stop that, or give another --port (0: any)"
+    if error.errno == errno.EACCES:
+        return f"{where} needs rights that this user has not; give a --port from 1024 on"
+    return f"cannot listen on {where}: {error.strerror}"
+
+
+def _holder(port: int) -> str | None:
+    """The program that listens on a port, as far as this user may see it. Linux only."""
+    inodes = set()
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+                fields = line.split()
+                if int(fields[1].rpartition(":")[2], 16) == port and fields[3] == "0A":  # listens
+                    inodes.add(f"socket:[{fields[9]}]")
+    for files in Path("/proc").glob("[0-9]*/fd") if inodes else ():
+        with contextlib.suppress(OSError):
+            if any(os.readlink(file) in inodes for file in files.iterdir()):
+                return f"{(files.parent / 'comm').read_text().strip()} (process {files.parent.name})"
+    return None

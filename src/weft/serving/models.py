@@ -1,0 +1,78 @@
+"""What is served, and its tokeniser: /v1/models, /tokenize, /detokenize, /version."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from weft import __version__
+from weft.errors import RequestError
+from weft.serving.errors import Json
+from weft.serving.openai_types import DetokenizeRequest, TokenizeRequest
+from weft.serving.service import Service
+
+
+async def models(request: Request) -> Response:
+    service: Service = request.app.state.service
+    return Json({"object": "list", "data": [row(service, name) for name in service.names]})
+
+
+async def model(request: Request) -> Response:
+    service: Service = request.app.state.service
+    return Json(row(service, service.named(request.path_params["name"])))
+
+
+def row(service: Service, name: str) -> dict[str, Any]:
+    """One model in OpenAI's words, with vLLM's additions."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "weft",
+        "root": service.model,
+        "parent": None,
+        "max_model_len": service.frontend.max_model_len,
+        "permission": [
+            {
+                "id": f"modelperm-{uuid.uuid5(uuid.NAMESPACE_URL, name).hex}",
+                "object": "model_permission",
+                "created": service.created,
+                "allow_create_engine": False,
+                "allow_sampling": True,
+                "allow_logprobs": True,
+                "allow_search_indices": False,
+                "allow_view": True,
+                "allow_fine_tuning": False,
+                "organization": "*",
+                "group": None,
+                "is_blocking": False,
+            }
+        ],
+    }
+
+
+async def tokenize(request: Request) -> Response:
+    service: Service = request.app.state.service
+    wire = await service.read(request, TokenizeRequest)
+    service.named(wire.model)
+    if (wire.prompt is None) == (wire.messages is None):
+        raise RequestError("give either prompt or messages", param="prompt")
+    if wire.messages is not None:
+        ids = await service.encode(service.render(wire.messages, wire), special=False)
+    else:
+        ids = await service.encode(wire.prompt or "", special=wire.add_special_tokens is not False)
+    return Json({"count": len(ids), "max_model_len": service.frontend.max_model_len, "tokens": ids})
+
+
+async def detokenize(request: Request) -> Response:
+    service: Service = request.app.state.service
+    wire = await service.read(request, DetokenizeRequest)
+    service.named(wire.model)
+    return Json({"prompt": service.frontend.decode(wire.tokens)})
+
+
+async def version(request: Request) -> Response:
+    return Json({"version": __version__})

@@ -1,0 +1,184 @@
+"""serve: from a config to a server that answers, and to its orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import time
+from collections.abc import Awaitable, Callable, Generator
+from importlib.util import find_spec
+from typing import Any
+
+import uvicorn
+
+from weft.client.frontend import Frontend, Words
+from weft.client.remote import AsyncEngine
+from weft.config import EngineConfig
+from weft.facts.checkpoint import Checkpoint, resolve
+from weft.facts.host import probe
+from weft.planner.layout import layout
+from weft.planner.memory import capacity_lines
+from weft.serving import listen
+from weft.serving.app import app
+from weft.serving.options import ServeOptions
+from weft.serving.service import Service
+
+log = logging.getLogger("weft.serving")
+
+CUT_S = 1  # what connections get to take their last bytes, once they are to end
+STATS_S = 10.0
+
+
+def serve(config: EngineConfig, options: ServeOptions) -> None:
+    """Serve until SIGTERM or Ctrl-C, and then until the running requests have ended.
+
+    Raises ConfigError, ModelError, PlanError and EngineError where it cannot start, EngineError when the
+    engine dies, and KeyboardInterrupt for Ctrl-C while it starts, or for a second one while requests end.
+    """
+    began = time.monotonic()
+    listen.check_tls(options)
+    with listen.bind(options) as listener:
+        # Not in the loop: a download must end with Ctrl-C, and a thread would not.
+        checkpoint = resolve(
+            config.model,
+            revision=config.revision,
+            hf_token=config.hf_token,
+            download_dir=config.download_dir,
+            load_format=config.load_format,
+        )
+        log.info("found %s: %s (%.2f s)", config.model, checkpoint.path, time.monotonic() - began)
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.run(_serve(config, options, checkpoint, listener, began))
+
+
+async def _serve(
+    config: EngineConfig, options: ServeOptions, checkpoint: Checkpoint, listener: socket.socket, began: float
+) -> None:
+    words = asyncio.create_task(asyncio.to_thread(Words.load, config, checkpoint))
+    starting = time.monotonic()
+    plan = layout(config, checkpoint, probe())
+    engine = await AsyncEngine.start(plan, config)
+    try:
+        for line in capacity_lines(plan, engine.ready.num_blocks):
+            log.info(line)
+        frontend = Frontend.of(config, checkpoint, await words, max_model_len=engine.plan.max_model_len)
+        log.info("the engine is ready (%.2f s)", time.monotonic() - starting)
+        capacity = config.max_num_seqs + config.max_num_queued_reqs
+        service = Service(engine, frontend, options, model=config.model, capacity=capacity)
+        server = Server(service, listener, engine.died)
+        address = listen.address(listener, options)
+        log.info("serving %s at %s (%.2f s)", ", ".join(service.names), address, time.monotonic() - began)
+        await server.run()
+        failure = engine.failure
+    finally:
+        await engine.close()
+    if failure is not None:
+        raise failure
+
+
+class Server(uvicorn.Server):
+    """uvicorn, with our own idea of an end: readiness first, then the running requests, then the sockets."""
+
+    def __init__(self, service: Service, listener: socket.socket, ended: Callable[[], Awaitable[object]]) -> None:
+        """`ended` waits for the end of the engine."""
+        options = service.options
+        super().__init__(
+            uvicorn.Config(
+                app(service),
+                http="httptools" if find_spec("httptools") else "h11",
+                ws="none",
+                lifespan="off",
+                root_path=options.root_path,
+                ssl_keyfile=options.ssl_keyfile,
+                ssl_certfile=options.ssl_certfile,
+                server_header=False,
+                access_log=False,
+                log_config=None,
+                timeout_graceful_shutdown=CUT_S,
+            )
+        )
+        self._service = service
+        self._listener = listener
+        self._ended = ended
+        self._drain: asyncio.Task[None] | None = None
+        self._interrupted = False
+
+    async def run(self) -> None:  # type: ignore[override]
+        """Serve until a signal, or the engine's death."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal, number)
+        beside = [asyncio.create_task(self._watch())]
+        if not self._service.options.disable_log_stats:
+            beside.append(asyncio.create_task(_log_stats(self._service)))
+        try:
+            await self.serve(sockets=[self._listener])
+        finally:
+            for task in beside:
+                task.cancel()
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+        if self._interrupted:
+            raise KeyboardInterrupt
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Signals are ours."""
+        yield
+
+    def _on_signal(self, number: int) -> None:
+        if self._drain is None:
+            self._drain = asyncio.create_task(self._end(signal.Signals(number).name))
+        else:
+            self._interrupted = self.should_exit = self.force_exit = True
+
+    async def _end(self, why: str) -> None:
+        """Take nothing new, let what runs end, as long as that may take, and stop."""
+        self._service.draining = True
+        limit = self._service.options.shutdown_timeout
+        log.info("%s: ending; %d requests run and have %g s", why, len(self._service.answers), limit)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit):
+                await self._service.idle.wait()
+        if self._service.answers:
+            log.warning("%d requests are cut off", len(self._service.answers))
+        self.should_exit = True
+
+    async def _watch(self) -> None:
+        """A dead engine ends the server; its requests have failed with the cause."""
+        await self._ended()
+        self._service.draining = self.should_exit = True
+
+
+async def _log_stats(service: Service) -> None:
+    """A line every so often while there is something to tell."""
+    before = service.engine.stats
+    while True:
+        await asyncio.sleep(STATS_S)
+        now = service.engine.stats
+        if now.steps != before.steps:
+            rates = [
+                (getattr(now, name) - getattr(before, name)) / STATS_S
+                for name in ("prompt_tokens", "generation_tokens")
+            ]
+            log.info(
+                "prompt %.1f tokens/s, generation %.1f tokens/s, %d running, %d waiting, KV cache %.1f %% used, "
+                "prefix cache %.1f %% hits",
+                *rates,
+                now.running,
+                now.waiting,
+                100 * now.blocks_used / max(1, now.blocks_total),
+                100 * now.prefix_hits / max(1, now.prefix_queries),
+            )
+        before = now
+
+
+def _loop_factory() -> Callable[[], Any] | None:
+    if find_spec("uvloop") is None:
+        return None
+    import uvloop
+
+    return uvloop.new_event_loop

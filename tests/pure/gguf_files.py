@@ -1,0 +1,119 @@
+"""Small GGUF files, written by the gguf library."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+from weft.facts.checkpoint import sources
+from weft.facts.gguf_names import LAYER_MODULES, MODULES
+from weft.facts.shape import ModelShape
+from weft.facts.tensor import ENCODINGS
+
+GGML = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+OWN_NAMES = {theirs: own for own, theirs in (MODULES | LAYER_MODULES).items()}
+
+
+class Stored:
+    """Bytes as they shall lie in the file: [rows, bytes of a row]."""
+
+    def __init__(self, data: np.ndarray, type: str) -> None:
+        self.data, self.type = data, type
+
+
+def write(path: Path, arch: str, metadata: Mapping[str, Any], tensors: Mapping[str, np.ndarray | Stored]) -> Path:
+    """Ints become uint32, floats float32; lists keep what their elements are."""
+    writer = gguf.GGUFWriter(path, arch)
+    for key, value in metadata.items():
+        match value:
+            case bool():
+                writer.add_bool(key, value)
+            case int():
+                writer.add_uint32(key, value)
+            case float():
+                writer.add_float32(key, value)
+            case str():
+                writer.add_string(key, value)
+            case _:
+                writer.add_array(key, value)
+    for name, value in tensors.items():
+        if isinstance(value, Stored):
+            writer.add_tensor(name, value.data, raw_dtype=gguf.GGMLQuantizationType[value.type])
+        else:
+            writer.add_tensor(name, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def ggml_name(name: str) -> str:
+    """ggml's name of one of Hugging Face's tensors."""
+    module, kind = name.rsplit(".", 1)
+    if not module.startswith("model.layers."):
+        return f"{OWN_NAMES[module]}.{kind}"
+    _, _, layer, module = module.split(".", 3)
+    return f"blk.{layer}.{OWN_NAMES[module]}.{kind}"
+
+
+def metadata_of(shape: ModelShape) -> dict[str, Any]:
+    """What llama.cpp's converter writes for a shape."""
+    arch = GGML[shape.architecture]
+    values = {
+        "block_count": shape.layers,
+        "context_length": shape.max_positions,
+        "embedding_length": shape.hidden,
+        "feed_forward_length": shape.ffn,
+        "attention.head_count": shape.q_heads,
+        "attention.head_count_kv": shape.kv_heads,
+        "attention.key_length": shape.head_dim,
+        "attention.value_length": shape.head_dim,
+        "attention.layer_norm_rms_epsilon": shape.norm_eps,
+        "rope.freq_base": shape.rope.theta,
+        "rope.dimension_count": shape.head_dim,
+    }
+    return {f"{arch}.{key}": value for key, value in values.items()} | {
+        "tokenizer.ggml.tokens": [f"t{i}" for i in range(shape.vocab)]
+    }
+
+
+def interleave(values: np.ndarray, head_dim: int) -> np.ndarray:
+    """Rows in ggml's rotary order: in each head, the i-th of the first half, then the i-th of the second."""
+    rows = np.arange(len(values)).reshape(-1, head_dim)
+    half = head_dim // 2
+    order = [head[i // 2 + half * (i % 2)] for head in rows for i in range(head_dim)]
+    return values[order]
+
+
+def random_blocks(rng: np.random.Generator, rows: int, cols: int, type: str) -> np.ndarray:
+    """Random bytes of a quantised type, its scales neither NaN nor infinite."""
+    encoding = ENCODINGS[type]
+    blocks = rng.integers(0, 256, (rows, cols // encoding.elements, encoding.nbytes), dtype=np.uint8)
+    scales = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}.get(type, (0,))
+    for at in scales:
+        blocks[..., at + 1] &= 0xBB  # leaves a bit of a half's exponent unset
+    return blocks.reshape(rows, -1)
+
+
+def write_model(path: Path, shape: ModelShape, type: str = "F32", seed: int = 0) -> dict[str, np.ndarray]:
+    """A whole model with matrices of `type`; its values as float32 under Hugging Face's names, in their order."""
+    rng = np.random.default_rng(seed)
+    ggml_type = gguf.GGMLQuantizationType[type]
+    truth, stored = {}, {}
+    for name, dims in sources(shape):
+        moved = shape.architecture == "LlamaForCausalLM" and (".q_proj." in name or ".k_proj." in name)
+        values = rng.standard_normal(dims, dtype=np.float32)
+        data: np.ndarray | Stored = interleave(values, shape.head_dim) if moved else values
+        if len(dims) == 2 and type != "F32":
+            quantised = type not in ("F16", "BF16")
+            packed = random_blocks(rng, *dims, type) if quantised else gguf.quants.quantize(values, ggml_type)
+            values = gguf.quants.dequantize(packed, ggml_type)
+            data = Stored(interleave(packed, shape.head_dim) if moved else packed, type)
+        truth[name], stored[ggml_name(name)] = values, data
+    write(path, GGML[shape.architecture], metadata_of(shape), stored)
+    return truth

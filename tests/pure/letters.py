@@ -1,0 +1,44 @@
+"""A model's words by heart: every byte is a token with its own value as id, and three special ones follow."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from tokenizers import AddedToken
+
+from weft.client.frontend import Frontend, Words
+from weft.core.request import FinishReason, Output
+from weft.core.step import TokenLogprobs
+from weft.text.byte_level import ALPHABET, build
+from weft.text.pretokenizers import GPT2
+from weft.text.settings import Settings
+from weft.text.template import ChatTemplate
+from weft.text.tokenizer import Tokenizer
+
+BOS, START, END = 256, 257, 258
+VOCAB = 260  # one more than the tokenizer has: an embedding is often padded
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<s>{{ m.role }}:{{ m.content }}<e>{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant:{% endif %}{% if shout %}LOUD{% endif %}"
+)
+
+
+@cache
+def words() -> Words:
+    rust = build({char: byte for byte, char in enumerate(ALPHABET)}, [], GPT2.pre_tokenizer(), whole_words=False)
+    rust.add_special_tokens([AddedToken(text, special=True) for text in ("<bos>", "<s>", "<e>")])
+    tokenizer = Tokenizer(rust, Settings(tokens={"bos_token": "<bos>", "eos_token": "<e>"}, add_bos=True))
+    return Words(tokenizer, ChatTemplate(TEMPLATE, tokenizer.special_tokens))
+
+
+def frontend(**changes: object) -> Frontend:
+    said = {"vocab": VOCAB, "max_model_len": 64, "eos": (END,), "words": words(), **changes}
+    return Frontend(**said)  # type: ignore[arg-type]
+
+
+def output(id: str, text: str | bytes | int, reason: FinishReason | None = None, **fields: object) -> Output:
+    """One token, by its character, its byte or its id, as the core tells it, with a logprob of -token/1000."""
+    token = text if isinstance(text, int) else (text.encode() if isinstance(text, str) else text)[0]
+    logprob = TokenLogprobs(-token / 1000, 3, [65, 66], [-0.1, -0.2])
+    return Output(id, [token], [logprob], reason, **fields)  # type: ignore[arg-type]

@@ -1,0 +1,234 @@
+"""Checkpoint: every way to name a model, and one clear line for each that leads nowhere."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import msgspec
+import numpy as np
+import pytest
+from huggingface_hub import errors
+from safetensors.numpy import save_file
+
+from tests.pure.gguf_files import write_model
+from weft.errors import ConfigError, ModelError
+from weft.facts import demo
+from weft.facts.checkpoint import Checkpoint, resolve, sources
+from weft.facts.shape import ModelShape, Rope
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 12,
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "eos_token_id": 3,
+}
+SHAPE = ModelShape(
+    architecture="Qwen3ForCausalLM",
+    layers=2,
+    hidden=8,
+    q_heads=4,
+    kv_heads=2,
+    head_dim=4,
+    ffn=16,
+    vocab=12,
+    max_positions=32768,
+    rope=Rope(),
+    qk_norm=True,
+    dtype="float16",
+    eos=(3,),
+)
+
+
+def weights(dtype: type = np.float16) -> dict[str, np.ndarray]:
+    return {name: np.zeros(dims, dtype=dtype) for name, dims in sources(SHAPE)}
+
+
+def write(folder: Path, config: dict[str, Any] | None = None, tensors: dict[str, np.ndarray] | None = None) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG | (config or {})))
+    save_file(weights() if tensors is None else tensors, folder / "model.safetensors")
+    return folder
+
+
+def fails(model: str | Path, message: str, **options: Any) -> None:
+    with pytest.raises(ModelError, match=message) as caught:
+        resolve(str(model), **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_directory(tmp_path: Path) -> None:
+    folder = write(tmp_path)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [3, 5], "top_p": 0.9}')
+    checkpoint = resolve(str(folder))
+    assert checkpoint == Checkpoint(
+        model=str(folder),
+        path=str(folder),
+        format="safetensors",
+        shape=msgspec.structs.replace(SHAPE, eos=(3, 5)),
+        generation={"top_p": 0.9},
+    )
+    assert {name: info.dims for name, info in checkpoint.tensors().items()} == dict(sources(SHAPE))
+    # A file of the directory means the directory.
+    for name in ("config.json", "model.safetensors"):
+        assert resolve(str(folder / name)).path == str(folder)
+    assert resolve(str(folder), load_format="safetensors").format == "safetensors"
+    fails(folder, "is safetensors, not gguf", load_format="gguf")
+
+
+def test_home_is_where_the_tilde_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write(tmp_path / "model")
+    assert resolve("~/model").path == str(tmp_path / "model")
+
+
+def test_tensors_that_nobody_asks_for_are_left_out(tmp_path: Path) -> None:
+    more = weights() | {"model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(2, dtype=np.float64)}
+    assert resolve(str(write(tmp_path, tensors=more))).tensors().keys() == weights().keys()
+
+
+def test_a_dummy_needs_a_config_only(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    for model in (tmp_path, tmp_path / "config.json"):
+        checkpoint = resolve(str(model), load_format="dummy")
+        assert (checkpoint.format, checkpoint.path) == ("dummy", str(tmp_path))
+        assert checkpoint.shape == msgspec.structs.replace(SHAPE, dtype="bfloat16")
+        assert checkpoint.tensors() == {}
+    fails(tmp_path, "holds no weights")
+
+
+def test_a_gguf_file_whatever_it_is_called(tmp_path: Path) -> None:
+    for name in ("model.gguf", "sha256-0123"):
+        write_model(tmp_path / name, SHAPE)
+        checkpoint = resolve(str(tmp_path / name))
+        assert (checkpoint.format, checkpoint.path) == ("gguf", str(tmp_path / name))
+        assert {tensor: info.dims for tensor, info in checkpoint.tensors().items()} == dict(sources(SHAPE))
+        assert resolve(str(tmp_path / name), load_format="dummy").format == "dummy"
+    assert resolve(str(tmp_path)).path == str(tmp_path / "model.gguf")
+    write_model(tmp_path / "another.gguf", SHAPE)
+    fails(tmp_path, "holds 2 GGUF files; give one of them: .*another.gguf")
+
+
+def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_model(tmp_path / "kept.gguf", SHAPE)
+    monkeypatch.setattr(demo, "fetch", lambda: tmp_path / "kept.gguf")
+    checkpoint = resolve("demo")
+    assert (checkpoint.model, checkpoint.path) == ("demo", str(tmp_path / "kept.gguf"))
+
+
+def test_a_checkpoint_that_is_not_whole(tmp_path: Path) -> None:
+    whole, name = weights(), "model.layers.1.mlp.down_proj.weight"
+    less = {key: value for key, value in whole.items() if key != name}
+    fails(write(tmp_path, tensors=less), rf"lacks tensor {name} of \[8, 16\]")
+    wrong = whole | {name: np.zeros((16, 8), dtype=np.float16)}
+    fails(write(tmp_path, tensors=wrong), rf"tensor {name} is \[16, 8\]; the model's shape asks for \[8, 16\]")
+    strange = whole | {name: np.zeros((8, 16), dtype=np.int8)}
+    fails(write(tmp_path, tensors=strange), f"tensor {name} is I8; Weft reads F32, F16, BF16, Q4_0")
+    fails(
+        write(tmp_path, {"vocab_size": 13}), r"embed_tokens.weight is \[12, 8\]; the model's shape asks for \[13, 8\]"
+    )
+
+
+def test_shapes_that_cannot_be(tmp_path: Path) -> None:
+    fails(write(tmp_path, {"num_key_value_heads": 3}), "4 query heads are no multiple of 3 KV heads")
+    fails(write(tmp_path, {"head_dim": 5}), "head_dim is 5; rotary position embedding needs an even one")
+    fails(write(tmp_path, {"eos_token_id": 12}), "token id 12 is beyond the vocabulary of 12")
+
+
+def test_what_is_no_model(tmp_path: Path) -> None:
+    fails(tmp_path / "no" / "such", "there is no file or directory .*; give a directory, a .gguf file")
+    fails("./nothing", "there is no file or directory ./nothing")
+    fails("model.gguf", "there is no file or directory model.gguf")
+    fails(tmp_path, "holds no model: neither config.json nor a .gguf file")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"PK")
+    fails(tmp_path / "pytorch_model.bin", "is a pickled file, which can run code")
+    (tmp_path / "notes.txt").write_text("hello")
+    fails(tmp_path / "notes.txt", "is no model: it does not begin as a GGUF file does")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    fails(tmp_path, "only in pickled files")
+    with pytest.raises(ConfigError, match="load_format is 'pt'; it must be one of auto, safetensors, gguf, dummy"):
+        resolve(str(tmp_path), load_format="pt")
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path | Exception], list[dict[str, Any]]]:
+    """Makes the hub give a directory or raise; returns the list of what it was asked."""
+
+    def answer(with_: Path | Exception) -> list[dict[str, Any]]:
+        asked: list[dict[str, Any]] = []
+
+        def snapshot_download(name: str, **options: Any) -> str:
+            asked.append({"name": name, **options})
+            if isinstance(with_, Exception):
+                raise with_
+            return str(with_)
+
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+        return asked
+
+    return answer
+
+
+Hub = Callable[[Path | Exception], list[dict[str, Any]]]
+
+
+def test_a_name_on_the_hub(tmp_path: Path, hub: Hub) -> None:
+    asked = hub(write(tmp_path))
+    checkpoint = resolve("owner/model", revision="v2", hf_token="hf_x", download_dir="/models")
+    assert (checkpoint.model, checkpoint.path) == ("owner/model", str(tmp_path))
+    (only,) = asked
+    assert (only["name"], only["revision"], only["token"], only["cache_dir"]) == (
+        "owner/model",
+        "v2",
+        "hf_x",
+        "/models",
+    )
+    assert {"*.json", "*.safetensors", "*.jinja", "*.model"} <= set(only["allow_patterns"])
+    assert not any("bin" in pattern for pattern in only["allow_patterns"])
+
+
+def test_a_dummy_from_the_hub_fetches_no_weights(tmp_path: Path, hub: Hub) -> None:
+    asked = hub(write(tmp_path))
+    resolve("owner/model", load_format="dummy")
+    assert "*.safetensors" not in asked[0]["allow_patterns"]
+
+
+def http(kind: type[errors.HfHubHTTPError]) -> errors.HfHubHTTPError:
+    """As the library raises it, without the response that it came from."""
+    error = kind.__new__(kind)
+    error.args = ("404 Client Error.\n\nSorry, we can't find the page.",)
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (http(errors.GatedRepoError), "a/b is gated: accept its terms at https://.*/a/b and give --hf-token"),
+        (http(errors.RepositoryNotFoundError), "there is no model 'a/b': neither .* nor on https://.*--hf-token"),
+        (http(errors.RevisionNotFoundError), "a/b has no revision 'v1' on https://"),
+        (http(errors.HfHubHTTPError), "cannot fetch a/b at revision v1 from https://.*: 404 Client Error.; give a"),
+        (errors.HFValidationError("no"), "'a/b' is neither a file or directory here nor a name on the hub"),
+        (errors.LocalEntryNotFoundError("no"), "a/b at revision v1 is neither .* the hub cannot be reached"),
+        (errors.OfflineModeIsEnabled("no"), "nor in the hub's cache"),
+        (OSError(28, "No space left on device"), "the disk is full while a/b is fetched"),
+        (RuntimeError(""), "cannot fetch a/b .*: RuntimeError; give a directory"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_the_hub_fails(hub: Hub, error: Exception, message: str) -> None:
+    hub(error)
+    fails("a/b", message, revision="v1")
+
+
+def test_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library itself, told not to look further than its cache."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    fails("owner/model", "and HF_HUB_OFFLINE is set .*; give a directory", download_dir=str(tmp_path))

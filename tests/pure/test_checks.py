@@ -1,0 +1,30 @@
+"""Token ids in SamplingParams against the vocabulary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from weft.client.checks import check_ids
+from weft.core.params import SamplingParams
+from weft.errors import RequestError
+
+FIELDS: list[tuple[str, Any]] = [
+    ("stop_token_ids", lambda token: {"stop_token_ids": (0, token)}),
+    ("logit_bias", lambda token: {"logit_bias": {0: 1.0, token: -1.0}}),
+    ("allowed_token_ids", lambda token: {"allowed_token_ids": (0, token)}),
+    ("bad_words", lambda token: {"bad_word_ids": ((0,), (token, 0))}),
+]
+
+
+@pytest.mark.parametrize(("field", "params"), FIELDS)
+def test_an_id_outside_the_vocabulary_is_refused_by_name(field: str, params: Any) -> None:
+    check_ids(SamplingParams(**params(99)), 100)
+    with pytest.raises(RequestError, match=f"{field} has token id 100, outside the vocabulary, 0 to 99") as caught:
+        check_ids(SamplingParams(**params(100)), 100)
+    assert caught.value.param == field
+
+
+def test_nothing_said_is_nothing_wrong() -> None:
+    check_ids(SamplingParams(), 1)

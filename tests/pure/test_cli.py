@@ -1,0 +1,560 @@
+"""The command line: words in, one config out, or one line of advice."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import subprocess
+import sys
+from argparse import ArgumentTypeError, Namespace
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft import __version__, logs
+from weft.cli import chat, demo, docs, engine, main, run, values, vllm
+from weft.cli.commands import COMMANDS
+from weft.cli.flags import DEFAULTS, ENGINE, SAMPLING, SERVER, engine_config, sampling, serve_options
+from weft.cli.parser import UsageError, build, find, parse
+from weft.client.outputs import CompletionOutput, Metrics, RequestOutput
+from weft.config import EngineConfig
+from weft.core.params import SamplingParams
+from weft.errors import Cause, EngineError, ModelError, RequestError
+from weft.serving.options import ServeOptions
+
+# For a process that shall find this package, installed or not.
+HERE = {**os.environ, "PYTHONPATH": str(Path(main.__file__).parents[2])}
+
+
+def words(text: str) -> Namespace:
+    command, rest = find(text.split())
+    return parse(command, rest)
+
+
+def config(text: str) -> EngineConfig:
+    return engine_config(words(text))
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """main() configures our logger; the next test starts as if it had not."""
+    monkeypatch.setenv(logs.VARIABLE, "")
+    logger = logging.getLogger("weft")
+    before = logger.handlers, logger.level, logger.propagate
+    yield
+    logger.handlers, logger.level, logger.propagate = before[0], before[1], before[2]
+
+
+# --- flags ---
+
+
+def test_nothing_said_is_the_config_s_defaults() -> None:
+    assert config("serve m") == EngineConfig(model="m")
+    assert serve_options(words("serve m"), {}) == ServeOptions()
+
+
+def test_every_flag_is_a_field_and_every_field_a_flag() -> None:
+    engine_flags = {flag.dest for _, group in ENGINE for flag in group}
+    assert engine_flags == {f.name for f in fields(EngineConfig)}
+    assert {flag.dest for flag in SERVER} == {f.name for f in fields(ServeOptions)}
+    assert {flag.dest for flag in SAMPLING} <= set(SamplingParams.__struct_fields__)
+    assert DEFAULTS["port"] == 8000 and DEFAULTS["block_size"] == 16
+
+
+def test_engine_flags() -> None:
+    got = config(
+        "serve m -tp 2 -pp 3 --tensor-split 2,1 --pipeline-split 20,5,5 --distributed-executor-backend mp --device cpu "
+        "--device-ids 0,1 --gpu-memory-utilization 0.5,0.25 --kv-cache-memory-bytes 4G --block-size 32 --dtype half "
+        "--no-enable-prefix-caching --max-model-len 8k --max-num-seqs 4 --max-num-batched-tokens 1 --seed 7"
+    )
+    assert got == EngineConfig(
+        model="m",
+        tensor_parallel_size=2,
+        pipeline_parallel_size=3,
+        tensor_split=(2.0, 1.0),
+        pipeline_split=(20, 5, 5),
+        executor="processes",
+        device="cpu",
+        device_ids=(0, 1),
+        gpu_memory_utilization=(0.5, 0.25),
+        kv_cache_memory_bytes=4 * 2**30,
+        block_size=32,
+        dtype="half",
+        enable_prefix_caching=False,
+        max_model_len=8000,
+        max_num_seqs=4,
+        max_num_batched_tokens=1,
+        seed=7,
+    )
+
+
+@pytest.mark.parametrize(
+    ("backend", "executor"),
+    [("mp", "processes"), ("uni", "inline"), ("processes", "processes"), ("inline", "inline")],
+)
+def test_executors_have_vllm_s_names_too(backend: str, executor: str) -> None:
+    assert config(f"serve m --distributed-executor-backend {backend}").executor == executor
+
+
+def test_underscores_equal_dashes_and_values_keep_theirs() -> None:
+    got = words("serve m --max_model_len=512 --served_model_name my_name --no-enable_prefix_caching")
+    assert engine_config(got).max_model_len == 512
+    assert engine_config(got).enable_prefix_caching is False
+    assert serve_options(got, {}).served_model_name == ("my_name",)
+
+
+def test_server_flags() -> None:
+    got = words(
+        "serve m --host 0.0.0.0 --port 0 --api-key a --api-key b --served-model-name x y --shutdown-timeout 2.5 "
+        '--allowed-origins ["http://a","*"] --default-chat-template-kwargs {"enable_thinking":false} '
+        "--enable-request-id-headers --disable-log-stats --root-path /llm"
+    )
+    assert serve_options(got, {"VLLM_API_KEY": "c"}) == ServeOptions(
+        host="0.0.0.0",
+        port=0,
+        api_key=("a", "b"),
+        served_model_name=("x", "y"),
+        shutdown_timeout=2.5,
+        allowed_origins=("http://a", "*"),
+        default_chat_template_kwargs={"enable_thinking": False},
+        enable_request_id_headers=True,
+        disable_log_stats=True,
+        root_path="/llm",
+    )
+    assert serve_options(words("serve m"), {"VLLM_API_KEY": "c"}).api_key == ("c",)
+
+
+def test_the_model_may_be_a_flag() -> None:
+    assert config("serve --model m").model == "m"
+    assert config("serve n --model m").model == "n"
+    with pytest.raises(UsageError, match="which model"):
+        words("serve")
+
+
+def test_sampling_flags() -> None:
+    got = sampling(words("run m --prompt p --temperature 0 --top-k -1 --max-tokens auto --stop a --stop b --seed 3"))
+    assert got == {"temperature": 0.0, "top_k": -1, "max_tokens": None, "stop": ("a", "b"), "seed": 3}
+    assert sampling(words("run m --prompt p"), max_tokens=9) == {"max_tokens": 9}
+
+
+# --- words that make no command ---
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("srve m", ["'srve'", "serve", "bench"]),
+        ("bench", ["latency, throughput"]),
+        ("bench latenzy m", ["latency, throughput"]),
+        ("serve m --max-modell-len 5", ["--max-modell-len", "did you mean --max-model-len?"]),
+        ("serve m --tensor-paralel-size=5", ["--tensor-paralel-size", "did you mean --tensor-parallel-size?"]),
+        ("serve m --zzz", ["unknown flag --zzz for weft serve (see weft serve --help)"]),
+        ("serve m n", ["'n'"]),
+        ("serve m --port", ["--port"]),
+        ("serve m --port x", ["--port", "'x'"]),
+        ("serve m --dtype fp4", ["--dtype", "'fp4'", "bfloat16"]),
+        ("serve m --max-model-len 1.5", ["'1.5'"]),
+        ("serve m --tensor-split 2;1", ["'2;1'", "2,1"]),
+        ("serve m --max-model 5", ["unknown flag --max-model for"]),  # no abbreviations
+        ("run m --prompt p --port 1", ["unknown flag --port for weft run"]),
+        ("serve m --distributed-executor-backend ray", ["'ray'"]),
+        ("bench latency m --num-iters 0", ["'0' is below 1"]),
+    ],
+)
+def test_mistakes_get_one_line_and_status_2(text: str, told: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(text.split()) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("weft: error: ") and captured.err.count("\n") == 1
+    for part in told:
+        assert part in captured.err
+
+
+# --- vLLM's other flags ---
+
+
+def test_flags_of_vllm_that_we_lack_are_named_and_swallowed(caplog: pytest.LogCaptureFixture) -> None:
+    got = words(
+        "serve --enforce-eager m --quantization awq -q fp8 --kv-cache-dtype=fp8 --trust-remote-code --no-enable-lora "
+        "-O3 -dp 2 --compilation-config.mode 3 --cudagraph-capture-sizes 1 2 4 --max_loras 2 --port 9"
+    )
+    assert (got.model, got.port) == ("m", 9)
+    warned = [record.message.split(":")[0] for record in caplog.records]
+    assert warned == [
+        "--enforce-eager",
+        "--quantization",
+        "-q",
+        "--kv-cache-dtype",
+        "--trust-remote-code",
+        "--no-enable-lora",
+        "-O3",
+        "-dp",
+        "--compilation-config.mode",
+        "--cudagraph-capture-sizes",
+        "--max-loras",
+    ]
+    assert "no code of a model is ever run" in caplog.text
+
+
+def test_no_flag_is_both_ours_and_lacking() -> None:
+    ours = {flag.name for command in COMMANDS.values() for flag in command.flags}
+    assert not ours & set(vllm.ARITY)
+    assert set(vllm.SHORT.values()) <= set(vllm.ARITY)
+    assert set(vllm.REASONS) <= set(vllm.ARITY) | {f"no-{name}" for name in vllm.ARITY}
+
+
+@given(st.lists(st.sampled_from(["m", "--port", "1", "--enable-lora", "--task", "-O2", "--x=1", "-q"]), max_size=8))
+def test_stripping_keeps_the_order_and_warns_once_per_flag(argv: list[str]) -> None:
+    kept, warnings = vllm.strip(argv, frozenset({"--port"}))
+    assert not {"--enable-lora", "--task", "-O2", "-q"} & set(kept)
+    rest = iter(argv)
+    assert all(word in rest for word in kept)  # a subsequence
+    assert len(warnings) <= sum(word in ("--enable-lora", "--task", "-O2", "-q") for word in argv)
+
+
+# --- --config ---
+
+
+def test_config_file(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(
+        "model: m\nmax_model_len: 4096\ntensor-parallel-size: 2\nenable-prefix-caching: false\n"
+        "served-model-name: [a, b]\napi_key: [k]\n"
+        "tensor-split: [2, 1]\ndtype: null\ndefault-chat-template-kwargs: {x: true}\nhost: -h\n"
+    )
+    got = words(f"serve --config {file} -tp 4 --api-key other")
+    engine_said, server_said = engine_config(got), serve_options(got, {})
+    assert (engine_said.model, engine_said.max_model_len, engine_said.tensor_parallel_size) == ("m", 4096, 4)
+    assert engine_said.enable_prefix_caching is False and engine_said.tensor_split == (2.0, 1.0)
+    assert engine_said.dtype == "auto"
+    assert (server_said.served_model_name, server_said.api_key, server_said.host) == (("a", "b"), ("other",), "-h")
+    assert server_said.default_chat_template_kwargs == {"x": True}
+    assert config(f"serve other --config={file} --enable-prefix-caching") == EngineConfig(
+        model="other", max_model_len=4096, tensor_parallel_size=2, tensor_split=(2.0, 1.0)
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("max-modell-len: 4", "did you mean max-model-len?"),
+        ("- a", "must hold flags"),
+        ("a: [", "not YAML"),
+        ("enable-prefix-caching: 3", "true or false"),
+        ("port: true", "takes a value"),
+        ("port: many", "--port"),
+    ],
+)
+def test_config_files_that_are_wrong(tmp_path: Path, text: str, told: str) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(text)
+    with pytest.raises(UsageError) as caught:
+        words(f"serve m --config {file}")
+    assert told in str(caught.value)
+
+
+def test_config_files_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot read"):
+        words(f"serve m --config {tmp_path / 'none.yaml'}")
+    (tmp_path / "latin").write_bytes(b"\xff\xfe\xfa")
+    with pytest.raises(UsageError, match="cannot read"):
+        words(f"serve m --config {tmp_path / 'latin'}")
+
+
+def test_a_vllm_flag_in_a_config_file_is_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "c.yaml").write_text("enforce-eager: true\nmax_loras: 4\n")
+    assert config(f"serve m --config {tmp_path / 'c.yaml'}") == EngineConfig(model="m")
+    assert "--enforce-eager" in caplog.text and "--max-loras" in caplog.text
+
+
+# --- values ---
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("4096", 4096), ("8k", 8000), ("8K", 8192), ("1.5k", 1500), ("2M", 2**21), ("3g", 3 * 10**9), ("-1", -1)],
+)
+def test_sizes(text: str, value: int) -> None:
+    assert values.size(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "k", "x", "1.5", "1.0005k", "infk", "nank", "1e400k", "4GB"])
+def test_sizes_that_are_none(text: str) -> None:
+    with pytest.raises(ArgumentTypeError):
+        values.size(text)
+
+
+def test_other_values() -> None:
+    assert values.length("auto") is None and values.length("-1") is None and values.length("7") == 7
+    assert values.span("32:256") == (32, 256) and values.span("7") == (7, 7)
+    assert values.words("a, b") == ("a", "b") and values.words('["a", "b"]') == ("a", "b")
+    for read, text in [
+        (values.span, "5:4"),
+        (values.span, "0:4"),
+        (values.span, "a"),
+        (values.words, "[1]"),
+        (values.words, "["),
+        (values.mapping, "[1]"),
+        (values.mapping, "{"),
+        (values.integers, "1,"),
+        (values.decimals, "a"),
+    ]:
+        with pytest.raises(ArgumentTypeError) as caught:
+            read(text)
+        assert repr(text) in str(caught.value)
+
+
+# --- main ---
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"weft {__version__}\n"
+    assert main.main(["--help"]) == 0
+    told = capsys.readouterr().out
+    assert all(f"weft {name}" in told for name in COMMANDS)
+    assert main.main([]) == 2
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main.main([*name.split(), "--help"])
+    assert ended.value.code == 0
+    told = capsys.readouterr().out
+    for flag in COMMANDS[name].flags:
+        if flag.name != "model" or COMMANDS[name].argument == "MODEL":
+            assert flag.option in told
+    # Every flag given in its own words is taken.
+    build(COMMANDS[name])
+
+
+def test_help_loads_nothing_heavy() -> None:
+    heavy = ("torch", "rich", "yaml", "starlette", "uvicorn", "tokenizers", "jinja2", "numpy", "huggingface_hub")
+    code = (
+        "import sys; from weft.cli.main import main\ntry: main(['serve', '--help'])\nexcept SystemExit: pass\n"
+        f"print([name for name in {heavy} if name in sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=HERE)
+    assert done.stderr.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [
+        (ModelError("no such model:\n  x"), 1, "weft: error: no such model: x\n"),
+        (EngineError(Cause(0, "load", "out of memory")), 1, "weft: error: rank 0 failed during load: out of memory\n"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_failures_are_one_line(
+    error: BaseException,
+    status: int,
+    line: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(arguments: Namespace) -> int:
+        raise error
+
+    monkeypatch.setattr(run, "main", fail)
+    assert main.main(["run", "m", "--prompt", "p"]) == status
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", line)
+
+
+def test_a_reader_that_has_had_enough() -> None:
+    code = "from weft.cli.main import main; import sys; sys.exit(main(['--help']))"
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run([sys.executable, "-c", code], stdout=writing, stderr=subprocess.PIPE, text=True, env=HERE)
+    os.close(writing)
+    assert done.stderr == "" and done.returncode == 1
+
+
+@pytest.mark.parametrize(("said", "level"), [("", "WARNING"), ("debug", "DEBUG"), ("nonsense", "WARNING")])
+def test_logging_level(monkeypatch: pytest.MonkeyPatch, said: str, level: str) -> None:
+    monkeypatch.setenv(logs.VARIABLE, said)
+    logs.configure()
+    assert logging.getLogger("weft").level == getattr(logging, level)
+    assert os.environ[logs.VARIABLE] == level
+
+
+def test_the_page_is_what_the_parser_says() -> None:
+    assert docs.PAGE.read_text(encoding="utf-8") == docs.page(), "run python -m weft.cli.docs"
+
+
+# --- answers ---
+
+
+def answer(text: str, tokens: int, *, finished: bool = True, at: float = 2.5) -> RequestOutput:
+    choice = CompletionOutput(0, text, list(range(tokens)), finish_reason="stop" if finished else None)
+    return RequestOutput("0", None, [1, 2, 3], [choice], Metrics(1.0, 1.5, at if finished else None), finished=finished)
+
+
+class FakeLLM:
+    """An engine that says the same thing always, and remembers what it was asked."""
+
+    def __init__(self, **said: Any) -> None:
+        self.config = EngineConfig(**said)
+        self.asked: list[Any] = []
+        self.given: dict[str, Any] = {}
+        self.closed = 0
+        self.num_blocks = 10
+        self.plan = fake_plan()
+
+    def __enter__(self) -> FakeLLM:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.closed += 1
+
+    def sampling_params(self, **given: Any) -> SamplingParams:
+        self.given = given
+        return SamplingParams(**given)
+
+    def stream(self, asked: Any, params: SamplingParams) -> Any:
+        if asked == "too long":
+            raise RequestError("the prompt is too long")
+        self.asked.append(asked)
+        yield answer("Hel", 1, finished=False)
+        yield answer("Hello", 2, finished=False)
+        yield answer("Hello.", 3)
+
+
+def fake_plan() -> Any:
+    from test_layout import plan
+
+    return plan(tensor_parallel_size=2)
+
+
+@pytest.fixture
+def llm(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The FakeLLM that the next command starts, as `.now`."""
+    made = SimpleNamespace(now=None)
+
+    def start(arguments: Namespace, **ours: Any) -> FakeLLM:
+        made.now = FakeLLM(**vars(engine_config(arguments, **ours)))
+        return made.now
+
+    monkeypatch.setattr(engine, "start", start)
+    return made
+
+
+def test_run_streams_text(llm: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["run", "m", "--prompt", "Hi", "--system-prompt", "Be brief", "--temperature", "0"]) == 0
+    assert capsys.readouterr().out == "Hello.\n"
+    system, user = {"role": "system", "content": "Be brief"}, {"role": "user", "content": "Hi"}
+    assert llm.now.asked == [[system, user]]
+    assert llm.now.given == {"temperature": 0.0, "max_tokens": run.MAX_TOKENS}
+    assert llm.now.closed == 1
+
+
+def test_run_json_is_one_object(llm: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["run", "m", "--prompt", "Hi", "--json", "--raw"]) == 0
+    got = json.loads(capsys.readouterr().out)
+    assert llm.now.asked == ["Hi"]
+    assert got["timing"].pop("load_s") >= 0
+    layout = got.pop("layout")
+    assert got == {
+        "text": "Hello.",
+        "token_ids": [0, 1, 2],
+        "finish_reason": "stop",
+        "usage": {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6},
+        "timing": {"ttft_s": 0.5, "decode_tok_s": 2.0},
+    }
+    assert [(row["rank"], row["device"], row["layers"], row["q_heads"], row["kv_heads"]) for row in layout] == [
+        (0, "cpu", 30, 6, 2),
+        (1, "cpu", 30, 3, 1),
+    ]
+    # 10 blocks of 16 tokens: keys and values, heads, head_dim, bytes, layers.
+    assert [row["kv_bytes"] for row in layout] == [160 * 2 * heads * 64 * 2 * 30 for heads in (2, 1)]
+    assert sum(row["weight_bytes"] for row in layout) > 2 * 134_515_008
+
+
+def test_run_reads_standard_input(
+    llm: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("Grüße".encode())))
+    assert main.main(["run", "m", "--raw"]) == 0
+    assert llm.now.asked == ["Grüße"]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Gr\xff")))
+    assert main.main(["run", "m", "--raw"]) == 2
+    assert "not valid UTF-8" in capsys.readouterr().err
+
+
+def test_an_answer_of_one_token_has_no_rate() -> None:
+    assert engine.speed(answer("a", 1)) == {"ttft_s": 0.5, "decode_tok_s": None}
+    assert engine.speed(answer("ab", 2, at=1.5)) == {"ttft_s": 0.5, "decode_tok_s": None}
+
+
+def test_demo_cuts_the_model_in_two(llm: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["demo", "Why", "not?", "--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    assert llm.now.config.model == "demo" and llm.now.config.tensor_parallel_size == 2
+    assert llm.now.config.device_ids is None
+    assert llm.now.given == {"temperature": 0.0, "max_tokens": demo.MAX_TOKENS}
+    assert llm.now.asked == [[{"role": "user", "content": "Why not?"}]]
+    lines = out.splitlines()
+    assert any(line.split()[:5] == ["0", "cpu", "0-29", "6", "2"] for line in lines)
+    assert any(line.split()[:5] == ["1", "cpu", "0-29", "3", "1"] for line in lines)
+    assert lines[-1] == "3 tokens, 2.0 tokens/s, 500 ms to the first token"
+    assert "Hello." in lines
+
+
+def test_demo_takes_a_layout_and_shares_a_single_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.facts.host.probe", lambda: SimpleNamespace(gpus=("one",)))
+    assert demo.cut(words("demo")) == {"tensor_parallel_size": 2, "device_ids": (0, 0)}
+    assert demo.cut(words("demo --device cpu")) == {"tensor_parallel_size": 2}
+    assert demo.cut(words("demo -pp 3")) == {}
+    monkeypatch.setattr("weft.facts.host.probe", lambda: SimpleNamespace(gpus=("one", "two")))
+    assert demo.cut(words("demo")) == {"tensor_parallel_size": 2}
+
+
+def test_chat_remembers_forgets_and_ends(
+    llm: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\n\nAgain\n/reset\nNew\n/exit\nNever\n"))
+    assert main.main(["chat", "m", "--system-prompt", "S"]) == 0
+    system = {"role": "system", "content": "S"}
+    one = [system, {"role": "user", "content": "Hi"}]
+    two = [*one, {"role": "assistant", "content": "Hello."}, {"role": "user", "content": "Again"}]
+    assert llm.now.asked == [one, two, [system, {"role": "user", "content": "New"}]]
+    assert capsys.readouterr().out == "Hello.\n" * 3
+    assert llm.now.closed == 1
+
+
+def test_chat_ends_with_its_input(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hi"))
+    assert main.main(["chat", "m"]) == 0
+    assert len(llm.now.asked) == 1
+
+
+def test_chat_goes_on_after_what_cannot_be_served(capsys: pytest.CaptureFixture[str]) -> None:
+    class Full(FakeLLM):
+        def stream(self, asked: Any, params: SamplingParams) -> Any:
+            raise RequestError("the prompt is too long")
+
+    history = [{"role": "user", "content": "before"}]
+    assert chat.answered(Full(model="m"), history, "more", SamplingParams()) == history  # type: ignore[arg-type]
+    assert "too long; /reset" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_an_answer_of_a_chat_and_keeps_it(capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*outputs: RequestOutput) -> Any:
+        yield from outputs
+        raise KeyboardInterrupt
+
+    kept = engine.show(interrupted(answer("Hel", 1, finished=False)), stoppable=True)
+    assert kept is not None and kept.outputs[0].text == "Hel"
+    assert engine.show(interrupted(), stoppable=True) is None
+    with pytest.raises(KeyboardInterrupt):
+        engine.show(interrupted())
+    assert capsys.readouterr().out == "Hel\n\n\n"

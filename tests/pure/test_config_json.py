@@ -1,0 +1,203 @@
+"""config.json and generation_config.json: what Transformers 4 and 5 write, and what no file should say.
+
+That the defaults are Transformers' own is tested against Transformers in tests/cpu.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weft.errors import ModelError
+from weft.facts import config_json
+from weft.facts.fields import Fields
+from weft.facts.shape import ModelShape, Rope
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+QWEN2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"]}
+MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"]}
+
+
+def shape(config: dict[str, Any]) -> ModelShape:
+    return config_json.shape(Fields(config, "config.json"))
+
+
+def fails(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message) as caught:
+        shape(config)
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).startswith("config.json")
+
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+YARN = {"factor": 4.0, "original_max_position_embeddings": 256, "beta_fast": 16, "beta_slow": 2, "truncate": False}
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "rope"),
+    [
+        ("default", {}, Rope(theta=5e5)),
+        ("linear", {"factor": 2}, Rope(theta=5e5, kind="linear", factor=2.0)),
+        ("dynamic", {"factor": 2.5}, Rope(theta=5e5, kind="dynamic", factor=2.5, original_max_positions=512)),
+        (
+            "llama3",
+            LLAMA3,
+            Rope(
+                theta=5e5,
+                kind="llama3",
+                factor=8.0,
+                original_max_positions=64,
+                low_freq_factor=1.0,
+                high_freq_factor=4.0,
+            ),
+        ),
+        (
+            "yarn",
+            YARN | {"mscale": 0.7, "mscale_all_dim": 0.5, "attention_factor": 1.25},
+            Rope(
+                theta=5e5,
+                kind="yarn",
+                factor=4.0,
+                original_max_positions=256,
+                beta_fast=16.0,
+                beta_slow=2.0,
+                mscale=0.7,
+                mscale_all_dim=0.5,
+                attention_factor=1.25,
+                truncate=False,
+            ),
+        ),
+    ],
+)
+def test_rope_as_versions_4_and_5_write_it(kind: str, values: dict[str, Any], rope: Rope) -> None:
+    nothing = {"rope_theta": 500000, "rope_scaling": None}
+    old = nothing if kind == "default" else {"rope_theta": 500000, "rope_scaling": {"type": kind, **values}}
+    newer = nothing if kind == "default" else {"rope_theta": 500000, "rope_scaling": {"rope_type": kind, **values}}
+    five = {"rope_parameters": {"rope_type": kind, "rope_theta": 500000.0, **values}}
+    per_type = {"rope_parameters": {"full_attention": five["rope_parameters"]}}
+    for words in (old, newer, five, per_type):
+        assert shape(LLAMA | words).rope == rope
+
+
+def test_yarn_reaches_further_than_the_model_was_trained() -> None:
+    """Qwen's documentation has users add the scaling to a config that says the length before it."""
+    before = QWEN2 | {"max_position_embeddings": 256, "rope_scaling": {"type": "yarn", **YARN}}
+    after = QWEN2 | {"max_position_embeddings": 1024, "rope_scaling": {"type": "yarn", **YARN}}
+    assert shape(before).max_positions == shape(after).max_positions == 1024
+    untold = {"type": "yarn", "factor": 2.0}
+    assert shape(QWEN2 | {"rope_scaling": untold}).rope.original_max_positions == 512
+
+
+def test_dtype() -> None:
+    assert shape(LLAMA | {"torch_dtype": "float16"}).dtype == "float16"
+    assert shape(LLAMA | {"dtype": "float32"}).dtype == "float32"
+    own = config_json.shape(Fields(LLAMA | {"torch_dtype": "auto"}, "config.json"), "float16")
+    assert own.dtype == "float16"
+    fails(LLAMA | {"dtype": "float8_e4m3fn"}, "dtype is 'float8_e4m3fn'; it must be bfloat16, float16 or float32")
+
+
+def test_biases() -> None:
+    def biases(model: ModelShape) -> tuple[bool, bool, bool]:
+        return model.qkv_bias, model.out_bias, model.mlp_bias
+
+    asked = {"attention_bias": True, "mlp_bias": True}
+    assert biases(shape(LLAMA)) == (False, False, False)
+    assert biases(shape(LLAMA | asked)) == (True, True, True)
+    assert biases(shape(MISTRAL | asked)) == (False, False, False)
+    assert biases(shape(QWEN2 | asked)) == (True, False, False)
+    assert biases(shape(LLAMA | asked | {"architectures": ["Qwen3ForCausalLM"]})) == (True, True, False)
+
+
+def test_windows() -> None:
+    sliding = {"sliding_window": 32, "use_sliding_window": True}
+    assert shape(LLAMA | sliding).windows == ()
+    assert shape(MISTRAL | {"sliding_window": 32}).windows == (32,) * 4
+    assert shape(MISTRAL | {"sliding_window": None}).windows == ()
+    assert shape(QWEN2 | sliding | {"max_window_layers": 3}).windows == (None, None, None, 32)
+    assert shape(QWEN2 | sliding).windows == ()
+    assert shape(QWEN2 | {"sliding_window": 32, "max_window_layers": 0}).windows == ()
+    types = ["sliding_attention", "full_attention"] * 2
+    assert shape(QWEN2 | sliding | {"layer_types": types}).windows == (32, None, 32, None)
+    fails(QWEN2 | sliding | {"layer_types": types[:3]}, "layer_types has 3 entries for 4 num_hidden_layers")
+    fails(QWEN2 | sliding | {"layer_types": [{}] * 4}, "layer_types is .* it must be a list of")
+
+
+def test_architecture() -> None:
+    by_type = {key: value for key, value in LLAMA.items() if key != "architectures"} | {"model_type": "qwen3"}
+    assert shape(by_type).architecture == "Qwen3ForCausalLM"
+    known = "known: LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"
+    fails(LLAMA | {"architectures": ["MambaForCausalLM"]}, f"unknown architecture 'MambaForCausalLM'; {known}")
+    fails(LLAMA | {"architectures": None, "model_type": "mamba"}, f"unknown architecture 'mamba'; {known}")
+    fails(LLAMA | {"architectures": "Llama"}, "architectures is 'Llama'; it must be a list")
+
+
+@pytest.mark.parametrize(
+    "key", ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
+)
+@pytest.mark.parametrize("value", ["64", 64.0, True, 0, -1, [64]])
+def test_sizes_of_the_wrong_type(key: str, value: object) -> None:
+    fails(LLAMA | {key: value}, f"{key} is .*; it must be a whole number, 1 or more")
+    fails({name: old for name, old in LLAMA.items() if name != key}, f"has no {key}")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size": 65}, "hidden_size 65 is no multiple of the 8 num_attention_heads"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps is '1e-6'; it must be a number above 0"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan; it must be a number above 0"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'; it must be true or false"),
+        ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'; it must be a token id or a list of them"),
+        ({"eos_token_id": [2, -1]}, "eos_token_id is .*; it must be a token id or a list of them"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; it must be silu"),
+        ({"rope_scaling": {"type": "longrope"}}, "rope_scaling: type is 'longrope'; it must be default, linear"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling has no factor"),
+        ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn'; it must be an object"),
+        ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "high_freq_factor": 1.0}}, "must be above low_freq_factor"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; it must be 1"),
+        ({"rope_parameters": {"a": {"rope_type": "default"}, "b": {}}}, "rope_parameters differs between"),
+        ({"quantization_config": {"quant_method": "awq"}}, "the weights are quantised with awq, .* GGUF file"),
+    ],
+)
+def test_what_cannot_be(change: dict[str, Any], message: str) -> None:
+    fails(LLAMA | change, message)
+
+
+def test_files(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"eos_token_id": 2}))
+    assert config_json.read(tmp_path, "bfloat16").eos == (2,)
+    assert config_json.sampling(tmp_path) == {}
+    generation = {"eos_token_id": [5, 2, 7], "temperature": 0.6, "top_k": 20, "do_sample": True, "pad_token_id": 0}
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert config_json.read(tmp_path, "bfloat16").eos == (2, 5, 7)
+    assert config_json.sampling(tmp_path) == {"temperature": 0.6, "top_k": 20, "do_sample": True}
+    (tmp_path / "generation_config.json").write_text('{"top_p": "all"}')
+    with pytest.raises(ModelError, match="top_p is 'all'; it must be a number"):
+        config_json.sampling(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe{}", b'{"vocab_size": 12'])
+def test_damaged_files(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ModelError, match=r"config.json is damaged: .*; fetch it again") as caught:
+        config_json.read(tmp_path, "bfloat16")
+    assert "\n" not in str(caught.value)
+
+
+def test_end_tokens_that_a_config_denies() -> None:
+    assert shape(LLAMA).eos == (2,)
+    assert shape(LLAMA | {"eos_token_id": None}).eos == ()
+    assert shape(LLAMA | {"bos_token_id": None}).bos is None
+    assert shape(QWEN2).eos == ()

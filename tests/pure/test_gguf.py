@@ -1,0 +1,208 @@
+"""GGUF headers: as the gguf library reads them, and one clear line for every way to be damaged."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import gguf as library
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.pure.gguf_files import Stored, random_blocks, write
+from weft.errors import ModelError
+from weft.facts import gguf
+from weft.facts.tensor import ENCODINGS
+
+METADATA = {
+    "small": 7,
+    "real": 0.5,
+    "yes": True,
+    "text": "naïve 🧵",
+    "words": ["", "a", "ß" * 300, "<|im_end|>"],
+    "numbers": [1, -2, 3],
+    "reals": [0.25, -1.5],
+    "flags": [True, False, True],
+}
+RNG = np.random.default_rng(0)
+TENSORS = {
+    "vector": np.arange(5, dtype=np.float32),
+    "matrix": np.ones((3, 7), dtype=np.float16),
+    "cube": np.zeros((2, 3, 4), dtype=np.float32),
+    **{
+        name: Stored(random_blocks(RNG, 3, 256, name), name)
+        for name, encoding in ENCODINGS.items()
+        if encoding.elements > 1
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("gguf") / "good.gguf", "llama", METADATA, TENSORS)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file so small that every byte of it can be tried, and that lies on a grid of 8 bytes."""
+    metadata = {"general.alignment": 8, "words": ["ab", "c"], "numbers": [1, 2]}
+    tensors = {"a": np.ones((2, 2), dtype=np.float32), "b": np.ones(3, dtype=np.float32)}
+    return write(tmp_path_factory.mktemp("gguf") / "small.gguf", "llama", metadata, tensors)
+
+
+def test_encodings_are_the_librarys() -> None:
+    for name, encoding in ENCODINGS.items():
+        sizes = library.GGML_QUANT_SIZES[library.GGMLQuantizationType[name]]
+        assert (encoding.elements, encoding.nbytes) == sizes
+    for number, name in (gguf.TYPES | gguf.OTHER_TYPES).items():
+        assert library.GGMLQuantizationType(number).name == name
+    assert set(gguf.TYPES.values()) == set(ENCODINGS)
+
+
+def test_metadata_is_what_the_library_reads(path: Path) -> None:
+    ours, theirs = gguf.read(path), library.GGUFReader(path)
+    fields = {name: field for name, field in theirs.fields.items() if not name.startswith("GGUF.")}
+    assert list(ours.metadata) == list(fields)
+    for name, field in fields.items():
+        value = ours.metadata[name]
+        assert (ours.array(name) if isinstance(value, gguf.Array) else value) == field.contents()
+    assert ours.metadata["yes"] is True
+    assert ours.array("words") == METADATA["words"]
+
+
+def test_tensors_are_what_the_library_reads(path: Path) -> None:
+    ours, theirs = gguf.read(path), library.GGUFReader(path)
+    assert list(ours.tensors) == [tensor.name for tensor in theirs.tensors]
+    for tensor in theirs.tensors:
+        info = ours.tensors[tensor.name]
+        assert info.dims == tuple(reversed(tensor.shape.tolist()))
+        assert (info.type, info.offset, info.nbytes) == (
+            tensor.tensor_type.name,
+            tensor.data_offset,
+            tensor.n_bytes,
+        )
+        assert info.file == str(path)
+
+
+def test_arrays_are_left_alone_until_asked_for(path: Path) -> None:
+    header = gguf.read(path)
+    words = header.metadata["words"]
+    assert isinstance(words, gguf.Array)
+    assert words.count == 4
+    assert header.array("no such key") == []
+    with pytest.raises(ModelError, match="small is 7; it must be an array"):
+        header.array("small")
+
+
+def test_version_2_is_read_too(path: Path, tmp_path: Path) -> None:
+    old = changed(path, tmp_path, 4, struct.pack("<I", 2))
+    assert gguf.read(old).metadata == gguf.read(path).metadata
+
+
+def changed(path: Path, folder: Path, at: int, data: bytes) -> Path:
+    """A copy with other bytes from `at` on."""
+    content = bytearray(path.read_bytes())
+    content[at : at + len(data)] = data
+    copy = folder / "changed.gguf"
+    copy.write_bytes(content)
+    return copy
+
+
+def entry(path: Path, name: bytes) -> int:
+    """Where the index says a tensor's number of dims: after its name."""
+    content = path.read_bytes()
+    return content.rindex(struct.pack("<Q", len(name)) + name) + 8 + len(name)
+
+
+def fails(path: Path, message: str) -> None:
+    with pytest.raises(ModelError, match=message) as caught:
+        gguf.read(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_no_gguf(path: Path, tmp_path: Path) -> None:
+    fails(changed(path, tmp_path, 0, b"PK\3\4"), "is no GGUF file")
+    fails(changed(path, tmp_path, 4, struct.pack("<I", 1)), "is GGUF version 1; Weft reads 2 and 3")
+    fails(changed(path, tmp_path, 4, struct.pack(">I", 3)), "is big-endian")
+    fails(tmp_path / "missing.gguf", "cannot read .*missing.gguf: No such file")
+    fails(tmp_path, "cannot read .*: Is a directory")
+
+
+@pytest.mark.parametrize("at", [8, 16])
+@pytest.mark.parametrize("count", [1 << 20, 1 << 62, (1 << 64) - 1])
+def test_absurd_counts(path: Path, tmp_path: Path, at: int, count: int) -> None:
+    fails(changed(path, tmp_path, at, struct.pack("<Q", count)), "is cut short or damaged: .* cannot be in .* bytes")
+
+
+def test_absurd_lengths(path: Path, tmp_path: Path) -> None:
+    content = path.read_bytes()
+    # A key is followed by its type, an array's key by the elements' type and their number as well.
+    for key, skip in ((b"text", 4), (b"words", 8), (b"words", 16), (b"numbers", 8)):
+        at = content.index(key) + len(key) + skip
+        for length in (len(content), 1 << 62, (1 << 64) - 1):
+            fails(changed(path, tmp_path, at, struct.pack("<Q", length)), "cut short or damaged")
+
+
+def test_damaged_index(path: Path, tmp_path: Path) -> None:
+    count = entry(path, b"matrix")
+    dims, type, offset = count + 4, count + 4 + 16, count + 4 + 16 + 4
+    fails(changed(path, tmp_path, count, struct.pack("<I", 0)), "'matrix' has 0 dims")
+    fails(changed(path, tmp_path, count, struct.pack("<I", 1 << 31)), "'matrix' has 2,147,483,648 dims")
+    fails(changed(path, tmp_path, dims, struct.pack("<Q", 0)), "'matrix' has dims .3, 0.")
+    fails(changed(path, tmp_path, dims, struct.pack("<Q", 1 << 60)), "is cut short: tensor 'matrix' ends at byte")
+    fails(changed(path, tmp_path, type, struct.pack("<I", 10)), "'matrix' is Q2_K; Weft reads BF16, F16")
+    fails(changed(path, tmp_path, type, struct.pack("<I", 99)), "'matrix' is the unknown type 99")
+    fails(changed(path, tmp_path, type, struct.pack("<I", 2)), "must be a multiple of 32")
+    fails(changed(path, tmp_path, offset, struct.pack("<Q", 1 << 40)), "is cut short: tensor 'matrix' ends at byte")
+    fails(changed(path, tmp_path, offset, struct.pack("<Q", 1)), "'matrix' begins off the 32-byte grid")
+    fails(changed(path, tmp_path, offset, struct.pack("<Q", 0)), "tensors .*'matrix'.* lie over each other")
+    fails(changed(path, tmp_path, count - 6, b"vector"), "two of its tensors have the same name")
+    fails(changed(path, tmp_path, count - 6, b"\xff"), "is not UTF-8")
+
+
+def test_impossible_alignment(small: Path, tmp_path: Path) -> None:
+    at = small.read_bytes().index(b"general.alignment") + len("general.alignment") + 4
+    for alignment in (0, 3):
+        fails(changed(small, tmp_path, at, struct.pack("<I", alignment)), f"alignment is {alignment}; it must be")
+
+
+def test_cut_short_anywhere(small: Path, tmp_path: Path) -> None:
+    content = small.read_bytes()
+    # The library pads the last tensor, which nobody needs.
+    for length in range(gguf.read(small).tensors["b"].offset + 12):
+        (tmp_path / "short.gguf").write_bytes(content[:length])
+        fails(tmp_path / "short.gguf", "is (cut short|no GGUF file)")
+
+
+@given(st.data())
+def test_other_bytes_anywhere_never_end_in_another_error(
+    small: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    content = bytearray(small.read_bytes())
+    for at in data.draw(st.lists(st.integers(4, len(content) - 1), min_size=1, max_size=4)):
+        content[at] = data.draw(st.integers(0, 255))
+    copy = tmp_path_factory.getbasetemp() / "fuzzed.gguf"
+    copy.write_bytes(content)
+    try:
+        header = gguf.read(copy)
+        for key, value in header.metadata.items():
+            if isinstance(value, gguf.Array):
+                header.array(key)
+    except ModelError as error:
+        assert "\n" not in str(error)
+
+
+def test_a_split_file_is_one_model(tmp_path: Path) -> None:
+    def part(number: int, **tensors: np.ndarray) -> Path:
+        metadata = {"split.no": number - 1, "split.count": 2, "only": number}
+        return write(tmp_path / f"m-{number:05}-of-00002.gguf", "llama", metadata, tensors)
+
+    first, second = part(1, a=np.ones(2, dtype=np.float32)), part(2, b=np.ones(3, dtype=np.float32))
+    whole = gguf.read(first)
+    assert {name: info.file for name, info in whole.tensors.items()} == {"a": str(first), "b": str(second)}
+    assert whole.metadata["only"] == 1
+    fails(second, "is one part of 2; give the first, whose name ends in -00001-of-00002.gguf")
+    second.unlink()
+    fails(first, "cannot read .*-00002-of-00002.gguf: No such file")

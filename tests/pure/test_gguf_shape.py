@@ -1,0 +1,188 @@
+"""What llama.cpp writes into a GGUF file, as a ModelShape; and what has no truthful one."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from tests.pure.gguf_files import GGML, metadata_of, write, write_model
+from weft.errors import ModelError
+from weft.facts import gguf, gguf_shape
+from weft.facts.checkpoint import resolve, sources
+from weft.facts.shape import ModelShape, Rope
+
+LLAMA = ModelShape(
+    architecture="LlamaForCausalLM",
+    layers=2,
+    hidden=12,
+    q_heads=6,
+    kv_heads=2,
+    head_dim=8,
+    ffn=20,
+    vocab=10,
+    max_positions=64,
+    norm_eps=0.5,
+    rope=Rope(theta=500000.0),
+    dtype="float32",
+)
+QWEN2 = msgspec.structs.replace(LLAMA, architecture="Qwen2ForCausalLM", qkv_bias=True, tied=True)
+QWEN3 = msgspec.structs.replace(LLAMA, architecture="Qwen3ForCausalLM", qk_norm=True)
+BIASED = msgspec.structs.replace(LLAMA, qkv_bias=True, out_bias=True, mlp_bias=True)
+
+
+@pytest.mark.parametrize("shape", [LLAMA, QWEN2, QWEN3, BIASED], ids=lambda shape: shape.architecture)
+def test_it_comes_back(tmp_path: Path, shape: ModelShape) -> None:
+    write_model(tmp_path / "m.gguf", shape)
+    checkpoint = resolve(str(tmp_path / "m.gguf"))
+    assert checkpoint.shape == shape
+    interleaved = {name: info.interleaved for name, info in checkpoint.tensors().items() if info.interleaved}
+    rotated = [name for name, _ in sources(shape) if ".q_proj." in name or ".k_proj." in name]
+    assert interleaved == (dict.fromkeys(rotated, 8) if shape.architecture == "LlamaForCausalLM" else {})
+
+
+def header(
+    path: Path, change: dict[str, Any], tensors: dict[str, np.ndarray] | None = None, shape: ModelShape = LLAMA
+) -> gguf.Gguf:
+    """Of a file with other metadata (None: without) and more tensors. Its keys stand for the architecture's."""
+    arch = GGML[shape.architecture]
+    changes = {
+        key if "." in key and key.split(".")[0] in ("general", "tokenizer") else f"{arch}.{key}": value
+        for key, value in change.items()
+    }
+    metadata = {key: value for key, value in (metadata_of(shape) | changes).items() if value is not None}
+    embedding = {"token_embd.weight": np.zeros((shape.vocab, shape.hidden), dtype=np.float32)}
+    write(path / "m.gguf", arch, metadata, embedding | (tensors or {}))
+    return gguf.read(path / "m.gguf")
+
+
+def fails(path: Path, change: dict[str, Any], message: str, **more: Any) -> None:
+    with pytest.raises(ModelError, match=message) as caught:
+        gguf_shape.shape(header(path, change, **more))
+    assert "\n" not in str(caught.value)
+
+
+def test_defaults(tmp_path: Path) -> None:
+    absent = ["attention.head_count_kv", "attention.key_length", "attention.value_length", "rope.dimension_count"]
+    shape = gguf_shape.shape(header(tmp_path, dict.fromkeys([*absent, "rope.freq_base"])))
+    assert (shape.kv_heads, shape.head_dim, shape.rope.theta) == (6, 2, 10000.0)
+
+
+def test_tokens(tmp_path: Path) -> None:
+    ids = {"bos": 1, "eos": 2, "eot": 5, "eom": 2}
+    shape = gguf_shape.shape(header(tmp_path, {f"tokenizer.ggml.{key}_token_id": value for key, value in ids.items()}))
+    assert (shape.bos, shape.eos) == (1, (2, 5))
+
+
+def test_sliding_window(tmp_path: Path) -> None:
+    assert gguf_shape.shape(header(tmp_path, {"attention.sliding_window": 16})).windows == (16, 16)
+    assert gguf_shape.shape(header(tmp_path, {"attention.sliding_window": 0})).windows == ()
+
+
+def test_dtype_is_the_embeddings_or_bfloat16(tmp_path: Path) -> None:
+    for type, dtype in (("F32", "float32"), ("F16", "float16"), ("BF16", "bfloat16")):
+        write_model(tmp_path / "m.gguf", LLAMA, type)
+        assert gguf_shape.shape(gguf.read(tmp_path / "m.gguf")).dtype == dtype
+    wide = msgspec.structs.replace(LLAMA, hidden=32, ffn=32, q_heads=4)
+    write_model(tmp_path / "m.gguf", wide, "Q8_0")
+    assert gguf_shape.shape(gguf.read(tmp_path / "m.gguf")).dtype == "bfloat16"
+
+
+def test_sampling(tmp_path: Path) -> None:
+    values = {"general.sampling.temp": 0.5, "general.sampling.top_k": 20, "general.sampling.penalty_repeat": 1.5}
+    assert gguf_shape.sampling(header(tmp_path, values)) == {
+        "temperature": 0.5,
+        "top_k": 20,
+        "repetition_penalty": 1.5,
+    }
+
+
+SCALED = {"rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 16}
+
+
+@pytest.mark.parametrize(
+    ("change", "rope"),
+    [
+        ({"rope.scaling.type": "none"}, Rope(theta=5e5)),
+        ({"rope.scaling.type": "linear", **SCALED}, Rope(theta=5e5, kind="linear", factor=4.0)),
+        ({"rope.scale_linear": 2.0}, Rope(theta=5e5, kind="linear", factor=2.0)),
+        ({"rope.scaling.type": "yarn", **SCALED}, Rope(theta=5e5, kind="yarn", factor=4.0, original_max_positions=16)),
+        (
+            {
+                "rope.scaling.type": "yarn",
+                **SCALED,
+                "rope.scaling.yarn_beta_fast": 16.0,
+                "rope.scaling.yarn_beta_slow": 2.0,
+                "rope.scaling.yarn_attn_factor": 1.5,
+            },
+            Rope(
+                theta=5e5,
+                kind="yarn",
+                factor=4.0,
+                original_max_positions=16,
+                beta_fast=16.0,
+                beta_slow=2.0,
+                attention_factor=1.5,
+            ),
+        ),
+        (
+            {"rope.scaling.type": "yarn", **SCALED, "rope.scaling.attn_factor": 0.5},
+            Rope(
+                theta=5e5,
+                kind="yarn",
+                factor=4.0,
+                original_max_positions=16,
+                attention_factor=0.5 * (0.1 * math.log(4) + 1),
+            ),
+        ),
+    ],
+)
+def test_rope_scaling(tmp_path: Path, change: dict[str, Any], rope: Rope) -> None:
+    assert gguf_shape.shape(header(tmp_path, change)).rope == rope
+
+
+def test_llama3s_divisors(tmp_path: Path) -> None:
+    divisors = np.array([1, 1.5, 4, 8], dtype=np.float32)
+    shape = gguf_shape.shape(header(tmp_path, {}, {"rope_freqs.weight": divisors}))
+    assert shape.rope == Rope(theta=5e5, kind="llama3", factors=(1.0, 1.5, 4.0, 8.0))
+    fails(
+        tmp_path,
+        {},
+        r"rope_freqs.weight is F32 of \[3\]; it must be F32 of \[4\]",
+        tensors={"rope_freqs.weight": divisors[:3]},
+    )
+    fails(tmp_path, {}, "values that are not above 0", tensors={"rope_freqs.weight": divisors * 0})
+    both = {"rope.scaling.type": "linear", **SCALED}
+    fails(tmp_path, both, "has both rope_freqs.weight and rope.scaling.type", tensors={"rope_freqs.weight": divisors})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"block_count": None}, "llama has no block_count"),
+        ({"block_count": "2"}, "block_count is '2'; it must be a whole number"),
+        ({"attention.layer_norm_rms_epsilon": None}, "has no attention.layer_norm_rms_epsilon"),
+        ({"attention.head_count_kv": [2, 1]}, "llama.attention.head_count_kv per layer, which Weft does not compute"),
+        ({"attention.value_length": 4}, "attention.value_length is 4; it must be the head's own length, 8"),
+        ({"rope.dimension_count": 4}, "rope.dimension_count is 4; it must be the head's own length, 8"),
+        ({"expert_count": 8}, "has llama.expert_count, which Weft's models do not compute"),
+        ({"rope.scaling.type": "longrope"}, "rope.scaling.type is 'longrope'; it must be none, linear or yarn"),
+        ({"rope.scaling.type": "linear"}, "has no rope.scaling.factor"),
+        ({"general.architecture": "gemma3"}, "unknown architecture 'gemma3'; known in GGUF files: llama, qwen2, qwen3"),
+    ],
+)
+def test_what_has_no_truthful_shape(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    fails(tmp_path, change, message)
+
+
+def test_tensors_of_another_model_are_not_passed_over(tmp_path: Path) -> None:
+    shape = msgspec.structs.replace(LLAMA, layers=1)
+    write_model(tmp_path / "m.gguf", shape)
+    content = (tmp_path / "m.gguf").read_bytes().replace(b"blk.0.ffn_up.weight", b"blk.0.ffn_xx.weight")
+    (tmp_path / "m.gguf").write_bytes(content)
+    with pytest.raises(ModelError, match=r"tensor 'blk.0.ffn_xx.weight' is no part of a LlamaForCausalLM"):
+        resolve(str(tmp_path / "m.gguf"))

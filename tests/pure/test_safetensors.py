@@ -1,0 +1,152 @@
+"""safetensors headers: as the library reads them, and one clear line for every way to be damaged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from weft.errors import ModelError
+from weft.facts import safetensors
+
+TENSORS = {
+    "a": np.ones((2, 3), dtype=np.float32),
+    "b": np.ones(5, dtype=np.float16),
+    "scalar": np.ones((), dtype=np.float64),
+    "empty": np.ones((0, 4), dtype=np.int8),
+    "flags": np.ones((3, 1), dtype=np.bool_),
+}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("safetensors") / "model.safetensors"
+    save_file(TENSORS, path, metadata={"format": "np"})
+    return path
+
+
+def written(path: Path, header: Any, data: bytes = b"") -> Path:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return path
+
+
+def fails(path: Path, message: str) -> None:
+    """`path` is a file, or a directory with files."""
+    with pytest.raises(ModelError, match=message) as caught:
+        (safetensors.read_directory if path.is_dir() else safetensors.read)(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_it_is_what_the_library_reads(path: Path) -> None:
+    ours = safetensors.read(path)
+    content = path.read_bytes()
+    with safe_open(path, "np") as theirs:
+        assert ours.keys() == set(theirs.keys())
+        for name, info in ours.items():
+            tensor = theirs.get_tensor(name)
+            assert info.dims == tensor.shape
+            assert info.type == theirs.get_slice(name).get_dtype()
+            assert content[info.offset : info.offset + info.nbytes] == tensor.tobytes()
+
+
+def test_cut_short_anywhere(path: Path, tmp_path: Path) -> None:
+    content = path.read_bytes()
+    for length in range(len(content)):
+        (tmp_path / "short.safetensors").write_bytes(content[:length])
+        fails(tmp_path / "short.safetensors", "is cut short")
+
+
+def test_bytes_too_many(path: Path, tmp_path: Path) -> None:
+    (tmp_path / "long.safetensors").write_bytes(path.read_bytes() + b"12")
+    fails(tmp_path / "long.safetensors", "2 bytes at its end belong to no tensor")
+
+
+@given(st.data())
+def test_other_bytes_anywhere_never_end_in_another_error(
+    path: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    content = bytearray(path.read_bytes())
+    for at in data.draw(st.lists(st.integers(0, len(content) - 1), min_size=1, max_size=4)):
+        content[at] = data.draw(st.integers(0, 255))
+    copy = tmp_path_factory.getbasetemp() / "fuzzed.safetensors"
+    copy.write_bytes(content)
+    try:
+        safetensors.read(copy)
+    except ModelError as error:
+        assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        (b"\x80\x02}q", "its header is not safetensors' JSON"),
+        ([], "its header is not safetensors' JSON"),
+        ({"a": {"dtype": "F32"}}, "its header is not safetensors' JSON"),
+        ({"a": {"dtype": "F32", "shape": [2.5], "data_offsets": [0, 8]}}, "its header is not safetensors' JSON"),
+        ({"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}, r"'a' is F32 of \[3\] in bytes 0 to 8"),
+        ({"a": {"dtype": "F32", "shape": [-2], "data_offsets": [8, 0]}}, "'a' is F32 of .-2."),
+        ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}}, "'a' is F32 .* in bytes -8 to 0"),
+        (
+            {"a": {"dtype": "Q4_0", "shape": [2], "data_offsets": [0, 8]}},
+            "'a' has the unknown dtype 'Q4_0'; known: F64",
+        ),
+        ({"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}, "is cut short: tensor 'a' ends at byte"),
+        (
+            {
+                "a": {"dtype": "U8", "shape": [5], "data_offsets": [0, 5]},
+                "b": {"dtype": "U8", "shape": [4], "data_offsets": [4, 8]},
+            },
+            "tensors 'a' and 'b' lie over each other",
+        ),
+    ],
+)
+def test_damaged_headers(tmp_path: Path, header: Any, message: str) -> None:
+    fails(written(tmp_path / "x.safetensors", header, bytes(8)), message)
+
+
+def test_what_is_not_there(tmp_path: Path) -> None:
+    fails(tmp_path / "no.safetensors", "cannot read .*no.safetensors: No such file")
+    fails(tmp_path, "holds no weights")
+    (tmp_path / "pytorch_model.bin").touch()
+    fails(tmp_path, "only in pickled files .pytorch_model.bin., .* convert it with Transformers' save_pretrained")
+
+
+def sharded(folder: Path, weight_map: dict[str, str]) -> Path:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return folder
+
+
+def test_an_index_joins_its_files(tmp_path: Path) -> None:
+    save_file({"a": TENSORS["a"], "unlisted": TENSORS["b"]}, tmp_path / "1.safetensors")
+    save_file({"b": TENSORS["b"]}, tmp_path / "2.safetensors")
+    tensors = safetensors.read_directory(sharded(tmp_path, {"a": "1.safetensors", "b": "2.safetensors"}))
+    assert {name: Path(info.file).name for name, info in tensors.items()} == {
+        "a": "1.safetensors",
+        "b": "2.safetensors",
+    }
+
+
+def test_damaged_indexes(tmp_path: Path) -> None:
+    save_file({"a": TENSORS["a"]}, tmp_path / "1.safetensors")
+    fails(sharded(tmp_path, {"a": "1.safetensors", "b": "2.safetensors"}), "lacks 2.safetensors, one of the 2 files")
+    fails(sharded(tmp_path, {"b": "1.safetensors"}), "1.safetensors lacks tensor 'b'")
+    fails(sharded(tmp_path, {"a": "../1.safetensors"}), "not a file beside it")
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": [')
+    fails(tmp_path, "index.json is damaged")
+
+
+def test_files_without_an_index(tmp_path: Path) -> None:
+    save_file({"a": TENSORS["a"]}, tmp_path / "x.safetensors")
+    save_file({"b": TENSORS["b"]}, tmp_path / "y.safetensors")
+    save_file({"layers.0.wq": TENSORS["b"]}, tmp_path / "consolidated.safetensors")
+    assert safetensors.read_directory(tmp_path).keys() == {"a", "b"}
+    save_file({"b": TENSORS["b"]}, tmp_path / "z.safetensors")
+    fails(tmp_path, "'b' is in .*z.safetensors and in .*y.safetensors")

@@ -1,0 +1,171 @@
+"""Chat templates: what they may do, and what is said when they or the messages are wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vocabularies import byte_level, word_level
+from weft.errors import ConfigError, ModelError, RequestError
+from weft.text.settings import Settings
+from weft.text.template import ChatTemplate
+from weft.text.tokenizer import Tokenizer
+
+PLAIN = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+USER = {"role": "user", "content": "hi"}
+
+
+def test_names_that_a_template_knows() -> None:
+    source = (
+        "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]{{ m['content'] | trim }}{% endfor %}"
+        "{% if tools is none and documents is none %}-{% endif %}{{ unk_token }}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}{% if enable_thinking %}<think>{% endif %}"
+    )
+    template = ChatTemplate(source, {"bos_token": "<s>"})
+    assert template.render([USER]) == "<s>[user]hi-[assistant]"
+    assert template.render([USER], add_generation_prompt=False, enable_thinking=True) == "<s>[user]hi-<think>"
+    assert template.render([USER], messages=[], bos_token="") == "[user]hi-[assistant]"
+
+
+def test_whitespace_loops_and_filters_are_those_of_transformers() -> None:
+    source = """
+    {%- for m in messages %}
+        {% if loop.index0 == 2 %}
+            {% break %}
+        {% endif %}
+{{ {"a<b": "é", "n": [1, none]} | tojson }}|{{ {"b": 1, "a": 2} | tojson(indent=1, sort_keys=true) }}
+    {% endfor %}
+{%- generation %}{% set x = 1 %}G{{ x }}{% endgeneration %}{{ x }}
+"""
+    line = '{"a<b": "é", "n": [1, null]}|{\n "a": 2,\n "b": 1\n}\n'
+    assert ChatTemplate(source).render([USER] * 3) == line * 2 + "G1"
+
+
+def test_the_date() -> None:
+    assert ChatTemplate("{{ strftime_now('%Y') }}").render([USER]).startswith("20")
+
+
+def test_a_template_that_refuses_says_why() -> None:
+    template = ChatTemplate("{{ raise_exception('Roles must alternate!') }}")
+    with pytest.raises(RequestError, match=r"refuses these messages: Roles must alternate!") as error:
+        template.render([USER])
+    assert error.value.param == "messages"
+    with pytest.raises(RequestError, match=r"refuses these messages: .*str"):
+        ChatTemplate("{{ messages[0].content + 1 }}").render([USER])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.__class__.__base__.__subclasses__() }}",
+        "{{ cycler.__init__.__globals__ }}",
+        "{% for i in range(10000000) %}{% endfor %}",
+    ],
+)
+def test_the_sandbox(source: str) -> None:
+    with pytest.raises(RequestError):
+        ChatTemplate(source).render([USER])
+
+
+def test_without_a_template() -> None:
+    with pytest.raises(RequestError, match="no chat template; give one with --chat-template"):
+        ChatTemplate(None).render([USER])
+
+
+def test_a_template_that_is_none() -> None:
+    with pytest.raises(ModelError, match=r"line 2: .*--chat-template"):
+        ChatTemplate("a\n{% for %}")
+
+
+# --- which template
+
+
+def chatml_tokenizer(**settings: Any) -> Tokenizer:
+    return Tokenizer(byte_level(), Settings(**settings))
+
+
+def test_the_models_own_template() -> None:
+    own = chatml_tokenizer(chat_template="{{ bos_token }}!", tokens={"bos_token": "<s>"})
+    assert ChatTemplate.of(own).render([USER]) == "<s>!"
+
+
+def test_chatml_where_its_tokens_are() -> None:
+    chat = [{"role": "system", "content": "Be kind."}, USER]
+    assert ChatTemplate.of(chatml_tokenizer()).render(chat) == (
+        "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert ChatTemplate.of(chatml_tokenizer()).render([USER], add_generation_prompt=False) == (
+        "<|im_start|>user\nhi<|im_end|>\n"
+    )
+    with pytest.raises(RequestError, match="no chat template"):
+        ChatTemplate.of(Tokenizer(word_level(("[UNK]", "a")), Settings())).render([USER])
+
+
+def test_a_template_given_by_the_user(tmp_path: Path) -> None:
+    file = tmp_path / "chat.jinja"
+    file.write_text("file {{ messages | length }}", encoding="utf-8")
+    this = chatml_tokenizer(chat_template="own")
+    assert ChatTemplate.of(this, str(file)).render([USER]) == "file 1"
+    assert ChatTemplate.of(this, "text {{ messages | length }}").render([USER]) == "text 1"
+    for wrong in (str(tmp_path / "nowhere.jinja"), str(tmp_path), "x" * 5000, "a\0b"):
+        with pytest.raises(ConfigError, match="neither a file that can be read nor a Jinja template"):
+            ChatTemplate.of(this, wrong)
+
+
+# --- messages
+
+
+def test_parts_are_joined() -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    assert ChatTemplate(PLAIN).render([{"role": "user", "content": parts}]) == "user:one\ntwo;"
+    assert ChatTemplate(PLAIN).render([{"role": "user", "content": []}]) == "user:;"
+
+
+def test_developer_is_system_to_a_template_that_knows_no_better() -> None:
+    chat = [{"role": "system", "content": "a"}, {"role": "developer", "content": "b"}, USER]
+    assert ChatTemplate(PLAIN).render(chat) == "system:a\n\nb;user:hi;"
+    assert ChatTemplate(PLAIN).render(chat[1:]) == "system:b;user:hi;"
+    knows = PLAIN + "{% if messages[0].role == 'developer' %}{% endif %}"
+    assert ChatTemplate(knows).render(chat) == "system:a;developer:b;user:hi;"
+    assert chat[0]["content"] == "a"
+
+
+def test_tool_calls() -> None:
+    source = "{% set m = messages[0] %}{{ m.tool_calls[0].function.arguments | tojson }}{{ m.content is none }}"
+    for content in ({}, {"content": None}):
+        call = {"id": "1", "function": {"name": "f", "arguments": '{"a": 1}'}}
+        message = {"role": "assistant", "tool_calls": [call], **content}
+        assert ChatTemplate(source).render([message]) == '{"a": 1}True'
+        assert call["function"]["arguments"] == '{"a": 1}'
+    tool = {"role": "tool", "content": "42", "tool_call_id": "1"}
+    assert ChatTemplate("{{ messages[0].tool_call_id }}").render([tool]) == "1"
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], "at least one message"),
+        ("hi", "must be a list"),
+        ({"role": "user", "content": "hi"}, "must be a list"),
+        (["hi"], r"messages\[0\] is a str"),
+        ([USER, {"role": "robot", "content": ""}], r"messages\[1\] has the role 'robot'; known roles: system, dev.*, tool"),
+        ([{"content": "hi"}], "has the role None"),
+        ([{"role": ["user"], "content": "hi"}], "has the role"),
+        ([{"role": "user"}], r"messages\[0\].content must be a text or a list of text parts, not None"),
+        ([{"role": "user", "content": 5}], "not 5"),
+        ([{"role": "assistant", "content": None}], "not None"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], r"content\[0\] is of type 'image_url'; .*'text' only"),
+        ([{"role": "user", "content": [{"type": "text"}]}], r"content\[0\].text must be a text"),
+        ([{"role": "user", "content": ["hi"]}], r"content\[0\] is of type 'str'"),
+        ([{"role": "assistant", "tool_calls": [1]}], "tool_calls must be a list of objects"),
+        ([{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}], "arguments is no valid JSON"),
+    ],
+)  # fmt: skip
+def test_messages_that_are_none(messages: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message) as error:
+        ChatTemplate(PLAIN).render(messages)
+    assert error.value.param == "messages"

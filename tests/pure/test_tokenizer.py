@@ -1,0 +1,420 @@
+"""Tokenisers of every kind against the libraries that invented them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import unicodedata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+import tiktoken
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as RustTokenizer
+from tokenizers import processors
+
+from vocabularies import (
+    SPECIALS,
+    TEXTS,
+    byte_level,
+    byte_level_fields,
+    sentencepiece_fields,
+    sentencepiece_model,
+    word_level,
+    write_folder,
+    write_gguf,
+    write_tiktoken,
+)
+from weft.errors import ModelError, RequestError
+from weft.text import cache
+from weft.text.pretokenizers import QWEN, WORDS
+from weft.text.tokenizer import LONG_TEXT, Tokenizer, load
+
+ODD = (
+    "",
+    " ",
+    "  two  spaces ",
+    "\n\n\ttab",
+    "a" * 50,
+    "日本語 🙂👍🏽",
+    "12345678",
+    "it's WE'LL",
+    "\u2581 x",
+    "e\u0301",
+)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+# --- Hugging Face directories
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_folder(tmp_path / "model", byte_level(), bos_token=SPECIALS[1], eos_token={"content": SPECIALS[2]})
+
+
+def test_a_folder(folder: Path) -> None:
+    this = load(str(folder))
+    assert (this.bos_id, this.eos_id, this.end_ids, this.vocab_size) == (1, 2, (2,), 600)
+    assert this.special_tokens == {"bos_token": SPECIALS[1], "eos_token": SPECIALS[2]}
+    assert this.special_ids == {0, 1, 2}
+    assert this.chat_template is None
+    for text in (*TEXTS, *ODD):
+        ids = this.encode(text)
+        assert ids == byte_level().encode(text).ids
+        assert this.decode(ids) == text
+    assert load(str(folder / "tokenizer.json")).encode(TEXTS[0]) == this.encode(TEXTS[0])
+
+
+def test_a_long_text_is_encoded_as_a_short_one(folder: Path) -> None:
+    this = load(str(folder))
+    text = "The weft. " * LONG_TEXT
+    assert this.encode(text) == byte_level().encode(text).ids
+
+
+@pytest.mark.parametrize(
+    ("config", "template", "expected"),
+    [
+        ({}, False, []),
+        ({}, True, [1]),
+        ({"add_bos_token": True}, False, [1]),
+        ({"add_bos_token": False}, True, []),
+        ({"add_bos_token": True, "add_eos_token": True}, True, [1, 2]),
+        ({"add_bos_token": True, "bos_token": None}, False, []),
+    ],
+)
+def test_bos_comes_as_the_model_says_and_once(
+    tmp_path: Path, config: dict[str, Any], template: bool, expected: list[int]
+) -> None:
+    rust = byte_level()
+    if template:
+        rust.post_processor = processors.TemplateProcessing(
+            single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)]
+        )
+    named = {"bos_token": SPECIALS[1], "eos_token": SPECIALS[2]}
+    this = load(str(write_folder(tmp_path / "model", rust, **{**named, **config})))
+    plain = this.encode("weft", add_special_tokens=False)
+    assert plain == byte_level().encode("weft").ids
+    bos, eos = expected[:1], expected[1:]
+    assert this.encode("weft") == bos + plain + eos
+    assert this.encode("") == expected
+    # A rendered chat begins with BOS already.
+    assert this.encode(SPECIALS[1] + "weft") == [1, *plain, *eos]
+    assert this.encode(SPECIALS[1] + "weft", add_special_tokens=False) == [1, *plain]
+
+
+def test_tokens_that_only_the_config_knows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    added = {
+        "600": {"content": "<tool>", "special": False},
+        "601": {"content": "<eot>", "special": True},
+        "900": {"content": "<nowhere>", "special": True},
+        "0": {"content": SPECIALS[0], "special": True},
+    }
+    this = load(str(write_folder(tmp_path / "model", byte_level(), added_tokens_decoder=added, eos_token="<eot>")))
+    assert this.encode("<tool><eot>") == [600, 601]
+    assert this.decode([600, 601]) == "<tool>"
+    assert (this.eos_id, this.vocab_size) == (601, 602)
+    assert this.id("<nowhere>") is None
+    assert "'<nowhere>' is left out" in caplog.text
+
+
+def test_named_tokens_are_special_wherever_they_are_named(tmp_path: Path) -> None:
+    rust = word_level(("[UNK]", "a", "</s>", "<pad>", "<x>"))
+    model = write_folder(tmp_path / "model", rust, pad_token="<pad>", additional_special_tokens=["<x>", "<none>"])
+    (model / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": "</s>"}}))
+    this = load(str(model))
+    assert this.special_ids == {2, 3, 4}
+    assert this.eos_id == 2
+    assert this.decode(this.encode("a </s> a <x> <pad>")) == "a a"
+
+
+def test_ids_from_config_json_where_nothing_else_names_them(tmp_path: Path) -> None:
+    model = write_folder(tmp_path / "model", byte_level(), bos_token=None)
+    (model / "config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": 2}))
+    this = load(str(model))
+    assert (this.bos_id, this.eos_id) == (None, 2)  # a bos_token of null is a word too
+
+
+def test_truncation_of_the_training_is_not_ours(tmp_path: Path) -> None:
+    rust = byte_level()
+    rust.enable_truncation(3)
+    rust.enable_padding(length=8)
+    this = load(str(write_folder(tmp_path / "model", rust)))
+    assert this.encode(TEXTS[0]) == byte_level().encode(TEXTS[0]).ids
+
+
+TOOL_USE = {"name": "tool_use", "template": "t"}
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"tokenizer_config.json": {"chat_template": "one"}}, "one"),
+        ({"tokenizer_config.json": {"chat_template": "one"}, "chat_template.jinja": "file"}, "file"),
+        ({"chat_template.json": {"chat_template": "processor"}}, "processor"),
+        ({"tokenizer_config.json": {"chat_template": [TOOL_USE, {"name": "default", "template": "d"}]}}, "d"),
+        ({"tokenizer_config.json": {"chat_template": [TOOL_USE]}}, "t"),
+        ({}, None),
+    ],
+)
+def test_chat_template_of_a_folder(folder: Path, files: dict[str, Any], expected: str | None) -> None:
+    for name, value in files.items():
+        (folder / name).write_text(value if isinstance(value, str) else json.dumps(value))
+    assert load(str(folder)).chat_template == expected
+
+
+def test_what_is_missing_or_damaged_is_said_in_one_line(tmp_path: Path, folder: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(ModelError) as error:
+        load(str(empty))
+    for word in (str(empty), "tokenizer.json", "tokenizer.model", "*.tiktoken", "--tokenizer"):
+        assert word in str(error.value)
+    with pytest.raises(ModelError, match="there is no tokenizer at"):
+        load(str(tmp_path / "nowhere"))
+    (folder / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"tokenizer_config\.json cannot be read"):
+        load(str(folder))
+    (folder / "tokenizer.json").write_text('{"model": 1}')
+    with pytest.raises(ModelError, match="is no tokenizer, or a damaged one"):
+        load(str(folder))
+    for name, what in (("tokenizer.model", "SentencePiece"), ("x.tiktoken", "tiktoken")):
+        (empty / name).write_bytes(b"\x0a\xff not a model")
+        with pytest.raises(ModelError, match=f"{name} is no {what}.*damaged"):
+            load(str(empty))
+        (empty / name).unlink()
+
+
+def test_bad_texts_and_ids(folder: Path) -> None:
+    this = load(str(folder))
+    with pytest.raises(RequestError, match=r"no valid Unicode: character 2 is the lone surrogate U\+D83D"):
+        this.encode("ab\ud83d")
+    with pytest.raises(RequestError, match="from 0 to 599"):
+        this.decode([-1])
+    assert this.decode([10_000]) == ""
+    assert (this.token_bytes(10_000), this.token_text(10_000)) == (b"", "")
+
+
+def test_bad_words_come_at_the_start_and_after_a_space(folder: Path) -> None:
+    this = load(str(folder))
+    assert this.word_ids(" weft") == [tuple(this.encode("weft")), tuple(this.encode(" weft"))]
+    assert this.word_ids("🙂\n") == [tuple(this.encode(text)) for text in ("🙂\n", " 🙂\n")]
+    with pytest.raises(RequestError, match="bad word"):
+        this.word_ids("  ")
+
+
+def test_token_text_is_best_effort(folder: Path) -> None:
+    this = load(str(folder))
+    assert [this.token_text(id) for id in this.encode(" weft")] == [" weft"]
+    bold = this.encode("𝒳")
+    assert [this.token_text(id) for id in bold] == ["\ufffd"] * 4
+    assert b"".join(map(this.token_bytes, bold)).decode() == "𝒳"
+    assert this.token_text(2) == SPECIALS[2]
+
+
+# --- SentencePiece
+
+
+def sentencepiece_folder(path: Path, **options: Any) -> tuple[Tokenizer, sentencepiece.SentencePieceProcessor]:
+    path.mkdir()
+    model = sentencepiece_model(**options)
+    (path / "tokenizer.model").write_bytes(model)
+    return load(str(path)), sentencepiece.SentencePieceProcessor(model_proto=model)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"add_dummy_prefix": False},
+        {"model_type": "unigram", "vocab_size": 420},
+        {"normalization_rule_name": "nmt_nfkc", "remove_extra_whitespaces": True},
+        {"model_type": "unigram", "vocab_size": 200, "byte_fallback": False, "remove_extra_whitespaces": True},
+        {"bos_id": -1, "pad_id": 3},
+    ],
+    ids=str,
+)
+def test_sentencepiece_models(tmp_path: Path, options: dict[str, Any]) -> None:
+    this, oracle = sentencepiece_folder(tmp_path / "model", **options)
+    assert this.vocab_size == oracle.get_piece_size()
+    assert (this.bos_id, this.eos_id) == (None if oracle.bos_id() < 0 else oracle.bos_id(), oracle.eos_id())
+    for text in (*TEXTS, *ODD):
+        expected = oracle.encode(text)
+        assert this.encode(text, add_special_tokens=False) == expected, text
+        assert this.encode(text) == ([] if this.bos_id is None else [this.bos_id]) + expected
+        if options.get("byte_fallback", True):
+            assert this.decode(expected) == oracle.decode(expected)
+
+
+@given(data=st.data())
+def test_sentencepiece_decodes_broken_bytes(data: st.DataObject) -> None:
+    """A byte that belongs to no character costs itself, not the characters beside it."""
+    model = sentencepiece_model()
+    oracle = sentencepiece.SentencePieceProcessor(model_proto=model)
+    from weft.text import spm
+
+    this = Tokenizer(*spm.parse(model))
+    byte = oracle.piece_to_id("<0x00>")
+    ids = data.draw(st.lists(st.one_of(st.integers(byte, byte + 255), st.integers(byte + 256, 499)), max_size=12))
+    # SentencePiece keeps a space at the beginning that is a byte; Llama's own tokenizer.json does not.
+    if ids[:1] != [byte + 0x20]:
+        assert this.decode(ids) == oracle.decode(ids)
+
+
+# --- tiktoken
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> dict[bytes, int]:
+    words = QWEN.pre_tokenizer()
+    rust = byte_level(words.__getstate__().decode())
+    return write_tiktoken(tmp_path / "qwen.tiktoken", rust)
+
+
+def test_tiktoken(tmp_path: Path, ranks: dict[bytes, int]) -> None:
+    specials = {text: len(ranks) + at for at, text in enumerate(SPECIALS)}
+    [pattern] = QWEN.splits
+    oracle = tiktoken.Encoding("qwen", pat_str=pattern, mergeable_ranks=ranks, special_tokens=specials)
+    this = load(str(tmp_path))
+    assert this.end_ids == tuple(specials.values())
+    assert this.vocab_size == len(ranks) + 3 + 205
+    for text in (*TEXTS, *ODD, "<|im_start|>user\nweft<|im_end|>"):
+        expected = oracle.encode(unicodedata.normalize("NFC", text), allowed_special="all")
+        assert this.encode(text) == expected, text
+        assert this.decode(expected, skip_special_tokens=False) == oracle.decode(expected)
+
+
+# --- GGUF
+
+
+@pytest.mark.parametrize("pre", sorted(WORDS))
+def test_gguf_byte_level(tmp_path: Path, pre: str) -> None:
+    words = WORDS[pre]
+    oracle = byte_level(words.pre_tokenizer().__getstate__().decode())
+    # As a file of any name, as Ollama keeps them.
+    this = load(str(write_gguf(tmp_path / "sha256-0123", **byte_level_fields(oracle, pre))))
+    for text in (*TEXTS, *ODD, "<|im_start|>user\nweft<|im_end|>"):
+        assert this.encode(text, add_special_tokens=False) == oracle.encode(text).ids
+        assert this.encode(text)[:1] == [1] or not words.bos
+    assert (this.bos_id, this.eos_id, this.end_ids) == (1, 2, (2, 0))
+    assert this.special_ids == {0, 1, 2}
+
+
+def test_smollm_takes_digits_singly(tmp_path: Path) -> None:
+    fields = byte_level_fields(byte_level(), "smollm")
+    assert "23" in fields["tokens"]
+    smollm = load(str(write_gguf(tmp_path / "smollm.gguf", **fields)))
+    gpt2 = load(str(write_gguf(tmp_path / "gpt2.gguf", **{**fields, "pre": "gpt-2"})))
+    assert [smollm.token_text(id) for id in smollm.encode("1234")] == ["1", "2", "3", "4"]
+    assert len(gpt2.encode("1234")) < 4
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_gguf_sentencepiece(tmp_path: Path, prefix: bool) -> None:
+    model = sentencepiece_model(add_dummy_prefix=prefix)
+    oracle = sentencepiece.SentencePieceProcessor(model_proto=model)
+    this = load(str(write_gguf(tmp_path / "m.gguf", **sentencepiece_fields(model), add_space_prefix=prefix)))
+    for text in (*TEXTS, *ODD):
+        expected = oracle.encode(text)
+        assert this.encode(text) == [oracle.bos_id(), *expected]
+        assert this.decode(expected) == oracle.decode(expected)
+    assert this.special_tokens == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    assert this.end_ids == (oracle.eos_id(),)
+    assert this.encode("<s>weft</s>")[:1] + this.encode("<s>weft</s>")[-1:] == [1, 2]
+
+
+def test_gguf_flags_template_and_added_tokens(tmp_path: Path) -> None:
+    rust = byte_level()
+    fields = byte_level_fields(rust, "llama-bpe")
+    fields["tokens"] += ["<think>", "<|eot_id|>", "a b"]
+    fields["token_type"] += [4, 3, 4]
+    fields |= {"add_bos_token": False, "add_eos_token": True, "chat_template": "{{ 1 }}", "eot_token_id": 601}
+    fields["eos_token_id"] = 0
+    this = load(str(write_gguf(tmp_path / "m.gguf", **fields, padding_token_id=2**32 - 1)))
+    assert this.encode("<think>a b<|eot_id|>") == [600, 602, 601, 0]
+    assert this.decode([600, 602, 601]) == "<think>a b"
+    assert this.end_ids == (0, 601, 2)
+    assert this.chat_template == "{{ 1 }}"
+    assert "pad_token" not in this.special_tokens
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"pre": "nobody"}, "cuts words as 'nobody' does.*known: .*llama-bpe.*smollm.*--tokenizer"),
+        ({"model": "bert"}, "kind 'bert'.*gpt2 and llama"),
+        ({"token_type": [1]}, "1 token types for 600 tokens"),
+        ({"merges": ["x y z"]}, "'x y z' merges no two"),
+        ({"model": "llama"}, "0 scores for 600 tokens"),
+    ],
+)
+def test_gguf_that_cannot_be(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    fields = {**byte_level_fields(byte_level(), "gpt-2"), **change}
+    with pytest.raises(ModelError, match=message):
+        load(str(write_gguf(tmp_path / "m.gguf", **fields)))
+
+
+# --- the cache
+
+
+@pytest.fixture
+def gguf_file(tmp_path: Path) -> Path:
+    return write_gguf(tmp_path / "m.gguf", **byte_level_fields(byte_level(), "gpt-2"), chat_template="{{ 1 }}")
+
+
+def test_the_second_time_nothing_is_made(gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = load(str(gguf_file))
+
+    def never(*_: object) -> tuple[RustTokenizer, Any]:
+        raise AssertionError("made again")
+
+    monkeypatch.setattr("weft.text.gguf_tokenizer.read", never)
+    second = load(str(gguf_file))
+    for name in ("special_tokens", "special_ids", "end_ids", "chat_template", "bos_id", "vocab_size"):
+        assert getattr(first, name) == getattr(second, name)
+    assert [second.encode(text) for text in TEXTS] == [first.encode(text) for text in TEXTS]
+    os.utime(gguf_file, ns=(1, 1))  # another file by the same name
+    with pytest.raises(AssertionError, match="made again"):
+        load(str(gguf_file))
+    monkeypatch.setattr(cache, "FORMAT", cache.FORMAT + 1)
+    with pytest.raises(AssertionError, match="made again"):
+        load(str(gguf_file))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "settings.json"])
+def test_a_damaged_cache_is_made_again(gguf_file: Path, tmp_path: Path, name: str) -> None:
+    load(str(gguf_file))
+    [kept] = (tmp_path / "cache/weft/tokenizers").glob(f"*/{name}")
+    whole = kept.read_bytes()
+    kept.write_bytes(whole[:50])
+    assert load(str(gguf_file)).chat_template == "{{ 1 }}"
+    assert kept.read_bytes() == whole
+    assert sorted(path.name for path in kept.parent.iterdir()) == ["settings.json", "tokenizer.json"]
+
+
+def test_without_a_place_for_the_cache(gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert load(str(gguf_file)).encode("weft")
+
+
+def test_only_what_is_needed_is_imported(gguf_file: Path) -> None:
+    script = """
+import sys
+from weft.text.tokenizer import load
+from weft.text.template import ChatTemplate
+from weft.text.stream import TextStream
+load(sys.argv[1]).encode("weft")
+loaded = {"jinja2", "sentencepiece", "tiktoken", "transformers", "torch", "numpy", "gguf"} & sys.modules.keys()
+assert not loaded, loaded
+"""
+    subprocess.run([sys.executable, "-c", script, str(gguf_file)], check=True, timeout=60)
