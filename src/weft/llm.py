@@ -17,6 +17,7 @@ from weft.client.local import LocalEngine
 from weft.client.outputs import RequestOutput
 from weft.client.progress import Bar, Progress
 from weft.core.params import SamplingParams
+from weft.core.request import Stats
 from weft.errors import RequestError
 from weft.facts.checkpoint import resolve
 from weft.planner.plan import Plan
@@ -123,6 +124,10 @@ class LLM:
     def sampling_params(self, **said: Any) -> SamplingParams:
         """SamplingParams with the model's own defaults (generation_config.json) for what is not said."""
         return self._frontend.params({}, **said)
+
+    def stats(self) -> Stats:
+        """Requests, KV blocks and counters of this moment."""
+        return self._running.stats()
 
     def get_tokenizer(self) -> Tokenizer:
         """Raises RequestError with skip_tokenizer_init."""

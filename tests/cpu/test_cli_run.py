@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.cpu import tiny
+from weft import logs
 from weft.cli import main
 
 HERE = {**os.environ, "PYTHONPATH": str(Path(main.__file__).parents[2])}
 ENGINE = ["--load-format", "dummy", "--dtype", "float32", "--kv-cache-memory-bytes", "1M", "--device", "cpu"]
 TWO = ["--tensor-split", "1,1"]
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """main() configures our logger; the next test starts as if it had not."""
+    monkeypatch.setenv(logs.VARIABLE, "")
+    logger = logging.getLogger("weft")
+    before = logger.handlers, logger.level, logger.propagate
+    yield
+    logger.handlers, logger.level, logger.propagate = before[0], before[1], before[2]
 
 
 @pytest.fixture(scope="module")
@@ -52,14 +65,16 @@ def test_run_json(model: str, layout: list[str]) -> None:
     assert all(0 < row["kv_bytes"] <= 2**20 and row["weight_bytes"] > 0 for row in got["layout"])
 
 
-def test_run_streams_and_raw_differs_from_the_template(model: str) -> None:
+def test_run_streams_and_raw_differs_from_the_template(model: str, capfd: pytest.CaptureFixture[str]) -> None:
     words = ["run", model, "--prompt", "hello", "--max-tokens", "6", "--temperature", "0", "--ignore-eos", *ENGINE]
-    asked = weft(*words)
-    raw = weft(*words, "--raw")
-    assert asked.stdout.endswith("\n") and raw.stdout.endswith("\n")
-    told = [json.loads(weft(*words, "--json", *extra).stdout) for extra in ([], ["--raw"])]
-    assert [asked.stdout, raw.stdout] == [answer["text"] + "\n" for answer in told]
-    assert told[0]["usage"]["prompt_tokens"] > told[1]["usage"]["prompt_tokens"]
+
+    def said(*extra: str) -> str:
+        assert main.main([*words, *extra]) == 0
+        return capfd.readouterr().out
+
+    asked, raw = json.loads(said("--json")), json.loads(said("--json", "--raw"))
+    assert said() == asked["text"] + "\n" and said("--raw") == raw["text"] + "\n"
+    assert asked["usage"]["prompt_tokens"] > raw["usage"]["prompt_tokens"]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +82,7 @@ def test_run_streams_and_raw_differs_from_the_template(model: str) -> None:
     [
         (["run", "/no/such/model", "--prompt", "x"], ["/no/such/model"]),
         (["run", "MODEL", "--prompt", "x", "-tp", "5"], ["5", "1 to 4"]),
-        (["run", "MODEL", "--prompt", "x", "--pipeline-split", "1,2"], ["1,2", "2 layers"]),
+        (["run", "MODEL", "--prompt", "x", "--pipeline-split", "1,2"], ["1,2", "the model's 2"]),
         (["run", "MODEL", "--prompt", "x", "--temperature", "-1"], ["temperature", "-1"]),
         (["run", "MODEL", "--prompt", "x", "--top-p", "1.5"], ["top_p", "1.5"]),
         (["run", "MODEL", "--prompt", "x" * 600], ["512"]),
@@ -75,19 +90,25 @@ def test_run_streams_and_raw_differs_from_the_template(model: str) -> None:
         (["run", "MODEL", "--prompt", "x", "--block-size", "0"], ["block_size", "0"]),
         (["run", "MODEL", "--prompt", "x", "--max-model-len", "512", "--kv-cache-memory-bytes", "70000"], ["512"]),
         (["run", "MODEL", "--prompt", "x", "--kv-cache-memory-bytes", "7"], ["7 bytes"]),
-        (["serve", "MODEL", "--kv-cache-memory-bytes", "7", "--port", "0"], ["7 bytes"]),
     ],
 )
-def test_mistakes_get_one_line(model: str, words: list[str], told: list[str]) -> None:
+def test_mistakes_get_one_line(
+    model: str, words: list[str], told: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
     words = [model if word == "MODEL" else word for word in words]
-    kept = [flag for flag in ENGINE if flag not in ("--kv-cache-memory-bytes", "1M") or flag not in words]
-    done = weft(*words[:2], *kept, *words[2:], status=1)
-    assert done.stdout == ""
-    last = done.stderr.splitlines()[-1]
-    assert last.startswith("weft: error: "), done.stderr
-    assert "Traceback" not in done.stderr
+    assert main.main([*words[:2], *ENGINE, *words[2:]]) == 1
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    last = captured.err.splitlines()[-1]
+    assert last.startswith("weft: error: ") and "Traceback" not in captured.err
     for part in told:
         assert part in last
+
+
+def test_a_server_that_cannot_start(model: str) -> None:
+    done = weft("serve", model, *ENGINE, "--kv-cache-memory-bytes", "7", "--port", "0", status=1)
+    assert done.stderr.splitlines()[-1].startswith("weft: error: no room for the KV cache")
+    assert "Traceback" not in done.stderr
 
 
 def test_a_prompt_that_is_no_text(model: str) -> None:
@@ -103,13 +124,14 @@ def test_chat(model: str) -> None:
     assert "forgotten" in done.stderr
 
 
-def test_bench(model: str) -> None:
+def test_bench(model: str, capfd: pytest.CaptureFixture[str]) -> None:
     small = ["--num-iters", "1", "--num-iters-warmup", "0", "--output-len", "4"]
-    done = weft("bench", "latency", model, *ENGINE, *small, "--input-len", "8")
-    got = json.loads(done.stdout.splitlines()[-1])
+    assert main.main(["bench", "latency", model, *ENGINE, *small, "--input-len", "8"]) == 0
+    got = json.loads(capfd.readouterr().out.splitlines()[-1])
     assert got["output_tokens"] == 4 and got["ttft_s"] > 0 and got["decode_tok_s"] > 0
-    done = weft("bench", "throughput", model, *ENGINE, *small, "--num-prompts", "3", "--input-len-range", "2:9")
-    got = json.loads(done.stdout.splitlines()[-1])
+    words = ["bench", "throughput", model, *ENGINE, *small, "--num-prompts", "3", "--input-len-range", "2:9"]
+    assert main.main(words) == 0
+    got = json.loads(capfd.readouterr().out.splitlines()[-1])
     assert got["output_tokens"] == 12 and got["output_tok_s"] > 0
 
 
@@ -129,21 +151,26 @@ def gone(pid: int) -> bool:
         return True
 
 
-@pytest.mark.parametrize("after_s", [0.3, 1.5, 4.0])
-def test_ctrl_c_leaves_nothing_behind(model: str, after_s: float) -> None:
-    words = ["run", model, "--prompt", "x", "--max-tokens", "auto", "--ignore-eos", *ENGINE, "--max-model-len", "256"]
-    words += ["--tensor-parallel-size", "2"]
+def wait_for(happened: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("phase", ["ranks are starting", "tokens are coming"])
+def test_ctrl_c_leaves_nothing_behind(model: str, phase: str) -> None:
+    words = ["run", model, "--prompt", "x", "--max-tokens", "auto", "--ignore-eos", *ENGINE, *TWO]
     with subprocess.Popen(
         [sys.executable, "-m", "weft", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=HERE
     ) as process:
-        time.sleep(after_s)
-        started = children(process.pid)
+        assert process.stdout is not None
+        wait_for(lambda: len(children(process.pid)) == 2)
+        if phase == "tokens are coming":
+            process.stdout.read(1)
+        ranks = children(process.pid)
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=30)
-        assert process.returncode in (0, 130), err.decode()
-        if process.returncode == 130:
-            assert b"Traceback" not in err
-    deadline = time.monotonic() + 5
-    while time.monotonic() < deadline and not all(map(gone, started)):
-        time.sleep(0.05)
-    assert [pid for pid in started if not gone(pid)] == []
+        _, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert err == b""
+    wait_for(lambda: all(map(gone, ranks)))

@@ -34,9 +34,9 @@ def truth(checkpoint: Path) -> list[list[int]]:
 
 def greedy(model: torch.nn.Module, prompt: list[int], new: int) -> list[int]:
     ids = torch.tensor([prompt])
-    # eos_token_id -1 is never sampled, so that all give NEW tokens.
+    model.generation_config.eos_token_id = None
     out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, pad_token_id=0
     )
     return out[0, len(prompt) :].tolist()
 
@@ -78,9 +78,9 @@ def test_greedy_tokens_equal_in_every_layout(checkpoint: Path, truth: list[list[
 def test_tokens_do_not_depend_on_scheduling(checkpoint: Path, truth: list[list[int]], how: dict) -> None:
     preempt = how.get("kv_cache_memory_bytes") == 1
     if preempt:
-        plan = plan_for(checkpoint, "whole", dtype="float32")
-        # Six blocks of 16: the longest alone needs five.
-        how = {"kv_cache_memory_bytes": 6 * plan.block_bytes(0), "max_model_len": 80}
+        plan = plan_for(checkpoint, "whole", dtype="float32", block_size=2)
+        # 36 blocks of 2: the longest alone needs 35, and three prompts fit together but not their answers.
+        how = {"kv_cache_memory_bytes": 36 * plan.block_bytes(0), "max_model_len": 70, "block_size": 2}
     with LLM(str(checkpoint), dtype="float32", skip_tokenizer_init=True, executor="inline", **how) as llm:
         params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
         first = llm.generate(PROMPTS, params)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import shutil
+import signal
 import subprocess
 import sys
 import zipfile
@@ -205,7 +206,7 @@ def test_pip_ends_with_us(cache: Path, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(demo, "_wait", interrupt)
     with pytest.raises(KeyboardInterrupt):
         demo.fetch()
-    assert started[0].returncode is not None
+    assert started[0].returncode == -signal.SIGKILL
     assert left(cache) == set()
 
 

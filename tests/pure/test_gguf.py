@@ -145,6 +145,20 @@ def test_absurd_lengths(path: Path, tmp_path: Path) -> None:
             fails(changed(path, tmp_path, at, struct.pack("<Q", length)), "cut short or damaged")
 
 
+def test_a_text_that_ends_beyond_the_file(tmp_path: Path) -> None:
+    """With nothing after it that would notice."""
+
+    def text(content: bytes) -> bytes:
+        return struct.pack("<Q", len(content)) + content
+
+    words = struct.pack("<IIQ", gguf.ARRAY, gguf.STRING, 2) + text(b"a") + text(b"bc")
+    content = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + text(b"words") + words
+    (tmp_path / "words.gguf").write_bytes(content)
+    assert gguf.read(tmp_path / "words.gguf").array("words") == ["a", "bc"]
+    (tmp_path / "words.gguf").write_bytes(content[:-1])
+    fails(tmp_path / "words.gguf", "cut short or damaged")
+
+
 def test_damaged_index(path: Path, tmp_path: Path) -> None:
     count = entry(path, b"matrix")
     dims, type, offset = count + 4, count + 4 + 16, count + 4 + 16 + 4

@@ -142,7 +142,14 @@ SCALED = {"rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 16
     ],
 )
 def test_rope_scaling(tmp_path: Path, change: dict[str, Any], rope: Rope) -> None:
-    assert gguf_shape.shape(header(tmp_path, change)).rope == rope
+    shape = gguf_shape.shape(header(tmp_path, change))
+    assert shape.rope == rope
+    assert shape.max_positions == 64
+
+
+def test_yarn_reaches_further_than_the_model_was_trained(tmp_path: Path) -> None:
+    change = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "context_length": 32}
+    assert gguf_shape.shape(header(tmp_path, change)).max_positions == 128
 
 
 def test_llama3s_divisors(tmp_path: Path) -> None:

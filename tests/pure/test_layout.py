@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from shapes import SMOLLM2, shapes
 
+from shapes import SMOLLM2, shapes
 from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError, WeftError
+from weft.facts.checkpoint import Checkpoint
 from weft.facts.host import Gpu, Host
 from weft.facts.shape import ModelShape
 from weft.planner.layout import layout, stage_layers
@@ -38,7 +38,7 @@ def host(gpus: int | tuple[Gpu, ...] = (), **facts: Any) -> Host:
 
 
 def plan(where: Host | None = None, shape: ModelShape = SMOLLM2, kind: str = "safetensors", **flags: Any) -> Plan:
-    checkpoint: Any = SimpleNamespace(model="m", path="/models/m", format=kind, shape=shape, generation={})
+    checkpoint = Checkpoint(model="m", path="/models/m", format=kind, shape=shape, generation={})  # type: ignore[arg-type]
     return layout(EngineConfig(model="m", **flags), checkpoint, where or host())
 
 
@@ -78,6 +78,41 @@ def test_any_layout_is_whole(shape: ModelShape, tp: int, pp: int, cores: int) ->
         assert max(loads) - min(loads) <= 1
     assert 0 <= got.output_rank < tp * pp and got.places[got.output_rank].last
     assert got.block_bytes(0) > 0
+
+
+@given(
+    shape=shapes(),
+    gpus=st.integers(0, 3),
+    cores=st.integers(1, 4),
+    flags=st.fixed_dictionaries(
+        {},
+        optional={
+            "tensor_parallel_size": st.integers(-1, 9),
+            "tensor_split": st.lists(st.sampled_from([0.0, 1.0, 2.5]), max_size=4).map(tuple),
+            "pipeline_parallel_size": st.integers(-1, 9),
+            "pipeline_split": st.lists(st.integers(-1, 5), max_size=4).map(tuple),
+            "device": st.sampled_from(["auto", "cpu", "cuda"]),
+            "device_ids": st.lists(st.integers(-1, 3), max_size=4).map(tuple),
+            "gpu_memory_utilization": st.lists(st.sampled_from([0.0, 0.5, 1.0]), max_size=4).map(tuple),
+            "max_model_len": st.integers(-1, 5000),
+            "max_num_batched_tokens": st.integers(-1, 9),
+            "block_size": st.integers(-1, 64),
+        },
+    ),
+)
+def test_whatever_is_asked_for_is_a_plan_or_advice(
+    shape: ModelShape, gpus: int, cores: int, flags: dict[str, Any]
+) -> None:
+    try:
+        got = plan(host(gpus, cores=tuple(range(cores))), shape, **flags)
+    except (ConfigError, PlanError) as error:
+        assert "\n" not in str(error)
+        return
+    ranks = len(got.places)
+    assert ranks == got.tensor_parallel * got.stages == len(got.devices) == len(got.cores)
+    assert all(mine for mine in got.cores)
+    assert set(got.devices) <= {"cpu"} | {f"cuda:{n}" for n in range(gpus)}
+    assert 1 <= got.max_model_len <= shape.max_positions
 
 
 # --- layers per stage ---
@@ -140,6 +175,7 @@ def test_tensor_split() -> None:
     assert [len(p.q_heads) for p in plan(tensor_split=(1, 2)).places] == [3, 6]
     assert [len(p.q_heads) for p in plan(tensor_split=(100, 1)).places] == [6, 3]
     assert plan(tensor_split=(2, 1), tensor_parallel_size=2).tensor_parallel == 2
+    refusal("tensor_split is empty", tensor_split=())
     refusal("2 weights", "3", tensor_split=(2, 1), tensor_parallel_size=3)
     refusal("10", "1 to 9", tensor_parallel_size=10)
     refusal("1 to 9", tensor_split=(1,) * 10)

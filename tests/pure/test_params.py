@@ -101,7 +101,7 @@ def test_sequences_become_tuples() -> None:
         "stop_token_ids": [1, 2],
         "allowed_token_ids": [3],
         "bad_words": "x",
-        "bad_word_ids": [[1], (2, 3)],
+        "bad_word_ids": [[1], (2, 3), []],
         "logit_bias": {"7": 1, 8: -2.5},
     }
     params = SamplingParams(**given)

@@ -591,13 +591,16 @@ def test_newcomers_leave_room_for_those_who_run() -> None:
 
 
 def test_blocks_that_a_prompt_still_needs_are_not_given_away() -> None:
-    """The first prompt has a chunk in flight and needs the rest of the blocks for its others."""
-    engine = Engine(LIMITS | {"num_blocks": 9, "max_num_batched_tokens": 8, "stages": 2})
-    for id, prompt in {"a": [1] * 24, "b": [2] * 12}.items():
-        engine.scheduler.add(request(id, prompt, max_tokens=2))
-    engine.schedule()
-    plan = engine.schedule()
-    assert plan and plan.slots == engine.flight[0].slots and not plan.admitted
+    """In a step without b, which has two chunks in flight and one to come, c would fit at b's cost."""
+    engine = Engine(LIMITS | {"num_blocks": 10, "max_num_batched_tokens": 8, "stages": 2})
+    engine.scheduler.add(request("a", [1], max_tokens=4))
+    engine.scheduler.add(request("b", [2] * 24, max_tokens=2))
+    assert engine.schedule() and engine.schedule()
+    engine.apply()
+    engine.scheduler.add(request("c", [3] * 12, max_tokens=2))
+    plans = [engine.schedule(), engine.schedule()]
+    assert [plan and (plan.starts, plan.admitted) for plan in plans] == [([8], []), ([1], [])]
+    assert engine.scheduler.pool.free == 5
     engine.run(depth=2)
     assert engine.scheduler.stats().preemptions == 0
 

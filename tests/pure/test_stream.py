@@ -203,6 +203,15 @@ def test_stop_strings_wait_for_min_tokens(
     assert stream(this, chunked(ids, cuts), **params) == cut(text, match, keep)
 
 
+@pytest.mark.parametrize("minimum", [2, 3])
+def test_half_a_character_at_the_end_is_text_too(minimum: int) -> None:
+    this = tokenizer("byte-level")
+    half = this.encode("𝒳", add_special_tokens=False)[:3]
+    text = TextStream(this, SamplingParams(stop="\ufffd", min_tokens=minimum))
+    assert text.push(half) == ""
+    assert text.finish() == ("" if minimum == 2 else "\ufffd")
+
+
 def test_what_looked_like_a_stop_string_comes_with_the_end() -> None:
     this = tokenizer("byte-level")
     text = TextStream(this, SamplingParams(stop="weft!"))

@@ -152,7 +152,7 @@ def test_tool_calls() -> None:
         ("hi", "must be a list"),
         ({"role": "user", "content": "hi"}, "must be a list"),
         (["hi"], r"messages\[0\] is a str"),
-        ([USER, {"role": "robot", "content": ""}], r"messages\[1\] has the role 'robot'; known roles: system, dev.*, tool"),
+        ([USER, {"role": "robot"}], r"messages\[1\] has the role 'robot'; known roles: system, dev.*, tool"),
         ([{"content": "hi"}], "has the role None"),
         ([{"role": ["user"], "content": "hi"}], "has the role"),
         ([{"role": "user"}], r"messages\[0\].content must be a text or a list of text parts, not None"),

@@ -23,9 +23,10 @@ def main(arguments: Namespace) -> int:
     """Read, answer, remember, until /exit."""
     system = getattr(arguments, "system_prompt", None)
     opening = [{"role": "system", "content": system}] if system else []
+    wanted = sampling(arguments, max_tokens=None)
     interactive = sys.stdin.isatty()
     with engine.start(arguments) as llm:
-        params = llm.sampling_params(**sampling(arguments, max_tokens=None))
+        params = llm.sampling_params(**wanted)
         history = list(opening)
         if interactive:
             with contextlib.suppress(ImportError):

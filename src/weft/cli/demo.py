@@ -20,10 +20,11 @@ RANKS = 2
 def main(arguments: Namespace) -> int:
     """Print the plan, stream the answer, tell how fast it was."""
     prompt = " ".join(arguments.argument) or PROMPT
+    wanted = sampling(arguments, temperature=0.0, max_tokens=MAX_TOKENS)
     with engine.start(arguments, model=NAME, **cut(arguments)) as llm:
         print_plan(llm.plan, sys.stdout)
         print(f"> {prompt}\n", flush=True)
-        params = llm.sampling_params(**sampling(arguments, temperature=0.0, max_tokens=MAX_TOKENS))
+        params = llm.sampling_params(**wanted)
         answer = engine.show(llm.stream(engine.conversation(prompt), params))
     if answer is not None:
         print(f"\n{summary(len(answer.outputs[0].token_ids), **engine.speed(answer))}")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from weft.cli.commands import COMMANDS, Command
+from weft.cli.dispatch import ABOUT
 from weft.cli.flags import ENGINE, Flag
-from weft.cli.main import ABOUT
 from weft.cli.parser import default_text
 from weft.cli.vllm import ARITY
 

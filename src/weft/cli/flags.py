@@ -171,11 +171,16 @@ def told(arguments: Namespace, flags: tuple[Flag, ...]) -> dict[str, Any]:
 
 
 def engine_config(arguments: Namespace, **ours: Any) -> EngineConfig:
-    """The config of an engine; `ours` are a command's own defaults for what was not said."""
+    """The config of an engine; `ours` are a command's own defaults for what was not said. Raises ConfigError for
+    a value out of range."""
+    from weft.planner.layout import check  # not for --help
+
     said = told(arguments, tuple(flag for _, group in ENGINE for flag in group))
     if "executor" in said:
         said["executor"] = EXECUTORS[said["executor"]]
-    return EngineConfig(**{**ours, **said})
+    config = EngineConfig(**{**ours, **said})
+    check(config)
+    return config
 
 
 def serve_options(arguments: Namespace, environment: Mapping[str, str]) -> ServeOptions:
@@ -190,10 +195,15 @@ def serve_options(arguments: Namespace, environment: Mapping[str, str]) -> Serve
 
 
 def sampling(arguments: Namespace, **ours: Any) -> dict[str, Any]:
-    """What was said about sampling, over a command's own defaults; the engine's seed is the request's too."""
+    """What was said about sampling, over a command's own defaults; the engine's seed is the request's too.
+
+    Raises RequestError at once for a value out of range, not when the engine has started.
+    """
     said = told(arguments, SAMPLING)
     if "stop" in said:
         said["stop"] = tuple(said["stop"])
     if hasattr(arguments, "seed"):
         said["seed"] = arguments.seed
-    return {**ours, **said}
+    chosen = {**ours, **said}
+    SamplingParams(**chosen)
+    return chosen

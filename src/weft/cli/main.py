@@ -1,65 +1,18 @@
-"""weft: find the command, read its words, carry it out, and turn every failure into one line."""
+"""weft, as the shell starts it. Everything is imported in here, so that Ctrl-C is heard from the first moment."""
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
-from importlib import import_module
-
-from weft import __version__, logs
-from weft.cli.commands import COMMANDS
-from weft.cli.parser import UsageError, find, parse
-from weft.errors import WeftError
 
 INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
-ABOUT = "Runs one large language model across the GPUs you really have."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `weft ARGV`; the exit status: 0, 1 for an error, 2 for words that make no command, 130 for Ctrl-C."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    logs.configure()
     try:
-        status = carry_out(words)
-        sys.stdout.flush()
-        return status
-    except UsageError as error:
-        return fail(str(error), 2)
-    except WeftError as error:
-        return fail(str(error), 1)
+        from weft.cli.dispatch import dispatch
+
+        return dispatch(sys.argv[1:] if argv is None else argv)
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:
-        # Whoever read our output has had enough; Python would complain once more on closing it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-
-
-def carry_out(words: list[str]) -> int:
-    if not words or words[0] in ("-h", "--help", "help"):
-        print(overview())
-        return 0 if words else 2
-    if words[0] in ("-V", "--version", "version"):
-        print(f"weft {__version__}")
-        return 0
-    command, rest = find(words)
-    arguments = parse(command, rest)
-    status: int = import_module(command.module).main(arguments)
-    return status
-
-
-def fail(message: str, status: int) -> int:
-    """One line, the last that is printed."""
-    print(f"weft: error: {' '.join(message.split())}", file=sys.stderr)
-    return status
-
-
-def overview() -> str:
-    """What `weft --help` prints."""
-    width = max(map(len, COMMANDS))
-    lines = [f"weft {__version__}: {ABOUT}", "", "commands:"]
-    lines += [f"  weft {command.name:{width}}  {command.summary}" for command in COMMANDS.values()]
-    lines += ["", "weft COMMAND --help tells a command's flags. MODEL is a name on the hub, a directory,"]
-    lines += ["a .gguf file, or demo: a small model that is fetched when first used.", "", "examples:"]
-    return "\n".join(lines + [f"  {command.example}" for command in COMMANDS.values()])

@@ -20,11 +20,11 @@ MAX_TOKENS = 512  # a small model may not find its end; --max-tokens auto lets i
 
 def main(arguments: Namespace) -> int:
     """Answer one prompt: streamed as text, or as one JSON object."""
-    text = prompt(arguments)
+    text, wanted = prompt(arguments), sampling(arguments, max_tokens=MAX_TOKENS)
     started = time.monotonic()
     with engine.start(arguments) as llm:
         loaded = time.monotonic()
-        params = llm.sampling_params(**sampling(arguments, max_tokens=MAX_TOKENS))
+        params = llm.sampling_params(**wanted)
         as_is = getattr(arguments, "raw", False)
         asked = text if as_is else conversation(text, getattr(arguments, "system_prompt", None))
         if getattr(arguments, "json", False):

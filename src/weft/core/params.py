@@ -123,7 +123,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 _refuse("allowed_token_ids", given, "at least one id, or None for all")
             self._keep("allowed_token_ids", given, ids)
         words = _items("bad_word_ids", self.bad_word_ids)
-        self._keep("bad_word_ids", words, tuple(_ids("bad_word_ids", ids) for ids in words))
+        # A word without ids, which a tokenizer may make, forbids nothing.
+        self._keep("bad_word_ids", words, tuple(ids for word in words if (ids := _ids("bad_word_ids", word))))
         if (bias := self.logit_bias) is not None:
             self._keep("logit_bias", bias, _bias(bias))
 

@@ -118,9 +118,6 @@ def shape(config: Fields, own: DType = "bfloat16") -> ModelShape:
     max_positions = config.integer_or("max_position_embeddings", None) or default.max_positions
     bias = default.bias == "config" and config.flag("attention_bias")
     rotary = rope(config, max_positions)
-    if rotary.kind == "yarn" and rotary.original_max_positions:
-        # Some say the length before scaling, some the one after it.
-        max_positions = max(max_positions, int(rotary.original_max_positions * rotary.factor))
     return ModelShape(
         architecture=name,
         layers=layers,
@@ -130,7 +127,7 @@ def shape(config: Fields, own: DType = "bfloat16") -> ModelShape:
         head_dim=head_dim or hidden // q_heads,
         ffn=config.integer("intermediate_size"),
         vocab=config.integer("vocab_size"),
-        max_positions=max_positions,
+        max_positions=rotary.reach(max_positions),
         norm_eps=config.number_or("rms_norm_eps", None) or NORM_EPS,
         rope=rotary,
         tied=config.flag("tie_word_embeddings"),

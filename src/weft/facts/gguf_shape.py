@@ -70,7 +70,7 @@ def shape(gguf: Gguf) -> ModelShape:
             raise fields.wrong(key, f"the head's own length, {head_dim}")
     layers, vocab = fields.integer("block_count"), tensors[EMBEDDING].dims[0]
     window = fields.integer_or("attention.sliding_window", None, minimum=0)
-    tokens = Fields(gguf.metadata, where)
+    tokens, rotary = Fields(gguf.metadata, where), rope(gguf, fields, head_dim)
     ends = (end for key in END_TOKENS for end in tokens.ids(f"tokenizer.ggml.{key}"))
     return ModelShape(
         architecture=name,
@@ -81,9 +81,9 @@ def shape(gguf: Gguf) -> ModelShape:
         head_dim=head_dim,
         ffn=fields.integer("feed_forward_length"),
         vocab=vocab,
-        max_positions=fields.integer("context_length"),
+        max_positions=rotary.reach(fields.integer("context_length")),
         norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
-        rope=rope(gguf, fields, head_dim),
+        rope=rotary,
         tied=HEAD not in tensors,
         qkv_bias="blk.0.attn_q.bias" in tensors,
         out_bias="blk.0.attn_output.bias" in tensors,

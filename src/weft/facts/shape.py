@@ -33,6 +33,13 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True):
     truncate: bool = True
     factors: tuple[float, ...] | None = None
 
+    def reach(self, max_positions: int) -> int:
+        """The model's length in tokens where its file says `max_positions`: of YaRN some say the length before
+        scaling, some the one after it."""
+        if self.kind != "yarn" or self.original_max_positions is None:
+            return max_positions
+        return max(max_positions, int(self.original_max_positions * self.factor))
+
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     """One decoder-only model. Lengths are in tokens; `head_dim` is independent of `hidden`.
@@ -67,6 +74,12 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     def group(self) -> int:
         """Query heads per KV head."""
         return self.q_heads // self.kv_heads
+
+    @property
+    def longest(self) -> int:
+        """Tokens that the rotary embedding reaches: linear and dynamic scaling stretch the model's own length."""
+        stretched = self.rope.kind in ("linear", "dynamic")
+        return int(self.max_positions * self.rope.factor) if stretched else self.max_positions
 
     def window(self, layer: int) -> int | None:
         return self.windows[layer] if self.windows else None

@@ -102,6 +102,8 @@ def check(config: EngineConfig) -> None:
             raise ConfigError(f"gpu_memory_utilization is {share}; it is a share of each GPU's memory, above 0 up to 1")
     if config.seed < 0:
         raise ConfigError(f"seed is {config.seed}; it must be 0 or more")
+    if config.tensor_split == ():
+        raise ConfigError("tensor_split is empty; give one weight per rank, as in 2,1")
     for weight in config.tensor_split or ():
         if not isfinite(weight) or weight <= 0:
             raise ConfigError(
@@ -258,13 +260,11 @@ def rank_cores(host: Host, ranks: int) -> tuple[tuple[int, ...], ...]:
 
 
 def model_length(config: EngineConfig, shape: ModelShape) -> int:
-    """The longest request, prompt and answer together, in tokens."""
+    """The longest request, prompt and answer together, in tokens; the model's own length unless given."""
     if config.max_model_len is None:
         return shape.max_positions
-    if config.max_model_len > shape.max_positions:
-        raise ConfigError(
-            f"max_model_len is {config.max_model_len}; this model goes up to {shape.max_positions} tokens"
-        )
+    if config.max_model_len > shape.longest:
+        raise ConfigError(f"max_model_len is {config.max_model_len}; this model goes up to {shape.longest} tokens")
     return config.max_model_len
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from weft.facts import host
@@ -35,3 +37,11 @@ def free_bytes(plan: Plan, rank: int, device: torch.device, activation_bytes: in
     spare = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     used = total - free - spare
     return min(int(total * utilization(plan, rank)) - used, free + spare) - activation_bytes
+
+
+def zeros(dims: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A KV cache's memory. Zeros, so that what is masked out of a product is never NaN; on a CPU they are the
+    kernel's untouched pages, which take no memory before they are written (torch.zeros would write them)."""
+    if device.type != "cpu":
+        return torch.zeros(dims, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(prod(dims) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(dims)

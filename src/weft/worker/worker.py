@@ -149,9 +149,8 @@ class Worker:
 
     def _caches(self, num_blocks: int) -> list[KVCache]:
         dims = (num_blocks, self.plan.block_size, len(self.place.kv_heads), self.plan.shape.head_dim)
-        # Zeros from fresh pages cost nothing until they are touched; on a GPU they keep NaN out of masked reads.
         return [
-            KVCache(*(torch.zeros(dims, dtype=self.dtype, device=self.device) for _ in range(2)))
+            KVCache(*(devices.zeros(dims, self.dtype, self.device) for _ in range(2)))
             for _ in range(len(self.place.layers))
         ]
 

@@ -1,0 +1,69 @@
+"""Find the command, read its words, carry it out, and turn every failure into one line."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from weft import __version__, logs
+from weft.cli.commands import COMMANDS
+from weft.cli.parser import UsageError, find, parse
+from weft.errors import WeftError
+
+logger = logging.getLogger("weft.cli")
+
+ABOUT = "Runs one large language model across the GPUs you really have."
+
+
+def dispatch(words: Sequence[str]) -> int:
+    """Run `weft WORDS`; the exit status: 0, 1 for an error, 2 for words that make no command. Ctrl-C is raised."""
+    logs.configure()
+    try:
+        status = carry_out(list(words))
+        sys.stdout.flush()
+        return status
+    except UsageError as error:
+        return fail(str(error), 2)
+    except WeftError as error:
+        return fail(str(error), 1)
+    except BrokenPipeError:
+        # Whoever read our output has had enough; Python would complain once more on closing it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        # A mistake of ours. Still one line; where it happened is for whoever asks.
+        logger.debug("internal error", exc_info=True)
+        what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        return fail(f"internal error, {what}; please report it with {logs.VARIABLE}=DEBUG", 1)
+
+
+def carry_out(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(overview())
+        return 0 if words else 2
+    if words[0] in ("-V", "--version", "version"):
+        print(f"weft {__version__}")
+        return 0
+    command, rest = find(words)
+    arguments = parse(command, rest)
+    status: int = import_module(command.module).main(arguments)
+    return status
+
+
+def fail(message: str, status: int) -> int:
+    """One line, the last that is printed."""
+    print(f"weft: error: {' '.join(message.split())}", file=sys.stderr)
+    return status
+
+
+def overview() -> str:
+    """What `weft --help` prints."""
+    width = max(map(len, COMMANDS))
+    lines = [f"weft {__version__}: {ABOUT}", "", "commands:"]
+    lines += [f"  weft {command.name:{width}}  {command.summary}" for command in COMMANDS.values()]
+    lines += ["", "weft COMMAND --help tells a command's flags. MODEL is a name on the hub, a directory,"]
+    lines += ["a .gguf file, or demo: a small model that is fetched when first used.", "", "examples:"]
+    return "\n".join(lines + [f"  {command.example}" for command in COMMANDS.values()])

@@ -1,0 +1,45 @@
+"""A program with an engine, for others to kill: `python mortal.py executor|engine WORKER MODEL TENSOR STAGES`.
+
+It prints "started" once the engine runs, and "failed: ..." where what it asked for fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from fake_worker import make_plan, make_step
+
+from weft.client.remote import AsyncEngine
+from weft.config import EngineConfig
+from weft.core.params import SamplingParams
+from weft.core.request import Request
+from weft.errors import EngineError
+from weft.executors.processes import ProcessExecutor
+from weft.planner.plan import Plan
+
+
+def executor(plan: Plan, worker: str) -> None:
+    executor = ProcessExecutor(worker)
+    executor.start(plan)
+    print("started", flush=True)
+    executor.submit(make_step(0, [1])).result()
+
+
+async def engine(plan: Plan, worker: str) -> None:
+    engine = await AsyncEngine.start(plan, EngineConfig(model=plan.model), worker)
+    print("started", flush=True)
+    try:
+        async for _ in engine.submit([Request(id="0", prompt=[1, 2], params=SamplingParams(max_tokens=3))]):
+            pass
+    finally:
+        await engine.close()
+
+
+if __name__ == "__main__":
+    kind, worker, model, tensor, stages = sys.argv[1:]
+    plan = make_plan(model, tensor=int(tensor), stages=int(stages))
+    try:
+        executor(plan, worker) if kind == "executor" else asyncio.run(engine(plan, worker))
+    except EngineError as error:
+        print("failed:", error, flush=True)

@@ -1,0 +1,291 @@
+"""`weft serve` as a process of its own, with the OpenAI client and with clients that misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.cpu import tiny
+from weft.errors import ModelError
+from weft.facts import demo
+
+HI: list[Any] = [{"role": "user", "content": "hi"}]
+LONG: dict[str, Any] = {"max_tokens": 100, "extra_body": {"ignore_eos": True}}
+LONGER: dict[str, Any] = {"max_tokens": 500, "extra_body": {"ignore_eos": True}}
+PATIENCE_S = 60.0  # for what must happen some time
+
+
+class Server:
+    """A running `weft serve`. `url` is known once it says so; `lines` are what it has printed."""
+
+    def __init__(self, *words: str, wait: bool = True) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "weft", "serve", *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            # Two threads that wait for each other are slow on a machine that is busy with other tests.
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        self.lines: list[str] = []
+        self.url = ""
+        self._said = threading.Event()
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
+        if wait and not (self._said.wait(PATIENCE_S) and self.url):
+            self.__exit__()
+            raise AssertionError("\n".join(self.lines))
+
+    def _listen(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout as pipe:
+            for line in pipe:
+                self.lines.append(line.rstrip())
+                if found := re.search(r" at (http://\S+)", line):
+                    self.url = found[1]
+                    self._said.set()
+        self._said.set()
+
+    @property
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+
+    def family(self) -> list[psutil.Process]:
+        """The processes that it has started."""
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def metric(self, name: str) -> float:
+        """The sum over all labels."""
+        page = httpx.get(f"{self.url}/metrics").text
+        samples = [s for family in text_string_to_metric_families(page) for s in family.samples if s.name == name]
+        assert samples, f"no metric {name}"
+        return sum(sample.value for sample in samples)
+
+    def at_rest(self) -> bool:
+        gauges = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+        return not any(self.metric(f"vllm:{gauge}") for gauge in gauges)
+
+    def ended(self) -> int:
+        """Its exit status, once it and all that it had started are gone."""
+        status = self.process.wait(PATIENCE_S)
+        self._listener.join(PATIENCE_S)
+        return status
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.ended()
+
+
+def eventually(check: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not check():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny.write(tmp_path_factory.mktemp("models") / "tiny"))
+
+
+@pytest.fixture(scope="module")
+def words(model: str) -> list[str]:
+    said = "--load-format dummy --dtype float32 --max-model-len 512 --kv-cache-memory-bytes 16M --port 0"
+    return [model, *said.split(), "--served-model-name", "tiny", "--shutdown-timeout", "300"]
+
+
+@pytest.fixture(scope="module")
+def server(words: list[str]) -> Iterator[Server]:
+    with Server(*words) as made:
+        yield made
+
+
+def test_the_openai_client_chats(server: Server) -> None:
+    client = server.client
+    assert [row.id for row in client.models.list()] == ["tiny"]
+    answer = client.chat.completions.create(model="tiny", messages=HI, max_tokens=8, temperature=0)
+    choice = answer.choices[0]
+    assert choice.finish_reason in ("length", "stop") and choice.message.role == "assistant"
+    assert answer.usage is not None and answer.usage.total_tokens == answer.usage.prompt_tokens + (
+        answer.usage.completion_tokens
+    )
+    with client.chat.completions.create(
+        model="tiny", messages=HI, max_tokens=8, temperature=0, stream=True, stream_options={"include_usage": True}
+    ) as stream:
+        chunks = list(stream)
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == choice.message.content
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == answer.usage.completion_tokens
+
+
+def test_the_openai_client_completes(server: Server) -> None:
+    client = server.client
+    answer = client.completions.create(model="tiny", prompt=["a", "b"], n=2, max_tokens=4, seed=1, logprobs=2)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None and logprobs.token_logprobs and logprobs.top_logprobs
+    assert len(logprobs.token_logprobs) == len(logprobs.top_logprobs)
+    again = client.completions.create(model="tiny", prompt="a", n=2, max_tokens=4, seed=1)
+    assert [choice.text for choice in again.choices] == [choice.text for choice in answer.choices[:2]]
+    with client.completions.create(model="tiny", prompt="a", n=2, max_tokens=4, seed=1, stream=True) as stream:
+        texts = {0: "", 1: ""}
+        for chunk in stream:
+            texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert list(texts.values()) == [choice.text for choice in again.choices]
+
+
+def test_the_openai_client_understands_refusals(server: Server) -> None:
+    client = server.client
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.chat.completions.create(model="gpt-4", messages=HI)
+    assert missing.value.code == "model_not_found"
+    for bad in ({"temperature": -1}, {"top_p": 2}, {"n": 0}, {"messages": [{"role": "robot", "content": "x"}]}):
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.chat.completions.create(**{"model": "tiny", "messages": HI, **bad})  # type: ignore[call-overload]
+        assert refused.value.param == next(iter(bad)) and refused.value.type == "invalid_request_error"
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 512"):
+        client.completions.create(model="tiny", prompt="x" * 600)
+
+
+def test_64_streams_at_once(server: Server) -> None:
+    async def one(client: openai.AsyncOpenAI, at: int) -> tuple[str, str | None]:
+        text, reason = "", None
+        stream = await client.completions.create(
+            model="tiny", prompt=f"prompt {at}", max_tokens=24, seed=at, stream=True, extra_body={"ignore_eos": True}
+        )
+        async for chunk in stream:
+            text += chunk.choices[0].text
+            reason = chunk.choices[0].finish_reason
+        return text, reason
+
+    async def all_of_them() -> list[tuple[str, str | None]]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=PATIENCE_S) as client:
+            return await asyncio.gather(*(one(client, at) for at in range(64)))
+
+    answers = asyncio.run(all_of_them())
+    assert all(text and reason == "length" for text, reason in answers)
+    # What a stream says depends on its own seed, and not on who else is there.
+    alone = server.client.completions.create(
+        model="tiny", prompt="prompt 7", max_tokens=24, seed=7, extra_body={"ignore_eos": True}
+    )
+    assert alone.choices[0].text == answers[7][0]
+    eventually(server.at_rest)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_frees_its_blocks(server: Server, stream: bool) -> None:
+    eventually(server.at_rest)
+    body = {"model": "tiny", "prompt": "a", "max_tokens": 400, "ignore_eos": True, "stream": stream, "n": 4}
+    before = server.metric("vllm:generation_tokens_total")
+    with socket.create_connection(httpx.URL(server.url).netloc.decode().split(":")) as wire:  # type: ignore[arg-type]
+        raw = httpx.Request("POST", f"{server.url}/v1/completions", json=body)
+        lines = [b"POST /v1/completions HTTP/1.1", *(b": ".join(header) for header in raw.headers.raw), b"", b""]
+        wire.sendall(b"\r\n".join(lines) + raw.content)
+        eventually(lambda: server.metric("vllm:generation_tokens_total") > before + 8)
+        assert not server.at_rest()
+    eventually(server.at_rest)
+    assert server.metric("vllm:generation_tokens_total") < before + 4 * 400
+
+
+def test_no_torch_but_in_the_ranks(server: Server) -> None:
+    def has_torch(pid: int) -> bool:
+        return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+
+    family = {process.pid: " ".join(process.cmdline()) for process in server.family()}
+    cores = [pid for pid, line in family.items() if "weft.client.process" in line]
+    ranks = [pid for pid, line in family.items() if "weft.worker.process" in line]
+    assert len(cores) == len(ranks) == 1, family
+    assert not has_torch(server.process.pid) and not has_torch(cores[0])
+    assert has_torch(ranks[0])
+
+
+def test_what_it_prints(server: Server) -> None:
+    text = "\n".join(server.lines)
+    assert re.search(r"GPU KV cache size: [\d,]+ tokens", text)
+    assert re.search(r"Maximum concurrency for 512 tokens per request: [\d.]+x", text)
+
+
+def test_a_taken_port_is_one_line_before_anything_is_loaded(server: Server) -> None:
+    with Server("no/such/model", "--port", server.url.rpartition(":")[2], wait=False) as other:
+        assert other.ended() == 1
+        assert len(other.lines) == 1 and "is taken by" in other.lines[0] and str(server.process.pid) in other.lines[0]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_requests_end(words: list[str], number: signal.Signals) -> None:
+    with Server(*words) as server:
+        with server.client.completions.create(model="tiny", prompt="a", stream=True, **LONG) as stream:
+            chunks = iter(stream)
+            next(chunks)
+            server.process.send_signal(number)
+            eventually(lambda: httpx.get(f"{server.url}/health/ready").status_code == 503)
+            with pytest.raises(openai.InternalServerError, match="shutting down"):
+                server.client.completions.create(model="tiny", prompt="a")
+            assert list(chunks)[-1].choices[0].finish_reason == "length"
+        assert server.ended() == 0, "\n".join(server.lines)
+
+
+def test_a_second_signal_ends_at_once(words: list[str]) -> None:
+    with Server(*words) as server:
+        family = server.family()
+        with server.client.completions.create(model="tiny", prompt="a", stream=True, n=64, **LONGER) as stream:
+            chunks = iter(stream)
+            next(chunks)
+            server.process.send_signal(signal.SIGINT)
+            eventually(lambda: httpx.get(f"{server.url}/health/ready").status_code == 503)
+            server.process.send_signal(signal.SIGINT)
+            assert server.ended() == 130
+            with pytest.raises(openai.APIError):
+                list(chunks)
+        eventually(lambda: not any(process.is_running() for process in family))
+
+
+def test_a_killed_rank_fails_the_requests_and_the_server_with_the_cause(words: list[str]) -> None:
+    with Server(*words, "--tensor-parallel-size", "2") as server:
+        ranks = [process for process in server.family() if "weft.worker.process" in " ".join(process.cmdline())]
+        assert len(ranks) == 2
+        with server.client.completions.create(model="tiny", prompt="a", stream=True, **LONG) as stream:
+            chunks = iter(stream)
+            next(chunks)
+            os.kill(ranks[1].pid, signal.SIGKILL)
+            with pytest.raises(openai.APIError, match="SIGKILL"):
+                list(chunks)
+        assert server.ended() == 1
+        assert re.fullmatch(r"weft: error: rank 1 failed during step: .*SIGKILL.*", server.lines[-1]), server.lines
+        eventually(lambda: not any(process.is_running() for process in ranks))
+
+
+def test_the_demo_answers() -> None:
+    try:
+        demo.fetch()
+    except ModelError as error:
+        pytest.skip(f"the demo model cannot be had: {error}")
+    asked: list[Any] = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
+    with (
+        Server("demo", "--port", "0", "-tp", "2", "--max-model-len", "512") as server,
+        server.client.chat.completions.create(
+            model="demo", messages=asked, temperature=0, max_tokens=16, stream=True
+        ) as stream,
+    ):
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+    assert "Paris" in text

@@ -1,0 +1,213 @@
+"""Commands that answer: what they ask an engine, and what they print."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import sys
+from argparse import Namespace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from weft import logs
+from weft.cli import chat, demo, engine, main, run
+from weft.cli.flags import engine_config
+from weft.cli.parser import find, parse
+from weft.client.outputs import CompletionOutput, Metrics, RequestOutput
+from weft.config import EngineConfig
+from weft.core.params import SamplingParams
+from weft.errors import RequestError
+
+
+def words(text: str) -> Namespace:
+    command, rest = find(text.split())
+    return parse(command, rest)
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """main() configures our logger; the next test starts as if it had not."""
+    monkeypatch.setenv(logs.VARIABLE, "")
+    logger = logging.getLogger("weft")
+    before = logger.handlers, logger.level, logger.propagate
+    yield
+    logger.handlers, logger.level, logger.propagate = before[0], before[1], before[2]
+
+
+def answer(text: str, tokens: int, *, finished: bool = True, at: float = 2.5) -> RequestOutput:
+    choice = CompletionOutput(0, text, list(range(tokens)), finish_reason="stop" if finished else None)
+    return RequestOutput("0", None, [1, 2, 3], [choice], Metrics(1.0, 1.5, at if finished else None), finished=finished)
+
+
+class FakeLLM:
+    """An engine that says the same thing always, and remembers what it was asked."""
+
+    def __init__(self, **said: Any) -> None:
+        self.config = EngineConfig(**said)
+        self.asked: list[Any] = []
+        self.given: dict[str, Any] = {}
+        self.closed = 0
+        self.num_blocks = 10
+        self.plan = fake_plan()
+
+    def __enter__(self) -> FakeLLM:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.closed += 1
+
+    def sampling_params(self, **given: Any) -> SamplingParams:
+        self.given = given
+        return SamplingParams(**given)
+
+    def stream(self, asked: Any, params: SamplingParams) -> Any:
+        if asked == "too long":
+            raise RequestError("the prompt is too long")
+        self.asked.append(asked)
+        yield answer("Hel", 1, finished=False)
+        yield answer("Hello", 2, finished=False)
+        yield answer("Hello.", 3)
+
+
+def fake_plan() -> Any:
+    from test_layout import plan
+
+    return plan(tensor_parallel_size=2)
+
+
+@pytest.fixture
+def llm(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The FakeLLM that the next command starts, as `.now`."""
+    made = SimpleNamespace(now=None)
+
+    def start(arguments: Namespace, **ours: Any) -> FakeLLM:
+        made.now = FakeLLM(**vars(engine_config(arguments, **ours)))
+        return made.now
+
+    monkeypatch.setattr(engine, "start", start)
+    return made
+
+
+def test_run_streams_text(llm: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["run", "m", "--prompt", "Hi", "--system-prompt", "Be brief", "--temperature", "0"]) == 0
+    assert capsys.readouterr().out == "Hello.\n"
+    system, user = {"role": "system", "content": "Be brief"}, {"role": "user", "content": "Hi"}
+    assert llm.now.asked == [[system, user]]
+    assert llm.now.given == {"temperature": 0.0, "max_tokens": run.MAX_TOKENS}
+    assert llm.now.closed == 1
+
+
+def test_run_json_is_one_object(llm: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["run", "m", "--prompt", "Hi", "--json", "--raw"]) == 0
+    got = json.loads(capsys.readouterr().out)
+    assert llm.now.asked == ["Hi"]
+    assert got["timing"].pop("load_s") >= 0
+    layout = got.pop("layout")
+    assert got == {
+        "text": "Hello.",
+        "token_ids": [0, 1, 2],
+        "finish_reason": "stop",
+        "usage": {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6},
+        "timing": {"ttft_s": 0.5, "decode_tok_s": 2.0},
+    }
+    assert [(row["rank"], row["device"], row["layers"], row["q_heads"], row["kv_heads"]) for row in layout] == [
+        (0, "cpu", 30, 6, 2),
+        (1, "cpu", 30, 3, 1),
+    ]
+    # 10 blocks of 16 tokens: keys and values, heads, head_dim, bytes, layers.
+    assert [row["kv_bytes"] for row in layout] == [160 * 2 * heads * 64 * 2 * 30 for heads in (2, 1)]
+    assert sum(row["weight_bytes"] for row in layout) > 2 * 134_515_008
+
+
+def test_run_reads_standard_input(
+    llm: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("Grüße".encode())))
+    assert main.main(["run", "m", "--raw"]) == 0
+    assert llm.now.asked == ["Grüße"]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Gr\xff")))
+    assert main.main(["run", "m", "--raw"]) == 2
+    assert "not valid UTF-8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flag", "told"), [("--temperature -1", "temperature"), ("--top-p 2", "top_p"), ("--block-size 0", "block_size")]
+)
+def test_values_out_of_range_are_refused_before_anything_starts(
+    llm: Any, capsys: pytest.CaptureFixture[str], flag: str, told: str
+) -> None:
+    assert main.main(["run", "m", "--prompt", "p", *flag.split()]) == 1
+    assert llm.now is None and told in capsys.readouterr().err
+
+
+def test_an_answer_of_one_token_has_no_rate() -> None:
+    assert engine.speed(answer("a", 1)) == {"ttft_s": 0.5, "decode_tok_s": None}
+    assert engine.speed(answer("ab", 2, at=1.5)) == {"ttft_s": 0.5, "decode_tok_s": None}
+
+
+def test_demo_cuts_the_model_in_two(llm: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["demo", "Why", "not?", "--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    assert llm.now.config.model == "demo" and llm.now.config.tensor_parallel_size == 2
+    assert llm.now.config.device_ids is None
+    assert llm.now.given == {"temperature": 0.0, "max_tokens": demo.MAX_TOKENS}
+    assert llm.now.asked == [[{"role": "user", "content": "Why not?"}]]
+    lines = out.splitlines()
+    assert any(line.split()[:5] == ["0", "cpu", "0-29", "6", "2"] for line in lines)
+    assert any(line.split()[:5] == ["1", "cpu", "0-29", "3", "1"] for line in lines)
+    assert lines[-1] == "3 tokens, 2.0 tokens/s, 500 ms to the first token"
+    assert "Hello." in lines
+
+
+def test_demo_takes_a_layout_and_shares_a_single_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.facts.host.probe", lambda: SimpleNamespace(gpus=("one",)))
+    assert demo.cut(words("demo")) == {"tensor_parallel_size": 2, "device_ids": (0, 0)}
+    assert demo.cut(words("demo --device cpu")) == {"tensor_parallel_size": 2}
+    assert demo.cut(words("demo -pp 3")) == {}
+    monkeypatch.setattr("weft.facts.host.probe", lambda: SimpleNamespace(gpus=("one", "two")))
+    assert demo.cut(words("demo")) == {"tensor_parallel_size": 2}
+
+
+def test_chat_remembers_forgets_and_ends(
+    llm: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\n\nAgain\n/reset\nNew\n/exit\nNever\n"))
+    assert main.main(["chat", "m", "--system-prompt", "S"]) == 0
+    system = {"role": "system", "content": "S"}
+    one = [system, {"role": "user", "content": "Hi"}]
+    two = [*one, {"role": "assistant", "content": "Hello."}, {"role": "user", "content": "Again"}]
+    assert llm.now.asked == [one, two, [system, {"role": "user", "content": "New"}]]
+    assert capsys.readouterr().out == "Hello.\n" * 3
+    assert llm.now.closed == 1
+
+
+def test_chat_ends_with_its_input(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hi"))
+    assert main.main(["chat", "m"]) == 0
+    assert len(llm.now.asked) == 1
+
+
+def test_chat_goes_on_after_what_cannot_be_served(capsys: pytest.CaptureFixture[str]) -> None:
+    class Full(FakeLLM):
+        def stream(self, asked: Any, params: SamplingParams) -> Any:
+            raise RequestError("the prompt is too long")
+
+    history = [{"role": "user", "content": "before"}]
+    assert chat.answered(Full(model="m"), history, "more", SamplingParams()) == history  # type: ignore[arg-type]
+    assert "too long; /reset" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_an_answer_of_a_chat_and_keeps_it(capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*outputs: RequestOutput) -> Any:
+        yield from outputs
+        raise KeyboardInterrupt
+
+    kept = engine.show(interrupted(answer("Hel", 1, finished=False)), stoppable=True)
+    assert kept is not None and kept.outputs[0].text == "Hel"
+    assert engine.show(interrupted(), stoppable=True) is None
+    with pytest.raises(KeyboardInterrupt):
+        engine.show(interrupted())
+    assert capsys.readouterr().out == "Hel\n\n\n"
