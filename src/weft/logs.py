@@ -8,15 +8,18 @@ import sys
 
 VARIABLE = "VLLM_LOGGING_LEVEL"
 
+_ours = ""  # what the variable holds where the user said nothing
+
 
 def configure(level: str = "WARNING") -> None:
     """Log to standard error from the level on that VLLM_LOGGING_LEVEL names, else from `level`.
 
     The variable is set too, so that the processes that we start, which call this as well, are as loud as we.
     """
+    global _ours
     wanted = os.environ.get(VARIABLE, "").upper()
-    if wanted not in logging.getLevelNamesMapping():
-        wanted = level
+    if wanted == _ours or wanted not in logging.getLevelNamesMapping():
+        wanted = _ours = level
     logger = logging.getLogger("weft")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s %(message)s", "%m-%d %H:%M:%S"))

@@ -1,7 +1,7 @@
 """A worker without a model: sums and hands on numbers, and misbehaves where the plan's `model` tells it to.
 
-`plan.model` is "fine", or "DEED RANK PHASE", as in "kill 1 load". The result of a step with tokens is one
-token: the sum of the tokens times that of all ranks' numbers (rank + 1), gathered over the stages.
+`plan.model` is "fine", or "DEED RANK PHASE", as in "kill 1 load". What each row of a step
+samples is the sum of the step's tokens times that of all ranks' numbers (rank + 1), as a token id.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def make_step(id: int, tokens: list[int]) -> StepPlan:
 def total(plan: Plan, tokens: list[int]) -> int:
     """What the fake answers to a step with these tokens."""
     ranks = range(1, len(plan.places) + 1)
-    return sum(tokens) * sum(ranks)
+    return sum(tokens) * sum(ranks) % SHAPE.vocab
 
 
 class FakeWorker:
@@ -103,7 +103,8 @@ class FakeWorker:
         if self.rank != self.plan.output_rank:
             return None
         assert self.blocks, "steps come after allocate"
-        return StepResult(step.id, [int(x)], [None], {})
+        sampled = step.samples.count(True)
+        return StepResult(step.id, [int(x) % SHAPE.vocab] * sampled, [None] * sampled, {})
 
     def close(self) -> None:
         print(f"rank {self.rank} closes", file=sys.stderr, flush=True)

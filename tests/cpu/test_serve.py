@@ -26,8 +26,7 @@ from weft.errors import ModelError
 from weft.facts import demo
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
-LONG: dict[str, Any] = {"max_tokens": 100, "extra_body": {"ignore_eos": True}}
-LONGER: dict[str, Any] = {"max_tokens": 500, "extra_body": {"ignore_eos": True}}
+LONG: dict[str, Any] = {"max_tokens": 500, "extra_body": {"ignore_eos": True}}
 PATIENCE_S = 60.0  # for what must happen some time
 
 
@@ -248,7 +247,7 @@ def test_a_signal_lets_requests_end(words: list[str], number: signal.Signals) ->
 def test_a_second_signal_ends_at_once(words: list[str]) -> None:
     with Server(*words) as server:
         family = server.family()
-        with server.client.completions.create(model="tiny", prompt="a", stream=True, n=64, **LONGER) as stream:
+        with server.client.completions.create(model="tiny", prompt="a", stream=True, n=64, **LONG) as stream:
             chunks = iter(stream)
             next(chunks)
             server.process.send_signal(signal.SIGINT)

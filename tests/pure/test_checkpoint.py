@@ -146,6 +146,8 @@ def test_shapes_that_cannot_be(tmp_path: Path) -> None:
 def test_what_is_no_model(tmp_path: Path) -> None:
     fails(tmp_path / "no" / "such", "there is no file or directory .*; give a directory, a .gguf file")
     fails("./nothing", "there is no file or directory ./nothing")
+    fails("~nobody-of-that-name/model", "cannot read ~nobody-of-that-name/model: Could not determine home")
+    fails("x" * 300, "cannot read x+: File name too long")
     fails("model.gguf", "there is no file or directory model.gguf")
     fails(tmp_path, "holds no model: neither config.json nor a .gguf file")
     (tmp_path / "pytorch_model.bin").write_bytes(b"PK")

@@ -380,6 +380,16 @@ def test_a_reader_that_has_had_enough() -> None:
     assert done.stderr == "" and done.returncode == 1
 
 
+def test_only_a_server_tells_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr("weft.cli.serve.main", lambda _: seen.append(logging.getLogger("weft").level) or 0)
+    monkeypatch.setattr(run, "main", lambda _: seen.append(logging.getLogger("weft").level) or 0)
+    assert main.main(["serve", "m"]) == 0
+    monkeypatch.setenv(logs.VARIABLE, "")
+    assert main.main(["run", "m", "--prompt", "p"]) == 0
+    assert seen == [logging.INFO, logging.WARNING]
+
+
 @pytest.mark.parametrize(("said", "level"), [("", "WARNING"), ("debug", "DEBUG"), ("nonsense", "WARNING")])
 def test_logging_level(monkeypatch: pytest.MonkeyPatch, said: str, level: str) -> None:
     monkeypatch.setenv(logs.VARIABLE, said)

@@ -115,7 +115,7 @@ def test_no_device_is_overdrawn_and_one_is_full(weights: list[float], free: int,
     [
         ("cuda:1", {}, ["cuda:1", "--gpu-memory-utilization", "--tensor-parallel-size", "--max-num-batched-tokens"]),
         ("cpu", {}, ["cpu", "--kv-cache-memory-bytes", "--tensor-parallel-size"]),
-        ("cpu", {"kv_cache_bytes": 5}, ["raise --kv-cache-memory-bytes", "5 bytes"]),
+        ("cpu", {"kv_cache_bytes": 5}, ["raise --kv-cache-memory-bytes", "gives 5;"]),
     ],
 )
 @pytest.mark.parametrize("free", [-(10**9), 0, 1000])

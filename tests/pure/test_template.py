@@ -134,6 +134,13 @@ def test_developer_is_system_to_a_template_that_knows_no_better() -> None:
     assert chat[0]["content"] == "a"
 
 
+def test_fields_of_no_value_are_not_there() -> None:
+    source = "{{ messages[0].keys() | sort | join(' ') }}"
+    message = {"role": "assistant", "content": "hi", "refusal": None, "tool_calls": None, "name": "x"}
+    for calls in (None, []):
+        assert ChatTemplate(source).render([{**message, "tool_calls": calls}]) == "content name role"
+
+
 def test_tool_calls() -> None:
     source = "{% set m = messages[0] %}{{ m.tool_calls[0].function.arguments | tojson }}{{ m.content is none }}"
     for content in ({}, {"content": None}):

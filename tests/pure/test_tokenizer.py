@@ -33,6 +33,7 @@ from vocabularies import (
 )
 from weft.errors import ModelError, RequestError
 from weft.text import cache, spm
+from weft.text.merges import merges
 from weft.text.pretokenizers import QWEN, WORDS
 from weft.text.tokenizer import LONG_TEXT, Tokenizer, load
 
@@ -119,6 +120,8 @@ def test_tokens_that_only_the_config_knows(tmp_path: Path, caplog: pytest.LogCap
         "601": {"content": "<eot>", "special": True},
         "900": {"content": "<nowhere>", "special": True},
         "0": {"content": SPECIALS[0], "special": True},
+        "x": {"content": "<x>"},
+        "602": {"content": 5},
     }
     this = load(str(write_folder(tmp_path / "model", byte_level(), added_tokens_decoder=added, eos_token="<eot>")))
     assert this.encode("<tool><eot>") == [600, 601]
@@ -200,6 +203,8 @@ def test_bad_texts_and_ids(folder: Path) -> None:
     this = load(str(folder))
     with pytest.raises(RequestError, match=r"no valid Unicode: character 2 is the lone surrogate U\+D83D"):
         this.encode("ab\ud83d")
+    with pytest.raises(RequestError, match=r"lone surrogate U\+D83D"):
+        this.encode("ab\ud83d" + " " * LONG_TEXT)
     with pytest.raises(RequestError, match="from 0 to 599"):
         this.decode([-1])
     assert this.decode([10_000]) == ""
@@ -280,18 +285,27 @@ def test_sentencepiece_shows_each_broken_byte() -> None:
 
 def test_runs_of_spaces_that_all_rank_the_same() -> None:
     """Llama's whitespace: the leftmost pair is joined, whatever it gives."""
-    model = sentencepiece_model()
-    have = sentencepiece.SentencePieceProcessor(model_proto=model)
+    model = sentencepiece_model(allow_whitespace_only_pieces=False)
     for length in (2, 3, 4, 5, 6, 7, 8, 16):
-        if have.is_unknown(have.piece_to_id("\u2581" * length)):
-            text = ("\u2581" * length).encode()
-            piece = b"\x0a" + bytes([len(text)]) + text + b"\x15" + struct.pack("<f", -1e9)
-            model += b"\x0a" + bytes([len(piece)]) + piece
+        text = "\u2581" * length
+        # A message that is put behind another of the same kind is part of it.
+        piece = b"\x0a" + bytes([len(text.encode())]) + text.encode() + b"\x15" + struct.pack("<f", -1e9)
+        model += b"\x0a" + bytes([len(piece)]) + piece
     oracle = sentencepiece.SentencePieceProcessor(model_proto=model)
     this = Tokenizer(*spm.parse(model))
     for length in range(40):
         text = "x" + " " * length + "y"
         assert this.encode(text, add_special_tokens=False) == oracle.encode(text)
+
+
+def test_merges() -> None:
+    assert merges({b"a": 0, b"b": 1, b"ab": 2, b"aba": 3}) == [(b"a", b"b"), (b"ab", b"a")]
+    # "bc" comes first, so that "abc" is never "ab" and "c"; "xy" has a part that is no token.
+    assert merges({"a": 0, "b": 0, "c": 0, "bc": 1, "ab": 2, "abc": 3, "xy": 4, "x": 0}) == [
+        ("b", "c"),
+        ("a", "b"),
+        ("a", "bc"),
+    ]
 
 
 # --- tiktoken

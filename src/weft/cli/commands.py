@@ -20,6 +20,7 @@ class Command:
     module: str
     groups: tuple[Group, ...]
     argument: str = "MODEL"
+    log_level: str = "WARNING"
     example: str = ""
 
     @property
@@ -63,6 +64,7 @@ COMMANDS = {
             summary="Serve a model over HTTP, as OpenAI's API does.",
             module="weft.cli.serve",
             groups=(*ENGINE, ("server", SERVER)),
+            log_level="INFO",
             example="weft serve demo --tensor-parallel-size 2",
         ),
         Command(

@@ -20,7 +20,6 @@ ABOUT = "Runs one large language model across the GPUs you really have."
 
 def dispatch(words: Sequence[str]) -> int:
     """Run `weft WORDS`; the exit status: 0, 1 for an error, 2 for words that make no command. Ctrl-C is raised."""
-    logs.configure()
     try:
         status = carry_out(list(words))
         sys.stdout.flush()
@@ -48,6 +47,7 @@ def carry_out(words: list[str]) -> int:
         print(f"weft {__version__}")
         return 0
     command, rest = find(words)
+    logs.configure(command.log_level)
     arguments = parse(command, rest)
     status: int = import_module(command.module).main(arguments)
     return status

@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 
-from weft import logs
 from weft.cli.flags import engine_config, serve_options
 
 
 def main(arguments: Namespace) -> int:
     """Serve until a signal ends it."""
-    logs.configure("INFO")
     from weft.serving.server import serve
 
     serve(engine_config(arguments), serve_options(arguments, os.environ))

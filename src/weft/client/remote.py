@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from types import TracebackType
-from typing import NoReturn
+from typing import NoReturn, cast
 
 from weft.client.messages import Abort, Add, Begin, Broken, FromCore, Outputs, Refused, Started, ToCore
 from weft.config import EngineConfig
@@ -194,6 +194,8 @@ class Stream(AsyncGenerator[Output, None]):
     ) -> NoReturn:
         """`aclose` comes here: whoever listened has gone."""
         self._engine.abort(list(self.open))
+        self._news = asyncio.Queue()
+        self._news.put_nowait(None)
         raise kind
 
 
@@ -223,8 +225,8 @@ class Wire(asyncio.Protocol):
             await asyncio.shield(self._closed)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
-        self._transport = transport
+        # uvloop's transports are none by type, but in all they do.
+        self._transport = cast(asyncio.WriteTransport, transport)
 
     def data_received(self, data: bytes) -> None:
         for message in self._decoder.feed(data):

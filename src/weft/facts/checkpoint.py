@@ -52,7 +52,10 @@ def resolve(
     """
     if load_format not in LOAD_FORMATS:
         raise ConfigError(f"load_format is {load_format!r}; it must be one of {', '.join(LOAD_FORMATS)}")
-    path = _locate(model, revision, hf_token, download_dir, weights=load_format != "dummy")
+    try:
+        path = _locate(model, revision, hf_token, download_dir, weights=load_format != "dummy")
+    except (OSError, RuntimeError) as error:  # a directory that may not be read, a name too long, the ~ of nobody
+        raise ModelError(f"cannot read {model}: {getattr(error, 'strerror', None) or error}") from error
     found: Format = "safetensors" if path.is_dir() else "gguf"
     if load_format not in ("auto", "dummy", found):
         raise ModelError(f"{path} is {found}, not {load_format}; leave --load-format out, or give another model")

@@ -67,9 +67,10 @@ def _no_room(plan: Plan, host: str, device: str, budget: int, cost: int) -> str:
     ]
     if gpu and plan.kv_cache_bytes is None:
         ways.append("lower --max-num-batched-tokens")
+    source = "--kv-cache-memory-bytes gives" if plan.kv_cache_bytes is not None else "the weights leave"
     return (
         f"no room for the KV cache on {device} of {host}: one block of {plan.block_size} tokens takes {cost:,} bytes, "
-        f"{max(0, budget):,} bytes are left after the weights; " + ", or ".join(ways)
+        f"{source} {max(0, budget):,}; {', or '.join(ways)}"
     )
 
 

@@ -24,7 +24,7 @@ LOOKED_FOR = "tokenizer.json, tokenizer.model, *.tiktoken, *.gguf"
 def read(path: Path) -> tuple[Tokenizer, Settings]:
     """The vocabulary in the file `path`, or in the directory, and what the files beside it say of it."""
     folder = path if path.is_dir() else path.parent
-    rust, settings = vocabulary(_source(path))
+    rust, settings = _vocabulary(_source(path))
     config = _json(folder / "tokenizer_config.json")
     _add_tokens(rust, config)
     tokens = settings.tokens | _named_tokens(rust, folder, config)
@@ -43,7 +43,7 @@ def read(path: Path) -> tuple[Tokenizer, Settings]:
     )
 
 
-def vocabulary(file: Path) -> tuple[Tokenizer, Settings]:
+def _vocabulary(file: Path) -> tuple[Tokenizer, Settings]:
     """The vocabulary in one file, by what its name says it is."""
     if file.suffix == ".json":
         try:
@@ -73,11 +73,13 @@ def _source(path: Path) -> Path:
 def _add_tokens(rust: Tokenizer, config: Mapping[str, Any]) -> None:
     """The tokens that only tokenizer_config.json knows, under the ids that it gives them."""
     listed = config.get("added_tokens_decoder")
+    tokens = {int(id): token for id, token in listed.items() if id.isdecimal()} if isinstance(listed, dict) else {}
     known = rust.get_added_tokens_decoder()
-    for id, token in sorted((int(id), token) for id, token in listed.items()) if isinstance(listed, dict) else ():
-        if id in known or not isinstance(token, dict):
+    for id in sorted(tokens.keys() - known.keys()):
+        token = tokens[id]
+        text = _text(token)
+        if text is None or not isinstance(token, dict):
             continue
-        text = token.get("content", "")
         place = rust.token_to_id(text)
         if id != (vocab_size(rust) if place is None else place):
             log.warning(
@@ -123,7 +125,7 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     """Its own file, or one text, or several by name, of which "default" is for a chat without tools."""
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8", errors="replace")
     source = config.get("chat_template") or _json(folder / "chat_template.json").get("chat_template")
     if isinstance(source, list):
         named = {entry["name"]: entry["template"] for entry in source if isinstance(entry, dict) and "name" in entry}

@@ -76,7 +76,7 @@ def _sentencepiece(header: Gguf, tokens: Sequence[str], types: Sequence[int]) ->
     rust = spm.build(
         [spm.Piece(*piece) for piece in zip(tokens, scores, types, strict=True)],
         unigram=False,
-        unk_id=types.index(spm.UNKNOWN) if unk is None and spm.UNKNOWN in types else -1 if unk is None else unk,
+        unk_id=0 if unk is None else unk,
         byte_fallback=True,
         prefix=_flag(header, "add_space_prefix", default=True),
     )

@@ -38,14 +38,14 @@ def _message(message: object, name: str) -> dict[str, Any]:
     role = message.get("role")
     if role not in ROLES:
         raise _wrong(f"{name} has the role {role!r:.80}; known roles: {', '.join(ROLES)}")
-    one = dict(message)
-    if role == "assistant" and one.get("tool_calls"):
-        one["tool_calls"] = _calls(one["tool_calls"], f"{name}.tool_calls")
-        if one.get("content") is None:
-            # Left as None: templates tell an answer from a call by it.
-            one["content"] = None
-            return one
-    one["content"] = _text(one.get("content"), f"{name}.content")
+    content = message.get("content")
+    # Clients send back what they got, fields of no value included; templates ask whether a field is there.
+    one = {key: value for key, value in message.items() if value is not None and key != "tool_calls"}
+    if calls := message.get("tool_calls"):
+        one["tool_calls"] = _calls(calls, f"{name}.tool_calls")
+    called = role == "assistant" and "tool_calls" in one
+    # None is left as it is: templates tell a call from an answer by it.
+    one["content"] = None if called and content is None else _text(content, f"{name}.content")
     return one
 
 

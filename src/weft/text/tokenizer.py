@@ -28,9 +28,12 @@ def load(path: str, *, gguf: bool | None = None) -> Tokenizer:
     place = Path(path)
     if not place.exists():
         raise ModelError(f"there is no tokenizer at {path}; give a folder or a file that exists with --tokenizer")
-    if place.is_file() and (is_gguf(place) if gguf is None else gguf):
-        return Tokenizer(*cached(place, gguf_tokenizer.read))
-    return Tokenizer(*folder.read(place))
+    try:
+        if place.is_file() and (is_gguf(place) if gguf is None else gguf):
+            return Tokenizer(*cached(place, gguf_tokenizer.read))
+        return Tokenizer(*folder.read(place))
+    except OSError as error:
+        raise ModelError(f"cannot read the tokenizer at {path}: {error}") from error
 
 
 class Tokenizer:

@@ -1,0 +1,212 @@
+"""AsyncEngine and the core process, over ranks that are fakes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+from fake_worker import HERE, make_plan
+
+from weft.client.remote import AsyncEngine
+from weft.config import EngineConfig
+from weft.core.params import SamplingParams
+from weft.core.request import Output, Request
+from weft.errors import EngineError, QueueFullError, RequestError
+
+WAIT_S = 60
+
+
+@pytest.fixture(autouse=True)
+async def bounded(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
+    """Fakes are found, no test hangs, and no process is left."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    async with asyncio.timeout(WAIT_S):
+        yield
+    assert psutil.Process().children(recursive=True) == []
+
+
+async def start(
+    model: str = "fine", *, tensor: int = 1, stages: int = 1, max_num_queued_reqs: int = 1024
+) -> AsyncEngine:
+    plan = make_plan(model, tensor=tensor, stages=stages)
+    return await AsyncEngine.start(plan, EngineConfig(model=model, max_num_queued_reqs=max_num_queued_reqs), HERE)
+
+
+def ask(id: str, tokens: int = 3, prompt: int = 2) -> Request:
+    return Request(id=id, prompt=[1] * prompt, params=SamplingParams(max_tokens=tokens))
+
+
+async def collect(stream: AsyncIterator[Output]) -> dict[str, list[int]]:
+    """The tokens of each request, once all have finished."""
+    tokens: dict[str, list[int]] = {}
+    async for output in stream:
+        tokens.setdefault(output.id, []).extend(output.tokens)
+    return tokens
+
+
+async def test_many_streams_at_once() -> None:
+    """Over two stages, so that steps are in flight while others are applied."""
+    engine = await start(stages=2)
+    try:
+        assert engine.alive
+        assert len(engine.ready.ranks) == 2
+        streams = [engine.submit([ask(f"{n}-{choice}", 1 + n % 7) for choice in range(2)]) for n in range(40)]
+        for n, answer in enumerate(await asyncio.gather(*map(collect, streams))):
+            assert {id: len(tokens) for id, tokens in answer.items()} == {f"{n}-0": 1 + n % 7, f"{n}-1": 1 + n % 7}
+        assert engine.stats.generation_tokens == sum(2 * (1 + n % 7) for n in range(40))
+        assert engine.stats.running == engine.stats.waiting == engine.stats.blocks_used == 0
+    finally:
+        await engine.close()
+    assert engine.failure is None
+    assert not engine.alive
+    await engine.close()
+    with pytest.raises(EngineError, match="closed"):
+        engine.submit([ask("late")])
+
+
+async def test_the_queue_is_bounded_and_takes_all_or_none() -> None:
+    """Four may run (the plan says) and two wait."""
+    engine = await start(max_num_queued_reqs=2)
+    try:
+        streams = [engine.submit([ask(str(n), 40)]) for n in range(5)]
+        with pytest.raises(QueueFullError, match="5 requests run or wait, 2 more are over the limit of 6"):
+            engine.submit([ask("5"), ask("6")])
+        streams.append(engine.submit([ask("5")]))
+        answers = await asyncio.gather(*map(collect, streams))
+        assert [list(answer) for answer in answers] == [[str(n)] for n in range(6)]
+        await collect(engine.submit([ask("7")]))
+    finally:
+        await engine.close()
+
+
+async def test_what_the_core_refuses_is_told() -> None:
+    engine = await start()
+    try:
+        with pytest.raises(RequestError, match="the prompt has 100 tokens") as caught:
+            await collect(engine.submit([ask("0", prompt=100)]))
+        assert caught.value.param == "prompt"
+        assert len(await collect(engine.submit([ask("1")]))) == 1
+    finally:
+        await engine.close()
+
+
+@pytest.mark.parametrize("begun", [False, True])
+async def test_a_listener_who_goes_frees_the_blocks(begun: bool) -> None:
+    """Before the first output too: then nothing has been iterated yet."""
+    engine = await start()
+    try:
+        stream = engine.submit([ask("0", 50), ask("1", 50)])
+        if begun:
+            await anext(stream)
+        await stream.aclose()
+        await collect(engine.submit([ask("2", 1)]))
+        assert engine.stats.blocks_used == engine.stats.running == 0
+        assert engine.stats.generation_tokens < 50
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+    finally:
+        await engine.close()
+
+
+async def test_a_cancelled_listener_aborts_too() -> None:
+    engine = await start("hang 0 step")
+    try:
+        task = asyncio.create_task(collect(engine.submit([ask("0")])))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        engine.submit([ask("0")])  # its name is free again
+    finally:
+        await engine.close()
+
+
+async def test_one_choice_is_aborted_and_the_other_goes_on() -> None:
+    engine = await start()
+    try:
+        stream = engine.submit([ask("0", 20), ask("1", 20)])
+        first = await anext(stream)
+        engine.abort([first.id, "unknown"])
+        rest = await collect(stream)
+        other = "1" if first.id == "0" else "0"
+        assert len(rest[other]) >= 19
+    finally:
+        await engine.close()
+
+
+async def test_every_stream_fails_with_the_cause() -> None:
+    engine = await start("raise 1 step", tensor=2)
+    try:
+        streams = [engine.submit([ask(str(n))]) for n in range(3)]
+        died = asyncio.create_task(engine.died())
+        for stream in streams:
+            with pytest.raises(EngineError) as caught:
+                await collect(stream)
+            assert (caught.value.cause.rank, caught.value.cause.phase) == (1, "step")
+        await died
+        assert engine.failure is not None
+        assert engine.failure.cause == caught.value.cause
+        with pytest.raises(EngineError, match="rank 1 failed during step"):
+            engine.submit([ask("late")])
+    finally:
+        await engine.close()
+
+
+async def test_an_idle_engine_notices_a_dead_rank() -> None:
+    engine = await start(tensor=2)
+    try:
+        _, *ranks = psutil.Process().children(recursive=True)
+        ranks[0].kill()
+        await engine.died()
+        assert engine.failure is not None
+        assert engine.failure.cause.cause == "killed by SIGKILL"
+        assert engine.failure.cause.rank >= 0
+    finally:
+        await engine.close()
+
+
+async def test_closing_fails_what_runs() -> None:
+    engine = await start("hang 0 step")
+    stream = engine.submit([ask("0")])
+    await engine.close()
+    with pytest.raises(EngineError, match="closed"):
+        await anext(stream)
+
+
+async def test_a_start_that_fails_says_why() -> None:
+    with pytest.raises(EngineError, match=r"rank 0 failed during load: model\.safetensors is cut off"):
+        await start("refuse 0 load")
+
+
+async def test_a_length_that_was_asked_for_and_does_not_fit() -> None:
+    plan = msgspec.structs.replace(make_plan(), max_model_len=10**6, max_model_len_given=True)
+    with pytest.raises(EngineError, match=r"the engine core failed during allocate: max_model_len 1,000,000 .* use"):
+        await AsyncEngine.start(plan, EngineConfig(model="fine"), HERE)
+
+
+async def test_the_plan_that_runs_has_the_length_that_fits() -> None:
+    plan = msgspec.structs.replace(make_plan(), max_model_len=10**6)
+    engine = await AsyncEngine.start(plan, EngineConfig(model="fine"), HERE)
+    try:
+        assert engine.plan.max_model_len == engine.ready.num_blocks * plan.block_size
+    finally:
+        await engine.close()
+
+
+async def test_idle_means_idle() -> None:
+    """Not one time slice: core and rank sleep until something comes."""
+    engine = await start()
+    try:
+        await collect(engine.submit([ask("0")]))
+        family = psutil.Process().children(recursive=True)
+        await asyncio.sleep(0.2)  # what the last step started, ends
+        before = [sum(member.num_ctx_switches()) for member in family]
+        await asyncio.sleep(1.0)
+        after = [sum(member.num_ctx_switches()) for member in family]
+        assert [b - a for a, b in zip(before, after, strict=True)] == [0, 0]
+    finally:
+        await engine.close()

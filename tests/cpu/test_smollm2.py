@@ -1,0 +1,79 @@
+"""The real model: SmolLM2-135M-Instruct from its GGUF file, in fp32, token by token as Transformers has it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from weft import LLM, SamplingParams
+from weft.facts.demo import fetch
+
+NEW = 64
+PROMPTS = [
+    "Why is the sky blue?",
+    "Once upon a time there was a",
+    "def fibonacci(n):\n    ",
+    "In 1969, 42 people counted to 31415 and",
+    "La capitale de la France est 🗼",
+]
+
+
+@pytest.fixture(scope="module")
+def gguf() -> Path:
+    return Path(fetch())
+
+
+@pytest.fixture(scope="module")
+def ids(gguf: Path) -> list[list[int]]:
+    from weft.text import tokenizer
+
+    words = tokenizer.load(str(gguf))
+    return [words.encode(prompt) for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def truth(gguf: Path, ids: list[list[int]]) -> Iterator[list[list[int]]]:
+    """Transformers reads and dequantises the same file by its own code."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    model.eval()
+    # The file says 1e-05; older conversions in Transformers leave the default of LlamaConfig.
+    assert model.config.rms_norm_eps == pytest.approx(1e-5)
+    model.generation_config.eos_token_id = None
+    answers = []
+    for prompt in ids:
+        x = torch.tensor([prompt])
+        out = model.generate(
+            x, attention_mask=torch.ones_like(x), max_new_tokens=NEW, do_sample=False, pad_token_id=2
+        )
+        answers.append(out[0, len(prompt) :].tolist())
+    yield answers
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {},
+        {"tensor_parallel_size": 2, "executor": "inline"},
+        {"tensor_parallel_size": 2, "executor": "processes"},
+        {"tensor_parallel_size": 3, "executor": "inline"},
+        {"pipeline_parallel_size": 2, "executor": "processes"},
+    ],
+    ids=str,
+)
+def test_greedy_tokens_equal_transformers(
+    ids: list[list[int]], truth: list[list[int]], layout: dict[str, Any]
+) -> None:
+    with LLM("demo", dtype="float32", max_model_len=512, **layout) as llm:
+        outputs = llm.generate(ids, SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True), use_tqdm=False)
+    assert [o.outputs[0].token_ids for o in outputs] == truth
+
+
+def test_two_ranks_hold_six_and_three_heads() -> None:
+    with LLM("demo", tensor_parallel_size=2, executor="inline", max_model_len=512) as llm:
+        assert [len(place.q_heads) for place in llm.plan.places] == [6, 3]
+        assert [len(place.kv_heads) for place in llm.plan.places] == [2, 1]

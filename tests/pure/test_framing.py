@@ -1,0 +1,155 @@
+"""Frames: whatever the pieces in which they come, the messages are the same; nothing else comes through."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft.core.params import SamplingParams
+from weft.core.step import Admission, StepPlan, StepResult, TokenLogprobs
+from weft.errors import Cause
+from weft.executors import framing
+from weft.executors.base import Command
+from weft.executors.framing import LENGTH, Channel, Decoder, FrameError, encode
+from weft.executors.messages import Allocate, Done, Entered, Failed, FromRank, Run, ToRank
+
+tokens = st.lists(st.integers(0, 2**31), max_size=40)
+logprobs = st.builds(TokenLogprobs, st.floats(-99, 0), st.integers(1, 9), tokens, st.lists(st.floats(-99, 0)))
+params = st.builds(
+    SamplingParams,
+    temperature=st.floats(0, 2),
+    seed=st.none() | st.integers(-(2**63), 2**63 - 1),
+    logit_bias=st.none() | st.dictionaries(st.integers(0, 9), st.floats(-9, 9)),
+    bad_words=st.lists(st.text(min_size=1)).map(tuple),
+)
+admissions = st.builds(Admission, st.integers(0, 255), st.integers(0, 2**64 - 1), params, tokens, tokens)
+steps = st.builds(
+    StepPlan,
+    st.integers(-1, 2**40),
+    tokens,
+    st.lists(admissions, max_size=3),
+    tokens,
+    tokens,
+    tokens,
+    tokens,
+    st.lists(tokens, max_size=3),
+    st.lists(st.booleans()),
+)
+results = st.builds(
+    StepResult,
+    st.integers(0, 2**40),
+    tokens,
+    st.lists(st.none() | logprobs, max_size=3),
+    st.dictionaries(st.integers(0, 255), st.lists(logprobs, max_size=2), max_size=2),
+)
+to_rank = st.builds(Run, steps) | st.builds(Allocate, st.integers(0, 2**40)) | st.just(Command("ping"))
+from_rank = (
+    st.builds(Done, results)
+    | st.builds(Entered, st.text())
+    | st.builds(Failed, st.builds(Cause, st.integers(-1, 99), st.text(), st.text(), st.text()), st.booleans())
+)
+
+
+@st.composite
+def pieces(draw: st.DrawFn, messages: st.SearchStrategy[msgspec.Struct]) -> tuple[list[msgspec.Struct], list[bytes]]:
+    """Messages, and their frames one after the other, cut anywhere."""
+    sent = draw(st.lists(messages, max_size=5))
+    stream = b"".join(map(encode, sent))
+    borders = sorted(draw(st.sets(st.integers(0, len(stream)), max_size=8)))
+    return sent, [stream[a:b] for a, b in zip([0, *borders], [*borders, len(stream)], strict=True)]
+
+
+@given(pieces(to_rank))
+def test_whatever_the_pieces_to_a_rank(case: tuple[list[msgspec.Struct], list[bytes]]) -> None:
+    sent, stream = case
+    decoder: Decoder[ToRank] = Decoder(ToRank)
+    assert [message for piece in stream for message in decoder.feed(piece)] == sent
+
+
+@given(pieces(from_rank))
+def test_whatever_the_pieces_from_a_rank(case: tuple[list[msgspec.Struct], list[bytes]]) -> None:
+    sent, stream = case
+    decoder: Decoder[FromRank] = Decoder(FromRank)
+    assert [message for piece in stream for message in decoder.feed(piece)] == sent
+
+
+@given(st.binary(max_size=60))
+def test_noise_gives_nothing_or_an_error(noise: bytes) -> None:
+    """Never another kind of exception, never something that is no message."""
+    decoder: Decoder[ToRank] = Decoder(ToRank)
+    try:
+        assert all(isinstance(message, ToRank) for message in decoder.feed(LENGTH.pack(len(noise)) + noise))
+    except FrameError:
+        pass
+
+
+def test_a_frame_over_the_limit_is_neither_sent_nor_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(framing, "MAX_FRAME", 100)
+    assert encode(Entered("x" * 50))
+    with pytest.raises(FrameError, match=r"a message of 1,0\d\d bytes is over the limit of 100 bytes"):
+        encode(Entered("x" * 1000))
+    decoder: Decoder[FromRank] = Decoder(FromRank)
+    with pytest.raises(FrameError, match="a message of 101 bytes is over the limit of 100 bytes"):
+        # The length is enough: the body is not waited for.
+        list(decoder.feed(LENGTH.pack(101)))
+
+
+def test_a_message_of_the_other_direction_is_not_known() -> None:
+    decoder: Decoder[FromRank] = Decoder(FromRank)
+    with pytest.raises(FrameError, match="does not know.*Allocate"):
+        list(decoder.feed(encode(Allocate(1))))
+
+
+@pytest.fixture
+def channels() -> Iterator[tuple[Channel[ToRank], Channel[ToRank]]]:
+    ours, theirs = (Channel[ToRank](end, ToRank) for end in socket.socketpair())
+    yield ours, theirs
+    ours.close()
+    theirs.close()
+
+
+def test_more_than_a_socket_holds(channels: tuple[Channel[ToRank], Channel[ToRank]]) -> None:
+    ours, theirs = channels
+    step = StepPlan(1, [], [], [0], [0], [10**6], [123456] * 10**6, [[1]], [True])
+    sender = threading.Thread(target=lambda: (ours.send(Run(step)), ours.send(Allocate(7)), ours.hang_up()))
+    sender.start()
+    assert list(theirs) == [Run(step), Allocate(7)]
+    sender.join()
+
+
+@pytest.mark.parametrize("cut", [1, LENGTH.size, LENGTH.size + 1, -1])
+def test_the_end_in_the_middle_of_a_frame_gives_no_message(
+    channels: tuple[Channel[ToRank], Channel[ToRank]], cut: int
+) -> None:
+    ours, theirs = channels
+    ours.send_frame(encode(Allocate(7)) + encode(Allocate(8))[:cut])
+    ours.hang_up()
+    assert list(theirs) == [Allocate(7)]
+
+
+def test_an_end_with_bytes_unread_is_an_end(channels: tuple[Channel[ToRank], Channel[ToRank]]) -> None:
+    """The system calls it a reset."""
+    ours, theirs = channels
+    theirs.send(Allocate(1))
+    ours.close()
+    assert list(theirs) == []
+    with pytest.raises(OSError):
+        theirs.send(Allocate(1))
+
+
+def test_hanging_up_wakes_who_waits(channels: tuple[Channel[ToRank], Channel[ToRank]]) -> None:
+    ours, _ = channels
+    heard: list[ToRank] = []
+    waiter = threading.Thread(target=lambda: heard.extend(ours))
+    waiter.start()
+    ours.hang_up()
+    ours.hang_up()
+    waiter.join(60)
+    assert not waiter.is_alive()
+    assert heard == []
