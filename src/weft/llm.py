@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from types import TracebackType
 from typing import Any, cast
@@ -47,17 +46,10 @@ class LLM:
             download_dir=self.config.download_dir,
             load_format=self.config.load_format,
         )
-        with ThreadPoolExecutor(1) as aside:
-            # The tokenizer loads while the ranks do.
-            words = aside.submit(Words.load, self.config, checkpoint)
-            self._engine = LocalEngine(self.config, checkpoint)
-            try:
-                self._frontend = Frontend.of(
-                    self.config, checkpoint, words.result(), max_model_len=self._engine.plan.max_model_len
-                )
-            except BaseException:
-                self.shutdown()
-                raise
+        # Before the ranks start: a tokenizer that is damaged is known at once.
+        words = Words.load(self.config, checkpoint)
+        self._engine = LocalEngine(self.config, checkpoint)
+        self._frontend = Frontend.of(self.config, checkpoint, words, max_model_len=self._engine.plan.max_model_len)
 
     @property
     def plan(self) -> Plan:
@@ -110,7 +102,7 @@ class LLM:
 
     def stream(
         self, prompt: PromptLike | Sequence[Message], sampling_params: SamplingParams | None = None
-    ) -> Iterator[RequestOutput]:
+    ) -> Generator[RequestOutput, None, None]:
         """One answer while it grows: the same object again and again, with all there is so far. A list of
         messages goes through the chat template. Closing the iterator ends the request."""
         talk = isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], Mapping)
@@ -119,7 +111,7 @@ class LLM:
         else:
             found = self._frontend.prompt(cast(PromptLike, prompt))
         job = self._frontend.collect(found, sampling_params or self.sampling_params(), arrival_s=time.monotonic())
-        return (one.output for one in self._run([job]))
+        return self._growing(job)
 
     def sampling_params(self, **said: Any) -> SamplingParams:
         """SamplingParams with the model's own defaults (generation_config.json) for what is not said."""
@@ -175,13 +167,18 @@ class LLM:
             self._frontend.collect(prompt, asked, arrival_s=now, priority=first)
             for prompt, asked, first in zip(prompts, each, order, strict=True)
         ]
-        with Progress(len(jobs), use_tqdm) as progress:
-            for job in self._run(jobs):
+        with Progress(len(jobs), use_tqdm) as progress, closing(self._run(jobs)) as news:
+            for job in news:
                 if job.output.finished:
                     progress.advance()
         return [job.output for job in jobs]
 
-    def _run(self, jobs: Sequence[Collector]) -> Iterator[Collector]:
+    def _growing(self, job: Collector) -> Generator[RequestOutput, None, None]:
+        with closing(self._run([job])) as news:
+            for one in news:
+                yield one.output
+
+    def _run(self, jobs: Sequence[Collector]) -> Generator[Collector, None, None]:
         """Each job again whenever there is news of it; ends with the last."""
         engine = self._running
         homes = {request.id: job for job in jobs for request in job.requests}

@@ -54,7 +54,13 @@ RECIPES = {
     "llama-mqa": Recipe("Llama", {"num_attention_heads": 6, "num_key_value_heads": 1, "attention_bias": True}),
     "smollm2": Recipe(
         "Llama",
-        {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8, "tie_word_embeddings": True},
+        {
+            "hidden_size": 72,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "head_dim": 8,
+            "tie_word_embeddings": True,
+        },
     ),
     "mistral": Recipe("Mistral", {"sliding_window": 11}),
     "mistral-full": Recipe("Mistral", {"sliding_window": None}, style=4),

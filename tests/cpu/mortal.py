@@ -1,4 +1,4 @@
-"""A program with an engine, for others to kill: `python mortal.py executor|engine WORKER MODEL TENSOR STAGES`.
+"""A program with an engine, for others to kill: `python mortal.py executor|forker|engine WORKER MODEL TENSOR STAGES`.
 
 It prints "started" once the engine runs, and "failed: ..." where what it asked for fails.
 """
@@ -6,7 +6,9 @@ It prints "started" once the engine runs, and "failed: ..." where what it asked 
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
+import time
 
 from fake_worker import make_plan, make_step
 
@@ -26,6 +28,13 @@ def executor(plan: Plan, worker: str) -> None:
     executor.submit(make_step(0, [1])).result()
 
 
+def forker(plan: Plan, worker: str) -> None:
+    ProcessExecutor(worker).start(plan)
+    if pid := os.fork():
+        print("fork", pid, flush=True)
+    time.sleep(600)
+
+
 async def engine(plan: Plan, worker: str) -> None:
     engine = await AsyncEngine.start(plan, EngineConfig(model=plan.model), worker)
     print("started", flush=True)
@@ -40,6 +49,12 @@ if __name__ == "__main__":
     kind, worker, model, tensor, stages = sys.argv[1:]
     plan = make_plan(model, tensor=int(tensor), stages=int(stages))
     try:
-        executor(plan, worker) if kind == "executor" else asyncio.run(engine(plan, worker))
+        match kind:
+            case "executor":
+                executor(plan, worker)
+            case "forker":
+                forker(plan, worker)
+            case "engine":
+                asyncio.run(engine(plan, worker))
     except EngineError as error:
         print("failed:", error, flush=True)

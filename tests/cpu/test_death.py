@@ -34,6 +34,7 @@ class Program:
             stderr=subprocess.PIPE,
             text=True,
         )
+        self.members: list[psutil.Process] = []
         self.lines: SimpleQueue[str] = SimpleQueue()
         assert self.process.stdout
         assert self.process.stderr
@@ -57,11 +58,14 @@ class Program:
     def family(self) -> list[psutil.Process]:
         """This process and all below it: the core, if there is one, before the ranks."""
         me = psutil.Process(self.process.pid)
-        return [me, *me.children(recursive=True)]
+        self.members = [me, *me.children(recursive=True)]
+        return self.members
 
     def end(self) -> None:
-        for member in self.family() if self.process.poll() is None else []:
+        """Where a test has failed, somebody may be left."""
+        for member in filter(lives, self.members):
             member.kill()
+        self.process.kill()
         self.process.wait()
         for reader in self.readers:
             reader.join()
@@ -138,14 +142,29 @@ def test_the_parent_is_ended(
         assert programs[0].until("KeyboardInterrupt")
 
 
-def test_a_stopped_rank_dies_too(programs: list[Program]) -> None:
-    """It cannot end itself; its parent ends it."""
+@pytest.mark.parametrize("blow", [signal.SIGINT, signal.SIGKILL], ids=lambda blow: blow.name)
+def test_a_stopped_rank_dies_too(programs: list[Program], blow: signal.Signals) -> None:
+    """It cannot end itself: its parent ends it, or the system where the parent is dead."""
     programs.append(Program("executor", "hang 0 step"))
     programs[0].until("rank 0 hangs in step")
     family = programs[0].family()
     family[-1].suspend()
-    programs[0].process.send_signal(signal.SIGINT)
+    programs[0].process.send_signal(blow)
     assert left(family) == []
+
+
+def test_a_fork_of_the_parent_keeps_nobody_alive(programs: list[Program]) -> None:
+    """It inherits the sockets, as a data loader's would."""
+    programs.append(Program("forker", "fine"))
+    fork = psutil.Process(int(programs[0].until("fork").split()[1]))
+    family = [member for member in programs[0].family() if member != fork]
+    assert len(family) == 3
+    try:
+        programs[0].process.kill()
+        assert left(family) == []
+        assert lives(fork)
+    finally:
+        fork.kill()
 
 
 def test_sigterm_to_everybody_is_the_parents_to_answer(programs: list[Program]) -> None:

@@ -59,7 +59,10 @@ def attend_by_loop(q: torch.Tensor, cache: KVCache, batch: Batch, scale: float, 
         for token in range(first, last):
             position = int(batch.positions[token])
             begin = max(0, position - window + 1) if window else 0
-            blocks = [(int(batch.tables[row, p // cache.block_size]), p % cache.block_size) for p in range(begin, position + 1)]
+            blocks = [
+                (int(batch.tables[row, p // cache.block_size]), p % cache.block_size)
+                for p in range(begin, position + 1)
+            ]
             for head in range(q.shape[1]):
                 keys = torch.stack([cache.keys[b, o, head // group] for b, o in blocks]).double()
                 values = torch.stack([cache.values[b, o, head // group] for b, o in blocks]).double()

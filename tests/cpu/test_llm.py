@@ -140,7 +140,7 @@ def test_a_stream_that_is_left_frees_its_blocks(llm: LLM) -> None:
     stream = llm.stream("a", SamplingParams(max_tokens=50, ignore_eos=True))
     next(stream)
     assert not at_rest(llm)
-    stream.close()  # type: ignore[attr-defined]
+    stream.close()
     assert at_rest(llm)
 
 

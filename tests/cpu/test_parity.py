@@ -35,9 +35,7 @@ def truth(checkpoint: Path) -> list[list[int]]:
 def greedy(model: torch.nn.Module, prompt: list[int], new: int) -> list[int]:
     ids = torch.tensor([prompt])
     model.generation_config.eos_token_id = None
-    out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, pad_token_id=0
-    )
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, pad_token_id=0)
     return out[0, len(prompt) :].tolist()
 
 
@@ -56,9 +54,7 @@ def test_logits_agree_in_every_layout(checkpoint: Path, layout: str) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_greedy_tokens_equal_in_every_layout(checkpoint: Path, truth: list[list[int]], layout: str) -> None:
-    with LLM(
-        str(checkpoint), dtype="float32", skip_tokenizer_init=True, executor="inline", **LAYOUTS[layout]
-    ) as llm:
+    with LLM(str(checkpoint), dtype="float32", skip_tokenizer_init=True, executor="inline", **LAYOUTS[layout]) as llm:
         outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True))
     assert [o.outputs[0].token_ids for o in outputs] == truth
 

@@ -244,6 +244,18 @@ def test_a_signal_lets_requests_end(words: list[str], number: signal.Signals) ->
         assert server.ended() == 0, "\n".join(server.lines)
 
 
+def test_requests_that_take_too_long_are_cut_off_visibly(words: list[str]) -> None:
+    with Server(*words, "--shutdown-timeout", "0") as server:
+        with server.client.completions.create(model="tiny", prompt="a", stream=True, n=64, **LONG) as stream:
+            chunks = iter(stream)
+            next(chunks)
+            server.process.send_signal(signal.SIGTERM)
+            with pytest.raises(openai.APIError, match="shutting down"):
+                list(chunks)
+        assert server.ended() == 0, "\n".join(server.lines)
+        assert server.lines[-1].endswith("1 requests are cut off")
+
+
 def test_a_second_signal_ends_at_once(words: list[str]) -> None:
     with Server(*words) as server:
         family = server.family()

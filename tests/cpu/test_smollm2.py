@@ -47,9 +47,7 @@ def truth(gguf: Path, ids: list[list[int]]) -> Iterator[list[list[int]]]:
     answers = []
     for prompt in ids:
         x = torch.tensor([prompt])
-        out = model.generate(
-            x, attention_mask=torch.ones_like(x), max_new_tokens=NEW, do_sample=False, pad_token_id=2
-        )
+        out = model.generate(x, attention_mask=torch.ones_like(x), max_new_tokens=NEW, do_sample=False, pad_token_id=2)
         answers.append(out[0, len(prompt) :].tolist())
     yield answers
 
@@ -65,9 +63,7 @@ def truth(gguf: Path, ids: list[list[int]]) -> Iterator[list[list[int]]]:
     ],
     ids=str,
 )
-def test_greedy_tokens_equal_transformers(
-    ids: list[list[int]], truth: list[list[int]], layout: dict[str, Any]
-) -> None:
+def test_greedy_tokens_equal_transformers(ids: list[list[int]], truth: list[list[int]], layout: dict[str, Any]) -> None:
     with LLM("demo", dtype="float32", max_model_len=512, **layout) as llm:
         outputs = llm.generate(ids, SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True), use_tqdm=False)
     assert [o.outputs[0].token_ids for o in outputs] == truth

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from collections.abc import Iterator
@@ -83,10 +84,8 @@ def test_whatever_the_pieces_from_a_rank(case: tuple[list[msgspec.Struct], list[
 def test_noise_gives_nothing_or_an_error(noise: bytes) -> None:
     """Never another kind of exception, never something that is no message."""
     decoder: Decoder[ToRank] = Decoder(ToRank)
-    try:
+    with contextlib.suppress(FrameError):
         assert all(isinstance(message, ToRank) for message in decoder.feed(LENGTH.pack(len(noise)) + noise))
-    except FrameError:
-        pass
 
 
 def test_a_frame_over_the_limit_is_neither_sent_nor_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +101,7 @@ def test_a_frame_over_the_limit_is_neither_sent_nor_read(monkeypatch: pytest.Mon
 
 def test_a_message_of_the_other_direction_is_not_known() -> None:
     decoder: Decoder[FromRank] = Decoder(FromRank)
-    with pytest.raises(FrameError, match="does not know.*Allocate"):
+    with pytest.raises(FrameError, match=r"does not know.*Allocate"):
         list(decoder.feed(encode(Allocate(1))))
 
 

@@ -1,4 +1,4 @@
-"""The core in a process of its own: `python -m weft.client.process FD`, started by `client.remote`."""
+"""The core in a process of its own: `python -m weft.client.process FD LIFELINE`, started by `client.remote`."""
 
 from __future__ import annotations
 
@@ -70,6 +70,7 @@ class CoreProcess:
 
 
 def main(descriptor: int) -> None:
+    # Without its lifeline: it takes the moment to see its ranks go. They have their own.
     parent: Parent[ToCore] = Parent(descriptor, ToCore)
     begin = parent.inbox.get()
     assert isinstance(begin, Begin)

@@ -103,6 +103,7 @@ class AsyncEngine:
         self._wire.close()
         await asyncio.to_thread(end, [self._child], FAMILY_EXIT_S)
         await self._wire.closed()
+        self._child.close()
 
     def hear(self, message: FromCore) -> None:
         """Take in what the core says."""

@@ -1,13 +1,15 @@
 """Launching: a child process with a socket to it, and the child's own end of that socket.
 
 The socket is the death pipe too. A child ends when it reads its end, whatever its main thread is doing; a
-parent that dies in any way closes it. Nothing else has to be sent, and nobody has to be looked for.
+parent that dies in any way closes it. Nothing else has to be sent, and nobody has to be looked for. A second
+socket, on which nothing is ever said, lets Linux itself do the same where a thread of the child cannot run.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import fcntl
 import os
 import signal
 import socket
@@ -58,16 +60,17 @@ class Child(Generic[M]):
         env: Mapping[str, str] | None = None,
         files: Iterable[int] = (),
     ) -> None:
-        """Run `python -m module FD`. `messages` is the union that it sends; `env` is added to ours; `files` are
-        descriptors that it inherits under the same numbers."""
-        ours, theirs = socket.socketpair()
-        _sockets.add(ours)
+        """Run `python -m module FD LIFELINE`. `messages` is the union that it sends; `env` is added to ours;
+        `files` are descriptors that it inherits under the same numbers."""
+        (ours, theirs), (self._lifeline, its_lifeline) = socket.socketpair(), socket.socketpair()
+        _sockets.update((ours, self._lifeline))
+        given = (theirs.fileno(), its_lifeline.fileno())
         try:
             self.process = subprocess.Popen(
                 # -P: a user's random.py in the current folder is no part of ours.
-                [sys.executable, "-P", "-m", module, str(theirs.fileno())],
+                [sys.executable, "-P", "-m", module, *map(str, given)],
                 env={**os.environ, "PYTHONPATH": _python_path(), **(env or {})},
-                pass_fds=(theirs.fileno(), *files),
+                pass_fds=(*given, *files),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -76,9 +79,11 @@ class Child(Generic[M]):
             )
         except BaseException:
             ours.close()
+            self._lifeline.close()
             raise
         finally:
             theirs.close()
+            its_lifeline.close()
         self.channel: Channel[M] = Channel(ours, messages)
         self._words = bytearray()
         self._listener = threading.Thread(target=self._pass_on, name=f"weft-stderr-{self.process.pid}", daemon=True)
@@ -100,12 +105,17 @@ class Child(Generic[M]):
         """How it ended, and a hint, for a child whose socket has closed without a last word."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(LAST_WORDS_S)
-        self._listener.join(LAST_WORDS_S)
+        self.hear_out()
         return obituary(self.process.returncode, self._words.decode("utf-8", "replace"))
+
+    def hear_out(self) -> None:
+        """Wait until all that it has printed is printed here."""
+        self._listener.join(LAST_WORDS_S)
 
     def close(self) -> None:
         """Give the descriptors back; only once nobody listens any more."""
         self.channel.close()
+        self._lifeline.close()
 
     def _pass_on(self) -> None:
         """Copy what the child prints to our stderr, and remember the end of it."""
@@ -130,6 +140,8 @@ def end(children: Iterable[Child[Any]], exit_s: float = EXIT_S) -> None:
                 child.process.wait(max(0.0, deadline - time.monotonic()))
         for child in children:
             child.kill()
+    for child in children:
+        child.hear_out()
 
 
 def _python_path() -> str:
@@ -141,12 +153,14 @@ def _python_path() -> str:
 class Parent(Generic[M]):
     """The child's end, to be made before anything slow is imported. Frames wait in `inbox`; when the parent
     is gone, so is this process, in whatever its main thread is. `farewell` is what it does first, for
-    FAMILY_EXIT_S at most."""
+    FAMILY_EXIT_S at most; with `lifeline` there is none where the parent has died, but the end is certain."""
 
-    def __init__(self, descriptor: int, messages: Any) -> None:
+    def __init__(self, descriptor: int, messages: Any, lifeline: int | None = None) -> None:
         os.set_inheritable(descriptor, False)
         end = socket.socket(fileno=descriptor)
         _sockets.add(end)
+        if lifeline is not None:
+            _die_with(lifeline)
         self.inbox: SimpleQueue[Any] = SimpleQueue()
         self.farewell: Callable[[], None] = lambda: None
         self._channel: Channel[M] = Channel(end, messages)
@@ -176,3 +190,13 @@ class Parent(Generic[M]):
             os.write(2, f"{error}\n".encode())
         finally:
             self.end()
+
+
+def _die_with(lifeline: int) -> None:
+    """Have the system kill this process when the other end of `lifeline` closes: also one that is stopped, or
+    in a library that lets no other thread run."""
+    os.set_inheritable(lifeline, False)
+    with contextlib.suppress(AttributeError, OSError):  # Linux only; elsewhere the listening thread has to do
+        fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)

@@ -40,7 +40,6 @@ TTFT = (
 )
 ITL = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 REQUEST = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
-STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 def token_buckets(most: int) -> list[int]:
@@ -101,13 +100,9 @@ class Metrics:
         self.ttft = histogram("time_to_first_token_seconds", "Arrival to first token.", TTFT)
         self.itl = histogram("inter_token_latency_seconds", "Between one token and the next.", ITL)
         self.e2e = histogram("e2e_request_latency_seconds", "Arrival to last token.", REQUEST)
-        self.queue = histogram("request_queue_time_seconds", "Arrival to the first step.", REQUEST)
-        self.prefill = histogram("request_prefill_time_seconds", "First step to first token.", REQUEST)
         self.decode = histogram("request_decode_time_seconds", "First token to last.", REQUEST)
-        self.inference = histogram("request_inference_time_seconds", "First step to last token.", REQUEST)
         self.prompt_tokens = histogram("request_prompt_tokens", "Prompt tokens per request.", tokens)
         self.generation_tokens = histogram("request_generation_tokens", "Tokens generated per choice.", tokens)
-        self.step_tokens = histogram("iteration_tokens_total", "Tokens per step.", STEP_TOKENS)
         self._success = Counter(
             "vllm:request_success",
             "Requests finished, by reason.",

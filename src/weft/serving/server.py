@@ -28,6 +28,9 @@ from weft.serving.service import Service
 
 log = logging.getLogger("weft.serving")
 
+# Cutting a stream that has failed is our intent; uvicorn takes it for an oversight and says so.
+logging.getLogger("uvicorn.error").addFilter(lambda record: "without completing response" not in record.getMessage())
+
 CUT_S = 1  # what connections get to take their last bytes, once they are to end
 STATS_S = 10.0
 
@@ -49,22 +52,27 @@ def serve(config: EngineConfig, options: ServeOptions) -> None:
             download_dir=config.download_dir,
             load_format=config.load_format,
         )
+        words = Words.load(config, checkpoint)
         log.info("found %s: %s (%.2f s)", config.model, checkpoint.path, time.monotonic() - began)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(_serve(config, options, checkpoint, listener, began))
+            runner.run(_serve(config, options, checkpoint, words, listener, began))
 
 
 async def _serve(
-    config: EngineConfig, options: ServeOptions, checkpoint: Checkpoint, listener: socket.socket, began: float
+    config: EngineConfig,
+    options: ServeOptions,
+    checkpoint: Checkpoint,
+    words: Words,
+    listener: socket.socket,
+    began: float,
 ) -> None:
-    words = asyncio.create_task(asyncio.to_thread(Words.load, config, checkpoint))
-    starting = time.monotonic()
     plan = layout(config, checkpoint, probe())
+    starting = time.monotonic()
     engine = await AsyncEngine.start(plan, config)
     try:
         for line in capacity_lines(plan, engine.ready.num_blocks):
             log.info(line)
-        frontend = Frontend.of(config, checkpoint, await words, max_model_len=engine.plan.max_model_len)
+        frontend = Frontend.of(config, checkpoint, words, max_model_len=engine.plan.max_model_len)
         log.info("the engine is ready (%.2f s)", time.monotonic() - starting)
         capacity = config.max_num_seqs + config.max_num_queued_reqs
         service = Service(engine, frontend, options, model=config.model, capacity=capacity)
@@ -97,6 +105,7 @@ class Server(uvicorn.Server):
                 server_header=False,
                 access_log=False,
                 log_config=None,
+                log_level="warning",
                 timeout_graceful_shutdown=CUT_S,
             )
         )
@@ -145,6 +154,8 @@ class Server(uvicorn.Server):
                 await self._service.idle.wait()
         if self._service.answers:
             log.warning("%d requests are cut off", len(self._service.answers))
+            for answer in self._service.answers:
+                answer.cut_off()
         self.should_exit = True
 
     async def _watch(self) -> None:

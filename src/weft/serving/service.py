@@ -38,7 +38,9 @@ class Engine(Protocol):
         QueueFullError and EngineError at once."""
         ...
 
-    def abort(self, ids: Sequence[str]) -> None: ...
+    def abort(self, ids: Sequence[str]) -> None:
+        """Nothing more comes for these; a stream that is left with none ends."""
+        ...
 
 
 class Service:
@@ -102,7 +104,7 @@ class Service:
     def answer(self, prompts: Sequence[Prompt], params: SamplingParams, *, priority: int | None) -> Answer:
         """Hand prompts to the engine. Whatever speaks against it is raised here, before anything is answered."""
         if self.draining:
-            raise HttpError(503, "the server is shutting down; ask another", code="shutting_down", retry_after_s=1)
+            raise shut_down()
         wanted = params.n * len(prompts)
         if wanted > self.capacity:
             raise RequestError(
@@ -175,6 +177,11 @@ class Answer:
             running -= delta.finish_reason is not None
             if not running:
                 return
+        raise shut_down()
+
+    def cut_off(self) -> None:
+        """Fail whoever waits for the rest."""
+        self._service.engine.abort(list(self._homes))
 
     async def finish(self) -> None:
         """Wait for all of it."""
@@ -192,3 +199,7 @@ class Answer:
         made = sum(len(choice.token_ids) for job in self.jobs for choice in job.output.outputs)
         cached = sum(job.output.num_cached_tokens for job in self.jobs)
         return Usage(prompt, made, prompt + made, PromptTokensDetails(cached))
+
+
+def shut_down() -> HttpError:
+    return HttpError(503, "the server is shutting down; ask another", code="shutting_down", retry_after_s=1)

@@ -1,4 +1,4 @@
-"""The process of one rank: `python -m weft.worker.process FD`, started by the processes executor."""
+"""The process of one rank: `python -m weft.worker.process FD LIFELINE`, started by the processes executor."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from weft.executors.messages import ToRank
 from weft.executors.rank import Worker, keep_to, run, worker_class
 
 
-def main(descriptor: int) -> None:
+def main(descriptor: int, lifeline: int) -> None:
     # Before torch is imported: from here on this process ends with its parent.
-    parent: Parent[ToRank] = Parent(descriptor, ToRank)
+    parent: Parent[ToRank] = Parent(descriptor, ToRank, lifeline)
     launch = parent.inbox.get()
 
     def make() -> Worker:
@@ -39,4 +39,4 @@ def main(descriptor: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(*map(int, sys.argv[1:]))

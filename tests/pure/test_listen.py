@@ -1,0 +1,87 @@
+"""Sockets to serve on, and watching steps."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from weft.errors import ConfigError
+from weft.serving import listen
+from weft.serving.options import ServeOptions
+from weft.serving.progress import Progress
+
+ANY = ServeOptions(port=0)
+
+
+def test_a_free_port_is_found_and_told() -> None:
+    with listen.bind(ANY) as one, listen.bind(ANY) as two:
+        ports = {listener.getsockname()[1] for listener in (one, two)}
+        assert len(ports) == 2 and 0 not in ports
+        assert listen.address(one, replace(ANY, root_path="/x")) == f"http://127.0.0.1:{one.getsockname()[1]}/x"
+
+
+def test_a_taken_port_names_who_has_it() -> None:
+    with listen.bind(ANY) as one:
+        one.listen()
+        port = one.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"port {port} on 127.0.0.1 is taken by .*{os.getpid()}.*--port"):
+            listen.bind(replace(ANY, port=port))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (ServeOptions(port=70000), "70000; it must be from 1 to 65535"),
+        (ServeOptions(port=-1), "from 1 to 65535"),
+        (ServeOptions(host="no.such.host.invalid", port=0), "no.such.host.invalid is no address"),
+        (ServeOptions(uds="/no/such/folder/socket"), "cannot listen on /no/such/folder/socket"),
+    ],
+    ids=repr,
+)
+def test_addresses_that_cannot_be_had(options: ServeOptions, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        listen.bind(options)
+
+
+def test_a_path_is_taken_over_from_the_dead_only(tmp_path: Path) -> None:
+    options = ServeOptions(uds=str(tmp_path / "socket"))
+    with listen.bind(options) as one:
+        one.listen()
+        assert listen.address(one, options) == f"unix:{tmp_path}/socket"
+        with pytest.raises(ConfigError, match="in use"):
+            listen.bind(options)
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(tmp_path / "socket"))
+    listen.bind(options).close()
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ConfigError, match="in use"):
+        listen.bind(ServeOptions(uds=str(tmp_path / "file")))
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_certificates_are_tried_before_anything_slow(tmp_path: Path) -> None:
+    listen.check_tls(ANY)
+    with pytest.raises(ConfigError, match="needs --ssl-certfile"):
+        listen.check_tls(replace(ANY, ssl_keyfile="key"))
+    (tmp_path / "cert").write_text("no certificate")
+    for path in (tmp_path / "cert", tmp_path / "missing"):
+        with pytest.raises(ConfigError, match=f"{path.name} cannot be used"):
+            listen.check_tls(replace(ANY, ssl_certfile=str(path)))
+
+
+def test_work_without_a_step_is_a_stall_only_after_the_time() -> None:
+    now = 0.0
+    progress = Progress(10.0, lambda: now)
+    now = 100.0  # long idle
+    progress.begin()
+    now = 110.0
+    assert progress.stalled_s(0) == 0.0
+    now = 111.0
+    assert progress.stalled_s(0) == 11.0
+    assert progress.stalled_s(1) == 0.0
+    now = 122.0
+    assert progress.stalled_s(1) == 11.0

@@ -1,0 +1,200 @@
+"""The HTTP application over an engine that says what a test tells it to, and clients of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.pure.letters import END, frontend, output
+from weft.client.frontend import Words
+from weft.core.request import Output, Request, Stats
+from weft.errors import Cause, EngineError, QueueFullError
+from weft.serving.app import app
+from weft.serving.options import ServeOptions
+from weft.serving.service import Service
+
+Script = Callable[[Request], Iterable[Output]]
+HI = [{"role": "user", "content": "hi"}]
+CHAT = {"model": "tiny", "messages": HI}
+DEAD = EngineError(Cause(1, "step", "killed by SIGKILL", "look at dmesg"))
+
+
+def saying(text: str) -> Script:
+    """Each choice says `text`, letter by letter, and then the end token; or max_tokens of it."""
+
+    def script(request: Request) -> Iterable[Output]:
+        most = request.params.max_tokens or 10**6
+        for at, letter in enumerate(text[:most]):
+            yield output(request.id, letter, "length" if at + 1 == most else None, cached_tokens=2)
+        if len(text) < most:
+            yield output(request.id, END, "stop")
+
+    return script
+
+
+HELLO = saying("hello")
+
+
+class FakeEngine:
+    """Says its script, and then ends its stream; or breaks; or, where a request has not ended, waits for ever."""
+
+    def __init__(self, script: Script = HELLO) -> None:
+        self.script = script
+        self.failure: EngineError | None = None
+        self.full = False
+        self.breaks = False
+        self.stats = Stats(blocks_total=10)
+        self.requests: list[Request] = []
+        self.aborted: list[str] = []
+        self.open: set[str] = set()
+        self.left = asyncio.Event()
+
+    def submit(self, requests: Sequence[Request]) -> AsyncGenerator[Output, None]:
+        if self.full:
+            raise QueueFullError("1024 requests wait already", retry_after_s=3)
+        if self.failure:
+            raise self.failure
+        self.requests += requests
+        self.open.update(request.id for request in requests)
+        return Stream(self._run(requests), lambda: self.abort([r.id for r in requests if r.id in self.open]))
+
+    def abort(self, ids: Sequence[str]) -> None:
+        self.aborted += ids
+        self.open.difference_update(ids)
+        self.left.set()
+
+    async def _run(self, requests: Sequence[Request]) -> AsyncGenerator[Output, None]:
+        for step in zip(*(self.script(request) for request in requests), strict=True):
+            await asyncio.sleep(0)
+            for made in step:
+                if made.finish_reason:
+                    self.open.discard(made.id)
+                yield made
+        if self.breaks:
+            self.failure = DEAD
+            raise DEAD
+        while self.open & {request.id for request in requests}:
+            self.left.clear()
+            await self.left.wait()
+
+
+class Stream(AsyncGenerator[Output, None]):
+    """A generator whose closing is heard of even where it never began."""
+
+    def __init__(self, inner: AsyncGenerator[Output, None], on_close: Callable[[], None]) -> None:
+        self._inner, self._on_close = inner, on_close
+
+    async def __anext__(self) -> Output:
+        return await self._inner.__anext__()
+
+    async def asend(self, value: None) -> Output:
+        return await self._inner.asend(value)
+
+    async def athrow(self, *error: Any) -> Output:
+        return await self._inner.athrow(*error)
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
+        self._on_close()
+
+
+class World:
+    """An application and a client for it."""
+
+    def __init__(self, engine: FakeEngine | None = None, words: Words | None = None, **options: Any) -> None:
+        self.engine = engine or FakeEngine()
+        front = frontend() if words is None else frontend(words=words)
+        self.service = Service(self.engine, front, ServeOptions(**options), model="tiny", capacity=8)
+        self.app = app(self.service)
+        self.client = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://weft")
+
+    async def post(self, path: str, body: Any = None, **how: Any) -> httpx.Response:
+        if body is not None:
+            how["json"] = body
+        return await self.client.post(path, **how)
+
+    async def chat(self, **fields: Any) -> httpx.Response:
+        return await self.post("/v1/chat/completions", {**CHAT, **fields})
+
+    async def complete(self, **fields: Any) -> httpx.Response:
+        return await self.post("/v1/completions", {"model": "tiny", "prompt": "ab", **fields})
+
+    async def metric(self, name: str, **labels: str) -> float | None:
+        page = (await self.client.get("/metrics")).text
+        for family in text_string_to_metric_families(page):
+            for sample in family.samples:
+                if sample.name == name and labels.items() <= sample.labels.items():
+                    return sample.value
+        return None
+
+
+def events(response: httpx.Response) -> list[dict[str, Any]]:
+    """The chunks of a stream that ended well."""
+    assert response.status_code == 200 and response.headers["content-type"].startswith("text/event-stream")
+    assert "\r" not in response.text
+    lines = [line for line in response.text.split("\n\n") if line]
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def refused(response: httpx.Response, status: int = 400, **fields: Any) -> str:
+    """The message of an error in the one shape that all have."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    (key, error), *rest = response.json().items()
+    assert key == "error" and not rest and set(error) == {"message", "type", "param", "code"}
+    assert {name: error[name] for name in fields} == fields
+    assert isinstance(error["message"], str) and error["message"]
+    return str(error["message"])
+
+
+class Wire:
+    """One request straight to the application, with what a server would see of it."""
+
+    def __init__(self, world: World, path: str, body: dict[str, Any]) -> None:
+        self.sent: list[dict[str, Any]] = []
+        self.arrived = asyncio.Event()
+        self._inbox: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self._inbox.put_nowait({"type": "http.request", "body": json.dumps(body).encode(), "more_body": False})
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": "POST",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "scheme": "http",
+            "headers": [],
+            "server": ("weft", 80),
+        }
+        self.task = asyncio.ensure_future(world.app(scope, self._inbox.get, self._take))  # type: ignore[arg-type]
+
+    async def _take(self, message: Any) -> None:
+        self.sent.append(message)
+        self.arrived.set()
+
+    def hang_up(self) -> None:
+        self._inbox.put_nowait({"type": "http.disconnect"})
+
+    async def text(self, *, until: str) -> str:
+        while until not in (text := b"".join(m.get("body", b"") for m in self.sent).decode()):
+            self.arrived.clear()
+            await self.arrived.wait()
+        return text
+
+    @property
+    def whole(self) -> bool:
+        """Whether the body was brought to its end."""
+        return any(m["type"] == "http.response.body" and not m.get("more_body") for m in self.sent)
+
+
+def endless(request: Request) -> Iterable[Output]:
+    """Says one letter, and never ends."""
+    yield output(request.id, "a")
