@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import msgspec
@@ -21,11 +21,10 @@ WAIT_S = 60
 
 
 @pytest.fixture(autouse=True)
-async def bounded(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
-    """Fakes are found, no test hangs, and no process is left."""
+def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fakes are found, and no process is left."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
-    async with asyncio.timeout(WAIT_S):
-        yield
+    yield
     assert psutil.Process().children(recursive=True) == []
 
 
@@ -43,9 +42,14 @@ def ask(id: str, tokens: int = 3, prompt: int = 2) -> Request:
 async def collect(stream: AsyncIterator[Output]) -> dict[str, list[int]]:
     """The tokens of each request, once all have finished."""
     tokens: dict[str, list[int]] = {}
-    async for output in stream:
-        tokens.setdefault(output.id, []).extend(output.tokens)
+    async with asyncio.timeout(WAIT_S):
+        async for output in stream:
+            tokens.setdefault(output.id, []).extend(output.tokens)
     return tokens
+
+
+def has_torch(process: psutil.Process) -> bool:
+    return any("libtorch" in library.path for library in process.memory_maps())
 
 
 async def test_many_streams_at_once() -> None:
@@ -54,6 +58,9 @@ async def test_many_streams_at_once() -> None:
     try:
         assert engine.alive
         assert len(engine.ready.ranks) == 2
+        core, *ranks = psutil.Process().children(recursive=True)
+        assert not has_torch(core)
+        assert all(map(has_torch, ranks))
         streams = [engine.submit([ask(f"{n}-{choice}", 1 + n % 7) for choice in range(2)]) for n in range(40)]
         for n, answer in enumerate(await asyncio.gather(*map(collect, streams))):
             assert {id: len(tokens) for id, tokens in answer.items()} == {f"{n}-0": 1 + n % 7, f"{n}-1": 1 + n % 7}
@@ -161,7 +168,7 @@ async def test_an_idle_engine_notices_a_dead_rank() -> None:
     try:
         _, *ranks = psutil.Process().children(recursive=True)
         ranks[0].kill()
-        await engine.died()
+        await asyncio.wait_for(engine.died(), WAIT_S)
         assert engine.failure is not None
         assert engine.failure.cause.cause == "killed by SIGKILL"
         assert engine.failure.cause.rank >= 0
@@ -210,3 +217,18 @@ async def test_idle_means_idle() -> None:
         assert [b - a for a, b in zip(before, after, strict=True)] == [0, 0]
     finally:
         await engine.close()
+
+
+def test_under_uvloop() -> None:
+    """The loop that serving takes where it is there."""
+
+    async def run() -> None:
+        engine = await start()
+        try:
+            assert {id: len(tokens) for id, tokens in (await collect(engine.submit([ask("0")]))).items()} == {"0": 3}
+        finally:
+            await engine.close()
+        with pytest.raises(EngineError, match="rank 0 failed during load"):
+            await start("refuse 0 load")
+
+    pytest.importorskip("uvloop").run(run())

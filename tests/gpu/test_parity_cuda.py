@@ -49,9 +49,7 @@ def test_greedy_tokens_equal(checkpoint: Path, layout: str, executor: str) -> No
         pytest.skip("processes are tested on llama and qwen3 only: a start takes seconds")
     model = checkpoints.reference(checkpoint)
     truth = [greedy(model, prompt, NEW) for prompt in PROMPTS]
-    with LLM(
-        str(checkpoint), dtype="float32", skip_tokenizer_init=True, executor=executor, **on_gpus(layout)
-    ) as llm:
+    with LLM(str(checkpoint), dtype="float32", skip_tokenizer_init=True, executor=executor, **on_gpus(layout)) as llm:
         outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True))
     assert [o.outputs[0].token_ids for o in outputs] == truth
 

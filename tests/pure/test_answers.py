@@ -73,7 +73,7 @@ class FakeLLM:
 
 
 def fake_plan() -> Any:
-    from test_layout import plan
+    from tests.pure.test_layout import plan
 
     return plan(tensor_parallel_size=2)
 

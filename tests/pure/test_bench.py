@@ -51,7 +51,7 @@ class FakeLLM:
     num_blocks = 10
 
     def __init__(self, **said: Any) -> None:
-        from test_layout import plan
+        from tests.pure.test_layout import plan
 
         self.config, self.plan, self.asked, self.short = EngineConfig(**said), plan(), [], 0
 

@@ -8,8 +8,8 @@ from math import prod
 
 import pytest
 from hypothesis import given
-from shapes import SMOLLM2, layouts
 
+from tests.pure.shapes import SMOLLM2, layouts
 from weft.facts.parameters import EMBED, Axis, axis_length, parameters
 from weft.facts.shape import DTYPE_BYTES, ModelShape
 from weft.planner.fills import Fill, fills, owned, parameter_dims, rank_parameters, weight_bytes

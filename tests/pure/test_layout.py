@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from shapes import SMOLLM2, shapes
+from tests.pure.shapes import SMOLLM2, shapes
 from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError, WeftError
 from weft.facts.checkpoint import Checkpoint

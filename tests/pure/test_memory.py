@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from shapes import SMOLLM2
 
+from tests.pure.shapes import SMOLLM2
 from weft.errors import PlanError
 from weft.planner.memory import Capacity, capacity_lines, fit_length, kv_blocks
 from weft.planner.place import places

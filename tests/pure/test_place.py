@@ -6,8 +6,8 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from shapes import SMOLLM2, layouts
 
+from tests.pure.shapes import SMOLLM2, layouts
 from weft.errors import PlanError
 from weft.facts.shape import ModelShape
 from weft.planner.place import Place, Span, cut_heads, places

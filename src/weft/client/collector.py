@@ -70,6 +70,7 @@ class Collector:
         whole = self.output
         if whole.metrics.first_token_s is None and output.tokens:
             whole.metrics.first_token_s = now_s
+            whole.metrics.scheduled_s = output.scheduled_s
             whole.num_cached_tokens = output.cached_tokens
         if output.prompt_logprobs is not None and whole.prompt_logprobs is None:
             ids = whole.prompt_token_ids[1:]

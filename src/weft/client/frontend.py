@@ -61,8 +61,7 @@ class Words:
         """Read from `config.tokenizer` where it is given, else from the checkpoint. Raises ModelError."""
         if config.skip_tokenizer_init:
             return cls()
-        gguf = checkpoint.format == "gguf" if config.tokenizer is None else None
-        loaded = load_tokenizer(config.tokenizer or checkpoint.path, gguf=gguf)
+        loaded = load_tokenizer(config.tokenizer or checkpoint.path)
         return cls(loaded, ChatTemplate.of(loaded, config.chat_template))
 
 

@@ -19,6 +19,7 @@ class Metrics:
     """Seconds on the monotonic clock; None until it has happened."""
 
     arrival_s: float
+    scheduled_s: float | None = None
     first_token_s: float | None = None
     finished_s: float | None = None
 

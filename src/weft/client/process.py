@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from weft import logs
 from weft.client.messages import Abort, Add, Begin, Broken, Outputs, Refused, Started, ToCore
 from weft.core.engine import EngineCore
 from weft.core.request import Output
@@ -70,6 +71,7 @@ class CoreProcess:
 
 
 def main(descriptor: int) -> None:
+    logs.configure()
     # Without its lifeline: it takes the moment to see its ranks go. They have their own.
     parent: Parent[ToCore] = Parent(descriptor, ToCore)
     begin = parent.inbox.get()

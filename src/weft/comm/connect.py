@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -18,12 +17,12 @@ from weft.planner.plan import Plan
 NEVER = timedelta(days=365)
 
 
-def connect(plan: Plan, rank: int, *, folder: str, memory: int, pipes: Sequence[tuple[int, int]]) -> Links:
+def connect(plan: Plan, rank: int, *, store: str, memory: int, pipes: Sequence[tuple[int, int]]) -> Links:
     """The groups of a rank: every rank of the plan calls this, and it returns when all have.
 
     Ranks on GPUs of their own meet through NCCL. Others of one stage meet through `memory` and `pipes` (see
-    SharedComm; no pipes where the system has none), and all else goes through gloo. `folder` is where those
-    of NCCL and gloo find each other.
+    SharedComm; no pipes where the system has none), and all else goes through gloo. `store` is a file through
+    which those of NCCL and gloo find each other.
     """
     place, device = plan.places[rank], torch.device(plan.devices[rank])
     backend = "nccl" if own_gpus(plan) else "gloo"
@@ -37,8 +36,8 @@ def connect(plan: Plan, rank: int, *, folder: str, memory: int, pipes: Sequence[
     if device.type == "cuda":
         torch.cuda.set_device(device)
     with peers_may_vanish():
-        store = dist.FileStore(str(Path(folder) / "ranks"), len(plan.places))
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=len(plan.places), timeout=NEVER)
+        size = len(plan.places)
+        dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=NEVER)
         # Every rank makes every group, in the same order, and keeps its own.
         if plan.tensor_parallel > 1 and not shares:
             groups = [dist.new_group(ranks, backend=backend, timeout=NEVER) for ranks in stages]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future
+from time import monotonic
 from typing import TYPE_CHECKING, Literal, NoReturn, cast
 
 from weft.core.request import Output, Request, Stats
@@ -33,6 +34,8 @@ class EngineCore:
         self.depth = depth
         self.pending: deque[Future[StepResult]] = deque()
         self.failure: EngineError | None = None
+        # When requests that have no token yet took part in their first step.
+        self._scheduled_s: dict[str, float] = {}
 
     @classmethod
     def start(cls, plan: Plan, num_blocks: int, executor: Executor, config: EngineConfig) -> EngineCore:
@@ -57,7 +60,10 @@ class EngineCore:
 
     def abort(self, ids: Iterable[str]) -> None:
         """Forget requests; those that are not there any more are no error, and nothing more comes for any."""
+        ids = list(ids)
         self.scheduler.abort(ids)
+        for id in ids:
+            self._scheduled_s.pop(id, None)
 
     @property
     def has_work(self) -> bool:
@@ -73,6 +79,8 @@ class EngineCore:
         """Submit steps while fewer than `depth` are in flight and there is something to run. Never waits."""
         self._raise_failure()
         while len(self.pending) < self.depth and (plan := self.scheduler.schedule()):
+            for id in self.scheduler.started:
+                self._scheduled_s[id] = monotonic()
             try:
                 self.pending.append(self.executor.submit(plan))
             except Exception as error:
@@ -87,7 +95,11 @@ class EngineCore:
         except Exception as error:
             self._fail(error)
         self.pending.popleft()
-        return self.scheduler.apply(result)
+        outputs = self.scheduler.apply(result)
+        if self._scheduled_s:
+            for output in outputs:
+                output.scheduled_s = self._scheduled_s.pop(output.id, None)
+        return outputs
 
     def fail_all(self) -> list[str]:
         """Forget every request, and return their ids: for whoever tells them of the failure."""

@@ -32,7 +32,7 @@ class Output(msgspec.Struct, array_like=True):
 
     `stop_reason` is the id that ended it, None for the model's own end tokens. `cached_tokens` are prompt
     tokens that came from the prefix cache. `prompt_logprobs` are those of prompt positions 1.. and come once, with
-    the first token.
+    the first token, as does `scheduled_s`: when it first took part in a step, by this host's monotonic clock.
     """
 
     id: str
@@ -42,10 +42,14 @@ class Output(msgspec.Struct, array_like=True):
     stop_reason: int | None = None
     cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprobs] | None = None
+    scheduled_s: float | None = None
 
 
 class Stats(msgspec.Struct, kw_only=True):
-    """The core at one moment, and its counters since start. Requests, tokens, blocks."""
+    """The core at one moment, and its counters since start. Requests, tokens, blocks.
+
+    `computed_tokens` are those of all steps; `step_sizes[b]` counts the steps of more than 2^(b-1) tokens, up to 2^b.
+    """
 
     running: int = 0
     waiting: int = 0
@@ -57,4 +61,5 @@ class Stats(msgspec.Struct, kw_only=True):
     prefix_queries: int = 0
     prefix_hits: int = 0
     preemptions: int = 0
-    last_step_tokens: int = 0
+    computed_tokens: int = 0
+    step_sizes: list[int] = msgspec.field(default_factory=lambda: [0] * 32)

@@ -67,6 +67,8 @@ class Scheduler:
         self._slots = list(range(max_num_seqs - 1, -1, -1))
         self._released: list[int] = []
         self._in_flight: deque[Flight] = deque()
+        # Ids of the requests that the last scheduled step was the first for.
+        self.started: list[str] = []
         # Blocks that running requests still need for what they have not prefilled yet.
         self._promised = 0
         self._counters = Stats(blocks_total=num_blocks)
@@ -136,6 +138,7 @@ class Scheduler:
             running=len(self._running),
             waiting=self.waiting,
             blocks_used=self.pool.num_blocks - self.pool.free,
+            step_sizes=list(self._counters.step_sizes),
         )
 
     # A step out
@@ -143,6 +146,7 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next step, or None where nothing can run before a result, or a request, comes in. Runs nothing."""
         flight = Flight(self._steps)
+        self.started = []
         chosen = self._choose()
         prefills = []
         for sequence in chosen:
@@ -241,6 +245,7 @@ class Scheduler:
         # Its pieces come anew.
         sequence.prompt_logprobs = []
         if sequence.cached is None:
+            self.started.append(request.id)
             sequence.cached = sequence.computed
             if self._may_reuse(sequence):
                 self._counters.prefix_queries += sequence.prompt_length
@@ -293,7 +298,8 @@ class Scheduler:
         assert len(result.tokens) == plan.samples.count(True)
         counters = self._counters
         counters.steps += 1
-        counters.last_step_tokens = len(plan.tokens)
+        counters.computed_tokens += len(plan.tokens)
+        counters.step_sizes[(len(plan.tokens) - 1).bit_length()] += 1
         outputs = []
         sampled = zip(result.tokens, result.logprobs, strict=True)
         for sequence, samples in zip(flight.rows, plan.samples, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from functools import partial
 from importlib import import_module
@@ -9,7 +10,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from weft.executors.messages import ToRank
-from weft.executors.rank import WORKER, Worker, keep_to, run, worker_class
+from weft.executors.rank import SPIN_COUNT, SPINS, WORKER, Worker, keep_to, run, worker_class
 from weft.executors.ranks import RankExecutor
 from weft.planner.plan import Plan
 
@@ -27,6 +28,7 @@ class InlineExecutor(RankExecutor):
         self._threads: list[threading.Thread] = []
 
     def _launch(self, plan: Plan) -> None:
+        os.environ.setdefault(SPINS, SPIN_COUNT)
         # By name: this room does not import torch.
         self._groups = import_module("weft.comm.threads").ThreadGroups(plan)
         for place in plan.places:

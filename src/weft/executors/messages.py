@@ -19,12 +19,13 @@ class Shared(msgspec.Struct, frozen=True):
 
 
 class Launch(msgspec.Struct, frozen=True, tag=True):
-    """The first frame: who you are. `worker` is "module:Class", `folder` where the ranks find each other."""
+    """The first frame: who you are. `worker` is "module:Class", `store` a file through which ranks find each
+    other."""
 
     plan: Plan
     rank: int
     worker: str
-    folder: str
+    store: str
     shared: Shared | None
 
 

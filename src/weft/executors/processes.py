@@ -12,7 +12,7 @@ from weft.errors import Cause
 from weft.executors.framing import FrameError, encode
 from weft.executors.launch import Child, end
 from weft.executors.messages import Failed, FromRank, Launch, Shared, ToRank
-from weft.executors.rank import WORKER
+from weft.executors.rank import SPIN_COUNT, SPINS, WORKER
 from weft.executors.ranks import RankExecutor
 from weft.planner.plan import Plan
 
@@ -30,7 +30,7 @@ class ProcessExecutor(RankExecutor):
         self._folder: str | None = None
 
     def _launch(self, plan: Plan) -> None:
-        self._folder = tempfile.mkdtemp(prefix="weft-")  # readable by its owner only
+        store, opened = self._store()
         shared = [share(plan.tensor_parallel) for _ in range(plan.stages)]
         try:
             for place in plan.places:
@@ -39,19 +39,27 @@ class ProcessExecutor(RankExecutor):
                     "weft.worker.process",
                     FromRank,
                     env=environment(len(plan.cores[place.rank])),
-                    files=descriptors(files),
+                    files=[*opened, *descriptors(files)],
                 )
                 self._children.append(child)
-                child.send(Launch(plan, place.rank, self._worker, self._folder, files))
+                child.send(Launch(plan, place.rank, self._worker, store, files))
                 listener = threading.Thread(
                     target=self._listen, args=(place.rank, child), name=f"weft-rank-{place.rank}", daemon=True
                 )
                 self._listeners.append(listener)
                 listener.start()
         finally:
-            for files in shared:
-                for descriptor in descriptors(files):
-                    os.close(descriptor)
+            for descriptor in (*opened, *(file for files in shared for file in descriptors(files))):
+                os.close(descriptor)
+
+    def _store(self) -> tuple[str, list[int]]:
+        """The path of a file through which ranks find each other, and the descriptors behind it. Where the system
+        has files without a name, nothing is left of it, however this process ends."""
+        if hasattr(os, "memfd_create"):
+            file = os.memfd_create("weft-ranks")
+            return f"/proc/self/fd/{file}", [file]
+        self._folder = tempfile.mkdtemp(prefix="weft-")  # readable by its owner only
+        return f"{self._folder}/ranks", []
 
     def _tell(self, message: ToRank) -> None:
         frame = encode(message)
@@ -93,6 +101,9 @@ def environment(cores: int) -> dict[str, str]:
         "OPENBLAS_NUM_THREADS": threads,
         # All ranks are on this host; gloo would take the interface of the host's name.
         "GLOO_SOCKET_IFNAME": LOOPBACK,
+        SPINS: SPIN_COUNT,
+        # As NVML counts, and so the plan: CUDA's own order is the fastest card first.
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
     }
     return {name: value for name, value in ours.items() if name not in os.environ}
 

@@ -63,7 +63,9 @@ class PlainKernels:
         reach = int(context.max())
         blocks = batch.tables[rows, : -(-reach // cache.block_size)].long()
         # [rows, kv_heads, 1, reach, head_dim]: the extra dim lets a KV head serve its whole group.
-        keys, values = (c[blocks].flatten(1, 2)[:, :reach].transpose(1, 2).unsqueeze(2) for c in (cache.keys, cache.values))
+        keys, values = (
+            c[blocks].flatten(1, 2)[:, :reach].transpose(1, 2).unsqueeze(2) for c in (cache.keys, cache.values)
+        )
         steps = torch.arange(longest, device=q.device)
         index = (first[:, None] + steps).clamp(max=q.shape[0] - 1)  # [rows, longest], clamped where padded
         real = steps < (last - first)[:, None]

@@ -82,8 +82,7 @@ class Decoder:
         peers = [p for p in places if p.stage == place.stage]
         self.embed = Embedding(tensors["embed.weight"], place.vocab, comm) if place.first else None
         self.layers = [
-            Layer(shape, place, layer, tensors, comm, kernels)
-            for layer in range(place.layers.start, place.layers.stop)
+            Layer(shape, place, layer, tensors, comm, kernels) for layer in range(place.layers.start, place.layers.stop)
         ]
         self.head = None
         if place.last:

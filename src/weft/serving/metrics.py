@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector as Source
 
 from weft.core.request import Stats
@@ -83,6 +84,11 @@ class EngineStats(Source):
         steps = CounterMetricFamily("weft:steps", "Steps that the engine has finished.", labels=LABELS)
         steps.add_metric(self._labels, now.steps)
         yield steps
+        sizes = HistogramMetricFamily("vllm:iteration_tokens_total", "Tokens per step.", labels=LABELS)
+        below = itertools.accumulate(now.step_sizes)
+        buckets = [(str(float(2**power)), float(count)) for power, count in enumerate(below)]
+        sizes.add_metric(self._labels, [*buckets, ("+Inf", float(now.steps))], float(now.computed_tokens))
+        yield sizes
 
 
 class Metrics:
@@ -100,6 +106,9 @@ class Metrics:
         self.ttft = histogram("time_to_first_token_seconds", "Arrival to first token.", TTFT)
         self.itl = histogram("inter_token_latency_seconds", "Between one token and the next.", ITL)
         self.e2e = histogram("e2e_request_latency_seconds", "Arrival to last token.", REQUEST)
+        self.queue = histogram("request_queue_time_seconds", "Arrival to the first step.", REQUEST)
+        self.prefill = histogram("request_prefill_time_seconds", "First step to first token.", REQUEST)
+        self.inference = histogram("request_inference_time_seconds", "First step to last token.", REQUEST)
         self.decode = histogram("request_decode_time_seconds", "First token to last.", REQUEST)
         self.prompt_tokens = histogram("request_prompt_tokens", "Prompt tokens per request.", tokens)
         self.generation_tokens = histogram("request_generation_tokens", "Tokens generated per choice.", tokens)

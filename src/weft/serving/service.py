@@ -134,11 +134,15 @@ class Service:
             metrics.itl.observe(now_s - last_s)
         else:
             metrics.ttft.observe(now_s - times.arrival_s)
+            began_s = times.scheduled_s or now_s
+            metrics.queue.observe(max(0.0, began_s - times.arrival_s))
+            metrics.prefill.observe(now_s - began_s)
             metrics.prompt_tokens.observe(len(job.output.prompt_token_ids))
         if delta.finish_reason is not None:
             metrics.finished(delta.finish_reason)
             metrics.e2e.observe(now_s - times.arrival_s)
             metrics.decode.observe(now_s - (times.first_token_s or now_s))
+            metrics.inference.observe(now_s - (times.scheduled_s or now_s))
             metrics.generation_tokens.observe(len(job.output.outputs[delta.index].token_ids))
 
     def trouble(self) -> str | None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import signal
 import sys
 
+from weft import logs
 from weft.executors.launch import Parent
 from weft.executors.messages import ToRank
 from weft.executors.rank import Worker, keep_to, run, worker_class
 
 
 def main(descriptor: int, lifeline: int) -> None:
+    logs.configure()
     # Before torch is imported: from here on this process ends with its parent.
     parent: Parent[ToRank] = Parent(descriptor, ToRank, lifeline)
     launch = parent.inbox.get()
@@ -25,7 +27,7 @@ def main(descriptor: int, lifeline: int) -> None:
         links = connect(
             launch.plan,
             launch.rank,
-            folder=launch.folder,
+            store=launch.store,
             memory=shared.memory if shared else -1,
             pipes=shared.pipes if shared else (),
         )

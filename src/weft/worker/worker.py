@@ -187,7 +187,8 @@ class Worker:
             blocks.append(list(range(first, first + need)))
             first += need
         slots = list(range(len(counts)))
-        params = SamplingParams(temperature=0.0)
+        # All that a sampler can be asked for at once: the widest moment of its memory as well.
+        params = SamplingParams(top_k=50, top_p=0.9, repetition_penalty=1.1, logprobs=20)
         step = StepPlan(
             id=-1,
             released=[],

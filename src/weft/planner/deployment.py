@@ -1,0 +1,66 @@
+"""Deployment: a way to cut a model and lay it on the GPUs of a cluster, before there is an engine."""
+
+from __future__ import annotations
+
+import msgspec
+
+from weft.planner.place import Place
+
+
+class Workload(msgspec.Struct, frozen=True, kw_only=True):
+    """What is asked of a deployment. Lengths are tokens; `concurrency` counts the requests that run at once in
+    the whole deployment, None for as many as its KV cache and its engine hold (saturated).
+
+    `max_model_len` is the longest request that must fit, by default input and output together.
+    """
+
+    input_len: int = 1024
+    output_len: int = 1024
+    concurrency: int | None = None
+    max_model_len: int | None = None
+
+    @property
+    def longest(self) -> int:
+        return self.max_model_len or self.input_len + self.output_len
+
+
+class Layout(msgspec.Struct, frozen=True, kw_only=True):
+    """How a model is cut and where its parts lie: `data_parallel` replicas of `pipeline_parallel` stages of
+    `tensor_parallel` ranks.
+
+    `places` and `gpus` have one entry per rank of the deployment, replica by replica, and in it stage by stage:
+    rank = (replica * pipeline_parallel + stage) * tensor_parallel + tp_rank. `gpus[rank]` is the number of its
+    GPU in `Cluster` order (node by node). Equal replicas share their Place objects; `place.rank` counts within a
+    replica. `precision` and `kv_dtype` are names of `facts.precision`.
+
+    `expert_parallel` is the number of ranks that a layer's routed experts are dealt out to whole: 1 where every
+    rank holds a slice of each expert, else tensor_parallel, or tensor_parallel * data_parallel where the
+    replicas share one set of experts (attention data parallel).
+    """
+
+    tensor_weights: tuple[float, ...]
+    stage_layers: tuple[int, ...]
+    data_parallel: int
+    expert_parallel: int
+    precision: str
+    kv_dtype: str
+    places: tuple[Place, ...]
+    gpus: tuple[int, ...]
+
+    @property
+    def tensor_parallel(self) -> int:
+        return len(self.tensor_weights)
+
+    @property
+    def pipeline_parallel(self) -> int:
+        return len(self.stage_layers)
+
+    @property
+    def size(self) -> int:
+        """Ranks of one replica."""
+        return self.tensor_parallel * self.pipeline_parallel
+
+    def replica(self, number: int) -> tuple[tuple[Place, int], ...]:
+        """(place, GPU) of each rank of a replica."""
+        ranks = slice(number * self.size, (number + 1) * self.size)
+        return tuple(zip(self.places[ranks], self.gpus[ranks], strict=True))
