@@ -139,6 +139,7 @@ constexpr int64_t QUERIES = 48;  // query vectors per tile: tokens x heads of on
 constexpr int64_t WIDEST = 256;  // head_dim at most
 constexpr int64_t LANES = 16;    // keys per vector of scores
 constexpr int64_t STRIP = 6;     // queries that share a loaded vector of keys or values
+constexpr int64_t ALONE = 1 << 18;  // multiply-adds that one thread does sooner than two would meet, some 20 us
 constexpr int64_t FEW = 16;      // below so many queries, keys are not worth transposing
 
 template <class T> struct Scratch {
@@ -352,12 +353,15 @@ struct Tile {
 template <class T> void attend(const Attention<T> &a, int64_t rows) {
     int64_t step = std::max<int64_t>(1, QUERIES / a.group());
     std::vector<Tile> tiles;
+    int64_t work = 0;
     // From each row's end: the tiles with the most keys first, so that no thread starts one when others are done.
-    for (int64_t row = 0; row < rows; row++)
+    for (int64_t row = 0; row < rows; row++) {
+        work += int64_t(a.row_starts[row + 1] - a.row_starts[row]) * a.context[row] * a.q_heads * a.head_dim;
         for (int64_t last = a.row_starts[row + 1]; last > a.row_starts[row]; last -= step)
             for (int64_t head = 0; head < a.kv_heads; head++)
                 tiles.push_back({row, head, std::max<int64_t>(last - step, a.row_starts[row]), last});
-#pragma omp parallel
+    }
+#pragma omp parallel if (work > ALONE)
     {
         static thread_local Scratch<T> scratch;
 #pragma omp for schedule(dynamic)
