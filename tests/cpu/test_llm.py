@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import signal
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ import torch
 from tests.cpu import tiny
 from tests.pure.letters import BOS, END
 from weft import LLM, SamplingParams
+from weft.core.step import StepPlan, StepResult
 from weft.errors import ConfigError, ModelError, RequestError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -195,6 +199,32 @@ def test_an_interrupted_generate_leaves_nothing_behind(llm: LLM, error: type[Bas
     with pytest.raises(error):
         llm.generate(["a", "b", "c"], [GREEDY, SamplingParams(max_tokens=40), GREEDY], use_tqdm=Bar)
     assert at_rest(llm) and llm.generate("a", GREEDY)[0].finished
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_ctrl_c_while_a_step_is_handed_over_loses_none(llm: LLM, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    """A step that the ranks know of and the core does not would be waited for for ever by the next request."""
+    assert llm._engine is not None
+    executor = llm._engine._executor
+    submit, steps = executor.submit, count(1)
+
+    def interrupted(step: StepPlan) -> Future[StepResult]:
+        third = next(steps) == 3
+        if third and when == "before":
+            signal.raise_signal(signal.SIGINT)
+        future = submit(step)
+        if third and when == "after":
+            signal.raise_signal(signal.SIGINT)
+        return future
+
+    want = llm.generate(["a", "b"], GREEDY)
+    monkeypatch.setattr(executor, "submit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["a", "b"], GREEDY)
+    assert at_rest(llm)
+    got = llm.generate(["a", "b"], GREEDY)
+    assert [o.outputs[0].token_ids for o in got] == [o.outputs[0].token_ids for o in want]
+    assert at_rest(llm)
 
 
 def test_progress_is_shown_where_asked(llm: LLM, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from weft.facts.parameters import ARCHITECTURES
+from weft.facts.parameters import RUNNABLE
 from weft.facts.shape import ModelShape
 
 SMOLLM2 = ModelShape(
@@ -26,7 +26,7 @@ def shapes(draw: st.DrawFn) -> ModelShape:
     """Small dense decoders of every kind: head_dim independent of hidden, odd vocabularies, all biases."""
     kv_heads = draw(st.integers(1, 6))
     return ModelShape(
-        architecture=draw(st.sampled_from(ARCHITECTURES)),
+        architecture=draw(st.sampled_from(RUNNABLE)),
         layers=draw(st.integers(1, 9)),
         hidden=draw(st.integers(1, 24)),
         q_heads=kv_heads * draw(st.integers(1, 5)),

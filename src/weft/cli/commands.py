@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from weft.cli import values
 from weft.cli.flags import ENGINE, SAMPLING, SERVER, Flag
+from weft.cli.plan_flags import PLAN
 
 Group = tuple[str, tuple[Flag, ...]]
 
@@ -80,6 +81,13 @@ COMMANDS = {
             module="weft.cli.chat",
             groups=(("conversation", CHAT), ("sampling", SAMPLING), *ENGINE),
             example="weft chat demo",
+        ),
+        Command(
+            name="plan",
+            summary="Tell what fits on which GPUs, how to cut it, how fast it will be, and why.",
+            module="weft.cli.plan",
+            groups=PLAN,
+            example="weft plan Llama-3.1-70B-Instruct --gpus 4xA100",
         ),
         Command(
             name="bench latency",

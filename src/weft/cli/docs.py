@@ -22,8 +22,9 @@ Flags have vLLM's names and meanings where vLLM has them. In a flag's name `_` i
 `--no-x`; `--config FILE.yaml` holds flags by name, and those on the command line win. A flag of `vllm serve` that Weft
 does not have is ignored with a warning that names it; any other unknown flag is an error, with the nearest name.
 
-Exit status: 0 done, 1 an error (one line on standard error), 2 words that make no command, 130 Ctrl-C. Answers and
-reports go to standard output, everything else to standard error. `VLLM_LOGGING_LEVEL` sets how much that is.
+Exit status: 0 done, 1 an error (one line on standard error), 2 words that make no command, 3 for `weft plan` where
+nothing fits or a claim is impossible, 130 Ctrl-C. Answers and reports go to standard output, everything else to
+standard error. `VLLM_LOGGING_LEVEL` sets how much that is.
 """
 
 
@@ -31,7 +32,7 @@ def page() -> str:
     """The whole page."""
     parts = [INTRODUCTION]
     parts += [section(command) for command in COMMANDS.values()]
-    parts.append("## Flags of every engine\n\nTaken by every command above.\n")
+    parts.append("## Flags of every engine\n\nTaken by every command above that starts one: all but `weft plan`.\n")
     parts += [table(title, flags) for title, flags in ENGINE]
     ignored = ", ".join(f"`--{name}`" for name in sorted(ARITY))
     parts.append(f"## Ignored with a warning\n\nvLLM has these and Weft does not: {ignored}.\n")

@@ -66,7 +66,8 @@ def parse(command: Command, words: Sequence[str]) -> argparse.Namespace:
     if command.argument == "MODEL":
         if arguments.argument is not None:
             arguments.model = arguments.argument
-        if not getattr(arguments, "model", ""):
+        # A claim to be checked names its model itself.
+        if not getattr(arguments, "model", "") and not hasattr(arguments, "check"):
             raise UsageError(f"which model? For example: {command.example}")
     arguments.command = command.name
     for warning in warnings:

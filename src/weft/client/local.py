@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from weft.client.interrupts import Uninterrupted
 from weft.config import EngineConfig
 from weft.core.engine import EngineCore
 from weft.core.request import Output, Request, Stats
@@ -57,9 +58,10 @@ class LocalEngine:
         waiting, run = deque(requests), Run()
         try:
             while waiting or run.open:
-                self._feed(waiting, run)
                 if not run.news:
-                    self._step()
+                    self._wait()
+                    with Uninterrupted():
+                        self._advance(waiting, run)
                 while run.news:
                     output = run.news.popleft()
                     if output.finish_reason is not None:
@@ -71,9 +73,10 @@ class LocalEngine:
     def abort(self, ids: Iterable[str]) -> None:
         """Forget requests, wherever they are."""
         ids = list(ids)
-        self._core.abort(ids)
-        for id in ids:
-            self._forget(id)
+        with Uninterrupted():
+            self._core.abort(ids)
+            for id in ids:
+                self._forget(id)
 
     def stats(self) -> Stats:
         return self._core.stats()
@@ -92,9 +95,19 @@ class LocalEngine:
             run.open.add(request.id)
             self._runs[request.id] = run
 
-    def _step(self) -> None:
-        for output in self._core.step():
+    def _wait(self) -> None:
+        """Until the oldest step in flight is there, or has failed. Ctrl-C ends this and loses nothing."""
+        if self._core.pending:
+            self._core.pending[0].exception()
+
+    def _advance(self, waiting: deque[Request], run: Run) -> None:
+        """Take what the oldest step brought, then let the ranks go on. Never waits, and is never left half done:
+        a step that some ranks know of and others do not would be waited for for ever."""
+        outputs = self._core.finish_oldest() if self._core.pending else []
+        for output in outputs:
             self._runs[output.id].news.append(output)
+        self._feed(waiting, run)
+        self._core.pump()
 
     def _forget(self, id: str) -> None:
         run = self._runs.pop(id, None)

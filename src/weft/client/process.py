@@ -71,9 +71,9 @@ class CoreProcess:
 
 
 def main(descriptor: int) -> None:
-    logs.configure()
     # Without its lifeline: it takes the moment to see its ranks go. They have their own.
     parent: Parent[ToCore] = Parent(descriptor, ToCore)
+    logs.configure()
     begin = parent.inbox.get()
     assert isinstance(begin, Begin)
     phase = "start"

@@ -138,10 +138,23 @@ def _check_shape(shape: ModelShape, where: str) -> None:
 def sources(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Each tensor that a checkpoint of this shape has, under Hugging Face's name, with its dims."""
     for parameter in parameters(shape):
+        # Parts that share a tensor come one after the other: the last one says how long it is.
+        last = {part.source: part for part in parameter.parts}
+        count = shape.experts.count if parameter.role == "expert" and shape.experts else None
         for layer in range(shape.layers) if parameter.where == "layer" else (0,):
-            for part in parameter.parts:
-                axes = (part.rows,) if part.cols is None else (part.rows, part.cols)
-                yield part.source.format(layer=layer), tuple(axis_length(shape, axis) for axis in axes)
+            if not parameter.is_in(shape, layer):
+                continue
+            for source, part in last.items():
+                rows = sum(axis_length(shape, axis) for axis in (*part.after, part.rows))
+                dims = (rows,) if part.cols is None else (rows, axis_length(shape, part.cols))
+                dims = dims[::-1] if part.transposed else dims
+                if count is None:
+                    yield source.format(layer=layer), dims
+                elif "{expert}" not in source:
+                    yield source.format(layer=layer), (count, *dims)
+                else:
+                    for expert in range(count):
+                        yield source.format(layer=layer, expert=expert), dims
 
 
 def tensors(path: str, format: Format, shape: ModelShape) -> dict[str, TensorInfo]:

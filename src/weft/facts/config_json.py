@@ -1,4 +1,4 @@
-"""config.json and generation_config.json, as Transformers 4 and 5 write them, and each architecture's defaults."""
+"""config.json and generation_config.json, as Transformers 4 and 5 write them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from pathlib import Path
 import msgspec
 
 from weft.errors import ModelError
+from weft.facts.defaults import DEFAULTS, Defaults
 from weft.facts.fields import Fields
-from weft.facts.parameters import ARCHITECTURES
-from weft.facts.shape import DType, ModelShape, Rope
+from weft.facts.parameters import ARCHITECTURES, RUNNABLE
+from weft.facts.shape import DType, Experts, Latent, ModelShape, Rope
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
@@ -18,49 +19,20 @@ THETA = 10000.0
 NORM_EPS = 1e-6
 
 
-class Defaults(msgspec.Struct, frozen=True, kw_only=True):
-    """What Transformers takes where config.json does not say: the fields that differ between architectures.
-
-    `bias`: "config" asks `attention_bias`, for q, k, v and o; "qkv" always has those three; "none" never any.
-    `window`: "none", "all" layers, or "some" of them, as `use_sliding_window` and the layers' types say.
-    """
-
-    model_type: str
-    max_positions: int
-    kv_heads: int | None = None  # None: as many as query heads
-    head_dim: int | None = None  # None: hidden size over query heads
-    bos: int | None = None
-    eos: tuple[int, ...] = ()
-    bias: str = "config"
-    mlp_bias: bool = False  # whether `mlp_bias` is asked
-    qk_norm: bool = False
-    window: str = "none"
-
-
-DEFAULTS = {
-    "LlamaForCausalLM": Defaults(model_type="llama", max_positions=2048, bos=1, eos=(2,), mlp_bias=True),
-    "MistralForCausalLM": Defaults(
-        model_type="mistral", max_positions=131072, kv_heads=8, bos=1, eos=(2,), bias="none", window="all"
-    ),
-    "Qwen2ForCausalLM": Defaults(model_type="qwen2", max_positions=32768, kv_heads=32, bias="qkv", window="some"),
-    "Qwen3ForCausalLM": Defaults(
-        model_type="qwen3", max_positions=32768, kv_heads=32, head_dim=128, qk_norm=True, window="some"
-    ),
-}
 SLIDING_WINDOW = 4096  # tokens, where an architecture with windows does not say
 MAX_WINDOW_LAYERS = 28  # the first layers of Qwen, which have none
 
 
-def read(folder: Path, own: DType) -> ModelShape:
+def read(folder: Path, own: DType = "bfloat16", *, run: bool = True) -> ModelShape:
     """The shape in a directory's config.json; `own` is the dtype of its tensors, taken where the config has none.
 
     Its end tokens are those of config.json and of generation_config.json together. Raises ModelError, in one
-    line, for what is missing, wrong, impossible or unknown.
+    line, for what is missing, wrong, impossible or unknown, and with `run` for what the engine does not compute.
     """
-    config = _object(folder / CONFIG)
+    config = load(folder / CONFIG)
     generation = folder / GENERATION
-    more = _object(generation).ids("eos_token_id") if generation.exists() else ()
-    model = shape(config, own)
+    more = load(generation).ids("eos_token_id") if generation.exists() else ()
+    model = shape(config, own, run=run)
     return msgspec.structs.replace(model, eos=tuple(dict.fromkeys(model.eos + more)))
 
 
@@ -68,7 +40,7 @@ def sampling(folder: Path) -> dict[str, float | int | bool]:
     """What generation_config.json recommends, in its own words; {} where there is none."""
     if not (folder / GENERATION).exists():
         return {}
-    fields = _object(folder / GENERATION)
+    fields = load(folder / GENERATION)
     found: dict[str, float | int | bool] = {}
     for name in SAMPLING:
         value = fields.values.get(name)
@@ -82,7 +54,8 @@ def sampling(folder: Path) -> dict[str, float | int | bool]:
     return found
 
 
-def _object(path: Path) -> Fields:
+def load(path: Path) -> Fields:
+    """The fields of a JSON file. Raises ModelError where it cannot be read."""
     try:
         return Fields(msgspec.json.decode(path.read_bytes(), type=dict[str, object]), str(path))
     except OSError as error:
@@ -105,19 +78,35 @@ def architecture(config: Fields) -> str:
     raise ModelError(f"{config.where}: unknown architecture {names[0]!r}; known: {', '.join(ARCHITECTURES)}")
 
 
-def shape(config: Fields, own: DType = "bfloat16") -> ModelShape:
-    """The shape that a config gives, its architecture's defaults filled in."""
+def usual(config: Fields, default: Defaults) -> Fields:
+    """The fields of the language model under their usual names, the architecture's defaults filled in."""
+    inner = config.nested(default.inner) if default.inner else None
+    own = {**config.values, **(inner.values if inner else {})}
+    return Fields({**default.values, **{default.keys.get(key, key): own[key] for key in own}}, config.where)
+
+
+def shape(config: Fields, own: DType = "bfloat16", *, run: bool = True) -> ModelShape:
+    """The shape that a config gives, its architecture's defaults filled in; with `run` one that the engine runs.
+
+    Where it is only to be planned for, the rotary embedding of an architecture that the engine does not run is
+    not read beyond its base.
+    """
     name = architecture(config)
     default = DEFAULTS[name]
-    _refuse(config)
+    if run:
+        _refuse(config, name)
+    config = usual(config, default)
     hidden, q_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
-    layers = config.integer("num_hidden_layers")
-    head_dim = config.integer_or("head_dim", default.head_dim)
+    layers, mla = config.integer("num_hidden_layers"), latent(config)
+    head_dim = mla.nope_dim + mla.rope_dim if mla else config.integer_or("head_dim", default.head_dim)
     if head_dim is None and hidden % q_heads:
         raise ModelError(f"{config.where}: hidden_size {hidden} is no multiple of the {q_heads} num_attention_heads")
     max_positions = config.integer_or("max_position_embeddings", None) or default.max_positions
-    bias = default.bias == "config" and config.flag("attention_bias")
-    rotary = rope(config, max_positions)
+    bias = default.bias == "all" or (default.bias == "config" and config.flag("attention_bias"))
+    rotary = rope(config, max_positions) if name in RUNNABLE else Rope(theta=_theta(config, Fields({}, config.where)))
+    ffn = config.integer_or("intermediate_size", None) or default.ffn_of_hidden * hidden
+    if not ffn:
+        ffn = config.integer("intermediate_size")
     return ModelShape(
         architecture=name,
         layers=layers,
@@ -125,25 +114,96 @@ def shape(config: Fields, own: DType = "bfloat16") -> ModelShape:
         q_heads=q_heads,
         kv_heads=config.integer_or("num_key_value_heads", default.kv_heads) or q_heads,
         head_dim=head_dim or hidden // q_heads,
-        ffn=config.integer("intermediate_size"),
+        ffn=ffn // default.ffn_parts,
         vocab=config.integer("vocab_size"),
         max_positions=rotary.reach(max_positions),
         norm_eps=config.number_or("rms_norm_eps", None) or NORM_EPS,
         rope=rotary,
-        tied=config.flag("tie_word_embeddings"),
+        tied=config.flag("tie_word_embeddings", default.tied),
         qkv_bias=bias or default.bias == "qkv",
         out_bias=bias,
-        mlp_bias=default.mlp_bias and config.flag("mlp_bias"),
+        mlp_bias=default.bias == "all" or (default.mlp_bias and config.flag("mlp_bias")),
         qk_norm=default.qk_norm,
         windows=windows(config, default, layers),
+        experts=experts(config, layers, ffn),
+        mla=mla,
         dtype=dtype(config) or own,
         bos=config.integer_or("bos_token_id", default.bos, minimum=0),
         eos=config.ids("eos_token_id", default.eos),
     )
 
 
-def _refuse(config: Fields) -> None:
-    """What these architectures may say that Weft would compute wrongly if it were ignored."""
+def latent(config: Fields) -> Latent | None:
+    """Multi-head latent attention, as DeepSeek writes it."""
+    if "kv_lora_rank" not in config:
+        return None
+    return Latent(
+        kv_lora_rank=config.integer("kv_lora_rank"),
+        q_lora_rank=config.integer_or("q_lora_rank", None),
+        nope_dim=config.integer("qk_nope_head_dim"),
+        rope_dim=config.integer("qk_rope_head_dim"),
+        v_dim=config.integer("v_head_dim"),
+    )
+
+
+def experts(config: Fields, layers: int, ffn: int) -> Experts | None:
+    """The mixture of experts under the names that Mixtral, Qwen, DeepSeek and their like use."""
+    key = next((key for key in ("num_local_experts", "num_experts", "n_routed_experts") if key in config), None)
+    if key is None:
+        return None
+    width = config.integer_or("moe_intermediate_size", ffn) or ffn
+    shared = config.integer_or("n_shared_experts", 0, minimum=0) or 0
+    dense = set(range(config.integer_or("first_k_dense_replace", 0, minimum=0) or 0))
+    dense |= set(config.ids("mlp_only_layers"))
+    step = config.integer_or("decoder_sparse_step", 1) or 1
+    dense |= {layer for layer in range(layers) if (layer + 1) % step}
+    count, top_k = config.integer(key), config.integer("num_experts_per_tok")
+    if top_k > count:
+        raise config.wrong("num_experts_per_tok", f"at most the {count} experts")
+    return Experts(
+        count=count,
+        top_k=top_k,
+        ffn=width,
+        shared=shared,
+        shared_ffn=shared * width,
+        dense_layers=tuple(sorted(layer for layer in dense if layer < layers)),
+    )
+
+
+def precision(config: Fields) -> str | None:
+    """What `quantization_config` says of the weights, in the words of `facts.precision`; None where they are not
+    quantised. Raises ModelError for a method that Weft does not know the bytes of."""
+    quantised = config.nested("quantization_config") or config.nested("compression_config")
+    if quantised is None or not quantised.values:
+        return None
+    method = quantised.text_or("quant_method", None)
+    inner = quantised.nested("config_groups")
+    groups = [value for value in inner.values.values() if isinstance(value, dict)] if inner else []
+    weights = groups[0].get("weights") if groups else None
+    fields = Fields(weights, f"{config.where}: weights") if isinstance(weights, dict) else quantised
+    algorithm = (quantised.text_or("quant_algo", None) or quantised.text_or("format", None) or "").lower()
+    bits = fields.integer_or("bits", None) or fields.integer_or("num_bits", None)
+    if method in ("fp8", "mxfp4"):
+        return method
+    if "fp4" in algorithm:
+        return "mxfp4" if algorithm.startswith("mx") else "nvfp4"
+    if "fp8" in algorithm or algorithm == "float-quantized":
+        return "fp8"
+    if bits in (4, 8) and fields.text_or("type", "int") == "int":
+        return f"int{bits}"
+    raise ModelError(
+        f"{config.where}: the weights are quantised with {method or 'an unknown method'}, whose bytes Weft does not "
+        "know; name the nearest format with --precision"
+    )
+
+
+def _refuse(config: Fields, name: str) -> None:
+    """What the engine does not run, or would compute wrongly if it were ignored."""
+    if name not in RUNNABLE:
+        raise ModelError(
+            f"{config.where}: {name} is known to `weft plan`, but the engine does not run it yet; it runs "
+            f"{', '.join(RUNNABLE)}"
+        )
     quantised = config.nested("quantization_config") or config.nested("compression_config")
     if quantised is not None and quantised.values:
         method = quantised.text_or("quant_method", "an unknown method")
@@ -174,9 +234,12 @@ def windows(config: Fields, default: Defaults, layers: int) -> tuple[int | None,
         return ()
     if default.window == "all":
         return (window,) * layers
-    if not config.flag("use_sliding_window"):
+    if default.window == "some" and not config.flag("use_sliding_window"):
         return ()
     types = config.values.get("layer_types")
+    if types is None and isinstance(default.window, int):
+        every = config.integer_or("window_pattern", default.window) or default.window
+        types = ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
     if types is None:
         first = config.integer_or("max_window_layers", MAX_WINDOW_LAYERS, minimum=0) or 0
         types = ["sliding_attention" if layer >= first else "full_attention" for layer in range(layers)]
@@ -191,7 +254,7 @@ def windows(config: Fields, default: Defaults, layers: int) -> tuple[int | None,
 def rope(config: Fields, max_positions: int) -> Rope:
     """`rope_parameters` (Transformers 5), or `rope_theta` and `rope_scaling` (4, with `type` or `rope_type`)."""
     scaling = _rope_parameters(config)
-    theta = scaling.number_or("rope_theta", None) or config.number_or("rope_theta", None) or THETA
+    theta = _theta(config, scaling)
     for fields in (scaling, config):
         if fields.number_or("partial_rotary_factor", 1.0) not in (1.0, None):
             raise fields.wrong("partial_rotary_factor", "1")
@@ -235,6 +298,10 @@ def rope(config: Fields, max_positions: int) -> Rope:
                 truncate=scaling.flag("truncate", True),
             )
     raise scaling.wrong(key, "default, linear, dynamic, llama3 or yarn")
+
+
+def _theta(config: Fields, scaling: Fields) -> float:
+    return scaling.number_or("rope_theta", None) or config.number_or("rope_theta", None) or THETA
 
 
 def _rope_parameters(config: Fields) -> Fields:

@@ -41,12 +41,42 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True):
         return max(max_positions, int(self.original_max_positions * self.factor))
 
 
+class Experts(msgspec.Struct, frozen=True, kw_only=True):
+    """A mixture of experts: of `count`, each `ffn` wide, a token goes through `top_k` that a router chooses.
+
+    `shared` experts, together `shared_ffn` wide, see every token. `dense_layers` have an MLP of the shape's own
+    `ffn` in the experts' place.
+    """
+
+    count: int
+    top_k: int
+    ffn: int
+    shared: int = 0
+    shared_ffn: int = 0
+    dense_layers: tuple[int, ...] = ()
+
+
+class Latent(msgspec.Struct, frozen=True, kw_only=True):
+    """Multi-head latent attention: what is cached is one vector of `kv_lora_rank` + `rope_dim` per token and layer.
+
+    A head's query and key are `nope_dim` + `rope_dim` long (the shape's `head_dim`), its value `v_dim`.
+    `q_lora_rank` None: queries are projected at once.
+    """
+
+    kv_lora_rank: int
+    q_lora_rank: int | None
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
+
+
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     """One decoder-only model. Lengths are in tokens; `head_dim` is independent of `hidden`.
 
     `windows[layer]` is that layer's sliding window in tokens (a query sees itself and the window-1 before
     it), or None for full attention. `dtype` is the checkpoint's own. `eos` holds every id that ends an
-    answer (config and generation_config together), `bos` the id that starts a text, if any.
+    answer (config and generation_config together), `bos` the id that starts a text, if any. With `experts`,
+    `ffn` is the width of the layers that have none.
     """
 
     architecture: str
@@ -66,6 +96,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     mlp_bias: bool = False
     qk_norm: bool = False
     windows: tuple[int | None, ...] = ()
+    experts: Experts | None = None
+    mla: Latent | None = None
     dtype: DType = "bfloat16"
     bos: int | None = None
     eos: tuple[int, ...] = ()
@@ -83,3 +115,6 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
     def window(self, layer: int) -> int | None:
         return self.windows[layer] if self.windows else None
+
+    def has_experts(self, layer: int) -> bool:
+        return self.experts is not None and layer not in self.experts.dense_layers

@@ -135,7 +135,7 @@ void rotate_and_store(const T *qkv, T *q, T *keys, T *values, const float *table
 // ------------------------------------------------------------------------------------------ attention
 
 constexpr int64_t KEYS = 64;     // keys per tile
-constexpr int64_t QUERIES = 48;  // query vectors per tile: tokens x heads of one group
+constexpr int64_t QUERIES = 96;  // query vectors per tile: tokens x heads of one group
 constexpr int64_t WIDEST = 256;  // head_dim at most
 constexpr int64_t LANES = 16;    // keys per vector of scores
 constexpr int64_t STRIP = 6;     // queries that share a loaded vector of keys or values
@@ -148,6 +148,7 @@ template <class T> struct Scratch {
     alignas(64) float scores[QUERIES * KEYS];
     alignas(64) float keys[WIDEST * KEYS];  // transposed: [head_dim][KEYS]
     alignas(64) float values[KEYS * WIDEST];
+    T weights[QUERIES * KEYS];              // the scores once more, rounded
     float highest[QUERIES], total[QUERIES];
     const T *query[QUERIES], *key[KEYS], *value[KEYS];  // where they lie
 };
@@ -200,6 +201,58 @@ template <> inline float dot<bf16>(const bf16 *a, const bf16 *b, int64_t count) 
     }
     return _mm512_reduce_add_ps(sum);
 }
+
+// Two neighbouring bf16 in every lane: one side of 16 x 2 products.
+inline __m512bh pair(const bf16 *from) {
+    int32_t bits;
+    std::memcpy(&bits, from, 4);
+    return (__m512bh)_mm512_set1_epi32(bits);
+}
+
+inline __m512bh pairs(const float *from) { return (__m512bh)_mm512_load_si512(from); }
+
+// As score_strip, for 64 keys whose dims lie in pairs: keys[d / 2][KEYS].
+template <int64_t N> void score_pairs(const bf16 *const *query, const float *keys, float *scores, int64_t head_dim) {
+    __m512 sum[N][4];
+#pragma GCC unroll 8
+    for (int64_t q = 0; q < N; q++)
+#pragma GCC unroll 4
+        for (int64_t c = 0; c < 4; c++) sum[q][c] = _mm512_setzero_ps();
+    for (int64_t d = 0; d < head_dim; d += 2) {
+        const float *row = keys + d / 2 * KEYS;
+#pragma GCC unroll 8
+        for (int64_t q = 0; q < N; q++)
+#pragma GCC unroll 4
+            for (int64_t c = 0; c < 4; c++)
+                sum[q][c] = _mm512_dpbf16_ps(sum[q][c], pair(query[q] + d), pairs(row + c * LANES));
+    }
+#pragma GCC unroll 8
+    for (int64_t q = 0; q < N; q++)
+#pragma GCC unroll 4
+        for (int64_t c = 0; c < 4; c++) _mm512_store_ps(scores + q * KEYS + c * LANES, sum[q][c]);
+}
+
+// As mix_strip, for C vectors of dims and keys in pairs: values[j / 2][padded].
+template <int64_t N, int64_t C>
+void mix_pairs(const bf16 *weights, const float *values, float *sums, int64_t padded, int64_t count) {
+    __m512 sum[N][C];
+#pragma GCC unroll 8
+    for (int64_t q = 0; q < N; q++)
+#pragma GCC unroll 4
+        for (int64_t c = 0; c < C; c++) sum[q][c] = _mm512_load_ps(sums + q * padded + c * LANES);
+    for (int64_t j = 0; j < count; j += 2) {
+        const float *row = values + j / 2 * padded;
+#pragma GCC unroll 8
+        for (int64_t q = 0; q < N; q++)
+#pragma GCC unroll 4
+            for (int64_t c = 0; c < C; c++)
+                sum[q][c] = _mm512_dpbf16_ps(sum[q][c], pair(weights + q * KEYS + j), pairs(row + c * LANES));
+    }
+#pragma GCC unroll 8
+    for (int64_t q = 0; q < N; q++)
+#pragma GCC unroll 4
+        for (int64_t c = 0; c < C; c++) _mm512_store_ps(sums + q * padded + c * LANES, sum[q][c]);
+}
 #endif
 
 template <class T> struct Attention {
@@ -240,6 +293,13 @@ template <class T> struct Attention {
                     for (int64_t i = 0; i < count; i++) s.scores[i * KEYS + j] = dot(s.query[i], s.key[j], head_dim);
                 soften(count, position, at, n, s);
                 mix_few(count, n, s);
+#ifdef __AVX512BF16__
+            } else if constexpr (sizeof(T) == 2) {
+                pack_tile(n, s);
+                score_packed(count, s);
+                soften(count, position, at, n, s);
+                mix_packed(count, n, s);
+#endif
             } else {
                 widen_tile(n, s);
                 score(count, s);
@@ -318,6 +378,47 @@ template <class T> struct Attention {
         for (; i < count; i++) mix_strip<1>(s.scores + i * KEYS, s.values, s.sums + i * width, width, n);
     }
 
+#ifdef __AVX512BF16__
+    // The tile in pairs of bf16, as the instruction wants them: keys by dim, values by key, zero past n.
+    void pack_tile(int64_t n, Scratch<T> &s) const {
+        int64_t width = padded();
+        for (int64_t j = 0; j < n; j++)
+            for (int64_t d = 0; d < head_dim; d += 2) std::memcpy(s.keys + d / 2 * KEYS + j, s.key[j] + d, 4);
+        for (int64_t j = 0; j < n; j += 2) {
+            const T *a = s.value[j], *b = s.value[j + 1 < n ? j + 1 : j];
+            uint32_t both = j + 1 < n ? 0xffffffff : 0x0000ffff;
+            for (int64_t d = 0; d < width; d++) {
+                uint32_t bits = d < head_dim ? (uint32_t(a[d].bits) | uint32_t(b[d].bits) << 16) & both : 0;
+                std::memcpy(s.values + j / 2 * width + d, &bits, 4);
+            }
+        }
+    }
+
+    void score_packed(int64_t count, Scratch<T> &s) const {
+        int64_t i = 0;
+        for (; i + STRIP <= count; i += STRIP) score_pairs<STRIP>(s.query + i, s.keys, s.scores + i * KEYS, head_dim);
+        for (; i < count; i++) score_pairs<1>(s.query + i, s.keys, s.scores + i * KEYS, head_dim);
+    }
+
+    void mix_packed(int64_t count, int64_t n, Scratch<T> &s) const {
+        int64_t width = padded(), i = 0;
+        for (int64_t q = 0; q < count; q++) {
+            for (int64_t j = 0; j < n; j++) s.weights[q * KEYS + j] = narrow<T>(s.scores[q * KEYS + j]);
+            if (n % 2) s.weights[q * KEYS + n] = narrow<T>(0);
+        }
+        for (; i + STRIP <= count; i += STRIP) mix_strips<STRIP>(i, n, width, s);
+        for (; i < count; i++) mix_strips<1>(i, n, width, s);
+    }
+
+    template <int64_t N> void mix_strips(int64_t i, int64_t n, int64_t width, Scratch<T> &s) const {
+        const T *weights = s.weights + i * KEYS;
+        float *sums = s.sums + i * width;
+        int64_t d = 0;
+        for (; d + 4 * LANES <= width; d += 4 * LANES) mix_pairs<N, 4>(weights, s.values + d, sums + d, width, n);
+        for (; d < width; d += LANES) mix_pairs<N, 1>(weights, s.values + d, sums + d, width, n);
+    }
+#endif
+
     void mix_few(int64_t count, int64_t n, Scratch<T> &s) const {
         int64_t i = 0;
         for (; i + 4 <= count; i += 4) mix_rows<4>(i, n, s);
@@ -363,7 +464,7 @@ template <class T> void attend(const Attention<T> &a, int64_t rows) {
     }
 #pragma omp parallel if (work > ALONE)
     {
-        static thread_local Scratch<T> scratch;
+        Scratch<T> scratch;  // 360 KB of the thread's stack
 #pragma omp for schedule(dynamic)
         for (size_t i = 0; i < tiles.size(); i++)
             a.tile(tiles[i].row, tiles[i].head, tiles[i].first, tiles[i].last, scratch);

@@ -26,7 +26,7 @@ SOURCE = Path(__file__).with_name("native.cpp")
 FLAGS = ("-O3", "-march=native", "-ffast-math", "-fno-finite-math-only", "-fopenmp", "-std=c++17", "-shared", "-fPIC")
 NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 WIDEST_HEAD = 256  # as in native.cpp: WIDEST
-WIDEST_GROUP = 48  # as in native.cpp: QUERIES
+WIDEST_GROUP = 96  # as in native.cpp: QUERIES
 
 
 class NativeKernels:

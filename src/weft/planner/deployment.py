@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
-from weft.planner.place import Place
+from weft.errors import PlanError
+from weft.facts.place import Place
+from weft.facts.shape import ModelShape
+from weft.planner.place import places
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,3 +69,37 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         """(place, GPU) of each rank of a replica."""
         ranks = slice(number * self.size, (number + 1) * self.size)
         return tuple(zip(self.places[ranks], self.gpus[ranks], strict=True))
+
+
+def deploy(
+    shape: ModelShape,
+    *,
+    tensor_weights: Sequence[float],
+    stage_layers: Sequence[int],
+    gpus: Sequence[int],
+    precision: str,
+    kv_dtype: str,
+    expert_parallel: bool = False,
+) -> Layout:
+    """The layout of as many replicas as `gpus` suffice for; `expert_parallel` deals the experts out to all of them.
+
+    Raises PlanError for a cut that the model does not allow.
+    """
+    size = len(tensor_weights) * len(stage_layers)
+    replicas, rest = divmod(len(gpus), size)
+    if rest or not replicas:
+        raise PlanError(f"{len(gpus)} GPUs are no multiple of the {size} ranks of a replica")
+    if expert_parallel:
+        ranked = [places(shape, tensor_weights, stage_layers, (replica, replicas)) for replica in range(replicas)]
+    else:
+        ranked = [places(shape, tensor_weights, stage_layers)] * replicas
+    return Layout(
+        tensor_weights=tuple(tensor_weights),
+        stage_layers=tuple(stage_layers),
+        data_parallel=replicas,
+        expert_parallel=len(tensor_weights) * replicas if expert_parallel else 1,
+        precision=precision,
+        kv_dtype=kv_dtype,
+        places=tuple(place for replica in ranked for place in replica),
+        gpus=tuple(gpus),
+    )

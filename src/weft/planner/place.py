@@ -1,58 +1,17 @@
-"""Place: which contiguous ranges of a model one rank owns."""
+"""Places: a model cut into the contiguous ranges that each rank owns."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
-
 from weft.errors import PlanError
-from weft.facts.shape import ModelShape
+from weft.facts.place import Place, Span
+from weft.facts.shape import Experts, ModelShape
 from weft.planner.split import split
 
+__all__ = ["Place", "Span", "cut_heads", "places"]
+
 FFN_UNIT = 32  # columns; the smallest block of the quantised formats, and a full vector of bf16 on every target
-
-
-class Span(msgspec.Struct, frozen=True, array_like=True):
-    """A half-open range of indices that survives JSON and MessagePack."""
-
-    start: int
-    stop: int
-
-    def __len__(self) -> int:
-        return self.stop - self.start
-
-    def scaled(self, by: int) -> Span:
-        return Span(self.start * by, self.stop * by)
-
-
-class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's share. `rank` = stage * stage_size + `tp_rank`. All spans use the whole model's numbering.
-
-    `kv_heads` may overlap between neighbouring ranks (replicated where there are more ranks than KV heads);
-    `q_heads`, `ffn` and `vocab` never do within a stage.
-    """
-
-    rank: int
-    stage: int
-    stages: int
-    tp_rank: int
-    tp_size: int
-    layers: Span
-    q_heads: Span
-    kv_heads: Span
-    ffn: Span
-    vocab: Span
-
-    @property
-    def first(self) -> bool:
-        """Holds the embedding."""
-        return self.stage == 0
-
-    @property
-    def last(self) -> bool:
-        """Holds the final norm and the head."""
-        return self.stage == self.stages - 1
 
 
 def cut_heads(q_heads: int, kv_heads: int, weights: Sequence[float]) -> list[tuple[Span, Span]]:
@@ -79,8 +38,45 @@ def cut_heads(q_heads: int, kv_heads: int, weights: Sequence[float]) -> list[tup
     return heads
 
 
-def places(shape: ModelShape, tensor_weights: Sequence[float], stage_layers: Sequence[int]) -> tuple[Place, ...]:
-    """All ranks of a layout, stage by stage: `stage_layers[s]` layers in stage s, cut by `tensor_weights`."""
+def cut_columns(total: int, weights: Sequence[float]) -> list[Span]:
+    """Each rank's columns of a matrix, in units of FFN_UNIT while there are enough of them."""
+    unit = FFN_UNIT if total >= FFN_UNIT * len(weights) else 1
+    return [Span(part.start, part.stop) for part in split(total, weights, unit=unit, minimum=1)]
+
+
+def cut_experts(
+    experts: Experts, weights: Sequence[float], group: tuple[int, int] | None
+) -> list[tuple[Span, Span, Span]]:
+    """Each rank's experts, columns of each, and columns of the shared ones."""
+    ranks = len(weights)
+    nothing = [Span(0, 0)] * ranks
+    shared = cut_columns(experts.shared_ffn, weights) if experts.shared_ffn else nothing
+    if group is None:
+        held, columns = [Span(0, experts.count)] * ranks, cut_columns(experts.ffn, weights)
+    else:
+        replica, replicas = group
+        if ranks * replicas > experts.count:
+            raise PlanError(
+                f"expert parallel size {ranks * replicas} is more than the {experts.count} experts of this model; "
+                f"use 1 to {experts.count}"
+            )
+        parts = split(experts.count, list(weights) * replicas, minimum=1)[replica * ranks : (replica + 1) * ranks]
+        held, columns = [Span(part.start, part.stop) for part in parts], [Span(0, experts.ffn)] * ranks
+    return list(zip(held, columns, shared, strict=True))
+
+
+def places(
+    shape: ModelShape,
+    tensor_weights: Sequence[float],
+    stage_layers: Sequence[int],
+    expert_group: tuple[int, int] | None = None,
+) -> tuple[Place, ...]:
+    """All ranks of a layout, stage by stage: `stage_layers[s]` layers in stage s, cut by `tensor_weights`.
+
+    `expert_group` (replica, replicas) deals whole experts out to the ranks of this many data-parallel replicas,
+    and gives the places in that one of them; (0, 1) is expert parallelism without data parallelism. None cuts
+    every expert by the tensor weights.
+    """
     if sum(stage_layers) != shape.layers or any(n < 1 for n in stage_layers):
         raise PlanError(
             f"pipeline split {','.join(map(str, stage_layers))} holds {sum(stage_layers)} layers; it must add up "
@@ -88,9 +84,11 @@ def places(shape: ModelShape, tensor_weights: Sequence[float], stage_layers: Seq
         )
     tp = len(tensor_weights)
     heads = cut_heads(shape.q_heads, shape.kv_heads, tensor_weights)
-    ffn = split(shape.ffn, tensor_weights, unit=FFN_UNIT if shape.ffn >= FFN_UNIT * tp else 1, minimum=1)
+    ffn = cut_columns(shape.ffn, tensor_weights)
     # The head is a matrix product for every token that is sampled: cut like the MLP, never in whole heads.
-    vocab = split(shape.vocab, tensor_weights, unit=FFN_UNIT if shape.vocab >= FFN_UNIT * tp else 1, minimum=1)
+    vocab = cut_columns(shape.vocab, tensor_weights)
+    nothing = (Span(0, 0), Span(0, 0), Span(0, 0))
+    experts = cut_experts(shape.experts, tensor_weights, expert_group) if shape.experts else [nothing] * tp
     out, start = [], 0
     for stage, count in enumerate(stage_layers):
         for t in range(tp):
@@ -104,8 +102,11 @@ def places(shape: ModelShape, tensor_weights: Sequence[float], stage_layers: Seq
                     layers=Span(start, start + count),
                     q_heads=heads[t][0],
                     kv_heads=heads[t][1],
-                    ffn=Span(ffn[t].start, ffn[t].stop),
-                    vocab=Span(vocab[t].start, vocab[t].stop),
+                    ffn=ffn[t],
+                    vocab=vocab[t],
+                    experts=experts[t][0],
+                    expert_ffn=experts[t][1],
+                    shared_ffn=experts[t][2],
                 )
             )
         start += count

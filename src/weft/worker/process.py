@@ -12,9 +12,9 @@ from weft.executors.rank import Worker, keep_to, run, worker_class
 
 
 def main(descriptor: int, lifeline: int) -> None:
-    logs.configure()
     # Before torch is imported: from here on this process ends with its parent.
     parent: Parent[ToRank] = Parent(descriptor, ToRank, lifeline)
+    logs.configure()
     launch = parent.inbox.get()
 
     def make() -> Worker:

@@ -1,0 +1,65 @@
+"""The flags of weft plan: what hardware, what is asked of it, and how much of the answer is given already."""
+
+from __future__ import annotations
+
+from argparse import ArgumentTypeError
+
+from weft.cli import values
+from weft.cli.flags import Flag
+
+# As planner.question and planner.profiles have them; those are not for --help to read.
+OBJECTIVES = ("throughput", "latency", "cost")
+ENGINES = ("weft", "vllm", "trtllm", "sglang", "llama.cpp", "transformers")
+
+
+def concurrency(text: str) -> int | None:
+    """Requests at once; max is as many as fit."""
+    return None if text == "max" else values.at_least(1)(text)
+
+
+def price(text: str) -> float:
+    """Dollars, above 0."""
+    try:
+        dollars = float(text.removeprefix("$"))
+    except ValueError:
+        raise ArgumentTypeError(f"{text!r} is no price in dollars, as in 2.49") from None
+    if not 0 < dollars < float("inf"):
+        raise ArgumentTypeError(f"{text!r} is no price in dollars: it must be above 0")
+    return dollars
+
+
+HARDWARE = (
+    Flag(
+        name="gpus",
+        metavar="4xRTX4090",
+        help="GPUs of one machine, as in 8xH100@nvlink or 1xRTX4090+1xRTX3090; left out: this machine's",
+    ),
+    Flag(name="nodes", metavar="2x8xH100", help="several equal machines"),
+    Flag(name="network", metavar="400Gb", help="bandwidth between machines, per machine"),
+    Flag(name="price", parse=price, metavar="DOLLARS", help="rent of one GPU for an hour"),
+)
+CUT = (
+    Flag(
+        name="precision",
+        help="bf16 fp16 fp32 fp8 int8 int4 mxfp4 nvfp4 or a GGUF type; several with commas are "
+        "compared; left out: as the model is published",
+    ),
+    Flag(name="kv-cache-dtype", help="precision of the KV cache; auto: 16 bit, or what the engine takes for the model"),
+    Flag(name="tensor-parallel-size", short="-tp", parse=values.at_least(1), help="ranks that cut each layer"),
+    Flag(name="pipeline-parallel-size", short="-pp", parse=values.at_least(1), help="stages that hold the layers"),
+    Flag(name="data-parallel-size", short="-dp", parse=values.at_least(1), help="replicas of the whole"),
+    Flag(name="enable-expert-parallel", short="-ep", parse=None, help="deal experts out whole, instead of cut"),
+    Flag(name="tensor-split", parse=values.decimals, metavar="2,1", help="each tensor-parallel rank's weight"),
+    Flag(name="pipeline-split", parse=values.integers, metavar="20,12", help="layers per stage"),
+    Flag(name="max-model-len", parse=values.at_least(1), help="longest request that must fit, in tokens"),
+)
+ASKED = (
+    Flag(name="engine", choices=ENGINES, default="weft", help="whose speed and memory to predict"),
+    Flag(name="objective", choices=OBJECTIVES, default="throughput", help="what the best layout is best at"),
+    Flag(name="concurrency", parse=concurrency, metavar="N|max", help="requests at once; max: as many as fit"),
+    Flag(name="input-len", parse=values.at_least(1), default=1024, help="prompt tokens"),
+    Flag(name="output-len", parse=values.at_least(1), default=1024, help="answer tokens"),
+    Flag(name="check", metavar="CLAIM", help='judge "MODEL PRECISION on NxGPU[ at N tokens], X tok/s"'),
+    Flag(name="json", parse=None, help="print one JSON object"),
+)
+PLAN = (("hardware", HARDWARE), ("layout", CUT), ("workload", ASKED))

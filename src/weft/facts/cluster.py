@@ -1,0 +1,118 @@
+"""Cluster: nodes, the GPUs in each, and the links between them, as a user describes them."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+import msgspec
+
+from weft.errors import ConfigError
+from weft.facts.gpus import GpuSpec, find_gpu
+
+Link = Literal["nvlink", "pcie"]
+NETWORK = "100Gb"  # per second and direction, between nodes of which nobody says it
+MOST = 100_000  # GPUs; more is a slip of the keyboard
+
+_TERM = re.compile(
+    r"\s*(?:(?P<count>[-+]?\d{1,9})\s*[x×*]\s*)?(?P<name>[^@]*?)\s*(?:@\s*(?P<link>\S*)\s*)?", re.IGNORECASE
+)
+_NODES = re.compile(r"\s*(?P<nodes>[-+]?\d{1,9})\s*[x×*]\s*(?P<gpus>[-+]?\d+\s*[x×*].*)", re.IGNORECASE)
+_RATE = re.compile(r"\s*(?P<number>[-+]?\d+(?:\.\d+)?)\s*(?P<unit>[a-z/]*)\s*", re.IGNORECASE)
+
+
+class Node(msgspec.Struct, frozen=True):
+    """One machine. `link` is what joins any two of its GPUs."""
+
+    gpus: tuple[GpuSpec, ...]
+    link: Link
+
+
+class Cluster(msgspec.Struct, frozen=True):
+    """`network_Bps` is what one node sends to another, in bytes per second."""
+
+    nodes: tuple[Node, ...]
+    network_Bps: float
+
+    @property
+    def gpus(self) -> tuple[GpuSpec, ...]:
+        """All of them, node by node."""
+        return tuple(gpu for node in self.nodes for gpu in node.gpus)
+
+
+def parse_gpus(spec: str) -> Cluster:
+    """One node: `4xRTX4090`, `8xH100@nvlink`, `1xRTX4090+1xRTX3090`. Raises ConfigError, saying what is wrong."""
+    return Cluster((_node(spec),), network_bytes(NETWORK))
+
+
+def parse_nodes(spec: str, network: str | None = None) -> Cluster:
+    """Several nodes: `2x8xH100`, `1x8xH100+2x4xA100`; `network` as in 400Gb or 50GB, per second and direction."""
+    nodes: list[Node] = []
+    for term in spec.split("+"):
+        match = _NODES.fullmatch(term)
+        if match is None:
+            raise ConfigError(f"nodes {spec!r}: {term.strip()!r} is not NODESxGPUSxNAME, as in 2x8xH100")
+        count = _count(match["nodes"], spec, "nodes")
+        nodes += [_node(match["gpus"])] * count
+    if sum(len(node.gpus) for node in nodes) > MOST:
+        raise ConfigError(f"nodes {spec!r} are more than {MOST:,} GPUs")
+    return Cluster(tuple(nodes), network_bytes(network or NETWORK))
+
+
+def network_bytes(rate: str) -> float:
+    """Bytes per second of `400Gb`, `100GbE`, `25Gbit/s` (bits) or `50GB`, `50GB/s` (bytes)."""
+    match = _RATE.fullmatch(rate)
+    if match is None or float(match["number"]) <= 0:
+        raise ConfigError(f"network {rate!r} is no speed above 0; write it as 400Gb (bits) or 50GB (bytes) per second")
+    unit = re.sub(r"(ps|/s|/sec)$", "", match["unit"])
+    scale = {"g": 1e9, "m": 1e6, "t": 1e12}.get(unit[:1].lower())
+    if scale is None or unit[1:] not in ("b", "B", "bit", "bits", "it", "bE", "be", "BE", "byte", "bytes"):
+        raise ConfigError(
+            f"network {rate!r} has the unit {match['unit']!r}; write 400Gb (bits) or 50GB (bytes) per second"
+        )
+    in_bytes = unit[1:] in ("B", "byte", "bytes")
+    return float(match["number"]) * scale / (1 if in_bytes else 8)
+
+
+def _node(spec: str) -> Node:
+    gpus: list[GpuSpec] = []
+    wanted: set[str] = set()
+    for term in spec.split("+"):
+        match = _TERM.fullmatch(term)
+        if match is None or not match["name"]:
+            raise ConfigError(f"GPUs {spec!r}: {term.strip()!r} is not COUNTxNAME, as in 4xRTX4090 or 8xH100@nvlink")
+        link = match["link"]
+        if link is not None and link.lower() not in ("nvlink", "pcie"):
+            raise ConfigError(f"GPUs {spec!r}: unknown link {link!r} after @; known: nvlink, pcie")
+        wanted |= {link.lower()} if link else set()
+        gpus += [find_gpu(match["name"])] * (_count(match["count"], spec, "GPUs") if match["count"] else 1)
+        if len(gpus) > MOST:
+            raise ConfigError(f"GPUs {spec!r} are more than {MOST:,}")
+    if len(wanted) > 1:
+        raise ConfigError(f"GPUs {spec!r} ask for nvlink and for pcie; a node has one of them between its GPUs")
+    return Node(tuple(gpus), _link(spec, gpus, wanted.pop() if wanted else None))
+
+
+def _link(spec: str, gpus: list[GpuSpec], wanted: str | None) -> Link:
+    """What joins these GPUs: NVLink where all have it and nobody says otherwise."""
+    alike, first = len(set(gpus)) == 1, gpus[0]
+    if wanted != "nvlink":
+        joined = alike and len(gpus) > 1 and first.nvlink_Bps > 0 and not first.bridge
+        return "nvlink" if joined and wanted is None else "pcie"
+    without = next((gpu for gpu in gpus if not gpu.nvlink_Bps), None)
+    if without is not None:
+        raise ConfigError(f"GPUs {spec!r}: {without.name} has no NVLink; use @pcie or leave it out")
+    if not alike:
+        raise ConfigError(f"GPUs {spec!r}: NVLink joins GPUs of one type; use @pcie or leave it out")
+    if first.bridge and len(gpus) > 2:
+        raise ConfigError(
+            f"GPUs {spec!r}: the NVLink bridge of {first.name} joins two cards, not {len(gpus)}; use @pcie"
+        )
+    return "nvlink"
+
+
+def _count(text: str, spec: str, what: str) -> int:
+    count = int(text)
+    if not 0 < count <= MOST:
+        raise ConfigError(f"{what} {spec!r}: a count of {count} is out of range; use 1 to {MOST:,}")
+    return count

@@ -1,0 +1,165 @@
+"""GPUs: what the data sheet of each says, and what people and drivers call it."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from difflib import get_close_matches
+from functools import cache
+from importlib.resources import files
+
+import msgspec
+
+from weft.errors import ConfigError
+
+# Words that say who made a card, or that only one card of the name has.
+NOISE = {"nvidia", "geforce", "tesla", "quadro", "amd", "instinct", "radeon", "generation", "edition", "gpu", "hbm3"}
+NOISE |= {"hbm3e", "hbm2e", "hbm2", "oam", "1x", "tensor", "core"}
+PCIE_BPS = 32e9  # of a card that nobody says it of: version 4, 16 lanes
+
+
+class GpuSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One type of GPU. `memory_bytes` is what the driver reports; `flops` are dense operations per second by
+    precision (bf16 fp16 fp8 int8 fp4, what it has); `nvlink_Bps` and `pcie_Bps` are bytes per second in one
+    direction, NVLink 0 where there is none. `bridge`: its NVLink joins two cards only. `gfx` is AMD's name of the
+    architecture, whose `capability` is its version."""
+
+    name: str
+    memory_bytes: int
+    bandwidth_Bps: float
+    flops: dict[str, float]
+    nvlink_Bps: float
+    pcie_Bps: float
+    capability: tuple[int, int]
+    source: str
+    bridge: bool = False
+    gfx: str = ""
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.memory_bytes, self.bandwidth_Bps))
+
+
+class _Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A line of data/gpus.toml, in its units."""
+
+    name: str
+    memory_mib: int
+    bandwidth: float
+    bf16: float | None = None
+    fp16: float | None = None
+    fp8: float | None = None
+    int8: float | None = None
+    fp4: float | None = None
+    nvlink: float = 0
+    bridge: bool = False
+    pcie: float
+    capability: tuple[int, int]
+    gfx: str = ""
+    source: str
+    aliases: tuple[str, ...] = ()
+
+    def spec(self) -> GpuSpec:
+        given = {"bf16": self.bf16, "fp16": self.fp16 or self.bf16, "fp8": self.fp8, "int8": self.int8, "fp4": self.fp4}
+        return GpuSpec(
+            name=self.name,
+            memory_bytes=self.memory_mib << 20,
+            bandwidth_Bps=self.bandwidth * 1e9,
+            flops={precision: tera * 1e12 for precision, tera in given.items() if tera is not None},
+            nvlink_Bps=self.nvlink * 1e9,
+            pcie_Bps=self.pcie * 1e9,
+            capability=self.capability,
+            source=self.source,
+            bridge=self.bridge,
+            gfx=self.gfx,
+        )
+
+
+@cache
+def _rows() -> tuple[_Row, ...]:
+    text = (files("weft.facts") / "data/gpus.toml").read_text()
+    return msgspec.convert(tomllib.loads(text)["gpu"], tuple[_Row, ...])
+
+
+@cache
+def gpus() -> tuple[GpuSpec, ...]:
+    """Every GPU of the catalogue."""
+    return tuple(row.spec() for row in _rows())
+
+
+@cache
+def _names() -> dict[str, GpuSpec]:
+    found: dict[str, GpuSpec] = {}
+    for row, spec in zip(_rows(), gpus(), strict=True):
+        for name in (row.name, *row.aliases):
+            for key in _keys(name):
+                found.setdefault(key, spec)
+    return found
+
+
+def _keys(name: str) -> tuple[str, str]:
+    """What a name is compared by: without case, spacing and noise; the second one whatever the words' order."""
+    words = [word for word in re.split(r"[^a-z0-9]+", name.lower()) if word and word not in NOISE]
+    joined = re.sub(r"(?<=\d)\s+(?=gb\b)", "", " ".join(words)).split()
+    return "".join(joined), " ".join(sorted(joined))
+
+
+def find_gpu(name: str) -> GpuSpec:
+    """The GPU that people or drivers call so. Raises ConfigError with the nearest names."""
+    names = _names()
+    for key in _keys(name):
+        if key in names:
+            return names[key]
+    near = get_close_matches(_keys(name)[0], names, n=3, cutoff=0.4)
+    nearest = ", ".join(dict.fromkeys(names[key].name for key in near))
+    known = f"nearest: {nearest}" if near else "give a name as in RTX 4090, L40S, A100, H100 PCIe or MI300X"
+    raise ConfigError(f"unknown GPU {name!r}; {known}")
+
+
+def from_clocks(
+    name: str,
+    *,
+    memory_bytes: int,
+    bus_bits: int,
+    memory_clock_hz: float,
+    multiprocessors: int,
+    clock_hz: float,
+    capability: tuple[int, int],
+) -> GpuSpec:
+    """A GPU that the catalogue does not know, from what its driver says.
+
+    `memory_clock_hz` is NVML's, half of the transfers per second; the FLOPS are those of the tensor cores of its
+    generation, per multiprocessor and cycle.
+    """
+    per_cycle = TENSOR_FLOPS.get(capability, TENSOR_FLOPS.get((capability[0], 0), 1024))
+    flops = per_cycle * multiprocessors * clock_hz
+    figures = {"fp16": flops}
+    if capability >= (8, 0):
+        figures["bf16"] = flops
+    if capability >= (8, 9):
+        figures["fp8"] = 2 * flops
+    if capability >= (10, 0):
+        figures["fp4"] = 4 * flops
+    return GpuSpec(
+        name=name,
+        memory_bytes=memory_bytes,
+        bandwidth_Bps=2 * memory_clock_hz * bus_bits / 8,
+        flops=figures,
+        nvlink_Bps=0,
+        pcie_Bps=PCIE_BPS,
+        capability=capability,
+        source="bus width and clocks",
+    )
+
+
+# Dense 16-bit operations of one multiprocessor in a cycle, with 32-bit sums. Source: NVIDIA's architecture white papers.
+TENSOR_FLOPS = {
+    (6, 0): 256,
+    (7, 0): 1024,
+    (7, 5): 1024,
+    (8, 0): 2048,
+    (8, 6): 512,
+    (8, 9): 1024,
+    (9, 0): 4096,
+    (10, 0): 8192,
+    (12, 0): 1024,
+}

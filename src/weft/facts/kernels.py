@@ -1,0 +1,42 @@
+"""Kernels: the share of a GPU's data sheet that matrix products and attention reach, with where it is from."""
+
+from __future__ import annotations
+
+import tomllib
+from functools import cache
+from importlib.resources import files
+
+import msgspec
+
+
+class Kernels(msgspec.Struct, frozen=True, kw_only=True):
+    """What kernels reach on the GPUs whose name begins with `gpu`, or else have this compute capability.
+
+    `weights` and `decode_attention` are shares of the memory bandwidth, `matmul` and `prefill_attention` of the
+    dense FLOPS; `kernel_us` is what a matrix product takes beyond the bytes that it streams.
+    """
+
+    weights: float
+    kernel_us: float
+    matmul: float
+    decode_attention: float
+    prefill_attention: float
+    source: str
+    fp8_weights: float | None = None
+    gpu: str = ""
+    capability: tuple[int, int] | None = None
+
+
+@cache
+def table() -> tuple[Kernels, ...]:
+    """Every entry, the general one last."""
+    text = (files("weft.facts") / "data/kernels.toml").read_text()
+    return msgspec.convert(tomllib.loads(text)["kernel"], tuple[Kernels, ...])
+
+
+@cache
+def kernels_of(name: str, capability: tuple[int, int]) -> Kernels:
+    """By the GPU's name, else by its capability, else the general entry."""
+    named = [entry for entry in table() if entry.gpu and name.startswith(entry.gpu)]
+    alike = [entry for entry in table() if entry.capability == capability]
+    return [*named, *alike, table()[-1]][0]

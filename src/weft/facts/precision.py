@@ -1,0 +1,159 @@
+"""Precision: how the numbers of a model are stored, and the exact bytes that its tensors take so.
+
+`int8` and `int4` are GPTQ's and AWQ's layout: groups of 128 inputs, each with a 16-bit scale and a zero point;
+`fp8` has 8-bit matrices, in blocks of 128 x 128 with 32-bit scales where DeepSeek publishes them; `mxfp4` has a
+scale byte for 32 numbers, `nvfp4` one for 16. In all of them embedding, head, router, norms and biases stay
+16-bit. Scales that are one number for a whole tensor are not counted. GGUF types are in `facts.gguf_types`.
+"""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+
+import msgspec
+
+from weft.errors import ConfigError
+from weft.facts import gguf_types
+from weft.facts.axes import owned
+from weft.facts.parameters import Parameter, Part, parameters
+from weft.facts.place import Place, Span, whole
+from weft.facts.shape import ModelShape
+
+
+class Format(msgspec.Struct, frozen=True, kw_only=True):
+    """`bits` per number, and `block_bytes` more for each block of `block_rows` x `block_cols` numbers."""
+
+    bits: float
+    block_rows: int = 1
+    block_cols: int = 1
+    block_bytes: float = 0
+
+    def nbytes(self, rows: Span, cols: Span) -> int:
+        """Bytes of these rows and columns of a matrix; a block that is cut takes all of its own bytes."""
+        numbers = len(rows) * -(-len(cols) * self.bits // 8)
+        return int(numbers + rows.blocks(self.block_rows) * cols.blocks(self.block_cols) * self.block_bytes)
+
+
+BF16, FP32, FP8 = Format(bits=16), Format(bits=32), Format(bits=8)
+FP8_BLOCKS = Format(bits=8, block_rows=128, block_cols=128, block_bytes=4)
+INT8 = Format(bits=8, block_cols=128, block_bytes=3)
+INT4 = Format(bits=4, block_cols=128, block_bytes=2.5)
+MXFP4 = Format(bits=4, block_cols=32, block_bytes=1)
+NVFP4 = Format(bits=4, block_cols=16, block_bytes=1)
+
+# What the matrices are stored in; everything else as `OTHERS` says.
+MATRICES = {
+    "bf16": BF16,
+    "fp16": BF16,
+    "fp32": FP32,
+    "fp8": FP8,
+    "int8": INT8,
+    "int4": INT4,
+    "mxfp4": MXFP4,
+    "nvfp4": NVFP4,
+}
+OTHERS = {"fp32": FP32}
+NAMES = (*MATRICES, *gguf_types.MIXES)
+ALIASES = gguf_types.ALIASES | {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+    "f16": "fp16",
+    "float32": "fp32",
+    "f32": "fp32",
+    "float": "fp32",
+    "fp4": "nvfp4",
+    "awq": "int4",
+    "gptq": "int4",
+    "gptq-int4": "int4",
+    "gptq-int8": "int8",
+    "awq-int4": "int4",
+    "w4a16": "int4",
+    "w8a16": "int8",
+    "mxfp4/fp8": "mxfp4",
+}
+# Where a format's published checkpoints leave the matrices of attention in 16 bits: gpt-oss in MXFP4
+# (openai/gpt-oss-120b: quantization_config.modules_to_not_convert), DeepSeek in NVFP4 (nvidia/DeepSeek-R1-0528-NVFP4).
+DEEPSEEK = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
+ATTENTION_KEPT = {("mxfp4", "GptOssForCausalLM"), *(("nvfp4", name) for name in DEEPSEEK)}
+# Published with FP8 in blocks with a scale each.
+FP8_IN_BLOCKS = (*DEEPSEEK, "MiniMaxM2ForCausalLM")
+
+
+def canonical(name: str) -> str:
+    """The name of a precision as NAMES has it, from what people write. Raises ConfigError with the nearest."""
+    key = name.strip().lower()
+    key = ALIASES.get(key, key)
+    if key in NAMES:
+        return key
+    near = get_close_matches(key, (*NAMES, *ALIASES), n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}? " if near else ""
+    raise ConfigError(f"unknown precision {name!r}; {hint}known: {', '.join(NAMES)}")
+
+
+def part_format(shape: ModelShape, precision: str, parameter: Parameter, part: Part, layer: int) -> Format:
+    """How one tensor of the model is stored; `precision` as `canonical` gives it."""
+    if precision in gguf_types.MIXES:
+        kind = gguf_types.type_of(shape, precision, parameter, part, layer)
+        return Format(bits=gguf_types.BITS[kind])
+    if parameter.role not in ("linear", "expert") or part.cols is None:
+        return OTHERS.get(precision, BF16)
+    if ".attention." in parameter.name and (precision, shape.architecture) in ATTENTION_KEPT:
+        return BF16
+    if precision == "fp8" and shape.architecture in FP8_IN_BLOCKS:
+        return FP8_BLOCKS
+    return MATRICES[precision]
+
+
+def parameter_bytes(shape: ModelShape, precision: str, place: Place, parameter: Parameter, layer: int = 0) -> int:
+    """Bytes of one parameter on this rank, in one layer where it belongs to layers, all its experts together."""
+    total = 0
+    for part in parameter.parts:
+        rows = owned(shape, place, part.rows)
+        cols = Span(0, 1) if part.cols is None else owned(shape, place, part.cols)
+        total += part_format(shape, precision, parameter, part, layer).nbytes(rows, cols)
+    return total * len(place.experts) if parameter.role == "expert" else total
+
+
+class WeightBytes(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes of a rank's weights by kind. `linear` are the matrices of attention and of dense and shared MLPs;
+    `others` norms, biases and routers."""
+
+    embedding: int = 0
+    linear: int = 0
+    expert: int = 0
+    head: int = 0
+    others: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.embedding + self.linear + self.expert + self.head + self.others
+
+
+def weights(shape: ModelShape, precision: str, place: Place | None = None) -> WeightBytes:
+    """The weights of a rank, by default of the whole model, by kind. Raises ConfigError for an unknown precision.
+
+    A tied head counts where it is stored: with the embedding, and again on a last stage without one.
+    """
+    precision, place = canonical(precision), place or whole(shape)
+    layers = range(place.layers.start, place.layers.stop)
+    alike = precision not in gguf_types.MIXES  # in all layers
+    kinds = {"embedding": 0, "linear": 0, "expert": 0, "head": 0, "others": 0}
+    for parameter in parameters(shape):
+        kind = parameter.role if parameter.role in kinds else "others"
+        if parameter.where == "layer":
+            held = [layer for layer in layers if parameter.is_in(shape, layer)]
+            if alike and held:
+                kinds[kind] += len(held) * parameter_bytes(shape, precision, place, parameter)
+            else:
+                kinds[kind] += sum(parameter_bytes(shape, precision, place, parameter, layer) for layer in held)
+        elif parameter.where == "embed":
+            kinds[kind] += parameter_bytes(shape, precision, place, parameter) * place.first
+        elif not (parameter.role == "head" and shape.tied and place.first):
+            kinds[kind] += parameter_bytes(shape, precision, place, parameter) * place.last
+    return WeightBytes(**kinds)
+
+
+def weight_bytes(shape: ModelShape, precision: str, place: Place | None = None) -> int:
+    """Bytes of a rank's weights, by default of the whole model's."""
+    return weights(shape, precision, place).total

@@ -1,0 +1,160 @@
+"""Claims: whether a model can be on some GPUs at all, and answer as fast as somebody says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from weft.errors import ConfigError, PlanError
+from weft.facts.cluster import Cluster
+from weft.facts.kv import kv_bytes
+from weft.facts.place import Place
+from weft.facts.precision import weights
+from weft.facts.shape import ModelShape
+from weft.planner.islands import devices
+from weft.planner.place import places
+from weft.planner.stages import Seat, read_bytes, stage_layers
+
+RESERVED_BYTES = 1.5e9  # of each GPU: context, workspace and activations of any engine
+TOKENS = 2048  # of the one request, where the claim names no length
+
+FORM = "MODEL PRECISION on NxGPU[ at N tokens][, X tok/s]"
+CLAIM = re.compile(
+    r"(?P<model>.+?)\s+(?P<precision>\S+)\s+on\s+(?P<gpus>.+?)"
+    r"(?:\s+at\s+(?P<tokens>[\d,_]+)\s+tokens?)?"
+    r"(?:\s*,\s*(?P<speed>[\d.]+)\s*(?:tok(?:en)?s?)(?:/s|\s+per\s+second))?",
+    re.IGNORECASE,
+)
+
+
+class Claim(msgspec.Struct, frozen=True, kw_only=True):
+    """What somebody says, in their words: `gpus` is a description of hardware, `tok_s` one request's speed."""
+
+    model: str
+    precision: str
+    gpus: str
+    tokens: int = TOKENS
+    tok_s: float | None = None
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """`possible`, and the arithmetic. Bytes are those of all GPUs together: `need_bytes` of weights and KV at the
+    cut that needs least of its fullest GPU, `have_bytes` what may be used. `bound_tok_s` is what the memory's
+    bandwidth allows one request."""
+
+    possible: bool
+    weight_bytes: int
+    kv_bytes: int
+    have_bytes: float
+    read_bytes: float
+    bound_tok_s: float
+    reasons: tuple[str, ...]
+
+
+def parse(text: str) -> Claim:
+    """Raises ConfigError for a text that is no claim."""
+    found = CLAIM.fullmatch(" ".join(text.split()))
+    if found is None:
+        raise ConfigError(
+            f"cannot read the claim {text!r}; say {FORM}, as in Qwen2.5-72B-Instruct fp16 on 1xH100, 50 tok/s"
+        )
+    tokens = int(re.sub("[,_]", "", found["tokens"])) if found["tokens"] else TOKENS
+    try:
+        speed = float(found["speed"]) if found["speed"] else None
+    except ValueError:
+        raise ConfigError(f"{found['speed']!r} in the claim is no number of tokens per second") from None
+    if tokens < 1 or speed == 0:
+        raise ConfigError(f"the claim {text!r} speaks of 0 tokens; give 1 or more")
+    return Claim(
+        model=found["model"], precision=found["precision"], gpus=found["gpus"].strip(), tokens=tokens, tok_s=speed
+    )
+
+
+def judge(shape: ModelShape, precision: str, cluster: Cluster, tokens: int, tok_s: float | None) -> Verdict:
+    """Impossible is what no layout can do: weights and the KV of one request exceed the GPUs' memory less 1.5 GB
+    each, however the model is cut; or the speed asks for more than all of the GPUs' bandwidth."""
+    gpus = [device.gpu for device in devices(cluster)]
+    held = weights(shape, precision)
+    cache = kv_bytes(shape, tokens, "bf16")
+    usable = [gpu.memory_bytes - RESERVED_BYTES for gpu in gpus]
+    read = read_bytes(shape, held)
+    bound = sum(gpu.bandwidth_Bps for gpu in gpus) / read
+    reasons = []
+    if not fits(shape, precision, tokens, usable):
+        reasons.append(_too_large(held.total, cache, tokens, usable, cluster))
+    if tok_s is not None and tok_s > bound:
+        reasons.append(
+            f"{tok_s:g} tok/s is more than the {bound:.1f} that the memory's bandwidth allows: each token reads "
+            f"{read / 1e9:.1f} GB of weights and {_of(cluster)} read{'s' * (len(gpus) == 1)} "
+            f"{sum(gpu.bandwidth_Bps for gpu in gpus) / 1e9:,.0f} GB/s"
+        )
+    return Verdict(
+        possible=not reasons,
+        weight_bytes=held.total,
+        kv_bytes=cache,
+        have_bytes=sum(usable),
+        read_bytes=read,
+        bound_tok_s=bound,
+        reasons=tuple(reasons),
+    )
+
+
+def fits(shape: ModelShape, precision: str, tokens: int, usable: Sequence[float]) -> bool:
+    """Whether some cut leaves every GPU with weights and KV of `tokens` tokens within its `usable` bytes."""
+    if weights(shape, precision).total > sum(usable):
+        return False
+    return any(_cut_fits(shape, precision, tokens, usable, *cut) for cut in _cuts(shape, usable))
+
+
+def _cuts(shape: ModelShape, usable: Sequence[float]) -> Iterator[tuple[int, int, bool]]:
+    """(ranks of a stage, stages, whether experts are dealt out whole), those that cut finest first."""
+    for tensor in range(min(len(usable), shape.q_heads), 0, -1):
+        for stages in range(min(len(usable) // tensor, shape.layers), 0, -1):
+            yield tensor, stages, False
+            if shape.experts and 1 < tensor <= shape.experts.count:
+                yield tensor, stages, True
+
+
+def _cut_fits(
+    shape: ModelShape, precision: str, tokens: int, usable: Sequence[float], tensor: int, stages: int, dealt: bool
+) -> bool:
+    # The largest GPUs, those of like size together.
+    rooms = sorted(usable, reverse=True)[: tensor * stages]
+    seats = [rooms[start : start + tensor] for start in range(0, len(rooms), tensor)]
+    # What each rank of a stage holds is in proportion to the smallest GPU of its position.
+    shares = [max(1.0, min(stage[rank] for stage in seats)) for rank in range(tensor)]
+    taken = [[Seat(room, 1.0) for room in stage] for stage in seats]
+    group = (0, 1) if dealt else None
+    for weight in ([1.0] * tensor, shares):
+        try:
+            layers = stage_layers(shape, precision, "bf16", tokens, weight, taken, expert_group=group, by_room=True)
+            if layers is None:
+                continue
+            ranked = places(shape, weight, layers, group)
+        except PlanError:  # more ranks than the model has heads or columns for
+            continue
+        if all(_held(shape, precision, tokens, place) <= rooms[place.rank] for place in ranked):
+            return True
+    return False
+
+
+def _held(shape: ModelShape, precision: str, tokens: int, place: Place) -> int:
+    return weights(shape, precision, place).total + kv_bytes(shape, tokens, "bf16", place)
+
+
+def _of(cluster: Cluster) -> str:
+    names = [device.gpu.name for device in devices(cluster)]
+    return " + ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+
+
+def _too_large(weight: int, cache: int, tokens: int, usable: Sequence[float], cluster: Cluster) -> str:
+    count = len(usable)
+    need, have = weight + cache, sum(usable)
+    told = f"{weight / 1e9:.1f} GB of weights and {cache / 1e9:.2f} GB of KV for {tokens:,} tokens"
+    each = f", {need / count / 1e9:.1f} GB on each" if count > 1 else ""
+    return (
+        f"{told}{each}, do not fit {_of(cluster)}: less {RESERVED_BYTES / 1e9} GB each, {have / 1e9:.1f} GB can be "
+        f"used, {max(usable) / 1e9:.1f} GB on one" + (f"; {(need - have) / 1e9:.1f} GB short" if need > have else "")
+    )

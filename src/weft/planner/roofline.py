@@ -1,0 +1,132 @@
+"""Roofline: seconds that one rank's GPU takes for its work, from bytes over bandwidth and FLOPS over rates."""
+
+from __future__ import annotations
+
+from math import ceil
+
+import msgspec
+
+from weft.facts.gpus import GpuSpec
+from weft.facts.kernels import kernels_of
+from weft.planner.profiles import Profile
+from weft.planner.work import Attention, ExpertWork, Product, Work
+
+TILE = 16  # rows of a matrix product are computed in multiples of it
+EXPERT_TILE = 8
+# Passes over the hidden state of a layer beside its products: norms, rotary embedding, activation, residuals.
+PASSES = 10
+PASSES_SHARE = 0.8  # of the bandwidth
+
+
+class Seconds(msgspec.Struct, frozen=True):
+    """Where the time of a step goes."""
+
+    matrices: float = 0.0
+    experts: float = 0.0
+    attention: float = 0.0
+    links: float = 0.0
+    overhead: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.matrices + self.experts + self.attention + self.links + self.overhead
+
+    def __add__(self, other: Seconds) -> Seconds:
+        return Seconds(
+            self.matrices + other.matrices,
+            self.experts + other.experts,
+            self.attention + other.attention,
+            self.links + other.links,
+            self.overhead + other.overhead,
+        )
+
+
+class Rank:
+    """One GPU with one engine and one precision; its methods give seconds."""
+
+    def __init__(self, gpu: GpuSpec, profile: Profile, precision: str) -> None:
+        kernels = kernels_of(gpu.name, gpu.capability)
+        capability = gpu.capability
+        wide = kernels.weights
+        reached = kernels.fp8_weights if precision == "fp8" and kernels.fp8_weights else wide
+        rule = next((rule for rule in profile.weights if rule.fits(precision, capability)), None)
+        if rule:
+            reached = rule.share.value * (1.0 if rule.of_bandwidth else reached)
+            # An engine with kernels of its own has them for every precision.
+            wide = reached if rule.of_bandwidth and not rule.precisions else wide
+        flops16 = gpu.flops.get("bf16") or gpu.flops["fp16"]
+        in_math = next((rule.flops for rule in profile.math if rule.fits(precision, capability)), "bf16")
+        flops = gpu.flops.get(in_math) or flops16
+        matmul = kernels.matmul * profile.matmul_scale.value
+        experts_matmul = {
+            "nvfp4": profile.experts_matmul_fp4,
+            "mxfp4": profile.experts_matmul_mxfp4,
+        }.get(precision, profile.experts_matmul)
+        own_kernels = rule is not None and rule.of_bandwidth
+        self.kernel_s = 0.0 if own_kernels else kernels.kernel_us * 1e-6
+        self.byte_s = 1 / (gpu.bandwidth_Bps * reached)
+        self.wide_byte_s = 1 / (gpu.bandwidth_Bps * wide)
+        self.flop_s = 1 / (flops * matmul)
+        self.wide_flop_s = 1 / (flops16 * matmul)
+        self.expert_byte_s = 1 / (gpu.bandwidth_Bps * wide * profile.experts_weights.value)
+        self.expert_flop_s = 1 / (flops * experts_matmul.value)
+        self.cache_byte_s = 1 / (gpu.bandwidth_Bps * kernels.decode_attention * profile.attention_scale.value)
+        self.attention_flop_s = 1 / (flops16 * kernels.prefill_attention)
+        self.pass_byte_s = 1 / (gpu.bandwidth_Bps * PASSES_SHARE)
+        self.layer_s = profile.layer_us.value * 1e-6
+        self.expert_layer_s = profile.expert_layer_us.value * 1e-6
+        self.hot_rank = profile.hot_rank.value
+
+    def product_s(self, product: Product, tokens: float) -> float:
+        """One matrix with this many tokens: the longer of streaming it and multiplying with it."""
+        flops = 2 * ceil(tokens / TILE) * TILE * product.numbers
+        if product.wide:
+            return max(product.nbytes * self.wide_byte_s, flops * self.wide_flop_s) + self.kernel_s
+        return max(product.nbytes * self.byte_s, flops * self.flop_s) + self.kernel_s
+
+    def experts_s(self, experts: ExpertWork, tokens: float, dealt: bool) -> float:
+        """A layer's experts with this many tokens routed among all of them. `dealt`: whole experts are dealt out
+        to ranks, and all wait for the busiest."""
+        share = experts.held / experts.count
+        active = experts.count * (1 - (1 - experts.top_k / experts.count) ** tokens)
+        skew = min(self.hot_rank, 1 / share) if dealt else 1.0
+        each = ceil(max(1.0, tokens * experts.top_k / active) / EXPERT_TILE) * EXPERT_TILE
+        streamed = active * share * skew * experts.nbytes
+        flops = 2 * active * share * skew * each * experts.numbers
+        both = 2 * self.kernel_s  # up, and down
+        return max(streamed * self.expert_byte_s, flops * self.expert_flop_s) + both + self.expert_layer_s
+
+    def decode_attention_s(self, attention: Attention, batch: float, context: float) -> float:
+        """One new token of each of `batch` sequences, each `context` tokens long."""
+        tokens = batch * (min(context, attention.window) if attention.window else context)
+        streamed = tokens * attention.cache_bytes * self.cache_byte_s
+        return max(streamed, tokens * attention.decode_flops * self.attention_flop_s) + self.kernel_s
+
+    def prefill_attention_s(self, attention: Attention, length: float) -> float:
+        """A whole prompt: each token sees those before it, within the window."""
+        seen = min(length, attention.window or length)
+        pairs = length * seen - seen * seen / 2
+        return pairs * attention.prefill_flops * self.attention_flop_s + self.kernel_s
+
+    def layers_s(self, work: Work, tokens: float, routed: float, dealt: bool) -> Seconds:
+        """All layers but their attention and sums, for `tokens` tokens; `routed` tokens meet the experts."""
+        matrices = experts = overhead = 0.0
+        for layer in work.layers:
+            # What an MLP does for the tokens of all replicas that share it, attention does for its own.
+            matrices += layer.count * sum(self.product_s(product, tokens) for product in layer.products)
+            if layer.experts:
+                experts += layer.count * self.experts_s(layer.experts, routed, dealt)
+            overhead += layer.count * (self.layer_s + tokens * work.hidden * 2 * PASSES * self.pass_byte_s)
+        return Seconds(matrices=matrices, experts=experts, overhead=overhead)
+
+    def decode_s(self, work: Work, batch: float, context: float, routed: float, dealt: bool) -> Seconds:
+        """One token for each of `batch` sequences that are `context` tokens long."""
+        attention = sum(layer.count * self.decode_attention_s(layer.attention, batch, context) for layer in work.layers)
+        head = self.product_s(work.head, batch) if work.head else 0.0
+        return self.layers_s(work, batch, routed, dealt) + Seconds(matrices=head, attention=attention)
+
+    def prefill_s(self, work: Work, length: float, routed: float, dealt: bool) -> Seconds:
+        """One prompt of `length` tokens."""
+        attention = sum(layer.count * self.prefill_attention_s(layer.attention, length) for layer in work.layers)
+        head = self.product_s(work.head, 1) if work.head else 0.0
+        return self.layers_s(work, length, routed, dealt) + Seconds(matrices=head, attention=attention)

@@ -1,0 +1,139 @@
+"""Work: what one rank of a layout streams and multiplies for a token, summed once per model, precision and cut."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import lru_cache
+
+import msgspec
+
+from weft.facts import gguf_types
+from weft.facts.axes import owned
+from weft.facts.kv import layer_bytes_per_token
+from weft.facts.parameters import Parameter, parameters
+from weft.facts.place import Place, Span
+from weft.facts.precision import OTHERS, parameter_bytes
+from weft.facts.shape import ModelShape
+
+
+class Product(msgspec.Struct, frozen=True):
+    """A matrix that every token is multiplied with: its numbers, its bytes, and whether it is stored in 16 bits
+    (or more) where the model's precision has fewer."""
+
+    numbers: int
+    nbytes: int
+    wide: bool
+
+
+class ExpertWork(msgspec.Struct, frozen=True, kw_only=True):
+    """The routed experts of a layer: `held` of `count` on this rank, `top_k` chosen for each token; numbers and
+    bytes are one expert's, as far as the rank holds it."""
+
+    held: int
+    count: int
+    top_k: int
+    numbers: int
+    nbytes: float
+
+
+class Attention(msgspec.Struct, frozen=True, kw_only=True):
+    """A layer's attention on this rank. A cached token has `cache_bytes`; `decode_flops` are those of a new token
+    for each token of its context, `prefill_flops` those for each pair of tokens of a prompt."""
+
+    cache_bytes: int
+    decode_flops: float
+    prefill_flops: float
+    window: int | None
+
+
+class LayerWork(msgspec.Struct, frozen=True, kw_only=True):
+    """`count` layers that are alike."""
+
+    count: int
+    products: tuple[Product, ...]
+    experts: ExpertWork | None
+    attention: Attention
+
+
+class Work(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a rank does for a token."""
+
+    hidden: int
+    layers: tuple[LayerWork, ...]
+    head: Product | None
+
+
+def work(shape: ModelShape, precision: str, kv_dtype: str, place: Place) -> Work:
+    """The work of a rank; `precision` as `facts.precision.canonical` gives it."""
+    # Ranks of a stage with equal shares do equal work: what counts is how much they hold, not which.
+    names = ("q_heads", "kv_heads", "ffn", "vocab", "experts", "expert_ffn", "shared_ffn")
+    spans = {name: Span(0, len(getattr(place, name))) for name in names}
+    return _work(shape, precision, kv_dtype, msgspec.structs.replace(place, rank=0, tp_rank=0, **spans))
+
+
+@lru_cache(maxsize=8192)
+def _work(shape: ModelShape, precision: str, kv_dtype: str, place: Place) -> Work:
+    kinds: Counter[tuple[bool, int | None, int]] = Counter()
+    for layer in range(place.layers.start, place.layers.stop):
+        # GGUF's mixes give some layers more bits than others.
+        bits = layer if precision in gguf_types.MIXES else 0
+        kinds[shape.has_experts(layer), shape.window(layer), bits] += 1
+    layers = []
+    for (has_experts, window, bits), count in kinds.items():
+        products, experts = _layer(
+            shape, precision, msgspec.structs.replace(place, layers=Span(0, 0)), has_experts, bits
+        )
+        attention = _attention(shape, kv_dtype, place, window)
+        layers.append(LayerWork(count=count, products=products, experts=experts, attention=attention))
+    head = next(parameter for parameter in parameters(shape) if parameter.role == "head" and parameter.parts[0].cols)
+    held = _product(shape, precision, place, head, 0) if place.last else None
+    return Work(hidden=shape.hidden, layers=tuple(layers), head=held)
+
+
+@lru_cache(maxsize=8192)
+def _layer(
+    shape: ModelShape, precision: str, place: Place, has_experts: bool, layer: int
+) -> tuple[tuple[Product, ...], ExpertWork | None]:
+    """The matrices of one layer, and its experts."""
+    products, numbers, nbytes = [], 0, 0
+    for parameter in parameters(shape):
+        absent = parameter.on != "every" and (parameter.on == "expert") != has_experts
+        if parameter.where != "layer" or absent or parameter.parts[0].cols is None:
+            continue
+        product = _product(shape, precision, place, parameter, layer)
+        if parameter.role == "expert":
+            numbers, nbytes = numbers + product.numbers, nbytes + product.nbytes
+        else:
+            products.append(product)
+    if not has_experts or shape.experts is None:
+        return tuple(products), None
+    held = max(1, len(place.experts))
+    of, top_k = shape.experts.count, shape.experts.top_k
+    return tuple(products), ExpertWork(held=held, count=of, top_k=top_k, numbers=numbers, nbytes=nbytes / held)
+
+
+def _product(shape: ModelShape, precision: str, place: Place, parameter: Parameter, layer: int) -> Product:
+    rows = sum(len(owned(shape, place, part.rows)) for part in parameter.parts)
+    cols = parameter.parts[0].cols
+    assert cols is not None
+    numbers = rows * len(owned(shape, place, cols))
+    size = parameter_bytes(shape, precision, place, parameter, layer)
+    return Product(numbers, size, precision not in OTHERS and size >= 2 * numbers)
+
+
+def _attention(shape: ModelShape, kv_dtype: str, place: Place, window: int | None) -> Attention:
+    heads = len(place.q_heads)
+    if shape.mla:
+        # Decode works on the cached vectors themselves, with the up-projections moved to the query and the output.
+        rank, rope = shape.mla.kv_lora_rank, shape.mla.rope_dim
+        key, value = rank + rope, rank
+        prompt = shape.mla.nope_dim + rope + shape.mla.v_dim
+    else:
+        key = value = shape.head_dim
+        prompt = key + value
+    return Attention(
+        cache_bytes=layer_bytes_per_token(shape, kv_dtype, place),
+        decode_flops=2.0 * heads * (key + value),
+        prefill_flops=2.0 * heads * prompt,
+        window=window,
+    )

@@ -1,0 +1,173 @@
+"""What the guides that Weft comes from say about models and GPUs, judged by arithmetic."""
+
+from __future__ import annotations
+
+import pytest
+
+from weft.errors import ConfigError
+from weft.facts import catalogue
+from weft.facts.cluster import parse_gpus
+from weft.planner.claims import Claim, Verdict, judge, parse
+
+
+def verdict(text: str) -> Verdict:
+    claim = parse(text)
+    found = catalogue.find(claim.model)
+    return judge(found.shape, claim.precision, parse_gpus(claim.gpus), claim.tokens, claim.tok_s)
+
+
+INFERNET_BOOK = [
+    # Performance expectations: each end of each range.
+    ("Qwen2.5-72B-Instruct fp16 on 1xH100, 45 tok/s", False),
+    ("Qwen2.5-72B-Instruct fp16 on 1xH100, 60 tok/s", False),
+    ("Qwen2.5-72B-Instruct fp16 on 2xA100-40GB, 70 tok/s", False),
+    ("Qwen2.5-72B-Instruct fp16 on 2xA100-40GB, 90 tok/s", False),
+    ("Qwen2.5-72B-Instruct int4 on 2xRTX4090, 30 tok/s", True),
+    ("Qwen2.5-72B-Instruct int4 on 2xRTX4090, 45 tok/s", True),
+    ("Qwen2.5-72B-Instruct fp16 on 4xRTX4090, 80 tok/s", False),
+    ("Qwen2.5-72B-Instruct fp16 on 4xRTX4090, 100 tok/s", False),
+    ("Qwen2.5-72B-Instruct fp16 on 4xH100, 150 tok/s", False),
+    ("Qwen2.5-72B-Instruct fp16 on 4xH100, 200 tok/s", False),
+    # When you need several GPUs.
+    ("Qwen2.5-72B-Instruct int4 on 1xH100", True),
+    ("Qwen2.5-72B-Instruct int4 on 1xA100", True),
+    ("Qwen2.5-72B-Instruct int4 on 1xRTX6000Ada", True),
+    ("Qwen2.5-72B-Instruct int4 on 2xRTX4090", True),
+    ("Qwen2.5-72B-Instruct int4 on 2xRTX3090", True),
+    ("Qwen2.5-72B-Instruct int4 on 1xRTX4090", False),
+    ("Llama-3.1-70B-Instruct int4 on 2xRTX4090", True),
+    ("Mixtral-8x7B-Instruct-v0.1 int4 on 2xRTX4090", True),
+    ("Mixtral-8x7B-Instruct-v0.1 fp16 on 1xH100", False),
+    ("Mixtral-8x7B-Instruct-v0.1 fp16 on 2xH100", True),
+    ("DeepSeek-V2 int4 on 1xA100", False),
+    ("DeepSeek-V2 int4 on 2xA100", True),
+    # The commands: without -AWQ in its name the repository is bf16.
+    ("Qwen2.5-72B-Instruct bf16 on 2xRTX4090", False),
+    ("Qwen2.5-72B-Instruct int4 on 2xRTX4090 at 32768 tokens", False),
+    ("Qwen2.5-72B-Instruct bf16 on 8xRTX4090", True),
+    ("Qwen2.5-14B-Instruct bf16 on 2xRTX4090", True),
+    ("Qwen2.5-14B-Instruct bf16 on 1xRTX4090", False),
+    ("Llama-3.1-8B-Instruct bf16 on 1xRTX4090", True),
+]
+QWEN_GUIDE = [
+    ("Qwen-7B-Chat bf16 on 1xRTX3090", True),
+    ("Qwen-7B-Chat bf16 on 2xRTX3090", True),
+    ("Qwen-7B-Chat int8 on 1xT4", True),
+    ("Qwen-7B-Chat int4 on 1xT4", True),
+    ("Qwen-14B-Chat bf16 on 1xA100-40GB", True),
+    ("Qwen-14B-Chat bf16 on 2xRTX3090", True),
+    ("Qwen-14B-Chat int8 on 1xRTX3090", True),
+    ("Qwen-14B-Chat int4 on 1xRTX3090", True),
+    ("Qwen-72B-Chat bf16 on 2xA100, 8.48 tok/s", True),
+    ("Qwen-72B-Chat int8 on 2xA100, 9.05 tok/s", True),
+    ("Qwen-72B-Chat int4 on 1xA100, 11.32 tok/s", True),
+    ("Qwen-72B-Chat bf16 on 2xA100, 17.60 tok/s", True),
+    ("Qwen-72B-Chat bf16 on 1xA100", False),
+    ("Qwen-72B-Chat int8 on 1xA100", True),
+    # max_memory of 40 GB on each of two, and the default length of 32,768.
+    ("Qwen-72B-Chat bf16 on 2xA100-40GB", False),
+    ("Qwen-72B-Chat bf16 on 2xA100 at 7100 tokens", False),
+    ("Qwen-72B-Chat bf16 on 2xA100 at 32768 tokens", False),
+    ("Qwen-14B-Chat bf16 on 2xRTX4090", True),
+]
+HOSTING_GUIDE = [
+    ("Llama-3-70B fp16 on 2xRTX PRO 6000", True),
+    ("Llama-3-70B fp16 on 1xRTX PRO 6000", False),
+    ("Llama-3-70B fp16 on 4xRTX 6000 Ada", True),
+    ("Llama-3-70B fp16 on 2xRTX 6000 Ada", False),
+    ("Mixtral-8x22B-Instruct-v0.1 fp16 on 4xRTX PRO 6000", True),
+    ("Mixtral-8x22B-Instruct-v0.1 fp16 on 2xRTX PRO 6000", False),
+    ("Mixtral-8x22B-Instruct-v0.1 fp16 on 8xRTX 6000 Ada", True),
+    ("DeepSeek-V3 fp16 on 8xRTX PRO 6000", False),
+    ("DeepSeek-R1 fp16 on 8xRTX PRO 6000", False),
+    ("DeepSeek-V3 fp8 on 8xRTX PRO 6000", True),
+    ("DeepSeek-R1 fp8 on 8xRTX PRO 6000", True),
+    ("DeepSeek-R1 fp8 on 8xRTX 6000 Ada", False),
+    ("Llama-3.1-405B-Instruct fp16 on 8xRTX PRO 6000", False),
+    ("Llama-3.1-405B-Instruct fp16 on 8xRTX 6000 Ada", False),
+    ("Llama-3-70B int4 on 2xRTX 5090", True),
+    ("Llama-3-70B fp16 on 2xRTX 5090", False),
+]
+VLLM_GUIDES = [
+    ("opt-13b fp16 on 4xRTX 3090", True),
+    ("opt-13b fp16 on 1xRTX 3090", False),
+    ("gpt2 fp16 on 8xT4", True),
+]
+
+
+@pytest.mark.parametrize(("claim", "possible"), INFERNET_BOOK + QWEN_GUIDE + HOSTING_GUIDE + VLLM_GUIDES)
+def test_claims_of_the_guides(claim: str, possible: bool) -> None:
+    found = verdict(claim)
+    assert found.possible == possible, found.reasons
+    assert bool(found.reasons) != possible
+
+
+@pytest.mark.parametrize(
+    ("claim", "bound"),
+    [
+        ("Qwen2.5-72B-Instruct fp16 on 1xH100", 23.4),
+        ("Qwen2.5-72B-Instruct fp16 on 2xA100-40GB", 21.8),
+        ("Qwen2.5-72B-Instruct fp16 on 4xRTX4090", 28.2),
+        ("Qwen2.5-72B-Instruct fp16 on 4xH100", 93.8),
+    ],
+)
+def test_the_bound_is_bandwidth_over_bytes_read(claim: str, bound: float) -> None:
+    found = verdict(claim)
+    assert round(found.bound_tok_s, 1) == bound
+    assert verdict(f"{claim}, {bound - 0.1} tok/s").reasons == found.reasons
+    assert len(verdict(f"{claim}, {bound + 0.1} tok/s").reasons) == len(found.reasons) + 1
+
+
+def test_the_arithmetic_is_told() -> None:
+    memory, speed = verdict("Qwen2.5-72B-Instruct fp16 on 1xH100, 50 tok/s").reasons
+    assert "145.4 GB of weights" in memory and "0.67 GB of KV for 2,048 tokens" in memory and "84.0 GB" in memory
+    assert "23.4" in speed and "142.9 GB" in speed and "3,350 GB/s" in speed
+
+
+def test_more_memory_never_makes_it_impossible() -> None:
+    for count in range(6, 17):
+        assert verdict(f"Qwen2.5-72B-Instruct bf16 on {count}xRTX4090").possible == (count >= 7)
+
+
+def test_different_gpus_are_filled_by_their_size() -> None:
+    assert verdict("Qwen2.5-32B-Instruct bf16 on 1xRTX A6000+1xRTX4090").possible
+    assert not verdict("Qwen2.5-32B-Instruct bf16 on 1xRTX A6000+1xT4").possible
+
+
+@pytest.mark.parametrize(
+    ("text", "claim"),
+    [
+        (
+            "Qwen2.5-72B-Instruct fp16 on 1xH100, 50 tok/s",
+            Claim(model="Qwen2.5-72B-Instruct", precision="fp16", gpus="1xH100", tok_s=50.0),
+        ),
+        (
+            "org/name int4 on 2x RTX 4090 at 32,768 tokens",
+            Claim(model="org/name", precision="int4", gpus="2x RTX 4090", tokens=32768),
+        ),
+        (
+            "m q4_k_m on 1xT4 at 1 token, 0.5 tokens/s",
+            Claim(model="m", precision="q4_k_m", gpus="1xT4", tokens=1, tok_s=0.5),
+        ),
+    ],
+)
+def test_claims_are_read(text: str, claim: Claim) -> None:
+    assert parse(text) == claim
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "hello",
+        "m fp16",
+        "m fp16 on",
+        "m on 1xH100",
+        "m fp16 on 1xH100, 0 tok/s",
+        "m fp16 on 1xH100 at 0 tokens",
+        "m fp16 on 1xH100, 1.2.3 tok/s",
+    ],
+)
+def test_what_is_no_claim(text: str) -> None:
+    with pytest.raises(ConfigError, match="claim"):
+        parse(text)
