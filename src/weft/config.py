@@ -41,4 +41,4 @@ class EngineConfig:
     max_num_batched_tokens: int | None = None
     max_num_queued_reqs: int = 1024
     scheduling_policy: str = "fcfs"  # fcfs, priority
-    attention_backend: str = "auto"
+    attention_backend: str = "auto"  # auto, torch, cpu

@@ -142,6 +142,23 @@ def test_extreme_scores_stay_finite() -> None:
     assert math.isfinite(float(kernels.silu_mul(torch.tensor([[-1e4, 1.0]]))[0, 0]))
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "advice"), [("XDG_CACHE_HOME", "/dev/null", "XDG_CACHE_HOME"), ("PATH", "", "install g++")]
+)
+def test_without_compiler_or_cache_it_falls_back_with_the_advice_that_helps(
+    variable: str, value: str, advice: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    build.cache_clear()
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv(variable, value)
+    try:
+        with caplog.at_level("WARNING", "weft"):
+            assert choose("auto", torch.device("cpu"), torch.float32, 64, 1).name == "torch"
+        assert advice in caplog.text and ("g++" in advice) == ("g++" in caplog.text)
+    finally:
+        build.cache_clear()
+
+
 def test_fp16_falls_back_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("WARNING", "weft"):
         assert choose("auto", torch.device("cpu"), torch.float16, 64, 1).name == "torch"

@@ -1,4 +1,4 @@
-"""Token ids in SamplingParams against the vocabulary."""
+"""Token ids in SamplingParams against the vocabulary, and priorities."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from weft.client.checks import check_ids
+from weft.client.checks import check_ids, check_priority
 from weft.core.params import SamplingParams
 from weft.errors import RequestError
 
@@ -28,3 +28,15 @@ def test_an_id_outside_the_vocabulary_is_refused_by_name(field: str, params: Any
 
 def test_nothing_said_is_nothing_wrong() -> None:
     check_ids(SamplingParams(), 1)
+
+
+@pytest.mark.parametrize("priority", [2**63, -(2**63) - 1, "high", 1.5])
+def test_a_priority_that_cannot_be_sent_is_refused(priority: Any) -> None:
+    with pytest.raises(RequestError, match=r"priority is .*; it must be a 64-bit integer") as caught:
+        check_priority(priority)
+    assert caught.value.param == "priority"
+
+
+def test_the_outermost_priorities_can_be_sent() -> None:
+    check_priority(2**63 - 1)
+    check_priority(-(2**63))

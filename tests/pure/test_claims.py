@@ -66,7 +66,7 @@ QWEN_GUIDE = [
     ("Qwen-72B-Chat int8 on 1xA100", True),
     # max_memory of 40 GB on each of two, and the default length of 32,768.
     ("Qwen-72B-Chat bf16 on 2xA100-40GB", False),
-    ("Qwen-72B-Chat bf16 on 2xA100 at 7100 tokens", False),
+    ("Qwen-72B-Chat bf16 on 2xA100 at 7,100 tokens", True),
     ("Qwen-72B-Chat bf16 on 2xA100 at 32768 tokens", False),
     ("Qwen-14B-Chat bf16 on 2xRTX4090", True),
 ]

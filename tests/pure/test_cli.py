@@ -380,6 +380,39 @@ def test_a_reader_that_has_had_enough() -> None:
     assert done.stderr == "" and done.returncode == 1
 
 
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_streams_that_were_closed_are_there(closed: str) -> None:
+    """And their numbers are not given to whatever is opened next."""
+    code = (
+        "from weft.cli.main import main; import os, sys; main(['--version']); sys.stdin.read(); "
+        "print('x', file=sys.stderr); sys.exit(os.dup(0) < 3)"
+    )
+    done = subprocess.run(["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, code], env=HERE, timeout=60)
+    assert done.returncode == 0
+
+
+def test_a_terminal_without_the_sign_gets_a_question_mark() -> None:
+    code = "from weft.cli.main import main; main(['--version']); print('é!')"
+    environment = {**HERE, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60)
+    assert done.stdout == f"weft {__version__}\n?!\n" and done.stderr == ""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a disk that is always full")
+def test_output_that_finds_no_room() -> None:
+    code = "from weft.cli.main import main; import sys; sys.exit(main(['--version']))"
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True, env=HERE)
+    assert (done.stderr, done.returncode) == ("weft: error: No space left on device\n", 1)
+
+
+def test_help_for_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for said in (["help", "run"], ["run", "--help"]):
+        with pytest.raises(SystemExit):
+            main.main(said)
+        assert capsys.readouterr().out.startswith("usage: weft run MODEL [flags]")
+
+
 def test_only_a_server_tells_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     monkeypatch.setattr("weft.cli.serve.main", lambda _: seen.append(logging.getLogger("weft").level) or 0)

@@ -33,6 +33,13 @@ async def test_a_client_that_is_gone_before_the_first_byte_ends_its_requests() -
     assert world.engine.requests and not world.engine.open and not world.service.answers
 
 
+async def test_a_client_that_goes_away_amid_its_body_is_no_error_of_ours() -> None:
+    wire = Wire(World(), "/v1/chat/completions", None)
+    wire.hang_up()
+    await wire.task  # does not raise
+    assert wire.sent[0]["status"] == 400 and b"client_disconnected" in wire.sent[1]["body"]
+
+
 async def test_a_handler_that_is_cancelled_ends_its_requests() -> None:
     world = World(FakeEngine(endless))
     wire = Wire(world, "/v1/chat/completions", {**CHAT, "stream": True})

@@ -168,6 +168,20 @@ def test_vllm_partition() -> None:
     refusal("VLLM_PP_LAYER_PARTITION", "'a,b'", where=host(environment={"VLLM_PP_LAYER_PARTITION": "a,b"}))
 
 
+def test_attention_backend(caplog: pytest.LogCaptureFixture) -> None:
+    """A wrong one is known before any weight is read; vLLM's variable with a backend of its own stops nothing."""
+    refusal("attention_backend", "'flash'", "auto, torch, cpu", attention_backend="flash")
+    for value, backend in (("TORCH_SDPA", "torch"), ("CPU", "cpu"), ("", "auto")):
+        assert plan(host(environment={"VLLM_ATTENTION_BACKEND": value})).attention_backend == backend
+    assert (
+        plan(host(environment={"VLLM_ATTENTION_BACKEND": "CPU"}), attention_backend="torch").attention_backend
+        == "torch"
+    )
+    assert not caplog.records
+    assert plan(host(environment={"VLLM_ATTENTION_BACKEND": "FLASH_ATTN"})).attention_backend == "auto"
+    assert "FLASH_ATTN" in caplog.text
+
+
 # --- shares ---
 
 
@@ -211,9 +225,12 @@ def test_utilization_is_one_figure_or_one_per_rank() -> None:
     refusal("0.0", gpu_memory_utilization=(0.0,))
 
 
-def test_threads_limit_a_rank_s_cores() -> None:
-    assert plan(host(threads=1), tensor_parallel_size=2).cores == ((0,), (4,))
-    assert plan(host(threads=99)).cores == ((0, 1, 4, 5),)
+def test_omp_num_threads_limits_threads_and_binds_to_no_fewer_cores() -> None:
+    """Engines side by side, each told to use one thread, would otherwise all share the first core."""
+    for limit, threads in ((1, 1), (99, 2), (None, 2)):
+        got = plan(host(threads=limit), tensor_parallel_size=2)
+        assert got.cores == ((0, 1), (4, 5))
+        assert [got.threads(rank) for rank in range(2)] == [threads, threads]
     assert plan(host(cores=(7,)), tensor_parallel_size=3).cores == ((7,), (7,), (7,))
 
 

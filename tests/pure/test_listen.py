@@ -32,6 +32,30 @@ def test_a_taken_port_names_who_has_it() -> None:
             listen.bind(replace(ANY, port=port))
 
 
+def test_a_port_is_taken_from_the_first_moment_and_free_after_the_last() -> None:
+    """Two servers that start at once both load for a while before they listen; afterwards connections linger."""
+    with listen.bind(ANY) as one:
+        options = replace(ANY, port=one.getsockname()[1])
+        with pytest.raises(ConfigError, match="is taken"):
+            listen.bind(options)
+        listen.begin(one, options)
+        with socket.create_connection(one.getsockname()) as client:
+            one.accept()[0].close()  # first, and so it is this side that lingers
+            assert client.recv(1) == b""
+    with listen.bind(options) as two:
+        listen.begin(two, options)
+
+
+def test_of_two_that_were_bound_at_once_the_second_says_so() -> None:
+    with socket.socket() as one, listen.bind(ANY) as two:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        two.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        one.bind(two.getsockname())
+        one.listen()
+        with pytest.raises(ConfigError, match="is taken"):
+            listen.begin(two, replace(ANY, port=two.getsockname()[1]))
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

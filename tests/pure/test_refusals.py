@@ -44,6 +44,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str | None]] = [
     ({"response_format": {"type": "json_schema"}}, "response_format"),
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"best_of": 5}, "best_of"),
+    ({"priority": 10**30}, "priority"),
     ({"structured_outputs": {"json": {}}}, "structured_outputs"),
     ({"logits_processors": ["x"]}, "logits_processors"),
     ({"chat_template": "{{ 1 }}"}, "chat_template"),

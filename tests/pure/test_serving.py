@@ -178,7 +178,7 @@ async def test_completion_logprobs() -> None:
         "text_offset": [0, 1],
         "token_logprobs": [-0.104, -0.101],
         "tokens": ["h", "e"],
-        "top_logprobs": [{"A": -0.1, "B": -0.2}] * 2,
+        "top_logprobs": [{"h": -0.104, "A": -0.1, "B": -0.2}, {"e": -0.101, "A": -0.1, "B": -0.2}],
     }
     chunks = events(await World().complete(max_tokens=2, logprobs=2, stream=True))
     assert [chunk["choices"][0]["logprobs"]["text_offset"] for chunk in chunks] == [[0], [1]]

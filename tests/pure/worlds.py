@@ -154,13 +154,14 @@ def refused(response: httpx.Response, status: int = 400, **fields: Any) -> str:
 
 
 class Wire:
-    """One request straight to the application, with what a server would see of it."""
+    """One request straight to the application, with what a server would see of it; without a body none has come yet."""
 
-    def __init__(self, world: World, path: str, body: dict[str, Any]) -> None:
+    def __init__(self, world: World, path: str, body: dict[str, Any] | None) -> None:
         self.sent: list[dict[str, Any]] = []
         self.arrived = asyncio.Event()
         self._inbox: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        self._inbox.put_nowait({"type": "http.request", "body": json.dumps(body).encode(), "more_body": False})
+        if body is not None:
+            self._inbox.put_nowait({"type": "http.request", "body": json.dumps(body).encode(), "more_body": False})
         scope = {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},

@@ -68,7 +68,7 @@ def measure(runs: int, starts: int) -> list[Figure]:
     device = "cuda" if machine.gpus else "cpu"
     figures = []
     with Peer(checkpoint, device) as peer, LLM(demo.NAME, dtype="bfloat16", skip_tokenizer_init=True) as llm:
-        print(f"Transformers runs with {peer.threads} threads, Weft on {len(llm.plan.cores[0])}", file=sys.stderr)
+        print(f"Transformers runs with {peer.threads} threads, Weft on {llm.plan.threads(0)}", file=sys.stderr)
         vocab = llm.plan.shape.vocab
         side_by_side(llm, peer, works(0, vocab, runs=2, count=4, input_len=(INPUT, INPUT)))  # warm-up
         ours, theirs = side_by_side(llm, peer, works(100, vocab, runs=runs, count=1, input_len=(INPUT, INPUT)))

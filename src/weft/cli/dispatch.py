@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
 from weft import __version__, logs
+from weft.cli import streams
 from weft.cli.commands import COMMANDS
 from weft.cli.parser import UsageError, find, parse
 from weft.errors import WeftError
@@ -20,6 +20,7 @@ ABOUT = "Runs one large language model across the GPUs you really have."
 
 def dispatch(words: Sequence[str]) -> int:
     """Run `weft WORDS`; the exit status: 0, 1 for an error, 2 for words that make no command. Ctrl-C is raised."""
+    streams.settle()
     try:
         status = carry_out(list(words))
         sys.stdout.flush()
@@ -29,9 +30,14 @@ def dispatch(words: Sequence[str]) -> int:
     except WeftError as error:
         return fail(str(error), 1)
     except BrokenPipeError:
-        # Whoever read our output has had enough; Python would complain once more on closing it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # Whoever read our output has had enough.
+        streams.end_output()
         return 1
+    except OSError as error:
+        # Of the machine, and nothing that we foresaw: a full disk where the output goes, no file descriptors left.
+        streams.end_output()
+        logger.debug("the system's error", exc_info=True)
+        return fail(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}", 1)
     except Exception as error:
         # A mistake of ours. Still one line; where it happened is for whoever asks.
         logger.debug("internal error", exc_info=True)
@@ -40,9 +46,11 @@ def dispatch(words: Sequence[str]) -> int:
 
 
 def carry_out(words: list[str]) -> int:
-    if not words or words[0] in ("-h", "--help", "help"):
+    if not words or words[0] in ("-h", "--help") or words == ["help"]:
         print(overview())
         return 0 if words else 2
+    if words[0] == "help":
+        words = [*words[1:], "--help"]
     if words[0] in ("-V", "--version", "version"):
         print(f"weft {__version__}")
         return 0

@@ -28,6 +28,17 @@ def price(text: str) -> float:
     return dollars
 
 
+def share(text: str) -> float:
+    """Above 0, up to 1."""
+    try:
+        part = float(text)
+    except ValueError:
+        raise ArgumentTypeError(f"{text!r} is no share, as in 0.9") from None
+    if not 0 < part <= 1:
+        raise ArgumentTypeError(f"{text!r} is no share of the memory: above 0, up to 1")
+    return part
+
+
 HARDWARE = (
     Flag(
         name="gpus",
@@ -51,15 +62,28 @@ CUT = (
     Flag(name="enable-expert-parallel", short="-ep", parse=None, help="deal experts out whole, instead of cut"),
     Flag(name="tensor-split", parse=values.decimals, metavar="2,1", help="each tensor-parallel rank's weight"),
     Flag(name="pipeline-split", parse=values.integers, metavar="20,12", help="layers per stage"),
+    Flag(
+        name="gpu-memory-utilization",
+        parse=share,
+        metavar="SHARE",
+        help="share of each GPU's memory that the engine "
+        "takes; left out: the engine's usual, and more where a single request needs it",
+    ),
     Flag(name="max-model-len", parse=values.at_least(1), help="longest request that must fit, in tokens"),
 )
 ASKED = (
     Flag(name="engine", choices=ENGINES, default="weft", help="whose speed and memory to predict"),
     Flag(name="objective", choices=OBJECTIVES, default="throughput", help="what the best layout is best at"),
     Flag(name="concurrency", parse=concurrency, metavar="N|max", help="requests at once; max: as many as fit"),
-    Flag(name="input-len", parse=values.at_least(1), default=1024, help="prompt tokens"),
-    Flag(name="output-len", parse=values.at_least(1), default=1024, help="answer tokens"),
+    Flag(name="input-len", parse=values.at_least(1), help="prompt tokens; left out: 1024, or what the model can"),
+    Flag(name="output-len", parse=values.at_least(1), help="answer tokens; left out: 1024, or what the model can"),
     Flag(name="check", metavar="CLAIM", help='judge "MODEL PRECISION on NxGPU[ at N tokens], X tok/s"'),
     Flag(name="json", parse=None, help="print one JSON object"),
 )
-PLAN = (("hardware", HARDWARE), ("layout", CUT), ("workload", ASKED))
+NAMED = (
+    Flag(name="model", help="the model, where it is not given as an argument"),
+    Flag(name="refresh", parse=None, help="ask the hub also about a model that Weft knows by itself"),
+    Flag(name="revision", help="branch, tag or commit of a model on the hub"),
+    Flag(name="hf-token", help="token for the hub, instead of HF_TOKEN"),
+)
+PLAN = (("model", NAMED), ("hardware", HARDWARE), ("layout", CUT), ("workload", ASKED))

@@ -1,4 +1,4 @@
-"""Checks that need the model: what a request says of token ids, against the vocabulary."""
+"""Checks that SamplingParams cannot make by itself: of token ids against the vocabulary, and of the priority."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 from weft.core.params import SamplingParams
 from weft.errors import RequestError
+
+PRIORITIES = range(-(2**63), 2**63)  # what crosses the socket to the core
 
 
 def check_ids(params: SamplingParams, vocab: int) -> None:
@@ -22,3 +24,9 @@ def check_ids(params: SamplingParams, vocab: int) -> None:
                 raise RequestError(
                     f"{field} has token id {token}, outside the vocabulary, 0 to {vocab - 1}", param=field
                 )
+
+
+def check_priority(priority: object) -> None:
+    """Raise RequestError for a priority that is no 64-bit integer."""
+    if not isinstance(priority, int) or priority not in PRIORITIES:
+        raise RequestError(f"priority is {priority!r:.60}; it must be a 64-bit integer", param="priority")

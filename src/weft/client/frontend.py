@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from weft.client.checks import check_ids
+from weft.client.checks import check_ids, check_priority
 from weft.client.collector import Collector
 from weft.client.outputs import RequestOutput
 from weft.config import EngineConfig
@@ -177,6 +177,7 @@ class Frontend:
 
     def collect(self, prompt: Prompt, params: SamplingParams, *, arrival_s: float, priority: int = 0) -> Collector:
         """The core's requests for a prompt, one per choice, in the Collector that will make its answer."""
+        check_priority(priority)
         for field in ("stop", "bad_words"):
             if getattr(params, field):
                 self._needed(field, field)

@@ -80,9 +80,10 @@ class AsyncEngine:
                 f"{len(self._streams)} requests run or wait, {len(requests)} more are over the limit of "
                 f"{self._capacity}; try again later, or raise --max-num-queued-reqs"
             )
+        # Sent first: what cannot be sent must not take up room for ever.
+        self._wire.send(Add(list(requests)))
         stream = Stream(self, [request.id for request in requests])
         self._streams.update(dict.fromkeys(stream.open, stream))
-        self._wire.send(Add(list(requests)))
         return stream
 
     def abort(self, ids: Iterable[str]) -> None:

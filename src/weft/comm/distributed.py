@@ -9,8 +9,6 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-KEPT_SENDS = 16  # more than steps in flight: the oldest has long been received when it is waited for
-
 
 class DistributedComm:
     """A process group of `size` ranks; `rank` is the place in it. Gloo works in the host's memory: tensors on a
@@ -47,9 +45,11 @@ class DistributedComm:
     def send(self, x: torch.Tensor, to: int) -> None:
         copy = x.to(self._through, copy=True, memory_format=torch.contiguous_format)
         with peers_may_vanish():
-            # Kept until it has gone out. Stages send one way only, so waiting for an old one ends.
+            # Kept until it has gone out. As many steps are in flight as there are stages, so the one before those has
+            # long been received; and stages send one way only, so waiting for it ends. Each copy counts: a prompt's
+            # step may be 100 MB.
             self._sent.append((dist.isend(copy, group=self._group, group_dst=to), copy))
-            while len(self._sent) > KEPT_SENDS:
+            while len(self._sent) > self.size:
                 self._sent.popleft()[0].wait()
 
     def recv(self, shape: Sequence[int], dtype: torch.dtype, source: int) -> torch.Tensor:

@@ -38,7 +38,7 @@ class ProcessExecutor(RankExecutor):
                 child: Child[FromRank] = Child(
                     "weft.worker.process",
                     FromRank,
-                    env=environment(len(plan.cores[place.rank])),
+                    env=environment(plan.threads(place.rank)),
                     files=[*opened, *descriptors(files)],
                 )
                 self._children.append(child)
@@ -92,13 +92,13 @@ class ProcessExecutor(RankExecutor):
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def environment(cores: int) -> dict[str, str]:
+def environment(threads: int) -> dict[str, str]:
     """What a rank's libraries read when they are imported; the user's own settings stay."""
-    threads = str(max(1, cores))
+    number = str(threads)
     ours = {
-        "OMP_NUM_THREADS": threads,
-        "MKL_NUM_THREADS": threads,
-        "OPENBLAS_NUM_THREADS": threads,
+        "OMP_NUM_THREADS": number,
+        "MKL_NUM_THREADS": number,
+        "OPENBLAS_NUM_THREADS": number,
         # All ranks are on this host; gloo would take the interface of the host's name.
         "GLOO_SOCKET_IFNAME": LOOPBACK,
         SPINS: SPIN_COUNT,

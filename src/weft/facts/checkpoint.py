@@ -66,7 +66,7 @@ def resolve(
         index = _translated(header, shape)
     else:
         index = {} if dummy else safetensors.read_directory(path)
-        shape, generation = config_json.read(path, _dtype(index)), config_json.sampling(path)
+        shape, generation = config_json.read(path, dtype(index)), config_json.sampling(path)
     _check_shape(shape, str(path))
     if not dummy:
         _whole(index, shape, str(path))
@@ -79,14 +79,20 @@ def _locate(model: str, revision: str | None, token: str | None, folder: str | N
     """The directory with a config.json, or the GGUF file, that a model's name stands for."""
     if model == demo.NAME:
         return demo.fetch()
+    path = local(model)
+    if path is not None:
+        return path
+    if not hub.is_name(model):
+        raise ModelError(f"there is no file or directory {model}; {hub.WAYS_OUT}")
+    return _in_directory(hub.fetch(model, revision=revision, token=token, folder=folder, weights=weights))
+
+
+def local(model: str) -> Path | None:
+    """The directory with a config.json, or the GGUF file, that a path stands for; None where nothing is there."""
     path = Path(model).expanduser()
     if path.is_dir():
         return _in_directory(path)
-    if path.is_file():
-        return _file(path)
-    if not hub.is_name(model) or path.suffix in (".gguf", ".json", ".safetensors"):
-        raise ModelError(f"there is no file or directory {model}; {hub.WAYS_OUT}")
-    return _in_directory(hub.fetch(model, revision=revision, token=token, folder=folder, weights=weights))
+    return _file(path) if path.is_file() else None
 
 
 def _in_directory(folder: Path) -> Path:
@@ -116,7 +122,7 @@ def _file(path: Path) -> Path:
     raise ModelError(f"{path} is no model: it does not begin as a GGUF file does; give a directory or a .gguf file")
 
 
-def _dtype(index: Mapping[str, TensorInfo]) -> DType:
+def dtype(index: Mapping[str, TensorInfo]) -> DType:
     """The dtype of most of the weights."""
     nbytes: dict[DType, int] = {}
     for info in index.values():

@@ -56,7 +56,7 @@ def parse_nodes(spec: str, network: str | None = None) -> Cluster:
         nodes += [_node(match["gpus"])] * count
     if sum(len(node.gpus) for node in nodes) > MOST:
         raise ConfigError(f"nodes {spec!r} are more than {MOST:,} GPUs")
-    return Cluster(tuple(nodes), network_bytes(network or NETWORK))
+    return Cluster(tuple(nodes), network_bytes(NETWORK if network is None else network))
 
 
 def network_bytes(rate: str) -> float:

@@ -98,6 +98,8 @@ def shape(config: Fields, own: DType = "bfloat16", *, run: bool = True) -> Model
     config = usual(config, default)
     hidden, q_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     layers, mla = config.integer("num_hidden_layers"), latent(config)
+    if config.integer_or("word_embed_proj_dim", hidden) != hidden:  # of OPT
+        raise config.wrong("word_embed_proj_dim", f"the hidden_size, {hidden}")
     head_dim = mla.nope_dim + mla.rope_dim if mla else config.integer_or("head_dim", default.head_dim)
     if head_dim is None and hidden % q_heads:
         raise ModelError(f"{config.where}: hidden_size {hidden} is no multiple of the {q_heads} num_attention_heads")

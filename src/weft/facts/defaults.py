@@ -53,13 +53,21 @@ GEMMA3 = Defaults(
     keys={"sliding_window_pattern": "window_pattern"},
     values={"num_attention_heads": 8, "vocab_size": 262208},
 )
-DEEPSEEK = Defaults(
+MLA = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+DEEPSEEK3 = Defaults(
     model_type="deepseek_v3",
     max_positions=4096,
     bias="none",
     bos=0,
     eos=(1,),
-    values={"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
+    values=MLA
+    | {
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048,
+        "first_k_dense_replace": 3,
+    },
 )
 DEFAULTS = {
     "LlamaForCausalLM": Defaults(model_type="llama", max_positions=2048, bos=1, eos=(2,), mlp_bias=True),
@@ -86,10 +94,15 @@ DEFAULTS = {
         window="some",
         values={"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
     ),
-    "DeepseekV2ForCausalLM": msgspec.structs.replace(
-        DEEPSEEK, model_type="deepseek_v2", max_positions=2048, bos=1, eos=(2,)
+    "DeepseekV2ForCausalLM": Defaults(
+        model_type="deepseek_v2",
+        max_positions=2048,
+        bos=1,
+        eos=(2,),
+        bias="none",
+        values=MLA | {"n_routed_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1407},
     ),
-    "DeepseekV3ForCausalLM": DEEPSEEK,
+    "DeepseekV3ForCausalLM": DEEPSEEK3,
     "MiniMaxM2ForCausalLM": Defaults(
         model_type="minimax_m2",
         max_positions=196608,

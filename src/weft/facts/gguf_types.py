@@ -50,6 +50,28 @@ MIXES = {
     "q6_k": "Q6_K",
     "q8_0": "Q8_0",
 }
+# `general.file_type` of a GGUF file. Source: enum llama_ftype of llama.cpp's llama.h.
+FILE_TYPES = {
+    0: "fp32",
+    1: "fp16",
+    2: "q4_0",
+    3: "q4_1",
+    7: "q8_0",
+    8: "q5_0",
+    9: "q5_1",
+    10: "q2_k",
+    11: "q3_k_s",
+    12: "q3_k_m",
+    13: "q3_k_l",
+    14: "q4_k_s",
+    15: "q4_k_m",
+    16: "q5_k_s",
+    17: "q5_k_m",
+    18: "q6_k",
+    25: "iq4_nl",
+    30: "iq4_xs",
+    32: "bf16",
+}
 ALIASES = {"q3_k": "q3_k_m", "q4_k": "q4_k_m", "q5_k": "q5_k_m"}
 EIGHT_EXPERTS = 8  # Mixtral, for whose attention the mixes spend more
 LAYERS_OF_70B = 80

@@ -16,6 +16,20 @@ from weft.errors import ConfigError
 NOISE = {"nvidia", "geforce", "tesla", "quadro", "amd", "instinct", "radeon", "generation", "edition", "gpu", "hbm3"}
 NOISE |= {"hbm3e", "hbm2e", "hbm2", "oam", "1x", "tensor", "core"}
 PCIE_BPS = 32e9  # of a card that nobody says it of: version 4, 16 lanes
+# Dense 16-bit operations of one multiprocessor in a cycle, summed in 32 bits, by compute capability: data sheet FLOPS
+# over multiprocessors and boost clock. GeForce cards of some generations sum at half the rate.
+TENSOR_FLOPS = {
+    (6, 0): 256,
+    (7, 0): 1024,
+    (7, 5): 1024,
+    (8, 0): 2048,
+    (8, 6): 1024,
+    (8, 9): 1024,
+    (9, 0): 4096,
+    (10, 0): 8192,
+    (12, 0): 1024,
+}
+HALVED = ((8, 6), (8, 9), (12, 0))
 
 
 class GpuSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,7 +144,9 @@ def from_clocks(
     `memory_clock_hz` is NVML's, half of the transfers per second; the FLOPS are those of the tensor cores of its
     generation, per multiprocessor and cycle.
     """
-    per_cycle = TENSOR_FLOPS.get(capability, TENSOR_FLOPS.get((capability[0], 0), 1024))
+    per_cycle = TENSOR_FLOPS.get(capability) or TENSOR_FLOPS.get((capability[0], 0), 1024)
+    if "geforce" in name.lower() and capability in HALVED:
+        per_cycle //= 2
     flops = per_cycle * multiprocessors * clock_hz
     figures = {"fp16": flops}
     if capability >= (8, 0):
@@ -149,17 +165,3 @@ def from_clocks(
         capability=capability,
         source="bus width and clocks",
     )
-
-
-# Dense 16-bit operations of one multiprocessor in a cycle, with 32-bit sums. Source: NVIDIA's architecture white papers.
-TENSOR_FLOPS = {
-    (6, 0): 256,
-    (7, 0): 1024,
-    (7, 5): 1024,
-    (8, 0): 2048,
-    (8, 6): 512,
-    (8, 9): 1024,
-    (9, 0): 4096,
-    (10, 0): 8192,
-    (12, 0): 1024,
-}

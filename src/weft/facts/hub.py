@@ -69,5 +69,6 @@ def _failure(name: str, revision: str | None, error: Exception) -> ModelError:
 
 
 def is_name(model: str) -> bool:
-    """Whether a model, typed by a user, can be a name on the hub: `name` or `owner/name`."""
-    return model.count("/") <= 1 and not model.startswith((".", "~", "/")) and os.sep * 2 not in model
+    """Whether a model, typed by a user, can be a name on the hub: `name` or `owner/name`, and no file's."""
+    path = model.startswith((".", "~", "/")) or model.endswith((".gguf", ".json", ".safetensors"))
+    return model.count("/") <= 1 and not path and os.sep * 2 not in model

@@ -8,6 +8,8 @@ from importlib.resources import files
 
 import msgspec
 
+from weft.facts.gpus import GpuSpec
+
 
 class Kernels(msgspec.Struct, frozen=True, kw_only=True):
     """What kernels reach on the GPUs whose name begins with `gpu`, or else have this compute capability.
@@ -35,8 +37,8 @@ def table() -> tuple[Kernels, ...]:
 
 
 @cache
-def kernels_of(name: str, capability: tuple[int, int]) -> Kernels:
-    """By the GPU's name, else by its capability, else the general entry."""
-    named = [entry for entry in table() if entry.gpu and name.startswith(entry.gpu)]
-    alike = [entry for entry in table() if entry.capability == capability]
+def kernels_of(gpu: GpuSpec) -> Kernels:
+    """By the GPU's name, else by its capability (NVIDIA's), else the general entry."""
+    named = [entry for entry in table() if entry.gpu and gpu.name.startswith(entry.gpu)]
+    alike = [entry for entry in table() if entry.capability == gpu.capability and not gpu.gfx]
     return [*named, *alike, table()[-1]][0]

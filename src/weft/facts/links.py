@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from functools import cache
 from importlib.resources import files
@@ -9,6 +10,8 @@ from math import log2
 from typing import Literal
 
 import msgspec
+
+from weft.facts.gpus import GpuSpec
 
 Kind = Literal["nvlink", "pcie", "network"]
 RANKS = (2, 4, 8)  # that the tables are for
@@ -26,10 +29,12 @@ class NvLink(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Pcie(msgspec.Struct, frozen=True, kw_only=True):
-    """All-reduce through the host, as a share of the PCIe link."""
+    """All-reduce without NVLink, as a share of the PCIe link. Cards whose name matches `without_peer` go through the
+    host's memory."""
 
     latency_us: tuple[float, float, float]
     busbw_of_pcie: float
+    without_peer: str
     nccl_us: float
     source: str
 
@@ -66,28 +71,34 @@ def table() -> Links:
 
 
 @cache
-def all_reduce(
-    kind: Kind, ranks: int, *, capability: tuple[int, int], peer_Bps: float, network_Bps: float, graphs: bool
-) -> AllReduce:
-    """Among `ranks` GPUs of this capability. `kind` is the slowest link between any two of them and `peer_Bps` what
-    their NVLink or PCIe carries in one direction; `network_Bps` is a node's. With `graphs` the sum is a kernel of a
-    CUDA graph, without it a call of NCCL."""
+def all_reduce(gpu: GpuSpec, kind: Kind, ranks: int, network_Bps: float, graphs: bool) -> AllReduce:
+    """Among `ranks` GPUs like `gpu`. `kind` is the slowest link between any two of them; `network_Bps` is what a
+    node sends to another. With `graphs` the sum is a kernel of a CUDA graph, without it a call of NCCL."""
     if ranks == 1:
         return AllReduce(0.0, 0.0)
     passes = 2 * (ranks - 1) / ranks
-    match kind:
-        case "network":
-            link = table().network
-            return AllReduce(link.latency_us * 1e-6 * log2(ranks), passes / (network_Bps * link.share))
-        case "nvlink":
-            nvlink = min(table().nvlink, key=lambda link: abs(link.capability[0] - capability[0]))
-            bandwidth = _at(nvlink.busbw_GBps, ranks) / nvlink.nvlink_GBps * peer_Bps
-            latency, nccl = _at(nvlink.latency_us, ranks), nvlink.nccl_us
-        case "pcie":
-            pcie = table().pcie
-            bandwidth = peer_Bps * pcie.busbw_of_pcie
-            latency, nccl = _at(pcie.latency_us, ranks), pcie.nccl_us
+    if kind == "network":
+        network = table().network
+        return AllReduce(network.latency_us * 1e-6 * log2(ranks), passes / (network_Bps * network.share))
+    if kind == "nvlink":
+        near = min(table().nvlink, key=lambda link: abs(link.capability[0] - gpu.capability[0]))
+        bandwidth = _at(near.busbw_GBps, ranks) / near.nvlink_GBps * gpu.nvlink_Bps
+        latency, nccl = _at(near.latency_us, ranks), near.nccl_us
+    else:
+        pcie = table().pcie
+        crossings = 2 if re.fullmatch(pcie.without_peer, gpu.name) else 1
+        bandwidth = gpu.pcie_Bps * pcie.busbw_of_pcie / crossings
+        latency, nccl = _at(pcie.latency_us, ranks), pcie.nccl_us
     return AllReduce((latency + (0.0 if graphs else nccl)) * 1e-6, passes / bandwidth)
+
+
+@cache
+def send(gpu: GpuSpec, kind: Kind, network_Bps: float) -> AllReduce:
+    """From one stage to the next: a sum of two ranks carries every byte over the link once."""
+    if kind == "network":
+        network = table().network
+        return AllReduce(network.latency_us * 1e-6, 1 / (network_Bps * network.share))
+    return all_reduce(gpu, kind, 2, network_Bps, graphs=False)
 
 
 def _at(figures: tuple[float, float, float], ranks: int) -> float:

@@ -49,13 +49,7 @@ def read(path: Path) -> dict[str, TensorInfo]:
             header = file.read(length)
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
-    try:
-        entries = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
-        entries.pop("__metadata__", None)
-        decoder = msgspec.json.Decoder(_Entry)
-        tensors = {name: _tensor(path, name, decoder.decode(raw)) for name, raw in entries.items()}
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ModelError(f"{path} is damaged: its header is not safetensors' JSON ({error}); fetch it again") from error
+    tensors = decode(header, str(path))
     start = LENGTH_BYTES + length
     tensors = {name: msgspec.structs.replace(info, offset=start + info.offset) for name, info in tensors.items()}
     check_bounds(tensors, str(path), size)
@@ -65,8 +59,18 @@ def read(path: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
-def _tensor(path: Path, name: str, entry: _Entry) -> TensorInfo:
-    """`offset` is still without the start of the data."""
+def decode(header: bytes, path: str) -> dict[str, TensorInfo]:
+    """The tensors that a header tells of, each `offset` without the start of the data. Raises ModelError."""
+    try:
+        entries = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+        entries.pop("__metadata__", None)
+        decoder = msgspec.json.Decoder(_Entry)
+        return {name: _tensor(path, name, decoder.decode(raw)) for name, raw in entries.items()}
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ModelError(f"{path} is damaged: its header is not safetensors' JSON ({error}); fetch it again") from error
+
+
+def _tensor(path: str, name: str, entry: _Entry) -> TensorInfo:
     bits, (start, end) = BITS.get(entry.dtype), entry.data_offsets
     if bits is None:
         raise ModelError(f"{path}: tensor {name!r:.80} has the unknown dtype {entry.dtype!r}; known: {', '.join(BITS)}")
@@ -75,7 +79,7 @@ def _tensor(path: Path, name: str, entry: _Entry) -> TensorInfo:
             f"{path} is damaged: tensor {name!r:.80} is {entry.dtype} of {list(entry.shape)} in bytes {start:,} to "
             f"{end:,}; fetch it again"
         )
-    return TensorInfo(file=str(path), type=entry.dtype, dims=entry.shape, offset=start, nbytes=end - start)
+    return TensorInfo(file=path, type=entry.dtype, dims=entry.shape, offset=start, nbytes=end - start)
 
 
 def read_directory(folder: Path) -> dict[str, TensorInfo]:

@@ -123,7 +123,7 @@ def available(dtype: torch.dtype, head_dim: int, group: int, *, required: bool =
         try:
             build()
         except (OSError, subprocess.SubprocessError) as error:
-            reason = f"{error}; install g++"
+            reason = str(error)
     if reason is None:
         return True
     if required:
@@ -136,21 +136,26 @@ def available(dtype: torch.dtype, head_dim: int, group: int, *, required: bool =
 def build() -> Path:
     """The compiled library, from the cache or made now (about a second); one process builds, others wait.
 
-    Raises OSError without a compiler, subprocess.SubprocessError where it fails.
+    Raises FileNotFoundError without a compiler, OSError where the cache cannot be written and
+    subprocess.SubprocessError where the compiler fails.
     """
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))), None)
     if compiler is None:
-        raise FileNotFoundError("no C++ compiler was found")
+        raise FileNotFoundError("no C++ compiler was found; install g++")
     # torch brings its own OpenMP; a second one would mean a second pool of threads on the same cores.
     openmp = sorted(str(p) for p in Path(torch.__file__).parent.glob("lib/lib*omp*.so*"))
     facts = (SOURCE.read_text(), compiler, *FLAGS, *openmp, torch.__version__, platform.machine(), _cpu())
     key = hashlib.sha256("\0".join(facts).encode()).hexdigest()[:20]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weft" / "kernels"
-    folder.mkdir(parents=True, exist_ok=True)
     library = folder / f"native-{key}.so"
     if library.exists():
         return library
-    with (folder / f"{key}.lock").open("w") as lock:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / f"{key}.lock").open("w")
+    except OSError as error:
+        raise OSError(f"{folder} cannot be written ({error.strerror}); let XDG_CACHE_HOME be one that can") from error
+    with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
             with tempfile.TemporaryDirectory(dir=folder) as scratch:

@@ -9,16 +9,21 @@ import torch
 from weft.facts.shape import Rope
 
 
-def table(rope: Rope, head_dim: int, max_positions: int, length: int) -> torch.Tensor:
-    """[length, head_dim] float32: head_dim/2 cosines, then as many sines, of each position.
+def table(rope: Rope, head_dim: int, max_positions: int, length: int, rows: int) -> torch.Tensor:
+    """[rows, head_dim] float32: head_dim/2 cosines, then as many sines, of each position.
 
     `max_positions` is the shape's own length, `length` the longest text that will be served. Dynamic
     scaling depends on the text's length; keys stay in the cache under the base that they were made with, so
     one base must serve all: that of `length`. Up to the model's own length it equals Transformers' exactly.
     """
     frequencies, magnitude = inverse_frequencies(rope, head_dim, max_positions, length)
-    angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
-    return torch.cat((angles.cos(), angles.sin()), dim=1) * magnitude
+    angles = torch.outer(torch.arange(rows, dtype=torch.float32), frequencies)
+    # In place: for a million positions each copy is half a gigabyte.
+    out = torch.empty(rows, head_dim)
+    cosines, sines = out.chunk(2, dim=1)
+    torch.cos(angles, out=cosines)
+    torch.sin(angles, out=sines)
+    return out.mul_(magnitude)
 
 
 def inverse_frequencies(rope: Rope, head_dim: int, max_positions: int, length: int) -> tuple[torch.Tensor, float]:

@@ -13,8 +13,8 @@ from weft.facts.kv import kv_bytes
 from weft.facts.place import Place
 from weft.facts.precision import weights
 from weft.facts.shape import ModelShape
+from weft.planner.deployment import Layout, deploy
 from weft.planner.islands import devices
-from weft.planner.place import places
 from weft.planner.stages import Seat, read_bytes, stage_layers
 
 RESERVED_BYTES = 1.5e9  # of each GPU: context, workspace and activations of any engine
@@ -40,9 +40,9 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """`possible`, and the arithmetic. Bytes are those of all GPUs together: `need_bytes` of weights and KV at the
-    cut that needs least of its fullest GPU, `have_bytes` what may be used. `bound_tok_s` is what the memory's
-    bandwidth allows one request."""
+    """`possible`, and the arithmetic. `weight_bytes` and `kv_bytes` are the model's and the request's, `have_bytes`
+    is what may be used of all GPUs together. A token reads `read_bytes`, and `bound_tok_s` is what the memory's
+    bandwidth allows one request. `layout` is one that has the room, None where there is none."""
 
     possible: bool
     weight_bytes: int
@@ -51,6 +51,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     read_bytes: float
     bound_tok_s: float
     reasons: tuple[str, ...]
+    layout: Layout | None
 
 
 def parse(text: str) -> Claim:
@@ -82,7 +83,8 @@ def judge(shape: ModelShape, precision: str, cluster: Cluster, tokens: int, tok_
     read = read_bytes(shape, held)
     bound = sum(gpu.bandwidth_Bps for gpu in gpus) / read
     reasons = []
-    if not fits(shape, precision, tokens, usable):
+    layout = fitting(shape, precision, cluster, tokens)
+    if layout is None:
         reasons.append(_too_large(held.total, cache, tokens, usable, cluster))
     if tok_s is not None and tok_s > bound:
         reasons.append(
@@ -98,46 +100,69 @@ def judge(shape: ModelShape, precision: str, cluster: Cluster, tokens: int, tok_
         read_bytes=read,
         bound_tok_s=bound,
         reasons=tuple(reasons),
+        layout=layout,
     )
 
 
-def fits(shape: ModelShape, precision: str, tokens: int, usable: Sequence[float]) -> bool:
-    """Whether some cut leaves every GPU with weights and KV of `tokens` tokens within its `usable` bytes."""
+def fitting(shape: ModelShape, precision: str, cluster: Cluster, tokens: int) -> Layout | None:
+    """Some layout that leaves every GPU with its weights and the KV of `tokens` tokens within what may be used of
+    it, cut as finely as possible; None where there is no such layout."""
+    # The largest GPUs first, so that those of like size are together.
+    there = sorted(devices(cluster), key=lambda device: -device.gpu.memory_bytes)
+    usable = [device.gpu.memory_bytes - RESERVED_BYTES for device in there]
     if weights(shape, precision).total > sum(usable):
-        return False
-    return any(_cut_fits(shape, precision, tokens, usable, *cut) for cut in _cuts(shape, usable))
+        return None
+    for tensor, stages, dealt in _cuts(shape, len(there)):
+        for shares in _shares(usable, tensor, stages):
+            try:
+                layers = _layers(shape, precision, tokens, usable, shares, stages, dealt)
+                if layers is None:
+                    continue
+                layout = deploy(
+                    shape,
+                    tensor_weights=shares,
+                    stage_layers=layers,
+                    gpus=[device.number for device in there[: tensor * stages]],
+                    precision=precision,
+                    kv_dtype="bf16",
+                    expert_parallel=dealt,
+                )
+            except PlanError:  # more ranks than the model has heads or columns for
+                continue
+            held = (_held(shape, precision, tokens, place) for place in layout.places)
+            if all(size <= room for size, room in zip(held, usable, strict=False)):
+                return layout
+    return None
 
 
-def _cuts(shape: ModelShape, usable: Sequence[float]) -> Iterator[tuple[int, int, bool]]:
+def _cuts(shape: ModelShape, gpus: int) -> Iterator[tuple[int, int, bool]]:
     """(ranks of a stage, stages, whether experts are dealt out whole), those that cut finest first."""
-    for tensor in range(min(len(usable), shape.q_heads), 0, -1):
-        for stages in range(min(len(usable) // tensor, shape.layers), 0, -1):
+    for tensor in range(min(gpus, shape.q_heads), 0, -1):
+        for stages in range(min(gpus // tensor, shape.layers), 0, -1):
             yield tensor, stages, False
             if shape.experts and 1 < tensor <= shape.experts.count:
                 yield tensor, stages, True
 
 
-def _cut_fits(
-    shape: ModelShape, precision: str, tokens: int, usable: Sequence[float], tensor: int, stages: int, dealt: bool
-) -> bool:
-    # The largest GPUs, those of like size together.
-    rooms = sorted(usable, reverse=True)[: tensor * stages]
-    seats = [rooms[start : start + tensor] for start in range(0, len(rooms), tensor)]
-    # What each rank of a stage holds is in proportion to the smallest GPU of its position.
-    shares = [max(1.0, min(stage[rank] for stage in seats)) for rank in range(tensor)]
-    taken = [[Seat(room, 1.0) for room in stage] for stage in seats]
+def _shares(usable: Sequence[float], tensor: int, stages: int) -> list[tuple[float, ...]]:
+    """Equal shares, and shares by what the smallest GPU of each position can take."""
+    by_room = tuple(max(1.0, min(usable[rank : tensor * stages : tensor])) for rank in range(tensor))
+    return list(dict.fromkeys([(1.0,) * tensor, by_room] if len(set(by_room)) > 1 else [(1.0,) * tensor]))
+
+
+def _layers(
+    shape: ModelShape,
+    precision: str,
+    tokens: int,
+    usable: Sequence[float],
+    shares: Sequence[float],
+    stages: int,
+    dealt: bool,
+) -> tuple[int, ...] | None:
+    tensor = len(shares)
+    seats = [[Seat(room, 1.0) for room in usable[at * tensor : (at + 1) * tensor]] for at in range(stages)]
     group = (0, 1) if dealt else None
-    for weight in ([1.0] * tensor, shares):
-        try:
-            layers = stage_layers(shape, precision, "bf16", tokens, weight, taken, expert_group=group, by_room=True)
-            if layers is None:
-                continue
-            ranked = places(shape, weight, layers, group)
-        except PlanError:  # more ranks than the model has heads or columns for
-            continue
-        if all(_held(shape, precision, tokens, place) <= rooms[place.rank] for place in ranked):
-            return True
-    return False
+    return stage_layers(shape, precision, "bf16", tokens, shares, seats, expert_group=group, by_room=True)
 
 
 def _held(shape: ModelShape, precision: str, tokens: int, place: Place) -> int:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from weft.planner.deployment import Layout
 from weft.planner.islands import Device, groups, islands, nodes, replicas, tensor_sizes
 from weft.planner.question import Question
 
@@ -25,6 +26,17 @@ class Cut(msgspec.Struct, frozen=True):
         words += [f"DP {self.data_parallel}"] * (self.data_parallel > 1)
         words += [f"EP {self.expert_parallel}"] * (self.expert_parallel > 1)
         return f"{' x '.join(words) or 'one GPU'}, {self.precision}"
+
+
+def cut_of(layout: Layout) -> Cut:
+    """What a layout comes down to."""
+    return Cut(
+        layout.tensor_parallel,
+        layout.pipeline_parallel,
+        layout.data_parallel,
+        layout.expert_parallel,
+        layout.precision,
+    )
 
 
 class Draft(msgspec.Struct, frozen=True):
@@ -69,7 +81,17 @@ def _of_groups(question: Question, precision: str, tensor: int, members: list[tu
         if len(copies) < count:
             continue
         for expert in _expert_choices(wish.expert_parallel, tensor * count, experts.count if experts else 0):
-            yield Draft(Cut(tensor, stages, count, expert, precision), copies)
+            # Replicas that share their experts exchange tokens in every layer: a stage of all of them lies together.
+            crosswise = expert > tensor and stages > 1
+            laid = _crosswise(members, stages, count) if crosswise else copies
+            yield Draft(Cut(tensor, stages, count, expert, precision), laid)
+
+
+def _crosswise(
+    members: Sequence[tuple[Device, ...]], stages: int, count: int
+) -> tuple[tuple[tuple[Device, ...], ...], ...]:
+    """`count` replicas, the first stage of each on neighbouring groups, then the second of each, and so on."""
+    return tuple(tuple(members[stage * count + replica] for stage in range(stages)) for replica in range(count))
 
 
 def _depths(question: Question, members: int) -> list[tuple[int, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import msgspec
 
@@ -85,17 +86,18 @@ def deploy(
 
     Raises PlanError for a cut that the model does not allow.
     """
-    size = len(tensor_weights) * len(stage_layers)
+    weights, layers = tuple(tensor_weights), tuple(stage_layers)
+    size = len(weights) * len(layers)
     replicas, rest = divmod(len(gpus), size)
     if rest or not replicas:
         raise PlanError(f"{len(gpus)} GPUs are no multiple of the {size} ranks of a replica")
     if expert_parallel:
-        ranked = [places(shape, tensor_weights, stage_layers, (replica, replicas)) for replica in range(replicas)]
+        ranked = [_places(shape, weights, layers, (replica, replicas)) for replica in range(replicas)]
     else:
-        ranked = [places(shape, tensor_weights, stage_layers)] * replicas
+        ranked = [_places(shape, weights, layers, None)] * replicas
     return Layout(
-        tensor_weights=tuple(tensor_weights),
-        stage_layers=tuple(stage_layers),
+        tensor_weights=weights,
+        stage_layers=layers,
         data_parallel=replicas,
         expert_parallel=len(tensor_weights) * replicas if expert_parallel else 1,
         precision=precision,
@@ -103,3 +105,7 @@ def deploy(
         places=tuple(place for replica in ranked for place in replica),
         gpus=tuple(gpus),
     )
+
+
+# A search tries the same cuts many times over.
+_places = lru_cache(maxsize=1024)(places)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,13 +16,16 @@ from weft.facts.parameters import parameters
 from weft.facts.shape import DTYPE_BYTES, DType, ModelShape
 from weft.planner.fills import parameter_dims, weight_bytes
 from weft.planner.place import places
-from weft.planner.plan import Plan
+from weft.planner.plan import ATTENTION_BACKENDS, Plan
 from weft.planner.split import split
 
 if TYPE_CHECKING:
     from weft.facts.checkpoint import Checkpoint
 
+logger = logging.getLogger("weft")
+
 BATCHED_TOKENS = 2048  # of one step: prompts are cut to it, so that decodes never wait long behind one
+VLLM_BACKENDS = {"torch_sdpa": "torch"}  # of its names for attention backends, those that we have under another
 BF16_CAPABILITY = (8, 0)  # of a GPU that computes in bfloat16
 DTYPES: dict[str, DType] = {
     "bfloat16": "bfloat16",
@@ -59,6 +63,7 @@ def layout(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Plan:
         places=ranked,
         devices=devices,
         cores=rank_cores(host, ranks),
+        max_threads=host.threads,
         max_model_len=model_length(config, shape),
         max_model_len_given=config.max_model_len is not None,
         max_num_seqs=config.max_num_seqs,
@@ -93,6 +98,7 @@ def check(config: EngineConfig) -> None:
         "device": (config.device, ("auto", "cpu", "cuda")),
         "scheduling_policy": (config.scheduling_policy, ("fcfs", "priority")),
         "executor": (config.executor or "inline", ("inline", "processes")),
+        "attention_backend": (config.attention_backend, ATTENTION_BACKENDS),
     }
     for name, (choice, known) in choices.items():
         if choice not in known:
@@ -127,9 +133,15 @@ def with_environment(config: EngineConfig, host: Host) -> EngineConfig:
                 f"{config.pipeline_parallel_size}; make them agree or unset the variable"
             )
         config = replace(config, pipeline_split=stages)
-    backend = host.environment.get("VLLM_ATTENTION_BACKEND")
-    if backend and config.attention_backend == "auto":
-        config = replace(config, attention_backend=backend.lower())
+    wanted = host.environment.get("VLLM_ATTENTION_BACKEND", "").lower()
+    if wanted and config.attention_backend == "auto":
+        backend = VLLM_BACKENDS.get(wanted, wanted)
+        if backend in ATTENTION_BACKENDS:
+            return replace(config, attention_backend=backend)
+        # It is set for vLLM, which may well run beside us: no reason to stop.
+        logger.warning(
+            "VLLM_ATTENTION_BACKEND is %s, which Weft does not have: it takes its own choice", wanted.upper()
+        )
     return config
 
 
@@ -252,11 +264,12 @@ def compute_dtype(config: EngineConfig, checkpoint: Checkpoint, host: Host, devi
 
 def rank_cores(host: Host, ranks: int) -> tuple[tuple[int, ...], ...]:
     """This host's cores divided among its ranks, neighbours together; with more ranks than cores, one each in
-    turn. OMP_NUM_THREADS is the most that one rank gets."""
+    turn. OMP_NUM_THREADS limits a rank's threads and not its cores: engines side by side would all be bound to the
+    first few."""
     cores = host.cores
     if ranks > len(cores):
         return tuple((cores[rank % len(cores)],) for rank in range(ranks))
-    return tuple(cores[part.start : part.stop][: host.threads] for part in split(len(cores), [1.0] * ranks, minimum=1))
+    return tuple(cores[part.start : part.stop] for part in split(len(cores), [1.0] * ranks, minimum=1))
 
 
 def model_length(config: EngineConfig, shape: ModelShape) -> int:

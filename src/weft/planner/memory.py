@@ -67,7 +67,10 @@ def _no_room(plan: Plan, host: str, device: str, budget: int, cost: int) -> str:
     ]
     if gpu and plan.kv_cache_bytes is None:
         ways.append("lower --max-num-batched-tokens")
-    source = "--kv-cache-memory-bytes gives" if plan.kv_cache_bytes is not None else "the weights leave"
+    if plan.kv_cache_bytes is not None:
+        source = "--kv-cache-memory-bytes gives"
+    else:
+        source = "the weights leave" if gpu else "a quarter of the free memory, at most 4 GB, is"
     return (
         f"no room for the KV cache on {device} of {host}: one block of {plan.block_size} tokens takes {cost:,} bytes, "
         f"{source} {max(0, budget):,}; {', or '.join(ways)}"
@@ -85,10 +88,13 @@ def fit_length(plan: Plan, num_blocks: int) -> int:
     if plan.max_model_len_given:
         need = -(-plan.max_model_len // plan.block_size)
         most = max(plan.block_bytes(place.rank) for place in plan.places)
+        # What is not asked cannot help: a CPU has no such share, and a figure for the cache takes its place.
+        measured = plan.kv_cache_bytes is None and any(device != "cpu" for device in plan.devices)
+        share = " (or a higher --gpu-memory-utilization)" if measured else ""
         raise PlanError(
             f"max_model_len {plan.max_model_len:,} is more than the {held:,} tokens that the KV cache holds; "
-            f"use --max-model-len {held} or less, or --kv-cache-memory-bytes {need * most} per rank "
-            "(or a higher --gpu-memory-utilization), or more ranks"
+            f"use --max-model-len {held} or less, or --kv-cache-memory-bytes {need * most} per rank"
+            f"{share}, or more ranks"
         )
     return held
 

@@ -85,8 +85,8 @@ class _Search:
             wanted = bisect_right(self.work, self.work[start] + fair * (1 + 1e-12)) - 1
             ends = range(start + 1, self.reach(number, start, limit) + 1)
             # More, rather than less: what is left over falls to the later stages otherwise.
-            by_distance = sorted(ends, key=lambda end, wanted=wanted: (abs(end - wanted), -end))
-            end = next(end for end in by_distance if self._rest_possible(number, end, limit))
+            ordered = sorted((abs(end - wanted), -end) for end in ends)
+            end = next(-last for _, last in ordered if self._rest_possible(number, -last, limit))
             counts.append(end - start)
             start = end
         return tuple(counts)

@@ -9,12 +9,15 @@ import msgspec
 from weft.facts.shape import DTYPE_BYTES, DType, ModelShape
 from weft.planner.place import Place
 
+ATTENTION_BACKENDS = ("auto", "torch", "cpu")
+
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """A model, cut across ranks, with the limits that it runs under. Sizes are bytes, lengths tokens.
 
     `places`, `devices` and `cores` have one entry per rank, in rank order; a device is "cpu" or "cuda:N";
-    `cores` are the CPU numbers that the rank's threads may use. `checkpoint` is a directory or a GGUF file,
+    `cores` are the CPU numbers that the rank's threads may use, `max_threads` the most that they may be
+    (OMP_NUM_THREADS), None for one per core. `checkpoint` is a directory or a GGUF file,
     empty with `load_format` "dummy". `kv_cache_bytes` is the user's figure per rank, None to measure.
     """
 
@@ -26,6 +29,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     places: tuple[Place, ...]
     devices: tuple[str, ...]
     cores: tuple[tuple[int, ...], ...]
+    max_threads: int | None = None
     max_model_len: int
     max_model_len_given: bool = False
     max_num_seqs: int
@@ -48,6 +52,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     def output_rank(self) -> int:
         """The rank that samples: the first of the last stage."""
         return (self.stages - 1) * self.tensor_parallel
+
+    def threads(self, rank: int) -> int:
+        """How many threads a rank computes with."""
+        cores = len(self.cores[rank])
+        return min(cores, self.max_threads or cores)
 
     def block_bytes(self, rank: int) -> int:
         """Bytes of one KV block on a rank: keys and values of its layers and KV heads."""

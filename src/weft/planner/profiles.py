@@ -6,6 +6,7 @@ import tomllib
 from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
+from math import log2
 from typing import Any
 
 import msgspec
@@ -18,6 +19,19 @@ class Constant(msgspec.Struct, frozen=True, array_like=True):
 
     value: float
     source: str
+
+
+class Row(msgspec.Struct, frozen=True, array_like=True):
+    """Figures for 1, 2, 4 and 8 ranks, and their provenance."""
+
+    values: tuple[float, float, float, float]
+    source: str
+
+    def at(self, ranks: int) -> float:
+        """In a straight line over log2 of the ranks, beyond 8 as at 8."""
+        x = min(log2(ranks), 3.0)
+        left = min(int(x), 2)
+        return self.values[left] + (x - left) * (self.values[left + 1] - self.values[left])
 
 
 class _For(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,16 +83,36 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     bubble: Constant
     graphs: Constant
     utilization: Constant
+    utilization_most: Constant
     utilization_of_free: Constant
     runtime_MiB: Constant
     graphs_MiB: Constant
     max_num_seqs: Constant
     max_num_batched_tokens: Constant
+    small_GiB: Constant
+    small_num_seqs: Constant
+    small_num_batched_tokens: Constant
+    max_num_seqs_by_stage: Constant
     window_cache: Constant
+    pipelined: Constant
+    own_activations: Constant
+    activations_dense: Row
+    activations_experts: Row
+    activations_least_MiB: Constant
+    nccl_MiB: Row
     error: Constant
     weights: tuple[WeightsRule, ...] = ()
     math: tuple[MathRule, ...] = ()
     kv: tuple[KvRule, ...] = ()
+
+    def batch(self, memory_bytes: int) -> tuple[int, int]:
+        """The most tokens of a step, and the most sequences that run at once, on cards of so much memory; 0 is the
+        smallest."""
+        tokens, sequences = self.max_num_batched_tokens.value, self.max_num_seqs.value
+        if not memory_bytes or memory_bytes < self.small_GiB.value * (1 << 30):
+            tokens = min(tokens, self.small_num_batched_tokens.value)
+            sequences = min(sequences, self.small_num_seqs.value)
+        return int(tokens), int(sequences)
 
     def kv_dtype(self, precision: str) -> str:
         """What the engine keeps keys and values in, unless it is told."""
@@ -86,12 +120,17 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 
     def provenance(self) -> dict[str, str]:
         """Every constant as "value: source"."""
-        named = {name: getattr(self, name) for name in self.__struct_fields__}
-        found = {name: it for name, it in named.items() if isinstance(it, Constant)}
+        found: dict[str, str] = {}
+        for name in self.__struct_fields__:
+            it = getattr(self, name)
+            if isinstance(it, Constant):
+                found[name] = f"{it.value:g}: {it.source}"
+            elif isinstance(it, Row):
+                found[name] = f"{', '.join(f'{value:g}' for value in it.values)}: {it.source}"
         for rule in self.weights:
             where = [*rule.precisions, *(".".join(map(str, rule.capability or ())).split())]
-            found["weights " + " ".join(where or ["any"])] = rule.share
-        return {name: f"{it.value:g}: {it.source}" for name, it in found.items()}
+            found["weights " + " ".join(where or ["any"])] = f"{rule.share.value:g}: {rule.share.source}"
+        return found
 
 
 @cache

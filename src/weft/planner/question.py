@@ -28,7 +28,7 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
     """One model on one cluster. `precisions` are compared with each other; `kv_dtype` None is what the engine
-    takes by itself; `price` is dollars for one GPU and hour."""
+    takes by itself; `price` is dollars for one GPU and hour; `gpu_memory_utilization` None the engine's own share."""
 
     model: str
     shape: ModelShape
@@ -40,3 +40,4 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     objective: Objective = "throughput"
     wish: Wish = Wish()
     price: float | None = None
+    gpu_memory_utilization: float | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import ceil
+from math import ceil, pow
 
 import msgspec
 
@@ -45,7 +45,7 @@ class Rank:
     """One GPU with one engine and one precision; its methods give seconds."""
 
     def __init__(self, gpu: GpuSpec, profile: Profile, precision: str) -> None:
-        kernels = kernels_of(gpu.name, gpu.capability)
+        kernels = kernels_of(gpu)
         capability = gpu.capability
         wide = kernels.weights
         reached = kernels.fp8_weights if precision == "fp8" and kernels.fp8_weights else wide
@@ -88,7 +88,7 @@ class Rank:
         """A layer's experts with this many tokens routed among all of them. `dealt`: whole experts are dealt out
         to ranks, and all wait for the busiest."""
         share = experts.held / experts.count
-        active = experts.count * (1 - (1 - experts.top_k / experts.count) ** tokens)
+        active = experts.count * (1 - pow(1 - experts.top_k / experts.count, tokens))
         skew = min(self.hot_rank, 1 / share) if dealt else 1.0
         each = ceil(max(1.0, tokens * experts.top_k / active) / EXPERT_TILE) * EXPERT_TILE
         streamed = active * share * skew * experts.nbytes

@@ -64,30 +64,43 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def work(shape: ModelShape, precision: str, kv_dtype: str, place: Place) -> Work:
-    """The work of a rank; `precision` as `facts.precision.canonical` gives it."""
-    # Ranks of a stage with equal shares do equal work: what counts is how much they hold, not which.
+    """The work of a rank; `precision` as `facts.precision.canonical` gives it. Equal shares have the same object."""
+    # What counts is how much a rank holds, not which: ranks of a stage, and stages, do equal work.
     names = ("q_heads", "kv_heads", "ffn", "vocab", "experts", "expert_ffn", "shared_ffn")
     spans = {name: Span(0, len(getattr(place, name))) for name in names}
-    return _work(shape, precision, kv_dtype, msgspec.structs.replace(place, rank=0, tp_rank=0, **spans))
+    stage, stages = (1, 2) if place.last else (0, 2)
+    share = msgspec.structs.replace(place, rank=0, tp_rank=0, stage=stage, stages=stages, layers=Span(0, 0), **spans)
+    return _work(shape, precision, kv_dtype, share, _kinds(shape, precision, place.layers))
+
+
+Kind = tuple[bool, int | None, int]  # has experts, window, and the layer itself where each is different
 
 
 @lru_cache(maxsize=8192)
-def _work(shape: ModelShape, precision: str, kv_dtype: str, place: Place) -> Work:
-    kinds: Counter[tuple[bool, int | None, int]] = Counter()
-    for layer in range(place.layers.start, place.layers.stop):
+def _kinds(shape: ModelShape, precision: str, layers: Span) -> tuple[tuple[Kind, int], ...]:
+    """How many of these layers there are of each kind."""
+    kinds: Counter[Kind] = Counter()
+    for layer in range(layers.start, layers.stop):
         # GGUF's mixes give some layers more bits than others.
-        bits = layer if precision in gguf_types.MIXES else 0
-        kinds[shape.has_experts(layer), shape.window(layer), bits] += 1
-    layers = []
-    for (has_experts, window, bits), count in kinds.items():
-        products, experts = _layer(
-            shape, precision, msgspec.structs.replace(place, layers=Span(0, 0)), has_experts, bits
-        )
-        attention = _attention(shape, kv_dtype, place, window)
-        layers.append(LayerWork(count=count, products=products, experts=experts, attention=attention))
-    head = next(parameter for parameter in parameters(shape) if parameter.role == "head" and parameter.parts[0].cols)
-    held = _product(shape, precision, place, head, 0) if place.last else None
-    return Work(hidden=shape.hidden, layers=tuple(layers), head=held)
+        itself = layer if precision in gguf_types.MIXES else 0
+        kinds[shape.has_experts(layer), shape.window(layer), itself] += 1
+    return tuple(kinds.items())
+
+
+@lru_cache(maxsize=8192)
+def _work(shape: ModelShape, precision: str, kv_dtype: str, share: Place, kinds: tuple[tuple[Kind, int], ...]) -> Work:
+    layers: dict[LayerWork, int] = {}
+    for (has_experts, window, layer), count in kinds:
+        products, experts = _layer(shape, precision, share, has_experts, layer)
+        attention = _attention(shape, kv_dtype, share, window)
+        alike = LayerWork(count=0, products=products, experts=experts, attention=attention)
+        layers[alike] = layers.get(alike, 0) + count
+    head = next(it for it in parameters(shape) if it.role == "head")
+    return Work(
+        hidden=shape.hidden,
+        layers=tuple(msgspec.structs.replace(alike, count=count) for alike, count in layers.items()),
+        head=_product(shape, precision, share, head, 0) if share.last else None,
+    )
 
 
 @lru_cache(maxsize=8192)

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from weft.errors import EngineError, QueueFullError, RequestError, WeftError
@@ -76,6 +76,8 @@ def describe(error: Exception) -> tuple[int, ErrorBody, dict[str, str]]:
         case HTTPException():
             status, message, headers = error.status_code, error.detail, dict(error.headers or {})
             code = {404: "unknown_url", 405: "method_not_allowed"}.get(status, "http_error")
+        case ClientDisconnect():
+            status, message, code = 400, "the client went away before the body was whole", "client_disconnected"
         case WeftError():
             pass
         case _:
@@ -101,4 +103,5 @@ async def respond(request: Request, error: Exception) -> Response:
     return refusal(error)
 
 
-HANDLERS: Mapping[Any, Any] = {HTTPException: respond, WeftError: respond, Exception: respond}
+# Exception alone would do, but Starlette raises what it catches by that name once more, and the server logs it.
+HANDLERS: Mapping[Any, Any] = dict.fromkeys((HTTPException, ClientDisconnect, WeftError, Exception), respond)

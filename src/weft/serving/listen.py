@@ -13,6 +13,8 @@ from pathlib import Path
 from weft.errors import ConfigError
 from weft.serving.options import ServeOptions
 
+BACKLOG = 2048  # connections that wait to be accepted; uvicorn's own
+
 
 def bind(options: ServeOptions) -> socket.socket:
     """A bound socket that does not listen yet. Raises ConfigError for an address that cannot be had."""
@@ -34,7 +36,20 @@ def bind(options: ServeOptions) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ConfigError(_advice(options, error)) from None
+    # While this one does not listen, another socket that may reuse the address could be bound beside it.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     return listener
+
+
+def begin(listener: socket.socket, options: ServeOptions) -> None:
+    """Let clients in. Raises ConfigError where somebody else has come first after all."""
+    if options.uds is None:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # it counts once more now
+    try:
+        # Here and not in the loop, which would go on without a word where it fails.
+        listener.listen(BACKLOG)
+    except OSError as error:
+        raise ConfigError(_advice(options, error)) from None
 
 
 def check_tls(options: ServeOptions) -> None:

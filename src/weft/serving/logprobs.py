@@ -45,6 +45,8 @@ def completion_logprobs(
             made.token_logprobs.append(None)
             made.top_logprobs.append(None)
         else:
-            made.token_logprobs.append(max(next(iter(position.values())).logprob, LOWEST))
-            made.top_logprobs.append({e.decoded_token or "": max(e.logprob, LOWEST) for _, e in best(position, top)})
+            chosen = next(iter(position.values()))
+            likeliest = [entry for _, entry in best(position, top)]
+            made.token_logprobs.append(max(chosen.logprob, LOWEST))
+            made.top_logprobs.append({e.decoded_token or "": max(e.logprob, LOWEST) for e in (chosen, *likeliest)})
     return made

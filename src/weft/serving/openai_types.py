@@ -109,7 +109,8 @@ class ChatLogprobs(Struct, kw_only=True):
 
 
 class CompletionLogprobs(Struct):
-    """The legacy shape: one list per property; `text_offset` counts characters of the choice's text."""
+    """The legacy shape: one list per property. `text_offset` counts characters of the choice's text, and
+    `top_logprobs` holds the chosen token too where it is none of the likeliest."""
 
     text_offset: list[int]
     token_logprobs: list[float | None]

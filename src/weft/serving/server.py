@@ -28,6 +28,8 @@ from weft.serving.service import Service
 
 log = logging.getLogger("weft.serving")
 
+# What uvicorn says looks as what we say.
+logging.getLogger("uvicorn").parent = log
 # Cutting a stream that has failed is our intent; uvicorn takes it for an oversight and says so.
 logging.getLogger("uvicorn.error").addFilter(lambda record: "without completing response" not in record.getMessage())
 
@@ -78,6 +80,7 @@ async def _serve(
         service = Service(engine, frontend, options, model=config.model, capacity=capacity)
         server = Server(service, listener, engine.died)
         address = listen.address(listener, options)
+        listen.begin(listener, options)
         log.info("serving %s at %s (%.2f s)", ", ".join(service.names), address, time.monotonic() - began)
         await server.run()
         failure = engine.failure
@@ -148,7 +151,7 @@ class Server(uvicorn.Server):
         """Take nothing new, let what runs end, as long as that may take, and stop."""
         self._service.draining = True
         limit = self._service.options.shutdown_timeout
-        log.info("%s: ending; %d requests run and have %g s", why, len(self._service.answers), limit)
+        log.info("%s: ending; requests that run: %d, for up to %g s", why, len(self._service.answers), limit)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit):
                 await self._service.idle.wait()

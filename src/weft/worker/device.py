@@ -14,7 +14,7 @@ from weft.planner.plan import Plan
 
 def prepare(plan: Plan, rank: int) -> torch.device:
     """Make the rank's device current and give it its share of the cores."""
-    torch.set_num_threads(max(1, len(plan.cores[rank])))
+    torch.set_num_threads(plan.threads(rank))
     device = torch.device(plan.devices[rank])
     if device.type == "cuda":
         torch.cuda.set_device(device)

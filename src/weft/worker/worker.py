@@ -53,7 +53,9 @@ class Worker:
         load(plan, self.place, tensors)
         self.kernels = choose(plan.attention_backend, self.device, self.dtype, shape.head_dim, shape.group)
         self.model = Decoder(shape, plan.places, self.rank, tensors, self.links.tensor, self.kernels)
-        self.rope = rope.table(shape.rope, shape.head_dim, shape.max_positions, plan.max_model_len).to(self.device)
+        if self.device.type != "cpu":
+            # Where the peak is measured, with all that a step needs.
+            self.rope = self._rope(plan.max_model_len)
         self.sampler: Sampler | None = None
         if self.rank == plan.output_rank:
             self.sampler = Sampler(shape.vocab, plan.max_num_seqs, self.device, shape.eos)
@@ -73,6 +75,9 @@ class Worker:
     def allocate(self, num_blocks: int) -> None:
         """Take the KV cache, and run one small step of each kind so that no request meets a cold path."""
         self.caches = self._caches(num_blocks)
+        if self.device.type == "cpu":
+            # No longer than a text can be: some models' own length is a million tokens.
+            self.rope = self._rope(min(self.plan.max_model_len, num_blocks * self.plan.block_size))
         tokens = min(16, self.plan.max_model_len, self.plan.max_num_batched_tokens, num_blocks * self.plan.block_size)
         for counts in ([tokens], [1]):
             self._rehearse(counts)
@@ -153,6 +158,12 @@ class Worker:
             KVCache(*(devices.zeros(dims, self.dtype, self.device) for _ in range(2)))
             for _ in range(len(self.place.layers))
         ]
+
+    def _rope(self, rows: int) -> torch.Tensor:
+        """Cosines and sines of the first `rows` positions: [rows, head_dim] float32."""
+        shape = self.plan.shape
+        made = rope.table(shape.rope, shape.head_dim, shape.max_positions, self.plan.max_model_len, rows)
+        return made.to(self.device)
 
     def _measure(self) -> int:
         """Bytes that the largest step takes beside the weights: run on a GPU, reckoned on a CPU."""

@@ -1,0 +1,172 @@
+"""docs/planner-accuracy.md and docs/planner-accuracy.png: what the planner says beside what was measured."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean, median
+
+import matplotlib
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tests/pure"))
+
+matplotlib.use("Agg")
+
+import msgspec  # noqa: E402
+from calibrate import EXPECTED, expected, fit, profiles  # noqa: E402
+from matplotlib import pyplot  # noqa: E402
+from measured import LIMITS, Case, cases  # noqa: E402
+
+from weft.facts import kernels, links  # noqa: E402
+from weft.facts.cluster import Cluster, Node  # noqa: E402
+from weft.planner.profiles import Profile, engines, profile  # noqa: E402
+
+PAGE, PLOT = ROOT / "docs/planner-accuracy.md", ROOT / "docs/planner-accuracy.png"
+UNITS = {"single": "tokens/s, one request", "load": "ms per token under load", "peak": "tokens/s, saturated"}
+WORST = 10
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("--quick", action="store_true", help="errors and plot only, to the terminal and the PNG")
+    arguments.add_argument("--fit", action="store_true", help="print the constants that the table asks for, and end")
+    given = arguments.parse_args()
+    rows = cases()
+    if given.fit:
+        for (engine, name), value in fit(rows).items():
+            print(f"{engine or 'common':14} {name:28} {value:8.4g}   expected {EXPECTED[engine, name][0]:g}")
+        return
+    plot(rows)
+    if given.quick:
+        print("\n".join(by_kind(rows)))
+        return
+    PAGE.write_text("\n".join(page(rows)) + "\n")
+
+
+def page(rows: Sequence[Case]) -> Iterator[str]:
+    yield (ROOT / "scripts/accuracy/opening.md").read_text().strip()
+    yield ""
+    yield from by_kind(rows)
+    yield "\n![Predicted against measured](planner-accuracy.png)\n"
+    yield "By engine:\n"
+    yield from by_engine(rows)
+    yield "\n## Rows that the constants have not seen\n"
+    yield (
+        "Each line fits all constants again without the rows of one GPU, or of one model, and predicts those. A GPU "
+        "that is left out is known by its data sheet and its compute capability only.\n"
+    )
+    yield from held_out(rows)
+    yield f"\n## The {WORST} worst rows\n"
+    yield "| kind | row | measured | predicted | error |\n|---|---|--:|--:|--:|"
+    for row in sorted(rows, key=lambda row: -abs(row.error()))[:WORST]:
+        yield (
+            f"| {row.kind} | {row.engine}: {row.label} | {row.value:,.4g} | {row.predicted():,.4g} "
+            f"| {row.error():+.0%} |"
+        )
+    yield from provenance()
+
+
+def by_kind(rows: Sequence[Case]) -> Iterator[str]:
+    yield "| kind | rows | mean absolute error | median | worst | limit |\n|---|--:|--:|--:|--:|--:|"
+    for kind, limit in LIMITS.items():
+        errors = [abs(row.error()) for row in rows if row.kind == kind]
+        yield (
+            f"| {kind} | {len(errors)} | **{fmean(errors):.1%}** | {median(errors):.1%} | {max(errors):.0%} "
+            f"| {limit:.0%} |"
+        )
+
+
+def by_engine(rows: Sequence[Case]) -> Iterator[str]:
+    yield "| engine | rows | mean absolute error | nine in ten are within |\n|---|--:|--:|--:|"
+    for engine in engines():
+        errors = sorted(abs(row.error()) for row in rows if row.engine == engine)
+        if errors:
+            yield f"| {engine} | {len(errors)} | {fmean(errors):.1%} | {errors[int(0.9 * (len(errors) - 1))]:.0%} |"
+
+
+def held_out(rows: Sequence[Case]) -> Iterator[str]:
+    yield "| left out in turn | single | load | peak |\n|---|--:|--:|--:|"
+    before = profiles(expected())
+    yield _errors("nothing fitted: constants as expected", [(row, row.error(before)) for row in rows])
+    keys: dict[str, Callable[[Case], str]] = {
+        "a GPU": lambda row: row.cluster.gpus[0].name,
+        "a model": lambda row: row.model,
+    }
+    for what, key in keys.items():
+        found = []
+        for name in sorted({key(row) for row in rows}):
+            constants = profiles(fit([row for row in rows if key(row) != name], rounds=6))
+            out = [row for row in rows if key(row) == name]
+            found += [(row, (unseen(row) if what == "a GPU" else row).error(constants)) for row in out]
+            print(f"without {name}: {fmean(abs(error) for _, error in found[-len(out) :]):.1%}", file=sys.stderr)
+        yield _errors(what, found)
+
+
+def unseen(row: Case) -> Case:
+    """The same on a GPU whose name is not in any table."""
+    nodes = tuple(
+        Node(tuple(msgspec.structs.replace(gpu, name="new " + gpu.name) for gpu in node.gpus), node.link)
+        for node in row.cluster.nodes
+    )
+    return msgspec.structs.replace(row, cluster=Cluster(nodes, row.cluster.network_Bps))
+
+
+def _errors(what: str, found: Sequence[tuple[Case, float]]) -> str:
+    means = [fmean(abs(error) for row, error in found if row.kind == kind) for kind in LIMITS]
+    return f"| {what} | " + " | ".join(f"{mean:.1%}" for mean in means) + " |"
+
+
+def provenance() -> Iterator[str]:
+    yield "\n## Constants\n"
+    yield "Of all engines, where an engine has none of its own:\n"
+    shared: Mapping[str, str] = _sources(profile(engines()[0]))
+    for engine in engines():
+        shared = {name: text for name, text in shared.items() if _sources(profile(engine)).get(name) == text}
+    yield from (f"- `{name}` {text}" for name, text in shared.items())
+    for engine in engines():
+        yield f"\n{engine}:\n"
+        yield from (f"- `{name}` {text}" for name, text in _sources(profile(engine)).items() if name not in shared)
+    yield "\n## Kernels\n"
+    yield "| GPU | weights | per kernel | products | decode attention | prefill attention | source |"
+    yield "|---|--:|--:|--:|--:|--:|---|"
+    for it in kernels.table():
+        yield (
+            f"| {it.gpu or 'any other'} | {it.weights:.0%} | {it.kernel_us:g} us | {it.matmul:.0%} "
+            f"| {it.decode_attention:.0%} | {it.prefill_attention:.0%} | {it.source} |"
+        )
+    yield "\n## Links\n"
+    for link in links.table().nvlink:
+        yield f"- NVLink of capability {'.'.join(map(str, link.capability))}: {link.source}"
+    yield f"- PCIe: {links.table().pcie.source}"
+    yield f"- network: {links.table().network.source}"
+
+
+def _sources(it: Profile) -> dict[str, str]:
+    return it.provenance()
+
+
+def plot(rows: Sequence[Case]) -> None:
+    figure, panels = pyplot.subplots(1, len(LIMITS), figsize=(15, 5))
+    for panel, kind in zip(panels, LIMITS, strict=True):
+        some = [row for row in rows if row.kind == kind]
+        for engine in engines():
+            points = [(row.value, row.predicted()) for row in some if row.engine == engine]
+            if points:
+                panel.scatter(*zip(*points, strict=True), s=22, label=engine, alpha=0.8)
+        ends = [0.7 * min(row.value for row in some), 1.4 * max(row.value for row in some)]
+        panel.plot(ends, ends, color="black", linewidth=0.8)
+        panel.fill_between(
+            ends, [0.85 * end for end in ends], [1.15 * end for end in ends], color="black", alpha=0.08, label="15 %"
+        )
+        panel.set(xscale="log", yscale="log", title=UNITS[kind], xlabel="measured", ylabel="predicted")
+        panel.set(xlim=ends, ylim=ends)
+        panel.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(PLOT, dpi=90)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""weft plan --check CLAIM: whether it can be, and the arithmetic."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from typing import Any
+
+import msgspec
+
+from weft.cli import plan
+from weft.cli.parser import UsageError
+from weft.facts import lookup
+from weft.facts.cluster import Cluster, parse_gpus
+from weft.facts.precision import canonical
+from weft.facts.shape import ModelShape
+from weft.planner import cost
+from weft.planner.claims import Claim, Verdict, judge, parse
+from weft.planner.cost import Prediction
+from weft.planner.cuts import cut_of
+from weft.planner.deployment import Layout, Workload
+from weft.planner.profiles import profile
+from weft.planner.question import Question
+from weft.planner.search import search
+from weft.planner.words import gigabytes
+
+# They are the claim's to say.
+SAID_BY_CLAIM = ("model", "gpus", "nodes", "network", "precision")
+
+
+def main(arguments: Namespace) -> int:
+    """Print the verdict; 3 for what is impossible."""
+    twice = [name for name in SAID_BY_CLAIM if hasattr(arguments, name)]
+    if twice:
+        raise UsageError(f"--check says the model and the hardware itself; leave out {twice[0].replace('_', '-')}")
+    claim = parse(arguments.check)
+    model = lookup.look_up(claim.model, hf_token=getattr(arguments, "hf_token", None))
+    cluster, precision = parse_gpus(claim.gpus), canonical(claim.precision)
+    found = judge(model.shape, precision, cluster, claim.tokens, claim.tok_s)
+    predicted = predict(model.shape, precision, cluster, claim, arguments.engine, found.layout)
+    if getattr(arguments, "json", False):
+        print(json.dumps(as_json(arguments.check, found, predicted)))
+    else:
+        print(told(found, predicted, claim, arguments.engine))
+    return 0 if found.possible else plan.NOTHING_FITS
+
+
+def predict(
+    shape: ModelShape, precision: str, cluster: Cluster, claim: Claim, engine: str, roomy: Layout | None
+) -> tuple[Layout, Prediction] | None:
+    """One request in the fastest layout; in `roomy` where what the engine keeps for itself leaves no room in any."""
+    half = max(1, claim.tokens // 2)
+    question = Question(
+        model=claim.model,
+        shape=shape,
+        cluster=cluster,
+        engine=engine,
+        precisions=(precision,),
+        workload=Workload(input_len=half, output_len=max(1, claim.tokens - half), max_model_len=claim.tokens),
+        objective="latency",
+    )
+    best = search(question).best
+    if best:
+        return best.layout, best.predicted
+    if roomy is None:
+        return None
+    return roomy, cost.predict(shape, roomy, cluster, question.workload, profile(engine))
+
+
+def as_json(claim: str, found: Verdict, predicted: tuple[Layout, Prediction] | None) -> dict[str, Any]:
+    """The verdict with its arithmetic; sizes are bytes of all GPUs together."""
+    figures = msgspec.structs.asdict(found)
+    del figures["layout"]
+    speed = None
+    if predicted:
+        layout, it = predicted
+        speed = {"layout": str(cut_of(layout)), "single_tok_s": it.single_tok_s, "error_band": it.error_band}
+    return {"claim": claim, **figures, "predicted": speed}
+
+
+def told(found: Verdict, predicted: tuple[Layout, Prediction] | None, claim: Claim, engine: str) -> str:
+    """The verdict for a person."""
+    if not found.possible:
+        lines = ["impossible", *(f"  {reason}" for reason in found.reasons)]
+    else:
+        lines = [
+            "possible",
+            f"  {gigabytes(found.weight_bytes)} of weights and {gigabytes(found.kv_bytes)} of KV for "
+            f"{claim.tokens:,} tokens; {gigabytes(found.have_bytes)} can be used",
+            f"  at most {found.bound_tok_s:.1f} tok/s: each token reads {gigabytes(found.read_bytes)}",
+        ]
+    if predicted:
+        layout, it = predicted
+        low, high = it.single_tok_s * (1 - it.error_band), it.single_tok_s * (1 + it.error_band)
+        lines.append(
+            f"  predicted with {engine}: {it.single_tok_s:.1f} tok/s ({low:.0f} to {high:.0f}) as {cut_of(layout)!s}"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,71 @@
+"""Lookup: what a user's name for a model stands for, without a byte of its weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from weft.errors import ModelError
+from weft.facts import catalogue, checkpoint, config_json, gguf, gguf_shape, hub, hub_headers, safetensors
+from weft.facts.gguf_types import FILE_TYPES
+from weft.facts.model import Model
+from weft.facts.parameters import params
+from weft.facts.shape import DType, ModelShape
+
+PRECISIONS: dict[DType, str] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
+
+def look_up(
+    model: str,
+    *,
+    refresh: bool = False,
+    revision: str | None = None,
+    hf_token: str | None = None,
+    patience: float = hub_headers.PATIENCE,
+) -> Model:
+    """A directory, a .gguf file, a model of the catalogue (`demo` among them), or one on the hub, which is asked
+    for at most `patience` seconds; with `refresh` or a `revision` it is asked even for those of the catalogue.
+
+    Raises ModelError, in one line with the ways out.
+    """
+    try:
+        path = checkpoint.local(model)
+    except (OSError, RuntimeError) as error:  # a directory that may not be read, a name too long, the ~ of nobody
+        raise ModelError(f"cannot read {model}: {getattr(error, 'strerror', None) or error}") from error
+    if path is not None:
+        return _directory(model, path) if path.is_dir() else _gguf(model, path)
+    known = catalogue.look_up(model)
+    if known is not None and not refresh and revision is None:
+        return known
+    if not hub.is_name(model):
+        raise ModelError(f"there is no file or directory {model}; {hub.WAYS_OUT}")
+    if "/" not in model and known is None:
+        return catalogue.find(model)  # a bare name of nobody's: the nearest that are known help more than the hub
+    afar = hub_headers.look(known.name if known else model, revision=revision, token=hf_token, patience=patience)
+    shape = config_json.shape(afar.config, run=False)
+    precision = config_json.precision(afar.config) or PRECISIONS[shape.dtype]
+    return _model(known.name if known else model, shape, precision, afar.config.where, afar.stored_bytes)
+
+
+def _directory(model: str, folder: Path) -> Model:
+    """From its config.json, and from the headers of its weights where those are there."""
+    has_weights = any(folder.glob("*.safetensors"))
+    index = safetensors.read_directory(folder) if has_weights else {}
+    shape = config_json.read(folder, checkpoint.dtype(index), run=False)
+    config = config_json.load(folder / config_json.CONFIG)
+    stored = sum(info.nbytes for info in index.values()) if has_weights else None
+    return _model(model, shape, config_json.precision(config) or PRECISIONS[shape.dtype], config.where, stored)
+
+
+def _gguf(model: str, path: Path) -> Model:
+    """From a GGUF file's header."""
+    header = gguf.read(path)
+    kind = header.metadata.get("general.file_type")
+    precision = FILE_TYPES.get(kind) if isinstance(kind, int) else None
+    if precision is None:
+        raise ModelError(f"{path} has the general.file_type {kind!r}, which Weft does not know; give --precision")
+    stored = sum(info.nbytes for info in header.tensors.values())
+    return _model(model, gguf_shape.shape(header), precision, str(path), stored)
+
+
+def _model(name: str, shape: ModelShape, precision: str, source: str, stored: int | None) -> Model:
+    return Model(name=name, shape=shape, params=params(shape), precision=precision, source=source, stored_bytes=stored)

@@ -1,0 +1,317 @@
+"""Advice: what holds a plan back, and the next cheapest change, each computed by planning again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+import msgspec
+
+from weft.facts import gguf_types
+from weft.facts.cluster import Cluster, Node
+from weft.facts.gpus import GpuSpec, gpus
+from weft.facts.precision import weight_bytes
+from weft.planner.cost import predict
+from weft.planner.footprint import Footprint, footprint
+from weft.planner.question import Question, Wish
+from weft.planner.search import (
+    Answer,
+    Candidate,
+    Rejected,
+    engine_profile,
+    fitting,
+    output_tok_s,
+    search,
+)
+from weft.planner.words import gigabytes, ways
+
+Resource = Literal["memory", "bandwidth", "compute", "links"]
+RESOURCES: dict[Resource, str] = {
+    "memory": "twice the memory",
+    "bandwidth": "twice the memory bandwidth",
+    "compute": "twice the FLOPS",
+    "links": "twice the link bandwidth",
+}
+WORTH = 1.05  # gains below it are not worth a line
+# What a checkpoint of another precision is called, those closest to the original first.
+CHECKPOINTS = {"fp8": "an FP8", "int8": "a GPTQ int8", "int4": "an AWQ or GPTQ int4"}
+GGUF_CHECKPOINTS = {"q8_0": "a Q8_0 GGUF", "q4_k_m": "a Q4_K_M GGUF"}
+MOST_NODES = 64
+
+
+class Binding(msgspec.Struct, frozen=True, kw_only=True):
+    """What binds the best candidate: the resource of which twice as much helps most. `gains` are the factors by
+    which twice of each improves what is asked for; `resource` None where none of them does."""
+
+    resource: Resource | None
+    gains: dict[str, float]
+    text: str
+
+
+def binding(answer: Answer) -> Binding:
+    """The binding constraint, found by doubling each resource in turn; where nothing fits it is memory."""
+    best, question = answer.best, answer.question
+    if best is None:
+        return Binding(resource="memory", gains={}, text=_nothing_fits(answer))
+    now = _worth(question, best)
+    gains: dict[str, float] = {}
+    for resource in RESOURCES:
+        richer = msgspec.structs.replace(question, cluster=_richer(question.cluster, resource))
+        memory = footprint(richer.shape, best.layout, richer.cluster, engine_profile(richer), richer.workload)
+        predicted = predict(richer.shape, best.layout, richer.cluster, richer.workload, engine_profile(richer), memory)
+        gains[resource] = round(
+            _worth(richer, msgspec.structs.replace(best, memory=memory, predicted=predicted)) / now, 3
+        )
+    most: Resource = max(RESOURCES, key=lambda resource: gains[resource])
+    if gains[most] < WORTH:
+        text = (
+            f"none of the hardware's figures: {RESOURCES[most]} gives {gains[most]:.2f} times the speed; the engine's \
+fixed times per step and layer do"
+        )
+        return Binding(resource=None, gains=gains, text=text)
+    others = ", ".join(f"{RESOURCES[it]} {gains[it]:.2f}" for it in RESOURCES if it != most)
+    what = {"memory": "room for KV", "links": "links between the GPUs"}.get(most, most)
+    measure = {"latency": "the speed of one request", "cost": "the tokens per dollar"}.get(
+        question.objective, "the throughput"
+    )
+    return Binding(
+        resource=most,
+        gains=gains,
+        text=f"{what}: {RESOURCES[most]} gives {gains[most]:.2f} times {measure} ({others})",
+    )
+
+
+def advice(answer: Answer) -> list[str]:
+    """The next changes, the cheapest first: those of the request, of the checkpoint, of the hardware."""
+    return list(_to_fit(answer) if answer.best is None else _to_improve(answer, answer.best))
+
+
+def _nothing_fits(answer: Answer) -> str:
+    if not answer.rejected:
+        return "no layout of these ranks is possible on so many GPUs"
+    closest = _closest(answer)
+    return f"{closest.cut}: {closest.reason}"
+
+
+def _closest(answer: Answer) -> Rejected:
+    """The rejected cut that lacks least, of those that lack memory if there are any."""
+    short = [it for it in answer.rejected if it.short_bytes]
+    return min(short or answer.rejected, key=lambda it: it.short_bytes)
+
+
+def _to_fit(answer: Answer) -> Iterator[str]:
+    question = answer.question
+    if not any(it.short_bytes for it in answer.rejected):
+        # Not for want of memory: what was asked for is in the way.
+        if question.wish != Wish():
+            free = search(msgspec.structs.replace(question, wish=Wish()))
+            if free.best:
+                yield f"left to itself the plan is {free.best.cut}"
+        return
+    length = _longest_that_fits(question)
+    if length:
+        yield f"with --max-model-len {length} it fits: that many tokens of KV are left"
+    fitting_ones = []
+    for precision, name in _smaller_checkpoints(question):
+        found = _roomiest(msgspec.structs.replace(question, precisions=(precision,)))
+        if found:
+            fitting_ones.append(f"{name} checkpoint fits as {found[0]} with {_to_spare(found[1])}")
+    # The closest to the original, and the smallest.
+    yield from dict.fromkeys([*fitting_ones[:1], *fitting_ones[-1:]])
+    if question.wish != Wish():
+        found = _roomiest(msgspec.structs.replace(question, wish=Wish()))
+        if found:
+            yield f"cut as {found[0]} it fits with {_to_spare(found[1])}"
+    more = _with_more(question)
+    if more:
+        yield more
+    larger = _with_larger(question)
+    if larger:
+        yield larger
+
+
+def _longest_that_fits(question: Question) -> int | None:
+    """The longest request that some cut has room for, which holds the weights but not what was asked for."""
+    least = question.workload.input_len + 1 if question.workload.max_model_len else 1
+    if least >= question.workload.longest:
+        return None
+    most = engine_profile(question).utilization_most.value
+    workload = msgspec.structs.replace(question.workload, max_model_len=least)
+    asked = msgspec.structs.replace(question, workload=workload, gpu_memory_utilization=most)
+    return max((memory.longest for it in fitting(asked, []) for _, memory in it.layouts), default=None)
+
+
+def _roomiest(question: Question) -> tuple[str, Footprint] | None:
+    """Of all that fit, the cut that leaves the fullest GPU most."""
+    found = [(str(it.cut), memory) for it in fitting(question, []) for _, memory in it.layouts]
+    return max(found, key=lambda it: _spare(it[1]), default=None)
+
+
+def _spare(memory: Footprint) -> float:
+    """Bytes that are left on the fullest GPU beside the weights, the engine and one request."""
+    length = memory.replicas[0].length
+    return min(
+        rank.memory_bytes - rank.weights.total - rank.other_bytes - length * rank.kv_bytes_per_token
+        for rank in memory.ranks
+    )
+
+
+def _to_spare(memory: Footprint) -> str:
+    return f"{gigabytes(_spare(memory))} to spare on the fullest GPU"
+
+
+def _smaller_checkpoints(question: Question) -> Iterator[tuple[str, str]]:
+    """(precision, name) of those that take fewer bytes than what was asked for, in its own kind of file."""
+    in_gguf = question.engine == "llama.cpp" or any(it in gguf_types.MIXES for it in question.precisions)
+    now = min(weight_bytes(question.shape, it) for it in question.precisions)
+    for precision, name in (GGUF_CHECKPOINTS if in_gguf else CHECKPOINTS).items():
+        if weight_bytes(question.shape, precision) < now:
+            yield precision, name
+
+
+def _grown(cluster: Cluster, by: int) -> Cluster | None:
+    """With `by` more GPUs like the last one in its last node, in nodes of at most eight; None where that is no
+    cluster that can be."""
+    last = cluster.nodes[-1]
+    if len(cluster.nodes) == 1 and len(last.gpus) + by <= 8:
+        link = last.link
+        if len(last.gpus) == 1 and last.gpus[0].nvlink_Bps and not last.gpus[0].bridge:
+            link = "nvlink"
+        return Cluster((Node((*last.gpus, *[last.gpus[-1]] * by), link),), cluster.network_Bps)
+    nodes, rest = divmod(by, len(last.gpus))
+    if rest or len(cluster.nodes) + nodes > MOST_NODES:
+        return None
+    return Cluster((*cluster.nodes, *[last] * nodes), cluster.network_Bps)
+
+
+def _freed(question: Question, cluster: Cluster) -> Question:
+    """The same question on another cluster, with the sizes open that the number of GPUs decides."""
+    wish = question.wish
+    if wish.data_parallel:
+        wish = msgspec.structs.replace(wish, data_parallel=None)
+    return msgspec.structs.replace(question, cluster=cluster, wish=wish)
+
+
+def _with_more(question: Question) -> str | None:
+    """The fewest more GPUs of this type with which it fits."""
+    present, gpu = len(question.cluster.gpus), question.cluster.gpus[-1]
+    # Fewer cannot even hold the weights.
+    total = min(weight_bytes(question.shape, precision) for precision in question.precisions)
+    held = sum(it.memory_bytes for it in question.cluster.gpus)
+    least = max(1, -int(-(total - held) // gpu.memory_bytes))
+    node = len(question.cluster.nodes[-1].gpus)
+    counts = [*range(least, max(least, 9 - present)), *range(-(-least // node) * node, node * MOST_NODES, node)]
+    for by in dict.fromkeys(counts):
+        cluster = _grown(question.cluster, by)
+        if cluster is None:
+            continue
+        wish = msgspec.structs.replace(question.wish, tensor_parallel=None, pipeline_parallel=None, data_parallel=None)
+        found = _roomiest(msgspec.structs.replace(question, cluster=cluster, wish=wish))
+        if found:
+            more = f"{by} more {gpu.name} {'makes' if by == 1 else 'make'} it fit"
+            return f"{more}: {found[0]} with {_to_spare(found[1])}"
+        if by > least + 4 * node:
+            break
+    return None
+
+
+def _with_larger(question: Question) -> str | None:
+    """The smallest GPU of the catalogue of which as many are enough."""
+    present = question.cluster.gpus
+    if len(set(present)) > 1:
+        return None
+    for gpu in sorted(gpus(), key=lambda it: (it.memory_bytes, it.bandwidth_Bps)):
+        if gpu.memory_bytes <= present[0].memory_bytes or gpu.capability < present[0].capability or gpu.gfx:
+            continue
+        nodes = tuple(Node((gpu,) * len(node.gpus), _link(gpu, len(node.gpus))) for node in question.cluster.nodes)
+        found = _roomiest(msgspec.structs.replace(question, cluster=Cluster(nodes, question.cluster.network_Bps)))
+        if found:
+            return f"{len(present)} x {gpu.name} in their place fit it: {found[0]} with {_to_spare(found[1])}"
+    return None
+
+
+def _link(gpu: GpuSpec, count: int) -> Literal["nvlink", "pcie"]:
+    return "nvlink" if count > 1 and gpu.nvlink_Bps and not gpu.bridge else "pcie"
+
+
+def _to_improve(answer: Answer, best: Candidate) -> Iterator[str]:
+    question = answer.question
+    now = _worth(question, best)
+    idle = len(question.cluster.gpus) - len(set(best.layout.gpus))
+    if idle:
+        yield f"{idle} of {len(question.cluster.gpus)} GPUs are idle in this layout; no other use of them is faster"
+    if best.layout.kv_dtype in ("bf16", "fp16"):
+        changed = search(_as(question, best, kv_dtype="fp8"))
+        yield from _gain("an FP8 KV cache (--kv-cache-dtype fp8)", question, best, changed, now)
+    for precision, name in _smaller_checkpoints(question):
+        changed = search(_as(question, best, precisions=(precision,)))
+        if changed.best and _worth(question, changed.best) >= WORTH * now:
+            yield from _gain(f"{name} checkpoint", question, best, changed, now)
+            break
+    grown = _grown(question.cluster, 1) or _grown(question.cluster, len(question.cluster.nodes[-1].gpus))
+    if grown:
+        by = len(grown.gpus) - len(question.cluster.gpus)
+        wish = Wish(expert_parallel=question.wish.expert_parallel)
+        changed = search(msgspec.structs.replace(question, cluster=grown, wish=wish))
+        name = f"{'one' if by == 1 else by} more {question.cluster.gpus[-1].name}"
+        yield from _gain(name, question, best, changed, now)
+
+
+def _as(question: Question, best: Candidate, **changes: object) -> Question:
+    """The same cut, with something else changed."""
+    layout = best.layout
+    wish = msgspec.structs.replace(
+        question.wish,
+        tensor_parallel=layout.tensor_parallel,
+        pipeline_parallel=layout.pipeline_parallel,
+        data_parallel=layout.data_parallel,
+        expert_parallel=layout.expert_parallel > 1,
+    )
+    return msgspec.structs.replace(question, wish=wish, **{"precisions": (layout.precision,), **changes})
+
+
+def _gain(name: str, question: Question, best: Candidate, changed: Answer, now: float) -> Iterator[str]:
+    """A line where the change is worth it."""
+    found = changed.best
+    if found is None:
+        return
+    tokens, speed = found.memory.kv_tokens / best.memory.kv_tokens, _worth(question, found) / now
+    parts = [f"{ways(tokens)} the KV cache"] * (tokens >= WORTH) + [f"{ways(speed)} the {_measure(question)}"] * (
+        speed >= WORTH
+    )
+    if parts:
+        yield f"{name}: {' and '.join(parts)} ({found.cut}, {found.memory.kv_tokens:,} tokens of KV)"
+
+
+def _measure(question: Question) -> str:
+    return {"latency": "speed of one request", "cost": "tokens per dollar"}.get(question.objective, "throughput")
+
+
+def _worth(question: Question, candidate: Candidate) -> float:
+    """What is maximised: requests per second of one for latency, tokens per second (and GPU, for cost)."""
+    predicted = candidate.predicted
+    if question.objective == "latency":
+        each = 1 / predicted.single_tok_s if question.workload.concurrency is None else predicted.tpot_s
+        return 1 / (predicted.ttft_s + question.workload.output_len * each)
+    rate = output_tok_s(question, predicted)
+    return rate / len(set(candidate.layout.gpus)) if question.objective == "cost" else rate
+
+
+def _richer(cluster: Cluster, resource: Resource) -> Cluster:
+    """With twice as much of one resource everywhere."""
+
+    def richer(gpu: GpuSpec) -> GpuSpec:
+        replace = msgspec.structs.replace
+        match resource:
+            case "memory":
+                return replace(gpu, memory_bytes=2 * gpu.memory_bytes)
+            case "bandwidth":
+                return replace(gpu, bandwidth_Bps=2 * gpu.bandwidth_Bps)
+            case "compute":
+                return replace(gpu, flops={name: 2 * flops for name, flops in gpu.flops.items()})
+            case "links":
+                return replace(gpu, nvlink_Bps=2 * gpu.nvlink_Bps, pcie_Bps=2 * gpu.pcie_Bps)
+
+    known = {gpu: richer(gpu) for gpu in set(cluster.gpus)}
+    nodes = tuple(Node(tuple(known[gpu] for gpu in node.gpus), node.link) for node in cluster.nodes)
+    return Cluster(nodes, cluster.network_Bps * (2 if resource == "links" else 1))

@@ -1,0 +1,69 @@
+"""Objections: why an engine or a GPU cannot run a cut, whatever its memory."""
+
+from __future__ import annotations
+
+from weft.facts import gguf_types
+from weft.planner.cuts import Draft
+from weft.planner.question import Question
+
+# Engines that cut heads evenly, and those that know no tensor parallelism.
+EVEN = ("vllm", "trtllm", "sglang")
+LAYERS_ONLY = ("llama.cpp", "transformers")
+# The oldest compute capability whose GPUs have kernels for a precision: bf16 arithmetic came with 8.0, and so did
+# the kernels that unpack 8 and 4 bit floats to it.
+OLDEST = {"bf16": (8, 0), "fp8": (8, 0), "mxfp4": (8, 0), "nvfp4": (8, 0)}
+
+
+def objection(question: Question, draft: Draft) -> str | None:
+    """The first thing that stands against a draft, in numbers, or None."""
+    return _gpu(draft) or _format(question, draft) or _heads(question, draft) or _depth(question, draft)
+
+
+def _gpu(draft: Draft) -> str | None:
+    oldest = OLDEST.get(draft.cut.precision)
+    for device in (device for replica in draft.replicas for stage in replica for device in stage):
+        if oldest and device.gpu.capability < oldest:
+            own = ".".join(map(str, device.gpu.capability))
+            other = "--precision fp16" if draft.cut.precision == "bf16" else "--precision int8 or int4"
+            return (
+                f"{device.gpu.name} has compute capability {own}; {draft.cut.precision} needs "
+                f"{'.'.join(map(str, oldest))}: use {other}"
+            )
+    return None
+
+
+def _format(question: Question, draft: Draft) -> str | None:
+    in_gguf = draft.cut.precision in gguf_types.MIXES
+    if in_gguf and question.engine in ("trtllm", "transformers"):
+        return f"{question.engine} does not run GGUF's {draft.cut.precision}; llama.cpp and weft do"
+    if question.engine == "llama.cpp" and draft.cut.precision in ("fp8", "int8", "int4", "nvfp4"):
+        return f"llama.cpp reads GGUF: of {draft.cut.precision} checkpoints it has none; use q8_0 or q4_k_m"
+    return None
+
+
+def _heads(question: Question, draft: Draft) -> str | None:
+    ranks, shape, engine = draft.cut.tensor_parallel, question.shape, question.engine
+    if ranks > 1 and engine in LAYERS_ONLY:
+        return f"{engine} puts whole layers on GPUs; {ranks} ranks cannot share one"
+    if question.wish.tensor_split and engine in EVEN:
+        return f"{engine} cuts evenly; --tensor-split is for weft"
+    if engine not in EVEN or ranks == 1:
+        return None
+    even = [
+        size for size in range(1, shape.q_heads + 1) if shape.q_heads % size == 0 and _kv_even(shape.kv_heads, size)
+    ]
+    if ranks not in even:
+        return (
+            f"{shape.q_heads} query and {shape.kv_heads} KV heads are not even over {ranks} ranks, as {engine} needs "
+            f"them: {', '.join(map(str, even))}"
+        )
+    return None
+
+
+def _kv_even(kv_heads: int, ranks: int) -> bool:
+    return kv_heads % ranks == 0 or ranks % kv_heads == 0
+
+
+def _depth(question: Question, draft: Draft) -> str | None:
+    stages, layers = draft.cut.pipeline_parallel, question.shape.layers
+    return f"{stages} stages for {layers} layers" if stages > layers else None

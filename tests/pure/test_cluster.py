@@ -1,0 +1,117 @@
+"""Clusters: what users write, and one clear line for what cannot be."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft.errors import ConfigError
+from weft.facts.cluster import parse_gpus, parse_nodes
+from weft.facts.gpus import gpus
+
+
+def names(spec: str) -> list[str]:
+    return [gpu.name for gpu in parse_gpus(spec).gpus]
+
+
+@pytest.mark.parametrize(
+    ("spec", "count", "name", "link"),
+    [
+        ("4xRTX4090", 4, "RTX 4090", "pcie"),
+        ("8xH100", 8, "H100-SXM", "nvlink"),
+        ("8xH100@nvlink", 8, "H100-SXM", "nvlink"),
+        ("8xH100@PCIe", 8, "H100-SXM", "pcie"),
+        ("H100", 1, "H100-SXM", "pcie"),
+        ("1xH100@nvlink", 1, "H100-SXM", "nvlink"),
+        (" 2 x A100 40GB ", 2, "A100-40GB-SXM", "nvlink"),
+        ("2×RTX 3090", 2, "RTX 3090", "pcie"),
+        ("2*rtx3090@nvlink", 2, "RTX 3090", "nvlink"),
+        ("4xH100-PCIe", 4, "H100-PCIe", "pcie"),
+        ("8xMI300X", 8, "MI300X", "nvlink"),
+        ("2X L40S", 2, "L40S", "pcie"),
+    ],
+)
+def test_one_node(spec: str, count: int, name: str, link: str) -> None:
+    (node,) = parse_gpus(spec).nodes
+    assert ([gpu.name for gpu in node.gpus], node.link) == ([name] * count, link)
+
+
+def test_mixed_gpus_meet_over_pcie() -> None:
+    assert names("1xRTX4090+1xRTX3090") == ["RTX 4090", "RTX 3090"]
+    assert parse_gpus("2xH100+2xA100").nodes[0].link == "pcie"
+
+
+@given(st.sampled_from(gpus()), st.integers(1, 2000))
+def test_every_gpu_can_be_asked_for(gpu: object, count: int) -> None:
+    assert names(f"{count}x{gpu.name}") == [gpu.name] * count  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("", "'' is not COUNTxNAME, as in 4xRTX4090"),
+        ("4x", "'4x' is not COUNTxNAME"),
+        ("2xH100+", "'' is not COUNTxNAME"),
+        ("0xH100", "a count of 0 is out of range; use 1 to"),
+        ("-2xH100", "a count of -2 is out of range"),
+        ("999999999xH100", "a count of 999999999 is out of range"),
+        ("60000xH100+60000xA100", "are more than 100,000"),
+        ("2xH1000", "unknown GPU 'H1000'; nearest: H100"),
+        ("8xH100@infiniband", "unknown link 'infiniband' after @; known: nvlink, pcie"),
+        ("8xH100@", "unknown link ''"),
+        ("8xL40S@nvlink", "L40S has no NVLink; use @pcie"),
+        ("1xRTX3090@nvlink+1xH100@nvlink", "NVLink joins GPUs of one type"),
+        ("4xRTX3090@nvlink", "bridge of RTX 3090 joins two cards, not 4"),
+        ("2xH100@nvlink+2xH100@pcie", "ask for nvlink and for pcie"),
+        ("H100@nvlink@pcie", "unknown link 'nvlink@pcie'"),
+    ],
+)
+def test_bad_gpus(spec: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        parse_gpus(spec)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("spec", "network", "nodes", "bytes_per_second"),
+    [
+        ("2x8xH100", "400Gb", [8, 8], 50e9),
+        ("2x8xH100", "400Gbps", [8, 8], 50e9),
+        ("2x8xH100", "400 gb/s", [8, 8], 50e9),
+        ("2x8xH100", "50GB", [8, 8], 50e9),
+        ("2x8xH100", "50GB/s", [8, 8], 50e9),
+        ("4x1xRTX4090", "10GbE", [1, 1, 1, 1], 1.25e9),
+        ("3x2xL40S", "25Gbit", [2, 2, 2], 3.125e9),
+        ("1x8xH100+2x4xA100", "1.6Tb", [8, 4, 4], 200e9),
+        ("2 x 8 x H100", None, [8, 8], 12.5e9),
+    ],
+)
+def test_several_nodes(spec: str, network: str | None, nodes: list[int], bytes_per_second: float) -> None:
+    cluster = parse_nodes(spec, network)
+    assert [len(node.gpus) for node in cluster.nodes] == nodes
+    assert cluster.network_Bps == bytes_per_second
+    assert len(cluster.gpus) == sum(nodes)
+
+
+@pytest.mark.parametrize(
+    ("spec", "network", "message"),
+    [
+        ("2xH100", None, "'2xH100' is not NODESxGPUSxNAME, as in 2x8xH100"),
+        ("H100", None, "is not NODESxGPUSxNAME"),
+        ("0x8xH100", None, "a count of 0 is out of range"),
+        ("-1x8xH100", None, "a count of -1 is out of range"),
+        ("2x0xH100", None, "a count of 0 is out of range"),
+        ("50000x8xH100", None, "are more than 100,000 GPUs"),
+        ("2x8xH100", "fast", "network 'fast' is no speed above 0; write it as 400Gb"),
+        ("2x8xH100", "0Gb", "network '0Gb' is no speed above 0"),
+        ("2x8xH100", "-4Gb", "no speed above 0"),
+        ("2x8xH100", "400", "has the unit ''; write 400Gb"),
+        ("2x8xH100", "400Gx", "has the unit 'Gx'"),
+        ("2x8xH100", "", "no speed above 0"),
+    ],
+)
+def test_bad_nodes(spec: str, network: str | None, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        parse_nodes(spec, network)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,127 @@
+"""GPUs: the table's figures, and the names that people and drivers use."""
+
+from __future__ import annotations
+
+import csv
+import re
+from pathlib import Path
+
+import pytest
+
+from weft.errors import ConfigError
+from weft.facts.gpus import find_gpu, from_clocks, gpus
+
+TABLE = Path(__file__).parents[1] / "data/gpus.csv"
+
+
+def rows() -> list[dict[str, str]]:
+    with TABLE.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def number(text: str) -> float:
+    """What a cell begins with: "56(bridge pair)" is 56."""
+    match = re.match(r"[\d.]+", text)
+    return float(match[0]) if match else 0.0
+
+
+@pytest.mark.parametrize("row", rows(), ids=lambda row: row["gpu"])
+def test_the_table_is_reproduced(row: dict[str, str]) -> None:
+    gpu = find_gpu(row["gpu"])
+    assert gpu.name == row["gpu"]
+    assert gpu.memory_bytes == int(row["mem_mib"]) << 20
+    assert gpu.bandwidth_Bps == float(row["bw_gbs"]) * 1e9
+    columns = {"fp8": "fp8_tflops_dense", "int8": "int8_tops_dense", "fp4": "fp4_tflops_dense"}
+    for precision, column in columns.items():
+        assert gpu.flops.get(precision, 0.0) == number(row[column]) * 1e12
+    assert gpu.flops["fp16"] == number(row["bf16_tflops_dense"]) * 1e12
+    assert ("bf16" in gpu.flops) == ("no bf16" not in row["bf16_tflops_dense"])
+    assert gpu.nvlink_Bps == number(row["nvlink_gbs_per_dir"]) * 1e9
+    assert gpu.bridge == ("bridge" in row["nvlink_gbs_per_dir"])
+    assert gpu.pcie_Bps == float(row["pcie_gbs_per_dir"]) * 1e9
+    assert row["sm"] in (f"{gpu.capability[0]}.{gpu.capability[1]}", gpu.gfx)
+    assert gpu.source
+
+
+@pytest.mark.parametrize("gpu", gpus(), ids=lambda gpu: gpu.name)
+def test_every_gpu_is_found_by_its_name_however_it_is_written(gpu: object) -> None:
+    name = gpu.name  # type: ignore[attr-defined]
+    for written in (name, name.upper(), name.lower(), name.replace(" ", ""), name.replace("-", " "), f"NVIDIA {name}"):
+        assert find_gpu(written) is gpu
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("H100", "H100-SXM"),
+        ("A100", "A100-80GB-SXM"),
+        ("H200", "H200-SXM"),
+        ("B200", "B200-SXM"),
+        ("NVIDIA H100 80GB HBM3", "H100-SXM"),
+        ("NVIDIA H100 PCIe", "H100-PCIe"),
+        ("NVIDIA A100-SXM4-80GB", "A100-80GB-SXM"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB-SXM"),
+        ("NVIDIA A100 80GB PCIe", "A100-80GB-PCIe"),
+        ("A100 40 GB", "A100-40GB-SXM"),
+        ("A100-PCIe-80GB", "A100-80GB-PCIe"),
+        ("A100-SXM-80GB", "A100-80GB-SXM"),
+        ("NVIDIA H200", "H200-SXM"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("rtx4090", "RTX 4090"),
+        ("4090", "RTX 4090"),
+        ("NVIDIA GeForce RTX 3090 Ti", "RTX 3090 Ti"),
+        ("Tesla T4", "T4"),
+        ("Tesla V100-SXM2-32GB", "V100-SXM2-32GB"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"),
+        ("NVIDIA RTX A6000", "RTX A6000"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX PRO 6000 Blackwell Server"),
+        ("RTX PRO 6000 Server", "RTX PRO 6000 Blackwell Server"),
+        ("AMD Instinct MI300X", "MI300X"),
+    ],
+)
+def test_what_people_and_drivers_say(name: str, expected: str) -> None:
+    assert find_gpu(name).name == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("RTX4095", "RTX 4090"), ("H1000", "H100"), ("banana", "as in RTX 4090"), ("", "as in RTX 4090")],
+)
+def test_unknown_names_get_the_nearest(name: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown GPU {name!r}.*{hint}"):
+        find_gpu(name)
+
+
+def test_specs_can_be_keys() -> None:
+    assert len({*gpus(), find_gpu("H100"), find_gpu("h100 sxm")}) == len(gpus())
+
+
+@pytest.mark.parametrize(
+    ("name", "bus_bits", "memory_clock_hz", "multiprocessors", "clock_hz"),
+    [
+        ("RTX 4090", 384, 10501e6, 128, 2520e6),
+        ("RTX 3090", 384, 9751e6, 82, 1695e6),
+        ("RTX A6000", 384, 8001e6, 84, 1800e6),
+        ("L40S", 384, 9001e6, 142, 2520e6),
+        ("A100-80GB-SXM", 5120, 1593e6, 108, 1410e6),
+        ("H100-SXM", 5120, 2619e6, 132, 1830e6),
+    ],
+)
+def test_a_gpu_from_its_clocks_is_near_its_data_sheet(
+    name: str, bus_bits: int, memory_clock_hz: float, multiprocessors: int, clock_hz: float
+) -> None:
+    known = find_gpu(name)
+    made = from_clocks(
+        f"NVIDIA GeForce {name}" if name in ("RTX 4090", "RTX 3090") else name,
+        memory_bytes=known.memory_bytes,
+        bus_bits=bus_bits,
+        memory_clock_hz=memory_clock_hz,
+        multiprocessors=multiprocessors,
+        clock_hz=clock_hz,
+        capability=known.capability,
+    )
+    assert made.bandwidth_Bps == pytest.approx(known.bandwidth_Bps, rel=0.02)
+    for precision in ("bf16", "fp16"):
+        assert made.flops[precision] == pytest.approx(known.flops[precision], rel=0.03)
+    assert made.memory_bytes == known.memory_bytes and "clocks" in made.source

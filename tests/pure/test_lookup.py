@@ -1,0 +1,250 @@
+"""Lookup: what a name stands for, from a directory, a file, the catalogue, and a hub on this machine."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from math import prod
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from weft.errors import ModelError
+from weft.facts import catalogue, hub_headers
+from weft.facts.checkpoint import sources
+from weft.facts.lookup import look_up
+from weft.facts.parameters import params
+from weft.facts.shape import ModelShape
+
+QWEN3 = catalogue.find("Qwen3-0.6B")
+MIXTRAL = {
+    "architectures": ["MixtralForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 8,
+    "num_hidden_layers": 2,
+    "num_local_experts": 4,
+    "vocab_size": 320,
+    "torch_dtype": "bfloat16",
+}
+
+
+def safetensors(shape: ModelShape) -> bytes:
+    """A file of this shape: a real header, and no more than that."""
+    tensors, at = {}, 0
+    for name, dims in sources(shape):
+        size = 2 * prod(dims)
+        tensors[name] = {"dtype": "BF16", "shape": dims, "data_offsets": [at, at + size]}
+        at += size
+    header = json.dumps({"__metadata__": {"format": "pt"}, **tensors}).encode()
+    return len(header).to_bytes(8, "little") + header
+
+
+class Hub(ThreadingHTTPServer):
+    """Answers for `files` (path -> content); `asked` has each request's path, range and authorization."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.files: dict[str, bytes] = {}
+        self.moved: dict[str, str] = {}
+        self.codes: dict[str, tuple[int, str]] = {}
+        self.asked: list[tuple[str, str | None, str | None]] = []
+        self.silent: set[str] = set()
+        self.over = threading.Event()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Answer(BaseHTTPRequestHandler):
+    server: Hub
+
+    def do_GET(self) -> None:
+        hub, path = self.server, self.path
+        hub.asked.append((path, self.headers["Range"], self.headers["Authorization"]))
+        if path in hub.silent:
+            hub.over.wait(30)
+            return
+        code, reason = hub.codes.get(path, (404, "EntryNotFound"))
+        if path in hub.moved:
+            self.send_response(302)
+            self.send_header("Location", hub.moved[path])
+            self.end_headers()
+        elif path not in hub.files:
+            self.send_response(code)
+            self.send_header("X-Error-Code", reason)
+            self.end_headers()
+        else:
+            first, last = (self.headers["Range"] or "bytes=0-999999999").removeprefix("bytes=").split("-")
+            data = hub.files[path][int(first) : int(last) + 1]
+            self.send_response(206)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    server = Hub()
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    monkeypatch.setattr(constants, "ENDPOINT", server.url)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    yield server
+    server.over.set()
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def put(hub: Hub, name: str, config: dict[str, object], *, files: int = 1, revision: str = "main") -> None:
+    """A repository with this config.json and as many files of weights, each with all tensors."""
+    base = f"/{name}/resolve/{revision}/"
+    hub.files[base + "config.json"] = json.dumps(config).encode()
+    header = safetensors(look_up_config(config))
+    if files == 1:
+        hub.files[base + "model.safetensors"] = header
+        return
+    weight_map = {f"t{n}": f"model-{n}.safetensors" for n in range(files)}
+    hub.files[base + "model.safetensors.index.json"] = json.dumps({"weight_map": weight_map}).encode()
+    hub.files |= {base + file: header for file in weight_map.values()}
+
+
+def look_up_config(config: dict[str, object]) -> ModelShape:
+    from weft.facts import config_json
+    from weft.facts.fields import Fields
+
+    return config_json.shape(Fields(config, "config.json"), run=False)
+
+
+def test_the_catalogue_answers_without_the_hub(hub: Hub) -> None:
+    assert look_up("Qwen/Qwen3-0.6B") == look_up("qwen3-0.6b") == QWEN3
+    assert look_up("demo").precision == "q4_1"
+    assert hub.asked == []
+
+
+@pytest.mark.parametrize("files", [1, 3])
+def test_another_model_is_asked_for_by_its_headers(hub: Hub, files: int) -> None:
+    put(hub, "someone/mixed", MIXTRAL, files=files)
+    model = look_up("someone/mixed")
+    assert model.shape == look_up_config(MIXTRAL)
+    assert model.params == params(model.shape)
+    assert model.stored_bytes == files * 2 * model.params
+    assert (model.name, model.precision) == ("someone/mixed", "bf16")
+    assert hub.url in model.source
+    assert all(asked[1] is not None for asked in hub.asked)
+
+
+def test_a_long_header_is_read_to_its_end(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_headers, "FIRST", 100)
+    put(hub, "someone/mixed", MIXTRAL)
+    model = look_up("someone/mixed")
+    assert model.stored_bytes == 2 * model.params
+
+
+def test_refresh_and_revision_ask_the_hub_for_known_models(hub: Hub) -> None:
+    put(hub, "Qwen/Qwen3-0.6B", MIXTRAL)
+    put(hub, "Qwen/Qwen3-0.6B", MIXTRAL | {"num_hidden_layers": 3}, revision="v2")
+    assert look_up("Qwen3-0.6B", refresh=True).shape.layers == 2
+    assert look_up("Qwen3-0.6B", revision="v2").shape.layers == 3
+    assert look_up("Qwen3-0.6B").shape.layers == 28
+
+
+def test_a_token_goes_to_the_hub_and_no_further(hub: Hub) -> None:
+    put(hub, "someone/mixed", MIXTRAL)
+    base = "/someone/mixed/resolve/main/"
+    hub.files["/store"] = hub.files.pop(base + "model.safetensors")
+    hub.moved[base + "model.safetensors"] = "/store"
+    model = look_up("someone/mixed", hf_token="secret")
+    assert model.stored_bytes == 2 * model.params
+    assert {authorization for path, _, authorization in hub.asked if path != "/store"} == {"Bearer secret"}
+    assert {authorization for path, _, authorization in hub.asked if path == "/store"} == {None}
+
+
+def test_without_the_headers_the_config_is_enough(hub: Hub) -> None:
+    put(hub, "someone/mixed", MIXTRAL)
+    del hub.files["/someone/mixed/resolve/main/model.safetensors"]
+    assert look_up("someone/mixed").stored_bytes is None
+    hub.files["/someone/mixed/resolve/main/model.safetensors"] = (99).to_bytes(8, "little") + b"{damaged"
+    assert look_up("someone/mixed").stored_bytes is None
+    hub.silent.add("/someone/mixed/resolve/main/model.safetensors")
+    assert look_up("someone/mixed", patience=0.3).stored_bytes is None
+
+
+def test_quantised_repositories_say_their_precision(hub: Hub) -> None:
+    put(hub, "someone/mixed", MIXTRAL | {"quantization_config": {"quant_method": "awq", "bits": 4}})
+    assert look_up("someone/mixed").precision == "int4"
+    put(hub, "someone/mixed", MIXTRAL | {"quantization_config": {"quant_method": "aqlm"}})
+    with pytest.raises(ModelError, match="quantised with aqlm.*--precision"):
+        look_up("someone/mixed")
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "message"),
+    [
+        (401, "GatedRepo", "someone/mixed is gated: accept its terms"),
+        (403, "", "is gated"),
+        (401, "", "there is no model 'someone/mixed': neither known to Weft nor on"),
+        (404, "RepoNotFound", "there is no model 'someone/mixed'"),
+        (404, "RevisionNotFound", "has no revision 'main'"),
+        (404, "EntryNotFound", "has no config.json"),
+        (500, "", "the hub cannot be asked: .* \\(HTTP 500\\)"),
+    ],
+)
+def test_what_the_hub_refuses(hub: Hub, code: int, reason: str, message: str) -> None:
+    hub.codes["/someone/mixed/resolve/main/config.json"] = code, reason
+    with pytest.raises(ModelError, match=message) as error:
+        look_up("someone/mixed")
+    assert "\n" not in str(error.value)
+
+
+def test_damaged_and_silent(hub: Hub) -> None:
+    hub.files["/someone/mixed/resolve/main/config.json"] = b"{oops"
+    with pytest.raises(ModelError, match="config.json is damaged"):
+        look_up("someone/mixed")
+    hub.silent.add("/someone/mixed/resolve/main/config.json")
+    with pytest.raises(ModelError, match="the hub cannot be asked"):
+        look_up("someone/mixed", patience=0.2)
+
+
+def test_no_hub_at_all(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(ModelError, match="the hub cannot be asked: http://127.0.0.1:9 .*refused"):
+        look_up("someone/mixed")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError, match="Weft does not know 'someone/mixed' by itself, and HF_HUB_OFFLINE is set"):
+        look_up("someone/mixed")
+    assert look_up("Qwen3-0.6B") == QWEN3
+
+
+def test_a_bare_name_of_nobodys_gets_the_nearest(hub: Hub) -> None:
+    with pytest.raises(ModelError, match="unknown model 'Qwen3-0.7B'; nearest: Qwen/Qwen3-"):
+        look_up("Qwen3-0.7B")
+    assert hub.asked == []
+
+
+def test_a_directory(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MIXTRAL))
+    model = look_up(str(tmp_path))
+    assert model.shape == look_up_config(MIXTRAL) and model.stored_bytes is None
+    (tmp_path / "model.safetensors").write_bytes(safetensors(model.shape) + bytes(2 * model.params))
+    assert look_up(str(tmp_path)).stored_bytes == 2 * model.params
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 20)
+    with pytest.raises(ModelError, match="is cut short or no safetensors file"):
+        look_up(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["./nothing", "/nowhere/model.gguf", "model.gguf", "~nobody-at-all/x", "a/b/c"])
+def test_nothing_there(name: str) -> None:
+    with pytest.raises(ModelError, match="no file or directory|cannot read"):
+        look_up(name)

@@ -1,0 +1,140 @@
+"""What a rank holds of a model, for every architecture that the planner knows, and what that weighs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from math import prod
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.pure.shapes import planned_layouts, planned_shapes
+from weft.errors import PlanError
+from weft.facts import catalogue
+from weft.facts.axes import CUT_BY, Axis, axis_length
+from weft.facts.checkpoint import sources
+from weft.facts.parameters import Parameter, params, rank_parameters
+from weft.facts.place import Span, whole
+from weft.facts.precision import weight_bytes, weights
+from weft.facts.shape import ModelShape
+from weft.planner import fills as engine
+from weft.planner.fills import Fill, fills, parameter_dims
+from weft.planner.place import places
+
+Layout = tuple[ModelShape, tuple[float, ...], tuple[int, ...], tuple[int, int] | None]
+
+
+def read(fill: Fill, dims: tuple[int, ...], count: np.ndarray) -> None:
+    """Count what the fill reads of a source of these dims."""
+    part = count if fill.index is None else count[fill.index]
+    rows = slice(fill.rows.start, fill.rows.stop)
+    if fill.cols is None:
+        part[rows] += 1
+    elif fill.transposed:
+        part[fill.cols.start : fill.cols.stop, rows] += 1
+    else:
+        part[rows, fill.cols.start : fill.cols.stop] += 1
+
+
+@given(planned_layouts())
+def test_the_replicas_of_a_stage_read_everything(layout: Layout) -> None:
+    """What may be cut is read once per stage and replica, or once by all replicas for dealt-out experts; what
+    may not by every rank; KV heads by their crews."""
+    shape, tensor, stages, group = layout
+    dims = dict(sources(shape))
+    replicas = group[1] if group else 1
+    counts: dict[tuple[int, str], np.ndarray] = {}
+    cut: dict[str, set[Axis]] = defaultdict(set)
+    expert = set()
+    for replica in range(replicas):
+        for place in places(shape, tensor, stages, (replica, replicas) if group else None):
+            table = {name: parameter for name, parameter, _ in rank_parameters(shape, place)}
+            for fill in fills(shape, place):
+                parameter = table[fill.param]
+                cut[fill.source] |= {axis for part in parameter.parts for axis in (part.rows, part.cols) if axis}
+                if parameter.role == "expert":
+                    expert.add(fill.source)
+                key = place.stage, fill.source
+                read(fill, dims[fill.source], counts.setdefault(key, np.zeros(dims[fill.source], int)))
+    assert {source for _, source in counts} == set(dims)
+    for (_, source), count in counts.items():
+        if source in expert and group:
+            assert (count == 1).all() or not cut[source] & CUT_BY.keys()
+        elif Axis.KV in cut[source]:
+            assert count.min() >= replicas
+        elif cut[source] & CUT_BY.keys() or source in expert:
+            whole_bias = source in expert and not cut[source] & CUT_BY.keys()
+            assert (count == replicas * (len(tensor) if whole_bias else 1)).all()
+        else:
+            assert (count == replicas * len(tensor)).all()
+
+
+@given(planned_layouts())
+def test_fills_fill_what_the_rank_holds(layout: Layout) -> None:
+    shape, tensor, stages, group = layout
+    for place in places(shape, tensor, stages, group):
+        table = {name: parameter_dims(shape, place, p) for name, p, _ in rank_parameters(shape, place)}
+        filled = dict.fromkeys(table, 0)
+        for fill in fills(shape, place):
+            filled[fill.param] += len(fill.rows) * (1 if fill.cols is None else len(fill.cols))
+            assert fill.expert is None or 0 <= fill.expert < len(place.experts)
+        assert filled == {name: prod(dims) for name, dims in table.items()}
+        assert weight_bytes(shape, "bf16", place) == engine.weight_bytes(shape, place, "bfloat16")
+        assert weight_bytes(shape, "fp32", place) == engine.weight_bytes(shape, place, "float32")
+
+
+@given(planned_shapes())
+def test_the_whole_model_is_one_rank(shape: ModelShape) -> None:
+    assert places(shape, [1.0], [shape.layers]) == (whole(shape),)
+    assert weight_bytes(shape, "bf16") == 2 * params(shape)
+    assert sum(map(prod, dict(sources(shape)).values())) == params(shape)
+
+
+@given(planned_layouts(), st.sampled_from(["fp8", "int8", "int4", "mxfp4", "nvfp4", "q4_k_m", "q2_k", "q8_0"]))
+def test_ranks_hold_at_least_the_model_together(layout: Layout, precision: str) -> None:
+    shape, tensor, stages, group = layout
+    if group is not None and group[1] > 1:
+        return  # the other replicas hold the other experts
+    ranked = places(shape, tensor, stages, group)
+    assert sum(weight_bytes(shape, precision, place) for place in ranked) >= weight_bytes(shape, precision)
+
+
+@pytest.mark.parametrize("name", ["DeepSeek-R1", "gpt-oss-120b", "Qwen3-30B-A3B", "Mixtral-8x7B"])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_experts_dealt_out_or_cut_weigh_the_same(name: str, ranks: int) -> None:
+    shape = catalogue.find(name).shape
+    cut = places(shape, [1.0] * ranks, [shape.layers])
+    dealt = places(shape, [1.0] * ranks, [shape.layers], (0, 1))
+    assert shape.experts is not None
+    for place in dealt:
+        assert len(place.experts) == shape.experts.count // ranks and len(place.expert_ffn) == shape.experts.ffn
+    matrices = [weights(shape, "fp32", place).expert for place in dealt]
+    assert len(set(matrices)) == 1
+    # Biases of the second matrix are on every rank when experts are cut.
+    biases = (ranks - 1) * shape.experts.count * shape.hidden * 4 * shape.layers if shape.mlp_bias else 0
+    assert sum(weights(shape, "fp32", place).expert for place in cut) == sum(matrices) + biases
+
+
+def test_data_parallel_replicas_share_the_experts() -> None:
+    shape = catalogue.find("DeepSeek-R1").shape
+    held = [places(shape, [1.0], [61], (replica, 4))[0].experts for replica in range(4)]
+    assert held == [Span(0, 64), Span(64, 128), Span(128, 192), Span(192, 256)]
+
+
+def test_more_ranks_than_experts() -> None:
+    shape = catalogue.find("Mixtral-8x7B").shape
+    with pytest.raises(PlanError, match="expert parallel size 16 is more than the 8 experts .* use 1 to 8"):
+        places(shape, [1.0] * 8, [32], (0, 2))
+
+
+def test_dense_layers_have_no_experts() -> None:
+    shape = catalogue.find("DeepSeek-R1").shape
+    table: dict[int | None, list[Parameter]] = defaultdict(list)
+    for _, parameter, layer in rank_parameters(shape, whole(shape)):
+        table[layer].append(parameter)
+    for layer in range(61):
+        assert any(parameter.role == "expert" for parameter in table[layer]) == (layer >= 3)
+        assert any(".mlp.down" in parameter.name for parameter in table[layer]) == (layer < 3)
+    assert axis_length(shape, Axis.FFN) == 18432 and axis_length(shape, Axis.EXPERT_FFN) == 2048
