@@ -163,3 +163,19 @@ def test_fp16_falls_back_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("WARNING", "weft"):
         assert choose("auto", torch.device("cpu"), torch.float16, 64, 1).name == "torch"
     assert "float16" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["native", "plain"])
+def test_a_row_is_not_touched_by_what_lies_past_its_end(kind: str) -> None:
+    """Nor by the other rows: their values may have overflowed."""
+    kernels: Kernels = native(torch.float32) if kind == "native" else PlainKernels()
+    batch, blocks = ragged([1, 1, 20], [5, 90, 33], 16, seed=5)
+    torch.manual_seed(6)
+    cache = KVCache(*(torch.full((blocks, 16, 1, 16), torch.nan) for _ in range(2)))
+    for row, context in ((0, 5), (2, 33)):  # row 1 is all NaN
+        for position in range(context):
+            block = int(batch.tables[row, position // 16])
+            cache.keys[block, position % 16], cache.values[block, position % 16] = torch.randn(2, 1, 16)
+    got = kernels.attend(torch.randn(22, 1, 16), cache, batch, 0.25, None)
+    assert got[[0, *range(2, 22)]].isfinite().all()
+    assert got[1].isnan().all()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.cpu import tiny
@@ -14,6 +16,8 @@ from weft.facts.checkpoint import resolve
 from weft.facts.shape import Rope
 from weft.layers import rope
 from weft.planner.layout import layout
+from weft.quant import dense
+from weft.quant.dense import Product
 from weft.worker.worker import Worker
 
 
@@ -32,6 +36,31 @@ def test_the_rotary_table_is_no_longer_than_a_text_can_be(tmp_path: Path) -> Non
     finally:
         worker.close()
         torch.set_num_threads(threads)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs torch with oneDNN")
+def test_packed_weights_are_not_held_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU a bf16 matrix is packed for its product: the original goes with its layer, not with the last one."""
+    path = str(tiny.write(tmp_path / "tiny"))
+    config = EngineConfig(model=path, load_format="dummy", dtype="bfloat16")
+    plan = layout(config, resolve(path, load_format="dummy"), host.probe())
+    originals: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+
+    def spy(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product:
+        alive.append(sum(original() is not None for original in originals))
+        originals.append(weakref.ref(weight))
+        return dense.product(weight, bias)
+
+    monkeypatch.setattr("weft.layers.linear.product", spy)
+    threads = torch.get_num_threads()
+    worker = Worker(plan, 0, Links(Solo(), Solo()))
+    try:
+        worker.load()
+    finally:
+        worker.close()
+        torch.set_num_threads(threads)
+    assert len(alive) == 4 * plan.shape.layers and not any(alive)
 
 
 def test_fewer_rows_of_the_table_are_the_same_rows() -> None:

@@ -39,7 +39,8 @@ def logging_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def answer(text: str, tokens: int, *, finished: bool = True, at: float = 2.5) -> RequestOutput:
     choice = CompletionOutput(0, text, list(range(tokens)), finish_reason="stop" if finished else None)
-    return RequestOutput("0", None, [1, 2, 3], [choice], Metrics(1.0, 1.5, at if finished else None), finished=finished)
+    times = Metrics(arrival_s=1.0, first_token_s=1.5, finished_s=at if finished else None)
+    return RequestOutput("0", None, [1, 2, 3], [choice], times, finished=finished)
 
 
 class FakeLLM:

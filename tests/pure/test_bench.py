@@ -66,7 +66,7 @@ class FakeLLM:
         answers = []
         for prompt, one in zip(prompts, params, strict=True):
             made = one.max_tokens - self.short
-            times = Metrics(10.0, 11.0, 11.0 + 0.1 * (made - 1))
+            times = Metrics(arrival_s=10.0, first_token_s=11.0, finished_s=11.0 + 0.1 * (made - 1))
             choice = CompletionOutput(0, "", [7] * made, finish_reason="length")
             answers.append(RequestOutput("0", None, prompt["prompt_token_ids"], [choice], times, finished=True))
         return answers

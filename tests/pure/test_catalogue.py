@@ -33,9 +33,8 @@ def test_models_are_reproduced_exactly(row: dict[str, str]) -> None:
     assert model.name == row["model"]
     assert model.params == params(shape) == int(row["params"])
     assert weight_bytes(shape, "bf16") == weight_bytes(shape, "fp16") == 2 * int(row["params"])
-    assert f"{weight_bytes(shape, 'bf16') / 1e9:.3f}".startswith(row["bf16_gb"]) or weight_bytes(
-        shape, "bf16"
-    ) / 1e9 == pytest.approx(float(row["bf16_gb"]), abs=0.005)
+    decimals = len(row["bf16_gb"].partition(".")[2])
+    assert f"{weight_bytes(shape, 'bf16') / 1e9:.{decimals}f}" == row["bf16_gb"]
     assert kv_bytes_per_token(shape) == int(row["kv_bytes_per_token_bf16"])
     assert shape.architecture == row["architecture"]
     for key in ("layers", "hidden", "q_heads", "kv_heads", "vocab", "head_dim", "ffn"):

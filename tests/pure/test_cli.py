@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import subprocess
@@ -14,15 +15,20 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
+from tests.pure.shapes import SMOLLM2
 from weft import __version__, logs
-from weft.cli import docs, main, run, values, vllm
+from weft.cli import docs, main, plan_table, run, values, vllm
 from weft.cli.commands import COMMANDS
 from weft.cli.flags import DEFAULTS, ENGINE, SAMPLING, SERVER, engine_config, sampling, serve_options
 from weft.cli.parser import UsageError, build, find, parse
 from weft.config import EngineConfig
 from weft.core.params import SamplingParams
 from weft.errors import Cause, EngineError, ModelError
+from weft.facts.checkpoint import Checkpoint
+from weft.facts.host import Gpu, Host
+from weft.planner.layout import layout
 from weft.serving.options import ServeOptions
 
 # For a process that shall find this package, installed or not.
@@ -200,7 +206,8 @@ def test_flags_of_vllm_that_we_lack_are_named_and_swallowed(caplog: pytest.LogCa
 
 
 def test_no_flag_is_both_ours_and_lacking() -> None:
-    ours = {flag.name for command in COMMANDS.values() for flag in command.flags}
+    # weft plan has flags for layouts that the engine does not run yet.
+    ours = {flag.name for command in COMMANDS.values() for flag in command.flags if command.name != "plan"}
     assert not ours & set(vllm.ARITY)
     assert set(vllm.SHORT.values()) <= set(vllm.ARITY)
     assert set(vllm.REASONS) <= set(vllm.ARITY) | {f"no-{name}" for name in vllm.ARITY}
@@ -404,6 +411,21 @@ def test_output_that_finds_no_room() -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True, env=HERE)
     assert (done.stderr, done.returncode) == ("weft: error: No space left on device\n", 1)
+
+
+def test_the_plan_s_table_fits_a_terminal() -> None:
+    card = Gpu(index=0, name="H", uuid="GPU-0", total_bytes=24 * 10**9, free_bytes=20 * 10**9, capability=(9, 0))
+    cards = (card, replace(card, index=1, uuid="GPU-1"))
+    here = Host(hostname="here", cores=(0, 1), memory_total_bytes=10**10, memory_free_bytes=10**10, gpus=cards)
+    checkpoint = Checkpoint(model="[/m]", path="/m", format="safetensors", shape=SMOLLM2, generation={})
+    out = io.StringIO()
+    plan_table.print_plan(layout(config("run [/m] -tp 2"), checkpoint, here), out)
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80 and lines[0].endswith("tensor parallel 2")
+    assert [line.split()[:5] for line in lines[-3:-1]] == [
+        ["0", "cuda:0", "0-29", "6", "2"],
+        ["1", "cuda:1", "0-29", "3", "1"],
+    ]
 
 
 def test_help_for_a_command(capsys: pytest.CaptureFixture[str]) -> None:

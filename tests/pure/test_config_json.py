@@ -14,7 +14,7 @@ import pytest
 from weft.errors import ModelError
 from weft.facts import config_json
 from weft.facts.fields import Fields
-from weft.facts.shape import ModelShape, Rope
+from weft.facts.shape import Experts, ModelShape, Rope
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -201,3 +201,90 @@ def test_end_tokens_that_a_config_denies() -> None:
     assert shape(LLAMA | {"eos_token_id": None}).eos == ()
     assert shape(LLAMA | {"bos_token_id": None}).bos is None
     assert shape(QWEN2).eos == ()
+
+
+def planned(config: dict[str, Any]) -> ModelShape:
+    return config_json.shape(Fields(config, "config.json"), run=False)
+
+
+MIXTRAL = LLAMA | {"architectures": ["MixtralForCausalLM"]}
+GEMMA3 = LLAMA | {"architectures": ["Gemma3ForCausalLM"], "sliding_window": 32}
+
+
+def test_an_architecture_that_is_only_planned_for() -> None:
+    assert planned(MIXTRAL).experts == Experts(count=8, top_k=2, ffn=96)
+    fails(MIXTRAL, "MixtralForCausalLM is known to `weft plan`, but the engine does not run it yet; it runs Llama")
+    assert planned(LLAMA) == shape(LLAMA)
+
+
+@pytest.mark.parametrize("outer", ["Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration"])
+def test_the_language_model_inside_of_another(outer: str) -> None:
+    inner = GEMMA3 if outer.startswith("Gemma") else MISTRAL
+    text = {key: value for key, value in inner.items() if key != "architectures"}
+    wrapped = {"architectures": [outer], "text_config": text, "vision_config": {"hidden_size": 9}, "eos_token_id": [7]}
+    found = planned(wrapped)
+    assert (found.architecture, found.eos) == (outer, (7,))
+    for field in ("layers", "hidden", "ffn", "vocab", "kv_heads", "head_dim", "windows", "tied", "qk_norm"):
+        assert getattr(found, field) == getattr(planned(inner), field)
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8"),
+        ({"quant_method": "fbgemm_fp8"}, "fp8"),
+        ({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, "mxfp4"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128}, "int4"),
+        ({"quant_method": "gptq", "bits": 8, "group_size": 128}, "int8"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "nvfp4"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "fp8"),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "float-quantized",
+                "config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "float"}}},
+            },
+            "fp8",
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "pack-quantized",
+                "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "int"}}},
+            },
+            "int4",
+        ),
+        ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, "nvfp4"),
+        ({}, None),
+    ],
+)
+def test_precision_of_quantised_checkpoints(method: dict[str, Any], expected: str | None) -> None:
+    config = LLAMA | {"quantization_config": method}
+    assert config_json.precision(Fields(config, "config.json")) == expected
+    assert planned(config) == planned(LLAMA)
+
+
+def test_precisions_that_nobody_knows_the_bytes_of() -> None:
+    for method in ({"quant_method": "aqlm"}, {"quant_method": "gptq", "bits": 3}, {"bits": "four"}):
+        with pytest.raises(ModelError, match=r"^config.json"):
+            config_json.precision(Fields({"quantization_config": method}, "config.json"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9; it must be at most the 8 experts"),
+        ({"num_local_experts": 0}, "num_local_experts is 0; it must be a whole number, 1 or more"),
+        ({"moe_intermediate_size": "wide"}, "moe_intermediate_size is 'wide'"),
+        ({"kv_lora_rank": 4}, "has no qk_nope_head_dim"),
+    ],
+)
+def test_mixtures_that_cannot_be(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        planned(MIXTRAL | change)
+
+
+def test_opt_with_a_projected_embedding_is_another_model() -> None:
+    opt = LLAMA | {"architectures": ["OPTForCausalLM"], "ffn_dim": 96, "word_embed_proj_dim": 32}
+    with pytest.raises(ModelError, match="word_embed_proj_dim is 32; it must be the hidden_size, 64"):
+        planned(opt)

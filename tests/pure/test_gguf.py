@@ -53,12 +53,13 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_encodings_are_the_librarys() -> None:
-    for name, encoding in ENCODINGS.items():
+    for name, encoding in gguf.SIZES.items():
         sizes = library.GGML_QUANT_SIZES[library.GGMLQuantizationType[name]]
         assert (encoding.elements, encoding.nbytes) == sizes
     for number, name in (gguf.TYPES | gguf.OTHER_TYPES).items():
         assert library.GGMLQuantizationType(number).name == name
     assert set(gguf.TYPES.values()) == set(ENCODINGS)
+    assert {*gguf.TYPES.values(), *gguf.OTHER_TYPES.values()} == set(gguf.SIZES)
 
 
 def test_metadata_is_what_the_library_reads(path: Path) -> None:
@@ -166,8 +167,8 @@ def test_damaged_index(path: Path, tmp_path: Path) -> None:
     fails(changed(path, tmp_path, count, struct.pack("<I", 1 << 31)), "'matrix' has 2,147,483,648 dims")
     fails(changed(path, tmp_path, dims, struct.pack("<Q", 0)), "'matrix' has dims .3, 0.")
     fails(changed(path, tmp_path, dims, struct.pack("<Q", 1 << 60)), "is cut short: tensor 'matrix' ends at byte")
-    fails(changed(path, tmp_path, type, struct.pack("<I", 10)), "'matrix' is Q2_K; Weft reads BF16, F16")
-    fails(changed(path, tmp_path, type, struct.pack("<I", 99)), "'matrix' is the unknown type 99")
+    fails(changed(path, tmp_path, type, struct.pack("<I", 10)), "must be a multiple of 256")
+    fails(changed(path, tmp_path, type, struct.pack("<I", 99)), "'matrix' is of the unknown type 99; known: BF16")
     fails(changed(path, tmp_path, type, struct.pack("<I", 2)), "must be a multiple of 32")
     fails(changed(path, tmp_path, offset, struct.pack("<Q", 1 << 40)), "is cut short: tensor 'matrix' ends at byte")
     fails(changed(path, tmp_path, offset, struct.pack("<Q", 1)), "'matrix' begins off the 32-byte grid")

@@ -14,7 +14,7 @@ from tests.pure.gguf_files import GGML, metadata_of, write, write_model
 from weft.errors import ModelError
 from weft.facts import gguf, gguf_shape
 from weft.facts.checkpoint import resolve, sources
-from weft.facts.shape import ModelShape, Rope
+from weft.facts.shape import Experts, Latent, ModelShape, Rope
 
 LLAMA = ModelShape(
     architecture="LlamaForCausalLM",
@@ -179,7 +179,8 @@ def test_llama3s_divisors(tmp_path: Path) -> None:
         ({"expert_count": 8}, "has llama.expert_count, which Weft's models do not compute"),
         ({"rope.scaling.type": "longrope"}, "rope.scaling.type is 'longrope'; it must be none, linear or yarn"),
         ({"rope.scaling.type": "linear"}, "has no rope.scaling.factor"),
-        ({"general.architecture": "gemma3"}, "unknown architecture 'gemma3'; known in GGUF files: llama, qwen2, qwen3"),
+        ({"general.architecture": "mamba"}, "unknown architecture 'mamba'; known in GGUF files: llama, qwen2, qwen3"),
+        ({"general.architecture": "gemma3"}, "gemma3 is known to `weft plan`, but the engine does not run it yet"),
     ],
 )
 def test_what_has_no_truthful_shape(tmp_path: Path, change: dict[str, Any], message: str) -> None:
@@ -193,3 +194,83 @@ def test_tensors_of_another_model_are_not_passed_over(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(content)
     with pytest.raises(ModelError, match=r"tensor 'blk.0.ffn_xx.weight' is no part of a LlamaForCausalLM"):
         resolve(str(tmp_path / "m.gguf"))
+
+
+MIXED = {"expert_count": 4, "expert_used_count": 2}
+PLANNED = [
+    ("llama", MIXED, [], {"architecture": "MixtralForCausalLM", "experts": Experts(count=4, top_k=2, ffn=96)}),
+    (
+        "qwen3moe",
+        MIXED | {"expert_feed_forward_length": 24},
+        ["blk.0.attn_q_norm.weight"],
+        {"experts": Experts(count=4, top_k=2, ffn=24), "qk_norm": True},
+    ),
+    (
+        "gpt-oss",
+        MIXED | {"expert_feed_forward_length": 24, "attention.sliding_window": 128},
+        ["blk.0.attn_q.bias", "blk.0.attn_output.bias", "blk.0.ffn_down_exps.bias"],
+        {"windows": (128, None, 128), "qkv_bias": True, "out_bias": True, "mlp_bias": True},
+    ),
+    ("gemma2", {"attention.sliding_window": 7}, [], {"windows": (7, None, 7), "tied": True}),
+    ("gemma3", {"attention.sliding_window": 7}, [], {"windows": (7, 7, 7)}),
+    ("phi3", {"rope.dimension_count": 4}, ["output.weight"], {"tied": False, "head_dim": 8}),
+    ("qwen", {}, ["blk.0.attn_qkv.bias"], {"ffn": 48, "qkv_bias": True}),
+    ("minimax-m2", MIXED, [], {"experts": Experts(count=4, top_k=2, ffn=96)}),
+]
+LATENT = MIXED | {
+    "expert_feed_forward_length": 24,
+    "expert_shared_count": 2,
+    "leading_dense_block_count": 1,
+    "attention.kv_lora_rank": 16,
+    "attention.q_lora_rank": 12,
+    "rope.dimension_count": 4,
+    "attention.head_count_kv": 1,
+}
+LENGTHS = [
+    {"attention.key_length": 10, "attention.value_length": 6, "attention.head_count_kv": 8},
+    {
+        "attention.key_length": 20,
+        "attention.value_length": 16,
+        "attention.key_length_mla": 10,
+        "attention.value_length_mla": 6,
+    },
+]
+
+
+def planned(folder: Path, arch: str, change: dict[str, Any], tensors: list[str]) -> ModelShape:
+    """What the planner makes of such a file."""
+    base = {
+        "block_count": 3,
+        "context_length": 512,
+        "embedding_length": 64,
+        "feed_forward_length": 96,
+        "attention.head_count": 8,
+        "attention.head_count_kv": 2,
+        "attention.key_length": 8,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+    }
+    metadata = {f"{arch}.{key}": value for key, value in (base | change).items()}
+    values = {name: np.zeros((1, 1), np.float32) for name in tensors} | {
+        "token_embd.weight": np.zeros((32, 64), np.float32)
+    }
+    return gguf_shape.shape(gguf.read(write(folder / "m.gguf", arch, metadata, values)), run=False)
+
+
+@pytest.mark.parametrize(("arch", "change", "tensors", "expected"), PLANNED, ids=lambda value: str(value)[:20])
+def test_shapes_for_the_planner(
+    tmp_path: Path, arch: str, change: dict[str, Any], tensors: list[str], expected: dict[str, Any]
+) -> None:
+    found = planned(tmp_path, arch, change, tensors)
+    assert {key: getattr(found, key) for key in expected} == expected
+    assert (found.layers, found.hidden, found.q_heads, found.kv_heads, found.vocab) == (3, 64, 8, 2, 32)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=["old", "new"])
+def test_latent_attention_in_files_old_and_new(tmp_path: Path, lengths: dict[str, Any]) -> None:
+    found = planned(tmp_path, "deepseek2", LATENT | lengths, [])
+    assert found.architecture == "DeepseekV2ForCausalLM"
+    assert found.mla == Latent(kv_lora_rank=16, q_lora_rank=12, nope_dim=6, rope_dim=4, v_dim=6)
+    assert (found.head_dim, found.kv_heads) == (10, 8)
+    assert found.experts == Experts(count=4, top_k=2, ffn=24, shared=2, shared_ffn=48, dense_layers=(0,))
+    third = planned(tmp_path, "deepseek2", LATENT | lengths, ["blk.1.exp_probs_b.bias"])
+    assert third.architecture == "DeepseekV3ForCausalLM"

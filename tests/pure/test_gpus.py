@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from weft.errors import ConfigError
-from weft.facts.gpus import find_gpu, from_clocks, gpus
+from weft.facts.gpus import find_gpu, gpus, spec_of
+from weft.facts.host import Clocks, Gpu
 
 TABLE = Path(__file__).parents[1] / "data/gpus.csv"
 
@@ -97,31 +98,39 @@ def test_specs_can_be_keys() -> None:
     assert len({*gpus(), find_gpu("H100"), find_gpu("h100 sxm")}) == len(gpus())
 
 
+def here(name: str, capability: tuple[int, int], clocks: Clocks | None) -> Gpu:
+    """A GPU as the driver reports it."""
+    return Gpu(
+        index=0, name=name, uuid="GPU-0", total_bytes=8 << 30, free_bytes=1, capability=capability, clocks=clocks
+    )
+
+
 @pytest.mark.parametrize(
-    ("name", "bus_bits", "memory_clock_hz", "multiprocessors", "clock_hz"),
+    ("name", "bus_bits", "memory_mhz", "cores", "boost_mhz"),
     [
-        ("RTX 4090", 384, 10501e6, 128, 2520e6),
-        ("RTX 3090", 384, 9751e6, 82, 1695e6),
-        ("RTX A6000", 384, 8001e6, 84, 1800e6),
-        ("L40S", 384, 9001e6, 142, 2520e6),
-        ("A100-80GB-SXM", 5120, 1593e6, 108, 1410e6),
-        ("H100-SXM", 5120, 2619e6, 132, 1830e6),
+        ("RTX 4090", 384, 10501, 16384, 2520),
+        ("RTX 3090", 384, 9751, 10496, 1695),
+        ("RTX A6000", 384, 8001, 10752, 1800),
+        ("L40S", 384, 9001, 18176, 2520),
+        ("A100-80GB-SXM", 5120, 1593, 6912, 1410),
+        ("H100-SXM", 5120, 2619, 16896, 1830),
     ],
 )
 def test_a_gpu_from_its_clocks_is_near_its_data_sheet(
-    name: str, bus_bits: int, memory_clock_hz: float, multiprocessors: int, clock_hz: float
+    name: str, bus_bits: int, memory_mhz: int, cores: int, boost_mhz: int
 ) -> None:
     known = find_gpu(name)
-    made = from_clocks(
-        f"NVIDIA GeForce {name}" if name in ("RTX 4090", "RTX 3090") else name,
-        memory_bytes=known.memory_bytes,
-        bus_bits=bus_bits,
-        memory_clock_hz=memory_clock_hz,
-        multiprocessors=multiprocessors,
-        clock_hz=clock_hz,
-        capability=known.capability,
-    )
+    clocks = Clocks(bus_bits=bus_bits, memory_hz=memory_mhz * 1e6, cores=cores, cores_hz=boost_mhz * 1e6)
+    maker = "NVIDIA GeForce" if name in ("RTX 4090", "RTX 3090") else "NVIDIA"
+    made = spec_of(here(f"{maker} Unheard-of {cores}", known.capability, clocks))
     assert made.bandwidth_Bps == pytest.approx(known.bandwidth_Bps, rel=0.02)
     for precision in ("bf16", "fp16"):
         assert made.flops[precision] == pytest.approx(known.flops[precision], rel=0.03)
-    assert made.memory_bytes == known.memory_bytes and "clocks" in made.source
+    assert made.memory_bytes == 8 << 30 and "clocks" in made.source
+
+
+def test_a_known_gpu_that_is_here_has_the_memory_that_its_driver_reports() -> None:
+    spec = spec_of(here("NVIDIA H100 80GB HBM3", (9, 0), None))
+    assert (spec.name, spec.memory_bytes) == ("H100-SXM", 8 << 30)
+    with pytest.raises(ConfigError, match="unknown GPU"):
+        spec_of(here("NVIDIA Unheard-of", (9, 0), None))

@@ -177,6 +177,7 @@ class FakeNvml(SimpleNamespace):
     """NVML with a whole GPU and one that is cut into two slices, numbered with a gap."""
 
     NVML_DEVICE_MIG_ENABLE = 1
+    NVML_CLOCK_SM, NVML_CLOCK_MEM = 1, 2
     NVMLError = type("NVMLError", (Exception,), {})
     inside = 0
 
@@ -217,6 +218,15 @@ class FakeNvml(SimpleNamespace):
     def nvmlDeviceGetCudaComputeCapability(self, board: str) -> list[int]:
         return [9, 0]
 
+    def nvmlDeviceGetMemoryBusWidth(self, board: str) -> int:
+        return 5120
+
+    def nvmlDeviceGetMaxClockInfo(self, board: str, clock: int) -> int:
+        return {self.NVML_CLOCK_SM: 1980, self.NVML_CLOCK_MEM: 2619}[clock]
+
+    def nvmlDeviceGetNumGpuCores(self, board: str) -> int:
+        return 16896
+
 
 def test_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeNvml()
@@ -229,6 +239,9 @@ def test_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     assert [g.uuid for g in host.gpus("MIG-2")] == ["MIG-2"]
     assert host.gpus()[0].capability == (9, 0) and host.gpus()[0].free_bytes == 5
+    whole, *slices = host.gpus()
+    assert whole.clocks == host.Clocks(bus_bits=5120, memory_hz=2619e6, cores=16896, cores_hz=1980e6)
+    assert [piece.clocks for piece in slices] == [None, None]
     assert fake.inside == 0  # shut down as often as started
 
 

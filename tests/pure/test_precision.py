@@ -14,8 +14,8 @@ from weft.facts.place import Span, whole
 from weft.facts.precision import FP8_BLOCKS, INT4, INT8, MXFP4, NAMES, NVFP4, canonical, weight_bytes, weights
 from weft.planner.place import places
 
-# GB of 10^9 bytes. int4: the files of the AWQ and GPTQ repositories; GGUF: those of bartowski's and QuantFactory's,
-# whose metadata is at most 8 MB.
+# GB of 10^9 bytes. int4: the facts that this project began with. GGUF, MXFP4 and FP8: sizes of published files, from
+# memory; a GGUF file has at most 8 MB of metadata beside its tensors.
 PUBLISHED = [
     ("Qwen2.5-72B", "int4", 41.46, 0.01),
     ("Qwen2.5-14B", "int4", 9.98, 0.01),
@@ -62,6 +62,12 @@ def test_deepseeks_fp8_has_a_scale_for_each_block() -> None:
     assert weights(shape, "fp8").expert == experts
     # 576 rows of latents are four and a half blocks, which take the scales of five.
     assert FP8_BLOCKS.nbytes(Span(0, 576), Span(0, 7168)) == 576 * 7168 + 5 * 56 * 4
+
+
+@pytest.mark.parametrize(("model", "total"), [("gpt-oss-20b", 13_761_264_768), ("gpt-oss-120b", 65_248_815_744)])
+def test_gpt_oss_to_the_byte(model: str, total: int) -> None:
+    """The total_size of the index of its safetensors, from memory."""
+    assert weight_bytes(catalogue.find(model).shape, "mxfp4") == total
 
 
 def test_gpt_oss_keeps_attention_in_16_bits() -> None:

@@ -125,7 +125,7 @@ def test_data_parallel_replicas_share_the_experts() -> None:
 
 def test_more_ranks_than_experts() -> None:
     shape = catalogue.find("Mixtral-8x7B").shape
-    with pytest.raises(PlanError, match="expert parallel size 16 is more than the 8 experts .* use 1 to 8"):
+    with pytest.raises(PlanError, match=r"expert parallel size 16 is more than the 8 experts .* use 1 to 8"):
         places(shape, [1.0] * 8, [32], (0, 2))
 
 

@@ -17,6 +17,7 @@ from weft.facts.kv import number_bytes
 from weft.facts.model import Model
 from weft.facts.precision import canonical
 from weft.planner.deployment import Workload
+from weft.planner.objections import BF16_CAPABILITY
 from weft.planner.question import Question, Wish
 from weft.planner.search import search
 
@@ -65,16 +66,12 @@ def ask(arguments: Namespace, model: Model) -> Question:
     if kv_dtype is not None:
         number_bytes(kv_dtype)  # or ConfigError
     work = workload(said, model)
-    named = said.get("precision")
-    precisions = [canonical(name) for name in named.split(",") if name.strip()] if named is not None else []
-    if named is not None and not precisions:
-        raise UsageError("--precision is empty; give one as in int4, or several as in bf16,int4")
     return Question(
         model=model.name,
         shape=model.shape,
         cluster=cluster,
         engine=said["engine"],
-        precisions=tuple(dict.fromkeys(precisions)) or (canonical(model.precision),),
+        precisions=precisions(said.get("precision"), model, cluster),
         kv_dtype=kv_dtype,
         workload=work,
         objective=said["objective"],
@@ -82,6 +79,18 @@ def ask(arguments: Namespace, model: Model) -> Question:
         price=said.get("price"),
         gpu_memory_utilization=said.get("gpu_memory_utilization"),
     )
+
+
+def precisions(named: str | None, model: Model, cluster: Cluster) -> tuple[str, ...]:
+    """Those that were named, or the model's own; what is stored in bfloat16 runs in float16 on GPUs too old for it."""
+    if named is None:
+        own = canonical(model.precision)
+        old = any(gpu.capability < BF16_CAPABILITY for gpu in cluster.gpus)
+        return ("fp16" if own == "bf16" and old else own,)
+    found = tuple(dict.fromkeys(canonical(name) for name in named.split(",") if name.strip()))
+    if not found:
+        raise UsageError("--precision is empty; give one as in int4, or several as in bf16,int4")
+    return found
 
 
 def workload(said: dict[str, Any], model: Model) -> Workload:
@@ -137,8 +146,9 @@ def wished(said: dict[str, Any], gpus: int, model: Model) -> Wish:
         raise UsageError(f"--tensor-parallel-size is {tensor}; {model.name} has {model.shape.q_heads} query heads")
     ranks = (tensor or 1) * (stages or 1) * (replicas or 1)
     if ranks > gpus:
-        sizes = " x ".join(str(size) for size in (tensor, stages, replicas) if size)
-        raise UsageError(f"{sizes} = {ranks} ranks need {ranks} GPUs; the hardware has {gpus}")
+        sizes = [str(size) for size in (tensor, stages, replicas) if size and size > 1]
+        product = f"{' x '.join(sizes)} = {ranks}" if len(sizes) > 1 else str(ranks)
+        raise UsageError(f"{product} ranks need as many GPUs; the hardware has {gpus}")
     experts = said.get("enable_expert_parallel")
     if experts and model.shape.experts is None:
         raise UsageError(f"--enable-expert-parallel: {model.name} has no experts")

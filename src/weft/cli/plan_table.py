@@ -8,6 +8,8 @@ from typing import TextIO
 from weft.planner.plan import Plan
 from weft.planner.table import rows
 
+WIDE = 200  # columns: never the limit
+
 
 def print_plan(plan: Plan, out: TextIO = sys.stderr) -> None:
     """Which rank holds which layers, heads and bytes."""
@@ -17,14 +19,10 @@ def print_plan(plan: Plan, out: TextIO = sys.stderr) -> None:
 
     tp, stages = plan.tensor_parallel, plan.stages
     cut = [f"tensor parallel {tp}"] * (tp > 1) + [f"pipeline of {stages} stages"] * (stages > 1) or ["one rank"]
-    table = Table(
-        title=f"{plan.model}: {plan.shape.architecture}, {plan.dtype}, {', '.join(cut)}",
-        title_justify="left",
-        box=SIMPLE_HEAD,
-    )
+    table = Table(box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     table.add_column("rank", justify="right")
     table.add_column("device")
-    for name in ("layers", "query heads", "KV heads", "FFN columns", "vocab rows", "weights", "KV per token"):
+    for name in ("layers", "query\nheads", "KV\nheads", "FFN\ncolumns", "vocab\nrows", "weights", "KV per\ntoken"):
         table.add_column(name, justify="right")
     for row in rows(plan):
         table.add_row(
@@ -38,9 +36,10 @@ def print_plan(plan: Plan, out: TextIO = sys.stderr) -> None:
             megabytes(row.weight_bytes),
             f"{row.kv_token_bytes:,} B",
         )
-    # A pipe is no terminal and has no width of its own: wide enough for every column there.
-    width = None if out.isatty() else 120
-    Console(file=out, width=width, highlight=False).print(table)
+    # It fits into 80 columns. Where there are fewer, lines that the terminal breaks tell more than dots in each cell.
+    console = Console(file=out, width=WIDE, highlight=False, markup=False, emoji=False)
+    console.print(f"{plan.model}: {plan.shape.architecture}, {plan.dtype}, {', '.join(cut)}", soft_wrap=True)
+    console.print(table)
 
 
 def megabytes(count: int) -> str:

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, TextIO
 
 from weft.facts.model import Model
-from weft.facts.parameters import RUNNABLE
 from weft.facts.precision import weight_bytes
 from weft.planner.advice import advice, binding
-from weft.planner.answer import dollars_per_million, ranks_json
+from weft.planner.answer import dollars_per_million, not_run, ranks_json
 from weft.planner.cost import Prediction
 from weft.planner.question import Question
 from weft.planner.search import Answer, Candidate, Rejected
@@ -63,8 +62,8 @@ def heading(question: Question, model: Model) -> str:
         where += f" ({links})"
     sizes = ", ".join(f"{it} {gigabytes(weight_bytes(shape, it))}" for it in question.precisions)
     lines = [f"{model.name}: {model.params / 1e9:,.2f} billion parameters, {sizes}; {where}; engine {question.engine}"]
-    if question.engine == "weft" and shape.architecture not in RUNNABLE:
-        lines.append(f"Weft plans {shape.architecture} but does not run it yet; it runs {', '.join(RUNNABLE)}")
+    for missing in not_run(shape, question.precisions[0]) if question.engine == "weft" else []:
+        lines.append(f"Weft plans this but does not run it yet: {missing}")
     return "\n".join(lines)
 
 
@@ -113,9 +112,8 @@ def ranks(question: Question, best: Candidate) -> Table:
 def comparison(question: Question, candidates: Sequence[Candidate]) -> Table:
     """The best candidates, side by side."""
     length = question.workload.longest
-    made = table(
-        "layout", "fullest GPU", "KV tokens", f"x {length:,} tokens", "TTFT", "tok/s, one", "tok/s, all", "$/M tokens"
-    )
+    columns = ["layout", "fullest GPU", "KV tokens", f"x {length:,} tokens", "TTFT", "tok/s, one", "tok/s, all"]
+    made = table(*columns, *([] if question.price is None else ["$/M tokens"]))
     for candidate in candidates:
         memory, predicted = candidate.memory, candidate.predicted
         rank = memory.ranks[memory.fullest]
@@ -128,7 +126,7 @@ def comparison(question: Question, candidates: Sequence[Candidate]) -> Table:
             f"{predicted.ttft_s:.2f} s",
             f"{predicted.single_tok_s:,.1f}",
             f"{predicted.saturated_tok_s:,.0f}",
-            "-" if dollars is None else f"{dollars:,.2f}",
+            *([] if dollars is None else [f"{dollars:,.2f}"]),
         )
     return made
 
@@ -136,8 +134,9 @@ def comparison(question: Question, candidates: Sequence[Candidate]) -> Table:
 def speeds(question: Question, predicted: Prediction) -> str:
     """How fast the best one is at the concurrency that was asked for."""
     work = question.workload
+    requests = "one request" if predicted.concurrency < 1.5 else f"{predicted.concurrency:,.0f} requests"
     return (
-        f"with {predicted.concurrency:,.0f} requests of {work.input_len:,} + {work.output_len:,} tokens at once: "
+        f"with {requests} of {work.input_len:,} + {work.output_len:,} tokens at once: "
         f"{1000 * predicted.tpot_s:.1f} ms per token of each, {predicted.concurrency / predicted.tpot_s:,.0f} tok/s; "
         f"predictions are within {100 * predicted.error_band:.0f} %"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -93,12 +94,18 @@ def _node(spec: str) -> Node:
     return Node(tuple(gpus), _link(spec, gpus, wanted.pop() if wanted else None))
 
 
+def usual_link(gpus: Sequence[GpuSpec]) -> Link:
+    """What such cards are sold with: NVLink where all are of one type that has it, without a bridge."""
+    first = gpus[0]
+    alike = len(gpus) > 1 and len({gpu.name for gpu in gpus}) == 1
+    return "nvlink" if alike and first.nvlink_Bps > 0 and not first.bridge else "pcie"
+
+
 def _link(spec: str, gpus: list[GpuSpec], wanted: str | None) -> Link:
-    """What joins these GPUs: NVLink where all have it and nobody says otherwise."""
+    """What joins these GPUs, as the user says."""
     alike, first = len(set(gpus)) == 1, gpus[0]
     if wanted != "nvlink":
-        joined = alike and len(gpus) > 1 and first.nvlink_Bps > 0 and not first.bridge
-        return "nvlink" if joined and wanted is None else "pcie"
+        return "pcie" if wanted else usual_link(gpus)
     without = next((gpu for gpu in gpus if not gpu.nvlink_Bps), None)
     if without is not None:
         raise ConfigError(f"GPUs {spec!r}: {without.name} has no NVLink; use @pcie or leave it out")

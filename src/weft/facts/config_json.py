@@ -185,8 +185,10 @@ def precision(config: Fields) -> str | None:
     fields = Fields(weights, f"{config.where}: weights") if isinstance(weights, dict) else quantised
     algorithm = (quantised.text_or("quant_algo", None) or quantised.text_or("format", None) or "").lower()
     bits = fields.integer_or("bits", None) or fields.integer_or("num_bits", None)
-    if method in ("fp8", "mxfp4"):
+    if method == "mxfp4":
         return method
+    if method in ("fp8", "fbgemm_fp8"):
+        return "fp8"
     if "fp4" in algorithm:
         return "mxfp4" if algorithm.startswith("mx") else "nvfp4"
     if "fp8" in algorithm or algorithm == "float-quantized":

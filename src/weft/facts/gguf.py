@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from weft.errors import ModelError
-from weft.facts.tensor import ENCODINGS, TensorInfo, check_bounds
+from weft.facts.tensor import ENCODINGS, Encoding, TensorInfo, check_bounds
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -26,12 +26,35 @@ SMALLEST_FIELD = 8 + 4 + 1  # bytes: the length of an empty key, a type, one byt
 SMALLEST_TENSOR = 8 + 4 + 8 + 4 + 8  # bytes: the length of an empty name, one dim, type, offset
 SMALLEST_FILE = 4 + 4 + 8 + 8
 
-# Tensor types by number. Those that Weft does not read are here for the message.
+# Tensor types by number: those that Weft reads, and others, whose sizes are all that the planner asks for.
 TYPES = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 12: "Q4_K", 13: "Q5_K"}
 TYPES |= {14: "Q6_K", 30: "BF16"}
 OTHER_TYPES = {9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S"}
 OTHER_TYPES |= {20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64"}
 OTHER_TYPES |= {28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4"}
+SIZES = ENCODINGS | {
+    "Q8_1": Encoding(32, 40),
+    "Q2_K": Encoding(256, 84),
+    "Q3_K": Encoding(256, 110),
+    "Q8_K": Encoding(256, 292),
+    "IQ2_XXS": Encoding(256, 66),
+    "IQ2_XS": Encoding(256, 74),
+    "IQ3_XXS": Encoding(256, 98),
+    "IQ1_S": Encoding(256, 50),
+    "IQ4_NL": Encoding(32, 18),
+    "IQ3_S": Encoding(256, 110),
+    "IQ2_S": Encoding(256, 82),
+    "IQ4_XS": Encoding(256, 136),
+    "I8": Encoding(1, 1),
+    "I16": Encoding(1, 2),
+    "I32": Encoding(1, 4),
+    "I64": Encoding(1, 8),
+    "F64": Encoding(1, 8),
+    "IQ1_M": Encoding(256, 56),
+    "TQ1_0": Encoding(256, 54),
+    "TQ2_0": Encoding(256, 66),
+    "MXFP4": Encoding(32, 17),
+}
 
 # Metadata types by number.
 SCALARS = {number: struct.Struct("<" + code) for number, code in enumerate("BbHhIif?")}
@@ -141,7 +164,7 @@ def is_gguf(path: Path) -> bool:
 def read(path: str | Path) -> Gguf:
     """Header and tensor index of a GGUF file, version 2 or 3, little-endian; all parts of one that was split.
 
-    Raises ModelError for a file that is missing, cut short, damaged, or of types that Weft does not read.
+    Raises ModelError for a file that is missing, cut short, damaged, or of unknown types.
     """
     first = _read(str(path))
     parts = first.metadata.get("split.count", 1)
@@ -206,17 +229,18 @@ def _tensor(header: _Header) -> tuple[str, TensorInfo]:
         raise ModelError(f"{path} is damaged: tensor {name!r:.80} has {count:,} dims; fetch it again")
     dims = tuple(header.scalar(U64) for _ in range(count))[::-1]  # ggml's come fastest first
     number, offset = header.scalar(U32), header.scalar(U64)
-    if number not in TYPES:
-        what = OTHER_TYPES.get(number, f"the unknown type {number}")
-        raise ModelError(f"{path}: tensor {name!r:.80} is {what}; Weft reads {', '.join(sorted(TYPES.values()))}")
-    encoding = ENCODINGS[TYPES[number]]
+    type = TYPES.get(number) or OTHER_TYPES.get(number)
+    if type is None:
+        known = ", ".join(sorted((*TYPES.values(), *OTHER_TYPES.values())))
+        raise ModelError(f"{path}: tensor {name!r:.80} is of the unknown type {number}; known: {known}")
+    encoding = SIZES[type]
     if 0 in dims or dims[-1] % encoding.elements:
         raise ModelError(
-            f"{path} is damaged: tensor {name!r:.80} has dims {list(dims)}; the last one of {TYPES[number]} must be "
+            f"{path} is damaged: tensor {name!r:.80} has dims {list(dims)}; the last one of {type} must be "
             f"a multiple of {encoding.elements}, none 0"
         )
     nbytes = prod(dims) // encoding.elements * encoding.nbytes
-    return name, TensorInfo(file=path, type=TYPES[number], dims=dims, offset=offset, nbytes=nbytes)
+    return name, TensorInfo(file=path, type=type, dims=dims, offset=offset, nbytes=nbytes)
 
 
 @contextmanager

@@ -6,14 +6,27 @@ import struct
 from math import isfinite, log
 
 from weft.errors import ModelError
+from weft.facts.defaults import DEFAULTS
 from weft.facts.fields import Fields
 from weft.facts.gguf import Array, Gguf
 from weft.facts.gguf_names import ROPE_FACTORS
-from weft.facts.shape import DType, ModelShape, Rope
+from weft.facts.shape import DType, Experts, Latent, ModelShape, Rope
 from weft.facts.tensor import TensorInfo
 
 # general.architecture; `llama` is Llama, Mistral, SmolLM2 and whoever else computes as they do.
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+# Those that the planner knows beside them.
+PLANNED = {
+    "deepseek2": "DeepseekV2ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+    "gpt-oss": "GptOssForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+    "minimax-m2": "MiniMaxM2ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "qwen": "QWenLMHeadModel",
+    "qwen3moe": "Qwen3MoeForCausalLM",
+}
 # Of tokenizer.ggml: each ends an answer in llama.cpp.
 END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
 SAMPLING = {
@@ -23,6 +36,7 @@ SAMPLING = {
     "general.sampling.min_p": "min_p",
     "general.sampling.penalty_repeat": "repetition_penalty",
 }
+CORRECTION = "exp_probs_b.bias"  # of the router; DeepSeek has it since version 3
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 PER_LAYER = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")  # in some architectures
 # What llama.cpp computes differently where a file has it. None is written for the models above.
@@ -40,60 +54,129 @@ REFUSED = (
 )
 
 
-def architecture(gguf: Gguf) -> str:
-    """Hugging Face's name of the file's architecture."""
+def architecture(gguf: Gguf, *, run: bool = True) -> str:
+    """Hugging Face's name of the file's architecture; with `run` one that the engine runs."""
     name = Fields(gguf.metadata, gguf.path).text_or("general.architecture", None)
+    known = ", ".join(ARCHITECTURES)
+    if name in PLANNED and run:
+        raise ModelError(
+            f"{gguf.path}: {name} is known to `weft plan`, but the engine does not run it yet; it runs {known}"
+        )
+    if name == "llama" and gguf.metadata.get("llama.expert_count") and not run:
+        return "MixtralForCausalLM"
+    if name == "deepseek2" and any(tensor.endswith(CORRECTION) for tensor in gguf.tensors):
+        return "DeepseekV3ForCausalLM"
+    if name in PLANNED:
+        return PLANNED[name]
     if name not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
         raise ModelError(f"{gguf.path} has the unknown architecture {name!r}; known in GGUF files: {known}")
     return ARCHITECTURES[name]
 
 
-def shape(gguf: Gguf) -> ModelShape:
-    """Raises ModelError, in one line, for what is missing, impossible or unknown."""
-    name, tensors, where = architecture(gguf), gguf.tensors, gguf.path
+def shape(gguf: Gguf, *, run: bool = True) -> ModelShape:
+    """Raises ModelError, in one line, for what is missing, impossible or unknown, and with `run` for what the
+    engine does not compute. Without it the rotary embedding is not read beyond its base."""
+    name, tensors, where = architecture(gguf, run=run), gguf.tensors, gguf.path
     prefix = f"{gguf.metadata['general.architecture']}."
     own = {key.removeprefix(prefix): value for key, value in gguf.metadata.items() if key.startswith(prefix)}
     fields = Fields(own, f"{where}: {prefix.removesuffix('.')}")
-    for key in REFUSED:
-        if own.get(key):
-            raise ModelError(f"{where} has {prefix}{key}, which Weft's models do not compute; use another model")
+    if run:
+        _refuse(fields, where, prefix)
     for key in PER_LAYER:
         if isinstance(own.get(key), Array):
             raise ModelError(f"{where} has a {prefix}{key} per layer, which Weft does not compute; use another model")
     if EMBEDDING not in tensors or len(tensors[EMBEDDING].dims) != 2:
         raise ModelError(f"{where} has no {EMBEDDING} of two dims; it holds no whole model")
-    hidden, q_heads = fields.integer("embedding_length"), fields.integer("attention.head_count")
+    hidden, q_heads, mla = fields.integer("embedding_length"), fields.integer("attention.head_count"), latent(fields)
     head_dim = fields.integer_or("attention.key_length", hidden // q_heads) or 0
-    for key in ("attention.value_length", "rope.dimension_count"):
+    if mla is not None:
+        head_dim = mla.nope_dim + mla.rope_dim
+    for key in ("attention.value_length", "rope.dimension_count") if run else ():
         if fields.integer_or(key, head_dim) != head_dim:
             raise fields.wrong(key, f"the head's own length, {head_dim}")
     layers, vocab = fields.integer("block_count"), tensors[EMBEDDING].dims[0]
-    window = fields.integer_or("attention.sliding_window", None, minimum=0)
-    tokens, rotary = Fields(gguf.metadata, where), rope(gguf, fields, head_dim)
+    ffn = fields.integer("feed_forward_length")
+    tokens, rotary = Fields(gguf.metadata, where), rope(gguf, fields, head_dim) if run else planned_rope(fields)
     ends = (end for key in END_TOKENS for end in tokens.ids(f"tokenizer.ggml.{key}"))
+    kv_heads = q_heads if mla else fields.integer_or("attention.head_count_kv", q_heads) or q_heads
     return ModelShape(
         architecture=name,
         layers=layers,
         hidden=hidden,
         q_heads=q_heads,
-        kv_heads=fields.integer_or("attention.head_count_kv", q_heads) or q_heads,
+        kv_heads=kv_heads,
         head_dim=head_dim,
-        ffn=fields.integer("feed_forward_length"),
+        ffn=ffn // DEFAULTS[name].ffn_parts,
         vocab=vocab,
         max_positions=rotary.reach(fields.integer("context_length")),
-        norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
+        norm_eps=fields.number_or("attention.layer_norm_epsilon", None)
+        or fields.number("attention.layer_norm_rms_epsilon"),
         rope=rotary,
         tied=HEAD not in tensors,
-        qkv_bias="blk.0.attn_q.bias" in tensors,
+        qkv_bias=any(f"blk.0.attn_{part}.bias" in tensors for part in ("q", "qkv")),
         out_bias="blk.0.attn_output.bias" in tensors,
-        mlp_bias="blk.0.ffn_down.bias" in tensors,
+        mlp_bias=any(f"blk.0.ffn_down{kind}.bias" in tensors for kind in ("", "_exps")),
         qk_norm="blk.0.attn_q_norm.weight" in tensors,
-        windows=(window,) * layers if window else (),
+        windows=windows(fields, name, layers),
+        experts=experts(fields, ffn),
+        mla=mla,
         dtype=dtype(tensors[EMBEDDING]),
         bos=tokens.integer_or("tokenizer.ggml.bos_token_id", None, minimum=0),
         eos=tuple(dict.fromkeys(ends)),
     )
+
+
+def _refuse(fields: Fields, where: str, prefix: str) -> None:
+    for key in REFUSED:
+        if fields.values.get(key):
+            raise ModelError(f"{where} has {prefix}{key}, which Weft's models do not compute; use another model")
+
+
+def latent(fields: Fields) -> Latent | None:
+    """Multi-head latent attention; newer files have the heads' own lengths under names of their own."""
+    if "attention.kv_lora_rank" not in fields:
+        return None
+    key = fields.integer_or("attention.key_length_mla", None) or fields.integer("attention.key_length")
+    value = fields.integer_or("attention.value_length_mla", None) or fields.integer("attention.value_length")
+    rope_dim = fields.integer("rope.dimension_count")
+    if rope_dim >= key:
+        raise fields.wrong("rope.dimension_count", f"less than the key's length, {key}")
+    return Latent(
+        kv_lora_rank=fields.integer("attention.kv_lora_rank"),
+        q_lora_rank=fields.integer_or("attention.q_lora_rank", None),
+        nope_dim=key - rope_dim,
+        rope_dim=rope_dim,
+        v_dim=value,
+    )
+
+
+def experts(fields: Fields, ffn: int) -> Experts | None:
+    """The mixture of experts."""
+    if not fields.integer_or("expert_count", 0, minimum=0):
+        return None
+    width = fields.integer_or("expert_feed_forward_length", ffn) or ffn
+    shared = fields.integer_or("expert_shared_count", 0, minimum=0) or 0
+    return Experts(
+        count=fields.integer("expert_count"),
+        top_k=fields.integer("expert_used_count"),
+        ffn=width,
+        shared=shared,
+        shared_ffn=shared * width,
+        dense_layers=tuple(range(fields.integer_or("leading_dense_block_count", 0, minimum=0) or 0)),
+    )
+
+
+def windows(fields: Fields, name: str, layers: int) -> tuple[int | None, ...]:
+    """Each layer's sliding window in tokens; () where no layer has one."""
+    window, kind = fields.integer_or("attention.sliding_window", None, minimum=0), DEFAULTS[name].window
+    if not window:
+        return ()
+    every = kind if isinstance(kind, int) else layers + 1
+    return tuple(window if (layer + 1) % every else None for layer in range(layers))
+
+
+def planned_rope(fields: Fields) -> Rope:
+    return Rope(theta=fields.number_or("rope.freq_base", 10000.0) or 10000.0)
 
 
 def rope(gguf: Gguf, fields: Fields, head_dim: int) -> Rope:

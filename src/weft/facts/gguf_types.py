@@ -7,26 +7,10 @@ without an importance matrix.
 from __future__ import annotations
 
 from weft.facts.axes import Axis, axis_length
+from weft.facts.gguf import SIZES
 from weft.facts.parameters import Parameter, Part
 from weft.facts.shape import ModelShape
 
-# Numbers per block and its bytes, as bits per number.
-BITS = {
-    "F32": 32.0,
-    "F16": 16.0,
-    "Q2_K": 84 * 8 / 256,
-    "Q3_K": 110 * 8 / 256,
-    "IQ4_XS": 136 * 8 / 256,
-    "IQ4_NL": 18 * 8 / 32,
-    "Q4_0": 18 * 8 / 32,
-    "Q4_1": 20 * 8 / 32,
-    "Q4_K": 144 * 8 / 256,
-    "Q5_0": 22 * 8 / 32,
-    "Q5_1": 24 * 8 / 32,
-    "Q5_K": 176 * 8 / 256,
-    "Q6_K": 210 * 8 / 256,
-    "Q8_0": 34 * 8 / 32,
-}
 SUPERBLOCK = 256  # numbers along a row, of the types that end in K and of IQ4_XS
 BLOCK = 32  # of the others
 # What a tensor gets whose rows are no multiple of the super-block.
@@ -73,6 +57,8 @@ FILE_TYPES = {
     32: "bf16",
 }
 ALIASES = {"q3_k": "q3_k_m", "q4_k": "q4_k_m", "q5_k": "q5_k_m"}
+# Bits per number of each type, its scales included.
+BITS = {name: 8 * size.nbytes / size.elements for name, size in SIZES.items()}
 EIGHT_EXPERTS = 8  # Mixtral, for whose attention the mixes spend more
 LAYERS_OF_70B = 80
 

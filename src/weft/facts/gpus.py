@@ -11,6 +11,7 @@ from importlib.resources import files
 import msgspec
 
 from weft.errors import ConfigError
+from weft.facts.host import Clocks, Gpu
 
 # Words that say who made a card, or that only one card of the name has.
 NOISE = {"nvidia", "geforce", "tesla", "quadro", "amd", "instinct", "radeon", "generation", "edition", "gpu", "hbm3"}
@@ -30,6 +31,8 @@ TENSOR_FLOPS = {
     (12, 0): 1024,
 }
 HALVED = ((8, 6), (8, 9), (12, 0))
+# CUDA cores of one multiprocessor where they are not 128. Source: CUDA programming guide, compute capabilities.
+CORES = {(6, 0): 64, (7, 0): 64, (7, 5): 64, (8, 0): 64}
 
 
 class GpuSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,39 +132,35 @@ def find_gpu(name: str) -> GpuSpec:
     raise ConfigError(f"unknown GPU {name!r}; {known}")
 
 
-def from_clocks(
-    name: str,
-    *,
-    memory_bytes: int,
-    bus_bits: int,
-    memory_clock_hz: float,
-    multiprocessors: int,
-    clock_hz: float,
-    capability: tuple[int, int],
-) -> GpuSpec:
-    """A GPU that the catalogue does not know, from what its driver says.
+def spec_of(gpu: Gpu) -> GpuSpec:
+    """The data sheet of a GPU that is here, with the memory that its driver reports; one that the catalogue does not
+    know is made from its clocks. Raises ConfigError where those are unknown too."""
+    try:
+        return msgspec.structs.replace(find_gpu(gpu.name), memory_bytes=gpu.total_bytes)
+    except ConfigError:
+        if gpu.clocks is None:
+            raise
+        return _from_clocks(gpu, gpu.clocks)
 
-    `memory_clock_hz` is NVML's, half of the transfers per second; the FLOPS are those of the tensor cores of its
-    generation, per multiprocessor and cycle.
-    """
-    per_cycle = TENSOR_FLOPS.get(capability) or TENSOR_FLOPS.get((capability[0], 0), 1024)
-    if "geforce" in name.lower() and capability in HALVED:
+
+def _from_clocks(gpu: Gpu, clocks: Clocks) -> GpuSpec:
+    """The bandwidth of the bus at its clock, twice a cycle, and the FLOPS of the generation's tensor cores."""
+    multiprocessors = clocks.cores / CORES.get(gpu.capability, 128)
+    per_cycle = TENSOR_FLOPS.get(gpu.capability) or TENSOR_FLOPS.get((gpu.capability[0], 0), 1024)
+    if "geforce" in gpu.name.lower() and gpu.capability in HALVED:
         per_cycle //= 2
-    flops = per_cycle * multiprocessors * clock_hz
+    flops = per_cycle * multiprocessors * clocks.cores_hz
     figures = {"fp16": flops}
-    if capability >= (8, 0):
-        figures["bf16"] = flops
-    if capability >= (8, 9):
-        figures["fp8"] = 2 * flops
-    if capability >= (10, 0):
-        figures["fp4"] = 4 * flops
+    for precision, since, times in (("bf16", (8, 0), 1), ("fp8", (8, 9), 2), ("fp4", (10, 0), 4)):
+        if gpu.capability >= since:
+            figures[precision] = times * flops
     return GpuSpec(
-        name=name,
-        memory_bytes=memory_bytes,
-        bandwidth_Bps=2 * memory_clock_hz * bus_bits / 8,
+        name=gpu.name,
+        memory_bytes=gpu.total_bytes,
+        bandwidth_Bps=2 * clocks.memory_hz * clocks.bus_bits / 8,
         flops=figures,
         nvlink_Bps=0,
         pcie_Bps=PCIE_BPS,
-        capability=capability,
-        source="bus width and clocks",
+        capability=gpu.capability,
+        source="bus width and clocks, as the driver says",
     )

@@ -16,10 +16,20 @@ import msgspec
 PLANNING_VARIABLES = ("VLLM_PP_LAYER_PARTITION", "VLLM_ATTENTION_BACKEND")
 
 
+class Clocks(msgspec.Struct, frozen=True, kw_only=True):
+    """What a driver says of a GPU's speed: the width of its memory bus, its CUDA cores, and its highest clocks."""
+
+    bus_bits: int
+    memory_hz: float
+    cores: int
+    cores_hz: float
+
+
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     """One visible GPU (or MIG slice). `index` is N of "cuda:N" in this process: its place in
     CUDA_VISIBLE_DEVICES, or else in the order of the PCI bus, which workers ask CUDA for too
-    (CUDA_DEVICE_ORDER). `capability` is (major, minor)."""
+    (CUDA_DEVICE_ORDER). `capability` is (major, minor). `clocks` is None for a slice, and where the driver does
+    not tell."""
 
     index: int
     name: str
@@ -27,6 +37,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     total_bytes: int
     free_bytes: int
     capability: tuple[int, int]
+    clocks: Clocks | None = None
 
 
 class Host(msgspec.Struct, frozen=True, kw_only=True):
@@ -171,7 +182,20 @@ def _devices(nvml: Any, number: int) -> Iterator[Gpu]:
             total_bytes=int(memory.total),
             free_bytes=int(memory.free),
             capability=tuple(nvml.nvmlDeviceGetCudaComputeCapability(board)),
+            clocks=None if sliced else _clocks(nvml, board),
         )
+
+
+def _clocks(nvml: Any, board: Any) -> Clocks | None:
+    try:
+        return Clocks(
+            bus_bits=int(nvml.nvmlDeviceGetMemoryBusWidth(board)),
+            memory_hz=nvml.nvmlDeviceGetMaxClockInfo(board, nvml.NVML_CLOCK_MEM) * 1e6,
+            cores=int(nvml.nvmlDeviceGetNumGpuCores(board)),
+            cores_hz=nvml.nvmlDeviceGetMaxClockInfo(board, nvml.NVML_CLOCK_SM) * 1e6,
+        )
+    except nvml.NVMLError:  # an old driver, or a virtual GPU
+        return None
 
 
 def _slices(nvml: Any, board: Any) -> Iterator[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-import os
+import re
 from pathlib import Path
 
 from weft.errors import ModelError
@@ -12,6 +12,7 @@ TEXT_FILES = ["*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab
 WEIGHT_FILES = ["*.safetensors"]
 # Copies of the same weights in other formats.
 COPIES = ["consolidated*", "original/*", "onnx/*"]
+_NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
 WAYS_OUT = "give a directory, a .gguf file, or the model `demo`"
 
 
@@ -70,5 +71,4 @@ def _failure(name: str, revision: str | None, error: Exception) -> ModelError:
 
 def is_name(model: str) -> bool:
     """Whether a model, typed by a user, can be a name on the hub: `name` or `owner/name`, and no file's."""
-    path = model.startswith((".", "~", "/")) or model.endswith((".gguf", ".json", ".safetensors"))
-    return model.count("/") <= 1 and not path and os.sep * 2 not in model
+    return _NAME.fullmatch(model) is not None and not model.endswith((".gguf", ".json", ".safetensors"))

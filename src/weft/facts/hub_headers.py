@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as TooLate
 from http.client import HTTPException
+from threading import Semaphore, Thread
 from typing import TypeVar
 from urllib.error import HTTPError
 from urllib.parse import quote
@@ -42,20 +43,28 @@ def look(name: str, *, revision: str | None = None, token: str | None = None, pa
     this user, damaged, or does not answer in time.
     """
     hub = _Repository(name, revision, token, time.monotonic() + patience)
-    pool = ThreadPoolExecutor(CONNECTIONS, "weft-hub")
+    config, files = _begin(hub.json, config_json.CONFIG), _begin(hub.files)
+    fields = Fields(hub.wait(config), f"{hub.where}: {config_json.CONFIG}")
     try:
-        config = pool.submit(hub.json, config_json.CONFIG)
-        files = pool.submit(hub.files)
-        fields = Fields(hub.wait(config), f"{hub.where}: {config_json.CONFIG}")
+        headers = [_begin(hub.weight_bytes, file) for file in hub.wait(files)]
+        stored = sum(map(hub.wait, headers)) or None
+    except ModelError:
+        stored = None
+    return Afar(config=fields, stored_bytes=stored)
+
+
+def _begin(call: Callable[..., T], *arguments: object) -> Future[T]:
+    """Call it in a thread that nobody waits for at the end: looking up a host's name has no time limit."""
+    future: Future[T] = Future()
+
+    def run() -> None:
         try:
-            headers = [pool.submit(hub.weight_bytes, file) for file in hub.wait(files)]
-            stored = sum(map(hub.wait, headers)) or None
-        except ModelError:
-            stored = None
-        return Afar(config=fields, stored_bytes=stored)
-    finally:
-        # Whoever still waits for an answer gives up by itself when the time is over.
-        pool.shutdown(wait=False, cancel_futures=True)
+            future.set_result(call(*arguments))
+        except Exception as error:  # for whoever asks for the result
+            future.set_exception(error)
+
+    Thread(target=run, name="weft-hub", daemon=True).start()
+    return future
 
 
 class _Missing(ModelError):
@@ -72,6 +81,7 @@ class _Repository:
         self.token = token or get_token()
         self.revision = revision or "main"
         self.where = f"{name} on {self.endpoint}"
+        self.connections = Semaphore(CONNECTIONS)
         if constants.HF_HUB_OFFLINE:
             raise ModelError(f"Weft does not know {name!r} by itself, and HF_HUB_OFFLINE is set; {WAYS_OUT}")
 
@@ -92,13 +102,13 @@ class _Repository:
 
     def get(self, file: str, start: int, length: int) -> bytes:
         """At most `length` bytes of a file from `start` on."""
-        url = f"{self.endpoint}/{self.name}/resolve/{quote(self.revision, safe='')}/{quote(file)}"
-        request = Request(url, headers={"Range": f"bytes={start}-{start + length - 1}", "User-Agent": "weft"})
-        if self.token:
-            # Not for the store that the hub sends us on to.
-            request.add_unredirected_header("Authorization", f"Bearer {self.token}")
+        url = f"{self.endpoint}/{quote(self.name)}/resolve/{quote(self.revision, safe='')}/{quote(file)}"
         try:
-            with urlopen(request, timeout=self.left()) as answer:
+            request = Request(url, headers={"Range": f"bytes={start}-{start + length - 1}", "User-Agent": "weft"})
+            if self.token:
+                # Not for the store that the hub sends us on to.
+                request.add_unredirected_header("Authorization", f"Bearer {self.token}")
+            with self.connections, urlopen(request, timeout=self.left()) as answer:
                 if start and answer.status != 206:
                     raise ModelError(f"{self.where} does not answer range requests; {WAYS_OUT}")
                 data: bytes = answer.read(length)
@@ -106,7 +116,7 @@ class _Repository:
         except HTTPError as error:
             with error:
                 raise self.refused(error, file) from None
-        except (OSError, HTTPException) as error:
+        except (OSError, HTTPException, ValueError) as error:  # the last for an HF_ENDPOINT that is no address
             raise self.unreachable(getattr(error, "reason", None) or error) from None
 
     def refused(self, error: HTTPError, file: str) -> ModelError:

@@ -23,6 +23,8 @@ class NvLink(msgspec.Struct, frozen=True, kw_only=True):
     capability: tuple[int, int]
     nvlink_GBps: float
     latency_us: tuple[float, float, float]
+    kib64_us: tuple[float, float, float]
+    mib_us: tuple[float, float, float]
     busbw_GBps: tuple[float, float, float]
     nccl_us: float
     source: str
@@ -56,13 +58,20 @@ class Links(msgspec.Struct, frozen=True):
 
 
 class AllReduce(msgspec.Struct, frozen=True):
-    """A sum of b bytes among its ranks takes `latency_s` + b * `s_per_byte`."""
+    """A sum of b bytes among its ranks takes `latency_s` + b * `s_per_byte`; below the largest of `measured`, which
+    are (bytes, seconds), it is a straight line between those, and above it goes on from there."""
 
     latency_s: float
     s_per_byte: float
+    measured: tuple[tuple[float, float], ...] = ()
 
     def seconds(self, size: float) -> float:
-        return self.latency_s + size * self.s_per_byte
+        before, took = 0.0, self.latency_s
+        for there, seconds in self.measured:
+            if size < there:
+                return took + (seconds - took) * (size - before) / (there - before)
+            before, took = there, seconds
+        return took + (size - before) * self.s_per_byte
 
 
 @cache
@@ -82,14 +91,16 @@ def all_reduce(gpu: GpuSpec, kind: Kind, ranks: int, network_Bps: float, graphs:
         return AllReduce(network.latency_us * 1e-6 * log2(ranks), passes / (network_Bps * network.share))
     if kind == "nvlink":
         near = min(table().nvlink, key=lambda link: abs(link.capability[0] - gpu.capability[0]))
-        bandwidth = _at(near.busbw_GBps, ranks) / near.nvlink_GBps * gpu.nvlink_Bps
-        latency, nccl = _at(near.latency_us, ranks), near.nccl_us
-    else:
-        pcie = table().pcie
-        crossings = 2 if re.fullmatch(pcie.without_peer, gpu.name) else 1
-        bandwidth = gpu.pcie_Bps * pcie.busbw_of_pcie / crossings
-        latency, nccl = _at(pcie.latency_us, ranks), pcie.nccl_us
-    return AllReduce((latency + (0.0 if graphs else nccl)) * 1e-6, passes / bandwidth)
+        speed = gpu.nvlink_Bps / (near.nvlink_GBps * 1e9)
+        latency = (_at(near.latency_us, ranks) + (0.0 if graphs else near.nccl_us)) * 1e-6
+        small = [(1 << 16, near.kib64_us), (1 << 20, near.mib_us)]
+        beyond = [(size, (_at(took, ranks) - _at(near.latency_us, ranks)) * 1e-6 / speed) for size, took in small]
+        measured = tuple((size, latency + more) for size, more in beyond)
+        return AllReduce(latency, passes / (_at(near.busbw_GBps, ranks) * 1e9 * speed), measured)
+    pcie = table().pcie
+    crossings = 2 if re.fullmatch(pcie.without_peer, gpu.name) else 1
+    latency = (_at(pcie.latency_us, ranks) + (0.0 if graphs else pcie.nccl_us)) * 1e-6
+    return AllReduce(latency, passes * crossings / (gpu.pcie_Bps * pcie.busbw_of_pcie))
 
 
 @cache

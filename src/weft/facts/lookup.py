@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from weft.errors import ModelError
-from weft.facts import catalogue, checkpoint, config_json, gguf, gguf_shape, hub, hub_headers, safetensors
+from weft.facts import catalogue, checkpoint, config_json, demo, gguf, gguf_shape, hub, hub_headers, safetensors
 from weft.facts.gguf_types import FILE_TYPES
 from weft.facts.model import Model
 from weft.facts.parameters import params
@@ -34,7 +34,8 @@ def look_up(
     if path is not None:
         return _directory(model, path) if path.is_dir() else _gguf(model, path)
     known = catalogue.look_up(model)
-    if known is not None and not refresh and revision is None:
+    asked = refresh or revision is not None
+    if known is not None and (not asked or known.name == demo.NAME):  # the demo is on no hub
         return known
     if not hub.is_name(model):
         raise ModelError(f"there is no file or directory {model}; {hub.WAYS_OUT}")
@@ -64,7 +65,7 @@ def _gguf(model: str, path: Path) -> Model:
     if precision is None:
         raise ModelError(f"{path} has the general.file_type {kind!r}, which Weft does not know; give --precision")
     stored = sum(info.nbytes for info in header.tensors.values())
-    return _model(model, gguf_shape.shape(header), precision, str(path), stored)
+    return _model(model, gguf_shape.shape(header, run=False), precision, str(path), stored)
 
 
 def _model(name: str, shape: ModelShape, precision: str, source: str, stored: int | None) -> Model:

@@ -62,9 +62,13 @@ class PlainKernels:
         first, last = batch.row_starts[rows], batch.row_starts[rows + 1]
         reach = int(context.max())
         blocks = batch.tables[rows, : -(-reach // cache.block_size)].long()
+        key_position = torch.arange(reach, device=q.device)
+        # What lies past a row's end may be anything, and a product of 0 with it NaN.
+        past = (key_position >= context[:, None])[..., None, None]
         # [rows, kv_heads, 1, reach, head_dim]: the extra dim lets a KV head serve its whole group.
         keys, values = (
-            c[blocks].flatten(1, 2)[:, :reach].transpose(1, 2).unsqueeze(2) for c in (cache.keys, cache.values)
+            c[blocks].flatten(1, 2)[:, :reach].masked_fill_(past, 0).transpose(1, 2).unsqueeze(2)
+            for c in (cache.keys, cache.values)
         )
         steps = torch.arange(longest, device=q.device)
         index = (first[:, None] + steps).clamp(max=q.shape[0] - 1)  # [rows, longest], clamped where padded
@@ -72,7 +76,6 @@ class PlainKernels:
         queries = q[index].view(len(rows), longest, kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)
         # A query at position p sees keys 0..p, and of those only the last `window`.
         position = (context - (last - first))[:, None] + steps
-        key_position = torch.arange(reach, device=q.device)
         seen = key_position <= position[..., None]
         if window is not None:
             seen &= key_position > position[..., None] - window

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import MutableMapping, Sequence
 
 import torch
 
@@ -14,7 +14,9 @@ from weft.layers.embedding import Embedding, Head
 from weft.layers.linear import ColumnLinear, RowLinear
 from weft.planner.place import Place
 
-Tensors = Mapping[str, torch.Tensor]
+# By name. Matrices are taken out as their layer is made: one that is packed for its product is then held once, not
+# twice until the whole model is built.
+Tensors = MutableMapping[str, torch.Tensor]
 
 
 class Attention:
@@ -25,8 +27,8 @@ class Attention:
         self.q_heads = len(place.q_heads)
         self.scale = shape.head_dim**-0.5
         self.window = shape.window(layer)
-        self.qkv = ColumnLinear(tensors[name + "qkv.weight"], tensors.get(name + "qkv.bias"))
-        self.out = RowLinear(tensors[name + "out.weight"], tensors.get(name + "out.bias"), comm)
+        self.qkv = ColumnLinear(tensors.pop(name + "qkv.weight"), tensors.get(name + "qkv.bias"))
+        self.out = RowLinear(tensors.pop(name + "out.weight"), tensors.get(name + "out.bias"), comm)
         self.norm = None
         if shape.qk_norm:
             self.norm = HeadNorm(tensors[name + "q_norm.weight"], tensors[name + "k_norm.weight"], shape.norm_eps)
@@ -42,8 +44,8 @@ class MLP:
 
     def __init__(self, layer: int, tensors: Tensors, comm: Comm, kernels: Kernels) -> None:
         name = f"layers.{layer}.mlp."
-        self.gate_up = ColumnLinear(tensors[name + "gate_up.weight"], tensors.get(name + "gate_up.bias"))
-        self.down = RowLinear(tensors[name + "down.weight"], tensors.get(name + "down.bias"), comm)
+        self.gate_up = ColumnLinear(tensors.pop(name + "gate_up.weight"), tensors.get(name + "gate_up.bias"))
+        self.down = RowLinear(tensors.pop(name + "down.weight"), tensors.get(name + "down.bias"), comm)
         self.kernels = kernels
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -87,8 +89,7 @@ class Decoder:
         self.head = None
         if place.last:
             # A tied head beside its embedding is no tensor of its own.
-            weight = tensors.get("head.weight", tensors.get("embed.weight"))
-            assert weight is not None
+            weight = tensors.pop("head.weight" if "head.weight" in tensors else "embed.weight")
             self.head = Head(weight, [len(p.vocab) for p in peers], comm)
             self.norm = tensors["norm.weight"]
         self.kernels, self.eps = kernels, shape.norm_eps

@@ -36,7 +36,8 @@ WORTH = 1.05  # gains below it are not worth a line
 # What a checkpoint of another precision is called, those closest to the original first.
 CHECKPOINTS = {"fp8": "an FP8", "int8": "a GPTQ int8", "int4": "an AWQ or GPTQ int4"}
 GGUF_CHECKPOINTS = {"q8_0": "a Q8_0 GGUF", "q4_k_m": "a Q4_K_M GGUF"}
-MOST_NODES = 64
+FP8_CACHE = ("vllm", "sglang", "trtllm")  # engines that can keep KV in FP8
+MOST_NODES = 64  # of a cluster that is tried
 
 
 class Binding(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,7 +53,8 @@ def binding(answer: Answer) -> Binding:
     """The binding constraint, found by doubling each resource in turn; where nothing fits it is memory."""
     best, question = answer.best, answer.question
     if best is None:
-        return Binding(resource="memory", gains={}, text=_nothing_fits(answer))
+        short = any(it.short_bytes for it in answer.rejected)
+        return Binding(resource="memory" if short else None, gains={}, text=_nothing_fits(answer))
     now = _worth(question, best)
     gains: dict[str, float] = {}
     for resource in RESOURCES:
@@ -184,14 +186,6 @@ def _grown(cluster: Cluster, by: int) -> Cluster | None:
     return Cluster((*cluster.nodes, *[last] * nodes), cluster.network_Bps)
 
 
-def _freed(question: Question, cluster: Cluster) -> Question:
-    """The same question on another cluster, with the sizes open that the number of GPUs decides."""
-    wish = question.wish
-    if wish.data_parallel:
-        wish = msgspec.structs.replace(wish, data_parallel=None)
-    return msgspec.structs.replace(question, cluster=cluster, wish=wish)
-
-
 def _with_more(question: Question) -> str | None:
     """The fewest more GPUs of this type with which it fits."""
     present, gpu = len(question.cluster.gpus), question.cluster.gpus[-1]
@@ -205,8 +199,7 @@ def _with_more(question: Question) -> str | None:
         cluster = _grown(question.cluster, by)
         if cluster is None:
             continue
-        wish = msgspec.structs.replace(question.wish, tensor_parallel=None, pipeline_parallel=None, data_parallel=None)
-        found = _roomiest(msgspec.structs.replace(question, cluster=cluster, wish=wish))
+        found = _roomiest(msgspec.structs.replace(question, cluster=cluster, wish=Wish()))
         if found:
             more = f"{by} more {gpu.name} {'makes' if by == 1 else 'make'} it fit"
             return f"{more}: {found[0]} with {_to_spare(found[1])}"
@@ -239,8 +232,13 @@ def _to_improve(answer: Answer, best: Candidate) -> Iterator[str]:
     now = _worth(question, best)
     idle = len(question.cluster.gpus) - len(set(best.layout.gpus))
     if idle:
-        yield f"{idle} of {len(question.cluster.gpus)} GPUs are idle in this layout; no other use of them is faster"
-    if best.layout.kv_dtype in ("bf16", "fp16"):
+        are = "is" if idle == 1 else "are"
+        yield f"{idle} of {len(question.cluster.gpus)} GPUs {are} idle in this layout; no other use of them is faster"
+    faster = max(answer.candidates, key=lambda it: _worth(question, it))
+    if _worth(question, faster) >= WORTH * now:
+        gain = f"{ways(_worth(question, faster) / now)} the {_measure(question)}"
+        yield f"{faster.cut} is predicted to give {gain}; measure before you split what fits one GPU"
+    if best.layout.kv_dtype in ("bf16", "fp16") and question.engine in FP8_CACHE:
         changed = search(_as(question, best, kv_dtype="fp8"))
         yield from _gain("an FP8 KV cache (--kv-cache-dtype fp8)", question, best, changed, now)
     for precision, name in _smaller_checkpoints(question):
@@ -251,7 +249,9 @@ def _to_improve(answer: Answer, best: Candidate) -> Iterator[str]:
     grown = _grown(question.cluster, 1) or _grown(question.cluster, len(question.cluster.nodes[-1].gpus))
     if grown:
         by = len(grown.gpus) - len(question.cluster.gpus)
-        wish = Wish(expert_parallel=question.wish.expert_parallel)
+        # Another node is used as those that are there.
+        same = Wish(tensor_parallel=best.layout.tensor_parallel, expert_parallel=best.layout.expert_parallel > 1)
+        wish = same if len(grown.nodes) > 1 else Wish()
         changed = search(msgspec.structs.replace(question, cluster=grown, wish=wish))
         name = f"{'one' if by == 1 else by} more {question.cluster.gpus[-1].name}"
         yield from _gain(name, question, best, changed, now)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from math import inf
 from statistics import fmean
 from typing import Literal
 
@@ -62,29 +63,37 @@ def predict(
     ranks: dict[GpuSpec, Rank] = {}
     known: dict[object, Replica] = {}
     runs = []
+    alike: dict[object, Replica] = {}
+    gpus, nodes = cluster.gpus, node_of(cluster)
     for number in range(layout.data_parallel):
-        replica = Replica(shape, layout, cluster, profile, number, ranks)
-        runs.append(known.setdefault(replica.key, replica))
+        seats = layout.replica(number)
+        home = nodes[seats[0][1]][0]
+        # Replicas on GPUs of the same kinds in the same places, of which a large cluster has many.
+        key = tuple((id(place), id(gpus[at]), nodes[at][0] - home, nodes[at][1]) for place, at in seats)
+        if key not in alike:
+            replica = Replica(shape, layout, cluster, profile, number, ranks)
+            alike[key] = known.setdefault(replica.key, replica)
+        runs.append(alike[key])
     context = workload.input_len + SEEN * workload.output_len
     limits = _limits(memory, profile, context)
     full = [room for room, _ in limits]
-    asked = (
-        full
-        if workload.concurrency is None
-        else [min(room, max(1.0, workload.concurrency / len(runs))) for room in full]
-    )
-    tpots = [run.tpot_s(batch, workload) for run, batch in zip(runs, asked, strict=True)]
-    fastest = min(runs, key=lambda run: run.round_s(1, workload).total)
-    slowest = runs[tpots.index(max(tpots))]
+    share = inf if workload.concurrency is None else max(1.0, workload.concurrency / len(runs))
+    asked = [min(room, share) for room in full]
+    # A large cluster has many equal replicas: each is reckoned once.
+    tpots = {(run, batch): run.tpot_s(batch, workload) for run, batch in set(zip(runs, asked, strict=True))}
+    rates = {(run, batch): run.throughput(batch, workload) for run, batch in set(zip(runs, full, strict=True))}
+    alone = {run: run.round_s(1, workload).total for run in set(runs)}
+    fastest = min(alone, key=lambda run: (alone[run], runs.index(run)))
+    slowest, batch = max(tpots, key=lambda it: (tpots[it], -runs.index(it[0])))
     return Prediction(
-        single_tok_s=1 / fastest.round_s(1, workload).total,
+        single_tok_s=1 / alone[fastest],
         ttft_s=fastest.prompt_s(workload),
-        tpot_s=fmean(tpots),
+        tpot_s=fmean(tpots[it] for it in zip(runs, asked, strict=True)),
         concurrency=sum(asked),
-        saturated_tok_s=sum(run.throughput(batch, workload) for run, batch in zip(runs, full, strict=True)),
+        saturated_tok_s=sum(rates[it] for it in zip(runs, full, strict=True)),
         saturated_concurrency=sum(full),
-        limit=limits[0][1] if workload.concurrency is None or asked == full else "concurrency",
-        step=slowest.round_s(asked[runs.index(slowest)], workload),
+        limit=limits[0][1] if asked == full else "concurrency",
+        step=slowest.round_s(batch, workload),
         prefill_s=slowest.prefill_s(workload),
         error_band=profile.error.value,
     )

@@ -49,8 +49,9 @@ class Draft(msgspec.Struct, frozen=True):
 def drafts(question: Question) -> Iterator[Draft]:
     """Every draft that the cluster has the GPUs for, within what the user has decided.
 
-    Tensor parallelism stays on an island; on a node with several kinds of GPU all of it is one more pool, cut
-    unevenly. Across nodes it is tried only where the user asks for more ranks than a node has.
+    Tensor parallelism stays on an island; a node with several types of GPU is also tried as a whole, cut unevenly,
+    and each type also without the others. Across nodes it is tried only where the user asks for more ranks than a
+    node has.
     """
     for precision in question.precisions:
         seen: set[tuple[Cut, tuple[tuple[tuple[int, ...], ...], ...]]] = set()
@@ -64,7 +65,11 @@ def drafts(question: Question) -> Iterator[Draft]:
 def _of_precision(question: Question, precision: str) -> Iterator[Draft]:
     wish = question.wish
     alike, whole = islands(question.cluster), nodes(question.cluster)
-    pools_of = [alike] if len(alike) == len(whole) else [alike, whole]
+    pools_of = [alike]
+    types = dict.fromkeys(island[0].gpu.name for island in alike)
+    if len(types) > 1:
+        # All GPUs of a node together, and those of each type without the others.
+        pools_of += [whole, *([island for island in alike if island[0].gpu.name == name] for name in types)]
     for pools in pools_of:
         sizes = [wish.tensor_parallel] if wish.tensor_parallel else tensor_sizes(pools)
         for tensor in sizes:

@@ -89,17 +89,23 @@ class Footprint(msgspec.Struct, frozen=True, kw_only=True):
 
     def max_concurrency(self, length: int) -> float:
         """How many requests of `length` tokens fit at once."""
-        return sum(self._requests(number, length) for number in range(len(self.replicas)))
+        return sum(self._requests(number, length) * count for number, count in self._distinct())
 
     @property
     def longest(self) -> int:
         """The longest single request that fits in every replica, in tokens; at most the model's own length."""
-        least = range(len(self.replicas))
+        distinct = [number for number, _ in self._distinct()]
         low, high = 0, self.shape.longest
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if all(self._requests(r, middle) >= 1 for r in least) else (low, middle - 1)
+            low, high = (middle, high) if all(self._requests(r, middle) >= 1 for r in distinct) else (low, middle - 1)
         return low
+
+    def _distinct(self) -> list[tuple[int, int]]:
+        """(number, count) of the replicas that share their memory's object."""
+        counts = Counter(id(replica) for replica in self.replicas)
+        first = {id(replica): number for number, replica in reversed(list(enumerate(self.replicas)))}
+        return [(first[key], count) for key, count in counts.items()]
 
     def _requests(self, number: int, length: int) -> float:
         replica = self.replicas[number]
@@ -114,13 +120,15 @@ def footprint(
     """What every rank of `layout` on `cluster` holds under an engine. `workload` gives the length that must fit."""
     workload, precision = workload or Workload(), canonical(layout.precision)
     gpus = cluster.gpus
-    known: dict[tuple[tuple[Place, GpuSpec], ...], ReplicaMemory] = {}
+    # Equal replicas share their places, and a large cluster has many of them.
+    known: dict[tuple[tuple[int, int], ...], ReplicaMemory] = {}
     replicas = []
     for number in range(layout.data_parallel):
         seats = tuple((place, gpus[index]) for place, index in layout.replica(number))
-        if seats not in known:
-            known[seats] = replica_memory(shape, precision, layout.kv_dtype, seats, profile, workload.longest)
-        replicas.append(known[seats])
+        key = tuple((id(place), id(gpu)) for place, gpu in seats)
+        if key not in known:
+            known[key] = replica_memory(shape, precision, layout.kv_dtype, seats, profile, workload.longest)
+        replicas.append(known[key])
     return Footprint(
         shape=shape, layout=layout, replicas=tuple(replicas), window_cache=bool(profile.window_cache.value)
     )
@@ -237,16 +245,21 @@ def requests(
 
 
 def _weights(shape: ModelShape, precision: str, place: Place) -> WeightBytes:
-    """A rank's weights, summed over its layers by kind: of those there are few, and few ways to share them."""
-    # Ranks that hold as many experts hold as many bytes, whichever they are; the same goes for layers.
+    """A rank's weights. Ranks that hold as many experts hold as many bytes, whichever they are."""
     share = msgspec.structs.replace(place, rank=0, tp_rank=0, experts=Span(0, len(place.experts)))
+    return _sum_of_weights(shape, precision, share)
+
+
+@lru_cache(maxsize=4096)
+def _sum_of_weights(shape: ModelShape, precision: str, place: Place) -> WeightBytes:
+    """Summed over layers by kind: of those there are few, and few ways to share them."""
     kinds = Counter(
         # GGUF's mixes give some layers more bits than others.
         layer if precision in gguf_types.MIXES else _first_like(shape, shape.has_experts(layer))
         for layer in range(place.layers.start, place.layers.stop)
     )
-    ends = _weights_of(shape, precision, msgspec.structs.replace(share, layers=Span(0, 0)))
-    inner = msgspec.structs.replace(share, stage=1, stages=3)
+    ends = _weights_of(shape, precision, msgspec.structs.replace(place, layers=Span(0, 0)))
+    inner = msgspec.structs.replace(place, stage=1, stages=3)
     parts = [(ends, 1)]
     for layer, count in kinds.items():
         one = msgspec.structs.replace(inner, layers=Span(layer, layer + 1))

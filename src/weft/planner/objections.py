@@ -9,9 +9,9 @@ from weft.planner.question import Question
 # Engines that cut heads evenly, and those that know no tensor parallelism.
 EVEN = ("vllm", "trtllm", "sglang")
 LAYERS_ONLY = ("llama.cpp", "transformers")
-# The oldest compute capability whose GPUs have kernels for a precision: bf16 arithmetic came with 8.0, and so did
-# the kernels that unpack 8 and 4 bit floats to it.
-OLDEST = {"bf16": (8, 0), "fp8": (8, 0), "mxfp4": (8, 0), "nvfp4": (8, 0)}
+# The oldest GPUs that compute in bfloat16, and so have kernels that unpack 8 and 4 bit floats to it.
+BF16_CAPABILITY = (8, 0)
+NEED_BF16 = ("bf16", "fp8", "mxfp4", "nvfp4")
 
 
 def objection(question: Question, draft: Draft) -> str | None:
@@ -20,14 +20,15 @@ def objection(question: Question, draft: Draft) -> str | None:
 
 
 def _gpu(draft: Draft) -> str | None:
-    oldest = OLDEST.get(draft.cut.precision)
+    if draft.cut.precision not in NEED_BF16:
+        return None
     for device in (device for replica in draft.replicas for stage in replica for device in stage):
-        if oldest and device.gpu.capability < oldest:
+        if device.gpu.capability < BF16_CAPABILITY:
             own = ".".join(map(str, device.gpu.capability))
             other = "--precision fp16" if draft.cut.precision == "bf16" else "--precision int8 or int4"
             return (
                 f"{device.gpu.name} has compute capability {own}; {draft.cut.precision} needs "
-                f"{'.'.join(map(str, oldest))}: use {other}"
+                f"{'.'.join(map(str, BF16_CAPABILITY))}: use {other}"
             )
     return None
 

@@ -33,7 +33,7 @@ def partition(work: Sequence[float], sizes: Sequence[float], stages: Sequence[St
     # The time of the slowest stage lies between all of it at all speeds together, and all of it on the slowest.
     total = search.work[-1] + sum(stage.work for stage in stages)
     low, high = total / sum(stage.speed for stage in stages), total / min(stage.speed for stage in stages)
-    for _ in range(40):  # to one part in 10**12
+    for _ in range(32):  # to one part in 10**9
         middle = (low + high) / 2
         low, high = (low, middle) if search.possible(0, 0, middle) else (middle, high)
     return search.even(high)

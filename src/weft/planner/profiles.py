@@ -78,7 +78,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     experts_weights: Constant
     experts_matmul: Constant
     experts_matmul_fp4: Constant
-    experts_matmul_mxfp4: Constant
+    experts_matmul_unpacked: Constant
     hot_rank: Constant
     bubble: Constant
     graphs: Constant

@@ -11,11 +11,13 @@ from weft.facts.kernels import kernels_of
 from weft.planner.profiles import Profile
 from weft.planner.work import Attention, ExpertWork, Product, Work
 
-TILE = 16  # rows of a matrix product are computed in multiples of it
+TILE = 16  # tokens of a matrix product are computed in multiples of it,
+VECTORS = 8  # but so few one by one, by the kernels for a matrix and a vector
 EXPERT_TILE = 8
 # Passes over the hidden state of a layer beside its products: norms, rotary embedding, activation, residuals.
 PASSES = 10
 PASSES_SHARE = 0.8  # of the bandwidth
+FLOATS = ("fp32", "bf16", "fp16", "fp8")  # precisions that are multiplied as they are stored
 
 
 class Seconds(msgspec.Struct, frozen=True):
@@ -55,13 +57,15 @@ class Rank:
             # An engine with kernels of its own has them for every precision.
             wide = reached if rule.of_bandwidth and not rule.precisions else wide
         flops16 = gpu.flops.get("bf16") or gpu.flops["fp16"]
-        in_math = next((rule.flops for rule in profile.math if rule.fits(precision, capability)), "bf16")
-        flops = gpu.flops.get(in_math) or flops16
+        wanted = next((rule.flops for rule in profile.math if rule.fits(precision, capability)), "bf16")
+        flops = gpu.flops.get(wanted, flops16)
         matmul = kernels.matmul * profile.matmul_scale.value
-        experts_matmul = {
-            "nvfp4": profile.experts_matmul_fp4,
-            "mxfp4": profile.experts_matmul_mxfp4,
-        }.get(precision, profile.experts_matmul)
+        if wanted == "fp4" and wanted in gpu.flops:
+            experts_matmul = profile.experts_matmul_fp4
+        elif precision in FLOATS:
+            experts_matmul = profile.experts_matmul
+        else:
+            experts_matmul = profile.experts_matmul_unpacked
         own_kernels = rule is not None and rule.of_bandwidth
         self.kernel_s = 0.0 if own_kernels else kernels.kernel_us * 1e-6
         self.byte_s = 1 / (gpu.bandwidth_Bps * reached)
@@ -79,7 +83,8 @@ class Rank:
 
     def product_s(self, product: Product, tokens: float) -> float:
         """One matrix with this many tokens: the longer of streaming it and multiplying with it."""
-        flops = 2 * ceil(tokens / TILE) * TILE * product.numbers
+        computed = tokens if tokens <= VECTORS else ceil(tokens / TILE) * TILE
+        flops = 2 * computed * product.numbers
         if product.wide:
             return max(product.nbytes * self.wide_byte_s, flops * self.wide_flop_s) + self.kernel_s
         return max(product.nbytes * self.byte_s, flops * self.flop_s) + self.kernel_s

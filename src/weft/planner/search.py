@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import msgspec
@@ -18,6 +17,7 @@ from weft.planner.question import Question
 from weft.planner.stages import Seat, stage_layers
 from weft.planner.words import gigabytes
 
+SPLIT_GAIN = 1.5  # by as much differ two predictions of the same that are 20 % off, one up and one down
 DEPTHS = 6  # pipeline depths that are costed for one size of tensor parallelism: the shallowest that fit
 
 
@@ -53,17 +53,22 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 def search(question: Question) -> Answer:
     """Every candidate by the objective, the best first."""
-    candidates: list[Candidate] = []
-    rejected: list[Rejected] = []
-    for found in fitting(question, rejected):
-        layouts = [(layout, memory, _predict(question, layout, memory)) for layout, memory in found.layouts]
-        options = [
-            Candidate(cut=found.cut, layout=layout, memory=memory, predicted=predicted)
-            for layout, memory, predicted in layouts
-        ]
-        candidates.append(min(options, key=lambda option: merit(question, option)))
-    candidates.sort(key=lambda candidate: merit(question, candidate))
-    return Answer(question=question, candidates=tuple(candidates), rejected=tuple(rejected))
+    found: dict[Cut, Candidate] = {}
+    reasons: list[Rejected] = []
+    for fits in fitting(question, reasons):
+        for layout, memory in fits.layouts:
+            predicted = _predict(question, layout, memory)
+            candidate = Candidate(cut=fits.cut, layout=layout, memory=memory, predicted=predicted)
+            known = found.get(fits.cut)
+            if known is None or merit(question, candidate) < merit(question, known):
+                found[fits.cut] = candidate
+    # A cut may be laid on the GPUs of a mixed cluster in several ways: it is rejected where none of them fits.
+    rejected: dict[Cut, Rejected] = {}
+    for reason in sorted(reasons, key=lambda it: it.short_bytes):
+        if reason.cut not in found:
+            rejected.setdefault(reason.cut, reason)
+    candidates = sorted(found.values(), key=lambda candidate: merit(question, candidate))
+    return Answer(question=question, candidates=tuple(candidates), rejected=tuple(rejected.values()))
 
 
 class Fitting(msgspec.Struct, frozen=True):
@@ -75,11 +80,11 @@ class Fitting(msgspec.Struct, frozen=True):
 
 def fitting(question: Question, rejected: list[Rejected]) -> Iterator[Fitting]:
     """Every cut that fits, in no order; those that do not are added to `rejected`."""
-    depths: Counter[tuple[str, int, bool]] = Counter()
+    depths: dict[tuple[str, int, bool], set[int]] = {}
     for draft in drafts(question):
         cut = draft.cut
-        family = (cut.precision, cut.tensor_parallel, cut.expert_parallel > 1)
-        if depths[family] == DEPTHS:
+        tried = depths.setdefault((cut.precision, cut.tensor_parallel, cut.expert_parallel > 1), set())
+        if len(tried) == DEPTHS and cut.pipeline_parallel not in tried:
             continue
         problem = objection(question, draft)
         if problem:
@@ -92,7 +97,7 @@ def fitting(question: Question, rejected: list[Rejected]) -> Iterator[Fitting]:
             continue
         fits = tuple((layout, memory) for layout, memory in layouts if memory.fits)
         if fits:
-            depths[family] += 1
+            tried.add(cut.pipeline_parallel)
             yield Fitting(cut, fits)
         else:
             rejected.append(_too_large(cut, [memory for _, memory in layouts]))
@@ -100,7 +105,9 @@ def fitting(question: Question, rejected: list[Rejected]) -> Iterator[Fitting]:
 
 def merit(question: Question, candidate: Candidate) -> tuple[float, ...]:
     """What is minimised: seconds of a request for latency, seconds of a token of the whole deployment for
-    throughput, GPU-seconds of a token for cost. Between equals the simpler layout is better."""
+    throughput, GPU-seconds of a token for cost. Between equals the simpler layout is better, and splitting a model
+    that fits one GPU has to gain SPLIT_GAIN over its replicas: those are simpler, and one that fails leaves the others.
+    """
     predicted, layout = candidate.predicted, candidate.layout
     asked = question.workload.concurrency
     if question.objective == "latency":
@@ -110,6 +117,8 @@ def merit(question: Question, candidate: Candidate) -> tuple[float, ...]:
         main = 1 / output_tok_s(question, predicted)
         if question.objective == "cost":
             main *= len(set(layout.gpus))
+        if layout.size == 1:
+            main /= SPLIT_GAIN
     # To three digits: a difference below the model's own noise is none.
     simple = layout.size, layout.pipeline_parallel, layout.expert_parallel, len(layout.gpus)
     return float(f"{main:.3g}"), *map(float, simple), main
@@ -189,21 +198,23 @@ def _stage_layers(question: Question, draft: Draft, weights: Sequence[float]) ->
         return [(shape.layers,)]
     dtype, tokens = kv_dtype(question, cut.precision), question.workload.longest
     group = (0, cut.data_parallel) if cut.expert_parallel > 1 else None
-    # What an engine keeps of a GPU for itself is seen on a rank with an even share.
     even = _even(shape.layers, stages)
-    trial = _deployed(question, draft, weights, even)
-    most = engine_profile(question).utilization_most.value
-    ranks = _footprint(question, trial).ranks
-    size, tensor = trial.size, cut.tensor_parallel
+    # What an engine keeps of a GPU for itself is seen on one replica with even shares.
+    one = Draft(msgspec.structs.replace(cut, data_parallel=1, expert_parallel=1), draft.replicas[:1])
+    kept = [rank.other_bytes for rank in _footprint(question, _deployed(question, one, weights, even)).ranks]
+    most, tensor = engine_profile(question).utilization_most.value, cut.tensor_parallel
     # A stage has as many layers in every replica: what the poorest GPU of its position can take.
-    seats = [
-        Seat(
-            min(rank.memory_bytes * most - rank.other_bytes for rank in ranks[position::size]),
-            min(question.cluster.gpus[index].bandwidth_Bps for index in trial.gpus[position::size]),
+    seats = []
+    for position, other in enumerate(kept):
+        stage, rank = divmod(position, tensor)
+        alike = {replica[stage][rank].gpu for replica in draft.replicas}
+        seats.append(
+            Seat(
+                min(gpu.memory_bytes for gpu in alike) * most - other,
+                min(gpu.bandwidth_Bps for gpu in alike),
+            )
         )
-        for position in range(size)
-    ]
-    by_stage = [seats[start : start + tensor] for start in range(0, size, tensor)]
+    by_stage = [seats[start : start + tensor] for start in range(0, len(seats), tensor)]
     found = [
         stage_layers(shape, cut.precision, dtype, tokens, weights, by_stage, expert_group=group, by_room=by_room)
         for by_room in (False, True)

@@ -26,6 +26,21 @@ def split(total: int, weights: Sequence[float], *, unit: int = 1, minimum: int =
             f"cannot split {total} into {len(weights)} parts of at least {minimum * unit}: "
             f"at most {units // minimum} parts are possible"
         )
+    sizes = [share * unit for share in _shares(units, weights, minimum)]
+    if rest:
+        last = max((i for i, s in enumerate(sizes) if s), default=len(sizes) - 1)
+        sizes[last] += rest
+    ranges, start = [], 0
+    for size in sizes:
+        ranges.append(range(start, start + size))
+        start += size
+    return ranges
+
+
+def _shares(units: int, weights: Sequence[float], minimum: int) -> list[int]:
+    if len(set(weights)) == 1:  # what the rounding below comes to, at once
+        each, more = divmod(units, len(weights))
+        return [each + (i < more) for i in range(len(weights))]
     # Fractions: exact, so that ties are ties and no weight is too large or too small.
     whole = sum(map(Fraction, weights))
     ideal = [units * Fraction(w) / whole for w in weights]
@@ -36,12 +51,4 @@ def split(total: int, weights: Sequence[float], *, unit: int = 1, minimum: int =
     while sum(shares) > units:
         rich = max((i for i in range(len(shares)) if shares[i] > minimum), key=lambda i: (shares[i] - ideal[i], i))
         shares[rich] -= 1
-    sizes = [s * unit for s in shares]
-    if rest:
-        last = max((i for i, s in enumerate(sizes) if s), default=len(sizes) - 1)
-        sizes[last] += rest
-    ranges, start = [], 0
-    for size in sizes:
-        ranges.append(range(start, start + size))
-        start += size
-    return ranges
+    return shares

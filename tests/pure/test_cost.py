@@ -1,0 +1,268 @@
+"""How the predicted speed answers to the hardware and to the layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.errors import ConfigError
+from weft.facts import kernels, links
+from weft.facts.catalogue import find
+from weft.facts.cluster import Cluster, Node, parse_gpus, parse_nodes
+from weft.facts.gpus import find_gpu, gpus
+from weft.facts.precision import weight_bytes
+from weft.facts.shape import ModelShape
+from weft.planner.cost import Prediction, predict
+from weft.planner.deployment import Layout, Workload, deploy
+from weft.planner.footprint import footprint
+from weft.planner.profiles import engines, profile
+from weft.planner.work import work
+
+LLAMA, QWEN_72B = find("Llama-3.1-8B").shape, find("Qwen2.5-72B-Instruct").shape
+QWEN_MOE, DEEPSEEK = find("Qwen3-30B-A3B").shape, find("DeepSeek-R1").shape
+MODELS = [LLAMA, QWEN_MOE, DEEPSEEK, find("gpt-oss-120b").shape]
+
+
+def cut(
+    shape: ModelShape,
+    order: Sequence[int],
+    *,
+    tensor: int = 1,
+    stages: int = 1,
+    precision: str = "bf16",
+    experts: bool = False,
+) -> Layout:
+    each, rest = divmod(shape.layers, stages)
+    return deploy(
+        shape,
+        tensor_weights=[1.0] * tensor,
+        stage_layers=[each + (stage < rest) for stage in range(stages)],
+        gpus=order,
+        precision=precision,
+        kv_dtype="bf16",
+        expert_parallel=experts,
+    )
+
+
+def speed(
+    shape: ModelShape, layout: Layout, cluster: Cluster | str, engine: str = "vllm", **workload: int | None
+) -> Prediction:
+    cluster = parse_gpus(cluster) if isinstance(cluster, str) else cluster
+    return predict(shape, layout, cluster, Workload(**workload), profile(engine))
+
+
+cuts = st.sampled_from([(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 4), (2, 1, 2), (4, 1, 1)])
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    shape=st.sampled_from(MODELS),
+    engine=st.sampled_from(engines()),
+    sizes=cuts,
+    concurrency=st.integers(1, 512) | st.none(),
+    factor=st.floats(1.0, 10.0),
+    experts=st.booleans(),
+)
+def test_cost_falls_with_bandwidth(
+    shape: ModelShape,
+    engine: str,
+    sizes: tuple[int, int, int],
+    concurrency: int | None,
+    factor: float,
+    experts: bool,
+) -> None:
+    tensor, stages, copies = sizes
+    count = tensor * stages * copies
+    layout = cut(shape, range(count), tensor=tensor, stages=stages, experts=experts and count > 1 and stages == 1)
+    b200 = find_gpu("B200")
+    faster = msgspec.structs.replace(b200, bandwidth_Bps=b200.bandwidth_Bps * factor)
+    slow, fast = (
+        speed(shape, layout, Cluster((Node((gpu,) * count, "nvlink"),), 1e9), engine, concurrency=concurrency)
+        for gpu in (b200, faster)
+    )
+    near = 1 + 1e-9
+    assert fast.single_tok_s * near >= slow.single_tok_s
+    assert fast.tpot_s <= slow.tpot_s * near
+    assert fast.ttft_s <= slow.ttft_s * near
+    assert fast.saturated_tok_s * near >= slow.saturated_tok_s
+
+
+@settings(deadline=None)
+@given(order=st.permutations(range(8)), sizes=st.sampled_from([(8, 1), (4, 2), (1, 8), (2, 4), (2, 2), (1, 1)]))
+def test_permuting_identical_gpus_changes_nothing(order: list[int], sizes: tuple[int, int]) -> None:
+    tensor, stages = sizes
+    same, shuffled = (
+        speed(LLAMA, cut(LLAMA, places, tensor=tensor, stages=stages), "8xL40S") for places in (range(8), order)
+    )
+    assert same == shuffled
+
+
+@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("shape", MODELS)
+def test_one_request_stays_below_what_the_bandwidth_allows(shape: ModelShape, engine: str) -> None:
+    chosen = shape.experts.top_k / shape.experts.count if shape.experts else 1.0
+    least = chosen * (weight_bytes(shape, "bf16") - 2 * 2 * shape.vocab * shape.hidden)
+    found = speed(shape, cut(shape, range(16), tensor=16), "16xB200", engine, input_len=1)
+    assert 0 < found.single_tok_s < 16 * 7.7e12 / least
+
+
+def test_replicas_multiply_what_is_saturated_and_nothing_else() -> None:
+    one, four = speed(LLAMA, cut(LLAMA, [0]), "1xL40S"), speed(LLAMA, cut(LLAMA, range(4)), "4xL40S")
+    assert four.saturated_tok_s == pytest.approx(4 * one.saturated_tok_s)
+    assert four.single_tok_s == pytest.approx(one.single_tok_s)
+    assert four.tpot_s == pytest.approx(one.tpot_s)
+
+
+def test_a_request_goes_through_all_stages_but_many_fill_them() -> None:
+    one, four = (speed(QWEN_72B, cut(QWEN_72B, range(n), stages=n), f"{n}xH200") for n in (1, 4))
+    assert four.single_tok_s < one.single_tok_s
+    assert four.saturated_tok_s > 2 * one.saturated_tok_s
+
+
+def test_engines_without_a_pipeline_use_one_gpu_at_a_time() -> None:
+    asked = {"concurrency": 8}
+    piped, layered = (
+        speed(QWEN_72B, cut(QWEN_72B, range(4), stages=4), "4xH200", engine, **asked)
+        for engine in ("vllm", "transformers")
+    )
+    alone = speed(QWEN_72B, cut(QWEN_72B, range(4), stages=4), "4xH200", "transformers", concurrency=1)
+    assert layered.tpot_s > alone.tpot_s
+    assert piped.tpot_s < layered.tpot_s
+
+
+def test_more_requests_at_once_are_slower_each_and_faster_together() -> None:
+    found = [speed(LLAMA, cut(LLAMA, [0]), "1xH100", concurrency=n) for n in (1, 4, 16, 64)]
+    tpots = [it.tpot_s for it in found]
+    assert tpots == sorted(tpots)
+    rates = [it.concurrency / it.tpot_s for it in found]
+    assert rates == sorted(rates)
+    assert rates[-1] < found[-1].saturated_tok_s
+    assert tpots[0] == pytest.approx(1 / found[0].single_tok_s)
+
+
+def test_concurrency_ends_where_the_cache_does() -> None:
+    full, asked = (speed(LLAMA, cut(LLAMA, [0]), "1xRTX4090", concurrency=n) for n in (None, 100_000))
+    assert full.limit == asked.limit == "kv_cache"
+    assert asked.concurrency == full.concurrency < 100
+    assert asked.tpot_s == full.tpot_s
+
+
+def test_the_engines_own_limit_is_named() -> None:
+    assert speed(LLAMA, cut(LLAMA, [0]), "1xB200", "weft", output_len=64, input_len=64).limit == "max_num_seqs"
+    assert speed(LLAMA, cut(LLAMA, [0]), "1xB200", "weft", concurrency=3).limit == "concurrency"
+
+
+def test_longer_prompts_take_longer_to_the_first_token_and_to_every_one() -> None:
+    found = [speed(LLAMA, cut(LLAMA, [0]), "1xL40S", input_len=n) for n in (100, 1000, 10_000)]
+    assert found[0].ttft_s < found[1].ttft_s < found[2].ttft_s
+    assert found[0].single_tok_s > found[1].single_tok_s > found[2].single_tok_s
+
+
+def test_a_window_bounds_what_attention_reads() -> None:
+    gemma = find("gemma-3-27b-it").shape
+    whole = msgspec.structs.replace(gemma, windows=())
+    windowed, full = (
+        speed(shape, cut(shape, [0]), "1xH200", input_len=60_000, concurrency=1) for shape in (gemma, whole)
+    )
+    assert windowed.step.attention < full.step.attention
+    assert windowed.ttft_s < full.ttft_s
+
+
+def test_a_token_streams_only_the_experts_it_meets() -> None:
+    """E (1 - (1 - k/E)^B) of them: 8 of 128 for one token, nearly all for 64."""
+    found = [speed(QWEN_MOE, cut(QWEN_MOE, [0]), "1xH200", concurrency=n).step.experts for n in (1, 64)]
+    (layer,) = work(QWEN_MOE, "bf16", "bf16", cut(QWEN_MOE, [0]).places[0]).layers
+    assert layer.experts is not None
+    assert layer.experts.nbytes == 2 * 3 * QWEN_MOE.hidden * 768
+    least = layer.count * 8 * layer.experts.nbytes / 4.8e12
+    assert least < found[0] < 4 * least
+    assert 8 * found[0] < 2 * found[1] < 2 * 16 * found[0]
+
+
+def test_sharing_experts_among_replicas_leaves_more_room_and_costs_exchanges() -> None:
+    shared = cut(QWEN_MOE, range(4), experts=True)
+    alone = cut(QWEN_MOE, range(4))
+    memories = [footprint(QWEN_MOE, it, parse_gpus("4xH100"), profile("vllm")) for it in (shared, alone)]
+    assert memories[0].kv_tokens > 2 * memories[1].kv_tokens
+    found = [speed(QWEN_MOE, it, "4xH100", concurrency=64).step.links for it in (shared, alone)]
+    assert found[0] > 0 == found[1]
+
+
+def test_the_slowest_of_mixed_gpus_sets_the_pace() -> None:
+    mixed = speed(LLAMA, cut(LLAMA, range(2), tensor=2), "1xRTX4090+1xRTX3090")
+    slow, fast = (speed(LLAMA, cut(LLAMA, range(2), tensor=2), f"2x{gpu}") for gpu in ("RTX3090", "RTX4090"))
+    assert mixed.step.matrices == pytest.approx(max(slow.step.matrices, fast.step.matrices))
+
+
+def test_across_nodes_tensor_parallel_pays_for_the_network() -> None:
+    layout, stages = cut(QWEN_72B, range(8), tensor=8), cut(QWEN_72B, range(8), tensor=4, stages=2)
+    near, far = parse_nodes("1x8xH100"), parse_nodes("2x4xH100", "100Gb")
+    asked = {"concurrency": 64}
+    assert speed(QWEN_72B, layout, far, **asked).tpot_s > 1.3 * speed(QWEN_72B, layout, near, **asked).tpot_s
+    assert speed(QWEN_72B, stages, far).saturated_tok_s > speed(QWEN_72B, layout, far).saturated_tok_s
+    within = speed(QWEN_72B, stages, near).saturated_tok_s
+    assert speed(QWEN_72B, stages, far).saturated_tok_s == pytest.approx(within, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "ranks", "megabyte_us"),
+    [("H100", 2, 8.3), ("H100", 4, 12.8), ("H100", 8, 15.0), ("A100", 2, 10.7), ("A100", 8, 21.7), ("B200", 8, 17.2)],
+)
+def test_sums_take_what_was_measured(gpu: str, ranks: int, megabyte_us: float) -> None:
+    """allreduce.csv, 1 MiB in a CUDA graph."""
+    found = links.all_reduce(find_gpu(gpu), "nvlink", ranks, 1e9, True).seconds(1 << 20)
+    assert found * 1e6 == pytest.approx(megabyte_us, rel=1e-6)
+
+
+def test_sums_slow_down_with_the_link() -> None:
+    h100, l40s, geforce = find_gpu("H100"), find_gpu("L40S"), find_gpu("RTX 4090")
+    size = 8 << 20
+    found = [
+        links.all_reduce(gpu, kind, 4, 12.5e9, True).seconds(size)
+        for gpu, kind in ((h100, "nvlink"), (h100, "pcie"), (l40s, "pcie"), (geforce, "pcie"))
+    ]
+    assert found == sorted(found)
+    assert links.all_reduce(h100, "nvlink", 1, 12.5e9, True).seconds(size) == 0
+    eager, graphs = (links.all_reduce(h100, "nvlink", 8, 12.5e9, graphs).latency_s for graphs in (False, True))
+    assert eager - graphs == pytest.approx(11e-6)
+
+
+def test_ranks_between_the_tabled_ones_lie_between() -> None:
+    found = [links.all_reduce(find_gpu("L40S"), "pcie", ranks, 1e9, True).latency_s for ranks in (2, 3, 4, 6, 8, 16)]
+    assert found == sorted(found)
+    assert len(set(found)) == len(found)
+
+
+def test_every_gpu_of_the_catalogue_has_kernels_and_links() -> None:
+    for gpu in gpus():
+        found = kernels.kernels_of(gpu)
+        shares = found.weights, found.matmul, found.decode_attention, found.prefill_attention
+        assert all(0 < share < 1 for share in shares)
+        assert links.all_reduce(gpu, "pcie", 2, 1e9, True).s_per_byte > 0
+
+
+def test_h20_is_not_taken_for_an_h200() -> None:
+    assert kernels.kernels_of(find_gpu("H20")).weights < kernels.kernels_of(find_gpu("H200")).weights
+    assert "H200" in kernels.kernels_of(find_gpu("H200 NVL")).gpu
+
+
+@pytest.mark.parametrize("engine", engines())
+def test_every_constant_says_where_it_is_from(engine: str) -> None:
+    for name, text in profile(engine).provenance().items():
+        value, _, source = text.partition(": ")
+        assert value, name
+        assert len(source) > 3, name
+
+
+def test_an_unknown_engine_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="unknown engine 'vlm'; did you mean vllm"):
+        profile("vlm")
+
+
+def test_fp8_engines_keep_kv_in_fp8_where_they_do_so_by_themselves() -> None:
+    assert profile("trtllm").kv_dtype("fp8") == "fp8"
+    assert profile("trtllm").kv_dtype("bf16") == profile("vllm").kv_dtype("fp8") == "bf16"

@@ -1,0 +1,321 @@
+"""weft plan at the command line: the fields that others rely on, exit statuses, and one clear line for bad input."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+import pytest
+
+from weft import logs
+from weft.cli import main, plan_flags
+from weft.cli.plan import this_machine
+from weft.facts.host import Gpu, Host
+from weft.planner.profiles import engines
+from weft.planner.question import OBJECTIVES
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv(logs.VARIABLE, "")
+    logger = logging.getLogger("weft")
+    before = logger.handlers, logger.level, logger.propagate
+    yield
+    logger.handlers, logger.level, logger.propagate = before[0], before[1], before[2]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Any:
+    """weft plan WORDS: exit status, standard output, standard error."""
+
+    def call(*words: str) -> tuple[int, str, str]:
+        status = main.main(["plan", *words])
+        out = capsys.readouterr()
+        return status, out.out, out.err
+
+    return call
+
+
+@pytest.fixture
+def plan(run: Any) -> Any:
+    """weft plan WORDS --json: exit status and the object."""
+
+    def call(words: str) -> tuple[int, dict[str, Any]]:
+        status, out, err = run(*words.split(), "--json")
+        assert err == "" and out.count("\n") == 1
+        return status, json.loads(out)
+
+    return call
+
+
+# --- the fields ---
+
+
+def test_json_has_the_fields_that_others_rely_on(plan: Any) -> None:
+    status, found = plan("Llama-3.1-70B-Instruct --gpus 4xA100 --price 2 --engine vllm")
+    assert status == 0
+    assert {"model", "hardware", "best", "candidates", "rejected", "advice"} <= found.keys()
+    assert found["model"]["name"] == "meta-llama/Llama-3.1-70B-Instruct"
+    assert found["model"]["params"] == 70553706496
+    assert found["model"]["weight_bytes"] == 2 * 70553706496
+    assert found["model"]["kv_bytes_per_token"] == 327680
+    assert found["hardware"]["gpus"] == 4
+    best = found["best"]
+    layout = {name: best[f"{name}_parallel"] for name in ("tensor", "pipeline", "data", "expert")}
+    assert layout == {"tensor": 4, "pipeline": 1, "data": 1, "expert": 1}
+    assert best["precision"] == "bf16"
+    assert [rank["rank"] for rank in best["ranks"]] == [0, 1, 2, 3]
+    for rank in best["ranks"]:
+        assert rank["gpu"] == "A100-80GB-SXM"
+        assert (rank["layers"], rank["q_heads"], rank["kv_heads"], rank["ffn"], rank["experts"]) == (80, 16, 2, 7168, 0)
+        parts = [rank[f"{kind}_bytes"] for kind in ("weight", "kv", "other", "free")]
+        assert all(isinstance(part, int) and part >= 0 for part in parts) and sum(parts) == 81920 << 20
+        assert rank["kv_bytes"] == best["kv_tokens"] * 81920
+    # Norms are on every rank, the rest on one.
+    assert sum(rank["weight_bytes"] for rank in best["ranks"]) == 2 * (70553706496 + 3 * 161 * 8192)
+    assert best["max_concurrency"] == pytest.approx(best["kv_tokens"] / 2048, abs=0.01)
+    speed = best["predicted"]
+    assert {"single_tok_s", "ttft_s", "tpot_s_at_concurrency", "saturated_tok_s", "error_band"} <= speed.keys()
+    assert all(speed[name] > 0 for name in ("single_tok_s", "ttft_s", "tpot_s_at_concurrency", "saturated_tok_s"))
+    rent = 4 * 2 / 3600 / speed["saturated_tok_s"] * 1e6
+    assert best["dollars_per_million_tokens"] == pytest.approx(rent)
+    assert found["candidates"][0] == {name: value for name, value in best.items() if name != "ranks"}
+    assert len(found["candidates"]) > 2
+    assert all(it["layout"]["tensor_parallel"] and it["reason"] for it in found["rejected"])
+    assert found["binding"]["constraint"] in ("memory", "bandwidth", "compute", "links")
+    assert found["advice"]
+
+
+def test_a_forced_layout_is_the_best(plan: Any) -> None:
+    words = (
+        "Llama-3.1-70B-Instruct --gpus 8xH100 --precision fp8 --tensor-parallel-size 2 --pipeline-parallel-size 2 "
+        "--data-parallel-size 2 --engine trtllm --input-len 1000 --output-len 1000 --concurrency"
+    )
+    status, found = plan(f"{words} 64")
+    best = found["best"]
+    assert status == 0
+    assert [best[f"{name}_parallel"] for name in ("tensor", "pipeline", "data")] == [2, 2, 2]
+    assert best["predicted"]["concurrency"] == 64
+    assert len(best["ranks"]) == 8 and {rank["replica"] for rank in best["ranks"]} == {0, 1}
+    saturated = plan(f"{words} max")[1]["best"]["predicted"]
+    assert saturated["saturated_tok_s"] == best["predicted"]["saturated_tok_s"]
+    assert saturated["tpot_s_at_concurrency"] > best["predicted"]["tpot_s_at_concurrency"]
+    assert saturated["limited_by"] in ("kv_cache", "max_num_seqs")
+
+
+def test_expert_parallelism_is_forced(plan: Any) -> None:
+    words = "Qwen3-30B-A3B --gpus 4xH100 --engine vllm --tensor-parallel-size 4"
+    assert plan(f"{words} --enable-expert-parallel")[1]["best"]["expert_parallel"] == 4
+    # Who gives the sizes gives all of the layout.
+    found = plan(words)[1]
+    assert {it["expert_parallel"] for it in found["candidates"]} == {1}
+    shared = plan("Qwen3-30B-A3B --gpus 4xH100 --data-parallel-size 4 --tensor-parallel-size 1 -ep")[1]["best"]
+    assert shared["expert_parallel"] == 4
+    assert [rank["experts"] for rank in shared["ranks"]] == [32] * 4
+
+
+def test_uneven_splits(plan: Any) -> None:
+    words = "Qwen2.5-32B-Instruct --gpus 1xRTXA6000+1xRTX4090"
+    stages = plan(f"{words} --pipeline-parallel-size 2 --tensor-parallel-size 1")[1]["best"]["ranks"]
+    assert [rank["gpu"] for rank in stages] == ["RTX A6000", "RTX 4090"]
+    assert stages[0]["layers"] > stages[1]["layers"] and sum(rank["layers"] for rank in stages) == 64
+    assert plan(f"{words} --tensor-split 5,3")[0] == 3
+    ranks = plan(f"{words.replace('32B', '14B')} --tensor-split 5,3")[1]["best"]["ranks"]
+    assert [rank["kv_heads"] for rank in ranks] == [5, 3]
+    assert plan("gpt2 --gpus 2xH100 --pipeline-split 7,5")[1]["best"]["pipeline_split"] == [7, 5]
+
+
+@pytest.mark.parametrize(
+    ("precision", "weight_bytes"), [("bf16", 145412407296), ("fp16", 145412407296), ("int4", 41464774656)]
+)
+def test_weights_are_exact_for_the_precision(plan: Any, precision: str, weight_bytes: int) -> None:
+    model = plan(f"Qwen2.5-72B-Instruct --gpus 8xH100 --precision {precision}")[1]["model"]
+    assert model["weight_bytes"] == weight_bytes and model["params"] == 72706203648
+
+
+def test_the_kv_cache_has_the_dtype_that_is_asked_for(plan: Any) -> None:
+    words = "Llama-3.1-8B-Instruct --gpus 1xH100 --engine vllm"
+    whole, half = plan(words)[1], plan(f"{words} --kv-cache-dtype fp8")[1]
+    assert whole["model"]["kv_bytes_per_token"] == 2 * half["model"]["kv_bytes_per_token"] == 131072
+    assert half["best"]["kv_tokens"] == pytest.approx(2 * whole["best"]["kv_tokens"], abs=32)
+
+
+def test_a_model_that_the_engine_runs_is_told_from_one_it_does_not(plan: Any, run: Any) -> None:
+    assert plan("Qwen3-8B --gpus 1xH100")[1]["model"]["runs"] is True
+    assert plan("gpt2 --gpus 1xH100")[1]["model"]["runs"] is False
+    assert plan("Qwen3-8B --gpus 1xH100 --precision nvfp4")[1]["model"]["runs"] is False
+    assert "does not run it yet" in run("gpt2", "--gpus", "1xH100")[1]
+    assert "does not run it yet" not in run("gpt2", "--gpus", "1xH100", "--engine", "vllm")[1]
+
+
+def test_old_gpus_run_bfloat16_checkpoints_in_float16(plan: Any) -> None:
+    status, found = plan("Llama-3.1-8B-Instruct --gpus 2xT4")
+    assert status == 0 and found["best"]["precision"] == "fp16"
+    assert plan("Llama-3.1-8B-Instruct --gpus 2xT4 --precision bf16")[0] == 3
+
+
+def test_lengths_that_are_left_out_fit_the_model(plan: Any) -> None:
+    assert plan("gpt2 --gpus 1xH100")[1]["workload"]["max_model_len"] == 1024
+    work = plan("gpt2 --gpus 1xH100 --input-len 1000")[1]["workload"]
+    assert (work["input_len"], work["output_len"]) == (1000, 24)
+    asked = plan("Llama-3.1-8B-Instruct --gpus 1xH100 --max-model-len 40960")[1]
+    assert asked["best"]["max_concurrency"] == pytest.approx(asked["best"]["kv_tokens"] / 40960, abs=0.01)
+
+
+# --- exit 3 ---
+
+
+def test_nothing_fits(plan: Any, run: Any) -> None:
+    status, found = plan("Qwen2.5-72B-Instruct --gpus 4xRTX4090")
+    assert status == 3
+    assert found["best"] is None and found["candidates"] == []
+    assert {"TP 4, bf16", "PP 4, bf16"} <= {it["layout"]["name"] for it in found["rejected"]}
+    assert "36.4 GB of weights" in " ".join(it["reason"] for it in found["rejected"])
+    assert any("int4 checkpoint fits" in change and "to spare" in change for change in found["advice"])
+    status, out, err = run("Qwen2.5-72B-Instruct", "--gpus", "4xRTX4090")
+    assert status == 3 and err == ""
+    assert "nothing fits" in out and "int4 checkpoint fits" in out
+
+
+@pytest.mark.parametrize(
+    ("claim", "status"),
+    [
+        ("Qwen2.5-72B-Instruct fp16 on 1xH100, 50 tok/s", 3),
+        ("Qwen2.5-72B-Instruct fp16 on 4xH100, 150 tok/s", 3),
+        ("Qwen2.5-72B-Instruct int4 on 2xRTX4090, 45 tok/s", 0),
+        ("Qwen-72B-Chat bf16 on 2xA100, 17.60 tok/s", 0),
+        ("Qwen-72B-Chat bf16 on 2xA100 at 32768 tokens, 1 tok/s", 3),
+    ],
+)
+def test_a_claim_is_checked(run: Any, claim: str, status: int) -> None:
+    got, out, err = run("--check", claim)
+    assert (got, err) == (status, "")
+    assert out.startswith("impossible" if status else "possible")
+    assert "predicted with weft" in out or status
+    got, out, err = run("--check", claim, "--json")
+    found = json.loads(out)
+    assert got == status and found["possible"] == (status == 0) and bool(found["reasons"]) == bool(status)
+    assert found["bound_tok_s"] > 0
+
+
+def test_a_possible_claim_has_the_predicted_speed_beside_it(run: Any) -> None:
+    out = json.loads(run("--check", "Qwen-72B-Chat bf16 on 2xA100, 17.60 tok/s", "--engine", "vllm", "--json")[1])
+    assert out["predicted"]["layout"] == "TP 2, bf16"
+    assert 0.75 * 17.6 < out["predicted"]["single_tok_s"] < 1.25 * 17.6  # measured
+
+
+# --- what a person reads ---
+
+
+def test_the_table(run: Any) -> None:
+    status, out, err = run("Qwen2.5-32B-Instruct", "--gpus", "1xRTXA6000+1xRTX4090", "--price", "0.5")
+    assert status == 0 and err == ""
+    assert max(map(len, out.splitlines()[1:6])) <= 120
+    for word in (
+        "0 RTX A6000",
+        "1 RTX 4090",
+        "layers",
+        "KV heads",
+        "weights",
+        "free",
+        "KV tokens",
+        "TTFT",
+        "$/M tokens",
+    ):
+        assert word in out, word
+    assert "what binds: " in out and "rejected:" in out and "what would help:" in out
+
+
+def test_a_large_cluster_shows_one_replica(run: Any) -> None:
+    out = run("Llama-3.1-70B-Instruct", "--nodes", "16x8xH100", "--network", "400Gb")[1]
+    assert "of 128 ranks" in out and out.count("H100-SXM  ") < 20
+
+
+# --- bad input ---
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "told"),
+    [
+        ("Llama-3.1-8B --gpus 1xH10", 1, ["'H10'", "nearest", "H100-SXM"]),
+        ("Lama-3.1-8B --gpus 1xH100", 1, ["'Lama-3.1-8B'", "nearest", "Llama-3.1-8B"]),
+        ("gpt2 --gpus 0xH100", 1, ["count of 0"]),
+        ("gpt2 --gpus=-1xH100", 1, ["-1"]),
+        ("gpt2 --gpus H100x", 1, ["H100"]),
+        ("gpt2 --gpus 4xL40S@nvlink", 1, ["L40S has no NVLink"]),
+        ("gpt2 --gpus 4xH100@ethernet", 1, ["ethernet", "nvlink, pcie"]),
+        ("gpt2 --nodes 8xH100", 1, ["2x8xH100"]),
+        ("gpt2 --nodes 2x8xH100 --network fast", 1, ["fast"]),
+        ("gpt2 --gpus 1xH100 --network 100Gb", 2, ["--nodes"]),
+        ("gpt2 --gpus 1xH100 --nodes 1x1xH100", 2, ["--gpus and --nodes"]),
+        ("gpt2 --gpus 1xH100 --precision int5", 1, ["int5", "int8"]),
+        ("gpt2 --gpus 1xH100 --precision ,", 2, ["--precision is empty"]),
+        ("gpt2 --gpus 1xH100 --kv-cache-dtype fp3", 1, ["fp3", "fp8"]),
+        ("gpt2 --gpus 1xH100 --engine tgi", 2, ["tgi", "vllm"]),
+        ("gpt2 --gpus 1xH100 --objective speed", 2, ["speed", "latency"]),
+        ("gpt2 --gpus 1xH100 --concurrency 0", 2, ["below 1"]),
+        ("gpt2 --gpus 1xH100 --concurrency many", 2, ["many"]),
+        ("gpt2 --gpus 1xH100 --input-len 0", 2, ["below 1"]),
+        ("gpt2 --gpus 1xH100 --output-len -5", 2, ["below 1"]),
+        ("gpt2 --gpus 1xH100 --max-model-len 0", 2, ["below 1"]),
+        ("gpt2 --gpus 1xH100 --max-model-len 4096", 1, ["4096", "1,024"]),
+        ("gpt2 --gpus 1xH100 --input-len 600 --output-len 600 --max-model-len 1000", 2, ["1,200", "1,000"]),
+        ("gpt2 --gpus 1xH100 --price 0", 2, ["above 0"]),
+        ("gpt2 --gpus 1xH100 --price nan", 2, ["above 0"]),
+        ("gpt2 --gpus 1xH100 --price cheap", 2, ["cheap"]),
+        ("gpt2 --gpus 1xH100 --gpu-memory-utilization 1.5", 2, ["1.5"]),
+        ("gpt2 --gpus 4xH100 --tensor-parallel-size 0", 2, ["below 1"]),
+        ("gpt2 --gpus 4xH100 --tensor-parallel-size 8", 2, ["8 ranks", "has 4"]),
+        ("gpt2 --gpus 4xH100 -tp 2 -pp 2 -dp 2", 2, ["2 x 2 x 2 = 8 ranks", "has 4"]),
+        ("gpt2 --gpus 16xH100 -tp 13", 2, ["13", "12 query heads"]),
+        ("gpt2 --gpus 16xH100 -pp 13", 2, ["13", "12 layers"]),
+        ("gpt2 --gpus 4xH100 -ep", 2, ["no experts"]),
+        ("gpt2 --gpus 2xH100 --tensor-split 2,0", 2, ["above 0"]),
+        ("gpt2 --gpus 2xH100 --tensor-split 2,1 -tp 3", 2, ["2 weights", "3"]),
+        ("gpt2 --gpus 2xH100 --pipeline-split 6,5", 2, ["11 layers", "12"]),
+        ("gpt2 --gpus 2xH100 --pipeline-split 12,0", 2, ["at least one"]),
+        ("gpt2 --gpus 2xH100 --pipeline-split 6,6 -pp 3", 2, ["2 stages", "3"]),
+        ("gpt2 --gpus 1xH100 --gpuz 2", 2, ["--gpuz", "--gpus"]),
+        ("--gpus 1xH100", 2, ["which model"]),
+        ("--check nonsense", 1, ["nonsense", "MODEL PRECISION on NxGPU"]),
+        ("gpt2 --check nonsense", 2, ["leave out model"]),
+    ],
+)
+def test_bad_input_is_one_clear_line(run: Any, words: str, status: int, told: list[str]) -> None:
+    got, out, err = run(*words.split())
+    assert got == status, err
+    assert out == "" and err.count("\n") == 1 and err.startswith("weft: error: ")
+    for word in told:
+        assert word in err, err
+
+
+# --- this machine ---
+
+
+def test_without_gpus_it_says_so(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    bare = Host(hostname="here", cores=(0,), memory_total_bytes=8 << 30, memory_free_bytes=4 << 30)
+    monkeypatch.setattr("weft.facts.host.probe", lambda: bare)
+    status, out, err = run("gpt2")
+    assert status == 1 and out == "" and "no GPU is visible on here" in err and "--gpus" in err
+
+
+def test_this_machine_s_gpus_are_found_by_the_driver_s_name() -> None:
+    def gpu(index: int, name: str) -> Gpu:
+        return Gpu(index=index, name=name, uuid="", total_bytes=80 << 30, free_bytes=80 << 30, capability=(9, 0))
+
+    here = Host(
+        hostname="h",
+        cores=(0,),
+        memory_total_bytes=1,
+        memory_free_bytes=1,
+        gpus=tuple(gpu(n, "NVIDIA H100 80GB HBM3") for n in range(2)),
+    )
+    cluster = this_machine(here)
+    assert [it.name for it in cluster.gpus] == ["H100-SXM"] * 2
+    assert cluster.gpus[0].memory_bytes == 80 << 30 and cluster.nodes[0].link == "nvlink"
+
+
+def test_the_flags_choices_are_the_planner_s() -> None:
+    assert set(plan_flags.ENGINES) == set(engines())
+    assert plan_flags.OBJECTIVES == OBJECTIVES
