@@ -157,11 +157,17 @@ class LLM:
         use_tqdm: bool | Callable[..., Bar],
         priority: Sequence[int] | None,
     ) -> list[RequestOutput]:
-        each = [params or self.sampling_params()] * len(prompts) if not isinstance(params, Sequence) else params
+        each = [params or self.sampling_params()] * len(prompts) if not isinstance(params, Iterable) else list(params)
         order = [0] * len(prompts) if priority is None else priority
         for name, values in (("sampling_params", each), ("priority", order)):
             if len(values) != len(prompts):
                 raise RequestError(f"{len(values)} {name} for {len(prompts)} prompts; give one each", param=name)
+        for asked in each:
+            if not isinstance(asked, SamplingParams):
+                raise RequestError(
+                    f"sampling_params is {asked!r}; it must be a SamplingParams, a list of them, or None",
+                    param="sampling_params",
+                )
         now = time.monotonic()
         jobs = [
             self._frontend.collect(prompt, asked, arrival_s=now, priority=first)

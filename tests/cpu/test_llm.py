@@ -102,6 +102,8 @@ def test_each_prompt_may_have_its_own_params(llm: LLM) -> None:
     assert [len(answer.outputs[0].token_ids) for answer in answers] == [1, 5]
     with pytest.raises(RequestError, match="2 sampling_params for 1 prompts"):
         llm.generate("a", [short, long])
+    with pytest.raises(RequestError, match="sampling_params is 'temperature'; it must be a SamplingParams"):
+        llm.generate("a", {"temperature": 0})  # type: ignore[arg-type]
 
 
 def test_the_models_defaults_hold_where_nothing_is_said(llm: LLM) -> None:

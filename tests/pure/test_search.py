@@ -298,7 +298,8 @@ def test_islands_and_groups() -> None:
     assert [[device.number for device in island] for island in islands(cluster)] == [[0, 1], [2, 3, 4]]
     pairs = groups(islands(cluster), 2)
     assert [[device.number for device in pair] for pair in pairs] == [[0, 1], [2, 3]]
-    assert tensor_sizes(islands(parse_gpus("6xH100"))) == [6, 4, 3, 2, 1]
+    assert tensor_sizes(islands(parse_gpus("6xH100")), 64) == [6, 4, 3, 2, 1]
+    assert tensor_sizes(islands(parse_gpus("6xH100")), 3) == [3, 2, 1]
 
 
 def test_replicas_stay_on_a_node_while_they_can() -> None:

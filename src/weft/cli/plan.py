@@ -83,7 +83,7 @@ def ask(arguments: Namespace, model: Model) -> Question:
 
 def precisions(named: str | None, model: Model, cluster: Cluster) -> tuple[str, ...]:
     """Those that were named, or the model's own; what is stored in bfloat16 runs in float16 on GPUs too old for it."""
-    if named is None:
+    if named in (None, "auto"):
         own = canonical(model.precision)
         old = any(gpu.capability < BF16_CAPABILITY for gpu in cluster.gpus)
         return ("fp16" if own == "bf16" and old else own,)

@@ -189,6 +189,11 @@ def _whole(index: Mapping[str, TensorInfo], shape: ModelShape, path: str) -> dic
         if info.type not in ENCODINGS:
             raise ModelError(f"{info.file}: tensor {name} is {info.type}; Weft reads {', '.join(ENCODINGS)}")
         tensors[name] = info
+    extra = f"model.layers.{shape.layers}."
+    if more := next((name for name in index if name.startswith(extra)), None):
+        raise ModelError(
+            f"{path} holds tensor {more}, but its config says {shape.layers} layers; give the config of these weights"
+        )
     return tensors
 
 

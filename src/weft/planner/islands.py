@@ -9,6 +9,8 @@ import msgspec
 from weft.facts.cluster import Cluster
 from weft.facts.gpus import GpuSpec
 
+MOST_GROUPS = 16  # of one pool, with a size that is no power of two
+
 
 class Device(msgspec.Struct, frozen=True):
     """One GPU of a cluster: its number in cluster order, and the number of its node."""
@@ -69,10 +71,11 @@ def _by_node(groups: Sequence[tuple[Device, ...]]) -> Iterator[list[tuple[Device
     yield from found.values()
 
 
-def tensor_sizes(pools: Sequence[Sequence[Device]]) -> list[int]:
-    """Sizes of tensor parallelism worth trying: those that leave no GPU of some pool idle, and the powers of two."""
+def tensor_sizes(pools: Sequence[Sequence[Device]], most: int) -> list[int]:
+    """Sizes of tensor parallelism worth trying, up to `most`: those that divide a pool among few groups with no GPU
+    idle, and the powers of two."""
     sizes: set[int] = set()
     for pool in pools:
-        sizes |= {len(pool) // parts for parts in range(1, len(pool) + 1)}
+        sizes |= {len(pool) // parts for parts in range(1, min(len(pool), MOST_GROUPS) + 1)}
         sizes |= {1 << bit for bit in range(len(pool).bit_length())}
-    return sorted(sizes, reverse=True)
+    return sorted((size for size in sizes if size <= most), reverse=True)
