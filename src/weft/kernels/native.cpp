@@ -137,6 +137,7 @@ void rotate_and_store(const T *qkv, T *q, T *keys, T *values, const float *table
 constexpr int64_t KEYS = 64;     // keys per tile
 constexpr int64_t QUERIES = 96;  // query vectors per tile: tokens x heads of one group
 constexpr int64_t WIDEST = 256;  // head_dim at most
+constexpr int64_t LINE = 64;      // bytes that come from memory at once
 constexpr int64_t LANES = 16;    // keys per vector of scores
 constexpr int64_t STRIP = 6;     // queries that share a loaded vector of keys or values
 constexpr int64_t ALONE = 1 << 18;  // multiply-adds that one thread does sooner than two would meet, some 20 us
@@ -285,9 +286,12 @@ template <class T> struct Attention {
             if (!few)
                 for (int64_t d = 0; d < head_dim; d++) s.queries[i * width + d] = widen(s.query[i][d]);
         }
+        fetch(row, head, begin, std::min(KEYS, end - begin));
         for (int64_t at = begin; at < end; at += KEYS) {
             int64_t n = std::min(KEYS, end - at);
             find(row, head, at, n, s);
+            // The next tile comes while this one is worked on: without that, memory is waited for line by line.
+            fetch(row, head, at + KEYS, std::min(KEYS, end - at - KEYS));
             if (few) {
                 for (int64_t j = 0; j < n; j++)
                     for (int64_t i = 0; i < count; i++) s.scores[i * KEYS + j] = dot(s.query[i], s.key[j], head_dim);
@@ -314,13 +318,31 @@ template <class T> struct Attention {
         }
     }
 
-    // Where n keys and values lie, from position `at` on.
+    // Where a key lies in its cache, and a value in its own.
+    int64_t offset(int64_t row, int64_t head, uint32_t position) const {
+        uint32_t size = block_size;
+        int64_t block = tables[row * table_width + position / size];
+        return ((block * size + position % size) * kv_heads + head) * head_dim;
+    }
+
+    // The places of n keys and values, from position `at` on.
     void find(int64_t row, int64_t head, int64_t at, int64_t n, Scratch<T> &s) const {
         for (int64_t j = 0; j < n; j++) {
-            int64_t block = tables[row * table_width + (at + j) / block_size];
-            int64_t offset = ((block * block_size + (at + j) % block_size) * kv_heads + head) * head_dim;
-            s.key[j] = keys + offset;
-            s.value[j] = values + offset;
+            int64_t where = offset(row, head, at + j);
+            s.key[j] = keys + where;
+            s.value[j] = values + where;
+        }
+    }
+
+    // Ask for them ahead of time. Inlined always: GCC takes a function that only prefetches for one without
+    // effect, and drops it.
+    __attribute__((always_inline)) void fetch(int64_t row, int64_t head, int64_t at, int64_t n) const {
+        for (int64_t j = 0; j < n; j++) {
+            int64_t where = offset(row, head, at + j);
+            for (int64_t d = 0; d < head_dim; d += int64_t(LINE / sizeof(T))) {
+                __builtin_prefetch(keys + where + d);
+                __builtin_prefetch(values + where + d);
+            }
         }
     }
 

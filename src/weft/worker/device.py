@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 from math import prod
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from weft.facts import host
@@ -44,4 +44,8 @@ def zeros(dims: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> to
     kernel's untouched pages, which take no memory before they are written (torch.zeros would write them)."""
     if device.type != "cpu":
         return torch.zeros(dims, dtype=dtype, device=device)
-    return torch.from_numpy(np.zeros(prod(dims) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(dims)
+    pages = mmap.mmap(-1, prod(dims) * dtype.itemsize)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        # Decode attention reads all over the cache: with pages of 4 KiB it waits for their addresses.
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=dtype).view(dims)
