@@ -149,6 +149,10 @@ def test_different_gpus_are_filled_by_their_size() -> None:
             "m q4_k_m on 1xT4 at 1 token, 0.5 tokens/s",
             Claim(model="m", precision="q4_k_m", gpus="1xT4", tokens=1, tok_s=0.5),
         ),
+        (
+            "m fp8 ON 2x8xH100 AT 4_096 tokens , 1,200.5tok/s",
+            Claim(model="m", precision="fp8", gpus="2x8xH100", tokens=4096, tok_s=1200.5),
+        ),
     ],
 )
 def test_claims_are_read(text: str, claim: Claim) -> None:
@@ -166,6 +170,11 @@ def test_claims_are_read(text: str, claim: Claim) -> None:
         "m fp16 on 1xH100, 0 tok/s",
         "m fp16 on 1xH100 at 0 tokens",
         "m fp16 on 1xH100, 1.2.3 tok/s",
+        "m fp16 on 1xH100, -5 tok/s",
+        "m fp16 on 1xH100, inf tok/s",
+        "m fp16 on 1xH100, about 5 tok/s",
+        "m fp16 on 1xH100 at 8k tokens",
+        "m fp16 on 1xH100, 5 tok/s at 100 tokens",
     ],
 )
 def test_what_is_no_claim(text: str) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.errors import ConfigError
-from weft.facts.cluster import parse_gpus, parse_nodes
+from weft.facts.cluster import parse, parse_gpus, parse_nodes
 from weft.facts.gpus import gpus
 
 
@@ -65,6 +65,7 @@ def test_every_gpu_can_be_asked_for(gpu: object, count: int) -> None:
         ("4xRTX3090@nvlink", "bridge of RTX 3090 joins two cards, not 4"),
         ("2xH100@nvlink+2xH100@pcie", "ask for nvlink and for pcie"),
         ("H100@nvlink@pcie", "unknown link 'nvlink@pcie'"),
+        ("2x8xH100", "several machines; describe those with --nodes"),
     ],
 )
 def test_bad_gpus(spec: str, message: str) -> None:
@@ -115,3 +116,8 @@ def test_bad_nodes(spec: str, network: str | None, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as error:
         parse_nodes(spec, network)
     assert "\n" not in str(error.value)
+
+
+def test_one_node_or_several() -> None:
+    assert parse("2 x 8 x H100") == parse_nodes("2x8xH100")
+    assert parse("8xH100@pcie") == parse_gpus("8xH100@pcie")

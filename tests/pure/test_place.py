@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from tests.pure.shapes import SMOLLM2, layouts
 from weft.errors import PlanError
+from weft.facts.catalogue import find
 from weft.facts.shape import ModelShape
-from weft.planner.place import Place, Span, cut_heads, places
+from weft.planner.place import Place, Span, column_unit, cut_heads, places
 
 Layout = tuple[ModelShape, tuple[float, ...], tuple[int, ...]]
 
@@ -107,3 +108,30 @@ def test_a_pipeline_split_that_does_not_add_up(stages: list[int]) -> None:
 def test_survives_json() -> None:
     ranked = places(SMOLLM2, [2.0, 1.0], [20, 10])
     assert msgspec.json.decode(msgspec.json.encode(ranked), type=tuple[Place, ...]) == ranked
+
+
+@pytest.mark.parametrize(
+    ("model", "precision", "ranks", "columns"),
+    [
+        # 231 groups of 128, which nothing pads here.
+        ("Qwen2.5-72B-Instruct", "int4", 2, [14848, 14720]),
+        ("Qwen2.5-72B-Instruct", "int8", 4, [7424, 7424, 7424, 7296]),
+        ("Qwen2.5-72B-Instruct", "bf16", 2, [14784, 14784]),
+        ("Qwen2.5-72B-Instruct", "q4_k_m", 2, [14784, 14784]),
+        ("Llama-3.1-8B", "int4", 2, [7168, 7168]),
+        ("DeepSeek-R1", "fp8", 8, [2304] * 8),
+        ("SmolLM2-135M", "int4", 9, [256, 256, 256, 128, 128, 128, 128, 128, 128]),
+    ],
+)
+def test_columns_that_share_a_scale_stay_together(model: str, precision: str, ranks: int, columns: list[int]) -> None:
+    shape = find(model).shape
+    ranked = places(shape, [1.0] * ranks, [shape.layers], ffn_unit=column_unit(shape, precision))
+    assert [len(place.ffn) for place in ranked] == columns
+    if shape.experts:
+        assert [len(place.expert_ffn) for place in ranked] == [shape.experts.ffn // ranks] * ranks
+
+
+def test_with_fewer_groups_than_ranks_a_scale_is_shared() -> None:
+    shape = msgspec.structs.replace(SMOLLM2, ffn=256)
+    ranked = places(shape, [1.0] * 4, [30], ffn_unit=128)
+    assert [len(place.ffn) for place in ranked] == [64] * 4

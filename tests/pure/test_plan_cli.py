@@ -11,7 +11,7 @@ import pytest
 from weft import logs
 from weft.cli import main, plan_flags
 from weft.cli.plan import this_machine
-from weft.facts.host import Gpu, Host
+from weft.facts.host import Clocks, Gpu, Host
 from weft.planner.profiles import engines
 from weft.planner.question import OBJECTIVES
 
@@ -232,6 +232,52 @@ def test_a_large_cluster_shows_one_replica(run: Any) -> None:
     assert "of 128 ranks" in out and out.count("H100-SXM  ") < 20
 
 
+def test_a_large_mixed_cluster_shows_each_kind_of_gpu(run: Any) -> None:
+    out = run("Llama-3.1-8B", "--nodes", "2x8xH100+1x4xA100")[1]
+    assert "2 of 20 ranks" in out and "0 H100-SXM" in out and "16 A100-80GB-SXM" in out
+
+
+def test_saturated_tokens_are_told_alike(run: Any, plan: Any) -> None:
+    words = "Llama-3.1-8B --gpus 1xRTX4090 --concurrency max"
+    rate = f"{plan(words)[1]['best']['predicted']['saturated_tok_s']:,.0f}"
+    out = run(*words.split())[1]
+    assert f" {rate} tok/s; " in out and f" {rate}  \n" in out
+
+
+def test_why_nothing_fits_is_said_once(run: Any) -> None:
+    status, out, _ = run("Llama-3.1-70B", "--gpus", "1xH100")
+    assert status == 3 and out.count("by 59.6 GB") == 1 and "1 x H200-SXM in its place fits it" in out
+
+
+def test_advice_says_what_weft_does_not_run(plan: Any) -> None:
+    lines = plan("Llama-3.1-70B --gpus 1xH100")[1]["advice"]
+    (quantised,) = [line for line in lines if "int4" in line]
+    (gguf,) = [line for line in lines if "GGUF" in line]
+    assert quantised.endswith("; Weft does not run it yet") and "q8_0 with" in gguf and "not run" not in gguf
+    for line in plan("Llama-3.1-70B --gpus 1xH100 --engine vllm")[1]["advice"]:
+        assert "GGUF" not in line and "not run" not in line
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("Qwen2.5-72B --gpus 2xRTX4090 --precision int4 --engine vllm", "is padded to 29,696"),
+        ("Qwen2.5-72B --gpus 2xRTX4090 --precision int4 --engine weft", None),
+        ("Qwen2.5-72B --gpus 4xH100 --precision bf16 --engine vllm -tp 2", None),
+        ("Llama-3.1-70B --gpus 2xRTX4090 --precision int4 --engine vllm", None),
+        ("Qwen3-30B-A3B --gpus 4xRTX4090 --precision int4 --engine vllm -tp 4", "768 of the experts over 4 ranks"),
+        ("Qwen3-30B-A3B --gpus 4xRTX4090 --precision int4 --engine vllm -tp 4 -ep", None),
+        ("Llama-3-8B --gpus 1xH100 --input-len 9000", "9,001 tokens is longer than the 8,192"),
+        ("Llama-3-8B --gpus 1xH100 --input-len 8000", None),
+    ],
+)
+def test_notes(plan: Any, run: Any, words: str, told: str | None) -> None:
+    found = [note for note in plan(words)[1]["notes"] if "official" not in note]
+    assert len(found) == (told is not None), found
+    if told is not None:
+        assert told in found[0] and f"note: {found[0]}" in run(*words.split())[1]
+
+
 # --- bad input ---
 
 
@@ -314,6 +360,14 @@ def test_this_machine_s_gpus_are_found_by_the_driver_s_name() -> None:
     cluster = this_machine(here)
     assert [it.name for it in cluster.gpus] == ["H100-SXM"] * 2
     assert cluster.gpus[0].memory_bytes == 80 << 30 and cluster.nodes[0].link == "nvlink"
+
+
+def test_a_gpu_of_this_machine_that_no_catalogue_knows_is_made_from_its_clocks() -> None:
+    clocks = Clocks(cores=4096, cores_hz=2e9, memory_hz=10e9, bus_bits=256)
+    gpu = Gpu(index=0, name="Prototype X", uuid="", total_bytes=1 << 34, free_bytes=1, capability=(9, 0), clocks=clocks)
+    here = Host(hostname="h", cores=(0,), memory_total_bytes=1, memory_free_bytes=1, gpus=(gpu,))
+    (found,) = this_machine(here).gpus
+    assert (found.name, found.memory_bytes, found.bandwidth_Bps) == ("Prototype X", 1 << 34, 640e9)
 
 
 def test_the_flags_choices_are_the_planner_s() -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+
+from weft import logs
+from weft.cli import main
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src/weft"
@@ -40,3 +45,22 @@ def test_links_and_scripts_exist(page: Path) -> None:
     links = {page.parent / link for link in re.findall(r"\]\(([^)#:]+)\)", text)}
     scripts = {ROOT / script for script in re.findall(r"\bscripts/\w+", text)}
     assert {str(path) for path in links | scripts if not path.exists()} == set()
+
+
+README = (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize(("words", "told"), re.findall(r"```text\n\$ weft (plan .*)\n((?:.*\n)+?)```", README))
+def test_plans_are_what_the_command_prints(
+    words: str, told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logger = logging.getLogger("weft")
+    monkeypatch.setenv(logs.VARIABLE, "")
+    for name in ("handlers", "level", "propagate"):
+        monkeypatch.setattr(logger, name, getattr(logger, name))
+    main.main(shlex.split(words))
+    assert capsys.readouterr().out == told
+
+
+def test_the_readme_shows_plans() -> None:
+    assert README.count("$ weft plan ") == 2

@@ -7,7 +7,7 @@ from functools import cache
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from tokenizers import decoders
 
@@ -86,6 +86,7 @@ def test_what_was_given_stands(kind: str, data: st.DataObject) -> None:
 @pytest.mark.parametrize("kind", ("byte-level", "sentencepiece"))
 @given(text=texts)
 def test_a_whole_text_is_out_before_the_end(kind: str, text: str) -> None:
+    assume(not any(special in text for special in SPECIALS))  # those are left out of what is streamed
     this = tokenizer(kind)
     out = TextStream(this, SamplingParams())
     assert out.push(this.encode(text, add_special_tokens=False)) == text

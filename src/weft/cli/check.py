@@ -11,7 +11,8 @@ import msgspec
 from weft.cli import plan
 from weft.cli.parser import UsageError
 from weft.facts import lookup
-from weft.facts.cluster import Cluster, parse_gpus
+from weft.facts.cluster import Cluster
+from weft.facts.cluster import parse as parse_cluster
 from weft.facts.precision import canonical
 from weft.facts.shape import ModelShape
 from weft.planner import cost
@@ -35,7 +36,7 @@ def main(arguments: Namespace) -> int:
         raise UsageError(f"--check says the model and the hardware itself; leave out {twice[0].replace('_', '-')}")
     claim = parse(arguments.check)
     model = lookup.look_up(claim.model, hf_token=getattr(arguments, "hf_token", None))
-    cluster, precision = parse_gpus(claim.gpus), canonical(claim.precision)
+    cluster, precision = parse_cluster(claim.gpus), canonical(claim.precision)
     found = judge(model.shape, precision, cluster, claim.tokens, claim.tok_s)
     predicted = predict(model.shape, precision, cluster, claim, arguments.engine, found.layout)
     if getattr(arguments, "json", False):

@@ -6,13 +6,11 @@ import json
 from argparse import Namespace
 from typing import Any
 
-import msgspec
-
 from weft.cli.parser import UsageError
 from weft.errors import ConfigError
 from weft.facts import host, lookup
-from weft.facts.cluster import NETWORK, Cluster, Link, Node, network_bytes, parse_gpus, parse_nodes
-from weft.facts.gpus import GpuSpec, find_gpu
+from weft.facts.cluster import NETWORK, Cluster, Node, network_bytes, parse_gpus, parse_nodes, usual_link
+from weft.facts.gpus import spec_of
 from weft.facts.kv import number_bytes
 from weft.facts.model import Model
 from weft.facts.precision import canonical
@@ -187,11 +185,5 @@ def this_machine(here: host.Host) -> Cluster:
             f"no GPU is visible on {here.hostname}; describe the hardware that is meant, as in --gpus 4xRTX4090 or "
             "--nodes 2x8xH100"
         )
-    gpus = tuple(msgspec.structs.replace(find_gpu(gpu.name), memory_bytes=gpu.total_bytes) for gpu in here.gpus)
-    return Cluster((Node(gpus, _link(gpus)),), network_bytes(NETWORK))
-
-
-def _link(gpus: tuple[GpuSpec, ...]) -> Link:
-    """What such cards are sold with."""
-    joined = len(gpus) > 1 and len({gpu.name for gpu in gpus}) == 1 and gpus[0].nvlink_Bps and not gpus[0].bridge
-    return "nvlink" if joined else "pcie"
+    gpus = tuple(spec_of(gpu) for gpu in here.gpus)
+    return Cluster((Node(gpus, usual_link(gpus)),), network_bytes(NETWORK))

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from weft.facts.model import Model
 from weft.facts.precision import weight_bytes
 from weft.planner.advice import advice, binding
-from weft.planner.answer import dollars_per_million, not_run, ranks_json
+from weft.planner.answer import dollars_per_million, ranks_json
 from weft.planner.cost import Prediction
+from weft.planner.notes import notes
+from weft.planner.objections import not_run
 from weft.planner.question import Question
-from weft.planner.search import Answer, Candidate, Rejected
+from weft.planner.search import Answer, Candidate, Rejected, output_tok_s
 from weft.planner.words import gigabytes
 
 if TYPE_CHECKING:
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 
 BEST = 3  # candidates in the table
 REJECTED = 4  # layouts of which the reason is told
-MOST_RANKS = 16  # rows of the table of ranks; a large cluster shows its first replica
+MOST_RANKS = 16  # rows of the table of ranks; a large cluster shows a replica of each kind
 WIDE = 120  # columns of a pipe, which has no width of its own
 
 
@@ -32,6 +34,8 @@ def print_answer(answer: Answer, model: Model, out: TextIO | None = None) -> Non
     console = Console(file=out, width=None if out.isatty() else WIDE, highlight=False, markup=False)
     best, question = answer.best, answer.question
     console.print(heading(question, model), soft_wrap=True)
+    for note in notes(question, best):
+        console.print(f"note: {note}", soft_wrap=True)
     if best:
         console.print(f"\nbest for {question.objective}: {best.cut}")
         console.print(ranks(question, best))
@@ -39,12 +43,14 @@ def print_answer(answer: Answer, model: Model, out: TextIO | None = None) -> Non
         console.print(speeds(question, best.predicted), soft_wrap=True)
     else:
         console.print("\nnothing fits")
-    for line in rejections(answer.rejected):
+    reasons, binds = rejections(answer.rejected), binding(answer).text
+    for line in reasons:
         console.print(line, soft_wrap=True)
-    console.print(f"\nwhat binds: {binding(answer).text}", soft_wrap=True)
+    if f"  {binds}" not in reasons:
+        console.print(f"\nwhat binds: {binds}", soft_wrap=True)
     changes = advice(answer)
     if changes:
-        console.print("what would help:")
+        console.print("what would help:" if best else "\nwhat would help:")
         for change in changes:
             console.print(f"  {change}", soft_wrap=True)
 
@@ -64,6 +70,8 @@ def heading(question: Question, model: Model) -> str:
     lines = [f"{model.name}: {model.params / 1e9:,.2f} billion parameters, {sizes}; {where}; engine {question.engine}"]
     for missing in not_run(shape, question.precisions[0]) if question.engine == "weft" else []:
         lines.append(f"Weft plans this but does not run it yet: {missing}")
+    if model.note:
+        lines.append(f"note: {model.note}")
     return "\n".join(lines)
 
 
@@ -80,8 +88,8 @@ def table(*columns: str, title: str = "") -> Table:
 def ranks(question: Question, best: Candidate) -> Table:
     """Which GPU holds which layers and heads, and how its memory is used."""
     rows = ranks_json(question, best)
-    shown = rows if len(rows) <= MOST_RANKS else rows[: best.layout.size][:MOST_RANKS]
-    title = "" if shown == rows else f"the first {len(shown)} of {len(rows)} ranks; the others are like them"
+    shown = rows if len(rows) <= MOST_RANKS else unlike(rows, best.layout.size)[:MOST_RANKS]
+    title = "" if shown == rows else f"{len(shown)} of {len(rows)} ranks"
     experts = any(row["experts"] for row in rows)
     columns = [
         "GPU",
@@ -107,6 +115,13 @@ def ranks(question: Question, best: Candidate) -> Table:
             *(gigabytes(row[f"{kind}_bytes"]) for kind in ("weight", "kv", "other", "free")),
         )
     return made
+
+
+def unlike(rows: Sequence[dict[str, Any]], size: int) -> list[dict[str, Any]]:
+    """Of replicas of `size` ranks that hold the same on the same GPUs, the first."""
+    replicas = [rows[start : start + size] for start in range(0, len(rows), size)]
+    found = {tuple((row["gpu"], row["weight_bytes"], row["kv_bytes"]) for row in it): it for it in reversed(replicas)}
+    return sorted((row for it in found.values() for row in it), key=lambda row: row["rank"])
 
 
 def comparison(question: Question, candidates: Sequence[Candidate]) -> Table:
@@ -137,7 +152,7 @@ def speeds(question: Question, predicted: Prediction) -> str:
     requests = "one request" if predicted.concurrency < 1.5 else f"{predicted.concurrency:,.0f} requests"
     return (
         f"with {requests} of {work.input_len:,} + {work.output_len:,} tokens at once: "
-        f"{1000 * predicted.tpot_s:.1f} ms per token of each, {predicted.concurrency / predicted.tpot_s:,.0f} tok/s; "
+        f"{1000 * predicted.tpot_s:.1f} ms per token of each, {output_tok_s(question, predicted):,.0f} tok/s; "
         f"predictions are within {100 * predicted.error_band:.0f} %"
     )
 

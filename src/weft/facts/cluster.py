@@ -41,6 +41,11 @@ class Cluster(msgspec.Struct, frozen=True):
         return tuple(gpu for node in self.nodes for gpu in node.gpus)
 
 
+def parse(spec: str) -> Cluster:
+    """One node, or several equal ones: `4xRTX4090` or `2x8xH100`. Raises ConfigError, saying what is wrong."""
+    return parse_nodes(spec) if any(map(_NODES.fullmatch, spec.split("+"))) else parse_gpus(spec)
+
+
 def parse_gpus(spec: str) -> Cluster:
     """One node: `4xRTX4090`, `8xH100@nvlink`, `1xRTX4090+1xRTX3090`. Raises ConfigError, saying what is wrong."""
     return Cluster((_node(spec),), network_bytes(NETWORK))
@@ -82,6 +87,8 @@ def _node(spec: str) -> Node:
         match = _TERM.fullmatch(term)
         if match is None or not match["name"]:
             raise ConfigError(f"GPUs {spec!r}: {term.strip()!r} is not COUNTxNAME, as in 4xRTX4090 or 8xH100@nvlink")
+        if _NODES.fullmatch(term):
+            raise ConfigError(f"GPUs {spec!r}: {term.strip()!r} is several machines; describe those with --nodes")
         link = match["link"]
         if link is not None and link.lower() not in ("nvlink", "pcie"):
             raise ConfigError(f"GPUs {spec!r}: unknown link {link!r} after @; known: nvlink, pcie")

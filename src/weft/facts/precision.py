@@ -105,6 +105,14 @@ def part_format(shape: ModelShape, precision: str, parameter: Parameter, part: P
     return MATRICES[precision]
 
 
+def scale_columns(shape: ModelShape, precision: str) -> int:
+    """Columns of a matrix of the model that share a scale; 1 where each number stands for itself."""
+    precision = canonical(precision)
+    if precision == "fp8" and shape.architecture in FP8_IN_BLOCKS:
+        return FP8_BLOCKS.block_cols
+    return MATRICES[precision].block_cols if precision in MATRICES else 1
+
+
 def parameter_bytes(shape: ModelShape, precision: str, place: Place, parameter: Parameter, layer: int = 0) -> int:
     """Bytes of one parameter on this rank, in one layer where it belongs to layers, all its experts together."""
     total = 0

@@ -8,11 +8,12 @@ from typing import Literal
 import msgspec
 
 from weft.facts import gguf_types
-from weft.facts.cluster import Cluster, Node
+from weft.facts.cluster import Cluster, Node, usual_link
 from weft.facts.gpus import GpuSpec, gpus
 from weft.facts.precision import weight_bytes
 from weft.planner.cost import predict
 from weft.planner.footprint import Footprint, footprint
+from weft.planner.objections import runs
 from weft.planner.question import Question, Wish
 from weft.planner.search import (
     Answer,
@@ -113,13 +114,17 @@ def _to_fit(answer: Answer) -> Iterator[str]:
     length = _longest_that_fits(question)
     if length:
         yield f"with --max-model-len {length} it fits: that many tokens of KV are left"
-    fitting_ones = []
+    fits = {}
     for precision, name in _smaller_checkpoints(question):
         found = _roomiest(msgspec.structs.replace(question, precisions=(precision,)))
         if found:
-            fitting_ones.append(f"{name} checkpoint fits as {found[0]} with {_to_spare(found[1])}")
-    # The closest to the original, and the smallest.
-    yield from dict.fromkeys([*fitting_ones[:1], *fitting_ones[-1:]])
+            fits[precision] = (
+                f"{name} checkpoint fits as {found[0]} with {_to_spare(found[1])}{_yet(question, precision)}"
+            )
+    # The closest to the original, the smallest, and one that the engine runs.
+    smallest = sorted(fits, key=lambda it: weight_bytes(question.shape, it))[:1]
+    running = [it for it in fits if not _yet(question, it)][:1]
+    yield from (fits[it] for it in dict.fromkeys([*list(fits)[:1], *smallest, *running]))
     if question.wish != Wish():
         found = _roomiest(msgspec.structs.replace(question, wish=Wish()))
         if found:
@@ -163,12 +168,19 @@ def _to_spare(memory: Footprint) -> str:
 
 
 def _smaller_checkpoints(question: Question) -> Iterator[tuple[str, str]]:
-    """(precision, name) of those that take fewer bytes than what was asked for, in its own kind of file."""
+    """(precision, name) of those that take fewer bytes than what was asked for, in its own kind of file; Weft reads
+    GGUF for any."""
     in_gguf = question.engine == "llama.cpp" or any(it in gguf_types.MIXES for it in question.precisions)
     now = min(weight_bytes(question.shape, it) for it in question.precisions)
-    for precision, name in (GGUF_CHECKPOINTS if in_gguf else CHECKPOINTS).items():
+    both = question.engine == "weft" and not in_gguf
+    for precision, name in (GGUF_CHECKPOINTS if in_gguf else CHECKPOINTS | (GGUF_CHECKPOINTS if both else {})).items():
         if weight_bytes(question.shape, precision) < now:
             yield precision, name
+
+
+def _yet(question: Question, precision: str) -> str:
+    """A warning, where the engine is our own and does not run what it plans."""
+    return "" if question.engine != "weft" or runs(precision) else "; Weft does not run it yet"
 
 
 def _grown(cluster: Cluster, by: int) -> Cluster | None:
@@ -176,10 +188,9 @@ def _grown(cluster: Cluster, by: int) -> Cluster | None:
     cluster that can be."""
     last = cluster.nodes[-1]
     if len(cluster.nodes) == 1 and len(last.gpus) + by <= 8:
-        link = last.link
-        if len(last.gpus) == 1 and last.gpus[0].nvlink_Bps and not last.gpus[0].bridge:
-            link = "nvlink"
-        return Cluster((Node((*last.gpus, *[last.gpus[-1]] * by), link),), cluster.network_Bps)
+        grown = (*last.gpus, *[last.gpus[-1]] * by)
+        link = usual_link(grown) if len(last.gpus) == 1 else last.link
+        return Cluster((Node(grown, link),), cluster.network_Bps)
     nodes, rest = divmod(by, len(last.gpus))
     if rest or len(cluster.nodes) + nodes > MOST_NODES:
         return None
@@ -216,15 +227,13 @@ def _with_larger(question: Question) -> str | None:
     for gpu in sorted(gpus(), key=lambda it: (it.memory_bytes, it.bandwidth_Bps)):
         if gpu.memory_bytes <= present[0].memory_bytes or gpu.capability < present[0].capability or gpu.gfx:
             continue
-        nodes = tuple(Node((gpu,) * len(node.gpus), _link(gpu, len(node.gpus))) for node in question.cluster.nodes)
+        rows = [(gpu,) * len(node.gpus) for node in question.cluster.nodes]
+        nodes = tuple(Node(row, usual_link(row)) for row in rows)
         found = _roomiest(msgspec.structs.replace(question, cluster=Cluster(nodes, question.cluster.network_Bps)))
         if found:
-            return f"{len(present)} x {gpu.name} in their place fit it: {found[0]} with {_to_spare(found[1])}"
+            fit = "in its place fits" if len(present) == 1 else "in their place fit"
+            return f"{len(present)} x {gpu.name} {fit} it: {found[0]} with {_to_spare(found[1])}"
     return None
-
-
-def _link(gpu: GpuSpec, count: int) -> Literal["nvlink", "pcie"]:
-    return "nvlink" if count > 1 and gpu.nvlink_Bps and not gpu.bridge else "pcie"
 
 
 def _to_improve(answer: Answer, best: Candidate) -> Iterator[str]:
@@ -244,7 +253,8 @@ def _to_improve(answer: Answer, best: Candidate) -> Iterator[str]:
     for precision, name in _smaller_checkpoints(question):
         changed = search(_as(question, best, precisions=(precision,)))
         if changed.best and _worth(question, changed.best) >= WORTH * now:
-            yield from _gain(f"{name} checkpoint", question, best, changed, now)
+            told = f"{name} checkpoint"
+            yield from (line + _yet(question, precision) for line in _gain(told, question, best, changed, now))
             break
     grown = _grown(question.cluster, 1) or _grown(question.cluster, len(question.cluster.nodes[-1].gpus))
     if grown:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from weft.facts import gguf_types
 from weft.facts.kv import kv_bytes_per_token
 from weft.facts.model import Model
-from weft.facts.parameters import RUNNABLE
 from weft.facts.place import Place
 from weft.facts.precision import weight_bytes
 from weft.facts.shape import ModelShape
-from weft.facts.tensor import ENCODINGS
 from weft.planner.advice import advice, binding
 from weft.planner.cuts import Cut
 from weft.planner.footprint import RankMemory, ReplicaMemory
 from weft.planner.islands import devices
+from weft.planner.notes import notes
+from weft.planner.objections import not_run
 from weft.planner.question import Question
 from weft.planner.search import Answer, Candidate, output_tok_s
 
@@ -40,6 +39,7 @@ def as_json(answer: Answer, model: Model) -> dict[str, Any]:
         "rejected": [{"layout": cut_json(it.cut), "reason": it.reason} for it in answer.rejected],
         "binding": {"constraint": held_back.resource, "gains_when_doubled": held_back.gains, "text": held_back.text},
         "advice": advice(answer),
+        "notes": [*([model.note] if model.note else []), *notes(question, best)],
     }
 
 
@@ -56,17 +56,6 @@ def model_json(question: Question, model: Model, precision: str) -> dict[str, An
         "kv_bytes_per_token": kv_bytes_per_token(shape, question.kv_dtype or "bf16"),
         "source": model.source,
     }
-
-
-def not_run(shape: ModelShape, precision: str) -> list[str]:
-    """What Weft's own engine lacks to run this model, in words; nothing where it does."""
-    missing = []
-    if shape.architecture not in RUNNABLE:
-        missing.append(f"{shape.architecture} (it runs {', '.join(RUNNABLE)})")
-    stored = gguf_types.MIXES.get(precision, "F16" if precision in ("bf16", "fp16", "fp32") else "")
-    if stored not in ENCODINGS:
-        missing.append(f"{precision} weights (it runs bf16, fp16, fp32 and GGUF such as q8_0, q4_k_m)")
-    return missing
 
 
 def hardware_json(question: Question) -> dict[str, Any]:

@@ -22,9 +22,9 @@ TOKENS = 2048  # of the one request, where the claim names no length
 
 FORM = "MODEL PRECISION on NxGPU[ at N tokens][, X tok/s]"
 CLAIM = re.compile(
-    r"(?P<model>.+?)\s+(?P<precision>\S+)\s+on\s+(?P<gpus>.+?)"
+    r"(?P<model>.+?)\s+(?P<precision>\S+)\s+on\s+(?P<gpus>(?:(?!\s+at\s)[^,])+?)"
     r"(?:\s+at\s+(?P<tokens>[\d,_]+)\s+tokens?)?"
-    r"(?:\s*,\s*(?P<speed>[\d.]+)\s*(?:tok(?:en)?s?)(?:/s|\s+per\s+second))?",
+    r"(?:\s*,\s*(?P<speed>\d[\d,_.]*)\s*(?:tok(?:en)?s?)(?:/s|\s+per\s+second))?",
     re.IGNORECASE,
 )
 
@@ -63,7 +63,7 @@ def parse(text: str) -> Claim:
         )
     tokens = int(re.sub("[,_]", "", found["tokens"])) if found["tokens"] else TOKENS
     try:
-        speed = float(found["speed"]) if found["speed"] else None
+        speed = float(re.sub("[,_]", "", found["speed"])) if found["speed"] else None
     except ValueError:
         raise ConfigError(f"{found['speed']!r} in the claim is no number of tokens per second") from None
     if tokens < 1 or speed == 0:
@@ -178,8 +178,10 @@ def _too_large(weight: int, cache: int, tokens: int, usable: Sequence[float], cl
     count = len(usable)
     need, have = weight + cache, sum(usable)
     told = f"{weight / 1e9:.1f} GB of weights and {cache / 1e9:.2f} GB of KV for {tokens:,} tokens"
-    each = f", {need / count / 1e9:.1f} GB on each" if count > 1 else ""
+    each = f", {need / count / 1e9:.1f} GB on each," if count > 1 else ""
+    one = f", {max(usable) / 1e9:.1f} GB on one" if count > 1 else ""
+    short = f"; {(need - have) / 1e9:.1f} GB short" if need > have else ""
     return (
-        f"{told}{each}, do not fit {_of(cluster)}: less {RESERVED_BYTES / 1e9} GB each, {have / 1e9:.1f} GB can be "
-        f"used, {max(usable) / 1e9:.1f} GB on one" + (f"; {(need - have) / 1e9:.1f} GB short" if need > have else "")
+        f"{told}{each} do not fit {_of(cluster)}: less {RESERVED_BYTES / 1e9} GB each, {have / 1e9:.1f} GB can be "
+        f"used{one}{short}"
     )

@@ -10,7 +10,7 @@ import msgspec
 from weft.errors import PlanError
 from weft.facts.place import Place
 from weft.facts.shape import ModelShape
-from weft.planner.place import places
+from weft.planner.place import column_unit, places
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,14 +87,14 @@ def deploy(
     Raises PlanError for a cut that the model does not allow.
     """
     weights, layers = tuple(tensor_weights), tuple(stage_layers)
-    size = len(weights) * len(layers)
+    size, unit = len(weights) * len(layers), column_unit(shape, precision)
     replicas, rest = divmod(len(gpus), size)
     if rest or not replicas:
         raise PlanError(f"{len(gpus)} GPUs are no multiple of the {size} ranks of a replica")
     if expert_parallel:
-        ranked = [_places(shape, weights, layers, (replica, replicas)) for replica in range(replicas)]
+        ranked = [_places(shape, weights, layers, (replica, replicas), unit) for replica in range(replicas)]
     else:
-        ranked = [_places(shape, weights, layers, None)] * replicas
+        ranked = [_places(shape, weights, layers, None, unit)] * replicas
     return Layout(
         tensor_weights=weights,
         stage_layers=layers,

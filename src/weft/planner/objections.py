@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from weft.facts import gguf_types
+from weft.facts.parameters import RUNNABLE
+from weft.facts.shape import ModelShape
+from weft.facts.tensor import ENCODINGS
 from weft.planner.cuts import Draft
 from weft.planner.question import Question
 
@@ -68,3 +71,18 @@ def _kv_even(kv_heads: int, ranks: int) -> bool:
 def _depth(question: Question, draft: Draft) -> str | None:
     stages, layers = draft.cut.pipeline_parallel, question.shape.layers
     return f"{stages} stages for {layers} layers" if stages > layers else None
+
+
+def not_run(shape: ModelShape, precision: str) -> list[str]:
+    """What Weft's own engine lacks to run this model, in words; nothing where it does."""
+    missing = []
+    if shape.architecture not in RUNNABLE:
+        missing.append(f"{shape.architecture} (it runs {', '.join(RUNNABLE)})")
+    if not runs(precision):
+        missing.append(f"{precision} weights (it runs bf16, fp16, fp32 and GGUF such as q8_0, q4_k_m)")
+    return missing
+
+
+def runs(precision: str) -> bool:
+    """Whether Weft's own engine computes with such weights; what it does not run yet it plans for all the same."""
+    return precision in ("bf16", "fp16", "fp32") or gguf_types.MIXES.get(precision) in ENCODINGS

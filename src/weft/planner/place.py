@@ -6,12 +6,18 @@ from collections.abc import Sequence
 
 from weft.errors import PlanError
 from weft.facts.place import Place, Span
+from weft.facts.precision import scale_columns
 from weft.facts.shape import Experts, ModelShape
 from weft.planner.split import split
 
-__all__ = ["Place", "Span", "cut_heads", "places"]
+__all__ = ["Place", "Span", "column_unit", "cut_heads", "places"]
 
 FFN_UNIT = 32  # columns; the smallest block of the quantised formats, and a full vector of bf16 on every target
+
+
+def column_unit(shape: ModelShape, precision: str) -> int:
+    """Columns of an MLP that stay together in this precision: those that share a scale, and never below FFN_UNIT."""
+    return max(FFN_UNIT, scale_columns(shape, precision))
 
 
 def cut_heads(q_heads: int, kv_heads: int, weights: Sequence[float]) -> list[tuple[Span, Span]]:
@@ -38,21 +44,21 @@ def cut_heads(q_heads: int, kv_heads: int, weights: Sequence[float]) -> list[tup
     return heads
 
 
-def cut_columns(total: int, weights: Sequence[float]) -> list[Span]:
-    """Each rank's columns of a matrix, in units of FFN_UNIT while there are enough of them."""
-    unit = FFN_UNIT if total >= FFN_UNIT * len(weights) else 1
+def cut_columns(total: int, weights: Sequence[float], unit: int = FFN_UNIT) -> list[Span]:
+    """Each rank's columns of a matrix, in multiples of `unit` while there are enough of them, else of FFN_UNIT."""
+    unit = next((size for size in (unit, FFN_UNIT) if total >= size * len(weights)), 1)
     return [Span(part.start, part.stop) for part in split(total, weights, unit=unit, minimum=1)]
 
 
 def cut_experts(
-    experts: Experts, weights: Sequence[float], group: tuple[int, int] | None
+    experts: Experts, weights: Sequence[float], group: tuple[int, int] | None, unit: int = FFN_UNIT
 ) -> list[tuple[Span, Span, Span]]:
     """Each rank's experts, columns of each, and columns of the shared ones."""
     ranks = len(weights)
     nothing = [Span(0, 0)] * ranks
-    shared = cut_columns(experts.shared_ffn, weights) if experts.shared_ffn else nothing
+    shared = cut_columns(experts.shared_ffn, weights, unit) if experts.shared_ffn else nothing
     if group is None:
-        held, columns = [Span(0, experts.count)] * ranks, cut_columns(experts.ffn, weights)
+        held, columns = [Span(0, experts.count)] * ranks, cut_columns(experts.ffn, weights, unit)
     else:
         replica, replicas = group
         if ranks * replicas > experts.count:
@@ -70,12 +76,14 @@ def places(
     tensor_weights: Sequence[float],
     stage_layers: Sequence[int],
     expert_group: tuple[int, int] | None = None,
+    ffn_unit: int = FFN_UNIT,
 ) -> tuple[Place, ...]:
     """All ranks of a layout, stage by stage: `stage_layers[s]` layers in stage s, cut by `tensor_weights`.
 
     `expert_group` (replica, replicas) deals whole experts out to the ranks of this many data-parallel replicas,
     and gives the places in that one of them; (0, 1) is expert parallelism without data parallelism. None cuts
-    every expert by the tensor weights.
+    every expert by the tensor weights. The columns of MLPs are cut in multiples of `ffn_unit`, which `column_unit`
+    gives for a precision.
     """
     if sum(stage_layers) != shape.layers or any(n < 1 for n in stage_layers):
         raise PlanError(
@@ -84,11 +92,11 @@ def places(
         )
     tp = len(tensor_weights)
     heads = cut_heads(shape.q_heads, shape.kv_heads, tensor_weights)
-    ffn = cut_columns(shape.ffn, tensor_weights)
+    ffn = cut_columns(shape.ffn, tensor_weights, ffn_unit)
     # The head is a matrix product for every token that is sampled: cut like the MLP, never in whole heads.
     vocab = cut_columns(shape.vocab, tensor_weights)
     nothing = (Span(0, 0), Span(0, 0), Span(0, 0))
-    experts = cut_experts(shape.experts, tensor_weights, expert_group) if shape.experts else [nothing] * tp
+    experts = cut_experts(shape.experts, tensor_weights, expert_group, ffn_unit) if shape.experts else [nothing] * tp
     out, start = [], 0
     for stage, count in enumerate(stage_layers):
         for t in range(tp):

@@ -13,7 +13,7 @@ from weft.facts.place import Place, Span
 from weft.facts.precision import WeightBytes, weights
 from weft.facts.shape import ModelShape
 from weft.planner.partition import Stage, partition
-from weft.planner.place import places
+from weft.planner.place import column_unit, places
 
 
 class Seat(msgspec.Struct, frozen=True):
@@ -47,7 +47,7 @@ def stage_layers(
     as little full as can be. None where there is not enough room, or fewer layers than stages. `expert_group` is
     that of `planner.place`.
     """
-    ranks = tuple(places(shape, tensor_weights, [shape.layers], expert_group))
+    ranks = tuple(places(shape, tensor_weights, [shape.layers], expert_group, column_unit(shape, precision)))
     by_rank = [_layers(shape, precision, kv_dtype, tokens, rank) for rank in ranks]
     sizes, work = by_rank[0]
     # Of a stage its tightest and its slowest rank count. All are told in terms of the first rank's bytes.
