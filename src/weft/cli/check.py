@@ -20,6 +20,7 @@ from weft.planner.claims import Claim, Verdict, judge, parse
 from weft.planner.cost import Prediction
 from weft.planner.cuts import cut_of
 from weft.planner.deployment import Layout, Workload
+from weft.planner.objections import not_run
 from weft.planner.profiles import profile
 from weft.planner.question import Question
 from weft.planner.search import search
@@ -42,7 +43,8 @@ def main(arguments: Namespace) -> int:
     if getattr(arguments, "json", False):
         print(json.dumps(as_json(arguments.check, found, predicted)))
     else:
-        print(told(found, predicted, claim, arguments.engine))
+        yet = arguments.engine == "weft" and not_run(model.shape, precision)
+        print(told(found, predicted, claim, "weft (which does not run it yet)" if yet else arguments.engine))
     return 0 if found.possible else plan.NOTHING_FITS
 
 

@@ -16,14 +16,12 @@ from weft.facts.place import Place, Span
 from weft.facts.precision import WeightBytes, canonical, weights
 from weft.facts.shape import ModelShape
 from weft.planner.deployment import Layout, Workload
+from weft.planner.memory import LOGITS_BYTES, step_bytes
 from weft.planner.profiles import Profile
 
 BLOCK = 16  # tokens of a KV block, EngineConfig.block_size
 MIB = 1 << 20
-LOGITS_BYTES = 2 * 4  # float32, twice: as they come and as they are sampled from
 ACTIVATION_BYTES = 2  # engines compute in 16 bits
-HIDDEN_COPIES = 3  # residual, norm and output
-FFN_COPIES = 3  # gate, up and their product
 
 
 class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -211,11 +209,7 @@ def activation_bytes(
 ) -> int:
     """What a step of `tokens` tokens takes beside weights and KV, of which `rows` sequences sample."""
     if profile.own_activations.value:
-        rows = min(rows, tokens)
-        samples = place.last and place.tp_rank == 0
-        attention = (len(place.q_heads) * 2 + len(place.kv_heads) * 2) * shape.head_dim
-        width = HIDDEN_COPIES * shape.hidden + max(attention, FFN_COPIES * len(place.ffn))
-        return tokens * width * number_bytes + LOGITS_BYTES * rows * shape.vocab * samples
+        return step_bytes(shape, place, tokens, min(rows, tokens), number_bytes)
     factors = profile.activations_experts if shape.experts else profile.activations_dense
     hidden = shape.q_heads * shape.head_dim if not shape.mla else shape.hidden
     passes = int(2 * tokens * hidden * factors.at(place.tp_size))

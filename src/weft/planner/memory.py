@@ -8,10 +8,15 @@ from collections.abc import Sequence
 import msgspec
 
 from weft.errors import PlanError
+from weft.facts.shape import ModelShape
+from weft.planner.place import Place
 from weft.planner.plan import Plan
 
 CPU_KV_BYTES = 4_000_000_000  # per host, at most, without --kv-cache-memory-bytes
 CPU_KV_SHARE = 4  # and at most one part in so many of the free memory
+HIDDEN_COPIES = 3  # residual, norm and output
+FFN_COPIES = 3  # gate, up and their product
+LOGITS_BYTES = 2 * 4  # float32, twice: as they come and as they are sampled from
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,6 +35,15 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     free_bytes: int
     block_bytes: int
     load_s: float
+
+
+def step_bytes(shape: ModelShape, place: Place, tokens: int, rows: int, number_bytes: int) -> int:
+    """What our own step of `tokens` tokens takes beside weights and KV, where it cannot be measured: the widest
+    moment of a layer for each token, and on the rank that samples the logits of `rows` rows."""
+    attention = (len(place.q_heads) * 2 + len(place.kv_heads) * 2) * shape.head_dim
+    width = HIDDEN_COPIES * shape.hidden + max(attention, FFN_COPIES * len(place.ffn))
+    samples = place.last and place.tp_rank == 0
+    return tokens * width * number_bytes + LOGITS_BYTES * rows * shape.vocab * samples
 
 
 def kv_blocks(plan: Plan, capacities: Sequence[Capacity]) -> int:

@@ -17,7 +17,7 @@ from weft.kernels.batch import Batch
 from weft.layers import rope
 from weft.models.decoder import Decoder
 from weft.planner.fills import parameter_dims, rank_parameters, weight_bytes
-from weft.planner.memory import Capacity
+from weft.planner.memory import Capacity, step_bytes
 from weft.planner.plan import Plan
 from weft.weights.load import load
 from weft.worker import device as devices
@@ -171,7 +171,7 @@ class Worker:
         rows = min(plan.max_num_seqs, plan.max_num_batched_tokens)
         tokens = min(plan.max_num_batched_tokens, rows * plan.max_model_len)
         if self.device.type == "cpu":
-            return self._reckon(tokens, rows)
+            return step_bytes(plan.shape, self.place, tokens, rows, self.dtype.itemsize)
         counts = [tokens // rows + (r < tokens % rows) for r in range(rows)]
         self.caches = self._caches(sum(-(-count // plan.block_size) for count in counts))
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -181,14 +181,6 @@ class Worker:
         peak = torch.cuda.max_memory_allocated(self.device) - before
         self.caches = []
         return peak
-
-    def _reckon(self, tokens: int, rows: int) -> int:
-        """The widest moment of a layer for every token, and float32 logits, twice, for every row."""
-        shape, place = self.plan.shape, self.place
-        attention = (len(place.q_heads) * 2 + len(place.kv_heads) * 2) * shape.head_dim
-        width = 3 * shape.hidden + max(attention, 3 * len(place.ffn))
-        logits = 2 * 4 * rows * shape.vocab if self.rank == self.plan.output_rank else 0
-        return tokens * width * self.dtype.itemsize + logits
 
     def _rehearse(self, counts: list[int]) -> None:
         """Run one step of made-up prompts with these lengths, in slots and blocks that nobody holds yet."""
