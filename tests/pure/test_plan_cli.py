@@ -238,7 +238,7 @@ def test_a_large_mixed_cluster_shows_each_kind_of_gpu(run: Any) -> None:
 
 
 def test_saturated_tokens_are_told_alike(run: Any, plan: Any) -> None:
-    words = "Llama-3.1-8B --gpus 1xRTX4090 --concurrency max"
+    words = "Llama-3.1-8B --gpus 1xRTX4090 --concurrency Max"
     rate = f"{plan(words)[1]['best']['predicted']['saturated_tok_s']:,.0f}"
     out = run(*words.split())[1]
     assert f" {rate} tok/s; " in out and f" {rate}  \n" in out
@@ -247,6 +247,11 @@ def test_saturated_tokens_are_told_alike(run: Any, plan: Any) -> None:
 def test_why_nothing_fits_is_said_once(run: Any) -> None:
     status, out, _ = run("Llama-3.1-70B", "--gpus", "1xH100")
     assert status == 3 and out.count("by 59.6 GB") == 1 and "1 x H200-SXM in its place fits it" in out
+
+
+def test_gpt_oss_is_told_of_its_own_checkpoint(plan: Any) -> None:
+    advice = plan("gpt-oss-120b --gpus 1xH100 --precision bf16 --engine vllm")[1]["advice"]
+    assert advice[0].startswith("the published MXFP4 checkpoint fits as one GPU, mxfp4") and "int4" not in str(advice)
 
 
 def test_advice_says_what_weft_does_not_run(plan: Any) -> None:

@@ -129,6 +129,8 @@ def test_mixes_are_in_order_of_their_bits() -> None:
         ("GPTQ-Int4", "int4"),
         ("GPTQ-Int8", "int8"),
         ("AWQ", "int4"),
+        ("4-bit", "int4"),
+        ("8bit", "int8"),
         ("Int4", "int4"),
         ("NVFP4", "nvfp4"),
         ("MXFP4/FP8", "mxfp4"),

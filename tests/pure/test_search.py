@@ -396,6 +396,15 @@ def test_too_long_a_request_is_told_the_longest() -> None:
     assert plan("Qwen-72B-Chat", "2xA100", workload=fits).best
 
 
+def test_too_long_a_prompt_is_told_what_fits_and_no_flag_against_it() -> None:
+    work = Workload(input_len=30000, output_len=2000)
+    (shorter,) = [it for it in advice(plan("Qwen-72B-Chat", "2xA100", workload=work)) if it.startswith("prompt and")]
+    length = int(shorter.split("up to ")[1].split()[0].replace(",", ""))
+    assert 4000 < length < 8000 and "--" not in shorter
+    fits = Workload(input_len=length - 2000, output_len=2000)
+    assert plan("Qwen-72B-Chat", "2xA100", workload=fits).best
+
+
 def test_the_binding_constraint_is_the_one_that_helps_most() -> None:
     single = plan("Llama-3.1-70B-Instruct", "4xH100", objective="latency", workload=Workload(input_len=1))
     assert binding(single).resource == "bandwidth"

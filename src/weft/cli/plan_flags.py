@@ -14,7 +14,7 @@ ENGINES = ("weft", "vllm", "trtllm", "sglang", "llama.cpp", "transformers")
 
 def concurrency(text: str) -> int | None:
     """Requests at once; max is as many as fit."""
-    return None if text == "max" else values.at_least(1)(text)
+    return None if text.lower() == "max" else values.at_least(1)(text)
 
 
 def price(text: str) -> float:

@@ -70,6 +70,10 @@ ALIASES = gguf_types.ALIASES | {
     "awq-int4": "int4",
     "w4a16": "int4",
     "w8a16": "int8",
+    "4bit": "int4",
+    "4-bit": "int4",
+    "8bit": "int8",
+    "8-bit": "int8",
     "mxfp4/fp8": "mxfp4",
 }
 # Where a format's published checkpoints leave the matrices of attention in 16 bits: gpt-oss in MXFP4

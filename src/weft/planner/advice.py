@@ -36,6 +36,7 @@ RESOURCES: dict[Resource, str] = {
 WORTH = 1.05  # gains below it are not worth a line
 # What a checkpoint of another precision is called, those closest to the original first.
 CHECKPOINTS = {"fp8": "an FP8", "int8": "a GPTQ int8", "int4": "an AWQ or GPTQ int4"}
+PUBLISHED = {"GptOssForCausalLM": {"mxfp4": "the published MXFP4"}}
 GGUF_CHECKPOINTS = {"q8_0": "a Q8_0 GGUF", "q4_k_m": "a Q4_K_M GGUF"}
 FP8_CACHE = ("vllm", "sglang", "trtllm")  # engines that can keep KV in FP8
 MOST_NODES = 64  # of a cluster that is tried
@@ -113,7 +114,10 @@ def _to_fit(answer: Answer) -> Iterator[str]:
         return
     length = _longest_that_fits(question)
     if length:
-        yield f"with --max-model-len {length} it fits: that many tokens of KV are left"
+        if question.workload.max_model_len:
+            yield f"with --max-model-len {length} it fits: that many tokens of KV are left"
+        else:
+            yield f"prompt and answer of up to {length:,} tokens together fit: that much KV is left"
     fits = {}
     for precision, name in _smaller_checkpoints(question):
         found = _roomiest(msgspec.structs.replace(question, precisions=(precision,)))
@@ -173,7 +177,8 @@ def _smaller_checkpoints(question: Question) -> Iterator[tuple[str, str]]:
     in_gguf = question.engine == "llama.cpp" or any(it in gguf_types.MIXES for it in question.precisions)
     now = min(weight_bytes(question.shape, it) for it in question.precisions)
     both = question.engine == "weft" and not in_gguf
-    for precision, name in (GGUF_CHECKPOINTS if in_gguf else CHECKPOINTS | (GGUF_CHECKPOINTS if both else {})).items():
+    published = PUBLISHED.get(question.shape.architecture, CHECKPOINTS)
+    for precision, name in (GGUF_CHECKPOINTS if in_gguf else published | (GGUF_CHECKPOINTS if both else {})).items():
         if weight_bytes(question.shape, precision) < now:
             yield precision, name
 

@@ -69,7 +69,7 @@ def predict(
         seats = layout.replica(number)
         home = nodes[seats[0][1]][0]
         # Replicas on GPUs of the same kinds in the same places, of which a large cluster has many.
-        key = tuple((id(place), id(gpus[at]), nodes[at][0] - home, nodes[at][1]) for place, at in seats)
+        key = tuple((len(place.experts), id(gpus[at]), nodes[at][0] - home, nodes[at][1]) for place, at in seats)
         if key not in alike:
             replica = Replica(shape, layout, cluster, profile, number, ranks)
             alike[key] = known.setdefault(replica.key, replica)

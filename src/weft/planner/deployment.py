@@ -36,8 +36,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
     `places` and `gpus` have one entry per rank of the deployment, replica by replica, and in it stage by stage:
     rank = (replica * pipeline_parallel + stage) * tensor_parallel + tp_rank. `gpus[rank]` is the number of its
-    GPU in `Cluster` order (node by node). Equal replicas share their Place objects; `place.rank` counts within a
-    replica. `precision` and `kv_dtype` are names of `facts.precision`.
+    GPU in `Cluster` order (node by node). Replicas differ in nothing but which experts they hold; `place.rank`
+    counts within a replica. `precision` and `kv_dtype` are names of `facts.precision`.
 
     `expert_parallel` is the number of ranks that a layer's routed experts are dealt out to whole: 1 where every
     rank holds a slice of each expert, else tensor_parallel, or tensor_parallel * data_parallel where the

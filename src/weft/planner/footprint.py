@@ -118,12 +118,12 @@ def footprint(
     """What every rank of `layout` on `cluster` holds under an engine. `workload` gives the length that must fit."""
     workload, precision = workload or Workload(), canonical(layout.precision)
     gpus = cluster.gpus
-    # Equal replicas share their places, and a large cluster has many of them.
+    # Replicas differ in nothing but which experts they hold, and on what; a large cluster has many that are equal.
     known: dict[tuple[tuple[int, int], ...], ReplicaMemory] = {}
     replicas = []
     for number in range(layout.data_parallel):
         seats = tuple((place, gpus[index]) for place, index in layout.replica(number))
-        key = tuple((id(place), id(gpu)) for place, gpu in seats)
+        key = tuple((len(place.experts), id(gpu)) for place, gpu in seats)
         if key not in known:
             known[key] = replica_memory(shape, precision, layout.kv_dtype, seats, profile, workload.longest)
         replicas.append(known[key])
