@@ -43,15 +43,25 @@ def test_logits_agree(checkpoint: Path, layout: str, dtype: str, tolerance: floa
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("executor", ["inline", "processes"])
-def test_greedy_tokens_equal(checkpoint: Path, layout: str, executor: str) -> None:
-    if executor == "processes" and checkpoint.name not in ("llama", "qwen3"):
-        pytest.skip("processes are tested on llama and qwen3 only: a start takes seconds")
-    model = checkpoints.reference(checkpoint)
-    truth = [greedy(model, prompt, NEW) for prompt in PROMPTS]
-    with LLM(str(checkpoint), dtype="float32", skip_tokenizer_init=True, executor=executor, **on_gpus(layout)) as llm:
+def test_greedy_tokens_equal(checkpoint: Path, layout: str) -> None:
+    assert ours(checkpoint, layout, "inline") == theirs(checkpoint)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_greedy_tokens_equal_across_processes(tmp_path: Path, layout: str) -> None:
+    path = checkpoints.make("qwen3", tmp_path)
+    assert ours(path, layout, "processes") == theirs(path)
+
+
+def ours(path: Path, layout: str, executor: str) -> list[list[int]]:
+    with LLM(str(path), dtype="float32", skip_tokenizer_init=True, executor=executor, **on_gpus(layout)) as llm:
         outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True))
-    assert [o.outputs[0].token_ids for o in outputs] == truth
+    return [o.outputs[0].token_ids for o in outputs]
+
+
+def theirs(path: Path) -> list[list[int]]:
+    model = checkpoints.reference(path)
+    return [greedy(model, prompt, NEW) for prompt in PROMPTS]
 
 
 def test_memory_stays_within_the_budget(tmp_path: Path) -> None:
