@@ -44,8 +44,6 @@ def ragged(counts: list[int], contexts: list[int], block_size: int, seed: int) -
         row_starts=torch.tensor([0, *torch.tensor(counts).cumsum(0)], dtype=torch.int32),
         context=torch.tensor(contexts, dtype=torch.int32),
         tables=tables,
-        max_count=max(counts),
-        max_context=max(contexts),
     )
     return batch, sum(needs)
 

@@ -8,11 +8,16 @@ from pathlib import Path
 from weft.errors import ModelError
 
 
-def cache_dir() -> Path:
-    """`$XDG_CACHE_HOME/weft`, by default `~/.cache/weft`; made where it is not there yet."""
+def cache_path() -> Path:
+    """`$XDG_CACHE_HOME/weft`, by default `~/.cache/weft`. Raises RuntimeError where there is no home."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     # The XDG specification has relative paths ignored.
-    folder = (Path(base) if os.path.isabs(base) else Path("~/.cache").expanduser()) / "weft"
+    return (Path(base) if os.path.isabs(base) else Path("~/.cache").expanduser()) / "weft"
+
+
+def cache_dir() -> Path:
+    """`cache_path()`, made where it is not there yet."""
+    folder = cache_path()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

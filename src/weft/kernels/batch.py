@@ -13,8 +13,7 @@ class Batch:
 
     `positions` [T] in the text; `slots` [T] int64, where each token's key and value go (block * block_size +
     offset); `row_starts` [R+1], where each row's tokens begin; `context` [R], tokens of the row in the cache
-    after this step; `tables` [R, max_blocks], the row's blocks in order; the plain ints are maxima over rows,
-    known on the host so that nothing waits for the device.
+    after this step; `tables` [R, max_blocks], the row's blocks in order.
     """
 
     tokens: torch.Tensor
@@ -23,8 +22,6 @@ class Batch:
     row_starts: torch.Tensor
     context: torch.Tensor
     tables: torch.Tensor
-    max_count: int
-    max_context: int
 
     @property
     def rows(self) -> int:

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from weft.errors import ConfigError
+from weft.facts.cache import cache_path
 from weft.kernels.base import HeadNorm, KVCache
 from weft.kernels.batch import Batch
 
@@ -146,7 +147,7 @@ def build() -> Path:
     openmp = sorted(str(p) for p in Path(torch.__file__).parent.glob("lib/lib*omp*.so*"))
     facts = (SOURCE.read_text(), compiler, *FLAGS, *openmp, torch.__version__, platform.machine(), _cpu())
     key = hashlib.sha256("\0".join(facts).encode()).hexdigest()[:20]
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weft" / "kernels"
+    folder = cache_path() / "kernels"
     library = folder / f"native-{key}.so"
     if library.exists():
         return library

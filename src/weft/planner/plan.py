@@ -36,7 +36,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int
     block_size: int
     kv_cache_bytes: int | None = None
-    gpu_memory_utilization: tuple[float, ...] = (0.9,)
+    gpu_memory_utilization: tuple[float, ...] = ()  # one share per rank; a CPU needs none
     attention_backend: str = "auto"
     seed: int = 0
 

@@ -12,7 +12,6 @@ from starlette.responses import Response
 from weft.client.collector import Delta as News
 from weft.client.outputs import Logprob
 from weft.errors import RequestError
-from weft.serving.errors import Json
 from weft.serving.logprobs import chat_logprobs
 from weft.serving.openai_types import (
     ChatChoice,
@@ -27,7 +26,7 @@ from weft.serving.openai_types import (
 )
 from weft.serving.sampling import said
 from weft.serving.service import Answer, Service
-from weft.serving.sse import DONE, EventStream, event, while_connected
+from weft.serving.sse import DONE, event, reply
 
 
 async def chat(request: Request) -> Response:
@@ -45,13 +44,14 @@ async def chat(request: Request) -> Response:
     prompt = await service.prompt(service.render(wire.messages, wire), special=False, param="messages")
     answer = service.answer([prompt], sampling, priority=wire.priority)
     talk = Talk(service, answer, model, wire)
-    if wire.stream:
-        return EventStream(talk.events(), answer, keepalive_s=service.options.keepalive_interval)
-    try:
-        whole = await while_connected(request.receive, talk.whole())
-    finally:
-        await answer.aclose()
-    return Json(whole)
+    return await reply(
+        request,
+        answer,
+        stream=bool(wire.stream),
+        events=talk.events,
+        whole=talk.whole,
+        keepalive_s=service.options.keepalive_interval,
+    )
 
 
 class Talk:

@@ -14,12 +14,11 @@ from weft.client.collector import Collector, Delta
 from weft.client.frontend import PromptLike
 from weft.client.outputs import CompletionOutput, Logprob
 from weft.errors import RequestError
-from weft.serving.errors import Json
 from weft.serving.logprobs import completion_logprobs
 from weft.serving.openai_types import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, StreamOptions
 from weft.serving.sampling import said
 from weft.serving.service import Answer, Service
-from weft.serving.sse import DONE, EventStream, event, while_connected
+from weft.serving.sse import DONE, event, reply
 
 
 async def completions(request: Request) -> Response:
@@ -39,13 +38,14 @@ async def completions(request: Request) -> Response:
     prompts = [await service.prompt(prompt, special=special) for prompt in split_prompts(wire.prompt)]
     answer = service.answer(prompts, sampling, priority=wire.priority)
     writing = Writing(service, answer, model, wire, scoring)
-    if wire.stream:
-        return EventStream(writing.events(), answer, keepalive_s=service.options.keepalive_interval)
-    try:
-        whole = await while_connected(request.receive, writing.whole())
-    finally:
-        await answer.aclose()
-    return Json(whole)
+    return await reply(
+        request,
+        answer,
+        stream=bool(wire.stream),
+        events=writing.events,
+        whole=writing.whole,
+        keepalive_s=service.options.keepalive_interval,
+    )
 
 
 def split_prompts(prompt: str | list[str | int | list[int]]) -> list[PromptLike]:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
 import msgspec
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from weft.errors import WeftError
-from weft.serving.errors import frame
+from weft.serving.errors import Json, frame
 
 log = logging.getLogger("weft.serving")
 
@@ -53,6 +54,25 @@ class Source(Protocol):
     """What the events are made from: closing it aborts its requests."""
 
     async def aclose(self) -> None: ...
+
+
+async def reply(
+    request: Request,
+    source: Source,
+    *,
+    stream: bool,
+    events: Callable[[], AsyncGenerator[bytes, None]],
+    whole: Callable[[], Coroutine[Any, Any, Any]],
+    keepalive_s: float,
+) -> Response:
+    """The answer of `source` as its events while they come, or whole as JSON; closed when the client goes away."""
+    if stream:
+        return EventStream(events(), source, keepalive_s=keepalive_s)
+    try:
+        made = await while_connected(request.receive, whole())
+    finally:
+        await source.aclose()
+    return Json(made)
 
 
 class EventStream(Response):

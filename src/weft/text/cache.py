@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 from tokenizers import Tokenizer
 
+from weft.facts.cache import cache_path
 from weft.text.settings import Settings
 
 FORMAT = 1  # to be raised when what is made from the same file changes
@@ -38,13 +39,13 @@ def cached(source: Path, make: Callable[[Path], tuple[Tokenizer, Settings]]) -> 
 def _folder(source: Path) -> Path | None:
     """One per state of a file: its path, where it lies on the disk, its size and when it was written."""
     try:
-        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        root = cache_path()
         path = source.resolve()
         stat = path.stat()
     except (OSError, RuntimeError):
         return None
     identity = (FORMAT, str(path), stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
-    return root / "weft" / "tokenizers" / sha256(repr(identity).encode()).hexdigest()[:32]
+    return root / "tokenizers" / sha256(repr(identity).encode()).hexdigest()[:32]
 
 
 def _write(path: Path, data: bytes) -> None:

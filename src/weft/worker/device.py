@@ -21,12 +21,6 @@ def prepare(plan: Plan, rank: int) -> torch.device:
     return device
 
 
-def utilization(plan: Plan, rank: int) -> float:
-    """The share of the rank's GPU that it may use."""
-    shares = plan.gpu_memory_utilization
-    return shares[rank] if len(shares) > 1 else shares[0]
-
-
 def free_bytes(plan: Plan, rank: int, device: torch.device, activation_bytes: int) -> int:
     """What is left for KV: on a CPU the host's free memory, on a GPU the rank's share of the card less all
     that is there already (others' and ours, weights, context, NCCL) and the activations' peak."""
@@ -36,7 +30,7 @@ def free_bytes(plan: Plan, rank: int, device: torch.device, activation_bytes: in
     free, total = torch.cuda.mem_get_info(device)
     spare = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     used = total - free - spare
-    return min(int(total * utilization(plan, rank)) - used, free + spare) - activation_bytes
+    return min(int(total * plan.gpu_memory_utilization[rank]) - used, free + spare) - activation_bytes
 
 
 def zeros(dims: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -65,6 +65,4 @@ class Rows:
             row_starts=put(row_starts),
             context=put(context),
             tables=put(self.tables[slots, : -(-reach // self.block_size)]),
-            max_count=int(counts.max()),
-            max_context=reach,
         )
