@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weft.cli import values
+from weft.cli.cost_flags import COST
 from weft.cli.flags import ENGINE, SAMPLING, SERVER, Flag
 from weft.cli.plan_flags import PLAN
 
@@ -88,6 +89,13 @@ COMMANDS = {
             module="weft.cli.plan",
             groups=PLAN,
             example="weft plan Llama-3.1-70B-Instruct --gpus 4xA100",
+        ),
+        Command(
+            name="cost",
+            summary="Tell dollars per million tokens, when own GPUs beat an API, and how much of a load to own.",
+            module="weft.cli.cost",
+            groups=(("cost", COST), *PLAN[:-1]),
+            example="weft cost Llama-3.3-70B-Instruct --gpus 4xH100 --price 2.49 --demand 1,1,4,9,4",
         ),
         Command(
             name="bench latency",

@@ -71,12 +71,14 @@ CUT = (
     ),
     Flag(name="max-model-len", parse=values.at_least(1), help="longest request that must fit, in tokens"),
 )
-ASKED = (
+LOAD = (
     Flag(name="engine", choices=ENGINES, default="weft", help="whose speed and memory to predict"),
     Flag(name="objective", choices=OBJECTIVES, default="throughput", help="what the best layout is best at"),
     Flag(name="concurrency", parse=concurrency, metavar="N|max", help="requests at once; max: as many as fit"),
     Flag(name="input-len", parse=values.at_least(1), help="prompt tokens; left out: 1024, or what the model can"),
     Flag(name="output-len", parse=values.at_least(1), help="answer tokens; left out: 1024, or what the model can"),
+)
+TOLD = (
     Flag(name="check", metavar="CLAIM", help='judge "MODEL PRECISION on NxGPU[ at N tokens], X tok/s"'),
     Flag(name="json", parse=None, help="print one JSON object"),
 )
@@ -86,4 +88,4 @@ NAMED = (
     Flag(name="revision", help="branch, tag or commit of a model on the hub"),
     Flag(name="hf-token", help="token for the hub, instead of HF_TOKEN"),
 )
-PLAN = (("model", NAMED), ("hardware", HARDWARE), ("layout", CUT), ("workload", ASKED))
+PLAN = (("model", NAMED), ("hardware", HARDWARE), ("layout", CUT), ("workload", LOAD), ("answer", TOLD))
