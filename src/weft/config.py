@@ -41,4 +41,5 @@ class EngineConfig:
     max_num_batched_tokens: int | None = None
     max_num_queued_reqs: int = 1024
     scheduling_policy: str = "fcfs"  # fcfs, priority
+    async_scheduling: bool | None = None  # schedule a step before the last one's tokens are known; None: on GPUs
     attention_backend: str = "auto"  # auto, torch, cpu

@@ -68,6 +68,8 @@ def test_greedy_tokens_equal_in_every_layout(checkpoint: Path, truth: list[list[
         {"kv_cache_memory_bytes": 1},  # replaced below by a cache so small that requests are preempted
         {"attention_backend": "torch"},
         {"block_size": 4, "enable_prefix_caching": False},
+        {"async_scheduling": True},
+        {"async_scheduling": True, "tensor_parallel_size": 2, "max_num_batched_tokens": 20},
     ],
     ids=str,
 )

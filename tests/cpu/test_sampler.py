@@ -183,7 +183,7 @@ def sampler_of(vocab: int, rows: list[Row], first: int = 0) -> Sampler:
 
 def sample(sampler: Sampler, logits: torch.Tensor, rows: list[Row], slots: list[int] | None = None) -> list[int]:
     slots = slots or list(range(len(rows)))
-    return sampler.sample(logits.clone(), slots, [row.position for row in rows])[0]
+    return sampler.sample(logits.clone(), slots, [row.position for row in rows]).result()[0]
 
 
 @given(data=st.data(), vocab=st.sampled_from(VOCABULARIES), seed=st.integers(0, 10**6))
@@ -233,9 +233,9 @@ def test_chunks_do_not_change_tokens_or_logprobs(monkeypatch: pytest.MonkeyPatch
     rows = [Row(key, params[key % 3], [5], []) for key in range(40)]
     logits = grid(300, 40, 0)
     positions = [1] * 40
-    at_once = sampler_of(300, rows).sample(logits.clone(), list(range(40)), positions)
+    at_once = sampler_of(300, rows).sample(logits.clone(), list(range(40)), positions).result()
     monkeypatch.setattr(chunks, "CPU_FIGURES", 0)
-    assert sampler_of(300, rows).sample(logits.clone(), list(range(40)), positions) == at_once
+    assert sampler_of(300, rows).sample(logits.clone(), list(range(40)), positions).result() == at_once
 
 
 def test_the_stream_is_never_changed_by_accident() -> None:
@@ -243,7 +243,7 @@ def test_the_stream_is_never_changed_by_accident() -> None:
     logits = torch.tensor([[(i * 7919 % 1009) / 100 for i in range(1000)]])
     rows = [Row(key, SamplingParams(), [0], []) for key in (0, 1, 2**63, MASK)]
     sampler = sampler_of(1000, rows)
-    found = [sampler.sample(logits.expand(4, -1).clone(), [0, 1, 2, 3], [p] * 4)[0] for p in (1, 2, 1000)]
+    found = [sampler.sample(logits.expand(4, -1).clone(), [0, 1, 2, 3], [p] * 4).result()[0] for p in (1, 2, 1000)]
     assert found == [[482, 357, 805, 277], [521, 726, 8, 73], [963, 640, 391, 620]]
 
 
@@ -312,7 +312,7 @@ def test_sampled_frequencies_match(params: SamplingParams) -> None:
     found = []
     for at in range(0, len(positions), 1000):
         part = [*positions[at : at + 1000]]
-        found += sampler.sample(logits.expand(len(part), -1).clone(), [0] * len(part), part)[0]
+        found += sampler.sample(logits.expand(len(part), -1).clone(), [0] * len(part), part).result()[0]
     weights = np.array(distribution(row, logits[0].tolist()))
     assert 1 < (weights > 0).sum() <= 60
     assert abs(chi_square(np.bincount(found, minlength=60), weights / weights.sum())) < 4
@@ -329,7 +329,7 @@ def test_rounding_in_the_logits_hardly_ever_changes_a_token() -> None:
         logits = torch.randn(50, 20_000, generator=generator) * 2
         noise = torch.randn(50, 20_000, generator=generator) * 1e-4
         first, second = (
-            sampler.sample(x, list(range(50)), [position] * 50)[0] for x in (logits + noise, logits.clone())
+            sampler.sample(x, list(range(50)), [position] * 50).result()[0] for x in (logits + noise, logits.clone())
         )
         changed += sum(a != b for a, b in zip(first, second, strict=True))
     assert changed <= 1
@@ -407,8 +407,8 @@ def test_nan_stays_in_its_row() -> None:
     hurt[0::4, 17] = torch.nan
     hurt[2::4] = torch.nan
     slots, positions = list(range(12)), [2] * 12
-    tokens, logprobs = sampler_of(600, rows).sample(hurt, slots, positions)
-    clean, clean_logprobs = sampler_of(600, rows).sample(logits, slots, positions)
+    tokens, logprobs = sampler_of(600, rows).sample(hurt, slots, positions).result()
+    clean, clean_logprobs = sampler_of(600, rows).sample(logits, slots, positions).result()
     assert tokens[1::2] == clean[1::2]
     assert logprobs[1::2] == clean_logprobs[1::2]
     assert tokens[0] == 17
@@ -427,11 +427,11 @@ def test_a_slot_keeps_nothing_of_who_was_there_before() -> None:
         if leave:
             sampler.release(0)
         sampler.admit(row.admission(0))
-        assert sampler.sample(logits.clone(), [0], [1]) == ([expected(row, logits[0].tolist())], [None])
+        assert sampler.sample(logits.clone(), [0], [1]).result() == ([expected(row, logits[0].tolist())], [None])
 
 
 def test_no_rows_give_no_tokens() -> None:
-    assert Sampler(50, 1, CPU).sample(torch.empty(0, 50), [], []) == ([], [])
+    assert Sampler(50, 1, CPU).sample(torch.empty(0, 50), [], []).result() == ([], [])
 
 
 # Logprobs.
@@ -452,7 +452,7 @@ def check_logprobs(found: object, logits: list[float], token: int, top: int) -> 
 def test_logprobs_are_the_models_own(data: st.DataObject, vocab: int, seed: int) -> None:
     rows = data.draw(st.lists(row_of(vocab), min_size=1, max_size=5))
     logits = grid(vocab, len(rows), seed)
-    found = sampler_of(vocab, rows).sample(logits.clone(), list(range(len(rows))), [row.position for row in rows])
+    found = sampler_of(vocab, rows).sample(logits.clone(), list(range(len(rows))), [row.position for row in rows]).result()
     for row, values, token, logprobs in zip(rows, logits.tolist(), *found, strict=True):
         if row.params.logprobs is None:
             assert logprobs is None
@@ -470,7 +470,7 @@ def test_prompt_logprobs(top: int) -> None:
     assert sampler.prompt_logprobs(logits[:0], [], top) == []
 
 
-def test_a_step_waits_for_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_its_result_waits_for_the_device_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the meta device there is no data, so whatever asks for some before the end fails."""
     waits = []
 
@@ -489,5 +489,7 @@ def test_a_step_waits_for_the_device_once(monkeypatch: pytest.MonkeyPatch) -> No
     for slot, row in enumerate(rows):
         sampler.admit(row.admission(slot))
     monkeypatch.setattr(torch.Tensor, "tolist", tolist)
-    sampler.sample(torch.empty(3, 1000, device=meta), [0, 1, 2], [1, 2, 2])
+    sampled = sampler.sample(torch.empty(3, 1000, device=meta), [0, 1, 2], [1, 2, 2])
+    assert waits == []
+    sampled.result()
     assert waits == ["meta"]

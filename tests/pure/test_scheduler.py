@@ -16,7 +16,7 @@ from ranks import VOCAB, Ranks, expected, logprob
 from weft.core.params import SamplingParams
 from weft.core.request import Output, Request
 from weft.core.scheduler import Scheduler
-from weft.core.step import StepPlan
+from weft.core.step import UNKNOWN, StepPlan
 from weft.errors import QueueFullError, RequestError
 
 LIMITS: dict[str, Any] = {
@@ -29,6 +29,7 @@ LIMITS: dict[str, Any] = {
     "stages": 1,
     "policy": "fcfs",
     "prefix_caching": True,
+    "lookahead": False,
 }
 
 
@@ -110,6 +111,7 @@ def limits(draw: st.DrawFn) -> dict[str, Any]:
         "stages": draw(st.integers(1, 3)),
         "policy": draw(st.sampled_from(["fcfs", "priority"])),
         "prefix_caching": draw(st.booleans()),
+        "lookahead": draw(st.booleans()),
     }
 
 
@@ -126,6 +128,7 @@ def asked(draw: st.DrawFn, id: str) -> Request:
         max_tokens=most,
         min_tokens=draw(st.integers(0, 12 if most is None else most)),
         logprobs=draw(st.none() | st.just(0)),
+        presence_penalty=draw(st.sampled_from([0.0, 0.0, 0.5])),
         prompt_logprobs=draw(st.sampled_from([None, None, None, 0])),
     )
 
@@ -214,6 +217,7 @@ def test_every_request_gets_its_tokens_when_it_is_crowded(start: int) -> None:
             "stages": random.randint(1, 3),
             "policy": random.choice(["fcfs", "priority"]),
             "prefix_caching": random.random() < 0.7,
+            "lookahead": random.random() < 0.5,
         }
         requests = [
             request(
@@ -223,6 +227,7 @@ def test_every_request_gets_its_tokens_when_it_is_crowded(start: int) -> None:
                 stop_ids=(random.randrange(3 * VOCAB),),
                 max_tokens=random.choice([None, *range(1, 13)]),
                 prompt_logprobs=random.choice([None, None, 0]),
+                frequency_penalty=random.choice([0.0, 0.0, 0.5]),
             )
             for i in range(20)
         ]
@@ -253,6 +258,8 @@ def test_the_same_calls_give_the_same_steps(
         {"prefix_caching": False},
         {"max_num_seqs": 1},
         {"stages": 3},
+        {"lookahead": True},
+        {"lookahead": True, "num_blocks": 9},
     ],
     ids=str,
 )
@@ -264,6 +271,51 @@ def test_the_same_tokens_however_they_are_computed(change: dict[str, Any], depth
         assert engine.tokens(item.id) == expected(item, 64)[0]
     if change.get("num_blocks"):
         assert engine.scheduler.stats().preemptions > 0
+
+
+# One step ahead
+
+
+def test_a_step_is_ready_before_the_token_that_it_needs() -> None:
+    engine = Engine(LIMITS | {"lookahead": True})
+    item = request("a", [1, 2, 3], max_tokens=4)
+    engine.scheduler.add(item)
+    assert engine.schedule() is not None
+    ahead = engine.schedule()
+    assert ahead is not None and ahead.tokens == [UNKNOWN] and ahead.starts == [3]
+    assert engine.schedule() is None, "a second token on its way"
+    engine.run(depth=2)
+    assert engine.tokens("a") == expected(item, 64)[0]
+    assert engine.ranks.computed == 3 + 3, "nothing is computed beyond a length that is known"
+
+
+def test_the_step_after_an_end_that_nobody_foresaw_is_dropped() -> None:
+    free = request("a", [1, 2, 3], max_tokens=9)
+    stop = expected(free, 64)[0][2]
+    item = request("a", [1, 2, 3], max_tokens=9, stop_ids=(stop,))
+    engine = Engine(LIMITS | {"lookahead": True})
+    engine.run(item, depth=2)
+    tokens = expected(item, 64)[0]
+    assert engine.tokens("a") == tokens and engine.outputs["a"][-1].finish_reason == "stop"
+    assert engine.ranks.computed == 3 + len(tokens), "one more than without"
+    assert engine.scheduler.stats().generation_tokens == len(tokens)
+
+
+def test_who_remembers_its_tokens_waits_for_them() -> None:
+    engine = Engine(LIMITS | {"lookahead": True})
+    engine.run(request("a", [1, 2, 3], max_tokens=4, repetition_penalty=1.1), depth=2)
+    assert all(UNKNOWN not in msgspec.msgpack.decode(plan, type=StepPlan).tokens for plan in engine.plans)
+
+
+def test_a_block_is_found_only_once_its_tokens_are_known() -> None:
+    engine = Engine(LIMITS | {"lookahead": True, "num_blocks": 32})
+    first = request("a", [1, 2, 3], max_tokens=14)
+    engine.run(first, depth=2)
+    answer = engine.tokens("a")
+    again = request("b", [1, 2, 3, *answer], max_tokens=1)
+    engine.run(again, depth=2)
+    # The last token of an answer is never computed, and a block counts when it is full.
+    assert engine.outputs["b"][0].cached_tokens == (3 + 14 - 1) // 4 * 4
 
 
 # Prefixes

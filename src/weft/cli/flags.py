@@ -108,6 +108,11 @@ SCHEDULING = (
     Flag(name="max-num-batched-tokens", parse=values.size, help="most tokens of one step"),
     Flag(name="max-num-queued-reqs", parse=values.size, help="most requests that wait; over it: 503"),
     Flag(name="scheduling-policy", choices=("fcfs", "priority"), help="order in which requests start"),
+    Flag(
+        name="async-scheduling",
+        parse=None,
+        help="schedule a step before the last one's tokens are known; left out: on GPUs",
+    ),
 )
 ENGINE = (("model", MODEL), ("layout", LAYOUT), ("memory", MEMORY), ("scheduling", SCHEDULING))
 

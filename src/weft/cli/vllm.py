@@ -8,12 +8,10 @@ import re
 REASONS = {
     "trust-remote-code": "no code of a model is ever run: architectures are written in Weft",
     "enable-chunked-prefill": "prompts are always cut to --max-num-batched-tokens",
-    "async-scheduling": "steps always overlap",
-    "no-async-scheduling": "steps always overlap",
 }
 
 SWITCHES = """
-aggregate-engine-logging allow-credentials async-scheduling calculate-kv-scales cohere-is-reasoning-model
+aggregate-engine-logging allow-credentials calculate-kv-scales cohere-is-reasoning-model
 cudagraph-metrics data-parallel-external-lb data-parallel-hybrid-lb data-parallel-multi-port-external-lb
 dcp-q-replicate disable-async-output-proc disable-cascade-attn disable-chunked-mm-input disable-custom-all-reduce
 disable-fastapi-docs disable-frontend-multiprocessing disable-hybrid-kv-cache-manager disable-log-requests

@@ -24,7 +24,6 @@ IDLE = [
     "trust_remote_code",
     "disable_log_stats",
     "enable_chunked_prefill",
-    "async_scheduling",
     "disable_custom_all_reduce",
     "use_tqdm_on_load",
 ]

@@ -39,7 +39,7 @@ class EngineCore:
 
     @classmethod
     def start(cls, plan: Plan, num_blocks: int, executor: Executor, config: EngineConfig) -> EngineCore:
-        """A core with the plan's limits and the config's policies, one step in flight per stage."""
+        """A core with the plan's limits and the config's policies, one step in flight per stage, or one ahead."""
         scheduler = Scheduler(
             num_blocks=num_blocks,
             block_size=plan.block_size,
@@ -50,8 +50,9 @@ class EngineCore:
             stages=plan.stages,
             policy=cast(Literal["fcfs", "priority"], config.scheduling_policy),
             prefix_caching=config.enable_prefix_caching,
+            lookahead=plan.lookahead,
         )
-        return cls(scheduler, executor, depth=plan.stages)
+        return cls(scheduler, executor, depth=plan.stages + plan.lookahead)
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestError, QueueFullError, EngineError."""

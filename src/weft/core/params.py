@@ -136,6 +136,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
+    @property
+    def penalised(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
+    def remembers(self) -> bool:
+        """Whether sampling a token needs to know those before it, which the logits do not say."""
+        return self.penalised or any(len(word) > 1 for word in self.bad_word_ids)
+
 
 def _refuse(name: str, value: object, limit: str) -> NoReturn:
     shown = repr(value)

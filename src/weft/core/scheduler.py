@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from weft.core.blocks import BlockPool
 from weft.core.request import FinishReason, Output, Request, Stats
 from weft.core.sequence import Flight, Sequence
-from weft.core.step import Admission, StepPlan, StepResult, TokenLogprobs
+from weft.core.step import UNKNOWN, Admission, StepPlan, StepResult, TokenLogprobs
 from weft.errors import QueueFullError, RequestError
 
 by_order = attrgetter("order")
@@ -29,7 +29,9 @@ class Scheduler:
 
     At most `max_num_seqs` requests run, a step has at most `max_num_batched_tokens` tokens, prompt and answer
     together at most `max_model_len`. Beyond those that a free slot awaits, `max_num_queued` may wait. With
-    several pipeline `stages` a step takes its share of the requests only, so that each stage has one to work on.
+    several pipeline `stages` a step takes its share of the requests only, so that each stage has one to work on. With
+    `lookahead` a request may take part in the step after the one that samples its token, before that is known: the
+    ranks put it in. What such a step brings for a request that has ended meanwhile is dropped.
 
     Requests are admitted in order of arrival, under `policy` "priority" by lower priority first; where
     blocks run out, the last in this order is preempted: it loses its blocks, and computes them anew when it
@@ -48,6 +50,7 @@ class Scheduler:
         stages: int,
         policy: Literal["fcfs", "priority"],
         prefix_caching: bool,
+        lookahead: bool = False,
     ) -> None:
         self.pool = BlockPool(num_blocks, block_size, caching=prefix_caching)
         self.max_num_seqs = max_num_seqs
@@ -55,6 +58,7 @@ class Scheduler:
         self.max_num_queued = max_num_queued
         self.max_model_len = max_model_len
         self.stages = stages
+        self.lookahead = lookahead
         self._by_priority = policy == "priority"
         self._arrivals = 0
         self._steps = 0
@@ -112,7 +116,6 @@ class Scheduler:
         waiting = self.waiting
         for id in ids:
             if sequence := self._unfinished.get(id):
-                self._discard_ready(sequence)
                 self._finish(sequence)
         if self.waiting < waiting:
             self._queue = [entry for entry in self._queue if not entry[1].done]
@@ -150,7 +153,7 @@ class Scheduler:
         chosen = self._choose()
         prefills = []
         for sequence in chosen:
-            if len(sequence.tokens) - sequence.computed == 1:
+            if len(sequence.tokens) + sequence.pending - sequence.computed == 1:
                 self._add_row(flight, sequence, 1, [])
             else:
                 prefills.append(sequence)
@@ -175,6 +178,8 @@ class Scheduler:
         while ready and not chosen:
             count = min(len(ready), self.max_num_batched_tokens, -(-len(self._running) // self.stages))
             chosen = [ready.popleft() for _ in range(count)]
+            for sequence in chosen:
+                sequence.ready = False
             if self.pool.free < count:
                 self._make_room(chosen)
         return chosen
@@ -198,7 +203,8 @@ class Scheduler:
                 budget -= count
             else:
                 left_out.append(sequence)
-        self._ready += left_out
+        for sequence in left_out:
+            self._await_turn(sequence)
         return budget
 
     def _admit(self, flight: Flight, budget: int) -> None:
@@ -216,10 +222,7 @@ class Scheduler:
                 return
             found = self._lookup(sequence)
             new = self._blocks(len(sequence.tokens)) - len(found)
-            revived = sum(self.pool.references[block] == 0 for block in found)
-            # All of the prompt must fit, and a block more for everybody who runs: else the newcomer
-            # would soon be preempted, or preempt.
-            if new + revived + self._promised + len(self._running) > self.pool.free:
+            if not self._has_room(new, found):
                 return
             heappop(self._queue)
             self._start(flight, sequence, found)
@@ -228,6 +231,12 @@ class Scheduler:
             count = min(len(sequence.tokens) - sequence.computed, budget)
             self._add_row(flight, sequence, count, found)
             budget -= count
+
+    def _has_room(self, new: int, found: list[int]) -> bool:
+        """Whether a prompt fits that has blocks in the cache and needs new ones: all of it, and a block more for
+        everybody who runs. Else the newcomer would soon be preempted, or preempt."""
+        revived = sum(self.pool.references[block] == 0 for block in found)
+        return new + revived + self._promised + len(self._running) <= self.pool.free
 
     def _start(self, flight: Flight, sequence: Sequence, found: list[int]) -> None:
         """Give a sequence a slot and the blocks that hold its beginning."""
@@ -272,18 +281,36 @@ class Scheduler:
         plan.counts.append(count)
         plan.blocks.append(blocks)
         if count == 1:
-            plan.tokens.append(tokens[start])
+            plan.tokens.append(tokens[start] if start < len(tokens) else UNKNOWN)
         else:
             plan.tokens += tokens[start:end]
         flight.rows.append(sequence)
-        if end == len(tokens):
+        if end == len(tokens) + sequence.pending:
             plan.samples.append(True)
+            sequence.pending += 1
+            if self.lookahead and self._may_go_on(sequence):
+                self._await_turn(sequence)
         else:
             plan.samples.append(False)
             # Its next chunk needs no result of this one.
-            self._ready.append(sequence)
+            self._await_turn(sequence)
         if self.pool.caching and end // self.pool.block_size > sequence.registered:
             self._register(sequence)
+
+    def _may_go_on(self, sequence: Sequence) -> bool:
+        """Whether a sequence can take part in the next step, where one of its tokens is still on its way."""
+        return (
+            sequence.pending == 0
+            or self.lookahead
+            and sequence.pending == 1
+            and not sequence.remembers
+            and len(sequence.tokens) + 1 < sequence.limit
+        )
+
+    def _await_turn(self, sequence: Sequence) -> None:
+        if not sequence.ready:
+            sequence.ready = True
+            self._ready.append(sequence)
 
     # A result in
 
@@ -305,6 +332,7 @@ class Scheduler:
         for sequence, samples in zip(flight.rows, plan.samples, strict=True):
             sequence.outstanding -= 1
             if samples:
+                sequence.pending -= 1
                 token, logprob = next(sampled)
                 if not sequence.done:
                     outputs.append(self._extend(sequence, token, logprob))
@@ -330,8 +358,8 @@ class Scheduler:
                 output.prompt_logprobs = sequence.prompt_logprobs
         if reason:
             self._finish(sequence)
-        elif sequence.slot >= 0:
-            self._ready.append(sequence)
+        elif sequence.slot >= 0 and self._may_go_on(sequence):
+            self._await_turn(sequence)
         return output
 
     # Leaving
@@ -344,6 +372,7 @@ class Scheduler:
 
     def _finish(self, sequence: Sequence) -> None:
         sequence.done = True
+        self._discard_ready(sequence)
         del self._unfinished[sequence.request.id]
         if sequence.slot >= 0:
             self._stop(sequence)
@@ -351,6 +380,9 @@ class Scheduler:
     def _stop(self, sequence: Sequence) -> None:
         """Take back a running sequence's slot and blocks."""
         del self._running[sequence.request.id]
+        if self.lookahead and self.pool.caching:
+            # A block may have been filled by a token that was not known then.
+            self._register(sequence)
         self.pool.release(sequence.blocks)
         self._promised -= sequence.promised
         self._released.append(sequence.slot)
@@ -360,7 +392,8 @@ class Scheduler:
         sequence.room = sequence.computed = sequence.promised = 0
 
     def _discard_ready(self, sequence: Sequence) -> None:
-        if sequence in self._ready:
+        if sequence.ready:
+            sequence.ready = False
             self._ready.remove(sequence)
 
     # Prefixes
@@ -385,7 +418,8 @@ class Scheduler:
 
     def _register(self, sequence: Sequence) -> None:
         """Let others find the blocks that the scheduled tokens fill."""
-        full = sequence.computed // self.pool.block_size
+        # A token that is on its way has no digest yet.
+        full = min(sequence.computed, len(sequence.tokens)) // self.pool.block_size
         digests = sequence.digests(full, self.pool.block_size)
         for index in range(sequence.registered, full):
             self.pool.register(sequence.blocks[index], digests[index])

@@ -19,10 +19,13 @@ class Sequence:
         "limit",
         "order",
         "outstanding",
+        "pending",
         "promised",
         "prompt_length",
         "prompt_logprobs",
+        "ready",
         "registered",
+        "remembers",
         "request",
         "room",
         "slot",
@@ -48,6 +51,10 @@ class Sequence:
         self.registered = 0  # blocks that others may find
         self.promised = 0  # blocks still to come for what is not prefilled
         self.outstanding = 0  # steps in flight that it takes part in
+        self.pending = 0  # of those, the ones that sample a token for it
+        self.ready = False  # whether it waits for its turn
+        # Whether what is sampled next depends on the tokens before by more than their KV: on counts, or on phrases.
+        self.remembers = params.remembers
         self.cached: int | None = None  # prompt tokens found in the prefix cache when first admitted
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.done = False

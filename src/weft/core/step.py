@@ -11,6 +11,9 @@ import msgspec
 from weft.core.params import SamplingParams
 
 
+UNKNOWN = -1  # in place of a token that the step before samples
+
+
 class Admission(msgspec.Struct, array_like=True):
     """A request takes a slot. After a preemption `output` holds what it had generated before."""
 
@@ -27,7 +30,8 @@ class StepPlan(msgspec.Struct, array_like=True):
     Row r is slot `slots[r]`; its next `counts[r]` tokens, from position `starts[r]` on, lie in `tokens`
     after those of the rows before it. `blocks[r]` are KV blocks appended to its table in this step. Where
     `samples[r]`, one token is sampled from the row's last position. KV writes of all rows come before any
-    row's attention in each layer, so a row may read blocks that another row of the same step fills.
+    row's attention in each layer, so a row may read blocks that another row of the same step fills. A token that is
+    UNKNOWN is the one that the slot sampled last.
     """
 
     id: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from importlib import import_module
 from queue import SimpleQueue
@@ -30,8 +31,9 @@ class Worker(Protocol):
 
     def allocate(self, num_blocks: int) -> None: ...
 
-    def execute(self, step: StepPlan) -> StepResult | None:
-        """The result on the output rank, None on the others."""
+    def execute(self, step: StepPlan) -> StepResult | Callable[[], StepResult] | None:
+        """The result on the output rank, None on the others. Where a device still works on it, a function that waits
+        for it, and may be called from another thread: the next step need not wait."""
         ...
 
     def close(self) -> None: ...
@@ -40,32 +42,72 @@ class Worker(Protocol):
 def run(rank: int, inbox: SimpleQueue[Any], send: Callable[[msgspec.Struct], None], make: Callable[[], Worker]) -> None:
     """Obey what comes in until None does. Whatever goes wrong is the last message, with its cause."""
     phase = "start"
+    speaking = threading.Lock()
+
+    def say(message: msgspec.Struct) -> None:
+        with speaking:
+            send(message)
 
     def enter(name: str) -> None:
         nonlocal phase
         phase = name
-        send(Entered(name))
+        say(Entered(name))
 
+    def fail(error: BaseException) -> None:
+        say(Failed(cause_of(error, rank, phase), lost_peer(error)))
+
+    later = Later(lambda result: say(Done(result)), fail)
     try:
         worker = make()
         enter("load")
-        send(Loaded(worker.load()))
+        say(Loaded(worker.load()))
         while (message := inbox.get()) is not None:
             match message:
                 case Run(step):
                     result = worker.execute(step)
-                    if result is not None:
-                        send(Done(result))
+                    if isinstance(result, StepResult):
+                        say(Done(result))
+                    elif result is not None:
+                        later.put(result)
                 case Allocate(num_blocks):
                     enter("allocate")
                     worker.allocate(num_blocks)
                     enter("step")
-                    send(Allocated())
+                    say(Allocated())
                 case Command("ping"):
-                    send(Alive())
+                    say(Alive())
+        later.close()
         worker.close()
     except BaseException as error:  # SystemExit too: a rank has no other way to end
-        send(Failed(cause_of(error, rank, phase), lost_peer(error)))
+        fail(error)
+
+
+class Later:
+    """Waits for results that a device still works on, in their order, in a thread that the first of them starts."""
+
+    def __init__(self, done: Callable[[StepResult], None], fail: Callable[[BaseException], None]) -> None:
+        self._done, self._fail = done, fail
+        self._queue: SimpleQueue[Callable[[], StepResult] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def put(self, result: Callable[[], StepResult]) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="weft-results", daemon=True)
+            self._thread.start()
+        self._queue.put(result)
+
+    def close(self) -> None:
+        """Wait for those that are under way."""
+        if self._thread:
+            self._queue.put(None)
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while (result := self._queue.get()) is not None:
+                self._done(result())
+        except BaseException as error:
+            self._fail(error)
 
 
 def worker_class(name: str) -> Callable[..., Worker]:

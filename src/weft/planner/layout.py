@@ -72,10 +72,18 @@ def layout(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Plan:
         kv_cache_bytes=config.kv_cache_memory_bytes,
         gpu_memory_utilization=utilization(config, ranks),
         attention_backend=config.attention_backend,
+        lookahead=lookahead(config, device, len(stages)),
         seed=config.seed,
     )
     check_weights_fit(plan, host)
     return plan
+
+
+def lookahead(config: EngineConfig, device: str, stages: int) -> bool:
+    """Whether steps are scheduled one ahead: on GPUs, which would wait for the scheduler. Not in a pipeline, where
+    as many steps are under way as there are stages."""
+    wanted = device == "cuda" if config.async_scheduling is None else config.async_scheduling
+    return wanted and stages == 1
 
 
 def check(config: EngineConfig) -> None:

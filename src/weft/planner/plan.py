@@ -18,7 +18,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     `places`, `devices` and `cores` have one entry per rank, in rank order; a device is "cpu" or "cuda:N";
     `cores` are the CPU numbers that the rank's threads may use, `max_threads` the most that they may be
     (OMP_NUM_THREADS), None for one per core. `checkpoint` is a directory or a GGUF file,
-    empty with `load_format` "dummy". `kv_cache_bytes` is the user's figure per rank, None to measure.
+    empty with `load_format` "dummy". With `lookahead` a step is scheduled before the tokens of the one before are
+    known. `kv_cache_bytes` is the user's figure per rank, None to measure.
     """
 
     model: str
@@ -38,6 +39,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_bytes: int | None = None
     gpu_memory_utilization: tuple[float, ...] = ()  # one share per rank; a CPU needs none
     attention_backend: str = "auto"
+    lookahead: bool = False
     seed: int = 0
 
     @property

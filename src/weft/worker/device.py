@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -43,3 +44,20 @@ def zeros(dims: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> to
         # Decode attention reads all over the cache: with pages of 4 KiB it waits for their addresses.
         pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=dtype).view(dims)
+
+
+class ToHost:
+    """A tensor on its way to the host: the copy begins at once, and only who wants its values waits."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._there, self._arrived = tensor, None
+        if tensor.device.type == "cuda":
+            self._there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._there.copy_(tensor, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def values(self) -> list[Any]:
+        if self._arrived:
+            self._arrived.synchronize()
+        return self._there.tolist()  # type: ignore[no-any-return]

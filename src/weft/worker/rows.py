@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from weft.core.step import Admission, StepPlan
+from weft.core.step import UNKNOWN, Admission, StepPlan
 from weft.kernels.batch import Batch
 
 
@@ -38,8 +38,9 @@ class Rows:
     def release(self, slot: int) -> None:
         self.wishes.pop(slot, None)
 
-    def batch(self, step: StepPlan, device: torch.device) -> Batch:
-        """Take the step's new blocks into the tables, and lay its tokens out."""
+    def batch(self, step: StepPlan, device: torch.device, last: torch.Tensor | None = None) -> Batch:
+        """Take the step's new blocks into the tables, and lay its tokens out; those that are UNKNOWN come from `last`,
+        [slots] int32, the token that each slot sampled last."""
         for slot, blocks in zip(step.slots, step.blocks, strict=True):
             if blocks:
                 used = self.lengths[slot]
@@ -58,8 +59,13 @@ class Rows:
         def put(values: np.ndarray | Sequence[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.as_tensor(values, dtype=dtype).to(device, non_blocking=True)
 
+        tokens = put(step.tokens)
+        if last is not None and UNKNOWN in step.tokens:
+            unknown = np.flatnonzero(np.equal(step.tokens, UNKNOWN))
+            found = last[put(np.repeat(slots, counts)[unknown], torch.int64)]
+            tokens = tokens.index_copy(0, put(unknown, torch.int64), found)
         return Batch(
-            tokens=put(step.tokens),
+            tokens=tokens,
             positions=put(positions),
             slots=put(places, torch.int64),
             row_starts=put(row_starts),

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from weft.core.step import Admission, TokenLogprobs
 from weft.worker.chunks import chunks, pick
+from weft.worker.device import ToHost
 from weft.worker.filters import NEUTRAL, weigh
 from weft.worker.logprobs import score, unpack
 from weft.worker.random import race, seeds
 from weft.worker.shaping import Shaping
 
 NO_LOGPROBS = -1
+Result = tuple[list[int], list[TokenLogprobs | None]]
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What was sampled: `tokens` [R] int64 on the device, at once; `result` waits for it to reach the host."""
+
+    tokens: torch.Tensor
+    result: Callable[[], Result]
 
 
 class Sampler:
@@ -48,18 +59,15 @@ class Sampler:
         self._shaping.release(slot)
 
     @torch.inference_mode()
-    def sample(
-        self, logits: torch.Tensor, slots: Sequence[int], positions: Sequence[int]
-    ) -> tuple[list[int], list[TokenLogprobs | None]]:
-        """One token per row, and its logprobs where the request wants them.
+    def sample(self, logits: torch.Tensor, slots: Sequence[int], positions: Sequence[int]) -> Sampled:
+        """One token per row, and its logprobs where the request wants them; its result is (tokens, logprobs).
 
         `logits` [R, vocab] float32 may be changed; row r is of slot `slots[r]`, and its token will stand at
         `positions[r]`, the number of tokens of prompt and output so far. The random numbers of a token depend
-        only on its request's key and its position. Waits for the device once.
+        only on its request's key and its position. A row with penalties or bad words has to have its last token's
+        result taken before its next is sampled.
         """
-        if not slots:
-            return [], []
-        index = np.asarray(slots)
+        index = np.asarray(slots, dtype=np.int64)
         shaped = self._shaping.any(slots)
         scored = np.flatnonzero(self._tops[index] != NO_LOGPROBS)
         raw = None
@@ -71,13 +79,18 @@ class Sampler:
             logits = logits.contiguous()
             self._shaping.apply(logits, slots, positions)
         chosen = self._choose(logits, index, np.asarray(positions))
-        if raw is None:
-            tokens, logprobs = chosen.tolist(), [None] * len(slots)
-        else:
-            tokens, logprobs = self._scored(raw, chosen, scored, self._tops[index[scored]])
-        if shaped:
-            self._shaping.note(slots, tokens)
-        return tokens, logprobs
+        tops = self._tops[index[scored]]
+        figures = chosen if raw is None else self._figures(raw, chosen, scored, tops)
+        arrival = ToHost(figures)
+
+        def result() -> Result:
+            values = arrival.values()
+            tokens = [int(token) for token in values[: len(slots)]]
+            if shaped:
+                self._shaping.note(slots, tokens)
+            return tokens, unpacked(values, len(slots), scored.tolist(), tops.tolist())
+
+        return Sampled(chosen, result)
 
     @torch.inference_mode()
     def prompt_logprobs(self, logits: torch.Tensor, targets: Sequence[int], top: int) -> list[TokenLogprobs]:
@@ -103,14 +116,17 @@ class Sampler:
             return drawn
         return logits.argmax(-1).index_copy_(0, torch.from_numpy(rows).to(self.device, non_blocking=True), drawn)
 
-    def _scored(
-        self, raw: torch.Tensor, chosen: torch.Tensor, rows: np.ndarray, tops: np.ndarray
-    ) -> tuple[list[int], list[TokenLogprobs | None]]:
-        """Tokens, and the logprobs of some rows, brought to the host together."""
+    def _figures(self, raw: torch.Tensor, chosen: torch.Tensor, rows: np.ndarray, tops: np.ndarray) -> torch.Tensor:
+        """Tokens and the logprobs of some rows in one tensor, to be brought to the host together."""
         scores = score(raw, pick(chosen, rows), int(tops.max()))
-        figures = torch.cat([chosen.double(), scores.flatten()]).tolist()
-        logprobs: list[TokenLogprobs | None] = [None] * len(chosen)
-        width = scores.shape[1]
-        for r, begin, top in zip(rows.tolist(), range(len(chosen), len(figures), width), tops.tolist(), strict=True):
+        return torch.cat([chosen.double(), scores.flatten()])
+
+
+def unpacked(figures: list[float], count: int, rows: list[int], tops: list[int]) -> list[TokenLogprobs | None]:
+    """Logprobs of `count` rows, from what `_figures` made of those of `rows`."""
+    logprobs: list[TokenLogprobs | None] = [None] * count
+    if rows:
+        width = (len(figures) - count) // len(rows)
+        for r, begin, top in zip(rows, range(count, len(figures), width), tops, strict=True):
             logprobs[r] = unpack(figures[begin : begin + width], top)
-        return [int(token) for token in figures[: len(chosen)]], logprobs
+    return logprobs

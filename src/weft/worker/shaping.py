@@ -96,9 +96,8 @@ class Shaping:
     def admit(self, admission: Admission) -> None:
         self.release(admission.slot)
         params = admission.params
-        penalised = params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
         masked = params.allowed_token_ids is not None or params.bad_word_ids or params.min_tokens
-        if not (penalised or masked or params.logit_bias):
+        if not (params.penalised or masked or params.logit_bias):
             return
         bias = {token: value for token, value in (params.logit_bias or {}).items() if token < self.vocab}
         words = [word for word in params.bad_word_ids if word and word[-1] < self.vocab]
@@ -111,7 +110,7 @@ class Shaping:
             phrases=[([*word[:-1]], word[-1]) for word in words if len(word) > 1],
             not_yet=self._ids(ends),
             until=len(admission.prompt) + params.min_tokens,
-            seen=Seen(params, admission.prompt, admission.output) if penalised else None,
+            seen=Seen(params, admission.prompt, admission.output) if params.penalised else None,
             output=[*admission.output],
         )
 

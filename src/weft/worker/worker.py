@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -38,6 +39,8 @@ class Worker:
         self.dtype: torch.dtype = getattr(torch, plan.dtype)
         self.rows = Rows(plan.max_num_seqs, plan.max_model_len, plan.block_size)
         self.caches: list[KVCache] = []
+        # By slot the token that was sampled last, where steps may need it before the core has seen it.
+        self.last: torch.Tensor | None = None
 
     @torch.inference_mode()
     def load(self) -> Capacity:
@@ -45,6 +48,8 @@ class Worker:
         began = time.monotonic()
         plan, shape = self.plan, self.plan.shape
         self.device = devices.prepare(plan, self.rank)
+        if plan.lookahead:
+            self.last = torch.zeros(plan.max_num_seqs, dtype=torch.int32, device=self.device)
         # The table of parameters gives every dim, so tensors are made once, where they stay.
         tensors = {
             name: torch.empty(parameter_dims(shape, self.place, parameter), dtype=self.dtype, device=self.device)
@@ -83,8 +88,8 @@ class Worker:
             self._rehearse(counts)
 
     @torch.inference_mode()
-    def execute(self, step: StepPlan) -> StepResult | None:
-        """Run one step; the output rank returns what was sampled."""
+    def execute(self, step: StepPlan) -> StepResult | Callable[[], StepResult] | None:
+        """Run one step; the output rank returns what was sampled, or on a GPU a function that waits for it."""
         for slot in step.released:
             self._release(slot)
         for admission in step.admitted:
@@ -93,7 +98,7 @@ class Worker:
                 self.sampler.admit(admission)
         if not step.slots:
             return StepResult(step.id, [], [], {}) if self.sampler else None
-        batch = self.rows.batch(step, self.device)
+        batch = self.rows.batch(step, self.device, self.last)
         incoming = None
         if not self.place.first:
             dims = (len(step.tokens), self.plan.shape.hidden)
@@ -116,7 +121,9 @@ class Worker:
         if self.sampler:
             self.sampler.release(slot)
 
-    def _finish(self, step: StepPlan, batch: Batch, hidden: torch.Tensor) -> StepResult | None:
+    def _finish(
+        self, step: StepPlan, batch: Batch, hidden: torch.Tensor
+    ) -> StepResult | Callable[[], StepResult] | None:
         """Sample, and score prompts where asked. Every rank of the last stage comes here: the head is cut."""
         prompt_logprobs = self._score_prompts(step, hidden) if self.rows.wishes else {}
         rows = [r for r, wanted in enumerate(step.samples) if wanted]
@@ -126,13 +133,29 @@ class Worker:
         # One row per token and every row wanted, the usual decode step: nothing to pick out.
         picked = hidden if len(rows) == len(hidden) else hidden[ends[rows]]
         logits = self.model.logits(picked)
+        slots = [step.slots[r] for r in rows]
         if self.sampler is None:
+            self._remember(slots, None)
             return None
         assert logits is not None
-        slots = [step.slots[r] for r in rows]
         positions = [step.starts[r] + step.counts[r] for r in rows]
-        tokens, logprobs = self.sampler.sample(logits.float(), slots, positions)
-        return StepResult(step.id, tokens, logprobs, prompt_logprobs)
+        sampled = self.sampler.sample(logits.float(), slots, positions)
+        self._remember(slots, sampled.tokens)
+
+        def result() -> StepResult:
+            tokens, logprobs = sampled.result()
+            return StepResult(step.id, tokens, logprobs, prompt_logprobs)
+
+        return result() if self.device.type == "cpu" else result
+
+    def _remember(self, slots: list[int], tokens: torch.Tensor | None) -> None:
+        """Keep what was sampled for the step after, on every rank: only the output rank has it, as [R] int64."""
+        if self.last is None:
+            return
+        # As floats, which every kind of group can sum: exact for any vocabulary below 16 million.
+        given = self.last.new_zeros(len(slots), dtype=torch.float32) if tokens is None else tokens.float()
+        shared = self.links.tensor.sum(given) if self.links.tensor.size > 1 else given
+        self.last[torch.tensor(slots).to(self.device, non_blocking=True)] = shared.to(self.last.dtype)
 
     def _score_prompts(self, step: StepPlan, hidden: torch.Tensor) -> dict[int, list[TokenLogprobs]]:
         """For rows that want it: the logprob of each prompt token that follows a position of this step."""
