@@ -22,13 +22,17 @@ class EngineConfig:
     download_dir: str | None = None
     load_format: str = "auto"  # auto, safetensors, gguf, dummy
     dtype: str = "auto"  # auto, bfloat16, float16, float32
+    quantization: str = "auto"  # auto: the checkpoint's own; none: dequantised; int4, int8, ...: made at load
     seed: int = 0
     generation_config: str = "auto"  # auto: the model's sampling defaults; vllm: SamplingParams' own
     chat_template: str | None = None
+    plan: str | None = None  # a file that weft plan --json wrote, to be carried out
     tensor_parallel_size: int | None = None
     tensor_split: tuple[float, ...] | None = None
     pipeline_parallel_size: int | None = None
     pipeline_split: tuple[int, ...] | None = None
+    device_map: dict[str, int | str] | str | None = None  # modules to devices, or auto, balanced, sequential, ...
+    max_memory: dict[int | str, int | str] | None = None  # of each device that may be used: bytes, or as in "40GB"
     executor: str | None = None
     device: str = "auto"  # auto, cpu, cuda
     device_ids: tuple[int, ...] | None = None
@@ -42,4 +46,5 @@ class EngineConfig:
     max_num_queued_reqs: int = 1024
     scheduling_policy: str = "fcfs"  # fcfs, priority
     async_scheduling: bool | None = None  # schedule a step before the last one's tokens are known; None: on GPUs
-    attention_backend: str = "auto"  # auto, torch, cpu
+    attention_backend: str = "auto"  # auto, torch, cpu, triton
+    enforce_eager: bool = False  # no CUDA graphs

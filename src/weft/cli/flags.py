@@ -10,6 +10,7 @@ from typing import Any
 from weft.cli import values
 from weft.config import EngineConfig
 from weft.core.params import SamplingParams
+from weft.facts.schemes import QUANTIZATIONS
 from weft.serving.options import ServeOptions
 
 
@@ -59,6 +60,13 @@ MODEL = (
         choices=("auto", "bfloat16", "float16", "half", "float32", "float"),
         help="what to compute in; auto: the checkpoint's, bfloat16 for float32 checkpoints and GGUF",
     ),
+    Flag(
+        name="quantization",
+        short="-q",
+        choices=QUANTIZATIONS,
+        help="how to hold the weights; auto: as the checkpoint does, where there are kernels for that; none: in 16 or "
+        "32 bits as --dtype says; the others are made while loading, int4 being q4_1",
+    ),
     Flag(name="seed", parse=values.size, help="start of every random stream whose request gives no seed"),
     Flag(
         name="generation-config",
@@ -68,6 +76,7 @@ MODEL = (
     Flag(name="chat-template", metavar="FILE", help="a Jinja template, or a file with one, instead of the model's"),
 )
 LAYOUT = (
+    Flag(name="plan", metavar="FILE", help="carry out what weft plan MODEL --json printed; MODEL may be left out"),
     Flag(name="tensor-parallel-size", short="-tp", parse=values.size, help="ranks that cut each layer among them"),
     Flag(
         name="tensor-split",
@@ -77,6 +86,7 @@ LAYOUT = (
     ),
     Flag(name="pipeline-parallel-size", short="-pp", parse=values.size, help="stages that hold the layers in turn"),
     Flag(name="pipeline-split", parse=values.integers, metavar="20,12", help="layers per stage"),
+    Flag(name="device-map", parse=values.device_map, metavar="MAP", help=values.DEVICE_MAP),
     Flag(
         name="distributed-executor-backend",
         field="executor",
@@ -93,6 +103,7 @@ MEMORY = (
         parse=values.decimals,
         help="share of each GPU's memory to use; a list gives one per rank",
     ),
+    Flag(name="max-memory", parse=values.max_memory, metavar="0=40GB,1=40GB", help=values.MAX_MEMORY),
     Flag(
         name="kv-cache-memory-bytes",
         parse=values.size,
@@ -100,7 +111,8 @@ MEMORY = (
     ),
     Flag(name="block-size", parse=values.size, help="tokens per KV block"),
     Flag(name="enable-prefix-caching", parse=None, help="reuse the KV blocks of prompts that begin alike"),
-    Flag(name="attention-backend", help="auto, or a name from docs/architecture.md"),
+    Flag(name="attention-backend", help="auto, cpu (compiled), triton (GPU) or torch (slow, right everywhere)"),
+    Flag(name="enforce-eager", parse=None, help="no CUDA graphs"),
 )
 SCHEDULING = (
     Flag(name="max-model-len", parse=values.length, help="most tokens of prompt and answer; auto: what fits"),

@@ -23,7 +23,7 @@ enable-layerwise-nvtx-tracing enable-log-deltas enable-log-outputs enable-log-re
 enable-logging-iteration-details enable-lora enable-lora-bias enable-mfu-metrics enable-mixed-moe-lora-format
 enable-mm-embeds enable-moe-shared-loras enable-offline-docs enable-per-request-metrics enable-prompt-adapter
 enable-prompt-embeds enable-prompt-tokens-details enable-server-load-tracking enable-sleep-mode
-enable-ssl-refresh enable-tokenizer-info-endpoint enable-tower-connector-lora enforce-eager
+enable-ssl-refresh enable-tokenizer-info-endpoint enable-tower-connector-lora
 exclude-tools-when-tool-choice-none fail-on-environ-validation fully-sharded-loras headless interleave-mm-strings
 jit-monitor-verbose kv-cache-metrics kv-sharing-fast-prefill language-model-only log-error-stack mm-encoder-only
 per-request-spec-decode-metrics ray-workers-use-nsight return-tokens-as-token-ids scheduler-reserve-full-isl
@@ -57,7 +57,7 @@ num-speculative-tokens offload-backend offload-group-size offload-num-in-group o
 optimization-level otlp-traces-endpoint override-attention-dtype override-generation-config
 override-pooler-config performance-mode pooler-config preemption-mode prefill-context-parallel-size
 prefill-schedule-interval prefix-cache-retention-interval prefix-caching-hash-algo prefix-match-unit
-profiler-config pt-load-map-location quantization reasoning-config reasoning-parser replayssm-buffer-len
+profiler-config pt-load-map-location reasoning-config reasoning-parser replayssm-buffer-len
 rope-scaling rope-theta runner safetensors-load-strategy scheduler-cls scheduler-delay-factor
 show-hidden-metrics-for-version spec-method spec-model spec-tokens speculative-config speculative-model
 ssl-ca-certs ssl-cert-reqs ssl-ciphers stream-interval structured-outputs-config swap-space task
@@ -73,7 +73,6 @@ lora-target-modules offload-params
 """
 
 SHORT = {
-    "-q": "quantization",
     "-dp": "data-parallel-size",
     "-dpn": "data-parallel-rank",
     "-dpr": "data-parallel-start-rank",

@@ -20,7 +20,6 @@ EXECUTORS = {"mp": "processes", "uni": "inline"}
 
 # Of vLLM's LLM: what is so anyway, or cannot matter here.
 IDLE = [
-    "enforce_eager",
     "trust_remote_code",
     "disable_log_stats",
     "enable_chunked_prefill",
@@ -62,7 +61,6 @@ MISSING = [
     "override_pooler_config",
     "pooler_config",
     "preemption_mode",
-    "quantization",
     "reasoning_parser",
     "rope_scaling",
     "rope_theta",
@@ -94,6 +92,8 @@ def engine_config(model: str | os.PathLike[str], said: Mapping[str, Any]) -> Eng
             raise ConfigError(f"unknown argument {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
     if "dtype" in given:
         given["dtype"] = str(given["dtype"]).removeprefix("torch.")  # torch.bfloat16 will do as well
+    if given.get("plan") is not None:
+        given["plan"] = os.fspath(given["plan"])
     share = given.get("gpu_memory_utilization")
     if isinstance(share, int | float):
         given["gpu_memory_utilization"] = (share,)

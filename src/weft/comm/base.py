@@ -17,6 +17,8 @@ class Comm(Protocol):
 
     rank: int
     size: int
+    # Whether `sum` may be captured in a CUDA graph: nothing of it happens on the host.
+    capturable: bool
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, the same bits on each; may reuse `x`."""
@@ -41,6 +43,7 @@ class Solo:
 
     rank = 0
     size = 1
+    capturable = True
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         return x

@@ -20,6 +20,7 @@ class DistributedComm:
         self._group = group
         self._device = device
         self._through = torch.device("cpu") if dist.get_backend(group) == "gloo" else device
+        self.capturable = self._through == device
         self._sent: deque[tuple[dist.Work, torch.Tensor]] = deque()
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:

@@ -31,6 +31,8 @@ class SharedComm:
     come to the one after that before all have left this one, as each byte says that its sender came so far.
     """
 
+    capturable = False
+
     def __init__(
         self, rank: int, memory: int, pipes: Sequence[tuple[int, int]], *, slot_bytes: int = SLOT_BYTES
     ) -> None:

@@ -36,6 +36,8 @@ class ThreadComm:
     """One thread's part in a meeting. A CUDA rank waits for its device before it meets the others, so this
     cannot be captured in a CUDA graph."""
 
+    capturable = False
+
     def __init__(self, meeting: Meeting, rank: int, device: torch.device) -> None:
         self.rank = rank
         self.size = meeting.size

@@ -13,7 +13,7 @@ class Batch:
 
     `positions` [T] in the text; `slots` [T] int64, where each token's key and value go (block * block_size +
     offset); `row_starts` [R+1], where each row's tokens begin; `context` [R], tokens of the row in the cache
-    after this step; `tables` [R, max_blocks], the row's blocks in order.
+    after this step; `tables` [R, max_blocks], the row's blocks in order. The first `decodes` rows have one token each.
     """
 
     tokens: torch.Tensor
@@ -22,6 +22,7 @@ class Batch:
     row_starts: torch.Tensor
     context: torch.Tensor
     tables: torch.Tensor
+    decodes: int
 
     @property
     def rows(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import isfinite, prod
 from typing import TYPE_CHECKING
@@ -13,10 +13,14 @@ from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError
 from weft.facts.host import Host
 from weft.facts.parameters import parameters
+from weft.facts.schemes import MADE, QUANTIZATIONS
 from weft.facts.shape import DTYPE_BYTES, DType, ModelShape
-from weft.planner.fills import parameter_dims, weight_bytes
-from weft.planner.place import places
+from weft.planner.fills import parameter_dims
+from weft.planner.max_memory import of_devices, read
+from weft.planner.place import column_unit, places
+from weft.planner.placement import check_flags
 from weft.planner.plan import ATTENTION_BACKENDS, Plan
+from weft.planner.quantization import check_cuts, quantization_of, quantised_tensors
 from weft.planner.split import split
 
 if TYPE_CHECKING:
@@ -25,7 +29,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("weft")
 
 BATCHED_TOKENS = 2048  # of one step: prompts are cut to it, so that decodes never wait long behind one
-VLLM_BACKENDS = {"torch_sdpa": "torch"}  # of its names for attention backends, those that we have under another
+VLLM_BACKENDS = {
+    "torch_sdpa": "torch",
+    "triton_attn": "triton",
+}  # of its names for attention backends, those that we have under another
 BF16_CAPABILITY = (8, 0)  # of a GPU that computes in bfloat16
 DTYPES: dict[str, DType] = {
     "bfloat16": "bfloat16",
@@ -50,16 +57,22 @@ def layout(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Plan:
     weights = tensor_weights(config)
     device = device_kind(config, host)
     ranks = len(weights) * stage_count(config, shape)
-    devices = rank_devices(config, host, device, ranks)
+    caps = of_devices(config.max_memory, len(host.gpus), on_cpu=device == "cpu")
+    devices = rank_devices(config, host, device, ranks, caps)
     dtype = compute_dtype(config, checkpoint, host, devices)
     stages = list(config.pipeline_split or stage_layers(shape, stage_count(config, shape)))
-    ranked = places(shape, weights, stages)
+    schemes = quantised_tensors(config, checkpoint, dtype, devices)
+    unit = column_unit(shape, MADE.get(config.quantization, "bf16"))
+    ranked = places(shape, weights, stages, ffn_unit=unit)
+    check_cuts(shape, ranked, schemes)
     plan = Plan(
         model=config.model,
         checkpoint=str(checkpoint.path),
         load_format=checkpoint.format,
         shape=shape,
         dtype=dtype,
+        quantization=quantization_of(config, schemes),
+        schemes=schemes,
         places=ranked,
         devices=devices,
         cores=rank_cores(host, ranks),
@@ -70,8 +83,10 @@ def layout(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Plan:
         max_num_batched_tokens=config.max_num_batched_tokens or BATCHED_TOKENS,
         block_size=config.block_size,
         kv_cache_bytes=config.kv_cache_memory_bytes,
-        gpu_memory_utilization=utilization(config, ranks),
+        gpu_memory_utilization=utilization(config, host, devices, caps),
+        max_memory=caps,
         attention_backend=config.attention_backend,
+        graphs=device == "cuda" and not config.enforce_eager,
         lookahead=lookahead(config, device, len(stages)),
         seed=config.seed,
     )
@@ -103,6 +118,7 @@ def check(config: EngineConfig) -> None:
             raise ConfigError(f"{name} is {value}; it must be 1 or more")
     choices = {
         "dtype": (config.dtype, ("auto", *DTYPES)),
+        "quantization": (config.quantization, QUANTIZATIONS),
         "device": (config.device, ("auto", "cpu", "cuda")),
         "scheduling_policy": (config.scheduling_policy, ("fcfs", "priority")),
         "executor": (config.executor or "inline", ("inline", "processes")),
@@ -114,6 +130,12 @@ def check(config: EngineConfig) -> None:
     for share in config.gpu_memory_utilization:
         if not 0 < share <= 1:
             raise ConfigError(f"gpu_memory_utilization is {share}; it is a share of each GPU's memory, above 0 up to 1")
+    if config.device_map is not None:
+        if config.plan is not None:
+            raise ConfigError("--plan says where each layer runs, and so does --device-map: leave one of them out")
+        check_flags(config.device_map, vars(config))
+    if config.max_memory is not None:
+        read(config.max_memory)  # or ConfigError
     if config.seed < 0:
         raise ConfigError(f"seed is {config.seed}; it must be 0 or more")
     if config.tensor_split == ():
@@ -219,8 +241,11 @@ def device_kind(config: EngineConfig, host: Host) -> str:
     return config.device
 
 
-def rank_devices(config: EngineConfig, host: Host, device: str, ranks: int) -> tuple[str, ...]:
-    """Each rank's device. `device_ids` may name a GPU twice: its ranks then share its memory."""
+def rank_devices(
+    config: EngineConfig, host: Host, device: str, ranks: int, caps: Mapping[str, int] | None = None
+) -> tuple[str, ...]:
+    """Each rank's device. `device_ids` may name a GPU twice: its ranks then share its memory. With `caps` it is one of
+    those."""
     ids = config.device_ids
     if device == "cpu":
         if ids is not None:
@@ -236,7 +261,12 @@ def rank_devices(config: EngineConfig, host: Host, device: str, ranks: int) -> t
                 "--tensor-parallel-size or --pipeline-parallel-size, use --device cpu, or let ranks share a GPU "
                 f"with --device-ids {','.join(str(n % visible) for n in range(ranks))}"
             )
-        ids = tuple(range(ranks))
+        ids = tuple(int(name[5:]) for name in caps)[:ranks] if caps else tuple(range(ranks))
+        if len(ids) < ranks:
+            raise PlanError(
+                f"{ranks} ranks need {ranks} GPUs and --max-memory leaves {len(ids)}; name more there, or lower "
+                "--tensor-parallel-size or --pipeline-parallel-size"
+            )
     if len(ids) != ranks:
         raise ConfigError(
             f"device_ids names {len(ids)} GPUs for {ranks} {'rank' if ranks == 1 else 'ranks'}; give one per rank, or "
@@ -245,6 +275,8 @@ def rank_devices(config: EngineConfig, host: Host, device: str, ranks: int) -> t
     for number in ids:
         if not 0 <= number < visible:
             raise ConfigError(f"device_ids names GPU {number}; visible here are 0 to {visible - 1}")
+        if caps and f"cuda:{number}" not in caps:
+            raise ConfigError(f"device_ids names GPU {number}, which --max-memory leaves out; add {number}=40GB")
     return tuple(f"cuda:{number}" for number in ids)
 
 
@@ -289,27 +321,36 @@ def model_length(config: EngineConfig, shape: ModelShape) -> int:
     return config.max_model_len
 
 
-def utilization(config: EngineConfig, ranks: int) -> tuple[float, ...]:
-    """Each rank's share of its GPU."""
-    shares = config.gpu_memory_utilization
+def utilization(config: EngineConfig, host: Host, devices: Sequence[str], caps: Mapping[str, int]) -> tuple[float, ...]:
+    """Each rank's share of its GPU, within what may be taken of it."""
+    shares, ranks = config.gpu_memory_utilization, len(devices)
     if len(shares) not in (1, ranks):
         raise ConfigError(
             f"gpu_memory_utilization has {len(shares)} values for {ranks} ranks; give one, or one per rank"
         )
-    return shares * ranks if len(shares) == 1 else shares
+    each = shares * ranks if len(shares) == 1 else shares
+    totals = {f"cuda:{gpu.index}": gpu.total_bytes for gpu in host.gpus}
+    capped = {name: size / totals[name] for name, size in caps.items() if name in totals}
+    return tuple(min(share, capped.get(name, 1.0)) for share, name in zip(each, devices, strict=True))
 
 
 def check_weights_fit(plan: Plan, host: Host) -> None:
     """Raises PlanError where a device cannot even hold its weights, before anything is read."""
     need: Counter[str] = Counter()
     for place, device in zip(plan.places, plan.devices, strict=True):
-        need[device] += weight_bytes(plan.shape, place, plan.dtype)
+        need[device] += plan.weight_bytes(place.rank)
     for device, size in need.items():
         if device == "cpu":
             free, where = host.memory_free_bytes, f"the memory of {host.hostname}"
         else:
             gpu = host.gpus[int(device[5:])]
             free, where = gpu.free_bytes, f"{device}, {gpu.name}"
+        cap = plan.max_memory.get(device)
+        if cap is not None and size > cap:
+            raise PlanError(
+                f"{size / 1e9:.1f} GB of weights exceed the {cap / 1e9:.1f} GB that --max-memory leaves of {where}; "
+                "raise it, or cut the model over more devices"
+            )
         if size > free:
             smaller = "" if DTYPE_BYTES[plan.dtype] == 2 else ", a 16-bit --dtype"
             raise PlanError(

@@ -7,9 +7,10 @@ from typing import Literal
 import msgspec
 
 from weft.facts.shape import DTYPE_BYTES, DType, ModelShape
+from weft.planner.fills import weight_bytes
 from weft.planner.place import Place
 
-ATTENTION_BACKENDS = ("auto", "torch", "cpu")
+ATTENTION_BACKENDS = ("auto", "torch", "cpu", "triton")
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,7 +20,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     `cores` are the CPU numbers that the rank's threads may use, `max_threads` the most that they may be
     (OMP_NUM_THREADS), None for one per core. `checkpoint` is a directory or a GGUF file,
     empty with `load_format` "dummy". With `lookahead` a step is scheduled before the tokens of the one before are
-    known. `kv_cache_bytes` is the user's figure per rank, None to measure.
+    known. `kv_cache_bytes` is the user's figure per rank, None to measure. `schemes` are those tensors of the checkpoint
+    that are held quantised, with how (`facts.schemes`); the others are in `dtype`.
     """
 
     model: str
@@ -27,6 +29,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     load_format: Literal["safetensors", "gguf", "dummy"]
     shape: ModelShape
     dtype: DType
+    quantization: str = "none"
+    schemes: dict[str, str] = {}
     places: tuple[Place, ...]
     devices: tuple[str, ...]
     cores: tuple[tuple[int, ...], ...]
@@ -38,8 +42,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     kv_cache_bytes: int | None = None
     gpu_memory_utilization: tuple[float, ...] = ()  # one share per rank; a CPU needs none
+    max_memory: dict[str, int] = {}  # bytes that all ranks of a device may take, where the user says so
     attention_backend: str = "auto"
     lookahead: bool = False
+    graphs: bool = False  # decode steps as CUDA graphs
     seed: int = 0
 
     @property
@@ -54,6 +60,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     def output_rank(self) -> int:
         """The rank that samples: the first of the last stage."""
         return (self.stages - 1) * self.tensor_parallel
+
+    def weight_bytes(self, rank: int) -> int:
+        """Bytes of a rank's weights."""
+        return weight_bytes(self.shape, self.places[rank], self.dtype, self.schemes)
 
     def threads(self, rank: int) -> int:
         """How many threads a rank computes with."""

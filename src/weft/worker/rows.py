@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +9,7 @@ import torch
 
 from weft.core.step import UNKNOWN, Admission, StepPlan
 from weft.kernels.batch import Batch
+from weft.worker.staging import Staging
 
 
 @dataclass(frozen=True)
@@ -21,13 +21,18 @@ class PromptWish:
 
 
 class Rows:
-    """Block tables by slot: [slots, blocks per sequence] int32 on the host."""
+    """Block tables by slot: [slots, blocks per sequence] int32 on the host, and the same on a GPU, which hears of new
+    blocks only."""
 
-    def __init__(self, slots: int, max_model_len: int, block_size: int) -> None:
+    def __init__(self, slots: int, max_model_len: int, block_size: int, device: torch.device) -> None:
         self.block_size = block_size
         self.tables = np.zeros((slots, -(-max_model_len // block_size)), dtype=np.int32)
         self.lengths = [0] * slots
         self.wishes: dict[int, PromptWish] = {}
+        self._staging = Staging(device)
+        self._mirror = (
+            torch.zeros(self.tables.shape, dtype=torch.int32, device=device) if device.type != "cpu" else None
+        )
 
     def admit(self, admission: Admission) -> None:
         self.lengths[admission.slot] = 0
@@ -38,14 +43,10 @@ class Rows:
     def release(self, slot: int) -> None:
         self.wishes.pop(slot, None)
 
-    def batch(self, step: StepPlan, device: torch.device, last: torch.Tensor | None = None) -> Batch:
+    def batch(self, step: StepPlan, last: torch.Tensor | None = None) -> Batch:
         """Take the step's new blocks into the tables, and lay its tokens out; those that are UNKNOWN come from `last`,
         [slots] int32, the token that each slot sampled last."""
-        for slot, blocks in zip(step.slots, step.blocks, strict=True):
-            if blocks:
-                used = self.lengths[slot]
-                self.lengths[slot] = used + len(blocks)
-                self.tables[slot, used : used + len(blocks)] = blocks
+        fresh = self._grow(step)
         slots, starts, counts = (np.array(x, dtype=np.int64) for x in (step.slots, step.starts, step.counts))
         context = starts + counts
         row_starts = np.zeros(len(counts) + 1, dtype=np.int64)
@@ -53,22 +54,47 @@ class Rows:
         # A token's position is its index in the step, moved by where its row starts here and there.
         positions = np.arange(row_starts[-1]) + np.repeat(starts - row_starts[:-1], counts)
         block, offset = np.divmod(positions, self.block_size)
-        places = self.tables[np.repeat(slots, counts), block] * np.int64(self.block_size) + offset
-        reach = int(context.max())
-
-        def put(values: np.ndarray | Sequence[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
-            return torch.as_tensor(values, dtype=dtype).to(device, non_blocking=True)
-
-        tokens = put(step.tokens)
-        if last is not None and UNKNOWN in step.tokens:
-            unknown = np.flatnonzero(np.equal(step.tokens, UNKNOWN))
-            found = last[put(np.repeat(slots, counts)[unknown], torch.int64)]
-            tokens = tokens.index_copy(0, put(unknown, torch.int64), found)
+        token_slots = np.repeat(slots, counts)
+        places = self.tables[token_slots, block] * np.int64(self.block_size) + offset
+        width = -(-int(context.max()) // self.block_size)
+        tokens = np.array(step.tokens, dtype=np.int32)
+        unknown = np.flatnonzero(tokens == UNKNOWN) if last is not None else slots[:0]
+        narrow = (array.astype(np.int32) for array in (positions, row_starts, context))
+        arrays = [places, unknown, token_slots[unknown], tokens, *narrow]
+        if self._mirror is None:
+            arrays.append(self.tables[slots, :width])
+        else:
+            new = np.array(fresh, dtype=np.int64)
+            arrays += [slots, new, self.tables.reshape(-1)[new]]
+        places_, unknown_, unknown_slots, tokens_, positions_, row_starts_, context_, *rest = self._staging.put(arrays)
+        if len(unknown):
+            assert last is not None
+            tokens_ = tokens_.index_copy(0, unknown_, last[unknown_slots])
         return Batch(
-            tokens=tokens,
-            positions=put(positions),
-            slots=put(places, torch.int64),
-            row_starts=put(row_starts),
-            context=put(context),
-            tables=put(self.tables[slots, : -(-reach // self.block_size)]),
+            tokens=tokens_,
+            positions=positions_,
+            slots=places_,
+            row_starts=row_starts_,
+            context=context_,
+            tables=rest[0] if self._mirror is None else self._mirrored(width, *rest),
+            decodes=int(np.argmax(counts > 1)) if counts.max() > 1 else len(counts),
         )
+
+    def _mirrored(self, width: int, slots: torch.Tensor, new: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+        """The tables of these slots on the device, where `blocks` have come to the places `new`."""
+        assert self._mirror is not None
+        if len(new):
+            self._mirror.view(-1).index_copy_(0, new, blocks)
+        return self._mirror[:, :width].index_select(0, slots)
+
+    def _grow(self, step: StepPlan) -> list[int]:
+        """Append the step's new blocks to their tables; where they lie in all tables, one after the other."""
+        places: list[int] = []
+        width = self.tables.shape[1]
+        for slot, blocks in zip(step.slots, step.blocks, strict=True):
+            if blocks:
+                used = self.lengths[slot]
+                self.lengths[slot] = end = used + len(blocks)
+                self.tables[slot, used:end] = blocks
+                places += range(slot * width + used, slot * width + end)
+        return places

@@ -22,11 +22,14 @@ from weft.planner.memory import Capacity, step_bytes
 from weft.planner.plan import Plan
 from weft.weights.load import load
 from weft.worker import device as devices
+from weft.worker.graphs import CudaGraphs, Graphs, sizes
 from weft.worker.rows import Rows
 from weft.worker.sampler import Sampler
 
 logger = logging.getLogger("weft")
 
+WARM_GRAPHS = 4  # of the smallest batches, captured before the first request
+GRAPH_BYTES = 8 << 20  # of the driver's, for one graph; a prior, to be measured
 PROMPT_LOGPROBS_CHUNK = 256  # positions whose logits are held at once: 256 x 151,936 floats are 156 MB
 
 
@@ -37,10 +40,10 @@ class Worker:
         self.plan, self.rank, self.links = plan, rank, links
         self.place = plan.places[rank]
         self.dtype: torch.dtype = getattr(torch, plan.dtype)
-        self.rows = Rows(plan.max_num_seqs, plan.max_model_len, plan.block_size)
         self.caches: list[KVCache] = []
         # By slot the token that was sampled last, where steps may need it before the core has seen it.
         self.last: torch.Tensor | None = None
+        self.graphs: Graphs | None = None
 
     @torch.inference_mode()
     def load(self) -> Capacity:
@@ -48,6 +51,7 @@ class Worker:
         began = time.monotonic()
         plan, shape = self.plan, self.plan.shape
         self.device = devices.prepare(plan, self.rank)
+        self.rows = Rows(plan.max_num_seqs, plan.max_model_len, plan.block_size, self.device)
         if plan.lookahead:
             self.last = torch.zeros(plan.max_num_seqs, dtype=torch.int32, device=self.device)
         # The table of parameters gives every dim, so tensors are made once, where they stay.
@@ -86,6 +90,17 @@ class Worker:
         tokens = min(16, self.plan.max_model_len, self.plan.max_num_batched_tokens, num_blocks * self.plan.block_size)
         for counts in ([tokens], [1]):
             self._rehearse(counts)
+        if self._captures:
+            incoming = None if self.place.first else (self.plan.shape.hidden, self.dtype)
+            self.graphs = Graphs(
+                self._forward,
+                CudaGraphs(),
+                rows=self.plan.max_num_seqs,
+                width=self.rows.tables.shape[1],
+                incoming=incoming,
+                device=self.device,
+            )
+            self.graphs.warm(WARM_GRAPHS)
 
     @torch.inference_mode()
     def execute(self, step: StepPlan) -> StepResult | Callable[[], StepResult] | None:
@@ -98,23 +113,33 @@ class Worker:
                 self.sampler.admit(admission)
         if not step.slots:
             return StepResult(step.id, [], [], {}) if self.sampler else None
-        batch = self.rows.batch(step, self.device, self.last)
+        batch = self.rows.batch(step, self.last)
         incoming = None
         if not self.place.first:
             dims = (len(step.tokens), self.plan.shape.hidden)
             incoming = self.links.pipeline.recv(dims, self.dtype, self.place.stage - 1)
-        hidden = self.model.hidden(incoming, self.rope, self.caches, batch)
+        hidden = self.graphs.run(batch, incoming) if self.graphs else self._forward(batch, incoming)
         if not self.place.last:
             self.links.pipeline.send(hidden, self.place.stage + 1)
             return None
         return self._finish(step, batch, hidden)
 
+    @property
+    def _captures(self) -> bool:
+        """Whether decode steps run as CUDA graphs: not where ranks meet on the host in the middle of a step."""
+        return self.plan.graphs and self.device.type == "cuda" and self.links.tensor.capturable
+
     def close(self) -> None:
         """Give the memory back."""
+        self.graphs = None
         self.caches = []
         self.model = None  # type: ignore[assignment]
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def _forward(self, batch: Batch, incoming: torch.Tensor | None) -> torch.Tensor:
+        """[T, hidden] after this rank's layers."""
+        return self.model.hidden(incoming, self.rope, self.caches, batch)
 
     def _release(self, slot: int) -> None:
         self.rows.release(slot)
@@ -202,6 +227,12 @@ class Worker:
         self._rehearse(counts)
         torch.cuda.synchronize(self.device)
         peak = torch.cuda.max_memory_allocated(self.device) - before
+        if self._captures:
+            # Graphs have memory of their own: that of the largest, and what the driver takes for each.
+            captured = sizes(rows)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self._rehearse([1] * captured[-1])
+            peak += torch.cuda.max_memory_allocated(self.device) - before + GRAPH_BYTES * len(captured)
         self.caches = []
         return peak
 

@@ -1,0 +1,60 @@
+"""What every engine script speaks: one JSON object a line on standard input and output.
+
+    python ENGINE.py MODEL [OPTION ...]
+    out: {"ready": first token's time, "threads": n}
+    in:  {"prompts": [[ids], ...], "new": n}
+    out: {"first_s": [...], "last_s": [...], "seconds": s, "head": [first ids of the first answer]}
+
+Prompts are submitted at once, decoded greedily, and every answer has exactly `new` tokens. Times are seconds, those of
+`ready` of the system's monotonic clock, the others since the submission.
+"""
+
+import json
+import sys
+import time
+from dataclasses import dataclass, field
+
+HEAD = 16
+
+
+@dataclass
+class Answer:
+    """One request's tokens, and when the first and the last of them were there (time.perf_counter)."""
+
+    first: float = 0.0
+    last: float = 0.0
+    tokens: list = field(default_factory=list)
+
+    def add(self, tokens, now):
+        if tokens:
+            self.first = self.first or now
+            self.last = now
+            self.tokens += tokens
+
+
+def serve(generate, threads):
+    """Answer until the input ends. `generate(prompts, new)` gives an Answer for each prompt."""
+    begin = time.perf_counter()
+    answer = generate([[1] * 16], 2)[0]
+    ready = time.monotonic() - (time.perf_counter() - (answer.first or begin))
+    say({"ready": ready, "threads": threads})
+    for line in sys.stdin:
+        asked = json.loads(line)
+        begin = time.perf_counter()
+        answers = generate(asked["prompts"], asked["new"])
+        seconds = time.perf_counter() - begin
+        wrong = [len(answer.tokens) for answer in answers if len(answer.tokens) != asked["new"]]
+        if wrong:
+            raise SystemExit(f"asked for {asked['new']} tokens, got {wrong[0]}")
+        say(
+            {
+                "first_s": [answer.first - begin for answer in answers],
+                "last_s": [answer.last - begin for answer in answers],
+                "seconds": seconds,
+                "head": answers[0].tokens[:HEAD],
+            }
+        )
+
+
+def say(message):
+    print(json.dumps(message), flush=True)

@@ -1,0 +1,236 @@
+"""Attention over paged KV: rows with one token, their context split among programs, and rows with many.
+
+The softmax is the running one of Milakov and Gimelshein (2018); splitting a long context and joining the parts by their
+logarithms of sums is Flash-Decoding (Dao et al. 2023).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from weft.kernels.base import KVCache
+from weft.kernels.batch import Batch
+
+LOG2_E = 1.4426950408889634
+LEAST_GROUP = 16  # rows of the smallest matrix product
+DECODE_TILE, PREFILL_TILE, PREFILL_ROWS = 64, 64, 128  # keys at a time; queries times heads of a program
+MOST_SPLITS = 32
+
+
+@triton.jit
+def _scores(query, keys, table, at, stop, kv_head, kv_heads, head_dim, columns, inside, scale,
+            KV_BLOCK: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
+    """[M, TILE] scores in base 2, the positions, and where each key lies; keys past `stop` are not read."""
+    position = at + tl.arange(0, TILE)
+    there = position < stop
+    block = tl.load(table + position // KV_BLOCK, there, other=0).to(tl.int64)
+    place = ((block * KV_BLOCK + position % KV_BLOCK) * kv_heads + kv_head) * head_dim
+    key = tl.load(keys + place[None, :] + columns[:, None], there[None, :] & inside[:, None], other=0.0)
+    scores = tl.dot(query, key.to(query.dtype), input_precision="ieee") * scale
+    return scores, position, place, there
+
+
+@triton.jit
+def _weigh(scores, seen, top, total, mixed, values, place, there, columns, inside):
+    """The running softmax, one tile on."""
+    scores = tl.where(seen, scores, float("-inf"))
+    peak = tl.maximum(top, tl.max(scores, 1))
+    # A row that has seen nothing yet stays as it is, without infinity less infinity.
+    still = tl.where(peak == float("-inf"), 0.0, peak)
+    weights = tl.exp2(scores - still[:, None])
+    fade = tl.exp2(top - still)
+    value = tl.load(values + place[:, None] + columns[None, :], there[:, None] & inside[None, :], other=0.0)
+    kind = tl.float32 if value.dtype == tl.float32 else tl.bfloat16 if value.dtype == tl.bfloat16 else tl.float16
+    mixed = mixed * fade[:, None] + tl.dot(weights.to(kind), value.to(kind), input_precision="ieee")
+    return peak, total * fade + tl.sum(weights, 1), mixed
+
+
+@triton.jit
+def _decode(
+    q, keys, values, out, sums, tables, context, table_width, q_heads, kv_heads, head_dim, scale, window, splits,
+    WINDOWED: tl.constexpr, SPLIT: tl.constexpr, KV_BLOCK: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    group = q_heads // kv_heads
+    length = tl.load(context + row)
+    first = 0
+    if WINDOWED:
+        first = tl.maximum(0, length - window)
+    # Whole tiles to each split, so that nothing is read twice.
+    begin = first // TILE * TILE
+    share = tl.cdiv(tl.cdiv(length - begin, TILE), splits) * TILE
+    start = begin + split * share
+    stop = tl.minimum(start + share, length)
+    members, columns = tl.arange(0, GROUP), tl.arange(0, HEAD)
+    mine, inside = members < group, columns < head_dim
+    heads = row.to(tl.int64) * q_heads + kv_head * group + members
+    query = tl.load(q + heads[:, None] * head_dim + columns[None, :], mine[:, None] & inside[None, :], other=0.0)
+    top = tl.full([GROUP], float("-inf"), tl.float32)
+    total = tl.zeros([GROUP], tl.float32)
+    mixed = tl.zeros([GROUP, HEAD], tl.float32)
+    table = tables + row.to(tl.int64) * table_width
+    for at in range(start, stop, TILE):
+        scores, position, place, there = _scores(
+            query, keys, table, at, stop, kv_head, kv_heads, head_dim, columns, inside, scale, KV_BLOCK, TILE
+        )
+        seen = there & (position >= first)
+        top, total, mixed = _weigh(scores, seen[None, :], top, total, mixed, values, place, there, columns, inside)
+    # A row without a context fills up a captured batch: zeros.
+    total = tl.where(total == 0.0, 1.0, total)
+    result = mixed / total[:, None]
+    if SPLIT:
+        at_part = heads * splits + split
+        tl.store(out + at_part[:, None] * head_dim + columns[None, :], result, mine[:, None] & inside[None, :])
+        tl.store(sums + at_part, top + tl.log2(total), mine)
+    else:
+        kept = mine[:, None] & inside[None, :]
+        tl.store(out + heads[:, None] * head_dim + columns[None, :], result.to(out.dtype.element_ty), kept)
+
+
+@triton.jit
+def _join(parts, sums, out, splits, head_dim, SPLITS: tl.constexpr, HEAD: tl.constexpr):
+    head = tl.program_id(0).to(tl.int64)
+    number, columns = tl.arange(0, SPLITS), tl.arange(0, HEAD)
+    used, inside = number < splits, columns < head_dim
+    logs = tl.load(sums + head * splits + number, used, other=float("-inf"))
+    top = tl.max(logs, 0)
+    weights = tl.exp2(logs - tl.where(top == float("-inf"), 0.0, top))
+    total = tl.sum(weights, 0)
+    part = tl.load(
+        parts + (head * splits + number)[:, None] * head_dim + columns[None, :],
+        used[:, None] & inside[None, :],
+        other=0.0,
+    )
+    result = tl.sum(part * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+    tl.store(out + head * head_dim + columns, result.to(out.dtype.element_ty), inside)
+
+
+def decode(
+    q: torch.Tensor, cache: KVCache, batch: Batch, rows: int, scale: float, window: int | None, processors: int,
+    out: torch.Tensor,
+) -> None:  # fmt: skip
+    """The first `rows` rows, of one token each: q [rows, q_heads, head_dim] into out [rows, q_heads * head_dim]."""
+    _, q_heads, head_dim = q.shape
+    kv_heads = cache.keys.shape[2]
+    # Two programs a processor hide each other's waiting; a split costs a pass over its result.
+    splits = min(MOST_SPLITS, triton.next_power_of_2(triton.cdiv(2 * processors, rows * kv_heads)))
+    head = triton.next_power_of_2(head_dim)
+    parts, sums = out, out
+    if splits > 1:
+        parts = q.new_empty((rows, q_heads, splits, head_dim), dtype=torch.float32)
+        sums = q.new_empty((rows, q_heads, splits), dtype=torch.float32)
+    _decode[(rows, kv_heads, splits)](
+        q,
+        cache.keys,
+        cache.values,
+        parts,
+        sums,
+        batch.tables,
+        batch.context,
+        batch.tables.stride(0),
+        q_heads,
+        kv_heads,
+        head_dim,
+        scale * LOG2_E,
+        window or 0,
+        splits,
+        WINDOWED=window is not None,
+        SPLIT=splits > 1,
+        KV_BLOCK=cache.block_size,
+        GROUP=max(LEAST_GROUP, triton.next_power_of_2(q_heads // kv_heads)),
+        HEAD=head,
+        TILE=DECODE_TILE,
+        num_warps=4,
+    )
+    if splits > 1:
+        _join[(rows * q_heads,)](parts, sums, out, splits, head_dim, SPLITS=splits, HEAD=head, num_warps=2)
+
+
+@triton.jit
+def _prefill(
+    q, keys, values, out, row_starts, tables, context, first_row, rows, table_width, q_heads, kv_heads, head_dim, scale,
+    window, WINDOWED: tl.constexpr, KV_BLOCK: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr,
+    ROWS: tl.constexpr, HEAD: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    number, kv_head = tl.program_id(0), tl.program_id(1)
+    # Row r's programs begin at (its first token // QUERIES) + r: at most as many too many as there are rows.
+    origin = tl.load(row_starts + first_row)
+    low, high = 0, rows - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        begins = (tl.load(row_starts + first_row + middle) - origin) // QUERIES + middle
+        if begins <= number:
+            low = middle
+        else:
+            high = middle - 1
+    row = first_row + low
+    start = tl.load(row_starts + row)
+    count = tl.load(row_starts + row + 1) - start
+    first = (number - (start - origin) // QUERIES - low) * QUERIES
+    if first < count:
+        length = tl.load(context + row)
+        lanes, columns = tl.arange(0, ROWS), tl.arange(0, HEAD)
+        token, member = first + lanes // GROUP, lanes % GROUP
+        real, inside = (lanes < QUERIES * GROUP) & (token < count), columns < head_dim
+        places = ((start + token).to(tl.int64) * q_heads + kv_head * GROUP + member) * head_dim
+        kept = real[:, None] & inside[None, :]
+        query = tl.load(q + places[:, None] + columns[None, :], kept, other=0.0)
+        at_position = length - count + token
+        stop = length - count + tl.minimum(first + QUERIES, count)
+        begin = 0
+        if WINDOWED:
+            begin = tl.maximum(0, length - count + first - window + 1) // TILE * TILE
+        top = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        mixed = tl.zeros([ROWS, HEAD], tl.float32)
+        table = tables + row.to(tl.int64) * table_width
+        for at in range(begin, stop, TILE):
+            scores, position, place, there = _scores(
+                query, keys, table, at, stop, kv_head, kv_heads, head_dim, columns, inside, scale, KV_BLOCK, TILE
+            )
+            seen = there[None, :] & (position[None, :] <= at_position[:, None])
+            if WINDOWED:
+                seen = seen & (position[None, :] > at_position[:, None] - window)
+            top, total, mixed = _weigh(scores, seen, top, total, mixed, values, place, there, columns, inside)
+        result = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
+        tl.store(out + places[:, None] + columns[None, :], result.to(out.dtype.element_ty), kept)
+
+
+def prefill(
+    q: torch.Tensor, cache: KVCache, batch: Batch, first_row: int, scale: float, window: int | None, out: torch.Tensor
+) -> None:
+    """The rows from `first_row` on, of any number of tokens: q [T, q_heads, head_dim] into out [T, q_heads * head_dim],
+    of which only those rows' tokens are touched. Rows before them have one token each."""
+    tokens, q_heads, head_dim = q.shape
+    kv_heads, rows = cache.keys.shape[2], batch.rows - first_row
+    group = q_heads // kv_heads
+    lanes = max(PREFILL_ROWS, triton.next_power_of_2(group))
+    queries = lanes // group
+    _prefill[((tokens - first_row) // queries + rows, kv_heads)](
+        q,
+        cache.keys,
+        cache.values,
+        out,
+        batch.row_starts,
+        batch.tables,
+        batch.context,
+        first_row,
+        rows,
+        batch.tables.stride(0),
+        q_heads,
+        kv_heads,
+        head_dim,
+        scale * LOG2_E,
+        window or 0,
+        WINDOWED=window is not None,
+        KV_BLOCK=cache.block_size,
+        GROUP=group,
+        QUERIES=queries,
+        ROWS=lanes,
+        HEAD=triton.next_power_of_2(head_dim),
+        TILE=PREFILL_TILE,
+        num_warps=8,
+    )

@@ -1,0 +1,142 @@
+"""Norms, SiLU, rotation: what lies between a layer's products, each in one pass over its tokens."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from weft.kernels.base import HeadNorm, KVCache
+from weft.kernels.batch import Batch
+
+COLUMNS = 1024  # of the MLP that one program of silu_mul takes
+
+
+@triton.jit
+def _rms_norm(x, residual, weight, out, width, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < width
+    value = tl.load(x + row * width + columns, inside, other=0.0)
+    if ADD:
+        held = tl.load(residual + row * width + columns, inside, other=0.0)
+        # Rounded as it is kept: the norm sees what the next layer sees.
+        value = (value.to(tl.float32) + held.to(tl.float32)).to(held.dtype)
+        tl.store(residual + row * width + columns, value, inside)
+    exact = value.to(tl.float32)
+    scaled = exact * tl.rsqrt(tl.sum(exact * exact, 0) / width + eps)
+    gain = tl.load(weight + columns, inside, other=0.0).to(tl.float32)
+    tl.store(out + row * width + columns, (scaled.to(value.dtype).to(tl.float32) * gain).to(value.dtype), inside)
+
+
+def norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMS norm of x [T, width], or of the residual after x was added to it in place."""
+    out, width = torch.empty_like(x), x.shape[-1]
+    block = triton.next_power_of_2(width)
+    _rms_norm[(x.numel() // width,)](
+        x,
+        x if residual is None else residual,
+        weight,
+        out,
+        width,
+        eps,
+        ADD=residual is not None,
+        BLOCK=block,
+        num_warps=8 if block >= 4096 else 4,
+    )
+    return out
+
+
+@triton.jit
+def _silu_mul(gate_up, out, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    gate = tl.load(gate_up + row * 2 * width + columns, inside, other=0.0)
+    up = tl.load(gate_up + row * 2 * width + width + columns, inside, other=0.0)
+    exact = gate.to(tl.float32)
+    active = (exact / (1.0 + tl.exp(-exact))).to(gate.dtype)
+    tl.store(out + row * width + columns, (active.to(tl.float32) * up.to(tl.float32)).to(gate.dtype), inside)
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """[T, 2F] -> [T, F]."""
+    tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(tokens, width)
+    _silu_mul[(tokens, triton.cdiv(width, COLUMNS))](gate_up, out, width, BLOCK=COLUMNS)
+    return out
+
+
+@triton.jit
+def _half_norm(a, b, weight, columns, inside, half, eps):
+    """Of a head whose halves are a and b; rounded as the plain kernels round it."""
+    x, y = a.to(tl.float32), b.to(tl.float32)
+    rate = tl.rsqrt((tl.sum(x * x, 0) + tl.sum(y * y, 0)) / (2 * half) + eps)
+    first = tl.load(weight + columns, inside, other=0.0).to(tl.float32)
+    second = tl.load(weight + half + columns, inside, other=0.0).to(tl.float32)
+    a = ((x * rate).to(a.dtype).to(tl.float32) * first).to(a.dtype)
+    b = ((y * rate).to(b.dtype).to(tl.float32) * second).to(b.dtype)
+    return a, b
+
+
+@triton.jit
+def _rotate_and_store(
+    qkv, q, keys, values, rope, positions, slots, q_norm, k_norm, eps, q_heads, kv_heads, half,
+    NORM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < half
+    source = qkv + (token * (q_heads + 2 * kv_heads) + head) * 2 * half
+    a = tl.load(source + columns, inside, other=0.0)
+    b = tl.load(source + half + columns, inside, other=0.0)
+    slot = tl.load(slots + token)
+    if head < q_heads + kv_heads:
+        if NORM:
+            if head < q_heads:
+                a, b = _half_norm(a, b, q_norm, columns, inside, half, eps)
+            else:
+                a, b = _half_norm(a, b, k_norm, columns, inside, half, eps)
+        angles = rope + tl.load(positions + token).to(tl.int64) * 2 * half
+        cos = tl.load(angles + columns, inside, other=0.0)
+        sin = tl.load(angles + half + columns, inside, other=0.0)
+        x, y = a.to(tl.float32), b.to(tl.float32)
+        a, b = (x * cos - y * sin).to(a.dtype), (y * cos + x * sin).to(b.dtype)
+    if head < q_heads:
+        target = q + (token * q_heads + head) * 2 * half
+        tl.store(target + columns, a, inside)
+        tl.store(target + half + columns, b, inside)
+    elif slot >= 0:  # a row that fills up a captured batch has none
+        if head < q_heads + kv_heads:
+            target = keys + (slot * kv_heads + head - q_heads) * 2 * half
+        else:
+            target = values + (slot * kv_heads + head - q_heads - kv_heads) * 2 * half
+        tl.store(target + columns, a.to(keys.dtype.element_ty), inside)
+        tl.store(target + half + columns, b.to(keys.dtype.element_ty), inside)
+
+
+def rotate_and_store(
+    qkv: torch.Tensor, q_heads: int, rope: torch.Tensor, cache: KVCache, batch: Batch, head_norm: HeadNorm | None
+) -> torch.Tensor:
+    """See `Kernels.rotate_and_store`; a slot below 0 keeps nothing."""
+    tokens, (kv_heads, head_dim) = qkv.shape[0], cache.keys.shape[2:]
+    q = qkv.new_empty(tokens, q_heads, head_dim)
+    weights = (head_norm.query, head_norm.key) if head_norm else (qkv, qkv)
+    _rotate_and_store[(tokens, q_heads + 2 * kv_heads)](
+        qkv,
+        q,
+        cache.keys,
+        cache.values,
+        rope,
+        batch.positions,
+        batch.slots,
+        *weights,
+        head_norm.eps if head_norm else 0.0,
+        q_heads,
+        kv_heads,
+        head_dim // 2,
+        NORM=head_norm is not None,
+        BLOCK=triton.next_power_of_2(head_dim // 2),
+        num_warps=1,
+    )
+    return q

@@ -1,0 +1,172 @@
+"""Graphs: decode steps captured once per batch size and replayed, so that a GPU does not wait for Python."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from weft.kernels.batch import Batch
+
+logger = logging.getLogger("weft")
+
+# Forward of a stage: a batch, and what the stage before sent, to [T, hidden].
+Forward = Callable[[Batch, torch.Tensor | None], torch.Tensor]
+Replay = Callable[[], None]
+# Runs a function in such a way that it can be run again, on the same tensors.
+Capture = Callable[[Callable[[], None]], Replay]
+
+NOWHERE = -1  # the slot of a row that only fills a batch up
+
+
+def sizes(most: int) -> list[int]:
+    """Batch sizes that are worth a graph: small ones exactly, larger ones with an eighth to spare at most."""
+    found = [1, 2, 4, *range(8, 65, 8), *range(80, 129, 16), *range(160, 257, 32), *range(320, 513, 64)]
+    return [size for size in found if size < most] + [min(most, found[-1])]
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A graph with the tensors that it reads and writes."""
+
+    batch: Batch
+    incoming: torch.Tensor | None
+    out: list[torch.Tensor]
+    replay: Replay
+
+
+class Graphs:
+    """Graphs of `forward` for batches of one token per row, each captured when a batch first needs its size.
+
+    `width` is the number of columns of a block table, `incoming` the dims and dtype of a row that the stage before
+    sends, None on the first stage.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        capture: Capture,
+        *,
+        rows: int,
+        width: int,
+        incoming: tuple[int, torch.dtype] | None,
+        device: torch.device,
+    ) -> None:
+        self._forward, self._capture = forward, capture
+        self._sizes = sizes(rows)
+        self._captured: dict[int, Captured] = {}
+        # All graphs read the same tensors, each the beginning of them.
+        self._batch = blank(self._sizes[-1], width, device)
+        self._incoming = None
+        if incoming is not None:
+            self._incoming = torch.zeros((self._sizes[-1], incoming[0]), dtype=incoming[1], device=device)
+
+    def warm(self, count: int) -> None:
+        """Capture the largest, which the others share their memory with, and the `count` smallest."""
+        for size in [self._sizes[-1], *self._sizes[:count]]:
+            if size in self._sizes and size not in self._captured:
+                self._capture_size(size)
+
+    def run(self, batch: Batch, incoming: torch.Tensor | None) -> torch.Tensor:
+        """[R, hidden], as `forward` gives it; valid until the next run."""
+        size = next((size for size in self._sizes if size >= batch.rows), None)
+        if size is None or batch.decodes < batch.rows:
+            return self._forward(batch, incoming)
+        if size not in self._captured and not self._capture_size(size):
+            return self._forward(batch, incoming)
+        captured = self._captured[size]
+        fill(captured.batch, batch)
+        if incoming is not None:
+            assert captured.incoming is not None
+            captured.incoming[: batch.rows].copy_(incoming)
+        captured.replay()
+        return captured.out[0][: batch.rows]
+
+    def _capture_size(self, size: int) -> bool:
+        """False where there is no memory for it: it and what is larger stays without a graph."""
+        batch = begin(self._batch, size)
+        incoming = None if self._incoming is None else self._incoming[:size]
+        out: list[torch.Tensor] = []
+
+        def run() -> None:
+            result = self._forward(batch, incoming)
+            if out:
+                out[0].copy_(result)
+            else:
+                out.append(result)
+
+        fill(batch, begin(batch, 0))
+        try:
+            run()  # kernels are compiled, and libraries take their memory, before anything is captured
+            out.clear()
+            replay = self._capture(run)
+        except torch.OutOfMemoryError:
+            self._sizes = [known for known in self._sizes if known < size]
+            logger.warning(
+                "No memory for a CUDA graph of %d rows: batches of that size and more run without; "
+                "a lower --gpu-memory-utilization leaves room",
+                size,
+            )
+            return False
+        self._captured[size] = Captured(batch, incoming, out, replay)
+        return True
+
+
+def blank(rows: int, width: int, device: torch.device) -> Batch:
+    """A batch whose rows do nothing."""
+
+    def zeros(*dims: int) -> torch.Tensor:
+        return torch.zeros(dims, dtype=torch.int32, device=device)
+
+    return Batch(
+        tokens=zeros(rows),
+        positions=zeros(rows),
+        slots=torch.full((rows,), NOWHERE, dtype=torch.int64, device=device),
+        row_starts=torch.arange(rows + 1, dtype=torch.int32, device=device),
+        context=zeros(rows),
+        tables=zeros(rows, width),
+        decodes=rows,
+    )
+
+
+def begin(batch: Batch, rows: int) -> Batch:
+    """Its first rows, of one token each, in the same memory."""
+    return Batch(
+        tokens=batch.tokens[:rows],
+        positions=batch.positions[:rows],
+        slots=batch.slots[:rows],
+        row_starts=batch.row_starts[: rows + 1],
+        context=batch.context[:rows],
+        tables=batch.tables[:rows],
+        decodes=rows,
+    )
+
+
+def fill(there: Batch, batch: Batch) -> None:
+    """Lay a batch into a captured one that is as large or larger; the rows left over do nothing."""
+    rows = batch.rows
+    there.tokens[:rows].copy_(batch.tokens)
+    there.positions[:rows].copy_(batch.positions)
+    there.slots[:rows].copy_(batch.slots)
+    there.slots[rows:].fill_(NOWHERE)
+    there.context[:rows].copy_(batch.context)
+    there.context[rows:].zero_()
+    there.tables[:rows, : batch.tables.shape[1]].copy_(batch.tables)
+
+
+class CudaGraphs:
+    """`Capture` on a GPU: graphs that share one pool of memory, since no two of them run at once."""
+
+    def __init__(self) -> None:
+        self._pool: object = None
+
+    def __call__(self, run: Callable[[], None]) -> Replay:
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        # Other threads of the process may be at work on their own devices.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            run()
+        self._pool = self._pool or graph.pool()
+        return graph.replay

@@ -1,0 +1,102 @@
+"""The Triton kernels, in Triton's interpreter, against the plain ones and the loop that is obviously right."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.cpu.test_kernels import CASES, TOLERANCE, attend_by_loop, ragged
+from weft.kernels.base import HeadNorm, KVCache
+from weft.kernels.batch import Batch
+from weft.kernels.plain import PlainKernels
+
+pytest.importorskip("triton", reason="needs triton")
+
+from weft.kernels.triton.kernels import TritonKernels
+
+# Triton's interpreter multiplies bfloat16 matrices wrongly: tests/gpu has that.
+DTYPES = [torch.float32, torch.float16]
+TOLERANCE = {**TOLERANCE, torch.float16: 4e-3}
+PLAIN = PlainKernels()
+
+MIXED = [
+    *CASES,
+    ([1, 1, 1, 5, 64, 1], [9, 70, 3, 5, 190, 77], 6, 2, 16, 8, None),
+    ([1, 1, 300], [129, 64, 300], 32, 1, 16, 16, 40),
+    ([2, 1, 1], [2, 1, 65], 3, 3, 12, 2, 3),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("processors", [1, 24], ids=["whole", "split"])
+@pytest.mark.parametrize("case", MIXED, ids=[str(c[0]) for c in MIXED])
+def test_attention_over_paged_kv_is_exact(case: tuple, processors: int, dtype: torch.dtype) -> None:
+    counts, contexts, q_heads, kv_heads, head_dim, block_size, window = case
+    batch, blocks = ragged(counts, contexts, block_size, seed=len(counts))
+    torch.manual_seed(1)
+    cache = KVCache(*(torch.randn(blocks, block_size, kv_heads, head_dim).to(dtype) for _ in range(2)))
+    q = torch.randn(sum(counts), q_heads, head_dim).to(dtype) * 3
+    got = TritonKernels(processors).attend(q, cache, batch, head_dim**-0.5, window)
+    want = attend_by_loop(q, cache, batch, head_dim**-0.5, window)
+    torch.testing.assert_close(got.double(), want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+def test_rows_that_fill_up_a_captured_batch_read_and_write_nothing() -> None:
+    batch, blocks = ragged([1, 1], [40, 3], 4, seed=0)
+    more = 3
+    filled = Batch(
+        tokens=torch.cat([batch.tokens, torch.zeros(more, dtype=torch.int32)]),
+        positions=torch.cat([batch.positions, torch.zeros(more, dtype=torch.int32)]),
+        slots=torch.cat([batch.slots, torch.full((more,), -1)]),
+        row_starts=torch.arange(2 + more + 1, dtype=torch.int32),
+        context=torch.cat([batch.context, torch.zeros(more, dtype=torch.int32)]),
+        tables=torch.cat([batch.tables, torch.full((more, batch.tables.shape[1]), 10**6, dtype=torch.int32)]),
+        decodes=2 + more,
+    )
+    torch.manual_seed(1)
+    caches = [KVCache(*(torch.randn(blocks, 4, 2, 16) for _ in range(2)))]
+    caches.append(KVCache(caches[0].keys.clone(), caches[0].values.clone()))
+    qkv, rope = torch.randn(2 + more, 8 * 16), torch.randn(50, 16)
+    for processors in (1, 24):
+        kernels = TritonKernels(processors)
+        q = kernels.rotate_and_store(qkv, 4, rope, caches[0], filled, None)
+        out = kernels.attend(q, caches[0], filled, 0.25, None)
+        few = PLAIN.rotate_and_store(qkv[:2], 4, rope, caches[1], batch, None)
+        torch.testing.assert_close(caches[0].keys, caches[1].keys)
+        torch.testing.assert_close(out[:2], PLAIN.attend(few, caches[1], batch, 0.25, None))
+        assert not out[2:].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("tokens", "width"), [(1, 50), (13, 576), (3, 2048)])
+def test_norms_and_silu_agree_with_the_plain_ones(dtype: torch.dtype, tokens: int, width: int) -> None:
+    fast = TritonKernels(1)
+    torch.manual_seed(2)
+    x, residual, weight = (torch.randn(*dims).to(dtype) for dims in ((tokens, width), (tokens, width), (width,)))
+    close = {"atol": TOLERANCE[dtype], "rtol": TOLERANCE[dtype]}
+    torch.testing.assert_close(fast.norm(x, weight, 1e-5), PLAIN.norm(x, weight, 1e-5), **close)
+    ours, theirs = residual.clone(), residual.clone()
+    torch.testing.assert_close(fast.add_norm(x, ours, weight, 1e-5), PLAIN.add_norm(x, theirs, weight, 1e-5), **close)
+    torch.testing.assert_close(ours, theirs, **close)
+    wide = torch.randn(tokens, 2 * width).to(dtype) * 8
+    torch.testing.assert_close(fast.silu_mul(wide), PLAIN.silu_mul(wide), **close)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("normed", [False, True])
+def test_rotation_writes_what_the_plain_one_writes(dtype: torch.dtype, normed: bool) -> None:
+    q_heads, kv_heads, head_dim = 6, 2, 20
+    batch, blocks = ragged([3, 1, 9], [40, 7, 9], 4, seed=3)
+    torch.manual_seed(4)
+    qkv = torch.randn(13, (q_heads + 2 * kv_heads) * head_dim).to(dtype)
+    rope = torch.randn(64, head_dim)
+    norm = HeadNorm(torch.randn(head_dim).to(dtype), torch.randn(head_dim).to(dtype), 1e-6) if normed else None
+    caches = [KVCache(*(torch.zeros(blocks, 4, kv_heads, head_dim, dtype=dtype) for _ in range(2))) for _ in range(2)]
+    queries = [
+        kernels.rotate_and_store(qkv, q_heads, rope, cache, batch, norm)
+        for kernels, cache in zip((TritonKernels(1), PLAIN), caches, strict=True)
+    ]
+    close = {"atol": TOLERANCE[dtype], "rtol": TOLERANCE[dtype]}
+    torch.testing.assert_close(*queries, **close)
+    torch.testing.assert_close(caches[0].keys, caches[1].keys, **close)
+    torch.testing.assert_close(caches[0].values, caches[1].values, rtol=0, atol=0)
