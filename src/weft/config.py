@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,4 +48,5 @@ class EngineConfig:
     scheduling_policy: str = "fcfs"  # fcfs, priority
     async_scheduling: bool | None = None  # schedule a step before the last one's tokens are known; None: on GPUs
     attention_backend: str = "auto"  # auto, torch, cpu, triton
+    speculative_config: dict[str, Any] | None = None  # as vLLM's: {"method": "ngram"} or {"model": NAME}, and more
     enforce_eager: bool = False  # no CUDA graphs

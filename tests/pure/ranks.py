@@ -50,7 +50,9 @@ class Row:
     context: list[int]
     table: list[int] = field(default_factory=list)
     end: int | None = None
+    reach: int = 0
     known: list[int] = field(default_factory=list)
+    guesses: list[int] = field(default_factory=list)
 
 
 class Ranks:
@@ -82,19 +84,24 @@ class Ranks:
 
         written: set[tuple[int, int]] = set()
         tokens = iter(plan.tokens)
-        for slot, start, count, blocks in zip(plan.slots, plan.starts, plan.counts, plan.blocks, strict=True):
+        rows = zip(plan.slots, plan.starts, plan.counts, plan.blocks, plan.guesses, strict=True)
+        for slot, start, count, blocks, guessed in rows:
             row = self.live[slot]
             fresh = row.end is None
             assert fresh or start == row.end
             row.end = start + count
+            row.reach = max(row.reach, row.end)
             row.table += blocks
-            assert len(row.table) == -(-row.end // self.block_size), "a block too many or too few"
+            assert len(row.table) == -(-row.reach // self.block_size), "a block too many or too few"
             assert all(0 <= block < self.num_blocks for block in row.table)
-            known = digests(row.context, row.known)
-            for position in range(start, row.end):
-                token = next(tokens)
+            computed = [next(tokens) for _ in range(count)]
+            assert 0 <= guessed < count and (not guessed or count == guessed + 1)
+            for position, token in enumerate(computed[: count - guessed], start):
                 sampled = position == len(row.context) - 1 >= len(row.admission.prompt + row.admission.output)
                 assert token == row.context[position] or token == UNKNOWN and sampled
+            row.guesses = computed[count - guessed :]
+            known = row.known = digests(row.context + row.guesses, row.known[: len(row.context)])
+            for position in range(start, row.end):
                 place = (row.table[position // self.block_size], position % self.block_size)
                 assert place not in written, "two rows write to one place"
                 written.add(place)
@@ -114,10 +121,26 @@ class Ranks:
             if params.prompt_logprobs is not None:
                 ends = min(row.end, len(row.admission.prompt) - 1)
                 result.prompt_logprobs[slot] = [logprob(row.context[p + 1]) for p in range(start, ends)]
-            assert samples == (row.end == len(row.context))
+            assert samples == (row.end == len(row.context) + len(row.guesses))
             if samples:
-                token = next_token(row.known[-1])
-                row.context.append(token)
-                result.tokens.append(token)
-                result.logprobs.append(None if params.logprobs is None else logprob(token))
+                after = [next_token(digest) for digest in row.known[len(row.known) - 1 - len(row.guesses) :]]
+                result.tokens += after
+                result.logprobs += [None if params.logprobs is None else logprob(token) for token in after]
+                right = next((n for n, guess in enumerate(row.guesses) if guess != after[n]), len(row.guesses))
+                del row.known[len(row.context) + right :]
+                row.context += after[: right + 1]
+                if row.guesses:
+                    row.end = len(row.context) - 1
+                if plan.guess:
+                    result.guesses[slot] = self.guess(row, plan.guess)
         return result
+
+    def guess(self, row: Row, count: int) -> list[int]:
+        """What a draft model would say: right for a while."""
+        context, known = list(row.context), list[int]()
+        for _ in range(count):
+            context.append(next_token(digests(context, known)[-1]))
+        guesses = context[len(row.context) :]
+        if self.steps % 3:
+            guesses[self.steps % count] += 1
+        return guesses

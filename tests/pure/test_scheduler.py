@@ -13,11 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ranks import VOCAB, Ranks, expected, logprob
+from shapes import SMOLLM2
 from weft.core.params import SamplingParams
 from weft.core.request import Output, Request
 from weft.core.scheduler import Scheduler
+from weft.core.speculation import Guesser
 from weft.core.step import UNKNOWN, StepPlan
 from weft.errors import QueueFullError, RequestError
+from weft.planner.plan import Draft, Speculation
 
 LIMITS: dict[str, Any] = {
     "num_blocks": 64,
@@ -30,7 +33,15 @@ LIMITS: dict[str, Any] = {
     "policy": "fcfs",
     "prefix_caching": True,
     "lookahead": False,
+    "speculation": None,
 }
+DRAFT = Draft(checkpoint="", load_format="dummy", shape=SMOLLM2)
+AHEAD: list[dict[str, Any]] = [
+    {},
+    {"lookahead": True},
+    {"speculation": Speculation(tokens=3, lookup_min=1, lookup_max=2)},
+    {"speculation": Speculation(tokens=4, draft=DRAFT)},
+]
 
 
 def request(id: str, prompt: list[int], *, priority: int = 0, stop_ids: tuple[int, ...] = (), **params: Any) -> Request:
@@ -111,7 +122,7 @@ def limits(draw: st.DrawFn) -> dict[str, Any]:
         "stages": draw(st.integers(1, 3)),
         "policy": draw(st.sampled_from(["fcfs", "priority"])),
         "prefix_caching": draw(st.booleans()),
-        "lookahead": draw(st.booleans()),
+        **draw(st.sampled_from(AHEAD)),
     }
 
 
@@ -176,14 +187,15 @@ def check(engine: Engine, requests: list[Request], taken: set[str]) -> None:
         assert engine.tokens(item.id) == answer
         assert [output.finish_reason for output in outputs] == [None] * (len(outputs) - 1) + [reason]
         asked_for = item.params.logprobs is not None
-        assert [output.logprobs for output in outputs] == [[logprob(t) if asked_for else None] for t in answer]
+        logprobs = [one for output in outputs for one in output.logprobs]
+        assert logprobs == [logprob(t) if asked_for else None for t in answer]
         pieces = [output.prompt_logprobs for output in outputs]
         whole = None if item.params.prompt_logprobs is None else [logprob(t) for t in item.prompt[1:]]
         assert pieces == [whole] + [None] * (len(outputs) - 1)
         assert all(0 <= output.cached_tokens < len(item.prompt) for output in outputs)
     stats = engine.scheduler.stats()
     assert stats.running == stats.waiting == stats.blocks_used == 0
-    assert stats.generation_tokens == sum(len(outputs) for outputs in engine.outputs.values())
+    assert stats.generation_tokens == sum(len(engine.tokens(id)) for id in engine.outputs)
     assert stats.prompt_tokens == sum(len(r.prompt) for r in requests if r.id in engine.outputs)
     assert stats.steps == len(engine.plans)
     # Nothing of them is left behind.
@@ -217,7 +229,7 @@ def test_every_request_gets_its_tokens_when_it_is_crowded(start: int) -> None:
             "stages": random.randint(1, 3),
             "policy": random.choice(["fcfs", "priority"]),
             "prefix_caching": random.random() < 0.7,
-            "lookahead": random.random() < 0.5,
+            **random.choice(AHEAD),
         }
         requests = [
             request(
@@ -260,6 +272,10 @@ def test_the_same_calls_give_the_same_steps(
         {"stages": 3},
         {"lookahead": True},
         {"lookahead": True, "num_blocks": 9},
+        {"speculation": Speculation(tokens=3, lookup_min=1)},
+        {"speculation": Speculation(tokens=4, draft=DRAFT)},
+        {"speculation": Speculation(tokens=4, draft=DRAFT), "num_blocks": 9, "max_num_batched_tokens": 11},
+        {"speculation": Speculation(tokens=4, draft=DRAFT), "stages": 2},
     ],
     ids=str,
 )
@@ -271,6 +287,63 @@ def test_the_same_tokens_however_they_are_computed(change: dict[str, Any], depth
         assert engine.tokens(item.id) == expected(item, 64)[0]
     if change.get("num_blocks"):
         assert engine.scheduler.stats().preemptions > 0
+
+
+# Guesses
+
+
+def test_right_guesses_save_steps_and_change_nothing() -> None:
+    item = request("a", [1, 2, 3], max_tokens=20)
+    plain = Engine(LIMITS)
+    plain.run(item)
+    engine = Engine(LIMITS | {"speculation": Speculation(tokens=4, draft=DRAFT)})
+    engine.run(item)
+    assert engine.tokens("a") == plain.tokens("a") == expected(item, 64)[0]
+    stats = engine.scheduler.stats()
+    assert stats.confirmed_tokens > 0 and stats.guessed_tokens > stats.confirmed_tokens
+    assert stats.steps == 20 - stats.confirmed_tokens < plain.scheduler.stats().steps
+    assert stats.generation_tokens == 20
+    assert any(len(output.tokens) > 1 for output in engine.outputs["a"])
+
+
+def test_an_end_among_confirmed_guesses_ends_it() -> None:
+    free = request("a", [1, 2, 3], max_tokens=20)
+    stop = expected(free, 64)[0][4]
+    item = request("a", [1, 2, 3], max_tokens=20, stop_ids=(stop,))
+    engine = Engine(LIMITS | {"speculation": Speculation(tokens=4, draft=DRAFT)})
+    engine.run(item)
+    assert (engine.tokens("a"), engine.outputs["a"][-1].finish_reason) == expected(item, 64)
+
+
+def test_who_remembers_its_tokens_is_not_guessed() -> None:
+    engine = Engine(LIMITS | {"speculation": Speculation(tokens=4, draft=DRAFT)})
+    engine.run(request("a", [1, 2, 3], max_tokens=9, repetition_penalty=1.1))
+    assert engine.scheduler.stats().guessed_tokens == 0
+
+
+def test_what_came_before_is_guessed_again() -> None:
+    guesser = Guesser(Speculation(tokens=4, lookup_min=2, lookup_max=3))
+    assert guesser.guesses([1, 2, 3, 4, 5, 6, 1, 2], 9) == [3, 4, 5, 6]
+    assert guesser.guesses([1, 2, 3, 4, 5, 6, 1, 2, 3], 2) == [4, 5]
+    assert guesser.guesses([1, 2, 3, 4, 5, 6, 1, 2, 3, 9, 8], 4) == []
+    assert Guesser(Speculation(tokens=5)).guesses([7, 8, 9, 8, 9], 5) == [8, 9, 8, 9, 8], "round in a circle"
+    later = Guesser(Speculation(tokens=1))
+    assert later.guesses([1, 2, 3, 1, 2, 4, 1, 2], 1) == [4], "the latest of its places"
+
+
+def test_guessing_rests_where_it_does_not_pay() -> None:
+    guesser = Guesser(Speculation(tokens=4))
+    text = [1, 2, 3, 4, 5, 1, 2]
+    asked = 0
+    for _ in range(100):
+        found = guesser.guesses(text, 4)
+        guesser.judge(len(found), 0)
+        asked += len(found)
+    assert asked < 40
+    for _ in range(200):
+        found = guesser.guesses(text, 4)
+        guesser.judge(len(found), len(found))
+    assert len(guesser.guesses(text, 4)) == 4, "and grows again where it does"
 
 
 # One step ahead

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from argparse import Namespace
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from weft.bench.measure import Run, run, typical
+from weft.bench.predicted import beside, predicted
 from weft.bench.workload import Ask, nano_vllm, random_requests
 from weft.cli import engine
+from weft.errors import ConfigError
 from weft.planner.table import layout_json
+
+if TYPE_CHECKING:
+    from weft.llm import LLM
+
+logger = logging.getLogger("weft.cli")
 
 
 def main(arguments: Namespace) -> int:
@@ -28,9 +36,10 @@ def main(arguments: Namespace) -> int:
             if number >= 0:
                 runs.append(done)
         layout = layout_json(plan, llm.num_blocks)
+        expected = predicted_of(llm, work(0))
     report: dict[str, Any] = {
         "task": task,
-        "model": arguments.model,
+        "model": plan.model,
         "dtype": plan.dtype,
         "tensor_parallel_size": plan.tensor_parallel,
         "pipeline_parallel_size": plan.stages,
@@ -38,11 +47,23 @@ def main(arguments: Namespace) -> int:
         "input_tokens": runs[0].input_tokens,
         "output_tokens": runs[0].output_tokens,
         **typical(runs),
+        "predicted": expected,
         "runs": len(runs),
         "layout": layout,
     }
+    for told in beside(report, expected) if expected else []:
+        print(told, file=sys.stderr)
     print(json.dumps(report))
     return 0
+
+
+def predicted_of(llm: LLM, asks: Sequence[Ask]) -> dict[str, float] | None:
+    """What the planner expects of these requests; None on hardware of which it knows nothing."""
+    try:
+        return predicted(llm.forecast(), asks)
+    except ConfigError as error:
+        logger.warning("nothing is predicted: %s", error)
+        return None
 
 
 def latency(arguments: Namespace, vocab: int) -> Callable[[int], list[Ask]]:

@@ -32,6 +32,8 @@ SAID_BY_CLAIM = ("model", "gpus", "nodes", "network", "precision")
 
 def main(arguments: Namespace) -> int:
     """Print the verdict; 3 for what is impossible."""
+    if hasattr(arguments, "html"):
+        raise UsageError("--check gives a verdict, and --html draws a plan; give one of them")
     twice = [name for name in SAID_BY_CLAIM if hasattr(arguments, name)]
     if twice:
         raise UsageError(f"--check says the model and the hardware itself; leave out {twice[0].replace('_', '-')}")

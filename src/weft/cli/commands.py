@@ -5,16 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weft.cli import values
+from weft.cli.bench_flags import CALIBRATE, COMPARE, SERVE, SWEEP
 from weft.cli.cost_flags import COST
 from weft.cli.flags import ENGINE, SAMPLING, SERVER, Flag
+from weft.cli.hardware_flags import FLAGS as HARDWARE
 from weft.cli.plan_flags import PLAN
+from weft.cli.simulate_flags import SIMULATE
 
 Group = tuple[str, tuple[Flag, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """`weft NAME ARGUMENT [flags]`; `argument` is MODEL, or the words of a prompt. `module` has
+    """`weft NAME ARGUMENT [flags]`; `argument` is MODEL, or words that `about` tells, or none. `module` has
     `main(arguments) -> exit status`."""
 
     name: str
@@ -22,8 +25,14 @@ class Command:
     module: str
     groups: tuple[Group, ...]
     argument: str = "MODEL"
+    about: str = "what to ask"  # an argument that is no model
+    needs_model: bool = True
     log_level: str = "WARNING"
     example: str = ""
+
+    @property
+    def usage(self) -> str:
+        return f"weft {self.name} {self.argument}".rstrip()
 
     @property
     def flags(self) -> tuple[Flag, ...]:
@@ -34,7 +43,8 @@ PROMPT = (
     Flag(name="prompt", metavar="TEXT", help="what to ask; left out, standard input is read"),
     Flag(name="system-prompt", metavar="TEXT", help="what the model is told before"),
     Flag(name="raw", parse=None, help="give the prompt to the model as it is, without the chat template"),
-    Flag(name="json", parse=None, help="print one JSON object with text, token ids, timing and layout"),
+    Flag(name="json", parse=None, help="print one JSON object with text, token ids, timing, layout and predictions"),
+    Flag(name="verbose", parse=None, help="tell memory and speed on standard error, beside what was predicted"),
 )
 CHAT = (Flag(name="system-prompt", metavar="TEXT", help="what the model is told before"),)
 LATENCY = (
@@ -94,8 +104,23 @@ COMMANDS = {
             name="cost",
             summary="Tell dollars per million tokens, when own GPUs beat an API, and how much of a load to own.",
             module="weft.cli.cost",
-            groups=(("cost", COST), *PLAN[:-1]),
+            groups=(("cost", COST), *(group for group in PLAN if group[0] not in ("answer", "export"))),
             example="weft cost Llama-3.3-70B-Instruct --gpus 4xH100 --price 2.49 --demand 1,1,4,9,4",
+        ),
+        Command(
+            name="simulate",
+            summary="Tell how long requests would wait under a load, and how many GPUs a promise takes.",
+            module="weft.cli.simulate",
+            groups=SIMULATE,
+            example="weft simulate Llama-3.1-8B --gpus 8xL40S --rate 20 --slo ttft_p95=1s,tpot_p95=50ms",
+        ),
+        Command(
+            name="hardware",
+            summary="Tell what this machine has, how it is joined, how fast it is, and who holds its memory.",
+            module="weft.cli.hardware",
+            groups=HARDWARE,
+            argument="",
+            example="weft hardware --yaml",
         ),
         Command(
             name="bench latency",
@@ -110,6 +135,39 @@ COMMANDS = {
             module="weft.cli.bench",
             groups=(("workload", THROUGHPUT), *ENGINE),
             example="weft bench throughput demo --num-prompts 64",
+        ),
+        Command(
+            name="bench serve",
+            summary="Send requests to a server as they arrive in life, and tell how long each waited.",
+            module="weft.cli.bench_serve",
+            groups=(*SERVE, *ENGINE),
+            needs_model=False,
+            example="weft bench serve demo --request-rate 4 --goodput ttft:500 tpot:50",
+        ),
+        Command(
+            name="bench sweep",
+            summary="The same at several rates or concurrencies: one table, and a plot.",
+            module="weft.cli.bench_sweep",
+            groups=(*SWEEP, *ENGINE),
+            needs_model=False,
+            example="weft bench sweep demo --request-rate 1,2,4,8",
+        ),
+        Command(
+            name="bench calibrate",
+            summary="Measure what the engine reaches on this machine, for the planner to reckon with.",
+            module="weft.cli.bench_calibrate",
+            groups=(*CALIBRATE, *ENGINE),
+            needs_model=False,
+            example="weft bench calibrate",
+        ),
+        Command(
+            name="bench compare",
+            summary="Compare two results that were saved; exit status 1 where the new one is worse.",
+            module="weft.cli.bench_compare",
+            groups=COMPARE,
+            argument="OLD NEW",
+            about="files with JSON, as --save-result and scripts/bench write it",
+            example="weft bench compare before.json after.json",
         ),
         Command(
             name="demo",

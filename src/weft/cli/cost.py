@@ -11,7 +11,7 @@ import msgspec
 
 from weft.cli.parser import UsageError
 from weft.cli.plan import NOTHING_FITS, ask, look_up
-from weft.cli.plan_view import WIDE, table
+from weft.cli.tables import WIDE, table
 from weft.errors import ConfigError
 from weft.facts import api_prices
 from weft.facts.api_prices import Quote, Usage

@@ -33,7 +33,7 @@ def main(arguments: Namespace) -> int:
 
 def cut(arguments: Namespace) -> dict[str, Any]:
     """Two ranks, unless the flags say how; on a machine with one GPU they share it."""
-    said = {"tensor_parallel_size", "tensor_split", "pipeline_parallel_size", "pipeline_split", "device_ids"}
+    said = {"plan", "tensor_parallel_size", "tensor_split", "pipeline_parallel_size", "pipeline_split", "device_ids"}
     if said & vars(arguments).keys():
         return {}
     shared = getattr(arguments, "device", "auto") != "cpu" and len(host.probe().gpus) == 1

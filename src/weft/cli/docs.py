@@ -42,7 +42,7 @@ def page() -> str:
 def section(command: Command) -> str:
     """A command, with the flags that are its own."""
     own = [(title, flags) for title, flags in command.groups if (title, flags) not in ENGINE]
-    head = f"## weft {command.name} {command.argument}\n\n{command.summary}\n\n```\n{command.example}\n```\n"
+    head = f"## {command.usage}\n\n{command.summary}\n\n```\n{command.example}\n```\n"
     return "\n".join([head, *(table(title, flags) for title, flags in own)])
 
 

@@ -121,6 +121,14 @@ SCHEDULING = (
     Flag(name="max-num-queued-reqs", parse=values.size, help="most requests that wait; over it: 503"),
     Flag(name="scheduling-policy", choices=("fcfs", "priority"), help="order in which requests start"),
     Flag(
+        name="speculative-config",
+        short="-sc",
+        parse=values.mapping,
+        metavar="JSON",
+        help='guess tokens ahead, and confirm many in one step: {"method": "ngram"} or {"model": NAME}; also '
+        "num_speculative_tokens, prompt_lookup_min, prompt_lookup_max",
+    ),
+    Flag(
         name="async-scheduling",
         parse=None,
         help="schedule a step before the last one's tokens are known; left out: on GPUs",

@@ -50,7 +50,8 @@ def nearest(word: str, known: Sequence[str]) -> str:
 
 def parse(command: Command, words: Sequence[str]) -> argparse.Namespace:
     """The Namespace of a command's words: `command`, `argument`, and by field each flag that was given or has a
-    default of its own; `model` from the argument. Raises UsageError; --help prints and exits."""
+    default of its own; `model` from the argument, or from the plan file. Raises UsageError, and ConfigError for a plan
+    that cannot be read; --help prints and exits."""
     parser = build(command)
     options = option_names(command)
     argv, warnings = vllm.strip([dashes(word) for word in words], frozenset(options))
@@ -66,8 +67,14 @@ def parse(command: Command, words: Sequence[str]) -> argparse.Namespace:
     if command.argument == "MODEL":
         if arguments.argument is not None:
             arguments.model = arguments.argument
-        # A claim to be checked names its model itself.
-        if not getattr(arguments, "model", "") and not hasattr(arguments, "check"):
+        if hasattr(arguments, "plan") and not getattr(arguments, "model", ""):
+            from weft.planner import plan_file
+
+            arguments.model = plan_file.read(arguments.plan).model.name
+        # A claim to be checked names its model itself, and so does a node's configuration.
+        itself = ("check", "infernet_config")
+        named = getattr(arguments, "model", "") or any(hasattr(arguments, name) for name in itself)
+        if command.needs_model and not named:
             raise UsageError(f"which model? For example: {command.example}")
     arguments.command = command.name
     for warning in warnings:
@@ -79,7 +86,7 @@ def build(command: Command) -> Parser:
     """The argparse parser of one command."""
     parser = Parser(
         prog=f"weft {command.name}",
-        usage=f"weft {command.name} {command.argument} [flags]",
+        usage=f"{command.usage} [flags]",
         description=command.summary,
         epilog=f"example: {command.example}",
         allow_abbrev=False,
@@ -88,8 +95,8 @@ def build(command: Command) -> Parser:
     if command.argument == "MODEL":
         told = "a name on the hub, a directory, a .gguf file, or demo"
         parser.add_argument("argument", metavar="MODEL", nargs="?", default=None, help=told)
-    else:
-        parser.add_argument("argument", metavar=command.argument, nargs="*", default=[], help="what to ask")
+    elif command.argument:
+        parser.add_argument("argument", metavar=command.argument, nargs="*", default=[], help=command.about)
     parser.add_argument("--config", metavar="FILE", help="YAML file with flags; those given here win")
     for title, flags in command.groups:
         group = parser.add_argument_group(title)

@@ -10,6 +10,17 @@ from weft.cli.flags import Flag
 # As planner.question and planner.profiles have them; those are not for --help to read.
 OBJECTIVES = ("throughput", "latency", "cost")
 ENGINES = ("weft", "vllm", "trtllm", "sglang", "llama.cpp", "transformers")
+# As export.targets has them, and what each gets.
+TARGETS = {
+    "weft": "weft serve for each replica",
+    "vllm": "vllm serve, and Ray's start on every node",
+    "transformers": "a Python script with device_map and max_memory",
+    "ollama": "a Modelfile, and its servers",
+    "infernet": "a node's environment and engine configuration",
+    "nginx": "a balancer with TLS",
+    "kuberay": "a RayService for Kubernetes",
+    "compose": "a Docker Compose file",
+}
 
 
 def concurrency(text: str) -> int | None:
@@ -43,10 +54,12 @@ HARDWARE = (
     Flag(
         name="gpus",
         metavar="4xRTX4090",
-        help="GPUs of one machine, as in 8xH100@nvlink or 1xRTX4090+1xRTX3090; left out: this machine's",
+        help="GPUs of one machine, as in 8xH100@nvlink or 1xRTX4090+1xRTX3090, or a YAML file that describes any "
+        "hardware (docs/hardware.md); left out: this machine's, or its CPU",
     ),
     Flag(name="nodes", metavar="2x8xH100", help="several equal machines"),
     Flag(name="network", metavar="400Gb", help="bandwidth between machines, per machine"),
+    Flag(name="refresh-hardware", parse=None, help="measure this machine again, whatever the cache knows of it"),
     Flag(name="price", parse=price, metavar="DOLLARS", help="rent of one GPU for an hour"),
 )
 CUT = (
@@ -62,6 +75,8 @@ CUT = (
     Flag(name="enable-expert-parallel", short="-ep", parse=None, help="deal experts out whole, instead of cut"),
     Flag(name="tensor-split", parse=values.decimals, metavar="2,1", help="each tensor-parallel rank's weight"),
     Flag(name="pipeline-split", parse=values.integers, metavar="20,12", help="layers per stage"),
+    Flag(name="device-map", parse=values.device_map, metavar="MAP", help=values.DEVICE_MAP),
+    Flag(name="max-memory", parse=values.max_memory, metavar="0=40GB,1=40GB", help=values.MAX_MEMORY),
     Flag(
         name="gpu-memory-utilization",
         parse=share,
@@ -80,7 +95,8 @@ LOAD = (
 )
 TOLD = (
     Flag(name="check", metavar="CLAIM", help='judge "MODEL PRECISION on NxGPU[ at N tokens], X tok/s"'),
-    Flag(name="json", parse=None, help="print one JSON object"),
+    Flag(name="json", parse=None, help="print one JSON object, which weft serve --plan FILE carries out"),
+    Flag(name="html", metavar="FILE", help="write the plan as a page of its own, too; - for standard output instead"),
 )
 NAMED = (
     Flag(name="model", help="the model, where it is not given as an argument"),
@@ -88,4 +104,29 @@ NAMED = (
     Flag(name="revision", help="branch, tag or commit of a model on the hub"),
     Flag(name="hf-token", help="token for the hub, instead of HF_TOKEN"),
 )
-PLAN = (("model", NAMED), ("hardware", HARDWARE), ("layout", CUT), ("workload", LOAD), ("answer", TOLD))
+EXPORT = (
+    Flag(
+        name="emit",
+        choices=tuple(TARGETS),
+        help="print what runs the plan instead of the answer; "
+        + "; ".join(f"{target}: {what}" for target, what in TARGETS.items()),
+    ),
+    Flag(name="emit-to", metavar="DIR", help="files in this directory instead of standard output"),
+    Flag(name="force", parse=None, help="overwrite files that are there"),
+    Flag(name="port", parse=values.at_least(1), help="port of the first replica, the others follow; for ollama 11434"),
+    Flag(name="served-model-name", several=True, help="names that the API knows the model by, instead of MODEL"),
+    Flag(
+        name="infernet-config",
+        metavar="FILE",
+        help="JSON of an Infernet node, as its code or its book has it: model, names and port are taken from it, and "
+        "what the node does not read is told",
+    ),
+)
+PLAN = (
+    ("model", NAMED),
+    ("hardware", HARDWARE),
+    ("layout", CUT),
+    ("workload", LOAD),
+    ("answer", TOLD),
+    ("export", EXPORT),
+)

@@ -1,167 +1,188 @@
-"""A plan as a person reads it: what each GPU holds, the best candidates, what was rejected, what to change."""
+"""A plan on a terminal: each GPU's memory as a bar, the best candidates, what was rejected, what to change."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
-from weft.facts.model import Model
-from weft.facts.precision import weight_bytes
-from weft.planner.advice import advice, binding
-from weft.planner.answer import dollars_per_million, ranks_json
-from weft.planner.cost import Prediction
-from weft.planner.notes import notes
-from weft.planner.objections import not_run
-from weft.planner.question import Question
-from weft.planner.search import Answer, Candidate, Rejected, output_tok_s
+from weft.cli import plan_text
+from weft.cli.plan_picture import NAMES, Bar, Rack, parts_of, picture
+from weft.cli.plan_text import Told
 from weft.planner.words import gigabytes
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
-BEST = 3  # candidates in the table
-REJECTED = 4  # layouts of which the reason is told
-MOST_RANKS = 16  # rows of the table of ranks; a large cluster shows a replica of each kind
-WIDE = 120  # columns of a pipe, which has no width of its own
+MOST_BARS = 24  # that are drawn; a plan with more unlike GPUs than that is for --json or --html to tell
+PIPE = 80  # columns of a pipe, which has no width of its own
+LONGEST_BAR = 60
+FIGURE = 9  # columns of one
+STYLES = {"weight": "bright_blue", "kv": "green", "other": "yellow", "held": "red", "free": "bright_black"}
+# Shades, so that a pipe without colours tells them apart as well.
+SHADES = {"weight": "█", "kv": "▓", "other": "▒", "held": "▚", "free": "░"}
+TRUNKS = {"nvlink": ("╠═ ", "╚═ ", "║  "), "pcie": ("├─ ", "└─ ", "│  "), "memory": ("├─ ", "└─ ", "│  ")}
+ASCII = str.maketrans("█▓▒▚░╠╚║═├└│─·", "#=+x.|`|=|`|-,")
 
 
-def print_answer(answer: Answer, model: Model, out: TextIO | None = None) -> None:
-    """Everything, on standard output."""
+def print_answer(told: Told, out: TextIO | None = None) -> None:
+    """Everything, on standard output; `told` is what `planner.answer.as_json` tells."""
+    console = console_of(out or sys.stdout)
+    best = told["best"]
+    say(console, plan_text.model_line(told), style="bold")
+    say(console, plan_text.hardware_line(told), *plan_text.remarks(told), "")
+    say(console, plan_text.verdict(told), style="bold green" if best else "bold red")
+    if best:
+        draw(console, picture(told))
+        if traffic := plan_text.traffic(told):
+            say(console, traffic)
+        console.print()
+        console.print(comparison(told))
+        say(console, "", plan_text.speeds(told))
+    reasons = plan_text.rejections(told)
+    if reasons:
+        say(console, "", "rejected:", *(f"  {reason}" for reason in reasons[: plan_text.REJECTED]))
+        if len(reasons) > plan_text.REJECTED:
+            say(console, f"  and {len(reasons) - plan_text.REJECTED} more")
+    if binds := plan_text.binds(told):
+        say(console, "", f"what binds: {binds}")
+    if told["advice"]:
+        say(console, *([] if best else [""]), "what would help:", *(f"  {change}" for change in told["advice"]))
+
+
+def console_of(out: TextIO) -> Console:
+    """On `out`, as wide as the terminal, and PIPE columns where it is none."""
     from rich.console import Console
 
-    out = out or sys.stdout
-    console = Console(file=out, width=None if out.isatty() else WIDE, highlight=False, markup=False)
-    best, question = answer.best, answer.question
-    console.print(heading(question, model), soft_wrap=True)
-    for note in notes(question, best):
-        console.print(f"note: {note}", soft_wrap=True)
-    if best:
-        console.print(f"\nbest for {question.objective}: {best.cut}")
-        console.print(ranks(question, best))
-        console.print(comparison(question, answer.candidates[:BEST]))
-        console.print(speeds(question, best.predicted), soft_wrap=True)
-    else:
-        console.print("\nnothing fits")
-    reasons, binds = rejections(answer.rejected), binding(answer).text
-    for line in reasons:
+    return Console(file=out, width=None if out.isatty() else PIPE, highlight=False, markup=False, emoji=False)
+
+
+def say(console: Console, *lines: str, style: str = "") -> None:
+    """Sentences: broken between words on a terminal, and whole on a pipe."""
+    from rich.padding import Padding
+
+    for line in lines:
+        if console.is_terminal:
+            text = line.lstrip()
+            # What goes on in the next line stands below what it belongs to.
+            console.print(Padding(text, (0, 0, 0, len(line) - len(text))), style=style)
+        else:
+            console.print(line, style=style, soft_wrap=True)
+
+
+def draw(console: Console, racks: Sequence[Rack]) -> None:
+    """Every node with its GPUs, beside what joins them."""
+    left, parts = MOST_BARS, parts_of(racks)
+    drawn = [legend(parts, console.width)]
+    for rack in racks:
+        bars, left = rack.bars[:left], max(0, left - len(rack.bars))
+        if bars and rack.title:
+            drawn.append(plain(rack.title))
+        for bar in bars:
+            drawn += bar_lines(bar, parts, trunk(rack), last=bar is bars[-1], width=console.width)
+    hidden = sum(len(rack.bars) for rack in racks) - MOST_BARS
+    if hidden > 0:
+        drawn.append(plain(f"and {hidden} more that hold something else; --html and --json have them all"))
+    readable = can_draw(console)
+    for line in drawn:
+        if not readable:
+            line.plain = line.plain.translate(ASCII)
         console.print(line, soft_wrap=True)
-    if f"  {binds}" not in reasons:
-        console.print(f"\nwhat binds: {binds}", soft_wrap=True)
-    changes = advice(answer)
-    if changes:
-        console.print("what would help:" if best else "\nwhat would help:")
-        for change in changes:
-            console.print(f"  {change}", soft_wrap=True)
 
 
-def heading(question: Question, model: Model) -> str:
-    """The model, the hardware, and whether the engine runs the one on the other."""
-    shape, cluster = question.shape, question.cluster
-    names = [gpu.name for gpu in cluster.gpus]
-    there = " + ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
-    links = "/".join(dict.fromkeys({"nvlink": "NVLink", "pcie": "PCIe"}[node.link] for node in cluster.nodes))
-    where = there
-    if len(cluster.nodes) > 1:
-        where += f" on {len(cluster.nodes)} nodes ({links}, {cluster.network_Bps * 8 / 1e9:g} Gb/s between them)"
-    elif len(names) > 1:
-        where += f" ({links})"
-    sizes = ", ".join(f"{it} {gigabytes(weight_bytes(shape, it))}" for it in question.precisions)
-    lines = [f"{model.name}: {model.params / 1e9:,.2f} billion parameters, {sizes}; {where}; engine {question.engine}"]
-    for missing in not_run(shape, question.precisions[0]) if question.engine == "weft" else []:
-        lines.append(f"Weft plans this but does not run it yet: {missing}")
-    if model.note:
-        lines.append(f"note: {model.note}")
-    return "\n".join(lines)
+def trunk(rack: Rack) -> tuple[str, str, str]:
+    """What is drawn along a node's GPUs: at each, at the last, and between them."""
+    return TRUNKS[rack.link] if rack.link_Bps else ("", "", "")
 
 
-def table(*columns: str, title: str = "") -> Table:
+def can_draw(console: Console) -> bool:
+    """Whether the output's encoding has the signs of the picture."""
+    try:
+        "".join([*SHADES.values(), *TRUNKS["nvlink"], *TRUNKS["pcie"], "·"]).encode(console.encoding)
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
+def plain(text: str) -> Text:
+    from rich.text import Text
+
+    return Text(text)
+
+
+def bar_width(parts: Sequence[str], width: int) -> int:
+    """Columns of a bar that leave room for the trunk before and the figures behind it."""
+    return max(8, min(LONGEST_BAR, width - len(parts) * FIGURE - 4))
+
+
+def legend(parts: Sequence[str], width: int) -> Text:
+    """What the shades mean, above the columns of their figures."""
+    text = plain(" " * (3 + bar_width(parts, width)))
+    for part in parts:
+        name = f"{SHADES[part]} {NAMES[part]}"
+        text.append(" " * (FIGURE - len(name)))
+        text.append(name, STYLES[part])
+    return text
+
+
+def bar_lines(bar: Bar, parts: Sequence[str], trunk: tuple[str, str, str], *, last: bool, width: int) -> list[Text]:
+    """Which GPU it is and what it holds, then its memory as a bar with the figures beside it."""
+    branch, end, through = trunk
+    below = " " * len(through) if last else through
+    who, *what = bar.holds
+    lines = [plain(f"{end if last else branch}{bar.title}, {gigabytes(bar.memory_bytes)} · {who}")]
+    held = " · ".join(what)
+    if held and len(lines[0]) + 3 + len(held) <= width:
+        lines[0].append(f" · {held}")
+    elif held:
+        lines.append(plain(f"{below}{held}"))
+    drawn, length = plain(below), bar_width(parts, width) + 3 - len(below)
+    for part, cells in zip(parts, shares([bar.parts[part] for part in parts], length), strict=True):
+        drawn.append(SHADES[part] * cells, STYLES[part])
+    for part in parts:
+        drawn.append(f"{gigabytes(bar.parts[part]):>{FIGURE}}")
+    return [*lines, drawn]
+
+
+def shares(parts: Sequence[int], length: int) -> list[int]:
+    """`length` cells in proportion to the parts; what is there at all gets one."""
+    parts = [max(0, part) for part in parts]
+    total, cells = sum(parts) or 1, [0] * len(parts)
+    for number, part in enumerate(parts):
+        cells[number] = max(int(part > 0), round(part / total * length))
+    # Rounding is paid by, or given to, the longest.
+    cells[cells.index(max(cells))] += length - sum(cells)
+    return cells
+
+
+def comparison(told: Told) -> Table:
+    """The best candidates, side by side."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    made = Table(title=title or None, title_justify="left", box=SIMPLE_HEAD)
-    for number, name in enumerate(columns):
-        made.add_column(name, justify="left" if number == 0 else "right", no_wrap=True)
+    length, priced = told["workload"]["max_model_len"], told["hardware"]["dollars_per_gpu_hour"] is not None
+    made = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True, show_edge=False)
+    made.add_column("layout", overflow="fold")
+    heads = ["fullest,\nGB", "KV\ntokens", f"requests\nof {length:,}", "TTFT", "tok/s\none", "tok/s\nall"]
+    for name in [*heads, *(["$/M\ntokens"] if priced else [])]:
+        made.add_column(name, justify="right", no_wrap=True)
+    for candidate in told["candidates"][: plan_text.BEST]:
+        made.add_row(candidate["name"], *figures(candidate))
     return made
 
 
-def ranks(question: Question, best: Candidate) -> Table:
-    """Which GPU holds which layers and heads, and how its memory is used."""
-    rows = ranks_json(question, best)
-    shown = rows if len(rows) <= MOST_RANKS else unlike(rows, best.layout.size)[:MOST_RANKS]
-    title = "" if shown == rows else f"{len(shown)} of {len(rows)} ranks"
-    experts = any(row["experts"] for row in rows)
-    columns = [
-        "GPU",
-        "rank",
-        "layers",
-        "heads",
-        "KV heads",
-        *(["experts"] if experts else []),
-        "weights",
-        "KV",
-        "other",
+def figures(candidate: Mapping[str, Any]) -> list[str]:
+    """A candidate's cells, after its name."""
+    fullest, predicted = candidate["fullest"], candidate["predicted"]
+    dollars = candidate["dollars_per_million_tokens"]
+    return [
+        f"{fullest['usable_bytes'] / 1e9:,.1f}/{fullest['memory_bytes'] / 1e9:,.1f}",
+        plan_text.tokens(candidate["kv_tokens"]),
+        f"{candidate['max_concurrency']:,.1f}",
+        f"{predicted['ttft_s']:.2f} s",
+        f"{predicted['single_tok_s']:,.1f}",
+        f"{predicted['saturated_tok_s']:,.0f}",
+        *([] if dollars is None else [f"{dollars:,.2f}"]),
     ]
-    made = table(*columns, "free", title=title)
-    for row in shown:
-        last = row["first_layer"] + row["layers"] - 1
-        made.add_row(
-            f"{row['gpu_index']} {row['gpu']}",
-            str(row["rank"]),
-            f"{row['first_layer']}-{last}",
-            str(row["q_heads"]),
-            str(row["kv_heads"]),
-            *([str(row["experts"])] if experts else []),
-            *(gigabytes(row[f"{kind}_bytes"]) for kind in ("weight", "kv", "other", "free")),
-        )
-    return made
-
-
-def unlike(rows: Sequence[dict[str, Any]], size: int) -> list[dict[str, Any]]:
-    """Of replicas of `size` ranks that hold the same on the same GPUs, the first."""
-    replicas = [rows[start : start + size] for start in range(0, len(rows), size)]
-    found = {tuple((row["gpu"], row["weight_bytes"], row["kv_bytes"]) for row in it): it for it in reversed(replicas)}
-    return sorted((row for it in found.values() for row in it), key=lambda row: row["rank"])
-
-
-def comparison(question: Question, candidates: Sequence[Candidate]) -> Table:
-    """The best candidates, side by side."""
-    length = question.workload.longest
-    columns = ["layout", "fullest GPU", "KV tokens", f"x {length:,} tokens", "TTFT", "tok/s, one", "tok/s, all"]
-    made = table(*columns, *([] if question.price is None else ["$/M tokens"]))
-    for candidate in candidates:
-        memory, predicted = candidate.memory, candidate.predicted
-        rank = memory.ranks[memory.fullest]
-        dollars = dollars_per_million(question, candidate)
-        made.add_row(
-            str(candidate.cut),
-            f"{gigabytes(rank.usable_bytes)} of {gigabytes(rank.memory_bytes)}",
-            f"{memory.kv_tokens:,}",
-            f"{memory.max_concurrency(length):,.1f}",
-            f"{predicted.ttft_s:.2f} s",
-            f"{predicted.single_tok_s:,.1f}",
-            f"{predicted.saturated_tok_s:,.0f}",
-            *([] if dollars is None else [f"{dollars:,.2f}"]),
-        )
-    return made
-
-
-def speeds(question: Question, predicted: Prediction) -> str:
-    """How fast the best one is at the concurrency that was asked for."""
-    work = question.workload
-    requests = "one request" if predicted.concurrency < 1.5 else f"{predicted.concurrency:,.0f} requests"
-    return (
-        f"with {requests} of {work.input_len:,} + {work.output_len:,} tokens at once: "
-        f"{1000 * predicted.tpot_s:.1f} ms per token of each, {output_tok_s(question, predicted):,.0f} tok/s; "
-        f"predictions are within {100 * predicted.error_band:.0f} %"
-    )
-
-
-def rejections(rejected: Sequence[Rejected]) -> list[str]:
-    """The layouts that lack least, and how many more there are."""
-    if not rejected:
-        return []
-    nearest = sorted(rejected, key=lambda it: it.short_bytes)
-    lines = ["\nrejected:", *(f"  {it.cut}: {it.reason}" for it in nearest[:REJECTED])]
-    rest = len(rejected) - REJECTED
-    return [*lines, f"  and {rest} more"] if rest > 0 else lines

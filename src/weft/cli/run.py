@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import time
 from argparse import Namespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from weft.cli import engine
 from weft.cli.engine import conversation
 from weft.cli.flags import sampling
 from weft.cli.parser import UsageError
 from weft.client.outputs import RequestOutput
+from weft.errors import ConfigError
 from weft.planner.table import layout_json
+
+if TYPE_CHECKING:
+    from weft.llm import LLM
+    from weft.planner.forecast import Forecast
+
+logger = logging.getLogger("weft.cli")
 
 MAX_TOKENS = 512  # a small model may not find its end; --max-tokens auto lets it go on
 
@@ -27,12 +35,49 @@ def main(arguments: Namespace) -> int:
         params = llm.sampling_params(**wanted)
         as_is = getattr(arguments, "raw", False)
         asked = text if as_is else conversation(text, getattr(arguments, "system_prompt", None))
-        if getattr(arguments, "json", False):
+        verbose, as_json = (getattr(arguments, name, False) for name in ("verbose", "json"))
+        answer: RequestOutput | None
+        if as_json:
             *_, answer = llm.stream(asked, params)
-            print(json.dumps(report(answer, load_s=loaded - started, layout=layout_json(llm.plan, llm.num_blocks))))
         else:
-            engine.show(llm.stream(asked, params))
+            answer = engine.show(llm.stream(asked, params))
+        expected = foreseen(llm) if verbose or as_json else None
+        if as_json:
+            assert answer is not None
+            layout = layout_json(llm.plan, llm.num_blocks)
+            print(json.dumps(report(answer, load_s=loaded - started, layout=layout, expected=expected)))
+        if verbose and expected and answer:
+            for line in compared(llm, expected, answer):
+                print(line, file=sys.stderr)
     return 0
+
+
+def foreseen(llm: LLM) -> Forecast | None:
+    """What the planner expects of this engine; None, and a warning, for hardware that it does not know."""
+    try:
+        return llm.forecast()
+    except ConfigError as error:
+        logger.warning("no predictions: %s", error)
+        return None
+
+
+def compared(llm: LLM, expected: Forecast, answer: RequestOutput) -> list[str]:
+    """Predicted beside real: the memory, and how fast the answer came where it is long enough to tell."""
+    from weft.planner.forecast import answered, started
+
+    lines, took = [started(expected, llm.capacities, llm.num_blocks)], engine.speed(answer)
+    if took["ttft_s"] and took["decode_tok_s"]:
+        lengths = len(answer.prompt_token_ids), len(answer.outputs[0].token_ids)
+        lines.append(
+            answered(
+                expected,
+                input_len=lengths[0],
+                output_len=lengths[1],
+                ttft_s=took["ttft_s"],
+                tok_s=took["decode_tok_s"],
+            )
+        )
+    return lines
 
 
 def prompt(arguments: Namespace) -> str:
@@ -47,8 +92,12 @@ def prompt(arguments: Namespace) -> str:
         raise UsageError(f"standard input is not valid UTF-8: {error.reason} at byte {error.start}") from None
 
 
-def report(answer: RequestOutput, *, load_s: float, layout: list[dict[str, Any]]) -> dict[str, Any]:
+def report(
+    answer: RequestOutput, *, load_s: float, layout: list[dict[str, Any]], expected: Forecast | None
+) -> dict[str, Any]:
     """What --json prints. Times are seconds; decode_tok_s counts the tokens after the first."""
+    from weft.planner.forecast import predicted_json
+
     choice = answer.outputs[0]
     prompt_tokens, completion_tokens = len(answer.prompt_token_ids), len(choice.token_ids)
     return {
@@ -62,4 +111,5 @@ def report(answer: RequestOutput, *, load_s: float, layout: list[dict[str, Any]]
         },
         "timing": {"load_s": round(load_s, 4), **engine.speed(answer)},
         "layout": layout,
+        "predicted": predicted_json(expected, prompt_tokens, completion_tokens) if expected else None,
     }

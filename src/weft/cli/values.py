@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from argparse import ArgumentTypeError
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 MULTIPLIERS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -84,6 +85,65 @@ def span(text: str) -> tuple[int, int]:
     if not 1 <= bounds[0] <= bounds[1]:
         raise ArgumentTypeError(f"{text!r} is no range of lengths: 1 <= low <= high, as in 32:256")
     return bounds
+
+
+DEVICE_MAP = (
+    "which device holds which module, as Transformers has it: a JSON or YAML file or inline JSON from modules to GPU "
+    "numbers, or one of auto balanced balanced_low_0 sequential"
+)
+MAX_MEMORY = "most that may be taken of each device; a GPU that is not named is not used, as with accelerate"
+
+
+def device_map(text: str) -> str | dict[str, Any]:
+    """A word, a device, {"model.layers.0": 0, ...}, or a file with that."""
+    if text.lstrip().startswith("{"):
+        return _unique(text, text if len(text) < 40 else "the map")
+    path = Path(text)
+    if path.suffix.lower() not in (".json", ".yaml", ".yml") and not path.is_file():
+        return text
+    try:
+        return _unique(path.read_text(encoding="utf-8"), text)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ArgumentTypeError(f"cannot read {text}: {error}") from None
+
+
+def max_memory(text: str) -> dict[str, Any]:
+    """0=40GB,1=40GiB,cpu=64GB, or the same as JSON."""
+    if text.lstrip().startswith("{"):
+        return _unique(text, text)
+    found: dict[str, Any] = {}
+    for part in filter(None, map(str.strip, text.split(","))):
+        name, equals, value = (word.strip() for word in part.partition("="))
+        if not (name and equals and value):
+            raise ArgumentTypeError(f"{part!r} is no DEVICE=SIZE, as in 0=40GB,1=40GB")
+        if name in found:
+            raise ArgumentTypeError(f"{text!r} has {name} twice")
+        found[name] = value
+    return found
+
+
+def _unique(text: str, what: str) -> dict[str, Any]:
+    """A JSON or YAML mapping from texts, each of which is there once."""
+    import yaml  # type: ignore[import-untyped]
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        """Refuses what YAML, and Python's JSON, would take the last one of."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            keys = [key.value for key, _ in node.value]
+            twice = next((key for key in keys if keys.count(key) > 1), None)
+            if twice is not None:
+                raise ArgumentTypeError(f"{what} has {twice!r} twice")
+            return dict(super().construct_mapping(node, deep))
+
+    try:
+        # JSON is YAML, but for tabs.
+        found = yaml.load(text.replace("\t", " "), Loader)
+    except yaml.YAMLError as error:
+        raise ArgumentTypeError(f"{what} is neither JSON nor YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(found, dict) or not all(isinstance(key, str | int) for key in found):
+        raise ArgumentTypeError(f'{what} is no map of modules to devices, as in {{"model.layers.0": 0}}')
+    return {str(key): value for key, value in found.items()}
 
 
 def _json(text: str) -> Any:

@@ -59,7 +59,7 @@ override-pooler-config performance-mode pooler-config preemption-mode prefill-co
 prefill-schedule-interval prefix-cache-retention-interval prefix-caching-hash-algo prefix-match-unit
 profiler-config pt-load-map-location reasoning-config reasoning-parser replayssm-buffer-len
 rope-scaling rope-theta runner safetensors-load-strategy scheduler-cls scheduler-delay-factor
-show-hidden-metrics-for-version spec-method spec-model spec-tokens speculative-config speculative-model
+show-hidden-metrics-for-version spec-method spec-model spec-tokens speculative-model
 ssl-ca-certs ssl-cert-reqs ssl-ciphers stream-interval structured-outputs-config swap-space task
 tokenizer-mode tokenizer-revision tool-call-parser tool-parser-plugin tool-server ubatch-size
 uvicorn-log-level video-pruning-method video-pruning-rate watermark weight-transfer-config worker-cls
@@ -89,7 +89,6 @@ SHORT = {
     "-asc": "api-server-count",
     "-cc": "compilation-config",
     "-ac": "attention-config",
-    "-sc": "speculative-config",
     "-dc": "diffusion-config",
     "-O": "optimization-level",
 }

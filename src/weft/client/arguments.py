@@ -65,7 +65,6 @@ MISSING = [
     "rope_scaling",
     "rope_theta",
     "runner",
-    "speculative_config",
     "structured_outputs_config",
     "swap_space",
     "task",

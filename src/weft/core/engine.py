@@ -51,6 +51,7 @@ class EngineCore:
             policy=cast(Literal["fcfs", "priority"], config.scheduling_policy),
             prefix_caching=config.enable_prefix_caching,
             lookahead=plan.lookahead,
+            speculation=plan.speculation,
         )
         return cls(scheduler, executor, depth=plan.stages + plan.lookahead)
 

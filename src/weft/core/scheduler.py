@@ -8,8 +8,9 @@ scheduled, and that is what lets blocks be freed, reused and shared the moment a
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from heapq import heapify, heappop, heappush
+from itertools import islice
 from operator import attrgetter
 from typing import Literal
 
@@ -18,8 +19,13 @@ from msgspec.structs import replace
 from weft.core.blocks import BlockPool
 from weft.core.request import FinishReason, Output, Request, Stats
 from weft.core.sequence import Flight, Sequence
+from weft.core.speculation import Guesser
 from weft.core.step import UNKNOWN, Admission, StepPlan, StepResult, TokenLogprobs
 from weft.errors import QueueFullError, RequestError
+from weft.planner.plan import Speculation
+
+# A token, and its logprobs where they were asked for.
+Sample = tuple[int, TokenLogprobs | None]
 
 by_order = attrgetter("order")
 
@@ -31,7 +37,8 @@ class Scheduler:
     together at most `max_model_len`. Beyond those that a free slot awaits, `max_num_queued` may wait. With
     several pipeline `stages` a step takes its share of the requests only, so that each stage has one to work on. With
     `lookahead` a request may take part in the step after the one that samples its token, before that is known: the
-    ranks put it in. What such a step brings for a request that has ended meanwhile is dropped.
+    ranks put it in. What such a step brings for a request that has ended meanwhile is dropped. With `speculation`
+    tokens of an answer are guessed, and a step confirms several.
 
     Requests are admitted in order of arrival, under `policy` "priority" by lower priority first; where
     blocks run out, the last in this order is preempted: it loses its blocks, and computes them anew when it
@@ -51,6 +58,7 @@ class Scheduler:
         policy: Literal["fcfs", "priority"],
         prefix_caching: bool,
         lookahead: bool = False,
+        speculation: Speculation | None = None,
     ) -> None:
         self.pool = BlockPool(num_blocks, block_size, caching=prefix_caching)
         self.max_num_seqs = max_num_seqs
@@ -59,6 +67,7 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.stages = stages
         self.lookahead = lookahead
+        self.speculation = speculation
         self._by_priority = policy == "priority"
         self._arrivals = 0
         self._steps = 0
@@ -107,6 +116,8 @@ class Scheduler:
         # A lone request may outgrow a small cache: it ends there, like one that reaches the model's length.
         longest = min(self.max_model_len, self.pool.num_blocks * self.pool.block_size)
         sequence = Sequence(request, order, longest)
+        if self.speculation and not sequence.remembers:
+            sequence.guesser = Guesser(self.speculation)
         self._arrivals += 1
         self._unfinished[request.id] = sequence
         heappush(self._queue, (order, sequence))
@@ -152,12 +163,17 @@ class Scheduler:
         self.started = []
         chosen = self._choose()
         prefills = []
-        for sequence in chosen:
+        budget = self.max_num_batched_tokens
+        for number, sequence in enumerate(chosen):
             if len(sequence.tokens) + sequence.pending - sequence.computed == 1:
-                self._add_row(flight, sequence, 1, [])
+                guesses: list[int] = []
+                if sequence.guesser:
+                    # Everybody after it is sure of a token.
+                    guesses = self._guess(sequence, budget - len(chosen) + number)
+                self._add_row(flight, sequence, 1 + len(guesses), [], guesses)
+                budget -= 1 + len(guesses)
             else:
                 prefills.append(sequence)
-        budget = self.max_num_batched_tokens - len(chosen) + len(prefills)
         if prefills:
             budget = self._continue_prefills(flight, prefills, budget)
         if self._queue:
@@ -165,6 +181,9 @@ class Scheduler:
         plan = flight.plan
         if not plan.slots:
             return None
+        if self.speculation and self.speculation.draft:
+            awake = any(sequence.guesser and sequence.guesser.awake for sequence in flight.rows)
+            plan.guess = self.speculation.tokens if awake else 0
         # Where nothing runs any more, slots wait for the next step to be told: they hold no KV.
         plan.released, self._released = self._released, []
         self._steps += 1
@@ -260,8 +279,19 @@ class Scheduler:
                 self._counters.prefix_queries += sequence.prompt_length
                 self._counters.prefix_hits += sequence.cached
 
-    def _add_row(self, flight: Flight, sequence: Sequence, count: int, blocks: list[int]) -> None:
-        """The next `count` tokens of a sequence. `blocks` are those of its table that no rank knows of yet."""
+    def _guess(self, sequence: Sequence, budget: int) -> list[int]:
+        """Guesses of what follows a sequence's last token, as far as tokens and blocks are to spare and it may grow."""
+        assert sequence.guesser
+        spare = max(0, self.pool.free - len(self._running) - self._promised) * self.pool.block_size
+        room = sequence.room + spare - sequence.computed - 1
+        most = min(budget, room, sequence.limit - len(sequence.tokens) - 1)
+        return sequence.guesser.guesses(sequence.tokens, most) if most > 0 else []
+
+    def _add_row(
+        self, flight: Flight, sequence: Sequence, count: int, blocks: list[int], guesses: Collection[int] = ()
+    ) -> None:
+        """The next `count` tokens of a sequence, the last of them `guesses`. `blocks` are those of its table that no
+        rank knows of yet."""
         start = sequence.computed
         end = start + count
         tokens = sequence.tokens
@@ -271,8 +301,10 @@ class Scheduler:
             sequence.room += len(new) * self.pool.block_size
             blocks = blocks + new
             if sequence.promised:
-                sequence.promised -= len(new)
-                self._promised -= len(new)
+                # Guesses after a prompt's last token take more than it was promised.
+                kept = min(sequence.promised, len(new))
+                sequence.promised -= kept
+                self._promised -= kept
         sequence.computed = end
         sequence.outstanding += 1
         plan = flight.plan
@@ -284,8 +316,10 @@ class Scheduler:
             plan.tokens.append(tokens[start] if start < len(tokens) else UNKNOWN)
         else:
             plan.tokens += tokens[start:end]
+            plan.tokens += guesses
+        plan.guesses.append(len(guesses))
         flight.rows.append(sequence)
-        if end == len(tokens) + sequence.pending:
+        if end == len(tokens) + sequence.pending + len(guesses):
             plan.samples.append(True)
             sequence.pending += 1
             if self.lookahead and self._may_go_on(sequence):
@@ -299,9 +333,8 @@ class Scheduler:
 
     def _may_go_on(self, sequence: Sequence) -> bool:
         """Whether a sequence can take part in the next step, where one of its tokens is still on its way."""
-        return (
-            sequence.pending == 0
-            or self.lookahead
+        return sequence.pending == 0 or (
+            self.lookahead
             and sequence.pending == 1
             and not sequence.remembers
             and len(sequence.tokens) + 1 < sequence.limit
@@ -322,43 +355,67 @@ class Scheduler:
         if result.prompt_logprobs:
             for slot, sequence in zip(plan.slots, flight.rows, strict=True):
                 sequence.prompt_logprobs += result.prompt_logprobs.get(slot, ())
-        assert len(result.tokens) == plan.samples.count(True)
         counters = self._counters
         counters.steps += 1
         counters.computed_tokens += len(plan.tokens)
         counters.step_sizes[(len(plan.tokens) - 1).bit_length()] += 1
         outputs = []
         sampled = zip(result.tokens, result.logprobs, strict=True)
-        for sequence, samples in zip(flight.rows, plan.samples, strict=True):
+        at = 0
+        for sequence, count, samples, guessed in zip(flight.rows, plan.counts, plan.samples, plan.guesses, strict=True):
+            at += count
             sequence.outstanding -= 1
             if samples:
                 sequence.pending -= 1
-                token, logprob = next(sampled)
+                brought = [next(sampled)]
+                if guessed:
+                    brought += islice(sampled, guessed)
+                    brought = self._confirm(sequence, plan.tokens[at - guessed : at], brought)
                 if not sequence.done:
-                    outputs.append(self._extend(sequence, token, logprob))
-        counters.generation_tokens += len(outputs)
+                    outputs.append(self._extend(sequence, brought))
+                    counters.generation_tokens += len(outputs[-1].tokens)
+        assert next(sampled, None) is None, "more tokens than were asked for"
+        for slot, sequence in zip(plan.slots, flight.rows, strict=True) if result.guesses else ():
+            if sequence.guesser and slot in result.guesses:
+                sequence.guesser.offer(result.guesses[slot])
         return outputs
 
-    def _extend(self, sequence: Sequence, token: int, logprob: TokenLogprobs | None) -> Output:
+    def _confirm(self, sequence: Sequence, guesses: list[int], brought: list[Sample]) -> list[Sample]:
+        """What was sampled after guesses that were right, and after the token before them."""
+        right = next((n for n, guess in enumerate(guesses) if guess != brought[n][0]), len(guesses))
+        assert sequence.guesser
+        sequence.guesser.judge(len(guesses), right)
+        self._counters.guessed_tokens += len(guesses)
+        self._counters.confirmed_tokens += right
+        if sequence.slot >= 0:
+            # The KV of wrong guesses is written over.
+            sequence.computed -= len(guesses) - right
+        return brought[: right + 1]
+
+    def _extend(self, sequence: Sequence, brought: list[Sample]) -> Output:
         request = sequence.request
         tokens = sequence.tokens
-        tokens.append(token)
-        length = len(tokens)
         reason: FinishReason | None = None
         stop_reason = None
-        if length > sequence.stops_after and token in sequence.stop_ids:
-            reason = "stop"
-            stop_reason = token if token in request.params.stop_token_ids else None
-        elif length >= sequence.limit:
-            reason = "length"
-        output = Output(request.id, [token], [logprob], reason, stop_reason, sequence.cached or 0)
-        if length == sequence.prompt_length + 1:
+        if len(tokens) == sequence.prompt_length:
             self._counters.prompt_tokens += sequence.prompt_length
-            if request.params.prompt_logprobs is not None:
-                output.prompt_logprobs = sequence.prompt_logprobs
-        if reason:
-            self._finish(sequence)
-        elif sequence.slot >= 0 and self._may_go_on(sequence):
+        output = Output(request.id, [], [], cached_tokens=sequence.cached or 0)
+        if len(tokens) == sequence.prompt_length and request.params.prompt_logprobs is not None:
+            output.prompt_logprobs = sequence.prompt_logprobs
+        for token, logprob in brought:
+            tokens.append(token)
+            output.tokens.append(token)
+            output.logprobs.append(logprob)
+            if len(tokens) > sequence.stops_after and token in sequence.stop_ids:
+                reason = "stop"
+                stop_reason = token if token in request.params.stop_token_ids else None
+            elif len(tokens) >= sequence.limit:
+                reason = "length"
+            if reason:
+                output.finish_reason, output.stop_reason = reason, stop_reason
+                self._finish(sequence)
+                return output
+        if sequence.slot >= 0 and self._may_go_on(sequence):
             self._await_turn(sequence)
         return output
 
@@ -380,7 +437,7 @@ class Scheduler:
     def _stop(self, sequence: Sequence) -> None:
         """Take back a running sequence's slot and blocks."""
         del self._running[sequence.request.id]
-        if self.lookahead and self.pool.caching:
+        if self.pool.caching and (self.lookahead or self.speculation):
             # A block may have been filled by a token that was not known then.
             self._register(sequence)
         self.pool.release(sequence.blocks)

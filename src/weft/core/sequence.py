@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from weft.core.blocks import block_digest
 from weft.core.request import Request
+from weft.core.speculation import Guesser
 from weft.core.step import StepPlan, TokenLogprobs
 
 
@@ -16,6 +17,7 @@ class Sequence:
         "cached",
         "computed",
         "done",
+        "guesser",
         "limit",
         "order",
         "outstanding",
@@ -58,6 +60,7 @@ class Sequence:
         self.cached: int | None = None  # prompt tokens found in the prefix cache when first admitted
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.done = False
+        self.guesser: Guesser | None = None  # where its answer is guessed ahead
         self._digests: list[bytes] = []
 
     def digests(self, count: int, block_size: int) -> list[bytes]:
@@ -75,5 +78,5 @@ class Flight:
     __slots__ = ("plan", "rows")
 
     def __init__(self, id: int) -> None:
-        self.plan = StepPlan(id, [], [], [], [], [], [], [], [])
+        self.plan = StepPlan(id, [], [], [], [], [], [], [], [], [])
         self.rows: list[Sequence] = []

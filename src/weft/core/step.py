@@ -10,7 +10,6 @@ import msgspec
 
 from weft.core.params import SamplingParams
 
-
 UNKNOWN = -1  # in place of a token that the step before samples
 
 
@@ -32,6 +31,9 @@ class StepPlan(msgspec.Struct, array_like=True):
     `samples[r]`, one token is sampled from the row's last position. KV writes of all rows come before any
     row's attention in each layer, so a row may read blocks that another row of the same step fills. A token that is
     UNKNOWN is the one that the slot sampled last.
+
+    The last `guesses[r]` tokens of row r are guesses: where it samples, it does so after each of them and after the
+    token before them. `guess` asks a draft model for as many guesses of what comes after this step.
     """
 
     id: int
@@ -43,6 +45,8 @@ class StepPlan(msgspec.Struct, array_like=True):
     tokens: list[int]
     blocks: list[list[int]]
     samples: list[bool]
+    guesses: list[int]
+    guess: int = 0
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):
@@ -56,10 +60,12 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
 
 
 class StepResult(msgspec.Struct, array_like=True):
-    """`tokens` and `logprobs` have one entry per row with `samples`, in order (None where none were asked
-    for). `prompt_logprobs[slot]` holds those of the prompt positions after the ones computed in this step."""
+    """`tokens` and `logprobs` have one entry per row with `samples` and one more for each of its guesses, in order
+    (None where none were asked for). `prompt_logprobs[slot]` holds those of the prompt positions after the ones
+    computed in this step, `guesses[slot]` what a draft model thinks comes next."""
 
     id: int
     tokens: list[int]
     logprobs: list[TokenLogprobs | None]
     prompt_logprobs: dict[int, list[TokenLogprobs]]
+    guesses: dict[int, list[int]] = {}

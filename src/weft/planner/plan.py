@@ -13,15 +13,34 @@ from weft.planner.place import Place
 ATTENTION_BACKENDS = ("auto", "torch", "cpu", "triton")
 
 
+class Draft(msgspec.Struct, frozen=True, kw_only=True):
+    """A small model that guesses for the large one, whole on the output rank."""
+
+    checkpoint: str
+    load_format: Literal["safetensors", "gguf", "dummy"]
+    shape: ModelShape
+
+
+class Speculation(msgspec.Struct, frozen=True, kw_only=True):
+    """At most `tokens` guesses of a request's next tokens in a step: a draft model's, or else what followed its last
+    `lookup_max` to `lookup_min` tokens where they came before."""
+
+    tokens: int
+    lookup_min: int = 2
+    lookup_max: int = 4
+    draft: Draft | None = None
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """A model, cut across ranks, with the limits that it runs under. Sizes are bytes, lengths tokens.
 
     `places`, `devices` and `cores` have one entry per rank, in rank order; a device is "cpu" or "cuda:N";
     `cores` are the CPU numbers that the rank's threads may use, `max_threads` the most that they may be
-    (OMP_NUM_THREADS), None for one per core. `checkpoint` is a directory or a GGUF file,
-    empty with `load_format` "dummy". With `lookahead` a step is scheduled before the tokens of the one before are
-    known. `kv_cache_bytes` is the user's figure per rank, None to measure. `schemes` are those tensors of the checkpoint
-    that are held quantised, with how (`facts.schemes`); the others are in `dtype`.
+    (OMP_NUM_THREADS), None for one per core. `peer_to_peer` is False where GPUs were found not to reach each other's
+    memory as they should: all that passes between them goes through the host's. `checkpoint` is a directory or a
+    GGUF file, empty with `load_format` "dummy". With `lookahead` a step is scheduled before the tokens of the one
+    before are known. `kv_cache_bytes` is the user's figure per rank, None to measure. `schemes` are those tensors of
+    the checkpoint that are held quantised, with how (`facts.schemes`); the others are in `dtype`.
     """
 
     model: str
@@ -44,7 +63,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     gpu_memory_utilization: tuple[float, ...] = ()  # one share per rank; a CPU needs none
     max_memory: dict[str, int] = {}  # bytes that all ranks of a device may take, where the user says so
     attention_backend: str = "auto"
+    peer_to_peer: bool = True
     lookahead: bool = False
+    speculation: Speculation | None = None
     graphs: bool = False  # decode steps as CUDA graphs
     seed: int = 0
 

@@ -40,6 +40,10 @@ class Rows:
         if top is not None:
             self.wishes[admission.slot] = PromptWish(admission.prompt, top)
 
+    def reach(self, slot: int) -> int:
+        """Tokens that the slot's blocks hold."""
+        return self.lengths[slot] * self.block_size
+
     def release(self, slot: int) -> None:
         self.wishes.pop(slot, None)
 

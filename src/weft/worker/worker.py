@@ -17,11 +17,12 @@ from weft.kernels.base import KVCache
 from weft.kernels.batch import Batch
 from weft.layers import rope
 from weft.models.decoder import Decoder
-from weft.planner.fills import parameter_dims, rank_parameters, weight_bytes
+from weft.planner.fills import weight_bytes
 from weft.planner.memory import Capacity, step_bytes
 from weft.planner.plan import Plan
-from weft.weights.load import load
+from weft.weights.load import allocate, load
 from weft.worker import device as devices
+from weft.worker.drafter import Drafter
 from weft.worker.graphs import CudaGraphs, Graphs, sizes
 from weft.worker.rows import Rows
 from weft.worker.sampler import Sampler
@@ -44,6 +45,7 @@ class Worker:
         # By slot the token that was sampled last, where steps may need it before the core has seen it.
         self.last: torch.Tensor | None = None
         self.graphs: Graphs | None = None
+        self.drafter: Drafter | None = None
 
     @torch.inference_mode()
     def load(self) -> Capacity:
@@ -55,12 +57,13 @@ class Worker:
         if plan.lookahead:
             self.last = torch.zeros(plan.max_num_seqs, dtype=torch.int32, device=self.device)
         # The table of parameters gives every dim, so tensors are made once, where they stay.
-        tensors = {
-            name: torch.empty(parameter_dims(shape, self.place, parameter), dtype=self.dtype, device=self.device)
-            for name, parameter, _ in rank_parameters(shape, self.place)
-        }
+        tensors = allocate(plan, self.place, self.device)
+        held = sum(tensor.nbytes for tensor in tensors.values())
         load(plan, self.place, tensors)
         self.kernels = choose(plan.attention_backend, self.device, self.dtype, shape.head_dim, shape.group)
+        if plan.schemes and self.kernels.name != "cpu":
+            held = weight_bytes(shape, self.place, plan.dtype)
+            logger.warning("Only the compiled kernels multiply quantised weights: they are held in %s", plan.dtype)
         self.model = Decoder(shape, plan.places, self.rank, tensors, self.links.tensor, self.kernels)
         if self.device.type != "cpu":
             # Where the peak is measured, with all that a step needs.
@@ -68,15 +71,22 @@ class Worker:
         self.sampler: Sampler | None = None
         if self.rank == plan.output_rank:
             self.sampler = Sampler(shape.vocab, plan.max_num_seqs, self.device, shape.eos)
-        activation = self._measure()
+        activation, block_bytes = self._measure(), plan.block_bytes(self.rank)
+        if self.sampler and plan.speculation and plan.speculation.draft:
+            self.drafter = Drafter(plan)
+            theirs = self.drafter.load()
+            # One after the other: they take turns.
+            activation = max(activation, theirs.activation_bytes)
+            held += theirs.weight_bytes
+            block_bytes += theirs.block_bytes
         return Capacity(
             rank=self.rank,
             host=socket.gethostname(),
             device=plan.devices[self.rank],
-            weight_bytes=weight_bytes(shape, self.place, plan.dtype),
+            weight_bytes=held,
             activation_bytes=activation,
             free_bytes=devices.free_bytes(plan, self.rank, self.device, activation),
-            block_bytes=plan.block_bytes(self.rank),
+            block_bytes=block_bytes,
             load_s=time.monotonic() - began,
         )
 
@@ -84,6 +94,8 @@ class Worker:
     def allocate(self, num_blocks: int) -> None:
         """Take the KV cache, and run one small step of each kind so that no request meets a cold path."""
         self.caches = self._caches(num_blocks)
+        if self.drafter:
+            self.drafter.allocate(num_blocks)
         if self.device.type == "cpu":
             # No longer than a text can be: some models' own length is a million tokens.
             self.rope = self._rope(min(self.plan.max_model_len, num_blocks * self.plan.block_size))
@@ -118,11 +130,13 @@ class Worker:
         if not self.place.first:
             dims = (len(step.tokens), self.plan.shape.hidden)
             incoming = self.links.pipeline.recv(dims, self.dtype, self.place.stage - 1)
-        hidden = self.graphs.run(batch, incoming) if self.graphs else self._forward(batch, incoming)
+        hidden = self.hidden(batch, incoming)
         if not self.place.last:
             self.links.pipeline.send(hidden, self.place.stage + 1)
             return None
-        return self._finish(step, batch, hidden)
+        if self.drafter:
+            self.drafter.follow(batch)
+        return self._finish(step, hidden)
 
     @property
     def _captures(self) -> bool:
@@ -132,13 +146,19 @@ class Worker:
     def close(self) -> None:
         """Give the memory back."""
         self.graphs = None
+        if self.drafter:
+            self.drafter.close()
         self.caches = []
         self.model = None  # type: ignore[assignment]
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
+    @torch.inference_mode()
+    def hidden(self, batch: Batch, incoming: torch.Tensor | None = None) -> torch.Tensor:
+        """[T, hidden] after this rank's layers, valid until the next call; `incoming` is from the stage before."""
+        return self.graphs.run(batch, incoming) if self.graphs else self._forward(batch, incoming)
+
     def _forward(self, batch: Batch, incoming: torch.Tensor | None) -> torch.Tensor:
-        """[T, hidden] after this rank's layers."""
         return self.model.hidden(incoming, self.rope, self.caches, batch)
 
     def _release(self, slot: int) -> None:
@@ -146,24 +166,20 @@ class Worker:
         if self.sampler:
             self.sampler.release(slot)
 
-    def _finish(
-        self, step: StepPlan, batch: Batch, hidden: torch.Tensor
-    ) -> StepResult | Callable[[], StepResult] | None:
+    def _finish(self, step: StepPlan, hidden: torch.Tensor) -> StepResult | Callable[[], StepResult] | None:
         """Sample, and score prompts where asked. Every rank of the last stage comes here: the head is cut."""
         prompt_logprobs = self._score_prompts(step, hidden) if self.rows.wishes else {}
-        rows = [r for r, wanted in enumerate(step.samples) if wanted]
-        if not rows:
+        picks, slots, positions = sampled_positions(step)
+        if not picks:
             return StepResult(step.id, [], [], prompt_logprobs) if self.sampler else None
-        ends = batch.row_starts[1:] - 1
-        # One row per token and every row wanted, the usual decode step: nothing to pick out.
-        picked = hidden if len(rows) == len(hidden) else hidden[ends[rows]]
-        logits = self.model.logits(picked)
-        slots = [step.slots[r] for r in rows]
+        # Every token wanted, the usual decode step: nothing to pick out.
+        if len(picks) < len(hidden):
+            hidden = hidden[torch.tensor(picks).to(self.device, non_blocking=True)]
+        logits = self.model.logits(hidden)
         if self.sampler is None:
             self._remember(slots, None)
             return None
         assert logits is not None
-        positions = [step.starts[r] + step.counts[r] for r in rows]
         sampled = self.sampler.sample(logits.float(), slots, positions)
         self._remember(slots, sampled.tokens)
 
@@ -171,6 +187,10 @@ class Worker:
             tokens, logprobs = sampled.result()
             return StepResult(step.id, tokens, logprobs, prompt_logprobs)
 
+        if self.drafter and step.guess:
+            found = result()
+            found.guesses = self.drafter.guess(step, found.tokens, self.rows, self.sampler)
+            return found
         return result() if self.device.type == "cpu" else result
 
     def _remember(self, slots: list[int], tokens: torch.Tensor | None) -> None:
@@ -256,7 +276,23 @@ class Worker:
             tokens=[0] * sum(counts),
             blocks=blocks,
             samples=[True] * len(counts),
+            guesses=[0] * len(counts),
         )
         self.execute(step)
         for slot in slots:
             self._release(slot)
+
+
+def sampled_positions(step: StepPlan) -> tuple[list[int], list[int], list[int]]:
+    """Of all tokens that are sampled: the index in the step of the one before it, its slot, and its position."""
+    picks, slots, positions, end = [], [], [], 0
+    for slot, start, count, samples, guesses in zip(
+        step.slots, step.starts, step.counts, step.samples, step.guesses, strict=True
+    ):
+        end += count
+        if samples:
+            for back in range(guesses, -1, -1):
+                picks.append(end - 1 - back)
+                slots.append(slot)
+                positions.append(start + count - back)
+    return picks, slots, positions

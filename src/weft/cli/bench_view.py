@@ -1,0 +1,99 @@
+"""What weft bench measured, for a person."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, TextIO
+
+from weft.bench.summary import METRICS, PERCENTILES, warnings
+
+COLUMNS = ("mean", "median", *(f"p{percent}" for percent in PERCENTILES))
+
+
+def print_load(result: Mapping[str, Any], out: TextIO | None = None) -> None:
+    """One load: what was asked, what came of it, and the times."""
+    print("\n".join(load_lines(result)), file=out or sys.stdout)
+
+
+def load_lines(result: Mapping[str, Any]) -> list[str]:
+    """The report, line by line."""
+    requests, seconds = result["num_prompts"], result["duration"]
+    lines = [asked(result), ""]
+    rows = [
+        ("answered", f"{result['completed']} of {requests} in {seconds:.2f} s"),
+        ("requests/s", number(result["request_throughput"])),
+    ]
+    if result["request_goodput"] is not None:
+        limits = ", ".join(f"{name} {limit:g} ms" for name, limit in result["goodput_limits_ms"].items())
+        share = f"{100 * result['goodput_share']:.0f} % within {limits}"
+        rows.append(("goodput, requests/s", f"{number(result['request_goodput'])} ({share})"))
+    cached = result["cached_input_tokens"]
+    rows += [
+        ("output tokens/s", number(result["output_throughput"])),
+        ("all tokens/s", number(result["total_token_throughput"])),
+        (
+            "prompt tokens",
+            f"{result['total_input_tokens']:,}" + (f" ({cached:,} from the prefix cache)" * bool(cached)),
+        ),
+        ("answer tokens", f"{result['total_output_tokens']:,}"),
+        ("most at once", str(result["most_at_once"])),
+    ]
+    if result["failed"]:
+        rows.append(("failed", str(result["failed"])))
+        rows += [("", f"{count} x {error}") for error, count in result["errors"].items()]
+    width = max(len(name) for name, _ in rows)
+    lines += [f"{name:{width}}  {value}" for name, value in rows]
+    lines += ["", *times(result), "", client(result)]
+    lines += [f"warning: {text}" for text in warnings(result, requests)]
+    return lines
+
+
+def asked(result: Mapping[str, Any]) -> str:
+    """The load in a line."""
+    rate, offered = result["request_rate"], result["offered_rate"]
+    arrive = "all at once" if rate == "inf" else f"{rate:g} per second ({offered:.2f} drawn)"
+    if rate != "inf" and result["burstiness"] != 1:
+        arrive += f", burstiness {result['burstiness']:g}"
+    limit = result["max_concurrency"]
+    held = f", at most {limit} under way" if limit else ""
+    return f"{result['model_id']} at {result['endpoint']}: {result['num_prompts']} requests, {arrive}{held}"
+
+
+def times(result: Mapping[str, Any]) -> list[str]:
+    """The table of times, in milliseconds."""
+    heads = [f"{name.upper()}, {what}" for name, what in METRICS.items()]
+    rows = [
+        [head, *(number(result[f"{column}_{name}_ms"]) for column in COLUMNS)]
+        for head, name in zip(heads, METRICS, strict=True)
+    ]
+    return aligned(["ms", *COLUMNS], rows)
+
+
+def client(result: Mapping[str, Any]) -> str:
+    """How far the client itself is to be trusted."""
+    held = f"; {result['held_back']} requests waited for --max-concurrency" if result["held_back"] else ""
+    return (
+        f"client: requests sent at most {result['client_max_late_ms']:.1f} ms late (p99 "
+        f"{result['client_p99_late_ms']:.1f}), its loop {result['client_p99_loop_late_ms']:.1f} ms (p99){held}"
+    )
+
+
+def number(value: float | None) -> str:
+    """Four digits where they say something; a dash for nothing."""
+    if value is None:
+        return "-"
+    if value == 0 or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}" if abs(value) >= 1 else f"{value:.3f}"
+
+
+def aligned(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table in plain text: the first column to the left, the others to the right."""
+    widths = [max(len(row[at]) for row in (head, *rows)) for at in range(len(head))]
+    return [
+        "  ".join(
+            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        )
+        for row in (head, *rows)
+    ]

@@ -1,0 +1,140 @@
+"""weft plan MODEL --emit TARGET: the plan as another system's files."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from weft.cli.parser import UsageError
+from weft.facts import catalogue, demo
+
+if TYPE_CHECKING:
+    from weft.export.choice import Choice
+    from weft.export.deployment import Deployment
+    from weft.export.infernet_config import Instance, NodeConfig
+    from weft.export.target import Target
+    from weft.facts.model import Model
+    from weft.planner.deployment import Layout
+
+logger = logging.getLogger("weft.cli")
+
+LAST_PORT = 65535
+DESCRIBED = ("gpus", "nodes")  # flags of hardware that may be elsewhere
+BELONGING = ("emit_to", "force", "port", "served_model_name", "infernet_config")  # flags of --emit
+
+
+def check(arguments: Namespace) -> None:
+    """Raises UsageError for flags that contradict each other."""
+    if not hasattr(arguments, "emit"):
+        # The answer is the plan itself.
+        alone = next((name for name in BELONGING if hasattr(arguments, name)), None)
+        if alone:
+            raise UsageError(f"--{alone.replace('_', '-')} belongs to --emit, which says what to write")
+        return
+    for other in ("check", "json", "html"):
+        if getattr(arguments, other, False):
+            raise UsageError(f"--emit and --{other} are two answers; give one of them")
+    if hasattr(arguments, "force") and not hasattr(arguments, "emit_to"):
+        raise UsageError("--force is for files that --emit-to DIR would overwrite")
+
+
+def main(arguments: Namespace) -> int:
+    """Write the files of a target; 3, and nothing written, where no plan fits that it could carry out."""
+    from weft.cli import dispatch, plan
+    from weft.export import files, infernet, infernet_config
+    from weft.export.choice import NothingFits, choose
+    from weft.export.targets import TARGETS
+
+    target = TARGETS[arguments.emit]
+    if arguments.engine not in ("weft", *target.engines):
+        raise UsageError(
+            f"--emit {target.name} writes for {' or '.join(target.engines)}, not --engine {arguments.engine}"
+        )
+    path = getattr(arguments, "infernet_config", None)
+    config = infernet_config.read(path) if path is not None else None
+    model = look_up(arguments, target, config)
+    question = plan.ask(arguments, model)
+    try:
+        choice = choose(question, target)
+    except NothingFits as error:
+        return dispatch.fail(str(error), plan.NOTHING_FITS)
+    it = deployment(arguments, target, model, config, choice)
+    warnings = list(it.gaps)
+    if config:
+        gpus = [(gpu.name, gpu.memory_bytes) for gpu in dict.fromkeys(question.cluster.gpus)]
+        warnings += infernet.warnings(config, model.name, gpus)
+    for warning in warnings:
+        logger.warning(warning)
+    made = target.write(it)
+    folder = getattr(arguments, "emit_to", None)
+    if folder is None:
+        sys.stdout.write(files.joined(made))
+        return 0
+    for written in files.write(made, Path(folder).expanduser(), force=getattr(arguments, "force", False)):
+        print(f"wrote {written}", file=sys.stderr)
+    return 0
+
+
+def look_up(arguments: Namespace, target: Target, config: NodeConfig | None) -> Model:
+    """The model that was named, or that a node's configuration names."""
+    from weft.cli import plan
+    from weft.export import infernet_config
+
+    if not getattr(arguments, "model", ""):
+        if config is None or not config.instances:
+            raise UsageError(f"which model? {arguments.infernet_config} names none")
+        arguments.model = infernet_config.known(config.instances[0].model)
+    model = plan.look_up(arguments)
+    if model.name == demo.NAME and not {"weft", "llama.cpp"} & set(target.engines):
+        from weft.export.checkpoint import DEMO
+
+        return catalogue.find(DEMO)
+    return model
+
+
+def deployment(
+    arguments: Namespace, target: Target, model: Model, config: NodeConfig | None, choice: Choice
+) -> Deployment:
+    """The plan with names and ports, from the flags or else from a node's configuration."""
+    from weft.export.checkpoint import checkpoint
+    from weft.export.deployment import Deployment, servers
+
+    instance = config.serving(model.name) if config else None
+    layout = choice.candidate.layout
+    found = checkpoint(arguments.model, model, layout.precision, choice.question.engine)
+    names = tuple(getattr(arguments, "served_model_name", ())) or (*([instance.model] if instance else ()), found.title)
+    return Deployment(
+        question=choice.question,
+        candidate=choice.candidate,
+        checkpoint=found,
+        names=tuple(dict.fromkeys(names)),
+        servers=servers(
+            choice.question, choice.candidate, port(arguments, target, instance, layout), visible(arguments)
+        ),
+        gaps=choice.gaps,
+    )
+
+
+def port(arguments: Namespace, target: Target, instance: Instance | None, layout: Layout) -> int:
+    """Of the first server; 0 where the target has none."""
+    said = getattr(arguments, "port", None)
+    if not target.port:
+        if said is not None:
+            raise UsageError(f"--port {said}: what --emit {target.name} writes has no port of its own")
+        return 0
+    first = said or (instance.port if instance else None) or target.port
+    last = first + layout.data_parallel - 1
+    if last > LAST_PORT:
+        raise UsageError(f"--port {first} and {layout.data_parallel - 1} more for the replicas go beyond {LAST_PORT}")
+    return first
+
+
+def visible(arguments: Namespace) -> list[str]:
+    """The names of this machine's GPUs where the plan is for those that CUDA_VISIBLE_DEVICES leaves."""
+    if any(hasattr(arguments, name) for name in DESCRIBED):
+        return []
+    return [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]

@@ -1,0 +1,87 @@
+"""weft hardware: what this machine has, how it is joined, how fast it is, and who holds its memory."""
+
+from __future__ import annotations
+
+import json
+import logging
+from argparse import Namespace
+from typing import Any
+
+import msgspec
+
+from weft.cli.parser import UsageError
+from weft.errors import ConfigError
+from weft.executors import links
+from weft.facts import hardware_file, host, speeds
+from weft.facts.cluster import Cluster
+from weft.facts.host import Host
+from weft.facts.machine import this_machine
+from weft.facts.speeds import Speeds
+
+logger = logging.getLogger("weft.cli")
+
+
+def main(arguments: Namespace) -> int:
+    """Print what there is, or what the flags describe, as tables, JSON or a hardware file."""
+    said = vars(arguments)
+    as_json, as_yaml = said.get("json", False), said.get("yaml", False)
+    if as_json and as_yaml:
+        raise UsageError("--json and --yaml are two forms of one answer; give one of them")
+    if any(name in said for name in ("gpus", "nodes", "network")):
+        from weft.cli.plan import hardware
+
+        told = hardware_file.write(hardware(said))
+        print(json.dumps(_from_yaml(told)) if as_json else told, end="\n" if as_json else "")
+        return 0
+    here = host.probe()
+    found = known(here, measure=said.get("measure", True), refresh=said.get("refresh_hardware", False))
+    if as_json:
+        print(json.dumps(as_told(here, found)))
+    elif as_yaml:
+        print(hardware_file.write(cluster(here, found)), end="")
+    else:
+        from weft.cli.hardware_view import print_machine
+
+        print_machine(here, found)
+    return 0
+
+
+def known(here: Host, *, measure: bool, refresh: bool) -> Speeds:
+    """What the cache knows, and what it lacks or (`refresh`) all of it measured now. A measurement that is not possible
+    is told, and left out."""
+    found = speeds.known(here)
+    if not measure:
+        return found
+    try:
+        found = msgspec.structs.replace(found, cpu=speeds.cpu_speed(here, refresh=refresh))
+        if here.gpus and (refresh or not found.gpus):
+            logger.warning("trying out how the GPUs copy; a minute at most, longer where a link hangs")
+            gpus, pairs = links.measure(here)
+            found = msgspec.structs.replace(found, gpus=gpus, pairs=pairs)
+            speeds.keep(here, found)
+    except ConfigError as error:
+        logger.warning("%s", error)
+    return found
+
+
+def cluster(here: Host, found: Speeds) -> Cluster:
+    """What `weft plan` plans for here. Raises ConfigError where the CPU was not measured."""
+    if not here.gpus and found.cpu is None:
+        raise ConfigError("the CPU's speed is not known; leave --no-measure out")
+    return this_machine(here, found)
+
+
+def as_told(here: Host, found: Speeds) -> dict[str, Any]:
+    """All that was found; sizes are bytes, speeds bytes per second, `hardware` is as in the file."""
+    planned = None if not here.gpus and found.cpu is None else _from_yaml(hardware_file.write(cluster(here, found)))
+    return {
+        "host": msgspec.to_builtins(here),
+        "speeds": msgspec.to_builtins(found),
+        "hardware": planned,
+    }
+
+
+def _from_yaml(text: str) -> Any:
+    import yaml  # type: ignore[import-untyped]
+
+    return yaml.safe_load(text)

@@ -1,0 +1,103 @@
+"""Curves in a terminal, and as a picture where matplotlib is there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import pairwise
+from math import log10
+
+from weft.errors import ConfigError
+
+MARKS = "o+x*#@"
+BETWEEN = "."
+LOG_FROM = 16  # times that an axis' largest value is its smallest, from which it counts in powers
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A name and its points, x ascending."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+
+
+class Axis:
+    """From values to places: 0 the least of them, 1 the greatest; in powers where they differ much."""
+
+    def __init__(self, values: Sequence[float]) -> None:
+        self.low, self.high = min(values), max(values)
+        self.log = self.low > 0 and self.high >= LOG_FROM * self.low
+        if not self.log and self.low > 0:
+            self.low = 0.0
+
+    def at(self, value: float) -> float:
+        if self.high == self.low:
+            return 0.0
+        if self.log:
+            return log10(value / self.low) / log10(self.high / self.low)
+        return (value - self.low) / (self.high - self.low)
+
+    def value(self, at: float) -> float:
+        """The other way round."""
+        if self.log:
+            return float(self.low * (self.high / self.low) ** at)
+        return self.low + (self.high - self.low) * at
+
+
+def terminal(curves: Sequence[Curve], *, x: str, y: str, width: int = 64, height: int = 14) -> list[str]:
+    """The curves as lines of text, each with a mark of its own. Nothing where there are no points."""
+    points = [point for curve in curves for point in curve.points]
+    if not points:
+        return []
+    across, up = Axis([a for a, _ in points]), Axis([b for _, b in points])
+    field = [[" "] * width for _ in range(height)]
+
+    def put(a: float, b: float, mark: str) -> None:
+        row, column = height - 1 - round(b * (height - 1)), round(a * (width - 1))
+        if mark != BETWEEN or field[row][column] == " ":
+            field[row][column] = mark
+
+    for number, curve in enumerate(curves):
+        places = [(across.at(a), up.at(b)) for a, b in curve.points]
+        for (a, b), (c, d) in pairwise(places):
+            steps = max(1, round(max(abs(c - a) * width, abs(d - b) * height)))
+            for step in range(1, steps):
+                put(a + (c - a) * step / steps, b + (d - b) * step / steps, BETWEEN)
+        for a, b in places:
+            put(a, b, MARKS[number % len(MARKS)])
+    ticks = {row: f"{up.value(1 - row / (height - 1)):.3g}" for row in (0, height // 2, height - 1)}
+    margin = max(map(len, ticks.values()))
+    lines = [f"{y}"] + [f"{ticks.get(row, ''):>{margin}} |{''.join(cells).rstrip()}" for row, cells in enumerate(field)]
+    left, middle, right = (f"{across.value(at):.3g}" for at in (0.0, 0.5, 1.0))
+    scale = left + middle.center(width - len(left) - len(right)) + right
+    lines += [f"{'':{margin}} +{'-' * width}", f"{'':{margin}}  {scale}  {x}"]
+    return [*lines, "   ".join(f"{MARKS[n % len(MARKS)]} {curve.name}" for n, curve in enumerate(curves))]
+
+
+def picture(path: str, curves: Sequence[Curve], *, x: str, y: str, title: str) -> bool:
+    """Write the curves to a file of the kind that its name ends in; False where matplotlib is not installed."""
+    if find_spec("matplotlib") is None:
+        return False
+    # Figure and not pyplot, which asks for a display.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot(xlabel=x, ylabel=y, title=title)
+    for curve in curves:
+        axes.plot([a for a, _ in curve.points], [b for _, b in curve.points], marker="o", label=curve.name)
+    points = [point for curve in curves for point in curve.points]
+    if points and Axis([a for a, _ in points]).log:
+        axes.set_xscale("log")
+    if points and Axis([b for _, b in points]).log:
+        axes.set_yscale("log")
+    elif points:
+        axes.set_ylim(bottom=0)
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend()
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot write the plot {path}: {getattr(error, 'strerror', None) or error}") from None
+    return True

@@ -1,0 +1,199 @@
+"""What weft simulate prints: the deployment, a table of runs, plots against the load, and what was found."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from weft.cli import plot
+from weft.cli.tables import WIDE, table
+from weft.planner.question import Question
+from weft.planner.search import Candidate
+from weft.simulate.find import CLOSE, CLOSE_REPLICAS, Found
+from weft.simulate.load import Load
+from weft.simulate.objective import duration
+from weft.simulate.report import Judged, Report, Spread
+from weft.simulate.study import Study
+
+PERCENTILES = ("p50", "p90", "p95", "p99")
+METRICS = {"TTFT": "ttft_s", "TPOT": "tpot_s", "ITL": "itl_s", "whole answer": "e2e_s", "queue": "queue_s"}
+
+
+def hardware(question: Question) -> str:
+    """The GPUs by type."""
+    names = [gpu.name for gpu in question.cluster.gpus]
+    there = " + ".join(f"{names.count(name):,} x {name}" for name in dict.fromkeys(names))
+    nodes = len(question.cluster.nodes)
+    return f"{there} on {nodes:,} nodes" if nodes > 1 else there
+
+
+def heading(question: Question, best: Candidate, study: Study, load: Load) -> list[str]:
+    """What is simulated."""
+    count = len(study.specs)
+    replicas = f"{count:,} replica{'s' * (count > 1)} of {study.gpus_each} GPU{'s' * (study.gpus_each > 1)}"
+    input_len, output_len = load.mean
+    spec = study.specs[0]
+    limits = f"{spec.num_blocks * spec.block_size:,} tokens of KV, {spec.max_num_seqs} requests at once"
+    error = f"planner's costs for {question.engine}, within {100 * best.predicted.error_band:.0f} %"
+    return [
+        f"{question.model}: {best.cut} on {hardware(question)}; {replicas}, each {limits}; {study.policy}",
+        f"requests of {input_len:,.0f} + {output_len:,.0f} tokens on average; {error}",
+    ]
+
+
+def show(study: Study, load: Load, runs: Sequence[Report], found: Found | None) -> None:
+    """Everything after the heading, on standard output."""
+    from rich.console import Console
+
+    out = sys.stdout
+    console = Console(file=out, width=None if out.isatty() else WIDE, highlight=False, markup=False)
+    report = found.report if found else runs[0] if len(runs) == 1 else None
+    if len(runs) > 1:
+        console.print(loads(runs))
+        for lines in plots(runs):
+            console.print("\n".join(["", *lines]), soft_wrap=True)
+    if report:
+        console.print(times(report))
+        console.print("\n".join(figures(report)), soft_wrap=True)
+    if found:
+        console.print("\n".join(["", *verdict(found)]), soft_wrap=True)
+    console.print("\n".join(["", *confidence(study, load, runs, report)]), soft_wrap=True)
+
+
+def loads(runs: Sequence[Report]) -> Any:
+    """A line for each run."""
+    by_replicas = len({run.replicas for run in runs}) > 1
+    priced, promised = (any(getattr(run, name) is not None for run in runs) for name in ("dollars_per_hour", "met"))
+    columns = ["replicas" if by_replicas else "requests/s", "tok/s", "TTFT p50", "p95", "p99", "TPOT p50", "p95", "p99"]
+    columns += ["KV", "refused", "preempted", *(["good"] if promised else []), *(["$/M"] if priced else [])]
+    made = table(*columns, title="times in ms" + (", dollars per million tokens written" if priced else ""))
+    for run in runs:
+        made.add_row(
+            f"{run.replicas:,}" if by_replicas else "-" if run.rate is None else f"{run.rate:.4g}",
+            f"{run.output_tok_s:,.0f}",
+            *(milliseconds(spread, q) for spread in (run.ttft_s, run.tpot_s) for q in ("p50", "p95", "p99")),
+            f"{100 * run.kv_utilisation:.0f} %",
+            f"{run.refused:,}",
+            f"{run.preemptions:,}",
+            *([goodput(run)] if promised else []),
+            *([money(run)] if priced else []),
+        )
+    return made
+
+
+def times(report: Report) -> Any:
+    """Every percentile of one run."""
+    made = table("", "mean", *PERCENTILES)
+    for name, field in METRICS.items():
+        spread: Spread | None = getattr(report, field)
+        if spread:
+            made.add_row(name, *(duration(getattr(spread, it)) for it in ("mean", *PERCENTILES)))
+    return made
+
+
+def figures(report: Report) -> list[str]:
+    """What one run says beside its times."""
+    gpus = f"{report.gpus:,} GPU{'s' * (report.gpus > 1)}"
+    lines = [
+        f"{report.request_rate:,.4g} requests/s answered, {report.output_tok_s:,.0f} tok/s written, "
+        f"{report.input_tok_s:,.0f} read; {report.running:,.1f} requests at once in each replica",
+        f"KV cache {100 * report.kv_utilisation:.0f} % in use, busy {100 * report.busy:.0f} % of the time; "
+        f"{report.refused:,} refused, {report.preemptions:,} preempted",
+    ]
+    if report.too_long:
+        lines.append(f"{report.too_long:,} requests have prompts that no replica can hold")
+    if report.prefix_hit_share is not None:
+        lines.append(f"{100 * report.prefix_hit_share:.0f} % of the prompts' tokens were in the prefix cache")
+    rent = f"{report.gpu_hours:,.4g} GPU-hours ({gpus}, {duration(report.window_s)})"
+    if report.dollars_per_hour is not None:
+        rent += f", ${report.dollars_per_hour:,.2f} an hour, ${money(report)} per million tokens written"
+    lines.append(rent)
+    if report.met is not None:
+        lines.append(f"goodput {goodput(report)}: {report.goodput_rate:,.4g} requests/s meet the objective's limits")
+        lines += [f"  {judged(it)}" for it in report.objective]
+    return lines
+
+
+def judged(it: Judged) -> str:
+    interval = "" if it.plus_minus_s is None else f" (± {duration(it.plus_minus_s)})"
+    return f"{it.target} {duration(it.value_s)}{interval}, {duration(it.limit_s)} promised: {'met' if it.met else 'missed'}"
+
+
+def verdict(found: Found, what: str = "") -> list[str]:
+    """The answer to --find."""
+    if found.value is None or found.report is None:
+        return [f"nothing meets the objective: {found.reason}"]
+    report = found.report
+    if isinstance(found.value, int):
+        near = f"to {100 * CLOSE_REPLICAS:.0f} %" if CLOSE_REPLICAS * found.value > 1 else "and no fewer"
+        return [f"found: {found.value:,} replicas ({report.gpus:,} GPUs) meet the objective, {near}"]
+    each = f", {found.value / report.replicas:.3g} each" if report.replicas > 1 else ""
+    return [f"found: {found.value:.4g} requests/s meet the objective{each}, to {100 * CLOSE:.0f} %"]
+
+
+def confidence(study: Study, load: Load, runs: Sequence[Report], report: Report | None) -> list[str]:
+    """How much was simulated, and what the figures rest on."""
+    one = report or runs[-1]
+    measured = f"{one.requests:,} requests in {duration(one.window_s)}"
+    if len(runs) > 1 and report is None:
+        measured = f"{min(run.requests for run in runs):,} to {max(run.requests for run in runs):,} requests a run"
+    lines = [f"measured: {measured} of virtual time, after {duration(study.times.warmup_s)} of warm-up; seed {load.seed}"]
+    if not study.times.warmup_s:
+        lines = [f"measured: {measured} of virtual time, from an idle start; seed {load.seed}"]
+    sampled = [run for run in runs if run.sampled < run.replicas]
+    if sampled:
+        run = sampled[-1]
+        lines.append(
+            f"sampled: {run.sampled:,} of {run.replicas:,} equal replicas with their share of the requests "
+            "(--sample-replicas all simulates every one)"
+        )
+    if any(it.plus_minus_s is not None for run in runs for it in run.objective):
+        lines.append("±: 95 %, from the differences between ten parts of the time")
+    return lines
+
+
+def plots(runs: Sequence[Report]) -> list[list[str]]:
+    """Times against the load, for a terminal."""
+    x, curves = against(runs)
+    return [plot.terminal(curves(field), x=x, y=f"{name}, ms") for name, field in list(METRICS.items())[:2]]
+
+
+def draw(path: str, model: str, runs: Sequence[Report]) -> None:
+    """The same as a picture."""
+    x, curves = against(runs)
+    both = [
+        plot.Curve(f"{name} {curve.name}", curve.points)
+        for name, field in list(METRICS.items())[:2]
+        for curve in curves(field)
+    ]
+    plot.picture(path, both, x=x, y="ms", title=model)
+
+
+def against(runs: Sequence[Report]) -> tuple[str, Callable[[str], list[plot.Curve]]]:
+    """The name of the axis that the runs differ along, and the curves of a metric over it."""
+    by_replicas = len({run.replicas for run in runs}) > 1
+
+    def curves(field: str) -> list[plot.Curve]:
+        rows = [(float(run.replicas if by_replicas else run.rate or 0.0), getattr(run, field)) for run in runs]
+        return [
+            plot.Curve(q, [(at, 1000 * getattr(spread, q)) for at, spread in rows if spread])
+            for q in ("p50", "p95", "p99")
+        ]
+
+    return "replicas" if by_replicas else "requests/s", curves
+
+
+def milliseconds(spread: Spread | None, name: str) -> str:
+    if spread is None:
+        return "-"
+    value = 1000 * getattr(spread, name)
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def goodput(run: Report) -> str:
+    return "-" if run.goodput_share is None else f"{100 * run.goodput_share:.1f} %"
+
+
+def money(run: Report) -> str:
+    return "-" if run.dollars_per_million_tokens is None else f"{run.dollars_per_million_tokens:,.2f}"

@@ -1,0 +1,21 @@
+"""Tables of figures for a person."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+WIDE = 120  # columns of a pipe, which has no width of its own
+
+
+def table(*columns: str, title: str = "") -> Table:
+    """The first column words, the others figures."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    made = Table(title=title or None, title_justify="left", box=SIMPLE_HEAD)
+    for number, name in enumerate(columns):
+        made.add_column(name, justify="left" if number == 0 else "right", no_wrap=True)
+    return made

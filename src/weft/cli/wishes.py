@@ -1,0 +1,118 @@
+"""Wishes: what the flags of weft plan fix of a layout, by itself and all of them together."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+from weft.cli.parser import UsageError
+from weft.facts.cluster import Cluster
+from weft.facts.model import Model
+from weft.planner import device_map, max_memory, placement
+from weft.planner.islands import usable
+from weft.planner.question import Wish
+
+
+def ranks(said: dict[str, Any]) -> int:
+    """How many ranks the flags ask for, as far as they do."""
+    splits = {kind: len(said.get(f"{kind}_split") or ()) for kind in ("tensor", "pipeline")}
+    return prod(said.get(f"{kind}_parallel_size") or splits.get(kind) or 1 for kind in ("tensor", "pipeline", "data"))
+
+
+def capped(said: dict[str, Any], cluster: Cluster) -> Cluster:
+    """The cluster with what --max-memory leaves of it. Raises ConfigError for a device that is not there."""
+    caps = said.get("max_memory")
+    return cluster if caps is None else max_memory.capped(cluster, max_memory.read(caps))
+
+
+def remarks(said: dict[str, Any], cluster: Cluster) -> tuple[str, ...]:
+    """What is not as the flags may have meant it."""
+    names = [name for name in said.get("max_memory") or {} if name in ("cpu", "disk")]
+    if not names or cluster.on_cpu:
+        return ()
+    return (
+        f"--max-memory {names[0]}={said['max_memory'][names[0]]}: nothing is put there, for all layers run on GPUs",
+    )
+
+
+def wished(said: dict[str, Any], cluster: Cluster, model: Model, precision: str) -> Wish:
+    """What the flags fix of the layout. Raises UsageError where they contradict each other or the hardware, and
+    ConfigError for a device map that is no pipeline of the model; `precision` is what that weighs it in."""
+    if said.get("device_map") is not None:
+        return mapped(said, cluster, model, precision)
+    tensor, stages, replicas = (said.get(f"{kind}_parallel_size") for kind in ("tensor", "pipeline", "data"))
+    weights, layers = said.get("tensor_split"), said.get("pipeline_split")
+    if weights is not None:
+        if any(not 0 < weight < float("inf") for weight in weights):
+            raise UsageError(f"--tensor-split {_list(weights)}: each weight must be above 0")
+        if tensor not in (None, len(weights)):
+            raise UsageError(f"--tensor-split has {len(weights)} weights; --tensor-parallel-size is {tensor}")
+        tensor = len(weights)
+    if layers is not None:
+        if any(count < 1 for count in layers) or sum(layers) != model.shape.layers:
+            raise UsageError(
+                f"--pipeline-split {_list(layers)} holds {sum(layers)} layers; {model.name} has {model.shape.layers}, "
+                "at least one per stage"
+            )
+        if stages not in (None, len(layers)):
+            raise UsageError(f"--pipeline-split has {len(layers)} stages; --pipeline-parallel-size is {stages}")
+        stages = len(layers)
+    if stages is not None and stages > model.shape.layers:
+        raise UsageError(f"--pipeline-parallel-size is {stages}; {model.name} has {model.shape.layers} layers")
+    if tensor is not None and tensor > model.shape.q_heads:
+        raise UsageError(f"--tensor-parallel-size is {tensor}; {model.name} has {model.shape.q_heads} query heads")
+    needed, there = (tensor or 1) * (stages or 1) * (replicas or 1), len(usable(cluster))
+    if needed > there:
+        sizes = [str(size) for size in (tensor, stages, replicas) if size and size > 1]
+        product = f"{' x '.join(sizes)} = {needed}" if len(sizes) > 1 else str(needed)
+        has = "the hardware has" if there == len(cluster.gpus) else "--max-memory leaves"
+        raise UsageError(f"{product} ranks need as many GPUs; {has} {there}")
+    experts = said.get("enable_expert_parallel")
+    if experts and model.shape.experts is None:
+        raise UsageError(f"--enable-expert-parallel: {model.name} has no experts")
+    if experts is None and (tensor or stages or replicas):
+        experts = False  # who gives the sizes, gives all of the layout
+    return Wish(
+        tensor_parallel=tensor,
+        pipeline_parallel=stages,
+        data_parallel=replicas,
+        expert_parallel=experts,
+        tensor_split=weights,
+        pipeline_split=layers,
+    )
+
+
+def mapped(said: dict[str, Any], cluster: Cluster, model: Model, precision: str) -> Wish:
+    """What --device-map comes to."""
+    given = said["device_map"]
+    placement.check_flags(given, said)
+    word = placement.spread_of(given)
+    if word:
+        return Wish(tensor_parallel=1, data_parallel=1, expert_parallel=False, spread=word)
+    gpus = {number: gpu for number, gpu in enumerate(cluster.gpus) if gpu.kind == "gpu"}
+    room = device_map.Room(
+        gpus=[number for number, gpu in gpus.items() if gpu.limit_bytes != 0],
+        left_out=[number for number, gpu in gpus.items() if gpu.limit_bytes == 0],
+        nbytes=lambda unit: placement.unit_bytes(model.shape, precision, unit),
+        fetch_Bps=max((gpu.pcie_Bps for gpu in gpus.values()), default=None),
+    )
+    stages = device_map.pipeline(model.shape, placement.modules_of(given), room)
+    if gpus and "cpu" in stages.devices:
+        raise UsageError(
+            f"--device-map puts the whole model on cpu; the plan is for {len(gpus)} GPU{'s' * (len(gpus) > 1)}: leave "
+            "it out, or plan on a machine without"
+        )
+    placement.check_stages(stages, said)
+    return Wish(
+        tensor_parallel=1,
+        pipeline_parallel=len(stages.layers),
+        data_parallel=1,
+        expert_parallel=False,
+        pipeline_split=stages.layers,
+        # Without GPUs the CPU is the cluster's only device.
+        devices=tuple(it if isinstance(it, int) else 0 for it in stages.devices),
+    )
+
+
+def _list(values: tuple[float, ...]) -> str:
+    return ",".join(f"{value:g}" for value in values)

@@ -1,0 +1,205 @@
+"""Execution: the plan that an engine runs, from a plan file, from the user's own cut, or from the search."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from weft.config import EngineConfig
+from weft.errors import PlanError
+from weft.facts.cluster import Cluster, Node
+from weft.facts.host import Host
+from weft.facts.shape import DType
+from weft.planner.layout import check, compute_dtype, device_kind, layout
+from weft.planner.max_memory import capped, of_devices, read
+from weft.planner.placement import placed, spread_of
+from weft.planner.plan import Plan
+from weft.planner.speculation import speculation
+
+if TYPE_CHECKING:
+    from weft.facts.checkpoint import Checkpoint
+    from weft.facts.speeds import Speeds
+    from weft.planner.question import Question
+    from weft.planner.search import Answer, Candidate
+
+logger = logging.getLogger("weft")
+
+PRECISIONS: dict[DType, str] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}  # in the planner's words
+# Fields of a config that say how to cut the model; where one is set, the search has nothing to decide.
+CUTS = ("tensor_parallel_size", "tensor_split", "pipeline_parallel_size", "pipeline_split")
+
+
+def plan_to_run(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Plan:
+    """What the engine runs. `config.plan` names a file that `weft plan --json` wrote. Without it, and where nothing
+    says how to cut the model over the GPUs, it is the best layout that `weft plan` finds for this machine.
+
+    Raises ConfigError and PlanError as `planner.layout.layout`, and where a plan file cannot be carried out here or
+    nothing fits.
+    """
+    plan = cut_to_run(config, checkpoint, host)
+    if config.speculative_config is None:
+        return plan
+    return msgspec.structs.replace(plan, lookahead=False, speculation=speculation(config.speculative_config, plan))
+
+
+def cut_to_run(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Plan:
+    """The model's own part of it."""
+    check(config)
+    if config.plan is not None:
+        from weft.planner import plan_file, planned
+
+        file = plan_file.read(config.plan)
+        plan = layout(planned.carried_out(file, config, checkpoint, host), checkpoint, host)
+        planned.check_carried_out(file, plan)
+        return linked(plan, host)
+    config = placed(config, checkpoint.shape, host, PRECISIONS[compute_dtype(config, checkpoint, host, ())])
+    if is_cut(config, host) or device_kind(config, host) == "cpu":
+        return linked(layout(config, checkpoint, host), host)
+    from weft.facts.machine import this_machine
+    from weft.facts.speeds import known
+
+    return linked(layout(searched(config, checkpoint, host, this_machine(host, known(host))), checkpoint, host), host)
+
+
+def linked(plan: Plan, host: Host) -> Plan:
+    """The plan, without peer-to-peer where a measurement (`weft hardware`) found that it does not work here."""
+    if len({device for device in plan.devices if device != "cpu"}) < 2:
+        return plan
+    from weft.facts.speeds import known
+
+    faults = [pair for pair in known(host).pairs if pair.verdict != "works"]
+    if not faults:
+        return plan
+    numbers = {gpu.uuid: gpu.index for gpu in host.gpus}
+    named = ", ".join(f"{numbers[it.first]}-{numbers[it.second]} ({it.verdict})" for it in faults)
+    logger.warning("peer-to-peer is off: weft hardware found it does not work between the GPUs %s", named)
+    return msgspec.structs.replace(plan, peer_to_peer=False)
+
+
+def seen(plan: Plan, host: Host) -> Speeds:
+    """What was measured of this machine. A CPU that ranks are to run on is measured now where that is still to do,
+    which takes half a second and an idle machine. Raises ConfigError where it is not possible."""
+    from weft.facts import speeds
+
+    known = speeds.known(host)
+    if plan.devices[0] != "cpu" or known.cpu:
+        return known
+    return msgspec.structs.replace(known, cpu=speeds.cpu_speed(host))
+
+
+def is_cut(config: EngineConfig, host: Host) -> bool:
+    """Whether the user says how to cut the model, or lets ranks share a GPU."""
+    if any(getattr(config, name) is not None for name in CUTS) or host.environment.get("VLLM_PP_LAYER_PARTITION"):
+        return True
+    ids = config.device_ids or ()
+    return len(set(ids)) < len(ids) or any(not 0 <= number < len(host.gpus) for number in ids)
+
+
+def searched(config: EngineConfig, checkpoint: Checkpoint, host: Host, cluster: Cluster) -> EngineConfig:
+    """The config with the best layout on this machine's GPUs (of `device_ids`, where those are given) in it. Of several
+    replicas it is the first one. Raises PlanError where nothing fits."""
+    from weft.planner.search import search
+
+    numbers = config.device_ids or tuple(range(len(host.gpus)))
+    if config.max_memory is not None:
+        of_devices(config.max_memory, len(host.gpus), on_cpu=False, ids=config.device_ids)  # or ConfigError
+        cluster = capped(cluster, read(config.max_memory))
+    answer = search(question(config, checkpoint, host, part_of(cluster, numbers), numbers))
+    best = answer.best
+    if best is None:
+        raise PlanError(_nothing_fits(answer))
+    seats = best.layout.gpus[: best.layout.size]
+    _tell(answer, best, numbers)
+    return replace(
+        config,
+        tensor_parallel_size=best.layout.tensor_parallel,
+        tensor_split=best.layout.tensor_weights,
+        pipeline_parallel_size=best.layout.pipeline_parallel,
+        pipeline_split=best.layout.stage_layers,
+        device_ids=tuple(numbers[seat] for seat in seats),
+        device_map=None,
+        gpu_memory_utilization=_shares(config, answer.question.cluster, best),
+    )
+
+
+def question(
+    config: EngineConfig, checkpoint: Checkpoint, host: Host, cluster: Cluster, numbers: Sequence[int]
+) -> Question:
+    """What `weft plan MODEL` asks, with the user's limits; `numbers` are the host's of the cluster's GPUs."""
+    from weft.planner.deployment import Workload, lengths
+    from weft.planner.question import Question, Wish
+
+    word = spread_of(config.device_map) if config.device_map else None
+    wish = Wish(tensor_parallel=1, data_parallel=1, expert_parallel=False, spread=word) if word else Wish()
+    shape, most = checkpoint.shape, config.max_model_len
+    dtype = compute_dtype(config, checkpoint, host, [f"cuda:{number}" for number in numbers])
+    input_len, output_len = lengths(None, None, most or shape.longest)
+    share = config.gpu_memory_utilization
+    return Question(
+        model=config.model,
+        shape=shape,
+        cluster=cluster,
+        engine="weft",
+        precisions=(PRECISIONS[dtype],),
+        kv_dtype=PRECISIONS[dtype],
+        workload=Workload(input_len=input_len, output_len=output_len, max_model_len=most),
+        wish=wish,
+        gpu_memory_utilization=None if share == EngineConfig(model="").gpu_memory_utilization else min(share),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+    )
+
+
+def part_of(cluster: Cluster, numbers: Sequence[int]) -> Cluster:
+    """Some GPUs of one node, as a cluster of their own."""
+    (node,) = cluster.nodes
+    if tuple(numbers) == tuple(range(len(node.gpus))):
+        return cluster
+    at = {number: place for place, number in enumerate(numbers)}
+    bridged = tuple(tuple(at[number] for number in group if number in at) for group in node.bridged)
+    bridged = tuple(group for group in bridged if len(group) > 1)
+    whole = len(bridged) == 1 and len(bridged[0]) == len(numbers)
+    gpus = tuple(node.gpus[number] for number in numbers)
+    return Cluster((Node(gpus, "nvlink" if whole else node.link, () if whole else bridged),), cluster.network_Bps)
+
+
+def _shares(config: EngineConfig, cluster: Cluster, best: Candidate) -> tuple[float, ...]:
+    """As the user says or by default; more on a GPU where a single request needs it."""
+    usual = config.gpu_memory_utilization
+    held = [cluster.gpus[seat].held_bytes for seat in best.layout.gpus]
+    ranks = best.memory.replicas[0].ranks
+    taken = [(rank.usable_bytes + more) / rank.memory_bytes for rank, more in zip(ranks, held, strict=False)]
+    return usual if len(usual) > 1 or max(taken) <= usual[0] else tuple(max(usual[0], share) for share in taken)
+
+
+def _tell(answer: Answer, best: Candidate, numbers: Sequence[int]) -> None:
+    seats = [numbers[seat] for seat in best.layout.gpus[: best.layout.size]]
+    where = f"GPU{'s' * (len(seats) > 1)} {','.join(map(str, seats))}"
+    replicas = best.layout.data_parallel
+    if replicas == 1:
+        logger.info("layout: %s on %s, the best for %s", best.cut, where, answer.question.objective)
+        return
+    logger.info(
+        "layout: weft plan's best is %s, %d replicas with %.0f tokens/s in all; one of them runs here, on %s: start "
+        "the others as servers of their own with --device-ids, or cut the model over all with --tensor-parallel-size",
+        best.cut,
+        replicas,
+        best.predicted.saturated_tok_s,
+        where,
+    )
+
+
+def _nothing_fits(answer: Answer) -> str:
+    from weft.planner.advice import advice
+
+    nearest = min(answer.rejected, key=lambda it: it.short_bytes)
+    changes = [change for change in advice(answer) if "does not run it yet" not in change]
+    help_ = f"; {changes[0]}" if changes else ""
+    return (
+        f"{answer.question.model} does not fit this machine: {nearest.cut}: {nearest.reason}{help_} (weft plan "
+        f"{answer.question.model} tells more; --tensor-parallel-size or --pipeline-parallel-size is tried all the same)"
+    )

@@ -1,0 +1,81 @@
+"""Speculation as a user asks for it (vLLM's --speculative-config), and the plan of a draft model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from msgspec.structs import replace
+
+from weft.errors import ConfigError
+from weft.facts import checkpoint
+from weft.planner.place import places
+from weft.planner.plan import Draft, Plan, Speculation
+
+TOKENS, MOST_TOKENS = 4, 16  # guesses of a step
+KNOWN = ("method", "model", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
+METHODS = ("ngram", "draft_model")
+
+
+def speculation(said: Mapping[str, Any], plan: Plan) -> Speculation:
+    """What `said` means for a plan: {"method": "ngram"}, or {"model": NAME} for a draft model, which is looked up and
+    fetched like any other. Raises ConfigError and ModelError."""
+    unknown = sorted(set(said) - set(KNOWN))
+    if unknown:
+        raise ConfigError(f"speculative_config has no {unknown[0]!r}; it has {', '.join(KNOWN)}")
+    model = said.get("model")
+    method = said.get("method", "draft_model" if model else "ngram")
+    if method not in METHODS:
+        raise ConfigError(f"speculative_config: the method {method!r} is none of {', '.join(METHODS)}")
+    if (method == "draft_model") != bool(model):
+        raise ConfigError(
+            f"speculative_config: the method {method} {'needs' if not model else 'has no'} model; "
+            'give {"method": "ngram"} or {"model": "NAME"}'
+        )
+    tokens = count(said, "num_speculative_tokens", TOKENS, MOST_TOKENS)
+    longest = count(said, "prompt_lookup_max", max(4, said.get("prompt_lookup_min") or 0), 32)
+    shortest = count(said, "prompt_lookup_min", min(2, longest), 32)
+    if shortest > longest:
+        raise ConfigError(f"speculative_config: prompt_lookup_min {shortest} is above prompt_lookup_max {longest}")
+    draft = drafting(str(model), plan) if model else None
+    return Speculation(tokens=tokens, lookup_min=shortest, lookup_max=longest, draft=draft)
+
+
+def count(said: Mapping[str, Any], name: str, default: int, most: int) -> int:
+    value = said.get(name)
+    if value is None:
+        return default
+    if type(value) is not int or not 1 <= value <= most:
+        raise ConfigError(f"speculative_config: {name} is {value!r}; it must be 1 to {most}")
+    return value
+
+
+def drafting(model: str, plan: Plan) -> Draft:
+    """The draft model, which must know the same tokens."""
+    found = checkpoint.resolve(model, load_format="dummy" if plan.load_format == "dummy" else "auto")
+    theirs, ours = found.shape.vocab, plan.shape.vocab
+    if theirs != ours:
+        raise ConfigError(
+            f"the draft model {model} has {theirs:,} tokens in its vocabulary and {plan.model} {ours:,}; "
+            "a draft has to share its model's tokeniser"
+        )
+    return Draft(checkpoint=str(found.path), load_format=found.format, shape=found.shape)
+
+
+def draft_plan(plan: Plan) -> Plan:
+    """How the draft model of `plan` runs: whole, beside the output rank's part of the large one."""
+    assert plan.speculation and plan.speculation.draft
+    draft, rank = plan.speculation.draft, plan.output_rank
+    return replace(
+        plan,
+        checkpoint=draft.checkpoint,
+        load_format=draft.load_format,
+        shape=draft.shape,
+        quantization="none",
+        schemes={},
+        places=places(draft.shape, (1.0,), (draft.shape.layers,)),
+        devices=(plan.devices[rank],),
+        cores=(plan.cores[rank],),
+        gpu_memory_utilization=plan.gpu_memory_utilization[rank : rank + 1],
+        speculation=None,
+    )

@@ -1,0 +1,109 @@
+"""Guessed tokens: the same answers, greedy and sampled, in fewer steps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cpu import checkpoints
+from weft import LLM, SamplingParams
+from weft.errors import ConfigError
+
+PROMPTS = [[1, 5, 9, 33, 7], [40, 41, 42] * 9, [1, 150], list(range(3, 40))]
+GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+DRAWN = SamplingParams(temperature=0.9, top_p=0.9, seed=5, max_tokens=30, ignore_eos=True, logprobs=1)
+MIXED = [GREEDY, DRAWN, SamplingParams(temperature=0, repetition_penalty=1.2, max_tokens=12, ignore_eos=True), DRAWN]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("speculation")
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> str:
+    return str(checkpoints.make("llama", folder))
+
+
+def run(model: str, **how: object) -> tuple[list, object]:
+    with LLM(model, dtype="float32", skip_tokenizer_init=True, executor="inline", **how) as llm:
+        answers = llm.generate(PROMPTS, MIXED)
+        return [(it.outputs[0].token_ids, it.outputs[0].finish_reason) for it in answers], llm.stats()
+
+
+@pytest.fixture(scope="module")
+def truth(model: str) -> list:
+    return run(model)[0]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {},
+        {"tensor_parallel_size": 2},
+        {"pipeline_parallel_size": 2},
+        {"max_num_batched_tokens": 12},
+        {"async_scheduling": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("draft", [False, True], ids=["ngram", "draft"])
+def test_the_same_answers(model: str, truth: list, layout: dict, draft: bool) -> None:
+    # A model that drafts for itself guesses everything right.
+    config = {"model": model, "num_speculative_tokens": 3} if draft else {"method": "ngram", "prompt_lookup_min": 1}
+    found, stats = run(model, speculative_config=config, **layout)
+    assert found == truth
+    if draft:
+        # What is asked for is bounded by the blocks that a text has: nearly all the rest is right.
+        assert stats.confirmed_tokens > 0.9 * stats.guessed_tokens > 40
+    else:
+        assert stats.guessed_tokens > 0
+
+
+def test_a_draft_that_guesses_badly_changes_nothing(model: str, truth: list, folder: Path) -> None:
+    other = checkpoints.make("llama-mha-odd", folder)
+    found, stats = run(model, speculative_config={"model": str(other)})
+    assert found == truth
+    assert stats.guessed_tokens > 0 and stats.confirmed_tokens < stats.guessed_tokens
+
+
+def test_a_prefix_that_is_found_is_found_by_the_draft_too(model: str) -> None:
+    config = {"model": model, "num_speculative_tokens": 3}
+    how = {"dtype": "float32", "skip_tokenizer_init": True, "executor": "inline", "block_size": 4}
+    with LLM(model, **how) as llm:
+        want = [it.outputs[0].token_ids for it in llm.generate(PROMPTS, GREEDY)]
+    with LLM(model, speculative_config=config, **how) as llm:
+        llm.generate(PROMPTS, GREEDY)
+        before = llm.stats()
+        again = llm.generate(PROMPTS, GREEDY)
+        after = llm.stats()
+    assert [it.outputs[0].token_ids for it in again] == want and again[3].num_cached_tokens > 30
+    right, all_ = (getattr(after, name) - getattr(before, name) for name in ("confirmed_tokens", "guessed_tokens"))
+    assert right > 0.9 * all_ > 0
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"method": "medusa"}, "none of ngram, draft_model"),
+        ({"method": "draft_model"}, "needs model"),
+        ({"method": "ngram", "model": "x"}, "has no model"),
+        ({"metod": "ngram"}, "has no 'metod'"),
+        ({"method": "ngram", "num_speculative_tokens": 0}, "must be 1 to 16"),
+        ({"method": "ngram", "num_speculative_tokens": True}, "must be 1 to 16"),
+        ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 3}, "is above prompt_lookup_max"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused_before_anything_starts(model: str, config: dict, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        LLM(model, skip_tokenizer_init=True, speculative_config=config)
+
+
+def test_a_draft_of_another_vocabulary_is_refused(model: str, tmp_path: Path) -> None:
+    config = json.loads((Path(model) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": config["vocab_size"] + 8}))
+    with pytest.raises(ConfigError, match="share its model's tokeniser"):
+        LLM(model, load_format="dummy", skip_tokenizer_init=True, speculative_config={"model": str(tmp_path)})
