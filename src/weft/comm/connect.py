@@ -11,6 +11,7 @@ import torch.distributed as dist
 from weft.comm.base import Comm, Links, Solo
 from weft.comm.distributed import DistributedComm, peers_may_vanish
 from weft.comm.shared import SharedComm
+from weft.comm.symmetric import joined
 from weft.planner.plan import Plan
 
 # A rank that dies is noticed by the executor, at once; one that loads for long is not dead.
@@ -41,7 +42,9 @@ def connect(plan: Plan, rank: int, *, store: str, memory: int, pipes: Sequence[t
         # Every rank makes every group, in the same order, and keeps its own.
         if plan.tensor_parallel > 1 and not shares:
             groups = [dist.new_group(ranks, backend=backend, timeout=NEVER) for ranks in stages]
-            tensor = DistributedComm(groups[place.stage], device)
+            group = groups[place.stage]
+            reads = backend == "nccl" and plan.peer_to_peer
+            tensor = joined(group, device, getattr(torch, plan.dtype)) if reads else DistributedComm(group, device)
         if plan.stages > 1:
             groups = [dist.new_group(ranks, backend=backend, timeout=NEVER) for ranks in lines]
             pipeline = DistributedComm(groups[place.tp_rank], device)
