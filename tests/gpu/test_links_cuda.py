@@ -1,0 +1,48 @@
+"""What is measured of real GPUs and of the links between them, and what their driver tells."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from weft.executors import links
+from weft.facts.host import probe
+from weft.facts.machine import this_machine
+from weft.facts.speeds import Speeds, sound
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU on this machine")
+
+
+def test_the_driver_and_torch_tell_of_the_same_gpus() -> None:
+    here = probe()
+    assert here.driver and len(here.gpus) == torch.cuda.device_count()
+    assert len(here.pairs) == len(here.gpus) * (len(here.gpus) - 1) // 2
+    for gpu in here.gpus:
+        seen = torch.cuda.get_device_properties(gpu.index)
+        assert (seen.major, seen.minor) == gpu.capability
+        assert seen.name == gpu.name or gpu.slice
+        # CUDA keeps some of the board's memory to itself.
+        assert 0.9 * gpu.total_bytes <= seen.total_memory <= gpu.total_bytes
+        assert str(seen.uuid) in gpu.uuid or gpu.slice
+        if gpu.clocks and not gpu.slice:
+            assert gpu.pcie and gpu.pcie.Bps > 1e9
+
+
+def test_every_gpu_and_pair_is_measured() -> None:
+    here = probe()
+    gpus, pairs = links.measure(here)
+    found = Speeds(machine="", gpus=gpus, pairs=pairs)
+    assert [speed.gpu for speed in gpus] == [gpu.uuid for gpu in here.gpus]
+    assert sound(found) and all(speed.copy_Bps > speed.from_host_Bps for speed in gpus)
+    assert {pair.verdict for pair in pairs} <= {"works"}, pairs
+    (node,) = this_machine(here, found).nodes
+    for spec, speed in zip(node.gpus, gpus, strict=True):
+        # None copies faster than its data sheet says.
+        assert spec.bandwidth_Bps >= speed.copy_Bps
+
+
+def test_peer_to_peer_is_what_torch_says() -> None:
+    here = probe()
+    for pair in here.pairs:
+        if pair.peer is not None:
+            assert torch.cuda.can_device_access_peer(pair.first, pair.second) == pair.peer
