@@ -128,7 +128,7 @@ def show(
     work, band = question.workload, best.predicted.error_band
     gpus = len(set(best.layout.gpus))
     out.print(
-        f"{model.name} as {best.cut} on {gpus} GPU{'s' * (gpus > 1)} at ${question.price:g} an hour each: "
+        f"{model.name} as {best.cut} on {counted(gpus, question)} at ${question.price:g} an hour each: "
         f"${fleet.dollars_per_hour:,.2f} an hour for up to {fleet.tokens_per_s:,.0f} tok/s, "
         f"{fleet.requests_per_s:,.2f} requests/s of {work.input_len:,} + {work.output_len:,} tokens "
         f"(predicted, within {band:.0%})",
@@ -155,10 +155,12 @@ def show(
     out.print(f"dollars per million answer tokens, their prompts included; API prices: {sources}", soft_wrap=True)
     if hasattr(arguments, "demand"):
         cheap = min(quotes, key=lambda it: it.dollars)
-        show_mixes(out, arguments, fleet.each, cheap, best)
+        show_mixes(out, arguments, question, fleet.each, cheap, best)
 
 
-def show_mixes(out: Any, arguments: Namespace, replica: Fleet, quote: Quote, best: Candidate) -> None:
+def show_mixes(
+    out: Any, arguments: Namespace, question: Question, replica: Fleet, quote: Quote, best: Candidate
+) -> None:
     """How much of the demand to own, how much to let overflow."""
     demand, size = arguments.demand, best.layout.size
     rows = mixes(replica, quote, demand, arguments.max_load)
@@ -175,7 +177,11 @@ def show_mixes(out: Any, arguments: Namespace, replica: Fleet, quote: Quote, bes
     )
     for it in rows:
         gpus = it.replicas * size
-        what = f"{it.replicas} replica{'s' * (it.replicas != 1)} ({gpus} GPUs)" if it.replicas else "all over the API"
+        what = (
+            f"{it.replicas} replica{'s' * (it.replicas != 1)} ({counted(gpus, question)})"
+            if it.replicas
+            else "all over the API"
+        )
         mark = " <- cheapest" if it is cheapest else ""
         made.add_row(
             what + mark,
@@ -190,6 +196,11 @@ def show_mixes(out: Any, arguments: Namespace, replica: Fleet, quote: Quote, bes
         f"overflow to {named(quote)}; weft simulate tells the waiting times at such a load",
         soft_wrap=True,
     )
+
+
+def counted(devices: int, question: Question) -> str:
+    kind = "CPU" if question.cluster.on_cpu else "GPU"
+    return f"{devices} {kind}{'s' * (devices != 1)}"
 
 
 def named(quote: Quote) -> str:
