@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from types import TracebackType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from weft.client.arguments import engine_config
 from weft.client.collector import Collector
@@ -19,8 +19,12 @@ from weft.core.params import SamplingParams
 from weft.core.request import Stats
 from weft.errors import RequestError
 from weft.facts.checkpoint import resolve
+from weft.planner.memory import Capacity
 from weft.planner.plan import Plan
 from weft.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from weft.planner.forecast import Forecast
 
 Message = Mapping[str, Any]
 
@@ -60,6 +64,20 @@ class LLM:
     def num_blocks(self) -> int:
         """KV blocks on every rank."""
         return self._running.num_blocks
+
+    def forecast(self) -> Forecast:
+        """What the planner expects of this plan on this machine. Raises ConfigError for hardware of which nothing is
+        known; a CPU is measured for half a second the first time."""
+        from weft.planner.execution import seen
+        from weft.planner.forecast import forecast
+
+        engine = self._running
+        return forecast(engine.plan, engine.host, seen(engine.plan, engine.host))
+
+    @property
+    def capacities(self) -> list[Capacity]:
+        """What each rank reported once it was ready."""
+        return self._running.capacities
 
     def generate(
         self,

@@ -53,7 +53,7 @@ def test_run_json(model: str, layout: list[str]) -> None:
     done = weft(*words, *ENGINE, *layout)
     (line,) = done.stdout.splitlines()
     got = json.loads(line)
-    assert set(got) == {"text", "token_ids", "finish_reason", "usage", "timing", "layout"}
+    assert set(got) == {"text", "token_ids", "finish_reason", "usage", "timing", "layout", "predicted"}
     assert len(got["token_ids"]) == got["usage"]["completion_tokens"] == 6
     assert got["finish_reason"] == "length"
     assert got["usage"]["total_tokens"] == got["usage"]["prompt_tokens"] + 6
@@ -63,6 +63,28 @@ def test_run_json(model: str, layout: list[str]) -> None:
     assert sum(row["q_heads"] for row in got["layout"]) == 4
     assert sum(row["kv_heads"] for row in got["layout"]) == 2
     assert all(0 < row["kv_bytes"] <= 2**20 and row["weight_bytes"] > 0 for row in got["layout"])
+    predicted = got["predicted"]
+    assert predicted["weight_bytes"] == sum(row["weight_bytes"] for row in got["layout"])
+    assert predicted["ttft_s"] > 0 and predicted["decode_tok_s"] > 0
+    token = 2 * 16 * 4 * 2  # of one KV head: keys and values, head_dim, float32, layers
+    assert all(row["kv_bytes"] == predicted["kv_tokens"] * row["kv_heads"] * token for row in got["layout"])
+
+
+@pytest.mark.parametrize("words", [["-tp", "2"], ["--tensor-split", "3,1"], ["-pp", "2"]], ids=" ".join)
+def test_run_carries_out_a_plan(model: str, tmp_path: Path, words: list[str]) -> None:
+    planned = json.loads(weft("plan", model, "--precision", "fp32", *words, "--json").stdout)
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(planned))
+    asked = ["--prompt", "hello", "--max-tokens", "12", "--temperature", "0", "--ignore-eos", "--json", "--verbose"]
+    done = weft("run", "--plan", str(file), *asked, *ENGINE)
+    layout = json.loads(done.stdout)["layout"]
+    for name in ("rank", "layers", "q_heads", "kv_heads", "weight_bytes"):
+        assert [row[name] for row in layout] == [row[name] for row in planned["best"]["ranks"]], name
+    memory, speed = done.stderr.splitlines()[-2:]
+    assert memory.startswith("memory: ") and memory.count("(1.00 of the predicted ") >= 2
+    assert speed.startswith("one request of ")
+    refused = weft("run", "--plan", str(file), *asked, *ENGINE, "--tensor-split", "1,1,1", status=1)
+    assert refused.stderr.count("\n") == 1 and "leave the flag out, or plan again" in refused.stderr
 
 
 def test_run_streams_and_raw_differs_from_the_template(model: str, capfd: pytest.CaptureFixture[str]) -> None:

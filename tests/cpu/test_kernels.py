@@ -44,8 +44,22 @@ def ragged(counts: list[int], contexts: list[int], block_size: int, seed: int) -
         row_starts=torch.tensor([0, *torch.tensor(counts).cumsum(0)], dtype=torch.int32),
         context=torch.tensor(contexts, dtype=torch.int32),
         tables=tables,
+        decodes=next((row for row, count in enumerate(counts) if count > 1), len(counts)),
     )
     return batch, sum(needs)
+
+
+def written(kernels: Kernels, cache: KVCache) -> KVCache:
+    """What lies in `cache` row by row, as these kernels would have it: through an angle of zero."""
+    blocks, block_size, kv_heads, head_dim = cache.keys.shape
+    slots = blocks * block_size
+    row = [x.reshape(slots, -1) for x in (cache.keys, cache.keys, cache.values)]
+    index = torch.arange(slots, dtype=torch.int32)
+    batch = Batch(index, index * 0, index.long(), index, index, index[None], 0)
+    angles = torch.cat((torch.ones(1, head_dim // 2), torch.zeros(1, head_dim // 2)), 1)
+    out = KVCache(*(torch.zeros_like(cache.keys) for _ in range(2)))
+    kernels.rotate_and_store(torch.cat(row, 1), kv_heads, angles, out, batch, None)
+    return out
 
 
 def attend_by_loop(q: torch.Tensor, cache: KVCache, batch: Batch, scale: float, window: int | None) -> torch.Tensor:
@@ -78,6 +92,9 @@ CASES = [
     ([20, 1, 100], [90, 150, 100], 7, 1, 6, 16, None),
     ([1, 50, 3], [300, 120, 10], 4, 2, 32, 8, 17),
     ([70], [70], 40, 1, 24, 16, 5),
+    ([1, 9, 100], [333, 200, 150], 5, 1, 80, 32, None),
+    ([1, 1, 50, 40], [65, 400, 300, 40], 4, 2, 128, 16, 70),
+    ([3, 1], [90, 17], 20, 2, 256, 16, None),
 ]
 
 
@@ -91,7 +108,7 @@ def test_attention_over_paged_kv_is_exact(kind: str, case: tuple, dtype: torch.d
     torch.manual_seed(1)
     cache = KVCache(*(torch.randn(blocks, block_size, kv_heads, head_dim).to(dtype) for _ in range(2)))
     q = torch.randn(sum(counts), q_heads, head_dim).to(dtype) * 3
-    got = kernels.attend(q, cache, batch, head_dim**-0.5, window)
+    got = kernels.attend(q, written(kernels, cache), batch, head_dim**-0.5, window)
     want = attend_by_loop(q, cache, batch, head_dim**-0.5, window)
     torch.testing.assert_close(got.double(), want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
@@ -113,9 +130,12 @@ def test_native_rows_agree_with_plain_ones(dtype: torch.dtype, tokens: int) -> N
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("normed", [False, True])
-def test_native_rotation_writes_what_the_plain_one_writes(dtype: torch.dtype, normed: bool) -> None:
-    q_heads, kv_heads, head_dim = 6, 2, 20
-    batch, blocks = ragged([3, 1, 9], [40, 7, 9], 4, seed=3)
+@pytest.mark.parametrize(("head_dim", "block_size"), [(20, 4), (32, 16), (48, 32)])
+def test_native_rotation_writes_what_the_plain_one_writes(
+    dtype: torch.dtype, normed: bool, head_dim: int, block_size: int
+) -> None:
+    q_heads, kv_heads = 6, 2
+    batch, blocks = ragged([3, 1, 9], [40, 7, 9], block_size, seed=3)
     torch.manual_seed(4)
     qkv = torch.randn(13, (q_heads + 2 * kv_heads) * head_dim).to(dtype)
     angles = torch.outer(torch.arange(64.0), torch.rand(head_dim // 2))
@@ -123,11 +143,28 @@ def test_native_rotation_writes_what_the_plain_one_writes(dtype: torch.dtype, no
     norm = HeadNorm(torch.rand(head_dim).to(dtype), torch.rand(head_dim).to(dtype), 1e-6) if normed else None
     results = []
     for kernels in (native(dtype), PlainKernels()):
-        cache = KVCache(*(torch.zeros(blocks, 4, kv_heads, head_dim, dtype=dtype) for _ in range(2)))
+        cache = KVCache(*(torch.zeros(blocks, block_size, kv_heads, head_dim, dtype=dtype) for _ in range(2)))
         q = kernels.rotate_and_store(qkv, q_heads, table, cache, batch, norm)
-        results.append((q, cache.keys, cache.values))
+        # The same numbers somewhere, and each where its own attention finds it.
+        results.append((q, cache.keys.flatten().sort()[0], kernels.attend(q, cache, batch, 0.2, None)))
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("rows", "cols"), [(1, 1), (31, 7), (33, 64), (96, 51), (300, 576)])
+def test_a_product_is_that_of_the_unpacked_weight(dtype: torch.dtype, rows: int, cols: int) -> None:
+    """For every number of tokens that a tile can have, and more; what comes out of bf16 is rounded once."""
+    torch.manual_seed(rows)
+    weight, bias = torch.randn(rows, cols).to(dtype), torch.randn(rows).to(dtype)
+    for biased in (None, bias):
+        product = native(dtype).matrix(weight, biased)
+        for tokens in (*range(1, 15), 29, 100):
+            x = torch.randn(tokens, cols).to(dtype)
+            want = x.double() @ weight.double().T + (0 if biased is None else biased.double())
+            torch.testing.assert_close(
+                product(x).double(), want, atol=1e-4, rtol=1e-5 if dtype == torch.float32 else 2**-8
+            )
 
 
 def test_extreme_scores_stay_finite() -> None:
@@ -163,17 +200,18 @@ def test_fp16_falls_back_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     assert "float16" in caplog.text
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", ["native", "plain"])
-def test_a_row_is_not_touched_by_what_lies_past_its_end(kind: str) -> None:
+def test_a_row_is_not_touched_by_what_lies_past_its_end(kind: str, dtype: torch.dtype) -> None:
     """Nor by the other rows: their values may have overflowed."""
-    kernels: Kernels = native(torch.float32) if kind == "native" else PlainKernels()
+    kernels: Kernels = native(dtype) if kind == "native" else PlainKernels()
     batch, blocks = ragged([1, 1, 20], [5, 90, 33], 16, seed=5)
     torch.manual_seed(6)
-    cache = KVCache(*(torch.full((blocks, 16, 1, 16), torch.nan) for _ in range(2)))
+    cache = KVCache(*(torch.full((blocks, 16, 1, 16), torch.nan, dtype=dtype) for _ in range(2)))
     for row, context in ((0, 5), (2, 33)):  # row 1 is all NaN
         for position in range(context):
             block = int(batch.tables[row, position // 16])
             cache.keys[block, position % 16], cache.values[block, position % 16] = torch.randn(2, 1, 16)
-    got = kernels.attend(torch.randn(22, 1, 16), cache, batch, 0.25, None)
+    got = kernels.attend(torch.randn(22, 1, 16).to(dtype), written(kernels, cache), batch, 0.25, None)
     assert got[[0, *range(2, 22)]].isfinite().all()
     assert got[1].isnan().all()

@@ -452,7 +452,9 @@ def check_logprobs(found: object, logits: list[float], token: int, top: int) -> 
 def test_logprobs_are_the_models_own(data: st.DataObject, vocab: int, seed: int) -> None:
     rows = data.draw(st.lists(row_of(vocab), min_size=1, max_size=5))
     logits = grid(vocab, len(rows), seed)
-    found = sampler_of(vocab, rows).sample(logits.clone(), list(range(len(rows))), [row.position for row in rows]).result()
+    found = (
+        sampler_of(vocab, rows).sample(logits.clone(), list(range(len(rows))), [row.position for row in rows]).result()
+    )
     for row, values, token, logprobs in zip(rows, logits.tolist(), *found, strict=True):
         if row.params.logprobs is None:
             assert logprobs is None

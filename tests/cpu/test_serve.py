@@ -224,6 +224,18 @@ def test_what_it_prints(server: Server) -> None:
     assert re.search(r"Maximum concurrency for 512 tokens per request: [\d.]+x", text)
 
 
+def test_what_was_predicted_is_told_beside_what_came(server: Server) -> None:
+    server.client.completions.create(model="tiny", prompt="a", max_tokens=40, extra_body={"ignore_eos": True})
+
+    def line(start: str) -> str:
+        return next((line for line in server.lines if start in line), "")
+
+    eventually(lambda: bool(line("one request of ")))
+    memory = line("memory: ")
+    assert "of weights (1.00 of the predicted " in memory and "of KV (1.00 of the predicted " in memory
+    assert re.search(r"tokens/s \([\d.]+ of the predicted ", line("one request of "))
+
+
 def test_a_taken_port_is_one_line_before_anything_is_loaded(server: Server) -> None:
     with Server("no/such/model", "--port", server.url.rpartition(":")[2], wait=False) as other:
         assert other.ended() == 1

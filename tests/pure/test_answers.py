@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.pure.test_forecast import expected
 from weft import logs
 from weft.cli import chat, demo, engine, main, run
 from weft.cli.flags import engine_config
@@ -19,7 +20,9 @@ from weft.cli.parser import find, parse
 from weft.client.outputs import CompletionOutput, Metrics, RequestOutput
 from weft.config import EngineConfig
 from weft.core.params import SamplingParams
-from weft.errors import RequestError
+from weft.errors import ConfigError, RequestError
+from weft.planner.forecast import Forecast, predicted_json
+from weft.planner.memory import Capacity
 
 
 def words(text: str) -> Namespace:
@@ -53,6 +56,19 @@ class FakeLLM:
         self.closed = 0
         self.num_blocks = 10
         self.plan = fake_plan()
+        self.capacities = [
+            Capacity(
+                rank=rank,
+                host="h",
+                device="cpu",
+                weight_bytes=134 * 10**6,
+                activation_bytes=10**8,
+                free_bytes=0,
+                block_bytes=1,
+                load_s=0.5,
+            )
+            for rank in range(2)
+        ]
 
     def __enter__(self) -> FakeLLM:
         return self
@@ -63,6 +79,9 @@ class FakeLLM:
     def sampling_params(self, **given: Any) -> SamplingParams:
         self.given = given
         return SamplingParams(**given)
+
+    def forecast(self) -> Forecast:
+        return expected(tensor_parallel_size=2)
 
     def stream(self, asked: Any, params: SamplingParams) -> Any:
         if asked == "too long":
@@ -76,7 +95,7 @@ class FakeLLM:
 def fake_plan() -> Any:
     from tests.pure.test_layout import plan
 
-    return plan(tensor_parallel_size=2)
+    return plan(kind="dummy", tensor_parallel_size=2)
 
 
 @pytest.fixture
@@ -106,7 +125,9 @@ def test_run_json_is_one_object(llm: Any, capsys: pytest.CaptureFixture[str]) ->
     got = json.loads(capsys.readouterr().out)
     assert llm.now.asked == ["Hi"]
     assert got["timing"].pop("load_s") >= 0
-    layout = got.pop("layout")
+    layout, predicted = got.pop("layout"), got.pop("predicted")
+    assert predicted == predicted_json(expected(tensor_parallel_size=2), 3, 3)
+    assert predicted["weight_bytes"] == sum(row["weight_bytes"] for row in layout)
     assert got == {
         "text": "Hello.",
         "token_ids": [0, 1, 2],
@@ -121,6 +142,31 @@ def test_run_json_is_one_object(llm: Any, capsys: pytest.CaptureFixture[str]) ->
     # 10 blocks of 16 tokens: keys and values, heads, head_dim, bytes, layers.
     assert [row["kv_bytes"] for row in layout] == [160 * 2 * heads * 64 * 2 * 30 for heads in (2, 1)]
     assert sum(row["weight_bytes"] for row in layout) > 2 * 134_515_008
+
+
+def test_run_verbose_tells_predicted_beside_real(llm: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["run", "m", "--prompt", "Hi", "--verbose"]) == 0
+    got = capsys.readouterr()
+    assert got.out == "Hello.\n"
+    memory, speed = got.err.splitlines()
+    assert memory.startswith("memory: 268 MB of weights (1.00 of the predicted 269 MB), ")
+    assert speed.startswith("one request of 3 + 3 tokens: the first token after 500 ms (")
+    assert "then 2.0 tokens/s (" in speed and speed.endswith(
+        "weft bench calibrate measures what this machine really does"
+    )
+
+
+def test_run_goes_on_where_nothing_can_be_predicted(
+    llm: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def unknown(self: FakeLLM) -> Forecast:
+        raise ConfigError("unknown GPU 'X'")
+
+    monkeypatch.setattr(FakeLLM, "forecast", unknown)
+    assert main.main(["run", "m", "--prompt", "Hi", "--json"]) == 0
+    got = capsys.readouterr()
+    assert json.loads(got.out)["predicted"] is None
+    assert got.err.count("\n") == 1 and "no predictions: unknown GPU 'X'" in got.err
 
 
 def test_run_reads_standard_input(

@@ -10,14 +10,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.pure.test_layout import host, plan
 from weft.bench import __main__ as side
+from weft.bench import suite
+from weft.bench.compare import changes, read
 from weft.bench.measure import Run, run, typical
 from weft.bench.peer import SCRIPT, Peer, PeerError, Timing, decode_tok_s
+from weft.bench.predicted import FIGURES, beside, predicted
 from weft.bench.workload import Ask, nano_vllm, random_requests
 from weft.cli import bench, engine, main
 from weft.client.outputs import CompletionOutput, Metrics, RequestOutput
 from weft.config import EngineConfig
-from weft.errors import ConfigError
+from weft.errors import ConfigError, WeftError
+from weft.facts.cpu import CpuSpeed
+from weft.facts.speeds import Speeds
+from weft.planner.forecast import Forecast, forecast
 
 
 @given(seed=st.integers(0, 2**32), low=st.integers(1, 40), more=st.integers(0, 40), count=st.integers(1, 9))
@@ -56,15 +63,16 @@ class FakeLLM:
     num_blocks = 10
 
     def __init__(self, **said: Any) -> None:
-        from tests.pure.test_layout import plan
-
-        self.config, self.plan, self.asked, self.short = EngineConfig(**said), plan(), [], 0
+        self.config, self.plan, self.asked, self.short = EngineConfig(**said), plan(kind="dummy"), [], 0
 
     def __enter__(self) -> FakeLLM:
         return self
 
     def __exit__(self, *error: object) -> None:
         return None
+
+    def forecast(self) -> Forecast:
+        return planned()
 
     def generate(self, prompts: Any, params: Any, use_tqdm: bool) -> list[RequestOutput]:
         self.asked.append((prompts, params))
@@ -131,7 +139,9 @@ def test_bench_latency(llm: list[FakeLLM], capsys: pytest.CaptureFixture[str]) -
     got = json.loads(captured.out.splitlines()[-1])
     assert (got["task"], got["requests"], got["input_tokens"], got["output_tokens"]) == ("latency", 2, 14, 6)
     assert got["ttft_s"] == 1.0 and got["decode_tok_s"] == 10.0 and got["runs"] == 2
-    assert [line.split(":")[0] for line in captured.err.splitlines()] == ["warm-up", "run 1", "run 2"]
+    told = [line.split(":")[0] for line in captured.err.splitlines()]
+    assert told == ["warm-up", "run 1", "run 2", *(words for words, _, _ in FIGURES.values())]
+    assert got["predicted"].keys() == FIGURES.keys()
     seen = [tuple(prompts[0]["prompt_token_ids"]) for prompts, _ in llm[0].asked]
     assert len(seen) == len(set(seen)) == 3  # other tokens each time, so that no KV block is found again
     assert llm[0].config.skip_tokenizer_init
@@ -188,32 +198,97 @@ def test_decode_rate_leaves_the_first_token_out() -> None:
     assert decode_tok_s([Timing(ttft_s=1, seconds=2), Timing(ttft_s=1, seconds=6)], 11) == 6.0
 
 
-def test_the_table() -> None:
-    better = side.compare("decode", "tokens/s", 60.0, 40.0, higher_is_better=True)
-    worse = side.compare("first token", "ms", 60.0, 40.0, higher_is_better=False)
-    assert (better.ratio, worse.ratio) == (1.5, 0.667)
-    alone = side.Figure(name="start", unit="s", weft=3.0, transformers=None, ratio=None)
-    assert side.markdown([better, worse, alone]).splitlines()[2:] == [
-        "| decode | tokens/s | 60.00 | 40.00 | 1.50 |",
-        "| first token | ms | 60.00 | 40.00 | 0.67 |",
-        "| start | s | 3.00 |  |  |",
+# --- beside the planner ---
+
+
+def planned(**flags: Any) -> Forecast:
+    return forecast(plan(host(), kind="dummy", **flags), host(), Speeds(machine="", cpu=CpuSpeed(40e9, 0.2e12)))
+
+
+def test_what_is_predicted_of_a_batch() -> None:
+    expected = planned()
+
+    def asks(count: int, input_len: int, output_len: int) -> list[Ask]:
+        return [Ask([1] * input_len, output_len)] * count
+
+    alone = predicted(expected, asks(1, 128, 128))
+    speed = expected.speed(128, 128)
+    assert alone["ttft_s"] == pytest.approx(speed.ttft_s, abs=1e-5)
+    assert alone["decode_tok_s"] == pytest.approx(speed.single_tok_s, rel=0.01)
+    seconds = speed.ttft_s + 127 / speed.single_tok_s
+    assert alone["output_tok_s"] == pytest.approx(128 / seconds, rel=0.01)
+    # All prompts of a step have their first token at its end.
+    several = predicted(expected, asks(8, 128, 128))
+    assert several["ttft_s"] == pytest.approx(speed.ttft_s + 7 * speed.prefill_s, rel=0.01)
+    assert alone["decode_tok_s"] > several["decode_tok_s"] > alone["decode_tok_s"] / 8
+    assert several["output_tok_s"] > alone["output_tok_s"]
+    # Of 32 prompts of 128 tokens 16 are read in a step of 2,048.
+    many = predicted(expected, asks(32, 128, 128))
+    assert many["ttft_s"] == pytest.approx(speed.ttft_s + 15 * speed.prefill_s, rel=0.01)
+    lines = beside({"ttft_s": 0.1, "decode_tok_s": 50.0, "output_tok_s": 0.0}, alone | {"decode_tok_s": 100.0})
+    assert lines[1] == "of a request after it: 50.0 tokens/s, predicted 100.0, ratio 0.50" and len(lines) == 2
+
+
+def test_hardware_of_which_nothing_is_known_is_predicted_nothing(
+    llm: list[FakeLLM], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(self: FakeLLM) -> Forecast:
+        raise ConfigError("unknown GPU")
+
+    monkeypatch.setattr(FakeLLM, "forecast", unknown)
+    assert main.main(["bench", "latency", "m", "--num-iters", "1", "--num-iters-warmup", "0"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["predicted"] is None
+    assert "nothing is predicted: unknown GPU" in captured.err
+
+
+# --- the suite ---
+
+
+def test_the_suite_s_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    found: suite.Tasks = {
+        "latency": {"ttft_s": 0.05, "decode_tok_s": 90.0, "predicted": {"ttft_s": 0.04, "decode_tok_s": 100.0}},
+        "prefill": {"prompt_tok_s": 3000.0, "predicted": None},
+        "memory": {"beyond_kv_bytes": 800_000_000},
+    }
+    monkeypatch.setattr(side, "measure", lambda *_: found)
+    assert side.main(["--save-result", str(tmp_path / "a.json")]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[4:8] == [
+        "| batch 1, 128+128: time to first token | ms | 50.00 | 40.00 | 1.25 |  |",
+        "| batch 1, 128+128: decode | tokens/s | 90.00 | 100.00 | 0.90 |  |",
+        "| one prompt of 1,024: prefill | tokens/s | 3,000.00 |  |  |  |",
+        "| memory beyond the KV in use | GB | 0.80 |  |  | 0.9 or less |",
     ]
+    assert json.loads(out[-1])["latency"]["decode_tok_s"] == 90.0
+    old = read(str(tmp_path / "a.json"))
+    names = {change.name: change.higher_is_better for change in changes(old, old)}
+    assert names == {
+        "latency: ttft_s": False,
+        "latency: decode_tok_s": True,
+        "prefill: prompt_tok_s": True,
+        "memory: beyond_kv_bytes": False,
+    }
+
+    def broken(*_: object) -> suite.Tasks:
+        raise WeftError("no engine")
+
+    monkeypatch.setattr(side, "measure", broken)
+    assert side.main([]) == 1
+    assert capsys.readouterr().err == "weft.bench: error: no engine\n"
 
 
-def test_the_turns_alternate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(side, "QUIET_S", 0)
-    order = []
-
-    class Other:
-        def run(self, asks: list[Ask]) -> Timing:
-            order.append("theirs")
-            return Timing(ttft_s=1, seconds=2)
-
-    def ours(llm: Any, asks: list[Ask]) -> Run:
-        order.append("ours")
-        return Run(seconds=1, ttft_s=1, tpot_s=1, input_tokens=1, output_tokens=1)
-
-    monkeypatch.setattr(side, "run", ours)
-    peer: Any = Other()
-    side.side_by_side(None, peer, side.works(0, 50, runs=3, count=1, input_len=(4, 4)))  # type: ignore[arg-type]
-    assert order == ["theirs", "ours", "ours", "theirs", "theirs", "ours"]
+def test_a_batch_of_the_suite_is_other_tokens_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suite, "QUIET_S", 0)
+    llm: Any = FakeLLM(model="m")
+    names = [batch.name for batch in suite.BATCHES]
+    assert names == ["latency", "prefill", "throughput", "prefix"]
+    for batch in suite.BATCHES:
+        llm.asked.clear()
+        found = suite.figures(llm, batch, 2)
+        seen = [tuple(prompts[0]["prompt_token_ids"]) for prompts, _ in llm.asked]
+        assert len(set(seen)) == len(seen) == 2 + suite.WARM_UPS
+        assert found["runs"] == 2 and (found["predicted"] is None) == (batch.name == "prefix")
+    (prompts, _), *_ = llm.asked
+    assert len({tuple(it["prompt_token_ids"][:512]) for it in prompts}) == 1 < len({*map(str, prompts)}) == 128
+    assert suite.figures(llm, suite.BATCHES[1], 1)["prompt_tok_s"] == 1024.0

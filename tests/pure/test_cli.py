@@ -28,7 +28,8 @@ from weft.config import EngineConfig
 from weft.core.params import SamplingParams
 from weft.errors import Cause, EngineError, ModelError
 from weft.facts.checkpoint import Checkpoint
-from weft.facts.host import Gpu, Host
+from weft.facts.host import Host
+from weft.facts.topology import Gpu
 from weft.planner.layout import layout
 from weft.serving.options import ServeOptions
 
@@ -185,15 +186,13 @@ def test_mistakes_get_one_line_and_status_2(text: str, told: list[str], capsys: 
 
 def test_flags_of_vllm_that_we_lack_are_named_and_swallowed(caplog: pytest.LogCaptureFixture) -> None:
     got = words(
-        "serve --enforce-eager m --quantization awq -q fp8 --kv-cache-dtype=fp8 --trust-remote-code --no-enable-lora "
+        "serve --enforce-eager m --kv-cache-dtype=fp8 --trust-remote-code --no-enable-lora "
         "-O3 -dp 2 --compilation-config.mode 3 --cudagraph-capture-sizes 1 2 4 --max_loras 2 --port 9"
     )
     assert (got.model, got.port) == ("m", 9)
     warned = [record.message.split(":")[0] for record in caplog.records]
     assert warned == [
         "--enforce-eager",
-        "--quantization",
-        "-q",
         "--kv-cache-dtype",
         "--trust-remote-code",
         "--no-enable-lora",

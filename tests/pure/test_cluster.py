@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from weft.errors import ConfigError
 from weft.facts.cluster import parse, parse_gpus, parse_nodes
-from weft.facts.gpus import gpus
+from weft.facts.gpus import GpuSpec, gpus
 
 
 def names(spec: str) -> list[str]:
@@ -42,9 +42,18 @@ def test_mixed_gpus_meet_over_pcie() -> None:
     assert parse_gpus("2xH100+2xA100").nodes[0].link == "pcie"
 
 
-@given(st.sampled_from(gpus()), st.integers(1, 2000))
-def test_every_gpu_can_be_asked_for(gpu: object, count: int) -> None:
-    assert names(f"{count}x{gpu.name}") == [gpu.name] * count  # type: ignore[attr-defined]
+@given(st.sampled_from(gpus()), st.integers(1, 100))
+def test_every_gpu_can_be_asked_for(gpu: GpuSpec, count: int) -> None:
+    if count <= gpu.per_node:
+        assert names(f"{count}x{gpu.name}") == [gpu.name] * count
+    else:
+        with pytest.raises(ConfigError, match=f"one machine holds at most {gpu.per_node}, not {count}"):
+            names(f"{count}x{gpu.name}")
+
+
+def test_a_rack_that_is_one_machine() -> None:
+    (node,) = parse_gpus("72xGB200").nodes
+    assert (len(node.gpus), node.link) == (72, "nvlink")
 
 
 @pytest.mark.parametrize(
@@ -56,7 +65,12 @@ def test_every_gpu_can_be_asked_for(gpu: object, count: int) -> None:
         ("0xH100", "a count of 0 is out of range; use 1 to"),
         ("-2xH100", "a count of -2 is out of range"),
         ("999999999xH100", "a count of 999999999 is out of range"),
-        ("60000xH100+60000xA100", "are more than 100,000"),
+        (
+            "60000xH100+60000xA100",
+            "one machine holds at most 16, not 60,000; describe several with --nodes, as in 7500x8",
+        ),
+        ("10xH100+9xA100", "one machine holds at most 16, not 19; describe several with --nodes, as in 2x8xH100-SXM"),
+        ("73xGB200", "one machine holds at most 72, not 73"),
         ("2xH1000", "unknown GPU 'H1000'; nearest: H100"),
         ("8xH100@infiniband", "unknown link 'infiniband' after @; known: nvlink, pcie"),
         ("8xH100@", "unknown link ''"),

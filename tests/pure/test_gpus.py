@@ -10,7 +10,7 @@ import pytest
 
 from weft.errors import ConfigError
 from weft.facts.gpus import find_gpu, gpus, spec_of
-from weft.facts.host import Clocks, Gpu
+from weft.facts.topology import Clocks, Gpu
 
 TABLE = Path(__file__).parents[1] / "data/gpus.csv"
 

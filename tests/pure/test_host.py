@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from weft.facts import host
-from weft.facts.host import Gpu, choose, cpu_quota, memory, probe, usable_cores
+from weft.facts.host import cpu_quota, memory, probe, usable_cores
 
 MEMINFO = "MemTotal:       16000 kB\nMemFree:         4000 kB\nMemAvailable:    8000 kB\nHugePages_Total:       0\n"
 KIB = 1024
@@ -137,127 +134,3 @@ def test_this_machine() -> None:
     assert here.cores and here.hostname
     assert 0 < here.memory_free_bytes <= here.memory_total_bytes
     assert "torch" not in host.__dict__
-
-
-# --- GPUs ---
-
-FOUND = tuple(
-    Gpu(index=n, name=f"card {n}", uuid=uuid, total_bytes=2, free_bytes=1, capability=(8, 6))
-    for n, uuid in enumerate(["GPU-aa11", "GPU-aa22", "GPU-bb33"])
-)
-
-
-@pytest.mark.parametrize(
-    ("visible", "names"),
-    [
-        (None, [0, 1, 2]),
-        ("0,1,2", [0, 1, 2]),
-        ("2,0", [2, 0]),
-        (" 1 , 2 ", [1, 2]),
-        ("-1", []),
-        ("1,-1,2", [1]),  # the list ends at the first that names none
-        ("0,7,1", [0]),
-        ("GPU-bb33,0", [2, 0]),
-        ("GPU-bb", [2]),
-        ("gpu-AA22", [1]),
-        ("GPU-aa", []),  # fits two
-        ("NoDevFiles", []),
-        ("1,1", []),
-        ("0,", [0]),
-        (",0", []),
-    ],
-)
-def test_cuda_visible_devices(visible: str | None, names: list[int]) -> None:
-    chosen = choose(FOUND, visible)
-    assert [gpu.name for gpu in chosen] == [f"card {n}" for n in names]
-    assert [gpu.index for gpu in chosen] == list(range(len(names)))
-
-
-class FakeNvml(SimpleNamespace):
-    """NVML with a whole GPU and one that is cut into two slices, numbered with a gap."""
-
-    NVML_DEVICE_MIG_ENABLE = 1
-    NVML_CLOCK_SM, NVML_CLOCK_MEM = 1, 2
-    NVMLError = type("NVMLError", (Exception,), {})
-    inside = 0
-
-    def nvmlInit(self) -> None:
-        self.inside += 1
-
-    def nvmlShutdown(self) -> None:
-        self.inside -= 1
-
-    def nvmlDeviceGetCount(self) -> int:
-        return 2
-
-    def nvmlDeviceGetHandleByIndex(self, number: int) -> str:
-        return f"GPU-{number}"
-
-    def nvmlDeviceGetMigMode(self, board: str) -> tuple[int, int]:
-        if board == "GPU-0":
-            raise self.NVMLError
-        return 1, 1
-
-    def nvmlDeviceGetMaxMigDeviceCount(self, board: str) -> int:
-        return 3
-
-    def nvmlDeviceGetMigDeviceHandleByIndex(self, board: str, number: int) -> str:
-        if number == 1:
-            raise self.NVMLError
-        return f"MIG-{number}"
-
-    def nvmlDeviceGetMemoryInfo(self, handle: str) -> Any:
-        return SimpleNamespace(total=8, free=5)
-
-    def nvmlDeviceGetName(self, handle: str) -> bytes:
-        return handle.encode()
-
-    def nvmlDeviceGetUUID(self, handle: str) -> str:
-        return handle
-
-    def nvmlDeviceGetCudaComputeCapability(self, board: str) -> list[int]:
-        return [9, 0]
-
-    def nvmlDeviceGetMemoryBusWidth(self, board: str) -> int:
-        return 5120
-
-    def nvmlDeviceGetMaxClockInfo(self, board: str, clock: int) -> int:
-        return {self.NVML_CLOCK_SM: 1980, self.NVML_CLOCK_MEM: 2619}[clock]
-
-    def nvmlDeviceGetNumGpuCores(self, board: str) -> int:
-        return 16896
-
-
-def test_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = FakeNvml()
-    monkeypatch.setitem(sys.modules, "pynvml", fake)
-    monkeypatch.setattr("ctypes.CDLL", lambda _: None)
-    assert [(g.index, g.name, g.uuid) for g in host.gpus()] == [
-        (0, "GPU-0", "GPU-0"),
-        (1, "MIG-0", "MIG-0"),
-        (2, "MIG-2", "MIG-2"),
-    ]
-    assert [g.uuid for g in host.gpus("MIG-2")] == ["MIG-2"]
-    assert host.gpus()[0].capability == (9, 0) and host.gpus()[0].free_bytes == 5
-    whole, *slices = host.gpus()
-    assert whole.clocks == host.Clocks(bus_bits=5120, memory_hz=2619e6, cores=16896, cores_hz=1980e6)
-    assert [piece.clocks for piece in slices] == [None, None]
-    assert fake.inside == 0  # shut down as often as started
-
-
-def test_a_driver_that_fails_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = FakeNvml()
-
-    def fail() -> None:
-        raise fake.NVMLError
-
-    fake.nvmlInit = fail
-    monkeypatch.setitem(sys.modules, "pynvml", fake)
-    monkeypatch.setattr("ctypes.CDLL", lambda _: None)
-    assert host.gpus() == ()
-
-
-@pytest.mark.parametrize("visible", ["", "  "])
-def test_an_empty_list_hides_all_without_asking(monkeypatch: pytest.MonkeyPatch, visible: str) -> None:
-    monkeypatch.setattr("ctypes.CDLL", lambda _: pytest.fail("asked the driver"))
-    assert host.gpus(visible) == ()

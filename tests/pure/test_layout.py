@@ -14,8 +14,9 @@ from tests.pure.shapes import SMOLLM2, shapes
 from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError, WeftError
 from weft.facts.checkpoint import Checkpoint
-from weft.facts.host import Gpu, Host
+from weft.facts.host import Host
 from weft.facts.shape import ModelShape
+from weft.facts.topology import Gpu, Holder
 from weft.planner.layout import layout, stage_layers
 from weft.planner.plan import Plan
 
@@ -299,6 +300,9 @@ def test_weights_that_do_not_fit() -> None:
     where = host(gpus=(gpu(0, free=100e6), gpu(1, free=100e6), gpu(2, free=100e6)))
     refusal("0.3 GB", "cuda:0", "0.1 GB", "--tensor-parallel-size", where=where)
     assert len(plan(where, tensor_parallel_size=3).places) == 3
+    # Who holds the memory is named.
+    game = msgspec.structs.replace(gpu(0, free=100e6), holders=(Holder(7, "/games/planet", 10**9),))
+    refusal("0.1 GB are free (in use by planet (pid 7) 1.0 GB)", where=host(gpus=(game,)))
     # Ranks on one device add up.
     refusal("cuda:0", where=where, tensor_parallel_size=3, device_ids=(0, 0, 0))
     refusal("0.3 GB", "here", where=host(memory_free_bytes=10**8), tensor_parallel_size=3)

@@ -63,4 +63,4 @@ def test_plans_are_what_the_command_prints(
 
 
 def test_the_readme_shows_plans() -> None:
-    assert README.count("$ weft plan ") == 2
+    assert README.count("$ weft plan ") == 3

@@ -267,9 +267,10 @@ def test_more_memory_never_makes_a_plan_unfit(model: str, found: list[GpuSpec], 
 def test_more_bandwidth_is_never_slower(model: str, gpu: GpuSpec, count: int, engine: str, factor: float) -> None:
     faster = msgspec.structs.replace(gpu, bandwidth_Bps=gpu.bandwidth_Bps * factor)
     slow, fast = (search(question(model, node([it] * count), engine=engine)) for it in (gpu, faster))
-    if slow.best:
-        then, now = slow.best.predicted, best(fast).predicted
-        assert now.saturated_tok_s > then.saturated_tok_s
+    # Cut by cut: which one is best may change, and replicas are then preferred to a split that is a little faster.
+    then, now = ({it.cut: it.predicted.saturated_tok_s for it in answer.candidates} for answer in (slow, fast))
+    assert then.keys() == now.keys()
+    assert all(now[cut] > speed for cut, speed in then.items())
 
 
 @FEW

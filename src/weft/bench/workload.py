@@ -26,6 +26,13 @@ def random_requests(seed: int, *, vocab: int, count: int, input_len: tuple[int, 
     return [Ask([random.randrange(vocab) for _ in range(length)], output_len) for length in lengths]
 
 
+def shared_prefix(seed: int, *, vocab: int, count: int, prefix: int, own: int, output_len: int) -> list[Ask]:
+    """`count` prompts of random ids that begin with the same `prefix` tokens and have `own` ones after them."""
+    random = Random(f"weft prefix {seed}")
+    shared = [random.randrange(vocab) for _ in range(prefix)]
+    return [Ask(shared + [random.randrange(vocab) for _ in range(own)], output_len) for _ in range(count)]
+
+
 def nano_vllm(vocab: int, seed: int = 0) -> list[Ask]:
     """The workload of nano-vllm's benchmark, with its own seed number for number: all prompts are drawn first,
     then all lengths."""

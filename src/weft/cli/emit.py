@@ -105,7 +105,8 @@ def deployment(
 
     instance = config.serving(model.name) if config else None
     layout = choice.candidate.layout
-    found = checkpoint(arguments.model, model, layout.precision, choice.question.engine)
+    on_cpu, engine = choice.question.cluster.on_cpu, choice.question.engine
+    found = checkpoint(arguments.model, model, layout.precision, engine, on_cpu=on_cpu)
     names = tuple(getattr(arguments, "served_model_name", ())) or (*([instance.model] if instance else ()), found.title)
     return Deployment(
         question=choice.question,

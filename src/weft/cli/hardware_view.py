@@ -50,7 +50,7 @@ def print_machine(here: Host, speeds: Speeds, out: TextIO | None = None) -> None
 
 def cpu_lines(here: Host, speeds: Speeds) -> Iterator[str]:
     """The CPU, its memory, and what was measured of both."""
-    cpu, open_to_us = here.cpu, len(here.cores)
+    cpu, open_to_us = here.cpu, len(here.computing)
     if cpu:
         sockets = f"{cpu.sockets} x " if cpu.sockets > 1 else ""
         cores = f"{cpu.cores} core{'s' * (cpu.cores > 1)}"

@@ -158,8 +158,11 @@ def numbers(given: Sequence[int]) -> str:
 
 
 def spans(rows: Sequence[Row], noun: str, first: str, count: str) -> str:
-    """ "layers 0-79"; "heads 8-63, 8 each" where the ranks have different ones."""
+    """ "layers 0-79"; "heads 8-63, 8 each" where the ranks have different ones; "layers 0-2, 4-15" where one GPU has
+    both."""
     each = rows[0][count]
+    if len({row["gpu_index"] for row in rows}) < len(rows):
+        return f"{noun}s {numbers(sorted({at for row in rows for at in range(row[first], row[first] + row[count])}))}"
     low, high = min(row[first] for row in rows), max(row[first] + row[count] for row in rows)
     told = f"{noun} {low}" if high - low == 1 else f"{noun}s {low}-{high - 1}"
     return told if high - low == each else f"{told}, {each} each"

@@ -35,7 +35,9 @@ def shape(text: str) -> float:
     except ValueError:
         found = -1.0
     if not 0.01 <= found < inf:
-        raise ArgumentTypeError(f"{text!r} is no burstiness: 1 is a Poisson process, 0.2 comes in bursts, at least 0.01")
+        raise ArgumentTypeError(
+            f"{text!r} is no burstiness: 1 is a Poisson process, 0.2 comes in bursts, at least 0.01"
+        )
     return found
 
 
@@ -47,7 +49,9 @@ def sample(text: str) -> int | None:
 LOAD = (
     Flag(name="rate", parse=rate, metavar="R", help="requests per second, whatever becomes of them"),
     Flag(name="rates", parse=rates, metavar="R,R,...", help="one run for each, a table, and plots"),
-    Flag(name="users", parse=values.at_least(1), metavar="N", help="instead: so many, who each ask, wait, and ask again"),
+    Flag(
+        name="users", parse=values.at_least(1), metavar="N", help="instead: so many, who each ask, wait, and ask again"
+    ),
     Flag(name="think", metavar="TIME", help="what a user takes from an answer to the next question, as in 5s"),
     Flag(
         name="trace",
@@ -69,9 +73,13 @@ LOAD = (
     ),
     Flag(name="output-len", metavar="TOKENS", help="of answers, likewise"),
     Flag(name="lengths", metavar="FILE", help="draw both lengths from the rows of a trace"),
-    Flag(name="prefix-len", parse=values.at_least(1), metavar="TOKENS", help="with which prompts begin that share them"),
+    Flag(
+        name="prefix-len", parse=values.at_least(1), metavar="TOKENS", help="with which prompts begin that share them"
+    ),
     Flag(name="prefixes", parse=values.at_least(1), default=1, metavar="N", help="how many such beginnings there are"),
-    Flag(name="duration", metavar="TIME", help="how long requests come, as in 90s or 1h (default: 10m, or the trace's)"),
+    Flag(
+        name="duration", metavar="TIME", help="how long requests come, as in 90s or 1h (default: 10m, or the trace's)"
+    ),
     Flag(
         name="warmup",
         metavar="TIME",
@@ -80,14 +88,28 @@ LOAD = (
     Flag(name="seed", parse=values.at_least(0), default=0, help="start of every random draw"),
 )
 SERVICE = (
-    Flag(name="replicas", parse=values.at_least(1), metavar="N", help="of the plan's layout, instead of its own number"),
+    Flag(
+        name="replicas", parse=values.at_least(1), metavar="N", help="of the plan's layout, instead of its own number"
+    ),
     Flag(name="policy", choices=POLICIES, default=POLICIES[0], help="which replica gets a request"),
-    Flag(name="max-num-seqs", parse=values.at_least(1), help="requests that run at once in a replica; left out: the engine's"),
+    Flag(
+        name="max-num-seqs",
+        parse=values.at_least(1),
+        help="requests that run at once in a replica; left out: the engine's",
+    ),
     Flag(name="max-num-batched-tokens", parse=values.at_least(1), help="tokens of a step; left out: the engine's"),
-    Flag(name="max-num-queued-reqs", parse=values.at_least(0), help="requests that wait in a replica, beyond which it refuses"),
+    Flag(
+        name="max-num-queued-reqs",
+        parse=values.at_least(0),
+        help="requests that wait in a replica, beyond which it refuses",
+    ),
 )
 ANSWER = (
-    Flag(name="slo", metavar="TARGETS", help="what is promised: ttft, tpot, itl, e2e or queue, as in ttft_p95=1s,tpot_p95=50ms"),
+    Flag(
+        name="slo",
+        metavar="TARGETS",
+        help="what is promised: ttft, tpot, itl, e2e or queue, as in ttft_p95=1s,tpot_p95=50ms",
+    ),
     Flag(
         name="find",
         choices=("replicas", "rate"),

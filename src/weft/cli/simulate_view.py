@@ -138,7 +138,9 @@ def confidence(study: Study, load: Load, runs: Sequence[Report], report: Report 
     measured = f"{one.requests:,} requests in {duration(one.window_s)}"
     if len(runs) > 1 and report is None:
         measured = f"{min(run.requests for run in runs):,} to {max(run.requests for run in runs):,} requests a run"
-    lines = [f"measured: {measured} of virtual time, after {duration(study.times.warmup_s)} of warm-up; seed {load.seed}"]
+    lines = [
+        f"measured: {measured} of virtual time, after {duration(study.times.warmup_s)} of warm-up; seed {load.seed}"
+    ]
     if not study.times.warmup_s:
         lines = [f"measured: {measured} of virtual time, from an idle start; seed {load.seed}"]
     sampled = [run for run in runs if run.sampled < run.replicas]

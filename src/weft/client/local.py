@@ -17,7 +17,7 @@ from weft.errors import QueueFullError
 from weft.executors import create
 from weft.facts.checkpoint import Checkpoint
 from weft.facts.host import probe
-from weft.planner.layout import layout
+from weft.planner.execution import plan_to_run
 from weft.planner.memory import capacity_lines, fit_length
 from weft.planner.plan import Plan
 
@@ -34,15 +34,17 @@ class Run:
 
 class LocalEngine:
     """An engine that has started. `plan` is what is executed, with the length that is served; every rank has
-    `num_blocks` KV blocks. For one thread; several `run`s may be open at once and take turns."""
+    `num_blocks` KV blocks, and `capacities` is what they reported; `host` is the machine as it was before. For one
+    thread; several `run`s may be open at once and take turns."""
 
     def __init__(self, config: EngineConfig, checkpoint: Checkpoint) -> None:
-        plan = layout(config, checkpoint, probe())
+        self.host = probe()
+        plan = plan_to_run(config, checkpoint, self.host)
         kind = config.executor or ("inline" if len(plan.places) == 1 else "processes")
         self._executor = create(kind)
         try:
             ready = self._executor.start(plan)
-            self.num_blocks = ready.num_blocks
+            self.num_blocks, self.capacities = ready.num_blocks, ready.ranks
             self.plan: Plan = msgspec.structs.replace(plan, max_model_len=fit_length(plan, ready.num_blocks))
             self._core = EngineCore.start(self.plan, ready.num_blocks, self._executor, config)
         except BaseException:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from weft.comm.base import Comm, Links, Solo
 from weft.comm.distributed import DistributedComm, peers_may_vanish
+from weft.comm.line import Edge, SharedLine
 from weft.comm.shared import SharedComm
 from weft.comm.symmetric import joined
 from weft.planner.plan import Plan
@@ -18,12 +19,21 @@ from weft.planner.plan import Plan
 NEVER = timedelta(days=365)
 
 
-def connect(plan: Plan, rank: int, *, store: str, memory: int, pipes: Sequence[tuple[int, int]]) -> Links:
+def connect(
+    plan: Plan,
+    rank: int,
+    *,
+    store: str,
+    memory: int,
+    pipes: Sequence[tuple[int, int]],
+    before: Edge | None = None,
+    after: Edge | None = None,
+) -> Links:
     """The groups of a rank: every rank of the plan calls this, and it returns when all have.
 
     Ranks on GPUs of their own meet through NCCL. Others of one stage meet through `memory` and `pipes` (see
-    SharedComm; no pipes where the system has none), and all else goes through gloo. `store` is a file through
-    which those of NCCL and gloo find each other.
+    SharedComm; no pipes where the system has none), those of neighbouring stages through the edges between them (see
+    SharedLine), and all else goes through gloo. `store` is a file through which those of NCCL and gloo find each other.
     """
     place, device = plan.places[rank], torch.device(plan.devices[rank])
     backend = "nccl" if own_gpus(plan) else "gloo"
@@ -32,7 +42,10 @@ def connect(plan: Plan, rank: int, *, store: str, memory: int, pipes: Sequence[t
     pipeline: Comm = Solo()
     stages = [[p.rank for p in plan.places if p.stage == s] for s in range(plan.stages)]
     lines = [[p.rank for p in plan.places if p.tp_rank == t] for t in range(plan.tensor_parallel)]
-    if plan.stages == 1 and (plan.tensor_parallel == 1 or shares):
+    lined = backend == "gloo" and (before is not None or after is not None)
+    if lined:
+        pipeline = SharedLine(place.stage, plan.stages, before, after, device)
+    if (plan.stages == 1 or lined) and (plan.tensor_parallel == 1 or shares):
         return Links(tensor, pipeline)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -45,7 +58,7 @@ def connect(plan: Plan, rank: int, *, store: str, memory: int, pipes: Sequence[t
             group = groups[place.stage]
             reads = backend == "nccl" and plan.peer_to_peer
             tensor = joined(group, device, getattr(torch, plan.dtype)) if reads else DistributedComm(group, device)
-        if plan.stages > 1:
+        if plan.stages > 1 and not lined:
             groups = [dist.new_group(ranks, backend=backend, timeout=NEVER) for ranks in lines]
             pipeline = DistributedComm(groups[place.tp_rank], device)
     return Links(tensor, pipeline)

@@ -18,6 +18,15 @@ class Shared(msgspec.Struct, frozen=True):
     pipes: tuple[tuple[int, int], ...]
 
 
+class Neighbour(msgspec.Struct, frozen=True):
+    """Open files that two stages have in common: memory, and pipes (read, write) that tell of what was brought and of
+    what was taken."""
+
+    memory: int
+    full: tuple[int, int]
+    free: tuple[int, int]
+
+
 class Launch(msgspec.Struct, frozen=True, tag=True):
     """The first frame: who you are. `worker` is "module:Class", `store` a file through which ranks find each
     other."""
@@ -27,6 +36,8 @@ class Launch(msgspec.Struct, frozen=True, tag=True):
     worker: str
     store: str
     shared: Shared | None
+    before: Neighbour | None = None
+    after: Neighbour | None = None
 
 
 class Allocate(msgspec.Struct, frozen=True, tag=True):

@@ -11,7 +11,7 @@ import threading
 from weft.errors import Cause
 from weft.executors.framing import FrameError, encode
 from weft.executors.launch import Child, end
-from weft.executors.messages import Failed, FromRank, Launch, Shared, ToRank
+from weft.executors.messages import Failed, FromRank, Launch, Neighbour, Shared, ToRank
 from weft.executors.rank import SPIN_COUNT, SPINS, WORKER
 from weft.executors.ranks import RankExecutor
 from weft.planner.plan import Plan
@@ -32,24 +32,28 @@ class ProcessExecutor(RankExecutor):
     def _launch(self, plan: Plan) -> None:
         store, opened = self._store()
         shared = [share(plan.tensor_parallel) for _ in range(plan.stages)]
+        # Between each rank and the one of the same place in the stage after it.
+        lines = [adjoin() for _ in plan.places[: -plan.tensor_parallel]]
         try:
             for place in plan.places:
                 files = shared[place.stage]
+                before = None if place.first else lines[place.rank - plan.tensor_parallel]
+                after = None if place.last else lines[place.rank]
                 child: Child[FromRank] = Child(
                     "weft.worker.process",
                     FromRank,
-                    env=environment(plan.threads(place.rank)),
-                    files=[*opened, *descriptors(files)],
+                    env=environment(plan.threads(place.rank), plan.peer_to_peer),
+                    files=[*opened, *descriptors(files, before, after)],
                 )
                 self._children.append(child)
-                child.send(Launch(plan, place.rank, self._worker, store, files))
+                child.send(Launch(plan, place.rank, self._worker, store, files, before, after))
                 listener = threading.Thread(
                     target=self._listen, args=(place.rank, child), name=f"weft-rank-{place.rank}", daemon=True
                 )
                 self._listeners.append(listener)
                 listener.start()
         finally:
-            for descriptor in (*opened, *(file for files in shared for file in descriptors(files))):
+            for descriptor in (*opened, *descriptors(*shared, *lines)):
                 os.close(descriptor)
 
     def _store(self) -> tuple[str, list[int]]:
@@ -92,7 +96,7 @@ class ProcessExecutor(RankExecutor):
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def environment(threads: int) -> dict[str, str]:
+def environment(threads: int, peer_to_peer: bool = True) -> dict[str, str]:
     """What a rank's libraries read when they are imported; the user's own settings stay."""
     number = str(threads)
     ours = {
@@ -105,6 +109,8 @@ def environment(threads: int) -> dict[str, str]:
         # As NVML counts, and so the plan: CUDA's own order is the fastest card first.
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
     }
+    if not peer_to_peer:
+        ours["NCCL_P2P_DISABLE"] = "1"
     return {name: value for name, value in ours.items() if name not in os.environ}
 
 
@@ -115,5 +121,15 @@ def share(ranks: int) -> Shared | None:
     return Shared(os.memfd_create("weft"), tuple(os.pipe() for _ in range(ranks)))
 
 
-def descriptors(files: Shared | None) -> list[int]:
-    return [files.memory, *(end for pipe in files.pipes for end in pipe)] if files else []
+def adjoin() -> Neighbour | None:
+    """Memory and pipes between two stages, where the system has memory without a name."""
+    return Neighbour(os.memfd_create("weft"), os.pipe(), os.pipe()) if hasattr(os, "memfd_create") else None
+
+
+def descriptors(*several: Shared | Neighbour | None) -> list[int]:
+    found = []
+    for files in several:
+        if files is not None:
+            pipes = files.pipes if isinstance(files, Shared) else (files.full, files.free)
+            found += [files.memory, *(end for pipe in pipes for end in pipe)]
+    return found

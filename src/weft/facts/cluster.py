@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from weft.errors import ConfigError
 from weft.facts.gpus import GpuSpec, find_gpu
 
-Link = Literal["nvlink", "pcie"]
+Link = Literal["nvlink", "pcie", "memory"]
 NETWORK = "100Gb"  # per second and direction, between nodes of which nobody says it
 MOST = 100_000  # GPUs; more is a slip of the keyboard
 
@@ -23,22 +24,49 @@ _RATE = re.compile(r"\s*(?P<number>[-+]?\d+(?:\.\d+)?)\s*(?P<unit>[a-z/]*)\s*", 
 
 
 class Node(msgspec.Struct, frozen=True):
-    """One machine. `link` is what joins any two of its GPUs."""
+    """One machine. `link` is what joins any two of its GPUs; "memory" the parts of a CPU. `bridged` are groups of its
+    GPUs, by their number in it, that NVLink joins where `link` is PCIe."""
 
     gpus: tuple[GpuSpec, ...]
     link: Link
+    bridged: tuple[tuple[int, ...], ...] = ()
 
 
-class Cluster(msgspec.Struct, frozen=True):
-    """`network_Bps` is what one node sends to another, in bytes per second."""
+class Home(NamedTuple):
+    """The number of a GPU's node, the link between that node's GPUs, and the bridged group that the GPU is in."""
+
+    node: int
+    link: Link
+    group: int | None
+
+
+class Cluster(msgspec.Struct, frozen=True, dict=True):
+    """`network_Bps` is what one node sends to another, in bytes per second; `price` what one GPU costs for an hour, in
+    dollars, where it is known."""
 
     nodes: tuple[Node, ...]
     network_Bps: float
+    price: float | None = None
 
-    @property
+    @cached_property
     def gpus(self) -> tuple[GpuSpec, ...]:
         """All of them, node by node."""
         return tuple(gpu for node in self.nodes for gpu in node.gpus)
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether there is no GPU, and a machine's CPU computes."""
+        return self.nodes[0].gpus[0].kind == "cpu"
+
+    @cached_property
+    def homes(self) -> tuple[Home, ...]:
+        """Of each GPU where it is."""
+        return tuple(home for number, node in enumerate(self.nodes) for home in _homes(number, node))
+
+
+def _homes(number: int, node: Node) -> Iterator[Home]:
+    groups = {gpu: group for group, members in enumerate(node.bridged) for gpu in members}
+    return (Home(number, node.link, groups.get(gpu)) for gpu in range(len(node.gpus)))
 
 
 def parse(spec: str) -> Cluster:
@@ -94,11 +122,21 @@ def _node(spec: str) -> Node:
             raise ConfigError(f"GPUs {spec!r}: unknown link {link!r} after @; known: nvlink, pcie")
         wanted |= {link.lower()} if link else set()
         gpus += [find_gpu(match["name"])] * (_count(match["count"], spec, "GPUs") if match["count"] else 1)
-        if len(gpus) > MOST:
-            raise ConfigError(f"GPUs {spec!r} are more than {MOST:,}")
+        check_size(gpus, spec)
     if len(wanted) > 1:
         raise ConfigError(f"GPUs {spec!r} ask for nvlink and for pcie; a node has one of them between its GPUs")
-    return Node(tuple(gpus), _link(spec, gpus, wanted.pop() if wanted else None))
+    return Node(tuple(gpus), joined(spec, gpus, wanted.pop() if wanted else None))
+
+
+def check_size(gpus: Sequence[GpuSpec], spec: str) -> None:
+    """Raises ConfigError for more GPUs than one machine can have."""
+    most = max(gpu.per_node for gpu in gpus)
+    if len(gpus) > most:
+        nodes = len(gpus) // 8 if len(gpus) % 8 == 0 else 2
+        raise ConfigError(
+            f"GPUs {spec!r}: one machine holds at most {most}, not {len(gpus):,}; describe several with --nodes, as in "
+            f"{nodes}x8x{gpus[0].name}"
+        )
 
 
 def usual_link(gpus: Sequence[GpuSpec]) -> Link:
@@ -108,8 +146,8 @@ def usual_link(gpus: Sequence[GpuSpec]) -> Link:
     return "nvlink" if alike and first.nvlink_Bps > 0 and not first.bridge else "pcie"
 
 
-def _link(spec: str, gpus: list[GpuSpec], wanted: str | None) -> Link:
-    """What joins these GPUs, as the user says."""
+def joined(spec: str, gpus: Sequence[GpuSpec], wanted: str | None) -> Link:
+    """What joins these GPUs, as the user says. Raises ConfigError for NVLink that cannot be."""
     alike, first = len(set(gpus)) == 1, gpus[0]
     if wanted != "nvlink":
         return "pcie" if wanted else usual_link(gpus)

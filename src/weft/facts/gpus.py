@@ -7,15 +7,18 @@ import tomllib
 from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
+from typing import Literal
 
 import msgspec
 
 from weft.errors import ConfigError
-from weft.facts.host import Clocks, Gpu
+from weft.facts.calibration import Calibration
+from weft.facts.topology import Clocks, Gpu, Slice, multiprocessors
 
 # Words that say who made a card, or that only one card of the name has.
 NOISE = {"nvidia", "geforce", "tesla", "quadro", "amd", "instinct", "radeon", "generation", "edition", "gpu", "hbm3"}
 NOISE |= {"hbm3e", "hbm2e", "hbm2", "oam", "1x", "tensor", "core"}
+PER_NODE = 16  # GPUs that machines are built with, at most: chassis of two boards of eight, or of PCIe cards
 PCIE_BPS = 32e9  # of a card that nobody says it of: version 4, 16 lanes
 # Dense 16-bit operations of one multiprocessor in a cycle, summed in 32 bits, by compute capability: data sheet FLOPS
 # over multiprocessors and boost clock. GeForce cards of some generations sum at half the rate.
@@ -31,15 +34,19 @@ TENSOR_FLOPS = {
     (12, 0): 1024,
 }
 HALVED = ((8, 6), (8, 9), (12, 0))
-# CUDA cores of one multiprocessor where they are not 128. Source: CUDA programming guide, compute capabilities.
-CORES = {(6, 0): 64, (7, 0): 64, (7, 5): 64, (8, 0): 64}
 
 
 class GpuSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One type of GPU. `memory_bytes` is what the driver reports; `flops` are dense operations per second by
     precision (bf16 fp16 fp8 int8 fp4, what it has); `nvlink_Bps` and `pcie_Bps` are bytes per second in one
-    direction, NVLink 0 where there is none. `bridge`: its NVLink joins two cards only. `gfx` is AMD's name of the
-    architecture, whose `capability` is its version."""
+    direction, NVLink 0 where there is none. `bridge`: its NVLink joins two cards only. `per_node` of them go into one
+    machine at most. `gfx` is AMD's name of the architecture, whose `capability` is its version.
+
+    Of a GPU that is here, `held_bytes` are other processes', and `peer` says whether cards without NVLink between
+    them read each other's memory: None where only the name can tell. With `kind` "cpu" it is a machine's CPU, or a
+    rank's share of one: `memory_bytes` are those that are free, and there is no capability. `limit_bytes` is the most
+    that may be taken of it where the user says so, 0 for one that is not to be used. `calibration` is what our engine
+    reaches on it, where that was measured."""
 
     name: str
     memory_bytes: int
@@ -51,9 +58,20 @@ class GpuSpec(msgspec.Struct, frozen=True, kw_only=True):
     source: str
     bridge: bool = False
     gfx: str = ""
+    per_node: int = PER_NODE
+    kind: Literal["gpu", "cpu"] = "gpu"
+    held_bytes: int = 0
+    peer: bool | None = None
+    limit_bytes: int | None = None
+    calibration: Calibration | None = None
 
     def __hash__(self) -> int:
         return hash((self.name, self.memory_bytes, self.bandwidth_Bps))
+
+    def takes(self, share: float) -> int:
+        """Bytes that an engine gets with this share of the memory: less what others hold, and within the limit."""
+        free = int(self.memory_bytes * share) - self.held_bytes
+        return free if self.limit_bytes is None else min(free, self.limit_bytes)
 
 
 class _Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -72,6 +90,7 @@ class _Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     pcie: float
     capability: tuple[int, int]
     gfx: str = ""
+    per_node: int = PER_NODE
     source: str
     aliases: tuple[str, ...] = ()
 
@@ -88,6 +107,7 @@ class _Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             source=self.source,
             bridge=self.bridge,
             gfx=self.gfx,
+            per_node=self.per_node,
         )
 
 
@@ -134,8 +154,10 @@ def find_gpu(name: str) -> GpuSpec:
 
 def spec_of(gpu: Gpu) -> GpuSpec:
     """The data sheet of a GPU that is here, with the memory that its driver reports; one that the catalogue does not
-    know is made from its clocks. Raises ConfigError where those are unknown too."""
+    know is made from its clocks, and a MIG slice from its board. Raises ConfigError where those are unknown too."""
     try:
+        if gpu.slice:
+            return _of_board(gpu, gpu.slice)
         return msgspec.structs.replace(find_gpu(gpu.name), memory_bytes=gpu.total_bytes)
     except ConfigError:
         if gpu.clocks is None:
@@ -143,13 +165,28 @@ def spec_of(gpu: Gpu) -> GpuSpec:
         return _from_clocks(gpu, gpu.clocks)
 
 
+def _of_board(gpu: Gpu, part: Slice) -> GpuSpec:
+    """A slice has its own share of the multiprocessors, and whole eighths of the memory and of its bandwidth."""
+    board = find_gpu(part.board)
+    eighths = max(1, round(8 * gpu.total_bytes / board.memory_bytes))
+    compute = eighths / 8 if part.compute is None else part.compute
+    return msgspec.structs.replace(
+        board,
+        name=gpu.name.removeprefix("NVIDIA "),
+        memory_bytes=gpu.total_bytes,
+        bandwidth_Bps=board.bandwidth_Bps * eighths / 8,
+        flops={precision: compute * flops for precision, flops in board.flops.items()},
+        nvlink_Bps=0.0,
+        source=f"{board.source}; {eighths}/8 of the memory, {100 * compute:.0f} % of the multiprocessors",
+    )
+
+
 def _from_clocks(gpu: Gpu, clocks: Clocks) -> GpuSpec:
     """The bandwidth of the bus at its clock, twice a cycle, and the FLOPS of the generation's tensor cores."""
-    multiprocessors = clocks.cores / CORES.get(gpu.capability, 128)
     per_cycle = TENSOR_FLOPS.get(gpu.capability) or TENSOR_FLOPS.get((gpu.capability[0], 0), 1024)
     if "geforce" in gpu.name.lower() and gpu.capability in HALVED:
         per_cycle //= 2
-    flops = per_cycle * multiprocessors * clocks.cores_hz
+    flops = per_cycle * multiprocessors(clocks, gpu.capability) * clocks.cores_hz
     figures = {"fp16": flops}
     for precision, since, times in (("bf16", (8, 0), 1), ("fp8", (8, 9), 2), ("fp4", (10, 0), 4)):
         if gpu.capability >= since:

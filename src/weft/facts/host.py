@@ -2,48 +2,27 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import socket
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from math import ceil
 from pathlib import Path
-from typing import Any
 
 import msgspec
+
+from weft.facts import cpu, nvml
+from weft.facts.cpu import Cpu
+from weft.facts.topology import Gpu, Pair
 
 # What the environment may say about a layout; the planner is pure and reads it from here.
 PLANNING_VARIABLES = ("VLLM_PP_LAYER_PARTITION", "VLLM_ATTENTION_BACKEND")
 
 
-class Clocks(msgspec.Struct, frozen=True, kw_only=True):
-    """What a driver says of a GPU's speed: the width of its memory bus, its CUDA cores, and its highest clocks."""
-
-    bus_bits: int
-    memory_hz: float
-    cores: int
-    cores_hz: float
-
-
-class Gpu(msgspec.Struct, frozen=True, kw_only=True):
-    """One visible GPU (or MIG slice). `index` is N of "cuda:N" in this process: its place in
-    CUDA_VISIBLE_DEVICES, or else in the order of the PCI bus, which workers ask CUDA for too
-    (CUDA_DEVICE_ORDER). `capability` is (major, minor). `clocks` is None for a slice, and where the driver does
-    not tell."""
-
-    index: int
-    name: str
-    uuid: str
-    total_bytes: int
-    free_bytes: int
-    capability: tuple[int, int]
-    clocks: Clocks | None = None
-
-
 class Host(msgspec.Struct, frozen=True, kw_only=True):
     """`cores` are the CPU numbers open to this process: its affinity mask, cut to a container's CPU quota.
     `threads` is OMP_NUM_THREADS, an upper limit per rank. Memory is in bytes and within the container's
-    limit; free counts what the kernel can reclaim. `environment` holds the PLANNING_VARIABLES that are set."""
+    limit; free counts what the kernel can reclaim. `environment` holds the PLANNING_VARIABLES that are set. `pairs`
+    are every two of the `gpus`; `driver` is their driver's version, "" without one. `cpu` is the whole machine's."""
 
     hostname: str
     cores: tuple[int, ...]
@@ -51,12 +30,21 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
     memory_total_bytes: int
     memory_free_bytes: int
     gpus: tuple[Gpu, ...] = ()
+    pairs: tuple[Pair, ...] = ()
+    driver: str = ""
+    cpu: Cpu | None = None
     environment: dict[str, str] = {}
+
+    @property
+    def computing(self) -> tuple[int, ...]:
+        """The cores that one rank computes on."""
+        return self.cores[: self.threads]
 
 
 def probe(environment: Mapping[str, str] = os.environ, root: Path = Path("/")) -> Host:
     """Look at this machine, below `root` for what the kernel tells in files; milliseconds without a GPU."""
     total, free = memory(root)
+    driver = nvml.look(environment.get("CUDA_VISIBLE_DEVICES"), root)
     omp = environment.get("OMP_NUM_THREADS", "").split(",")[0].strip()  # a list is per nesting level
     return Host(
         hostname=socket.gethostname(),
@@ -64,7 +52,10 @@ def probe(environment: Mapping[str, str] = os.environ, root: Path = Path("/")) -
         threads=int(omp) if omp.isdecimal() and int(omp) > 0 else None,
         memory_total_bytes=total,
         memory_free_bytes=free,
-        gpus=gpus(environment.get("CUDA_VISIBLE_DEVICES")),
+        gpus=driver.gpus,
+        pairs=driver.pairs,
+        driver=driver.version,
+        cpu=cpu.look(root),
         environment={name: environment[name] for name in PLANNING_VARIABLES if environment.get(name)},
     )
 
@@ -137,98 +128,3 @@ def _read(path: Path) -> str:
         return path.read_text().strip()
     except OSError:
         return ""
-
-
-def gpus(visible: str | None = None) -> tuple[Gpu, ...]:
-    """The GPUs that CUDA would show under CUDA_VISIBLE_DEVICES=`visible` (None: unset), told by NVML, so
-    without creating a CUDA context. Empty without a driver."""
-    if visible is not None and not visible.strip():
-        return ()
-    try:
-        ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:  # no driver; spare the import
-        return ()
-    import pynvml as nvml
-
-    try:
-        nvml.nvmlInit()
-    except nvml.NVMLError:
-        return ()
-    try:
-        found = [gpu for n in range(nvml.nvmlDeviceGetCount()) for gpu in _devices(nvml, n)]
-    except nvml.NVMLError:
-        return ()
-    finally:
-        nvml.nvmlShutdown()
-    return choose(found, visible)
-
-
-def _devices(nvml: Any, number: int) -> Iterator[Gpu]:
-    """The GPU of that number, or the slices that it is cut into under MIG."""
-    board = nvml.nvmlDeviceGetHandleByIndex(number)
-    try:
-        sliced = nvml.nvmlDeviceGetMigMode(board)[0] == nvml.NVML_DEVICE_MIG_ENABLE
-    except nvml.NVMLError:  # a GPU that knows no MIG
-        sliced = False
-    handles: Iterable[Any] = [board]
-    if sliced:
-        handles = _slices(nvml, board)
-    for handle in handles:
-        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-        yield Gpu(
-            index=number,
-            name=_text(nvml.nvmlDeviceGetName(handle)),
-            uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
-            total_bytes=int(memory.total),
-            free_bytes=int(memory.free),
-            capability=tuple(nvml.nvmlDeviceGetCudaComputeCapability(board)),
-            clocks=None if sliced else _clocks(nvml, board),
-        )
-
-
-def _clocks(nvml: Any, board: Any) -> Clocks | None:
-    try:
-        return Clocks(
-            bus_bits=int(nvml.nvmlDeviceGetMemoryBusWidth(board)),
-            memory_hz=nvml.nvmlDeviceGetMaxClockInfo(board, nvml.NVML_CLOCK_MEM) * 1e6,
-            cores=int(nvml.nvmlDeviceGetNumGpuCores(board)),
-            cores_hz=nvml.nvmlDeviceGetMaxClockInfo(board, nvml.NVML_CLOCK_SM) * 1e6,
-        )
-    except nvml.NVMLError:  # an old driver, or a virtual GPU
-        return None
-
-
-def _slices(nvml: Any, board: Any) -> Iterator[Any]:
-    for number in range(nvml.nvmlDeviceGetMaxMigDeviceCount(board)):
-        try:
-            yield nvml.nvmlDeviceGetMigDeviceHandleByIndex(board, number)
-        except nvml.NVMLError:  # numbers have gaps
-            continue
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
-
-
-def choose(found: Iterable[Gpu], visible: str | None) -> tuple[Gpu, ...]:
-    """Those of `found` (numbered as the driver does) that CUDA_VISIBLE_DEVICES=`visible` leaves, renumbered.
-
-    As CUDA reads it: numbers, or beginnings of UUIDs that fit one GPU; the list ends at the first entry that
-    names none (-1 by custom); an entry given twice leaves nothing.
-    """
-    found = list(found)
-    if visible is None:
-        return tuple(msgspec.structs.replace(gpu, index=n) for n, gpu in enumerate(found))
-    chosen: list[Gpu] = []
-    for entry in visible.split(","):
-        entry = entry.strip()
-        if entry.isdecimal():
-            fits = [gpu for gpu in found if gpu.index == int(entry)][:1]
-        else:
-            fits = [gpu for gpu in found if entry and gpu.uuid.lower().startswith(entry.lower())]
-        if len(fits) != 1:
-            break
-        if fits[0] in chosen:
-            return ()
-        chosen.append(fits[0])
-    return tuple(msgspec.structs.replace(gpu, index=n) for n, gpu in enumerate(chosen))

@@ -12,7 +12,8 @@ from weft.facts.gpus import GpuSpec
 
 
 class Kernels(msgspec.Struct, frozen=True, kw_only=True):
-    """What kernels reach on the GPUs whose name begins with `gpu`, or else have this compute capability.
+    """What kernels reach on the GPUs whose name begins with `gpu`, or else have this compute capability; with `cpu`, on
+    any CPU, of what was measured on it.
 
     `weights` and `decode_attention` are shares of the memory bandwidth, `matmul` and `prefill_attention` of the
     dense FLOPS; `kernel_us` is what a matrix product takes beyond the bytes that it streams.
@@ -25,6 +26,7 @@ class Kernels(msgspec.Struct, frozen=True, kw_only=True):
     prefill_attention: float
     source: str
     fp8_weights: float | None = None
+    cpu: bool = False
     gpu: str = ""
     capability: tuple[int, int] | None = None
 
@@ -38,7 +40,9 @@ def table() -> tuple[Kernels, ...]:
 
 @cache
 def kernels_of(gpu: GpuSpec) -> Kernels:
-    """By the GPU's name, else by its capability (NVIDIA's), else the general entry."""
+    """By the GPU's name, else by its capability (NVIDIA's), else the general entry; a CPU has its own."""
+    if gpu.kind == "cpu":
+        return next(entry for entry in table() if entry.cpu)
     named = [entry for entry in table() if entry.gpu and gpu.name.startswith(entry.gpu)]
     alike = [entry for entry in table() if entry.capability == gpu.capability and not gpu.gfx]
     return [*named, *alike, table()[-1]][0]

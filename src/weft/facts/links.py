@@ -1,4 +1,4 @@
-"""Links: how fast the ranks of a layer sum what they hold, over NVLink, PCIe or the network."""
+"""Links: how fast the ranks of a layer sum what they hold, over NVLink, PCIe, shared memory or the network."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import msgspec
 
 from weft.facts.gpus import GpuSpec
 
-Kind = Literal["nvlink", "pcie", "network"]
+Kind = Literal["nvlink", "pcie", "memory", "network"]
 RANKS = (2, 4, 8)  # that the tables are for
 
 
@@ -41,6 +41,14 @@ class Pcie(msgspec.Struct, frozen=True, kw_only=True):
     source: str
 
 
+class Memory(msgspec.Struct, frozen=True, kw_only=True):
+    """All-reduce among the ranks of one CPU, through memory that they share, as a share of a rank's bandwidth."""
+
+    latency_us: tuple[float, float, float]
+    share: float
+    source: str
+
+
 class Network(msgspec.Struct, frozen=True, kw_only=True):
     """What crosses between two nodes."""
 
@@ -54,6 +62,7 @@ class Links(msgspec.Struct, frozen=True):
 
     nvlink: tuple[NvLink, ...]
     pcie: Pcie
+    memory: Memory
     network: Network
 
 
@@ -79,6 +88,11 @@ def table() -> Links:
     return msgspec.convert(tomllib.loads((files("weft.facts") / "data/links.toml").read_text()), Links)
 
 
+def nvlink(gpu: GpuSpec) -> NvLink:
+    """The figures of the generation that is nearest."""
+    return min(table().nvlink, key=lambda link: abs(link.capability[0] - gpu.capability[0]))
+
+
 @cache
 def all_reduce(gpu: GpuSpec, kind: Kind, ranks: int, network_Bps: float, graphs: bool) -> AllReduce:
     """Among `ranks` GPUs like `gpu`. `kind` is the slowest link between any two of them; `network_Bps` is what a
@@ -90,17 +104,25 @@ def all_reduce(gpu: GpuSpec, kind: Kind, ranks: int, network_Bps: float, graphs:
         network = table().network
         return AllReduce(network.latency_us * 1e-6 * log2(ranks), passes / (network_Bps * network.share))
     if kind == "nvlink":
-        near = min(table().nvlink, key=lambda link: abs(link.capability[0] - gpu.capability[0]))
+        near = nvlink(gpu)
         speed = gpu.nvlink_Bps / (near.nvlink_GBps * 1e9)
         latency = (_at(near.latency_us, ranks) + (0.0 if graphs else near.nccl_us)) * 1e-6
         small = [(1 << 16, near.kib64_us), (1 << 20, near.mib_us)]
         beyond = [(size, (_at(took, ranks) - _at(near.latency_us, ranks)) * 1e-6 / speed) for size, took in small]
         measured = tuple((size, latency + more) for size, more in beyond)
         return AllReduce(latency, passes / (_at(near.busbw_GBps, ranks) * 1e9 * speed), measured)
+    if kind == "memory":
+        memory = table().memory
+        return AllReduce(_at(memory.latency_us, ranks) * 1e-6, passes / (gpu.bandwidth_Bps * memory.share))
     pcie = table().pcie
-    crossings = 2 if re.fullmatch(pcie.without_peer, gpu.name) else 1
+    crossings = 1 if has_peer(gpu) else 2
     latency = (_at(pcie.latency_us, ranks) + (0.0 if graphs else pcie.nccl_us)) * 1e-6
     return AllReduce(latency, passes * crossings / (gpu.pcie_Bps * pcie.busbw_of_pcie))
+
+
+def has_peer(gpu: GpuSpec) -> bool:
+    """Whether such cards read each other's memory over PCIe: as was seen where they are here, else by their name."""
+    return not re.fullmatch(table().pcie.without_peer, gpu.name) if gpu.peer is None else gpu.peer
 
 
 @cache

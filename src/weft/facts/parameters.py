@@ -7,6 +7,7 @@ Names of sources are Hugging Face's; `facts.gguf_names` translates them for GGUF
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from math import prod
 from typing import Literal
 
@@ -78,11 +79,16 @@ class Parameter(msgspec.Struct, frozen=True):
 EMBED = Part("model.embed_tokens.weight", Axis.VOCAB, Axis.HIDDEN)
 
 
-def parameters(shape: ModelShape) -> Iterator[Parameter]:
+@lru_cache(maxsize=64)
+def parameters(shape: ModelShape) -> tuple[Parameter, ...]:
     """Every parameter, in the order of the forward pass; `{layer}` is left in the names.
 
     Raises ModelError for an architecture that is not in the table.
     """
+    return tuple(_parameters(shape))
+
+
+def _parameters(shape: ModelShape) -> Iterator[Parameter]:
     if shape.architecture not in NAMES:
         raise ModelError(f"unknown architecture {shape.architecture!r}; known: {', '.join(ARCHITECTURES)}")
     names = NAMES[shape.architecture]
@@ -225,7 +231,7 @@ def layers_of(shape: ModelShape, parameter: Parameter, layers: range) -> list[in
 def rank_parameters(shape: ModelShape, place: Place) -> Iterator[tuple[str, Parameter, int | None]]:
     """(name, parameter, layer) of all that a rank holds. A tied head on the embedding's own stage is no
     parameter of its own: the model uses the embedding."""
-    table = list(parameters(shape))
+    table = parameters(shape)
     for parameter in table:
         if parameter.where == "embed" and place.first:
             yield parameter.name, parameter, None

@@ -14,9 +14,10 @@ import msgspec
 
 from weft.errors import ConfigError
 from weft.facts import gguf_types
-from weft.facts.axes import owned
+from weft.facts.axes import axis_length, owned
 from weft.facts.parameters import Parameter, Part, parameters
 from weft.facts.place import Place, Span, whole
+from weft.facts.schemes import UNIT
 from weft.facts.shape import ModelShape
 
 
@@ -106,6 +107,8 @@ def part_format(shape: ModelShape, precision: str, parameter: Parameter, part: P
         return BF16
     if precision == "fp8" and shape.architecture in FP8_IN_BLOCKS:
         return FP8_BLOCKS
+    if precision in ("int8", "int4") and axis_length(shape, part.cols) % UNIT:
+        return BF16
     return MATRICES[precision]
 
 

@@ -18,7 +18,7 @@ def choose(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int
 
         if available(dtype, head_dim, group, required=backend == "cpu"):
             return NativeKernels(dtype)
-    if backend == "triton" or backend == "auto" and device.type == "cuda":
+    if backend == "triton" or (backend == "auto" and device.type == "cuda"):
         from weft.kernels import triton
 
         if triton.available(device, required=backend == "triton"):

@@ -1,18 +1,22 @@
-"""Kernels: the operations of a decoder between its matrix products, behind one protocol."""
+"""Kernels: the operations of a decoder, behind one protocol."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from weft.comm import Comm
 from weft.kernels.batch import Batch
+from weft.quant.quantised import Quantised
 
 
 @dataclass(frozen=True)
 class KVCache:
-    """One layer's keys and values: [num_blocks, block_size, kv_heads, head_dim] each."""
+    """One layer's keys and values: [num_blocks, block_size, kv_heads, head_dim] each. In which order they lie within
+    a block is up to the kernels that write and read them."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -31,10 +35,60 @@ class HeadNorm:
     eps: float
 
 
+# x [T, in] -> x W^T + b [T, out], for a weight that will not change any more.
+Product = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Table(Protocol):
+    """An embedding, and the product with it where it is the head as well."""
+
+    def rows(self, numbers: torch.Tensor) -> torch.Tensor:
+        """[T] int64 -> [T, hidden]."""
+        ...
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[S, hidden] -> [S, vocab]."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseLayer:
+    """What a decoder's layer is made of: this rank's heads and columns. What `out` and `down` give is to be summed
+    over the ranks. `eps` is of the norms over the hidden dim."""
+
+    attention_norm: torch.Tensor
+    qkv: Product
+    head_norm: HeadNorm | None
+    out: Product
+    mlp_norm: torch.Tensor
+    gate_up: Product
+    down: Product
+    q_heads: int
+    window: int | None
+    scale: float
+    eps: float
+
+
+# residual [T, hidden], which may be overwritten; the table of angles, one cache per layer, the batch -> [T, hidden].
+Stage = Callable[[torch.Tensor, torch.Tensor, Sequence[KVCache], Batch], torch.Tensor]
+
+
 class Kernels(Protocol):
     """Inputs are bf16, fp16 or fp32 and contiguous along their last dim; sums are fp32 inside."""
 
     name: str
+
+    def matrix(self, weight: torch.Tensor | Quantised, bias: torch.Tensor | None) -> Product:
+        """A product with weight [out, in], which may be packed anew: the caller does not keep it."""
+        ...
+
+    def table(self, weight: torch.Tensor | Quantised) -> Table:
+        """The same for an embedding [vocab, hidden], whose rows are asked for too."""
+        ...
+
+    def fuse(self, layers: Sequence[DenseLayer], comm: Comm) -> Stage | None:
+        """All layers of a stage as one call; None where the operations below are as good."""
+        ...
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """RMS norm of x [T, hidden]."""

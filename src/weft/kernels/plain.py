@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 
-from weft.kernels.base import HeadNorm, KVCache
+from weft.comm import Comm
+from weft.kernels.base import DenseLayer, HeadNorm, KVCache, Product, Stage
 from weft.kernels.batch import Batch
+from weft.quant.dense import product
+from weft.quant.quantised import Quantised
+from weft.quant.table import Table
 
 
 class PlainKernels:
     name = "torch"
+
+    def matrix(self, weight: torch.Tensor | Quantised, bias: torch.Tensor | None) -> Product:
+        return product(weight, bias)
+
+    def table(self, weight: torch.Tensor | Quantised) -> Table:
+        return Table(weight)
+
+    def fuse(self, layers: Sequence[DenseLayer], comm: Comm) -> Stage | None:
+        return None
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return F.rms_norm(x.float(), (x.shape[-1],), eps=eps).to(x.dtype) * weight

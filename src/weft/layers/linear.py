@@ -5,28 +5,16 @@ from __future__ import annotations
 import torch
 
 from weft.comm import Comm
-from weft.quant.dense import product
+from weft.kernels.base import Kernels, Product
+from weft.quant.quantised import Quantised
 
 
-class ColumnLinear:
+def column_linear(weight: torch.Tensor | Quantised, bias: torch.Tensor | None, kernels: Kernels) -> Product:
     """This rank's output rows of a product whose input every rank has: [T, in] -> [T, rows of this rank]."""
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self.product = product(weight, bias)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.product(x)
+    return kernels.matrix(weight, bias)
 
 
-class RowLinear:
-    """This rank's input columns: [T, cols of this rank] -> [T, out], summed over the ranks."""
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, comm: Comm) -> None:
-        # With one rank the product can add the bias; with more it comes once, after the sum.
-        self.product = product(weight, bias if comm.size == 1 else None)
-        self.bias = None if comm.size == 1 else bias
-        self.comm = comm
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        out = self.comm.sum(self.product(x))
-        return out if self.bias is None else out.add_(self.bias)
+def row_linear(weight: torch.Tensor | Quantised, bias: torch.Tensor | None, comm: Comm, kernels: Kernels) -> Product:
+    """This rank's input columns: [T, cols of this rank] -> [T, out], to be summed over the ranks."""
+    # Once, not per rank.
+    return kernels.matrix(weight, bias if comm.rank == 0 else None)

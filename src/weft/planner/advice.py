@@ -12,7 +12,9 @@ from weft.facts.cluster import Cluster, Node, usual_link
 from weft.facts.gpus import GpuSpec, gpus
 from weft.facts.precision import weight_bytes
 from weft.planner.cost import predict
+from weft.planner.cuts import Cut
 from weft.planner.footprint import Footprint, footprint
+from weft.planner.islands import usable
 from weft.planner.objections import runs
 from weft.planner.question import Question, Wish
 from weft.planner.search import (
@@ -123,7 +125,7 @@ def _to_fit(answer: Answer) -> Iterator[str]:
         found = _roomiest(msgspec.structs.replace(question, precisions=(precision,)))
         if found:
             fits[precision] = (
-                f"{name} checkpoint fits as {found[0]} with {_to_spare(found[1])}{_yet(question, precision)}"
+                f"{name} checkpoint fits as {found[0]} with {_to_spare(*found)}{_yet(question, precision)}"
             )
     # The closest to the original, the smallest, and one that the engine runs.
     smallest = sorted(fits, key=lambda it: weight_bytes(question.shape, it))[:1]
@@ -132,8 +134,14 @@ def _to_fit(answer: Answer) -> Iterator[str]:
     if question.wish != Wish():
         found = _roomiest(msgspec.structs.replace(question, wish=Wish()))
         if found:
-            yield f"cut as {found[0]} it fits with {_to_spare(found[1])}"
-    more = _with_more(question)
+            yield f"cut as {found[0]} it fits with {_to_spare(*found)}"
+    if any(gpu.limit_bytes is not None for gpu in question.cluster.gpus):
+        lifted = {gpu: msgspec.structs.replace(gpu, limit_bytes=None) for gpu in question.cluster.gpus}
+        found = _roomiest(msgspec.structs.replace(question, cluster=_with(question.cluster, lifted)))
+        if found:
+            yield f"without --max-memory it fits as {found[0]} with {_to_spare(*found)}"
+            return
+    more = _with_more_memory(question, _closest(answer)) if question.cluster.on_cpu else _with_more(question)
     if more:
         yield more
     larger = _with_larger(question)
@@ -152,9 +160,9 @@ def _longest_that_fits(question: Question) -> int | None:
     return max((memory.longest for it in fitting(asked, []) for _, memory in it.layouts), default=None)
 
 
-def _roomiest(question: Question) -> tuple[str, Footprint] | None:
+def _roomiest(question: Question) -> tuple[Cut, Footprint] | None:
     """Of all that fit, the cut that leaves the fullest GPU most."""
-    found = [(str(it.cut), memory) for it in fitting(question, []) for _, memory in it.layouts]
+    found = [(it.cut, memory) for it in fitting(question, []) for _, memory in it.layouts]
     return max(found, key=lambda it: _spare(it[1]), default=None)
 
 
@@ -162,13 +170,16 @@ def _spare(memory: Footprint) -> float:
     """Bytes that are left on the fullest GPU beside the weights, the engine and one request."""
     length = memory.replicas[0].length
     return min(
-        rank.memory_bytes - rank.weights.total - rank.other_bytes - length * rank.kv_bytes_per_token
+        (rank.memory_bytes if rank.limit_bytes is None else rank.limit_bytes)
+        - rank.weights.total
+        - rank.other_bytes
+        - length * rank.kv_bytes_per_token
         for rank in memory.ranks
     )
 
 
-def _to_spare(memory: Footprint) -> str:
-    return f"{gigabytes(_spare(memory))} to spare on the fullest GPU"
+def _to_spare(cut: Cut, memory: Footprint) -> str:
+    return f"{gigabytes(_spare(memory))} to spare" + (" on the fullest GPU" if cut.device == "GPU" else "")
 
 
 def _smaller_checkpoints(question: Question) -> Iterator[tuple[str, str]]:
@@ -190,12 +201,14 @@ def _yet(question: Question, precision: str) -> str:
 
 def _grown(cluster: Cluster, by: int) -> Cluster | None:
     """With `by` more GPUs like the last one in its last node, in nodes of at most eight; None where that is no
-    cluster that can be."""
+    cluster that can be, or for a CPU."""
     last = cluster.nodes[-1]
+    if cluster.on_cpu:
+        return None
     if len(cluster.nodes) == 1 and len(last.gpus) + by <= 8:
         grown = (*last.gpus, *[last.gpus[-1]] * by)
         link = usual_link(grown) if len(last.gpus) == 1 else last.link
-        return Cluster((Node(grown, link),), cluster.network_Bps)
+        return Cluster((Node(grown, link, last.bridged),), cluster.network_Bps)
     nodes, rest = divmod(by, len(last.gpus))
     if rest or len(cluster.nodes) + nodes > MOST_NODES:
         return None
@@ -218,41 +231,63 @@ def _with_more(question: Question) -> str | None:
         found = _roomiest(msgspec.structs.replace(question, cluster=cluster, wish=Wish()))
         if found:
             more = f"{by} more {gpu.name} {'makes' if by == 1 else 'make'} it fit"
-            return f"{more}: {found[0]} with {_to_spare(found[1])}"
+            return f"{more}: {found[0]} with {_to_spare(*found)}"
         if by > least + 4 * node:
             break
     return None
 
 
+def _with_more_memory(question: Question, closest: Rejected) -> str | None:
+    """How much more free memory a CPU's machine needs, a little over what is lacking."""
+    more, cluster = int(closest.short_bytes * WORTH), question.cluster
+    changed = {gpu: msgspec.structs.replace(gpu, memory_bytes=gpu.memory_bytes + more) for gpu in set(cluster.gpus)}
+    found = _roomiest(msgspec.structs.replace(question, cluster=_with(cluster, changed)))
+    return f"{gigabytes(more * len(cluster.gpus))} more free memory make it fit: {found[0]}" if found else None
+
+
 def _with_larger(question: Question) -> str | None:
-    """The smallest GPU of the catalogue of which as many are enough."""
+    """The smallest GPU of the catalogue of which as many are enough; in place of a CPU one."""
     present = question.cluster.gpus
     if len(set(present)) > 1:
         return None
+    on_cpu = question.cluster.on_cpu
+    if on_cpu:  # which its ranks share
+        question = msgspec.structs.replace(question, wish=Wish())
     for gpu in sorted(gpus(), key=lambda it: (it.memory_bytes, it.bandwidth_Bps)):
-        if gpu.memory_bytes <= present[0].memory_bytes or gpu.capability < present[0].capability or gpu.gfx:
+        small = gpu.memory_bytes <= present[0].memory_bytes or gpu.capability < present[0].capability
+        if gpu.gfx or (small and not on_cpu):
             continue
         rows = [(gpu,) * len(node.gpus) for node in question.cluster.nodes]
         nodes = tuple(Node(row, usual_link(row)) for row in rows)
         found = _roomiest(msgspec.structs.replace(question, cluster=Cluster(nodes, question.cluster.network_Bps)))
         if found:
+            if on_cpu:
+                return f"on 1 x {gpu.name} it fits: {found[0]} with {_to_spare(*found)}"
             fit = "in its place fits" if len(present) == 1 else "in their place fit"
-            return f"{len(present)} x {gpu.name} {fit} it: {found[0]} with {_to_spare(found[1])}"
+            return f"{len(present)} x {gpu.name} {fit} it: {found[0]} with {_to_spare(*found)}"
     return None
 
 
 def _to_improve(answer: Answer, best: Candidate) -> Iterator[str]:
     question = answer.question
     now = _worth(question, best)
-    idle = len(question.cluster.gpus) - len(set(best.layout.gpus))
-    if idle:
+    wish, there = question.wish, len(usable(question.cluster))
+    placed = wish.devices or wish.spread
+    idle = there - len(set(best.layout.gpus))
+    if idle and not placed:
         are = "is" if idle == 1 else "are"
-        yield f"{idle} of {len(question.cluster.gpus)} GPUs {are} idle in this layout; no other use of them is faster"
+        yield f"{idle} of {there} GPUs {are} idle in this layout; no other use of them is faster"
+    if placed or wish.tensor_split or wish.pipeline_split:
+        free = search(msgspec.structs.replace(question, wish=Wish())).best
+        if free and _worth(question, free) >= WORTH * now:
+            gain = f"{ways(_worth(question, free) / now)} the {_measure(question)}"
+            yield f"left to itself the plan is {free.cut}, with {gain}"
     faster = max(answer.candidates, key=lambda it: _worth(question, it))
     if _worth(question, faster) >= WORTH * now:
         gain = f"{ways(_worth(question, faster) / now)} the {_measure(question)}"
         yield f"{faster.cut} is predicted to give {gain}; measure before you split what fits one GPU"
-    if best.layout.kv_dtype in ("bf16", "fp16") and question.engine in FP8_CACHE:
+    wide = best.layout.kv_dtype in ("bf16", "fp16")
+    if wide and question.engine in FP8_CACHE and not question.cluster.on_cpu:
         changed = search(_as(question, best, kv_dtype="fp8"))
         yield from _gain("an FP8 KV cache (--kv-cache-dtype fp8)", question, best, changed, now)
     for precision, name in _smaller_checkpoints(question):
@@ -327,6 +362,11 @@ def _richer(cluster: Cluster, resource: Resource) -> Cluster:
             case "links":
                 return replace(gpu, nvlink_Bps=2 * gpu.nvlink_Bps, pcie_Bps=2 * gpu.pcie_Bps)
 
-    known = {gpu: richer(gpu) for gpu in set(cluster.gpus)}
-    nodes = tuple(Node(tuple(known[gpu] for gpu in node.gpus), node.link) for node in cluster.nodes)
-    return Cluster(nodes, cluster.network_Bps * (2 if resource == "links" else 1))
+    faster = _with(cluster, {gpu: richer(gpu) for gpu in set(cluster.gpus)})
+    return msgspec.structs.replace(faster, network_Bps=cluster.network_Bps * (2 if resource == "links" else 1))
+
+
+def _with(cluster: Cluster, changed: dict[GpuSpec, GpuSpec]) -> Cluster:
+    """The same nodes with other GPUs in them."""
+    nodes = (msgspec.structs.replace(node, gpus=tuple(changed[gpu] for gpu in node.gpus)) for node in cluster.nodes)
+    return msgspec.structs.replace(cluster, nodes=tuple(nodes))

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
+from weft.facts.cluster import Cluster, Home, Node
 from weft.facts.kv import kv_bytes_per_token
+from weft.facts.links import nvlink, table
 from weft.facts.model import Model
 from weft.facts.place import Place
 from weft.facts.precision import weight_bytes
 from weft.facts.shape import ModelShape
 from weft.planner.advice import advice, binding
+from weft.planner.cost import slowest_link
 from weft.planner.cuts import Cut
+from weft.planner.deployment import Layout
 from weft.planner.footprint import RankMemory, ReplicaMemory
 from weft.planner.islands import devices
 from weft.planner.notes import notes
 from weft.planner.objections import not_run
+from weft.planner.plan_file import FORMAT
 from weft.planner.question import Question
-from weft.planner.search import Answer, Candidate, output_tok_s
+from weft.planner.search import Answer, Candidate, engine_profile, output_tok_s
 
 
 def as_json(answer: Answer, model: Model) -> dict[str, Any]:
@@ -24,6 +30,7 @@ def as_json(answer: Answer, model: Model) -> dict[str, Any]:
     question, best = answer.question, answer.best
     held_back = binding(answer)
     return {
+        "format": FORMAT,
         "model": model_json(question, model, best.layout.precision if best else question.precisions[0]),
         "hardware": hardware_json(question),
         "engine": question.engine,
@@ -33,25 +40,31 @@ def as_json(answer: Answer, model: Model) -> dict[str, Any]:
             "output_len": question.workload.output_len,
             "concurrency": question.workload.concurrency or "max",
             "max_model_len": question.workload.longest,
+            "max_model_len_given": question.workload.max_model_len is not None,
         },
         "best": best_json(question, best) if best else None,
         "candidates": [candidate_json(question, candidate) for candidate in answer.candidates],
-        "rejected": [{"layout": cut_json(it.cut), "reason": it.reason} for it in answer.rejected],
+        "rejected": [
+            {"layout": cut_json(it.cut), "reason": it.reason, "short_bytes": it.short_bytes} for it in answer.rejected
+        ],
         "binding": {"constraint": held_back.resource, "gains_when_doubled": held_back.gains, "text": held_back.text},
         "advice": advice(answer),
         "notes": [*([model.note] if model.note else []), *notes(question, best)],
+        "provenance": provenance(question, model),
     }
 
 
 def model_json(question: Question, model: Model, precision: str) -> dict[str, Any]:
-    shape = question.shape
+    shape, missing = question.shape, not_run(question.shape, precision)
     return {
         "name": model.name,
         "architecture": shape.architecture,
-        "runs": not not_run(shape, precision),
+        "runs": not missing,
+        "missing": missing,
         "params": model.params,
         "precision": precision,
         "weight_bytes": weight_bytes(shape, precision),
+        "weight_bytes_by_precision": {name: weight_bytes(shape, name) for name in question.precisions},
         "stored_bytes": model.stored_bytes,
         "kv_bytes_per_token": kv_bytes_per_token(shape, question.kv_dtype or "bf16"),
         "source": model.source,
@@ -62,10 +75,26 @@ def hardware_json(question: Question) -> dict[str, Any]:
     cluster = question.cluster
     return {
         "gpus": len(cluster.gpus),
-        "nodes": [{"gpus": [gpu.name for gpu in node.gpus], "link": node.link} for node in cluster.nodes],
+        "nodes": [node_json(node) for node in cluster.nodes],
+        "types": {
+            gpu.name: {"kind": gpu.kind, "memory_bytes": gpu.memory_bytes, "bandwidth_Bps": gpu.bandwidth_Bps}
+            for gpu in cluster.gpus
+        },
         "network_Bps": cluster.network_Bps if len(cluster.nodes) > 1 else None,
         "memory_bytes": sum(gpu.memory_bytes for gpu in cluster.gpus),
         "dollars_per_gpu_hour": question.price,
+    }
+
+
+def node_json(node: Node) -> dict[str, Any]:
+    """`link_Bps` is what the slowest of its GPUs sends to another, None where there is only one; `bridged` are the
+    groups of them that NVLink joins where `link` is PCIe."""
+    speeds = {"nvlink": "nvlink_Bps", "pcie": "pcie_Bps", "memory": "bandwidth_Bps"}
+    return {
+        "gpus": [gpu.name for gpu in node.gpus],
+        "link": node.link,
+        "link_Bps": min(getattr(gpu, speeds[node.link]) for gpu in node.gpus) if len(node.gpus) > 1 else None,
+        "bridged": [list(group) for group in node.bridged],
     }
 
 
@@ -83,11 +112,18 @@ def cut_json(cut: Cut) -> dict[str, Any]:
 def candidate_json(question: Question, candidate: Candidate) -> dict[str, Any]:
     """One line of the table: no ranks."""
     layout, memory, predicted = candidate.layout, candidate.memory, candidate.predicted
+    fullest = memory.ranks[memory.fullest]
     return {
         **cut_json(candidate.cut),
         "kv_cache_dtype": layout.kv_dtype,
         "tensor_split": list(layout.tensor_weights),
         "pipeline_split": list(layout.stage_layers),
+        "links": links_json(question.cluster, layout),
+        "fullest": {
+            "rank": memory.fullest,
+            "usable_bytes": fullest.usable_bytes,
+            "memory_bytes": fullest.memory_bytes,
+        },
         "kv_tokens": memory.kv_tokens,
         "max_concurrency": round(memory.max_concurrency(question.workload.longest), 2),
         "longest_request": memory.longest,
@@ -96,6 +132,7 @@ def candidate_json(question: Question, candidate: Candidate) -> dict[str, Any]:
             "ttft_s": predicted.ttft_s,
             "tpot_s_at_concurrency": predicted.tpot_s,
             "concurrency": predicted.concurrency,
+            "output_tok_s": output_tok_s(question, predicted),
             "saturated_tok_s": predicted.saturated_tok_s,
             "saturated_concurrency": predicted.saturated_concurrency,
             "limited_by": predicted.limit,
@@ -103,6 +140,24 @@ def candidate_json(question: Question, candidate: Candidate) -> dict[str, Any]:
         },
         "dollars_per_million_tokens": dollars_per_million(question, candidate),
     }
+
+
+def links_json(cluster: Cluster, layout: Layout) -> dict[str, str | None]:
+    """Over what the ranks of a stage sum, over what a stage hands on to the next, and over what replicas that share
+    their experts exchange tokens: the slowest link that is used, None where there is nobody to send to."""
+    tensor, homes = layout.tensor_parallel, [cluster.homes[index] for index in layout.gpus]
+    starts = range(0, len(homes), tensor)
+    groups: dict[str, set[frozenset[Home]]] = {"tensor": set(), "pipeline": set(), "experts": set()}
+    if tensor > 1:
+        groups["tensor"] = {frozenset(homes[start : start + tensor]) for start in starts}
+    if layout.pipeline_parallel > 1:
+        sending = (start for start in starts if not layout.places[start].last)
+        groups["pipeline"] = {frozenset((homes[start], homes[start + tensor])) for start in sending}
+    if layout.expert_parallel > tensor:
+        groups["experts"] = {frozenset(homes)}
+    found = {use: {slowest_link(group) for group in joined} for use, joined in groups.items()}
+    slowest = ("network", "pcie", "memory", "nvlink")
+    return {use: next((kind for kind in slowest if kind in kinds), None) for use, kinds in found.items()}
 
 
 def best_json(question: Question, candidate: Candidate) -> dict[str, Any]:
@@ -114,11 +169,14 @@ def ranks_json(question: Question, candidate: Candidate) -> list[dict[str, Any]]
     """Every rank of every replica, in order."""
     layout, shape = candidate.layout, question.shape
     there = devices(question.cluster)
-    found = []
+    found: list[dict[str, Any]] = []
+    used: Counter[int] = Counter()  # of each GPU, by all of its ranks
     for rank, (place, index) in enumerate(zip(layout.places, layout.gpus, strict=True)):
         replica = candidate.memory.replicas[rank // layout.size]
         memory = replica.ranks[rank % layout.size]
         cache = cache_bytes(replica, memory)
+        taken = 0 if used[index] else there[index].gpu.held_bytes  # by others
+        used[index] += memory.weights.total + cache + memory.other_bytes
         found.append(
             {
                 "rank": rank,
@@ -129,18 +187,25 @@ def ranks_json(question: Question, candidate: Candidate) -> list[dict[str, Any]]
                 "stage": place.stage,
                 "first_layer": place.layers.start,
                 "layers": len(place.layers),
+                "first_q_head": place.q_heads.start,
                 "q_heads": len(place.q_heads),
+                "first_kv_head": place.kv_heads.start,
                 "kv_heads": len(place.kv_heads),
                 "ffn": ffn_columns(shape, place),
+                "first_expert": place.experts.start,
                 "experts": len(place.experts),
                 "weight_bytes": memory.weights.total,
                 "kv_bytes": cache,
                 "kv_bytes_per_token": memory.kv_bytes_per_token,
                 "other_bytes": memory.other_bytes,
-                "free_bytes": memory.memory_bytes - memory.weights.total - cache - memory.other_bytes,
+                "held_bytes": taken,
+                "usable_bytes": memory.usable_bytes,
                 "memory_bytes": memory.memory_bytes,
             }
         )
+    for row in found:
+        index = row["gpu_index"]
+        row["free_bytes"] = row["memory_bytes"] - used[index] - there[index].gpu.held_bytes
     return found
 
 
@@ -161,3 +226,18 @@ def dollars_per_million(question: Question, candidate: Candidate) -> float | Non
         return None
     rent = question.price * len(set(candidate.layout.gpus)) / 3600
     return rent / output_tok_s(question, candidate.predicted) * 1e6
+
+
+def provenance(question: Question, model: Model) -> dict[str, Any]:
+    """Where the figures are from: the model's, each GPU's, the links', and every constant of the engine."""
+    joined = [node for node in question.cluster.nodes if len(node.gpus) > 1]
+    links = {"nvlink": {nvlink(gpu).source for node in joined if node.link == "nvlink" for gpu in node.gpus}}
+    links["pcie"] = {table().pcie.source for node in joined if node.link == "pcie"}
+    links["memory"] = {table().memory.source for node in joined if node.link == "memory"}
+    links["network"] = {table().network.source} if len(question.cluster.nodes) > 1 else set()
+    return {
+        "model": model.source,
+        "gpus": {gpu.name: gpu.source for gpu in question.cluster.gpus},
+        "links": {kind: "; ".join(sorted(sources)) for kind, sources in links.items() if sources},
+        "engine": engine_profile(question).provenance(),
+    }

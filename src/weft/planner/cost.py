@@ -6,15 +6,14 @@ round of all stages, and its share of the prompts that are read meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Collection, Sequence
 from math import inf
 from statistics import fmean
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 
-from weft.facts.cluster import Cluster
+from weft.facts.cluster import Cluster, Home
 from weft.facts.gpus import GpuSpec
 from weft.facts.links import AllReduce, Kind, all_reduce, send
 from weft.facts.precision import canonical
@@ -28,6 +27,7 @@ from weft.planner.work import Work, work
 SEEN = 0.6  # of its answer is in the cache, on average over requests that run together and end at different times
 HIDDEN_BYTES = 2  # of a number that passes between ranks
 
+T = TypeVar("T", float, Seconds)
 Limit = Literal["kv_cache", "max_num_seqs", "concurrency"]
 
 
@@ -60,20 +60,7 @@ def predict(
 ) -> Prediction:
     """The speed of `layout` under `workload`; `memory` is its footprint where the caller has it already."""
     memory = memory or footprint(shape, layout, cluster, profile, workload)
-    ranks: dict[GpuSpec, Rank] = {}
-    known: dict[object, Replica] = {}
-    runs = []
-    alike: dict[object, Replica] = {}
-    gpus, nodes = cluster.gpus, node_of(cluster)
-    for number in range(layout.data_parallel):
-        seats = layout.replica(number)
-        home = nodes[seats[0][1]][0]
-        # Replicas on GPUs of the same kinds in the same places, of which a large cluster has many.
-        key = tuple((len(place.experts), id(gpus[at]), nodes[at][0] - home, nodes[at][1]) for place, at in seats)
-        if key not in alike:
-            replica = Replica(shape, layout, cluster, profile, number, ranks)
-            alike[key] = known.setdefault(replica.key, replica)
-        runs.append(alike[key])
+    runs = replicas(shape, layout, cluster, profile)
     context = workload.input_len + SEEN * workload.output_len
     limits = _limits(memory, profile, context)
     full = [room for room, _ in limits]
@@ -99,15 +86,36 @@ def predict(
     )
 
 
+def replicas(shape: ModelShape, layout: Layout, cluster: Cluster, profile: Profile) -> list[Replica]:
+    """The replicas of a layout in order; those that are equal are one object."""
+    ranks: dict[GpuSpec, Rank] = {}
+    known: dict[object, Replica] = {}
+    found = []
+    alike: dict[object, Replica] = {}
+    homes, marks = node_of(cluster), layout.marks(cluster)
+    for number, seats in enumerate(layout.replicas()):
+        # Replicas on GPUs of the same kinds in the same places, of which a large cluster has many.
+        key: tuple[object, ...] = *marks[seats], homes[layout.gpus[seats.start]].link
+        if layout.size > 1:
+            nodes = [homes[at] for at in layout.gpus[seats]]
+            key += tuple([(home.node - nodes[0].node, home.link, home.group) for home in nodes])
+        if key not in alike:
+            replica = Replica(shape, layout, cluster, profile, number, ranks)
+            alike[key] = known.setdefault(replica.key, replica)
+        found.append(alike[key])
+    return found
+
+
 def _limits(memory: Footprint, profile: Profile, context: float) -> list[tuple[float, Limit]]:
     """The most requests that each replica runs at once, and why."""
     stages = memory.layout.pipeline_parallel if profile.max_num_seqs_by_stage.value else 1
-    found: list[tuple[float, Limit]] = []
+    known: dict[int, tuple[float, Limit]] = {}
     for replica in memory.replicas:
-        most = stages * min(profile.batch(rank.memory_bytes)[1] for rank in replica.ranks)
-        held = max(1.0, replica.kv_tokens / context)
-        found.append((held, "kv_cache") if held < most else (most, "max_num_seqs"))
-    return found
+        if id(replica) not in known:
+            most = stages * min(profile.batch(rank.memory_bytes)[1] for rank in replica.ranks)
+            held = max(1.0, replica.kv_tokens / context)
+            known[id(replica)] = (held, "kv_cache") if held < most else (most, "max_num_seqs")
+    return [known[id(replica)] for replica in memory.replicas]
 
 
 class Stage:
@@ -185,7 +193,10 @@ class Replica:
             sums = link(gpus, nodes, indices, cluster, profile)
             next_one = hop(gpus, nodes, [indices[0], *(index for _, index in after[:1])], cluster)
             self.stages.append(Stage(tuple(distinct.values()), sums, exchange, next_one, shape.vocab))
-        self.key = tuple(stage.key for stage in self.stages)
+        # Stages on one GPU take turns: of each stage the first one there.
+        first = [group[0][1] for group in groups]
+        self.turns = tuple(first.index(index) for index in first)
+        self.key = (self.turns, *(stage.key for stage in self.stages))
 
     def round_s(self, batch: float, workload: Workload) -> Seconds:
         """One token of each of `batch` requests in the middle of their answers. With more requests than one, as many
@@ -198,7 +209,7 @@ class Replica:
         one = host
         for step in steps:
             one = one + step
-        slowest = max(steps, key=lambda it: it.total) + host
+        slowest = max(self._in_turn(steps, Seconds()), key=lambda it: it.total) + host
         crowd = groups * (1 + self.profile.bubble.value * (groups - 1))
         return scaled(slowest, crowd) if slowest.total * crowd > one.total else one
 
@@ -208,6 +219,15 @@ class Replica:
             if stage.key not in known:
                 known[stage.key] = stage.decode_s(batch, context, self.sharing)
         return [known[stage.key] for stage in self.stages]
+
+    def _in_turn(self, steps: Sequence[T], nothing: T) -> list[T]:
+        """What each GPU does in a round, all of its stages together."""
+        if len(set(self.turns)) == len(steps):
+            return list(steps)
+        found: dict[int, T] = {}
+        for turn, step in zip(self.turns, steps, strict=True):
+            found[turn] = found.get(turn, nothing) + step
+        return list(found.values())
 
     def _prompts(self, length: int) -> list[float]:
         known: dict[object, float] = {}
@@ -219,7 +239,7 @@ class Replica:
     def prefill_s(self, workload: Workload) -> float:
         """What the prompt of one request keeps the slowest stage from answering; every GPU, without a pipeline."""
         times = self._prompts(workload.input_len)
-        return max(times) if self.profile.pipelined.value else sum(times)
+        return max(self._in_turn(times, 0.0)) if self.profile.pipelined.value else sum(times)
 
     def prompt_s(self, workload: Workload) -> float:
         """From a request to its first token, with nothing else to do."""
@@ -239,19 +259,25 @@ def scaled(seconds: Seconds, by: float) -> Seconds:
     return Seconds(*(getattr(seconds, name) * by for name in seconds.__struct_fields__))
 
 
-@cache
-def node_of(cluster: Cluster) -> tuple[tuple[int, Kind], ...]:
-    """Of each GPU the number of its node, and the link between that node's GPUs."""
-    return tuple((number, node.link) for number, node in enumerate(cluster.nodes) for _ in node.gpus)
+Nodes = Sequence[Home]
 
 
-Nodes = Sequence[tuple[int, Kind]]
+def node_of(cluster: Cluster) -> Nodes:
+    """Of each GPU where it is."""
+    return cluster.homes
 
 
 def kind_of(nodes: Nodes, indices: Sequence[int]) -> Kind:
     """The slowest link between any two of these GPUs."""
-    first = nodes[indices[0]]
-    return first[1] if all(nodes[index][0] == first[0] for index in indices) else "network"
+    return slowest_link({nodes[index] for index in indices})
+
+
+def slowest_link(homes: Collection[Home]) -> Kind:
+    """Between GPUs in these places."""
+    first, *others = homes
+    if any(other.node != first.node for other in others):
+        return "network"
+    return "nvlink" if first.group is not None and not others else first.link
 
 
 def link(
@@ -273,4 +299,6 @@ def hop(gpus: Sequence[GpuSpec], nodes: Nodes, indices: Sequence[int], cluster: 
 
 def _slowest(gpus: Sequence[GpuSpec], kind: Kind, indices: Sequence[int], cluster: Cluster) -> GpuSpec:
     distinct = {id(gpus[index]): gpus[index] for index in indices}.values()
+    if len(distinct) == 1:
+        return gpus[indices[0]]
     return max(distinct, key=lambda gpu: send(gpu, kind, cluster.network_Bps).s_per_byte)

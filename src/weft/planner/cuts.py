@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from itertools import permutations
 
 import msgspec
 
 from weft.planner.deployment import Layout
-from weft.planner.islands import Device, groups, islands, nodes, replicas, tensor_sizes
+from weft.planner.islands import Device, devices, groups, islands, nodes, replicas, sort, tensor_sizes
 from weft.planner.question import Question
+
+MOST_SORTS = 3  # of GPUs whose orders are all tried
 
 
 class Cut(msgspec.Struct, frozen=True):
-    """How many ways a model is cut and copied; `expert_parallel` is 1 where experts are cut like the rest."""
+    """How many ways a model is cut and copied; `expert_parallel` is 1 where experts are cut like the rest. `device` is
+    what a single rank is called to run on."""
 
     tensor_parallel: int
     pipeline_parallel: int
     data_parallel: int
     expert_parallel: int
     precision: str
+    device: str = "GPU"
 
     def __str__(self) -> str:
         words = [f"TP {self.tensor_parallel}"] * (self.tensor_parallel > 1)
         words += [f"PP {self.pipeline_parallel}"] * (self.pipeline_parallel > 1)
         words += [f"DP {self.data_parallel}"] * (self.data_parallel > 1)
         words += [f"EP {self.expert_parallel}"] * (self.expert_parallel > 1)
-        return f"{' x '.join(words) or 'one GPU'}, {self.precision}"
+        return f"{' x '.join(words) or f'one {self.device}'}, {self.precision}"
 
 
 def cut_of(layout: Layout) -> Cut:
@@ -39,11 +45,16 @@ def cut_of(layout: Layout) -> Cut:
     )
 
 
-class Draft(msgspec.Struct, frozen=True):
+class Draft(msgspec.Struct, frozen=True, dict=True):
     """A cut, and the GPUs of each stage of each replica."""
 
     cut: Cut
     replicas: tuple[tuple[tuple[Device, ...], ...], ...]
+
+    @cached_property
+    def gpus(self) -> tuple[int, ...]:
+        """The number of each rank's GPU, as `Layout.gpus`."""
+        return tuple([device.number for replica in self.replicas for stage in replica for device in stage])
 
 
 def drafts(question: Question) -> Iterator[Draft]:
@@ -54,9 +65,9 @@ def drafts(question: Question) -> Iterator[Draft]:
     node has.
     """
     for precision in question.precisions:
-        seen: set[tuple[Cut, tuple[tuple[tuple[int, ...], ...], ...]]] = set()
+        seen: set[tuple[Cut, tuple[int, ...]]] = set()
         for draft in _of_precision(question, precision):
-            key = (draft.cut, tuple(tuple(tuple(d.number for d in s) for s in r) for r in draft.replicas))
+            key = draft.cut, draft.gpus
             if key not in seen:
                 seen.add(key)
                 yield draft
@@ -64,12 +75,18 @@ def drafts(question: Question) -> Iterator[Draft]:
 
 def _of_precision(question: Question, precision: str) -> Iterator[Draft]:
     wish = question.wish
+    if wish.devices:
+        yield _dictated(question, precision, wish.devices)
+        return
     alike, whole = islands(question.cluster), nodes(question.cluster)
     pools_of = [alike]
-    types = dict.fromkeys(island[0].gpu.name for island in alike)
+    types = dict.fromkeys(sort(island[0].gpu) for island in alike)
     if len(types) > 1:
         # All GPUs of a node together, and those of each type without the others.
-        pools_of += [whole, *([island for island in alike if island[0].gpu.name == name] for name in types)]
+        pools_of += [whole, *([island for island in alike if sort(island[0].gpu) == it] for it in types)]
+    names = dict.fromkeys(name for name, _ in types)
+    if 1 < len(names) < len(types):
+        pools_of += [[tuple(it for it in node if it.gpu.name == name) for node in whole] for name in names]
     for pools in pools_of:
         sizes = [wish.tensor_parallel] if wish.tensor_parallel else tensor_sizes(pools, question.shape.q_heads)
         for tensor in sizes:
@@ -77,6 +94,17 @@ def _of_precision(question: Question, precision: str) -> Iterator[Draft]:
             if wish.tensor_parallel and not groups(pools, tensor):
                 used = [tuple(device for node in whole for device in node)]
             yield from _of_groups(question, precision, tensor, groups(used, tensor))
+
+
+def _dictated(question: Question, precision: str, gpus: Sequence[int]) -> Draft:
+    """One replica whose stages lie where the user says."""
+    there = devices(question.cluster)
+    stages = tuple((there[number],) for number in gpus)
+    return Draft(Cut(1, len(stages), 1, 1, precision, _called(stages[0])), (stages,))
+
+
+def _called(members: Sequence[Device]) -> str:
+    return "CPU" if members[0].gpu.kind == "cpu" else "GPU"
 
 
 def _of_groups(question: Question, precision: str, tensor: int, members: list[tuple[Device, ...]]) -> Iterator[Draft]:
@@ -89,7 +117,7 @@ def _of_groups(question: Question, precision: str, tensor: int, members: list[tu
             # Replicas that share their experts exchange tokens in every layer: a stage of all of them lies together.
             crosswise = expert > tensor and stages > 1
             laid = _crosswise(members, stages, count) if crosswise else copies
-            yield Draft(Cut(tensor, stages, count, expert, precision), laid)
+            yield Draft(Cut(tensor, stages, count, expert, precision, _called(members[0])), laid)
 
 
 def _crosswise(
@@ -97,6 +125,52 @@ def _crosswise(
 ) -> tuple[tuple[tuple[Device, ...], ...], ...]:
     """`count` replicas, the first stage of each on neighbouring groups, then the second of each, and so on."""
     return tuple(tuple(members[stage * count + replica] for stage in range(stages)) for replica in range(count))
+
+
+def rearranged(question: Question, draft: Draft) -> Iterator[Draft]:
+    """The same cut in other orders, where the stages of a pipeline lie on different GPUs and the user has not said what
+    each holds: every order of a few types, else the fastest first and last; each replica with stages of all types,
+    instead of replicas that differ; and where some stay idle, those of one type rather than those of another."""
+    wish, cut = question.wish, draft.cut
+    said = wish.devices or wish.spread or wish.pipeline_split or wish.tensor_split
+    members = [stage for replica in draft.replicas for stage in replica]
+    everything = groups(islands(question.cluster), cut.tensor_parallel)
+    if cut.pipeline_parallel == 1 or said or len({_sorts(stage) for stage in everything + members}) == 1:
+        return
+    choices = {frozenset(members): members}
+    if set(members) <= set(everything):
+        for order in _orders(everything):
+            first = _ordered(everything, order)[: len(members)]
+            choices.setdefault(frozenset(first), first)
+    tried = {draft.gpus}
+    for chosen in choices.values():
+        for order in _orders(chosen):
+            ordered = _ordered(chosen, order)
+            mixed = _crosswise(ordered, cut.pipeline_parallel, cut.data_parallel)
+            apart = tuple(replicas(ordered, cut.pipeline_parallel, cut.data_parallel))
+            for laid in (mixed,) if cut.expert_parallel > cut.tensor_parallel else (apart, mixed):
+                other = Draft(cut, laid)
+                if len(laid) == cut.data_parallel and other.gpus not in tried:
+                    tried.add(other.gpus)
+                    yield other
+
+
+Sorts = tuple[tuple[str, int | None], ...]
+
+
+def _sorts(stage: Sequence[Device]) -> Sorts:
+    return tuple(sort(device.gpu) for device in stage)
+
+
+def _ordered(members: Sequence[tuple[Device, ...]], order: tuple[Sorts, ...]) -> list[tuple[Device, ...]]:
+    return sorted(members, key=lambda stage: order.index(_sorts(stage)))
+
+
+def _orders(members: Sequence[tuple[Device, ...]]) -> Iterable[tuple[Sorts, ...]]:
+    """The orders in which groups of different GPUs may follow each other."""
+    speeds = {_sorts(stage): stage[0].gpu.bandwidth_Bps for stage in members}
+    fastest = sorted(speeds, key=lambda it: (-speeds[it], str(it)))
+    return permutations(fastest) if len(fastest) <= MOST_SORTS else (tuple(fastest), tuple(fastest[::-1]))
 
 
 def _depths(question: Question, members: int) -> list[tuple[int, int]]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 import msgspec
 
 from weft.errors import PlanError
+from weft.facts.cluster import Cluster
 from weft.facts.place import Place
 from weft.facts.shape import ModelShape
-from weft.planner.place import column_unit, places
+from weft.planner.place import column_unit, deal, places
+
+LENGTH = 1024  # tokens of a prompt, and of an answer, where nobody says
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,6 +31,18 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def longest(self) -> int:
         return self.max_model_len or self.input_len + self.output_len
+
+
+def lengths(input_len: int | None, output_len: int | None, most: int) -> tuple[int, int]:
+    """Tokens of a prompt and of its answer, which together are `most` at most: as said, else LENGTH, or as many as
+    leave room for the other one."""
+    if input_len is None and output_len is None:
+        half = max(1, min(LENGTH, most // 2))
+        return half, half
+    if input_len is None:
+        assert output_len is not None
+        return max(1, min(LENGTH, most - output_len)), output_len
+    return input_len, max(1, min(LENGTH, most - input_len)) if output_len is None else output_len
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,6 +81,21 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         """Ranks of one replica."""
         return self.tensor_parallel * self.pipeline_parallel
 
+    def replicas(self) -> Iterator[slice]:
+        """The ranks of each replica."""
+        size = self.size
+        yield from (slice(start, start + size) for start in range(0, len(self.gpus), size))
+
+    def marks(self, cluster: Cluster) -> list[tuple[int, int]]:
+        """Of each rank what replicas may differ in: how many experts it holds, and on which GPU, by identity."""
+        gpus = cluster.gpus
+        if self.expert_parallel <= self.tensor_parallel:
+            return [(0, id(gpus[index])) for index in self.gpus]
+        return [
+            (place.experts.stop - place.experts.start, id(gpus[at]))
+            for place, at in zip(self.places, self.gpus, strict=True)
+        ]
+
     def replica(self, number: int) -> tuple[tuple[Place, int], ...]:
         """(place, GPU) of each rank of a replica."""
         ranks = slice(number * self.size, (number + 1) * self.size)
@@ -91,10 +121,12 @@ def deploy(
     replicas, rest = divmod(len(gpus), size)
     if rest or not replicas:
         raise PlanError(f"{len(gpus)} GPUs are no multiple of the {size} ranks of a replica")
-    if expert_parallel:
-        ranked = [_places(shape, weights, layers, (replica, replicas), unit) for replica in range(replicas)]
-    else:
-        ranked = [_places(shape, weights, layers, None, unit)] * replicas
+    ranked = _places(shape, weights, layers, (0, replicas) if expert_parallel else None, unit) * replicas
+    if expert_parallel and shape.experts:
+        # Replicas differ in nothing but which experts they hold.
+        dealt, tensor = deal(shape.experts.count, weights * replicas), len(weights)
+        held = [dealt[rank // size * tensor + place.tp_rank] for rank, place in enumerate(ranked)]
+        ranked = tuple(msgspec.structs.replace(it, experts=own) for it, own in zip(ranked, held, strict=True))
     return Layout(
         tensor_weights=weights,
         stage_layers=layers,
@@ -102,7 +134,7 @@ def deploy(
         expert_parallel=len(tensor_weights) * replicas if expert_parallel else 1,
         precision=precision,
         kv_dtype=kv_dtype,
-        places=tuple(place for replica in ranked for place in replica),
+        places=ranked,
         gpus=tuple(gpus),
     )
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import prod
 
 import msgspec
 
-from weft.facts.parameters import Part, axis_length, owned, parameter_dims, rank_parameters
+from weft.facts.parameters import Parameter, Part, axis_length, owned, parameter_dims, rank_parameters
 from weft.facts.place import Place, Span
+from weft.facts.schemes import SCHEMES
 from weft.facts.shape import DTYPE_BYTES, ModelShape
 
-__all__ = ["Fill", "fills", "owned", "parameter_dims", "rank_parameters", "weight_bytes"]
+__all__ = ["Fill", "fills", "owned", "parameter_dims", "rank_parameters", "scheme_of", "weight_bytes"]
 
 
 class Fill(msgspec.Struct, frozen=True):
@@ -60,6 +61,20 @@ def _fill(
     )
 
 
-def weight_bytes(shape: ModelShape, place: Place, dtype: str) -> int:
-    """Bytes of a rank's parameters in `dtype`."""
-    return DTYPE_BYTES[dtype] * sum(prod(parameter_dims(shape, place, p)) for _, p, _ in rank_parameters(shape, place))
+def scheme_of(parameter: Parameter, layer: int | None, schemes: Mapping[str, str]) -> str | None:
+    """The scheme of a parameter, given those of the checkpoint's tensors; all its parts have the same."""
+    return schemes.get(parameter.parts[0].source.format(layer=layer, expert=0))
+
+
+def weight_bytes(shape: ModelShape, place: Place, dtype: str, schemes: Mapping[str, str] | None = None) -> int:
+    """Bytes of a rank's parameters: those of tensors that `schemes` names as these say, the others in `dtype`."""
+    total = 0
+    for _, parameter, layer in rank_parameters(shape, place):
+        dims, scheme, cols = parameter_dims(shape, place, parameter), None, parameter.parts[0].cols
+        if schemes and cols is not None:
+            scheme = scheme_of(parameter, layer, schemes)
+        if scheme is None or cols is None:
+            total += DTYPE_BYTES[dtype] * prod(dims)
+        else:
+            total += SCHEMES[scheme].nbytes(prod(dims[:-1]), owned(shape, place, cols))
+    return total

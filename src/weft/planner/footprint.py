@@ -16,8 +16,9 @@ from weft.facts.place import Place, Span
 from weft.facts.precision import WeightBytes, canonical, weights
 from weft.facts.shape import ModelShape
 from weft.planner.deployment import Layout, Workload
-from weft.planner.memory import LOGITS_BYTES, step_bytes
+from weft.planner.memory import CPU_KV_BYTES, CPU_KV_SHARE, LOGITS_BYTES, step_bytes
 from weft.planner.profiles import Profile
+from weft.planner.work import Kind, kinds
 
 BLOCK = 16  # tokens of a KV block, EngineConfig.block_size
 MIB = 1 << 20
@@ -25,8 +26,9 @@ ACTIVATION_BYTES = 2  # engines compute in 16 bits
 
 
 class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's GPU, in bytes. `usable_bytes` is what the engine takes of `memory_bytes` for everything;
-    `kv_room_bytes` is what of it is left for KV, below 0 where the rest does not fit."""
+    """One rank's GPU, in bytes. `usable_bytes` is what the engine takes of `memory_bytes` for everything, at most
+    `limit_bytes` where the user set one; `kv_room_bytes` is what of it is left for KV, below 0 where the rest does not
+    fit."""
 
     gpu: str
     memory_bytes: int
@@ -37,6 +39,7 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
     runtime_bytes: int
     kv_room_bytes: int
     kv_bytes_per_token: int
+    limit_bytes: int | None = None
 
     @property
     def other_bytes(self) -> int:
@@ -82,8 +85,13 @@ class Footprint(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def fullest(self) -> int:
         """The rank with the least room for KV, counted in tokens."""
-        ranks = self.ranks
-        return min(range(len(ranks)), key=lambda r: ranks[r].kv_room_bytes / ranks[r].kv_bytes_per_token)
+        size = self.layout.size
+        ranks = {
+            number * size + rank: memory.kv_room_bytes / memory.kv_bytes_per_token
+            for number, _ in self._distinct()
+            for rank, memory in enumerate(self.replicas[number].ranks)
+        }
+        return min(ranks, key=ranks.__getitem__)
 
     def max_concurrency(self, length: int) -> float:
         """How many requests of `length` tokens fit at once."""
@@ -93,6 +101,10 @@ class Footprint(msgspec.Struct, frozen=True, kw_only=True):
     def longest(self) -> int:
         """The longest single request that fits in every replica, in tokens; at most the model's own length."""
         distinct = [number for number, _ in self._distinct()]
+        if not (self.window_cache and self.shape.windows):
+            ranks = (rank for number in distinct for rank in self.replicas[number].ranks)
+            most = min(rank.kv_room_bytes // rank.kv_bytes_per_token for rank in ranks)
+            return max(0, min(most, self.shape.longest))
         low, high = 0, self.shape.longest
         while low < high:
             middle = (low + high + 1) // 2
@@ -106,10 +118,9 @@ class Footprint(msgspec.Struct, frozen=True, kw_only=True):
         return [(first[key], count) for key, count in counts.items()]
 
     def _requests(self, number: int, length: int) -> float:
-        replica = self.replicas[number]
-        places = [place for place, _ in self.layout.replica(number)]
-        rooms = [rank.kv_room_bytes for rank in replica.ranks]
-        return requests(self.shape, self.layout.kv_dtype, places, rooms, length, self.window_cache)
+        places = self.layout.places[number * self.layout.size : (number + 1) * self.layout.size]
+        ranks = self.replicas[number].ranks
+        return requests(self.shape, self.layout.kv_dtype, places, ranks, length, self.window_cache)
 
 
 def footprint(
@@ -117,14 +128,14 @@ def footprint(
 ) -> Footprint:
     """What every rank of `layout` on `cluster` holds under an engine. `workload` gives the length that must fit."""
     workload, precision = workload or Workload(), canonical(layout.precision)
-    gpus = cluster.gpus
+    marks = layout.marks(cluster)
     # Replicas differ in nothing but which experts they hold, and on what; a large cluster has many that are equal.
     known: dict[tuple[tuple[int, int], ...], ReplicaMemory] = {}
     replicas = []
-    for number in range(layout.data_parallel):
-        seats = tuple((place, gpus[index]) for place, index in layout.replica(number))
-        key = tuple((len(place.experts), id(gpu)) for place, gpu in seats)
+    for number, ranks in enumerate(layout.replicas()):
+        key = tuple(marks[ranks])
         if key not in known:
+            seats = [(place, cluster.gpus[index], index) for place, index in layout.replica(number)]
             known[key] = replica_memory(shape, precision, layout.kv_dtype, seats, profile, workload.longest)
         replicas.append(known[key])
     return Footprint(
@@ -136,29 +147,98 @@ def replica_memory(
     shape: ModelShape,
     precision: str,
     kv_dtype: str,
-    seats: Sequence[tuple[Place, GpuSpec]],
+    seats: Sequence[tuple[Place, GpuSpec, int]],
     profile: Profile,
     length: int,
 ) -> ReplicaMemory:
-    """One replica on these (place, GPU), for requests of `length` tokens. Where an engine's usual settings leave no
-    room for one, a rank takes as much more as that needs, up to the most that can be asked for."""
+    """One replica on these (place, GPU, number of the GPU), for requests of `length` tokens. Where an engine's usual
+    settings leave no room for one, a rank takes as much more as that needs, up to the most that can be asked for."""
     window_cache = bool(profile.window_cache.value)
+    # A long pipeline has many stages that are equal.
+    known: dict[object, RankMemory] = {}
     ranks = []
-    for place, gpu in seats:
-        rank = rank_memory(shape, precision, kv_dtype, place, gpu, profile)
-        need = request_bytes(shape, kv_dtype, place, length, window_cache)
-        if rank.kv_room_bytes < need:
-            rank = rank_memory(shape, precision, kv_dtype, place, gpu, profile, at_most=True)
-            spare = max(0, rank.kv_room_bytes - need)
-            rank = msgspec.structs.replace(
-                rank, usable_bytes=rank.usable_bytes - spare, kv_room_bytes=rank.kv_room_bytes - spare
-            )
-        ranks.append(rank)
-    rooms = [rank.kv_room_bytes for rank in ranks]
-    held = requests(shape, kv_dtype, [place for place, _ in seats], rooms, length, window_cache)
+    for place, gpu, _ in seats:
+        key = place.tp_rank, place.first, place.last, kinds(shape, precision, place.layers), id(gpu)
+        if key not in known:
+            known[key] = _with_room(shape, precision, kv_dtype, place, gpu, profile, length, window_cache)
+        ranks.append(known[key])
+    if seats[0][1].kind == "cpu":
+        room = sum(rank.kv_room_bytes for rank in ranks)
+        if profile.name == "weft":  # which takes no more by itself, and a flag for a request that needs it
+            room = min(room, max(CPU_KV_BYTES, length * sum(rank.kv_bytes_per_token for rank in ranks)))
+        ranks = _pooled(ranks, room)
+    for number in (it for it, count in Counter(number for _, _, number in seats).items() if count > 1):
+        at = [position for position, seat in enumerate(seats) if seat[2] == number]
+        places, gpu = [seats[position][0] for position in at], seats[at[0]][1]
+        together = _sharing(shape, precision, kv_dtype, places, gpu, profile, length, window_cache)
+        for position, rank in zip(at, together, strict=True):
+            ranks[position] = rank
+    held = requests(shape, kv_dtype, [place for place, _, _ in seats], ranks, length, window_cache)
     # A request that fits to the byte does so whatever its length is a multiple of.
     tokens = max(int(held * length) // BLOCK * BLOCK, length if held >= 1 else 0)
     return ReplicaMemory(ranks=tuple(ranks), kv_tokens=tokens, length=length)
+
+
+def _pooled(ranks: Sequence[RankMemory], rooms: int) -> list[RankMemory]:
+    """Ranks that draw on one memory, of a CPU or of a GPU: they get KV for as many tokens each."""
+    each = sum(rank.kv_bytes_per_token for rank in ranks)
+    found = []
+    for rank in ranks:
+        room = rooms * rank.kv_bytes_per_token // each
+        usable = rank.usable_bytes - rank.kv_room_bytes + room
+        found.append(msgspec.structs.replace(rank, usable_bytes=usable, kv_room_bytes=room))
+    return found
+
+
+def _sharing(
+    shape: ModelShape,
+    precision: str,
+    kv_dtype: str,
+    places: Sequence[Place],
+    gpu: GpuSpec,
+    profile: Profile,
+    length: int,
+    window_cache: bool,
+) -> list[RankMemory]:
+    """Several ranks on one GPU: each holds its own, and what is left for KV is shared out; `usable_bytes` are those of
+    all of them."""
+    need, room, ranks = sum(_need(shape, kv_dtype, place, length, window_cache) for place in places), -1, []
+    for at_most in (False, True):
+        if room < need:
+            ranks = [rank_memory(shape, precision, kv_dtype, it, gpu, profile, at_most=at_most) for it in places]
+            # Each was reckoned as if it were alone there.
+            room = sum(rank.kv_room_bytes for rank in ranks) - (len(ranks) - 1) * ranks[0].usable_bytes
+    rooms = [pooled.kv_room_bytes for pooled in _pooled(ranks, room)]
+    return [msgspec.structs.replace(rank, kv_room_bytes=it) for rank, it in zip(ranks, rooms, strict=True)]
+
+
+def _need(shape: ModelShape, kv_dtype: str, place: Place, length: int, window_cache: bool) -> int:
+    """KV of one request of `length` tokens on a rank. With `window_cache` a layer keeps no more than its window."""
+    if window_cache and shape.windows:
+        return _kv_bytes(shape, length, kv_dtype, place)
+    return length * kv_bytes_per_token(shape, kv_dtype, place)
+
+
+def _with_room(
+    shape: ModelShape,
+    precision: str,
+    kv_dtype: str,
+    place: Place,
+    gpu: GpuSpec,
+    profile: Profile,
+    length: int,
+    window_cache: bool,
+) -> RankMemory:
+    """A rank with the engine's usual settings, or with so much of the others that a request of `length` fits."""
+    rank = rank_memory(shape, precision, kv_dtype, place, gpu, profile)
+    need = _need(shape, kv_dtype, place, length, window_cache)
+    if rank.kv_room_bytes >= need:
+        return rank
+    rank = rank_memory(shape, precision, kv_dtype, place, gpu, profile, at_most=True)
+    spare = max(0, rank.kv_room_bytes - need)
+    return msgspec.structs.replace(
+        rank, usable_bytes=rank.usable_bytes - spare, kv_room_bytes=rank.kv_room_bytes - spare
+    )
 
 
 def rank_memory(
@@ -181,11 +261,15 @@ def rank_memory(
     ranks = max(place.tp_size, min(place.stages, 2))
     runtime = int((profile.runtime_MiB.value + profile.nccl_MiB.at(ranks)) * MIB)
     fixed = held.total + activations + graphs + runtime
-    if profile.utilization_of_free.value:
-        left = gpu.memory_bytes - fixed
+    left = gpu.memory_bytes - gpu.held_bytes - fixed
+    if gpu.kind == "cpu" and profile.name == "weft" and not at_most:
+        room = left // CPU_KV_SHARE if left > 0 else left
+    elif gpu.kind == "cpu" or profile.utilization_of_free.value:
         room = int(left * share) if left > 0 else left
     else:
-        room = int(gpu.memory_bytes * share) - fixed
+        room = int(gpu.memory_bytes * share) - gpu.held_bytes - fixed
+    if gpu.limit_bytes is not None:
+        room = min(room, gpu.limit_bytes - fixed)
     return RankMemory(
         gpu=gpu.name,
         memory_bytes=gpu.memory_bytes,
@@ -196,6 +280,7 @@ def rank_memory(
         runtime_bytes=runtime,
         kv_room_bytes=room,
         kv_bytes_per_token=kv_bytes_per_token(shape, kv_dtype, place),
+        limit_bytes=gpu.limit_bytes,
     )
 
 
@@ -216,46 +301,46 @@ def activation_bytes(
     return max(passes, int(profile.activations_least_MiB.value * MIB)) + LOGITS_BYTES * rows * shape.vocab * place.last
 
 
-def request_bytes(shape: ModelShape, kv_dtype: str, place: Place, length: int, window_cache: bool) -> int:
-    """KV of one request of `length` tokens on a rank. With `window_cache` a layer keeps no more than its window."""
-    if window_cache and shape.windows:
-        return _kv_bytes(shape, length, kv_dtype, place)
-    return length * kv_bytes_per_token(shape, kv_dtype, place)
-
-
 def requests(
     shape: ModelShape,
     kv_dtype: str,
     places: Sequence[Place],
-    rooms: Sequence[int],
+    ranks: Sequence[RankMemory],
     length: int,
     window_cache: bool,
 ) -> float:
-    """How many requests of `length` tokens fit on all ranks, whose KV may take `rooms` bytes: the minimum over them."""
-    return min(
-        max(0, room) / request_bytes(shape, kv_dtype, place, length, window_cache)
-        for place, room in zip(places, rooms, strict=True)
-    )
+    """How many requests of `length` tokens fit on all ranks: the minimum over them. With `window_cache` a layer keeps
+    no more than its window."""
+    if window_cache and shape.windows:
+        pairs = zip(places, ranks, strict=True)
+        needs = {(rank.kv_room_bytes, _kv_bytes(shape, length, kv_dtype, place)) for place, rank in pairs}
+    else:
+        needs = {(rank.kv_room_bytes, length * rank.kv_bytes_per_token) for rank in ranks}
+    return min(max(0, room) / need for room, need in needs)
 
 
+@lru_cache(maxsize=8192)
 def _weights(shape: ModelShape, precision: str, place: Place) -> WeightBytes:
-    """A rank's weights. Ranks that hold as many experts hold as many bytes, whichever they are."""
-    share = msgspec.structs.replace(place, rank=0, tp_rank=0, experts=Span(0, len(place.experts)))
-    return _sum_of_weights(shape, precision, share)
+    """A rank's weights. Ranks that hold as many experts, and stages as many layers of each kind, hold as many bytes."""
+    share = msgspec.structs.replace(
+        place,
+        rank=0,
+        tp_rank=0,
+        stage=0 if place.first else 1,
+        stages=3 - place.first - place.last,
+        layers=Span(0, 0),
+        experts=Span(0, len(place.experts)),
+    )
+    return _sum_of_weights(shape, precision, share, kinds(shape, precision, place.layers))
 
 
 @lru_cache(maxsize=4096)
-def _sum_of_weights(shape: ModelShape, precision: str, place: Place) -> WeightBytes:
+def _sum_of_weights(shape: ModelShape, precision: str, share: Place, held: tuple[tuple[Kind, int], ...]) -> WeightBytes:
     """Summed over layers by kind: of those there are few, and few ways to share them."""
-    kinds = Counter(
-        # GGUF's mixes give some layers more bits than others.
-        layer if precision in gguf_types.MIXES else _first_like(shape, shape.has_experts(layer))
-        for layer in range(place.layers.start, place.layers.stop)
-    )
-    ends = _weights_of(shape, precision, msgspec.structs.replace(place, layers=Span(0, 0)))
-    inner = msgspec.structs.replace(place, stage=1, stages=3)
-    parts = [(ends, 1)]
-    for layer, count in kinds.items():
+    parts = [(_weights_of(shape, precision, share), 1)]
+    inner = msgspec.structs.replace(share, stage=1, stages=3)
+    for (has_experts, _, itself), count in held:
+        layer = itself if precision in gguf_types.MIXES else _first_like(shape, has_experts)
         one = msgspec.structs.replace(inner, layers=Span(layer, layer + 1))
         parts.append((_weights_of(shape, precision, one), count))
     names = WeightBytes.__struct_fields__

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from math import inf
 
 import msgspec
 
@@ -20,26 +22,51 @@ class Device(msgspec.Struct, frozen=True):
     gpu: GpuSpec
 
 
+@lru_cache(maxsize=8)
 def devices(cluster: Cluster) -> tuple[Device, ...]:
     """Every GPU, node by node."""
     flat = [(node, gpu) for node, it in enumerate(cluster.nodes) for gpu in it.gpus]
     return tuple(Device(number, node, gpu) for number, (node, gpu) in enumerate(flat))
 
 
+@lru_cache(maxsize=8)
+def usable(cluster: Cluster) -> tuple[Device, ...]:
+    """Every GPU that the user lets be used, those that a bridge joins one after the other."""
+    homes = cluster.homes
+
+    def place(device: Device) -> tuple[int, float, int]:
+        group = homes[device.number].group
+        return device.node, inf if group is None else group, device.number
+
+    there = (device for device in devices(cluster) if device.gpu.limit_bytes != 0)
+    return tuple(sorted(there, key=place))
+
+
+def sort(gpu: GpuSpec) -> tuple[str, int | None]:
+    """What GPUs of an island have in common: their type, and how much of it may be used."""
+    return gpu.name, gpu.limit_bytes
+
+
 def islands(cluster: Cluster) -> list[tuple[Device, ...]]:
-    """The GPUs of one type on one node, which reach each other over the same kind of link."""
-    found: dict[tuple[int, str], list[Device]] = {}
-    for device in devices(cluster):
-        found.setdefault((device.node, device.gpu.name), []).append(device)
+    """The GPUs of one sort on one node, which reach each other over the same kind of link."""
+    found: dict[tuple[int, object], list[Device]] = {}
+    for device in usable(cluster):
+        found.setdefault((device.node, sort(device.gpu)), []).append(device)
     return [tuple(island) for island in found.values()]
 
 
 def nodes(cluster: Cluster) -> list[tuple[Device, ...]]:
     """The GPUs of each node, of whatever type."""
     found: dict[int, list[Device]] = {}
-    for device in devices(cluster):
+    for device in usable(cluster):
         found.setdefault(device.node, []).append(device)
     return [tuple(node) for node in found.values()]
+
+
+def alike(members: Sequence[Device]) -> bool:
+    """Whether all of them are of one type."""
+    first = members[0].gpu
+    return all(device.gpu is first or device.gpu == first for device in members)
 
 
 def groups(pools: Sequence[Sequence[Device]], size: int) -> list[tuple[Device, ...]]:

@@ -20,8 +20,9 @@ from weft.planner.max_memory import of_devices, read
 from weft.planner.place import column_unit, places
 from weft.planner.placement import check_flags
 from weft.planner.plan import ATTENTION_BACKENDS, Plan
-from weft.planner.quantization import check_cuts, quantization_of, quantised_tensors
+from weft.planner.quantization import check_cuts, quantised_tensors, quantization_of
 from weft.planner.split import split
+from weft.planner.words import gigabytes
 
 if TYPE_CHECKING:
     from weft.facts.checkpoint import Checkpoint
@@ -57,7 +58,7 @@ def layout(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Plan:
     weights = tensor_weights(config)
     device = device_kind(config, host)
     ranks = len(weights) * stage_count(config, shape)
-    caps = of_devices(config.max_memory, len(host.gpus), on_cpu=device == "cpu")
+    caps = of_devices(config.max_memory, len(host.gpus), on_cpu=device == "cpu", ids=config.device_ids)
     devices = rank_devices(config, host, device, ranks, caps)
     dtype = compute_dtype(config, checkpoint, host, devices)
     stages = list(config.pipeline_split or stage_layers(shape, stage_count(config, shape)))
@@ -275,8 +276,6 @@ def rank_devices(
     for number in ids:
         if not 0 <= number < visible:
             raise ConfigError(f"device_ids names GPU {number}; visible here are 0 to {visible - 1}")
-        if caps and f"cuda:{number}" not in caps:
-            raise ConfigError(f"device_ids names GPU {number}, which --max-memory leaves out; add {number}=40GB")
     return tuple(f"cuda:{number}" for number in ids)
 
 
@@ -341,19 +340,20 @@ def check_weights_fit(plan: Plan, host: Host) -> None:
         need[device] += plan.weight_bytes(place.rank)
     for device, size in need.items():
         if device == "cpu":
-            free, where = host.memory_free_bytes, f"the memory of {host.hostname}"
+            free, where, holders = host.memory_free_bytes, f"the memory of {host.hostname}", ""
         else:
             gpu = host.gpus[int(device[5:])]
             free, where = gpu.free_bytes, f"{device}, {gpu.name}"
+            holders = f" (in use by {', '.join(map(str, gpu.holders))})" if gpu.holders else ""
         cap = plan.max_memory.get(device)
         if cap is not None and size > cap:
             raise PlanError(
-                f"{size / 1e9:.1f} GB of weights exceed the {cap / 1e9:.1f} GB that --max-memory leaves of {where}; "
-                "raise it, or cut the model over more devices"
+                f"{gigabytes(size)} of weights exceed the {gigabytes(cap)} that --max-memory leaves of {where}; raise "
+                + ("it" if device == "cpu" else "it, or cut the model over more GPUs")
             )
         if size > free:
             smaller = "" if DTYPE_BYTES[plan.dtype] == 2 else ", a 16-bit --dtype"
             raise PlanError(
-                f"{size / 1e9:.1f} GB of weights do not fit {where}: {free / 1e9:.1f} GB are free; free some, or use "
-                f"more GPUs (--tensor-parallel-size, --pipeline-parallel-size){smaller} or a smaller model"
+                f"{size / 1e9:.1f} GB of weights do not fit {where}: {free / 1e9:.1f} GB are free{holders}; free some, "
+                f"or use more GPUs (--tensor-parallel-size, --pipeline-parallel-size){smaller} or a smaller model"
             )

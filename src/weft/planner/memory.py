@@ -50,8 +50,9 @@ def kv_blocks(plan: Plan, capacities: Sequence[Capacity]) -> int:
     """The blocks that every rank has: the minimum over the devices of budget ÷ bytes per block of its ranks.
 
     With `plan.kv_cache_bytes` each rank's budget is that. Else the ranks of a device share what the poorest
-    report says is free, and a CPU gives min(4 GB, a quarter of it). Raises PlanError where a device has no
-    room for one block.
+    report says is free, and a CPU gives min(4 GB, a quarter of it); with `plan.max_memory` no more than that leaves
+    beside weights and activations. Raises PlanError where a device has no room for one block, or where the two
+    contradict each other.
     """
     devices: dict[tuple[str, str], list[Capacity]] = defaultdict(list)
     for capacity in capacities:
@@ -65,6 +66,14 @@ def kv_blocks(plan: Plan, capacities: Sequence[Capacity]) -> int:
             cost, budget = sum(rank.block_bytes for rank in ranks), min(rank.free_bytes for rank in ranks)
             if device == "cpu":
                 budget = min(CPU_KV_BYTES, budget // CPU_KV_SHARE)
+        if device in plan.max_memory:
+            left = plan.max_memory[device] - sum(rank.weight_bytes + rank.activation_bytes for rank in ranks)
+            if plan.kv_cache_bytes is not None and plan.kv_cache_bytes * len(ranks) > left:
+                raise PlanError(
+                    f"--max-memory leaves {max(0, left):,} bytes of {device} beside the weights, and "
+                    f"--kv-cache-memory-bytes wants {plan.kv_cache_bytes * len(ranks):,}: leave one of them out"
+                )
+            budget = min(budget, left)
         if budget < cost:
             raise PlanError(_no_room(plan, host, device, budget, cost))
         rooms.append(budget // cost)
@@ -85,6 +94,9 @@ def _no_room(plan: Plan, host: str, device: str, budget: int, cost: int) -> str:
         source = "--kv-cache-memory-bytes gives"
     else:
         source = "the weights leave" if gpu else "a quarter of the free memory, at most 4 GB, is"
+    if device in plan.max_memory and plan.kv_cache_bytes is None:
+        source, ways[0] = "--max-memory leaves beside weights and activations", "raise it"
+        ways[1:] = ways[1:] if gpu else ["lower --max-num-batched-tokens"]
     return (
         f"no room for the KV cache on {device} of {host}: one block of {plan.block_size} tokens takes {cost:,} bytes, "
         f"{source} {max(0, budget):,}; {', or '.join(ways)}"

@@ -5,14 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from weft.facts.precision import scale_columns
+from weft.planner.memory import CPU_KV_BYTES, CPU_KV_SHARE
 from weft.planner.objections import EVEN
 from weft.planner.question import Question
 from weft.planner.search import Candidate
+from weft.planner.words import gigabytes
+
+ROUNDED = 0.05  # of all heads; what a share may be off without a word
+MOST_CAPS = 8  # that are told one by one
 
 
 def notes(question: Question, best: Candidate | None) -> list[str]:
     """One line each; none where there is nothing to say."""
-    return [*_too_long(question), *(_padding(question, best) if best else ())]
+    return [
+        *_too_long(question),
+        *_held(question),
+        *_on_cpu(question, best),
+        *question.remarks,
+        *_capped(question),
+        *(_padding(question, best) if best else ()),
+        *(_rounded(question, best) if best else ()),
+        *(_mapped(question, best) if best else ()),
+    ]
 
 
 def _too_long(question: Question) -> Iterator[str]:
@@ -20,6 +34,37 @@ def _too_long(question: Question) -> Iterator[str]:
     asked, most = question.workload.longest, question.shape.longest
     if asked > most:
         yield f"a request of {asked:,} tokens is longer than the {most:,} that the model was made for"
+
+
+def _held(question: Question) -> Iterator[str]:
+    """On this machine, what is in use already."""
+    for number, gpu in enumerate(question.cluster.gpus):
+        if gpu.held_bytes:
+            yield (
+                f"{gigabytes(gpu.held_bytes)} of GPU {number}, {gpu.name}, are in use already and left out (on the "
+                "machine itself weft hardware tells by whom)"
+            )
+
+
+def _on_cpu(question: Question, best: Candidate | None) -> Iterator[str]:
+    """Our own engine takes so much of a CPU's memory for its cache, unless it is told."""
+    if question.engine != "weft" or not question.cluster.on_cpu:
+        return
+    if question.gpu_memory_utilization is not None:
+        yield "a CPU has no share of memory to set; weft serve takes --kv-cache-memory-bytes there"
+    if best is None:
+        return
+    ranks = best.memory.replicas[0].ranks
+    usual = min(
+        CPU_KV_BYTES, sum(rank.memory_bytes - rank.weights.total - rank.other_bytes for rank in ranks) // CPU_KV_SHARE
+    )
+    room = sum(rank.kv_room_bytes for rank in ranks)
+    if room > usual:
+        most = max(rank.kv_room_bytes for rank in ranks)
+        yield (
+            f"the request that must fit needs {gigabytes(room)} of KV cache, and by itself weft serve takes "
+            f"{gigabytes(usual)} on this CPU: give it --kv-cache-memory-bytes {most}"
+        )
 
 
 def _padding(question: Question, best: Candidate) -> Iterator[str]:
@@ -40,3 +85,53 @@ def _padding(question: Question, best: Candidate) -> Iterator[str]:
                 f"{question.engine} cuts evenly and in whole groups of {group} columns: {width:,} of the {name} over "
                 f"{ranks} ranks need an {precision} checkpoint that is padded to {padded:,}"
             )
+
+
+def _capped(question: Question) -> Iterator[str]:
+    """What --max-memory leaves of the GPUs."""
+    gpus = list(enumerate(question.cluster.gpus))
+    limits = {number: gpu.limit_bytes for number, gpu in gpus if gpu.limit_bytes}
+    name = "the CPU's memory" if question.cluster.on_cpu else "GPU"
+    if limits:
+        told = [f"{gigabytes(size)} of {name}{'' if ' ' in name else f' {number}'}" for number, size in limits.items()]
+        more = f" and {len(told) - MOST_CAPS} more" if len(told) > MOST_CAPS else ""
+        yield f"--max-memory: at most {', '.join(told[:MOST_CAPS])}{more}, for weights, KV and the engine together"
+    out = [number for number, gpu in gpus if gpu.limit_bytes == 0]
+    if out:
+        those = f"GPU {out[0]} is" if len(out) == 1 else f"GPUs {', '.join(map(str, out))} are"
+        yield f"{those} not in --max-memory, and so not used, as with accelerate"
+
+
+def _rounded(question: Question, best: Candidate) -> Iterator[str]:
+    """A split by tensors is in whole groups of heads, whatever the weights."""
+    weights = question.wish.tensor_split
+    if not weights:
+        return
+    shape = question.shape
+    ranks = best.layout.places[: best.layout.tensor_parallel]
+    off = max(abs(len(it.q_heads) / shape.q_heads - w / sum(weights)) for it, w in zip(ranks, weights, strict=True))
+    if off > ROUNDED:
+        heads = ", ".join(str(len(it.q_heads)) for it in ranks)
+        split = ",".join(f"{weight:g}" for weight in weights)
+        yield (
+            f"--tensor-split {split} comes to {heads} of {shape.q_heads} query heads: they are cut in whole groups, "
+            f"one for each of {shape.kv_heads} KV heads"
+        )
+
+
+def _mapped(question: Question, best: Candidate) -> Iterator[str]:
+    """What a device map costs that a pipeline of our own would not."""
+    layout = best.layout
+    if not question.wish.devices:
+        return
+    if question.shape.tied and layout.pipeline_parallel > 1:
+        head = best.memory.ranks[-1].weights.head
+        yield (
+            f"the head is tied to the embedding, which lies on another stage: the last one, on GPU {layout.gpus[-1]}, "
+            f"holds a copy of {gigabytes(head)}"
+        )
+    again = sorted({gpu for gpu in layout.gpus if layout.gpus.count(gpu) > 1})
+    if again:
+        order = ", ".join(map(str, layout.gpus))
+        own = ", each in a process of its own with what that takes" if question.engine == "weft" else ""
+        yield f"the layers go back and forth between GPUs ({order}): stages on one GPU take turns{own}"

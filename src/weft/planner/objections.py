@@ -7,10 +7,12 @@ from weft.facts.parameters import RUNNABLE
 from weft.facts.shape import ModelShape
 from weft.facts.tensor import ENCODINGS
 from weft.planner.cuts import Draft
+from weft.planner.profiles import engines, runs_on_cpu
 from weft.planner.question import Question
 
 # Engines that cut heads evenly, and those that know no tensor parallelism.
 EVEN = ("vllm", "trtllm", "sglang")
+SHARING = ("weft", "transformers")  # run several stages on one GPU
 LAYERS_ONLY = ("llama.cpp", "transformers")
 # The oldest GPUs that compute in bfloat16, and so have kernels that unpack 8 and 4 bit floats to it.
 BF16_CAPABILITY = (8, 0)
@@ -19,14 +21,29 @@ NEED_BF16 = ("bf16", "fp8", "mxfp4", "nvfp4")
 
 def objection(question: Question, draft: Draft) -> str | None:
     """The first thing that stands against a draft, in numbers, or None."""
-    return _gpu(draft) or _format(question, draft) or _heads(question, draft) or _depth(question, draft)
+    return (
+        _cpu(question, draft)
+        or _gpu(draft)
+        or _format(question, draft)
+        or _heads(question, draft)
+        or _depth(question, draft)
+        or _turns(question, draft)
+    )
+
+
+def _cpu(question: Question, draft: Draft) -> str | None:
+    on_cpu = draft.replicas[0][0][0].gpu.kind == "cpu"
+    if not on_cpu or runs_on_cpu(question.engine):
+        return None
+    known = ", ".join(filter(runs_on_cpu, engines()))
+    return f"nothing is known of {question.engine} on a CPU; --engine takes {known} there, or describe GPUs with --gpus"
 
 
 def _gpu(draft: Draft) -> str | None:
     if draft.cut.precision not in NEED_BF16:
         return None
     for device in (device for replica in draft.replicas for stage in replica for device in stage):
-        if device.gpu.capability < BF16_CAPABILITY:
+        if device.gpu.kind == "gpu" and device.gpu.capability < BF16_CAPABILITY:
             own = ".".join(map(str, device.gpu.capability))
             other = "--precision fp16" if draft.cut.precision == "bf16" else "--precision int8 or int4"
             return (
@@ -62,6 +79,15 @@ def _heads(question: Question, draft: Draft) -> str | None:
             f"them: {', '.join(map(str, even))}"
         )
     return None
+
+
+def _turns(question: Question, draft: Draft) -> str | None:
+    gpus = draft.gpus
+    again = next((number for number in gpus if gpus.count(number) > 1), None) if question.wish.devices else None
+    if again is None or question.engine in SHARING:
+        return None
+    stages = " and ".join(str(stage) for stage, number in enumerate(gpus) if number == again)
+    return f"{question.engine} runs one stage on a GPU; GPU {again} has stages {stages}, which {', '.join(SHARING)} run"
 
 
 def _kv_even(kv_heads: int, ranks: int) -> bool:

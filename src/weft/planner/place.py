@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from weft.errors import PlanError
 from weft.facts.place import Place, Span
@@ -10,7 +11,7 @@ from weft.facts.precision import scale_columns
 from weft.facts.shape import Experts, ModelShape
 from weft.planner.split import split
 
-__all__ = ["Place", "Span", "column_unit", "cut_heads", "places"]
+__all__ = ["Place", "Span", "column_unit", "cut_heads", "deal", "places"]
 
 FFN_UNIT = 32  # columns; the smallest block of the quantised formats, and a full vector of bf16 on every target
 
@@ -50,6 +51,15 @@ def cut_columns(total: int, weights: Sequence[float], unit: int = FFN_UNIT) -> l
     return [Span(part.start, part.stop) for part in split(total, weights, unit=unit, minimum=1)]
 
 
+@lru_cache(maxsize=256)
+def _shares(
+    q_heads: int, kv_heads: int, ffn: int, vocab: int, weights: tuple[float, ...], unit: int
+) -> tuple[list[tuple[Span, Span]], list[Span], list[Span]]:
+    """Each rank's heads, columns of the MLP and rows of the vocabulary."""
+    # The head is a matrix product for every token that is sampled: cut like the MLP, never in whole heads.
+    return cut_heads(q_heads, kv_heads, weights), cut_columns(ffn, weights, unit), cut_columns(vocab, weights)
+
+
 def cut_experts(
     experts: Experts, weights: Sequence[float], group: tuple[int, int] | None, unit: int = FFN_UNIT
 ) -> list[tuple[Span, Span, Span]]:
@@ -66,9 +76,15 @@ def cut_experts(
                 f"expert parallel size {ranks * replicas} is more than the {experts.count} experts of this model; "
                 f"use 1 to {experts.count}"
             )
-        parts = split(experts.count, list(weights) * replicas, minimum=1)[replica * ranks : (replica + 1) * ranks]
-        held, columns = [Span(part.start, part.stop) for part in parts], [Span(0, experts.ffn)] * ranks
+        dealt = deal(experts.count, tuple(weights) * replicas)
+        held, columns = dealt[replica * ranks : (replica + 1) * ranks], [Span(0, experts.ffn)] * ranks
     return list(zip(held, columns, shared, strict=True))
+
+
+@lru_cache(maxsize=64)
+def deal(experts: int, weights: tuple[float, ...]) -> list[Span]:
+    """Whole experts, to the ranks of all replicas."""
+    return [Span(part.start, part.stop) for part in split(experts, weights, minimum=1)]
 
 
 def places(
@@ -91,10 +107,7 @@ def places(
             f"to the model's {shape.layers}, with at least one layer per stage"
         )
     tp = len(tensor_weights)
-    heads = cut_heads(shape.q_heads, shape.kv_heads, tensor_weights)
-    ffn = cut_columns(shape.ffn, tensor_weights, ffn_unit)
-    # The head is a matrix product for every token that is sampled: cut like the MLP, never in whole heads.
-    vocab = cut_columns(shape.vocab, tensor_weights)
+    heads, ffn, vocab = _shares(shape.q_heads, shape.kv_heads, shape.ffn, shape.vocab, tuple(tensor_weights), ffn_unit)
     nothing = (Span(0, 0), Span(0, 0), Span(0, 0))
     experts = cut_experts(shape.experts, tensor_weights, expert_group, ffn_unit) if shape.experts else [nothing] * tp
     out, start = [], 0

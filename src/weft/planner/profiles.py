@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Sequence
 from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
@@ -12,6 +13,13 @@ from typing import Any
 import msgspec
 
 from weft.errors import ConfigError
+from weft.facts.calibration import Calibration
+from weft.facts.gpus import GpuSpec
+from weft.facts.kernels import Kernels, kernels_of
+
+OURS = "weft"  # the engine that can be calibrated
+# Of a calibration's mean error: models are less alike than those that it was fitted on.
+ERRORS, LEAST_ERROR = 2, 0.1
 
 
 class Constant(msgspec.Struct, frozen=True, array_like=True):
@@ -66,7 +74,8 @@ class KvRule(_For, frozen=True, kw_only=True):
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
-    """The constants of one engine; `facts/data/engines.toml` says what each is."""
+    """The constants of one engine; `facts/data/engines.toml` says what each is. `measured` are the kernels of GPUs on
+    which it was calibrated."""
 
     name: str
     step_us: Constant
@@ -75,6 +84,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     expert_layer_us: Constant
     matmul_scale: Constant
     attention_scale: Constant
+    overlap: Constant
     experts_weights: Constant
     experts_matmul: Constant
     experts_matmul_fp4: Constant
@@ -104,6 +114,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     weights: tuple[WeightsRule, ...] = ()
     math: tuple[MathRule, ...] = ()
     kv: tuple[KvRule, ...] = ()
+    measured: tuple[Kernels, ...] = ()
 
     def batch(self, memory_bytes: int) -> tuple[int, int]:
         """The most tokens of a step, and the most sequences that run at once, on cards of so much memory; 0 is the
@@ -113,6 +124,10 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
             tokens = min(tokens, self.small_num_batched_tokens.value)
             sequences = min(sequences, self.small_num_seqs.value)
         return int(tokens), int(sequences)
+
+    def kernels(self, gpu: GpuSpec) -> Kernels:
+        """What kernels reach on a GPU: as measured, else as the tables say."""
+        return next((it for it in self.measured if it.gpu == gpu.name), None) or kernels_of(gpu)
 
     def kv_dtype(self, precision: str) -> str:
         """What the engine keeps keys and values in, unless it is told."""
@@ -130,6 +145,10 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         for rule in self.weights:
             where = [*rule.precisions, *(".".join(map(str, rule.capability or ())).split())]
             found["weights " + " ".join(where or ["any"])] = f"{rule.share.value:g}: {rule.share.source}"
+        for it in self.measured:
+            shares = f"{it.weights:.2f} and {it.decode_attention:.2f} of the bandwidth"
+            shares += f", {it.matmul:.2f} and {it.prefill_attention:.2f} of the FLOPS"
+            found[f"kernels on {it.gpu}"] = f"{shares}: {it.source}"
         return found
 
 
@@ -143,9 +162,15 @@ def engines() -> tuple[str, ...]:
     return tuple(_data()["engine"])
 
 
+def runs_on_cpu(engine: str) -> bool:
+    """Whether there are figures of an engine on a CPU."""
+    return engine in _data()["cpu"]["engine"]
+
+
 @cache
-def profile(engine: str) -> Profile:
-    """The profile of an engine. Raises ConfigError with the nearest name for one that there is none of."""
+def profile(engine: str, on_cpu: bool = False) -> Profile:
+    """The profile of an engine on GPUs, or on a CPU. Raises ConfigError with the nearest name for one that there is
+    none of."""
     data = _data()
     if engine not in data["engine"]:
         near = get_close_matches(engine, engines(), n=1, cutoff=0.4)
@@ -155,4 +180,42 @@ def profile(engine: str) -> Profile:
         kind: [rule for rule in data[kind] if engine in rule.get("engines", [engine])]
         for kind in ("weights", "math", "kv")
     }
-    return msgspec.convert({"name": engine, **data["common"], **data["engine"][engine], **rules}, Profile)
+    constants = {**data["common"], **data["engine"][engine]}
+    if on_cpu:
+        constants |= data["cpu"]["common"] | data["cpu"]["engine"].get(engine, {})
+        # How weights stream, and in what they are multiplied, is told of GPUs.
+        rules |= {"weights": [], "math": []}
+    return msgspec.convert({"name": engine, **constants, **rules}, Profile)
+
+
+def calibrated(found: Profile, gpus: Sequence[GpuSpec]) -> Profile:
+    """Our engine's profile with what was measured on these GPUs in the place of its own figures. What the host takes
+    is that of the slowest; nothing changes where a GPU of them was not measured."""
+    if found.name != OURS or gpus[0].calibration is None:
+        return found
+    known = {gpu.name: (gpu, gpu.calibration) for gpu in gpus if gpu.calibration is not None}
+    if any(gpu.name not in known for gpu in gpus):
+        return found
+    slowest = max((it for _, it in known.values()), key=lambda it: it.step_us.value + it.layer_us.value)
+    names = ("step_us", "sequence_us", "layer_us", "overlap", "runtime_MiB")
+    figures = {name: Constant(getattr(slowest, name).value, slowest.source) for name in names}
+    plain = Constant(1.0, f"{slowest.source}: as the kernels are")
+    error = Constant(max(LEAST_ERROR, ERRORS * slowest.error), f"{slowest.source}: {ERRORS} times the fit's")
+    measured = tuple(_kernels(gpu, it) for gpu, it in known.values())
+    return msgspec.structs.replace(
+        found, **figures, matmul_scale=plain, attention_scale=plain, error=error, measured=measured
+    )
+
+
+def _kernels(gpu: GpuSpec, it: Calibration) -> Kernels:
+    """The measured rates as shares of what the planner takes for this GPU's own."""
+    flops = gpu.flops.get("bf16") or gpu.flops["fp16"]
+    return Kernels(
+        gpu=gpu.name,
+        weights=it.weights_Bps.value / gpu.bandwidth_Bps,
+        kernel_us=0.0,  # in the time of a layer
+        matmul=it.matmul_flops.value / flops,
+        decode_attention=it.cache_Bps.value / gpu.bandwidth_Bps,
+        prefill_attention=it.attention_flops.value / flops,
+        source=it.source,
+    )

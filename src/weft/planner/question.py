@@ -9,6 +9,7 @@ import msgspec
 from weft.facts.cluster import Cluster
 from weft.facts.shape import ModelShape
 from weft.planner.deployment import Workload
+from weft.planner.device_map import Spread
 
 Objective = Literal["throughput", "latency", "cost"]
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
@@ -16,7 +17,8 @@ OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 
 class Wish(msgspec.Struct, frozen=True, kw_only=True):
     """What the user has decided; None leaves it to the search. `tensor_split` are weights, `pipeline_split`
-    layers per stage."""
+    layers per stage, and `devices` the GPU of each stage, in `Cluster` order; one may hold several stages. `spread`
+    puts whole layers on all GPUs, by a word that `planner.spread` explains."""
 
     tensor_parallel: int | None = None
     pipeline_parallel: int | None = None
@@ -24,11 +26,15 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
     expert_parallel: bool | None = None
     tensor_split: tuple[float, ...] | None = None
     pipeline_split: tuple[int, ...] | None = None
+    devices: tuple[int, ...] | None = None
+    spread: Spread | None = None
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
     """One model on one cluster. `precisions` are compared with each other; `kv_dtype` None is what the engine
-    takes by itself; `price` is dollars for one GPU and hour; `gpu_memory_utilization` None the engine's own share."""
+    takes by itself; `price` is dollars for one GPU and hour; `gpu_memory_utilization`, `max_num_seqs` and
+    `max_num_batched_tokens` None are the engine's own.
+    `remarks` are what a reader of the answer has to know of how it was asked."""
 
     model: str
     shape: ModelShape
@@ -41,3 +47,6 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     wish: Wish = Wish()
     price: float | None = None
     gpu_memory_utilization: float | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    remarks: tuple[str, ...] = ()

@@ -7,7 +7,6 @@ from math import ceil, pow
 import msgspec
 
 from weft.facts.gpus import GpuSpec
-from weft.facts.kernels import kernels_of
 from weft.planner.profiles import Profile
 from weft.planner.work import Attention, ExpertWork, Product, Work
 
@@ -43,11 +42,17 @@ class Seconds(msgspec.Struct, frozen=True):
         )
 
 
+def pairs(length: float, window: int | None) -> float:
+    """How many tokens the tokens of a prompt see, all together: those before each, within the window."""
+    seen = min(length, window or length)
+    return length * seen - seen * seen / 2
+
+
 class Rank:
     """One GPU with one engine and one precision; its methods give seconds."""
 
     def __init__(self, gpu: GpuSpec, profile: Profile, precision: str) -> None:
-        kernels = kernels_of(gpu)
+        kernels = profile.kernels(gpu)
         capability = gpu.capability
         wide = kernels.weights
         reached = kernels.fp8_weights if precision == "fp8" and kernels.fp8_weights else wide
@@ -80,14 +85,17 @@ class Rank:
         self.layer_s = profile.layer_us.value * 1e-6
         self.expert_layer_s = profile.expert_layer_us.value * 1e-6
         self.hot_rank = profile.hot_rank.value
+        self.shown = 1 - profile.overlap.value
 
     def product_s(self, product: Product, tokens: float) -> float:
-        """One matrix with this many tokens: the longer of streaming it and multiplying with it."""
+        """One matrix with this many tokens: the longer of streaming it and multiplying with it, and what of the shorter
+        does not hide behind it."""
         computed = tokens if tokens <= VECTORS else ceil(tokens / TILE) * TILE
         flops = 2 * computed * product.numbers
-        if product.wide:
-            return max(product.nbytes * self.wide_byte_s, flops * self.wide_flop_s) + self.kernel_s
-        return max(product.nbytes * self.byte_s, flops * self.flop_s) + self.kernel_s
+        wide = product.wide
+        stream = product.nbytes * (self.wide_byte_s if wide else self.byte_s)
+        multiply = flops * (self.wide_flop_s if wide else self.flop_s)
+        return max(stream, multiply) + self.shown * min(stream, multiply) + self.kernel_s
 
     def experts_s(self, experts: ExpertWork, tokens: float, dealt: bool) -> float:
         """A layer's experts with this many tokens routed among all of them. `dealt`: whole experts are dealt out
@@ -101,17 +109,22 @@ class Rank:
         both = 2 * self.kernel_s  # up, and down
         return max(streamed * self.expert_byte_s, flops * self.expert_flop_s) + both + self.expert_layer_s
 
+    def cached_token_s(self, attention: Attention) -> float:
+        """Each cached token that a new one sees, in one layer."""
+        return max(attention.cache_bytes * self.cache_byte_s, attention.decode_flops * self.attention_flop_s)
+
     def decode_attention_s(self, attention: Attention, batch: float, context: float) -> float:
         """One new token of each of `batch` sequences, each `context` tokens long."""
         tokens = batch * (min(context, attention.window) if attention.window else context)
-        streamed = tokens * attention.cache_bytes * self.cache_byte_s
-        return max(streamed, tokens * attention.decode_flops * self.attention_flop_s) + self.kernel_s
+        return tokens * self.cached_token_s(attention) + self.kernel_s
+
+    def pair_s(self, attention: Attention) -> float:
+        """Each token of a prompt that one of its tokens sees, in one layer."""
+        return attention.prefill_flops * self.attention_flop_s
 
     def prefill_attention_s(self, attention: Attention, length: float) -> float:
-        """A whole prompt: each token sees those before it, within the window."""
-        seen = min(length, attention.window or length)
-        pairs = length * seen - seen * seen / 2
-        return pairs * attention.prefill_flops * self.attention_flop_s + self.kernel_s
+        """A whole prompt."""
+        return pairs(length, attention.window) * self.pair_s(attention) + self.kernel_s
 
     def layers_s(self, work: Work, tokens: float, routed: float, dealt: bool) -> Seconds:
         """All layers but their attention and sums, for `tokens` tokens; `routed` tokens meet the experts."""

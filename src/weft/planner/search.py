@@ -7,17 +7,24 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from weft.errors import PlanError
+from weft.facts.gpus import GpuSpec
+from weft.facts.place import Span, whole
+from weft.facts.precision import canonical
 from weft.planner.cost import Prediction, predict
-from weft.planner.cuts import Cut, Draft, drafts
+from weft.planner.cuts import Cut, Draft, drafts, rearranged
 from weft.planner.deployment import Layout, deploy
-from weft.planner.footprint import Footprint, footprint
+from weft.planner.device_map import Spread
+from weft.planner.footprint import Footprint, footprint, rank_memory
+from weft.planner.islands import alike, usable
 from weft.planner.objections import objection
-from weft.planner.profiles import Constant, Profile, profile
-from weft.planner.question import Question
+from weft.planner.profiles import Constant, Profile, calibrated, profile
+from weft.planner.question import Question, Wish
+from weft.planner.spread import load_of, spread
 from weft.planner.stages import Seat, stage_layers
 from weft.planner.words import gigabytes
 
 SPLIT_GAIN = 1.5  # by as much differ two predictions of the same that are 20 % off, one up and one down
+REARRANGED = 3  # candidates of which other orders of the stages are tried
 DEPTHS = 6  # pipeline depths that are costed for one size of tensor parallelism: the shallowest that fit
 
 
@@ -54,14 +61,21 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 def search(question: Question) -> Answer:
     """Every candidate by the objective, the best first."""
     found: dict[Cut, Candidate] = {}
+    drafted: dict[Cut, Draft] = {}
     reasons: list[Rejected] = []
     for fits in fitting(question, reasons):
-        for layout, memory in fits.layouts:
-            predicted = _predict(question, layout, memory)
-            candidate = Candidate(cut=fits.cut, layout=layout, memory=memory, predicted=predicted)
+        for candidate in _candidates(question, fits):
             known = found.get(fits.cut)
             if known is None or merit(question, candidate) < merit(question, known):
-                found[fits.cut] = candidate
+                found[fits.cut], drafted[fits.cut] = candidate, fits.draft
+    # Where stages run on different GPUs their order counts, which is tried for the best few only.
+    for known in sorted(found.values(), key=lambda candidate: merit(question, candidate))[:REARRANGED]:
+        for draft in rearranged(question, drafted[known.cut]):
+            other = _fitting(question, draft, [])
+            for candidate in _candidates(question, other) if other else ():
+                # As it was given, where another order gains nothing to speak of.
+                if merit(question, candidate)[0] < merit(question, found[known.cut])[0]:
+                    found[known.cut] = candidate
     # A cut may be laid on the GPUs of a mixed cluster in several ways: it is rejected where none of them fits.
     rejected: dict[Cut, Rejected] = {}
     for reason in sorted(reasons, key=lambda it: it.short_bytes):
@@ -72,35 +86,55 @@ def search(question: Question) -> Answer:
 
 
 class Fitting(msgspec.Struct, frozen=True):
-    """A cut, and the ways of dividing the model unevenly, or evenly, that fit."""
+    """A draft, and the ways of dividing the model unevenly, or evenly, that fit."""
 
-    cut: Cut
+    draft: Draft
     layouts: tuple[tuple[Layout, Footprint], ...]
+
+    @property
+    def cut(self) -> Cut:
+        return self.draft.cut
 
 
 def fitting(question: Question, rejected: list[Rejected]) -> Iterator[Fitting]:
     """Every cut that fits, in no order; those that do not are added to `rejected`."""
+    if question.wish.spread:
+        for precision in question.precisions:
+            yield from fitting(_spread_out(question, precision, question.wish.spread), rejected)
+        return
     depths: dict[tuple[str, int, bool], set[int]] = {}
     for draft in drafts(question):
         cut = draft.cut
         tried = depths.setdefault((cut.precision, cut.tensor_parallel, cut.expert_parallel > 1), set())
         if len(tried) == DEPTHS and cut.pipeline_parallel not in tried:
             continue
-        problem = objection(question, draft)
-        if problem:
-            rejected.append(Rejected(cut, problem))
-            continue
-        try:
-            layouts = [(layout, _footprint(question, layout)) for layout in _layouts(question, draft)]
-        except PlanError as error:
-            rejected.append(Rejected(cut, str(error)))
-            continue
-        fits = tuple((layout, memory) for layout, memory in layouts if memory.fits)
+        fits = _fitting(question, draft, rejected)
         if fits:
             tried.add(cut.pipeline_parallel)
-            yield Fitting(cut, fits)
-        else:
-            rejected.append(_too_large(cut, [memory for _, memory in layouts]))
+            yield fits
+
+
+def _fitting(question: Question, draft: Draft, rejected: list[Rejected]) -> Fitting | None:
+    problem = objection(question, draft)
+    if problem:
+        rejected.append(Rejected(draft.cut, problem))
+        return None
+    try:
+        layouts = [(layout, _footprint(question, layout)) for layout in _layouts(question, draft)]
+    except PlanError as error:
+        rejected.append(Rejected(draft.cut, str(error)))
+        return None
+    fits = tuple((layout, memory) for layout, memory in layouts if memory.fits)
+    if not fits:
+        rejected.append(_too_large(draft.cut, [memory for _, memory in layouts]))
+        return None
+    return Fitting(draft, fits)
+
+
+def _candidates(question: Question, fits: Fitting) -> Iterator[Candidate]:
+    for layout, memory in fits.layouts:
+        predicted = _predict(question, layout, memory)
+        yield Candidate(cut=fits.cut, layout=layout, memory=memory, predicted=predicted)
 
 
 def merit(question: Question, candidate: Candidate) -> tuple[float, ...]:
@@ -132,12 +166,16 @@ def output_tok_s(question: Question, predicted: Prediction) -> float:
 
 
 def engine_profile(question: Question) -> Profile:
-    """The engine's constants, with the share of the memory that was asked for."""
-    found, share = profile(question.engine), question.gpu_memory_utilization
-    if share is None:
-        return found
-    asked = Constant(share, "--gpu-memory-utilization")
-    return msgspec.structs.replace(found, utilization=asked, utilization_most=asked)
+    """The engine's constants, with the limits that were asked for in the place of its own."""
+    cluster, asked = question.cluster, {}
+    found = calibrated(profile(question.engine, on_cpu=cluster.on_cpu), cluster.gpus)
+    if question.gpu_memory_utilization is not None:
+        share = Constant(question.gpu_memory_utilization, "--gpu-memory-utilization")
+        asked = {"utilization": share, "utilization_most": share}
+    for name in ("max_num_seqs", "max_num_batched_tokens"):
+        if (most := getattr(question, name)) is not None:
+            asked[name] = Constant(most, f"--{name.replace('_', '-')}")
+    return msgspec.structs.replace(found, **asked)
 
 
 def kv_dtype(question: Question, precision: str) -> str:
@@ -151,6 +189,37 @@ def _footprint(question: Question, layout: Layout) -> Footprint:
 
 def _predict(question: Question, layout: Layout, memory: Footprint) -> Prediction:
     return predict(question.shape, layout, question.cluster, question.workload, engine_profile(question), memory)
+
+
+def _spread_out(question: Question, precision: str, mode: Spread) -> Question:
+    """The question with the stages that a word of Transformers' comes to in this precision."""
+    shape, engine, dtype = question.shape, engine_profile(question), kv_dtype(question, precision)
+    gpus, one = usable(question.cluster), msgspec.structs.replace(whole(shape), layers=Span(0, 1), stages=3)
+
+    def kept(gpu: GpuSpec, stage: int) -> int:
+        place = msgspec.structs.replace(one, stage=stage)
+        return rank_memory(shape, canonical(precision), dtype, place, gpu, engine, at_most=True).other_bytes
+
+    load = load_of(
+        shape,
+        canonical(precision),
+        dtype,
+        question.workload.longest,
+        window_cache=bool(engine.window_cache.value),
+    )
+    load = msgspec.structs.replace(load, sampling=max(kept(it.gpu, 2) - kept(it.gpu, 1) for it in gpus))
+    most = engine.utilization_most.value
+    layers = spread(load, [it.gpu.takes(most) - kept(it.gpu, 1) for it in gpus], mode)
+    used = [(it.number, count) for it, count in zip(gpus, layers, strict=True) if count]
+    wish = Wish(
+        tensor_parallel=1,
+        pipeline_parallel=len(used),
+        data_parallel=1,
+        expert_parallel=False,
+        pipeline_split=tuple(count for _, count in used),
+        devices=tuple(number for number, _ in used),
+    )
+    return msgspec.structs.replace(question, precisions=(precision,), wish=wish)
 
 
 def _layouts(question: Question, draft: Draft) -> list[Layout]:
@@ -169,7 +238,7 @@ def _deployed(question: Question, draft: Draft, weights: Sequence[float], layers
         question.shape,
         tensor_weights=weights,
         stage_layers=layers,
-        gpus=[device.number for replica in draft.replicas for stage in replica for device in stage],
+        gpus=draft.gpus,
         precision=cut.precision,
         kv_dtype=kv_dtype(question, cut.precision),
         expert_parallel=cut.expert_parallel > 1,
@@ -183,11 +252,16 @@ def _tensor_weights(question: Question, draft: Draft) -> list[tuple[float, ...]]
     even = (1.0,) * ranks
     # A rank has one share in every stage and replica: what the poorest GPU of its position can take.
     stages = [stage for replica in draft.replicas for stage in replica]
-    if all(len({device.gpu for device in stage}) == 1 for stage in stages):
+    if all(map(alike, stages)):
         return [even]
     bandwidth = tuple(min(stage[rank].gpu.bandwidth_Bps for stage in stages) for rank in range(ranks))
-    memory = tuple(float(min(stage[rank].gpu.memory_bytes for stage in stages)) for rank in range(ranks))
-    return list(dict.fromkeys([bandwidth, memory, even]))
+    memory = tuple(float(min(stage[rank].gpu.takes(1.0) for stage in stages)) for rank in range(ranks))
+    found = [bandwidth, memory, even]
+    if any(device.gpu.limit_bytes is not None for stage in stages for device in stage):
+        # Of a small part of a GPU the engine's own takes much: what is left for the model.
+        own = _own_bytes(question, draft, even)
+        found.append(tuple(max(1.0, it - max(own[rank::ranks])) for rank, it in enumerate(memory)))
+    return list(dict.fromkeys(found))
 
 
 def _stage_layers(question: Question, draft: Draft, weights: Sequence[float]) -> list[tuple[int, ...]]:
@@ -199,19 +273,17 @@ def _stage_layers(question: Question, draft: Draft, weights: Sequence[float]) ->
     dtype, tokens = kv_dtype(question, cut.precision), question.workload.longest
     group = (0, cut.data_parallel) if cut.expert_parallel > 1 else None
     even = _even(shape.layers, stages)
-    # What an engine keeps of a GPU for itself is seen on one replica with even shares.
-    one = Draft(msgspec.structs.replace(cut, data_parallel=1, expert_parallel=1), draft.replicas[:1])
-    kept = [rank.other_bytes for rank in _footprint(question, _deployed(question, one, weights, even)).ranks]
+    kept = _own_bytes(question, draft, weights)
     most, tensor = engine_profile(question).utilization_most.value, cut.tensor_parallel
     # A stage has as many layers in every replica: what the poorest GPU of its position can take.
     seats = []
     for position, other in enumerate(kept):
         stage, rank = divmod(position, tensor)
-        alike = {replica[stage][rank].gpu for replica in draft.replicas}
+        there = {id(gpu): gpu for gpu in (replica[stage][rank].gpu for replica in draft.replicas)}.values()
         seats.append(
             Seat(
-                min(gpu.memory_bytes for gpu in alike) * most - other,
-                min(gpu.bandwidth_Bps for gpu in alike),
+                min(gpu.takes(most) for gpu in there) - other,
+                min(gpu.bandwidth_Bps for gpu in there),
             )
         )
     by_stage = [seats[start : start + tensor] for start in range(0, len(seats), tensor)]
@@ -224,6 +296,14 @@ def _stage_layers(question: Question, draft: Draft, weights: Sequence[float]) ->
     return list(known) or [even]
 
 
+def _own_bytes(question: Question, draft: Draft, weights: Sequence[float]) -> list[int]:
+    """What an engine keeps of each GPU for itself, as is seen on one replica with even stages."""
+    cut = msgspec.structs.replace(draft.cut, data_parallel=1, expert_parallel=1)
+    layers = _even(question.shape.layers, cut.pipeline_parallel)
+    layout = _deployed(question, Draft(cut, draft.replicas[:1]), weights, layers)
+    return [rank.other_bytes for rank in _footprint(question, layout).ranks]
+
+
 def _even(layers: int, stages: int) -> tuple[int, ...]:
     each, rest = divmod(layers, stages)
     return tuple(each + (stage < rest) for stage in range(stages))
@@ -232,14 +312,23 @@ def _even(layers: int, stages: int) -> tuple[int, ...]:
 def _too_large(cut: Cut, tried: Sequence[Footprint]) -> Rejected:
     """Why a cut does not fit, told of the way of dividing it that comes closest."""
     memory = max(tried, key=lambda it: it.ranks[it.fullest].kv_room_bytes)
-    rank = memory.ranks[memory.fullest]
+    gpus, rank = memory.layout.gpus, memory.ranks[memory.fullest]
+    number = gpus[memory.fullest]
+    on_it = [it for it, other in zip(memory.ranks, gpus, strict=True) if other == number]
     replica = min(memory.replicas, key=lambda it: it.kv_tokens)
     have = f"{gigabytes(rank.usable_bytes)} of the {gigabytes(rank.memory_bytes)} of {rank.gpu}"
-    need = f"{gigabytes(rank.weights.total)} of weights and {gigabytes(rank.other_bytes)} for the engine on one GPU"
-    if rank.kv_room_bytes < 0:
-        short = -rank.kv_room_bytes
-        return Rejected(cut, f"{need} exceed {have} by {gigabytes(short)}", short)
-    short = replica.length * rank.kv_bytes_per_token - rank.kv_room_bytes
+    held, own = sum(it.weights.total for it in on_it), sum(it.other_bytes for it in on_it)
+    need = f"{gigabytes(held)} of weights and {gigabytes(own)} for the engine"
+    if cut.device == "GPU":
+        need += " on one GPU"
+    else:
+        have = f"{gigabytes(rank.usable_bytes)} of the {gigabytes(rank.memory_bytes)} that are free beside {rank.gpu}"
+    if rank.limit_bytes == rank.usable_bytes:
+        have += " (--max-memory)"
+    room = sum(it.kv_room_bytes for it in on_it)
+    if room < 0:
+        return Rejected(cut, f"{need} exceed {have} by {gigabytes(-room)}", -room)
+    short = replica.length * sum(it.kv_bytes_per_token for it in on_it) - room
     return Rejected(
         cut,
         f"{need} leave room in {have} for {replica.kv_tokens:,} tokens of KV; "

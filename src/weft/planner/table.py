@@ -6,7 +6,6 @@ from typing import Any
 
 import msgspec
 
-from weft.planner.fills import weight_bytes
 from weft.planner.plan import Plan
 
 
@@ -40,7 +39,7 @@ def rows(plan: Plan) -> list[Row]:
             kv_heads=len(place.kv_heads),
             ffn_columns=len(place.ffn),
             vocab_rows=len(place.vocab) if place.first or place.last else 0,
-            weight_bytes=weight_bytes(plan.shape, place, plan.dtype),
+            weight_bytes=plan.weight_bytes(place.rank),
             kv_token_bytes=plan.block_bytes(place.rank) // plan.block_size,
         )
         for place, device in zip(plan.places, plan.devices, strict=True)

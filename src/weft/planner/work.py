@@ -63,6 +63,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     head: Product | None
 
 
+@lru_cache(maxsize=8192)
 def work(shape: ModelShape, precision: str, kv_dtype: str, place: Place) -> Work:
     """The work of a rank; `precision` as `facts.precision.canonical` gives it. Equal shares have the same object."""
     # What counts is how much a rank holds, not which: ranks of a stage, and stages, do equal work.
@@ -70,27 +71,27 @@ def work(shape: ModelShape, precision: str, kv_dtype: str, place: Place) -> Work
     spans = {name: Span(0, len(getattr(place, name))) for name in names}
     stage, stages = (1, 2) if place.last else (0, 2)
     share = msgspec.structs.replace(place, rank=0, tp_rank=0, stage=stage, stages=stages, layers=Span(0, 0), **spans)
-    return _work(shape, precision, kv_dtype, share, _kinds(shape, precision, place.layers))
+    return _work(shape, precision, kv_dtype, share, kinds(shape, precision, place.layers))
 
 
 Kind = tuple[bool, int | None, int]  # has experts, window, and the layer itself where each is different
 
 
 @lru_cache(maxsize=8192)
-def _kinds(shape: ModelShape, precision: str, layers: Span) -> tuple[tuple[Kind, int], ...]:
+def kinds(shape: ModelShape, precision: str, layers: Span) -> tuple[tuple[Kind, int], ...]:
     """How many of these layers there are of each kind."""
-    kinds: Counter[Kind] = Counter()
+    found: Counter[Kind] = Counter()
     for layer in range(layers.start, layers.stop):
         # GGUF's mixes give some layers more bits than others.
         itself = layer if precision in gguf_types.MIXES else 0
-        kinds[shape.has_experts(layer), shape.window(layer), itself] += 1
-    return tuple(kinds.items())
+        found[shape.has_experts(layer), shape.window(layer), itself] += 1
+    return tuple(found.items())
 
 
 @lru_cache(maxsize=8192)
-def _work(shape: ModelShape, precision: str, kv_dtype: str, share: Place, kinds: tuple[tuple[Kind, int], ...]) -> Work:
+def _work(shape: ModelShape, precision: str, kv_dtype: str, share: Place, held: tuple[tuple[Kind, int], ...]) -> Work:
     layers: dict[LayerWork, int] = {}
-    for (has_experts, window, layer), count in kinds:
+    for (has_experts, window, layer), count in held:
         products, experts = _layer(shape, precision, share, has_experts, layer)
         attention = _attention(shape, kv_dtype, share, window)
         alike = LayerWork(count=0, products=products, experts=experts, attention=attention)

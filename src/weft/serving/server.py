@@ -10,21 +10,29 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Generator
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
 from weft.client.frontend import Frontend, Words
 from weft.client.remote import AsyncEngine
 from weft.config import EngineConfig
+from weft.errors import ConfigError
+from weft.executors.base import Ready
 from weft.facts.checkpoint import Checkpoint, resolve
-from weft.facts.host import probe
-from weft.planner.layout import layout
+from weft.facts.host import Host, probe
+from weft.planner.execution import plan_to_run, seen
 from weft.planner.memory import capacity_lines
+from weft.planner.plan import Plan
 from weft.serving import listen
 from weft.serving.app import app
+from weft.serving.foreseen import Foreseen
 from weft.serving.options import ServeOptions
 from weft.serving.service import Service
+
+if TYPE_CHECKING:
+    from weft.facts.speeds import Speeds
+    from weft.planner.forecast import Forecast
 
 log = logging.getLogger("weft.serving")
 
@@ -68,7 +76,9 @@ async def _serve(
     listener: socket.socket,
     began: float,
 ) -> None:
-    plan = layout(config, checkpoint, probe())
+    host = probe()
+    plan = plan_to_run(config, checkpoint, host)
+    known = None if options.disable_log_stats else _seen(plan, host)
     starting = time.monotonic()
     engine = await AsyncEngine.start(plan, config)
     try:
@@ -82,7 +92,10 @@ async def _serve(
         address = listen.address(listener, options)
         listen.begin(listener, options)
         log.info("serving %s at %s (%.2f s)", ", ".join(service.names), address, time.monotonic() - began)
+        foreseeing = asyncio.create_task(_foresee(service, engine.ready, plan, host, known)) if known else None
         await server.run()
+        if foreseeing:
+            foreseeing.cancel()
         failure = engine.failure
     finally:
         await engine.close()
@@ -188,6 +201,33 @@ async def _log_stats(service: Service) -> None:
                 100 * now.prefix_hits / max(1, now.prefix_queries),
             )
         before = now
+
+
+async def _foresee(service: Service, ready: Ready, plan: Plan, host: Host, known: Speeds) -> None:
+    """Tell what the planner expected of this engine's memory, and have the service tell of the first requests. Beside
+    the server, which must not wait for it."""
+
+    def look() -> tuple[Forecast, str]:
+        from weft.planner.forecast import forecast, started
+
+        expected = forecast(plan, host, known)
+        return expected, started(expected, ready.ranks, ready.num_blocks)
+
+    try:
+        expected, line = await asyncio.to_thread(look)
+    except ConfigError as error:  # a GPU that nobody knows
+        log.info("no predictions: %s", error)
+        return
+    log.info(line)
+    service.foreseen = Foreseen(expected)
+
+
+def _seen(plan: Plan, host: Host) -> Speeds | None:
+    try:
+        return seen(plan, host)
+    except ConfigError as error:
+        log.info("no predictions: %s", error)
+        return None
 
 
 def _loop_factory() -> Callable[[], Any] | None:

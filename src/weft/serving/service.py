@@ -17,6 +17,7 @@ from weft.core.request import Output, Request, Stats
 from weft.errors import EngineError, RequestError
 from weft.serving import body
 from weft.serving.errors import HttpError
+from weft.serving.foreseen import Foreseen
 from weft.serving.metrics import Metrics
 from weft.serving.openai_types import PromptTokensDetails, Rendering, Usage
 from weft.serving.options import ServeOptions
@@ -60,6 +61,7 @@ class Service:
         self.answers: set[Answer] = set()  # being made now
         self.idle = asyncio.Event()
         self.idle.set()
+        self.foreseen: Foreseen | None = None
         self._progress = Progress(options.progress_timeout, time.monotonic)
         self._unknown = body.Unknown()
 
@@ -121,11 +123,17 @@ class Service:
             self._progress.begin()
         self.answers.add(answer)
         self.idle.clear()
+        if self.foreseen:
+            self.foreseen.opened(len(self.answers))
 
     def closed(self, answer: Answer) -> None:
         self.answers.discard(answer)
         if not self.answers:
             self.idle.set()
+        if self.foreseen:
+            self.foreseen.closed([job.output for job in answer.jobs], len(self.answers))
+            if self.foreseen.told:
+                self.foreseen = None
 
     def count(self, job: Collector, delta: Delta, last_s: float | None, now_s: float) -> None:
         """Observe what a Delta says of time and tokens; `last_s` is when its choice had one before."""

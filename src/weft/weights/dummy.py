@@ -7,6 +7,7 @@ from hashlib import blake2b
 import torch
 
 from weft.planner.place import Span
+from weft.quant.quantised import Quantised
 
 STD = 0.02  # what models of this family are initialised with
 BLOCK = 1 << 18  # elements that share a seed, in whole rows: few enough that little is made in vain
@@ -17,6 +18,10 @@ class Dummy:
 
     def __init__(self, dims: dict[str, tuple[int, ...]], seed: int) -> None:
         self.dims, self.seed = dims, seed
+
+    def read_blocks(self, source: str, rows: Span, cols: Span, into: Quantised) -> bool:
+        """False: nothing is stored."""
+        return False
 
     def read(self, source: str, rows: Span, cols: Span | None, into: torch.Tensor) -> None:
         """Fill `into` with source[rows, cols]: ones for norms, else normal with standard deviation STD."""

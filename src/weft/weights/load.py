@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Protocol
 
 import torch
 
 from weft.facts.checkpoint import sources, tensors
-from weft.planner.fills import Fill, fills
+from weft.planner.fills import Fill, fills, owned, parameter_dims, rank_parameters, scheme_of
 from weft.planner.place import Place, Span
 from weft.planner.plan import Plan
+from weft.quant.quantised import Quantised
 from weft.weights.dummy import Dummy
+from weft.weights.quantised import quantise
 from weft.weights.stored import Stored
 
 
@@ -23,6 +26,23 @@ class Source(Protocol):
         """Fill `into` with source[rows, cols], converted to its dtype, on its device; cols None for a vector."""
         ...
 
+    def read_blocks(self, source: str, rows: Span, cols: Span, into: Quantised) -> bool:
+        """Fill `into` with source[rows, cols] where that is stored in the same scheme; else False, and nothing is done."""
+        ...
+
+
+def allocate(plan: Plan, place: Place, device: torch.device) -> dict[str, torch.Tensor | Quantised]:
+    """Room for every parameter of a rank, by name."""
+    shape, dtype, room = plan.shape, getattr(torch, plan.dtype), dict[str, torch.Tensor | Quantised]()
+    for name, parameter, layer in rank_parameters(shape, place):
+        dims, cols = parameter_dims(shape, place, parameter), parameter.parts[0].cols
+        scheme = scheme_of(parameter, layer, plan.schemes) if cols else None
+        if scheme is None or cols is None:
+            room[name] = torch.empty(dims, dtype=dtype, device=device)
+        else:
+            room[name] = Quantised.empty(scheme, dims[0], owned(shape, place, cols), dtype, device)
+    return room
+
 
 def open_source(plan: Plan) -> Source:
     """The plan's checkpoint. Raises ModelError where it is not what the plan was made from."""
@@ -31,16 +51,21 @@ def open_source(plan: Plan) -> Source:
     return Stored(tensors(plan.checkpoint, plan.load_format, plan.shape))
 
 
-def load(plan: Plan, place: Place, targets: Mapping[str, torch.Tensor]) -> None:
-    """Fill `targets`, one tensor per parameter of this rank as `planner.fills.rank_parameters` lists them.
+def load(plan: Plan, place: Place, targets: Mapping[str, torch.Tensor | Quantised]) -> None:
+    """Fill `targets`, one for each parameter of this rank as `planner.fills.rank_parameters` lists them.
 
-    They are allocated already, on any device and of any float dtype. Raises ModelError.
+    They are allocated already, on any device and of any float dtype or scheme. Raises ModelError.
     """
-    source, threads = open_source(plan), torch.get_num_threads()
+    source, threads, widths = open_source(plan), torch.get_num_threads(), dict(sources(plan.shape))
 
     @torch.inference_mode()
     def run(fill: Fill) -> None:
-        source.read(fill.source, fill.rows, fill.cols, targets[fill.param].narrow(0, fill.at, len(fill.rows)))
+        into = targets[fill.param].narrow(0, fill.at, len(fill.rows))
+        if isinstance(into, torch.Tensor):
+            source.read(fill.source, fill.rows, fill.cols, into)
+        elif fill.cols is not None and not source.read_blocks(fill.source, fill.rows, fill.cols, into):
+            read, width = partial(source.read, fill.source), widths[fill.source][-1]
+            quantise(read, fill.rows, fill.cols, width, plan.shape.head_dim, into)
 
     # Each core takes tensors of its own: no barrier after every small step, and several reads in flight.
     with ThreadPoolExecutor(threads, "weft-load", initializer=torch.set_num_threads, initargs=(1,)) as pool:

@@ -10,7 +10,9 @@ import torch
 from weft.errors import ModelError
 from weft.facts.tensor import ENCODINGS, TensorInfo
 from weft.planner.place import Span
+from weft.quant.quantised import Quantised
 from weft.weights.dequantise import dequantise
+from weft.weights.quantised import split
 
 DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Elements dequantised at once: on a CPU as many as its cache holds with what is made on the way.
@@ -38,6 +40,24 @@ class Stored:
             _copy_rows(vector[0, rows.start : rows.stop], into, info.interleaved)
         else:
             self._matrix(info, info.dims, rows, cols or Span(0, info.dims[1]), into)
+
+    def read_blocks(self, source: str, rows: Span, cols: Span, into: Quantised) -> bool:
+        """The same of a matrix that is quantised as `into` is, bit for bit; False where it is not. Where its heads are
+        interleaved, the rows are whole heads."""
+        info = self.tensors[source]
+        if info.type != into.type:
+            return False
+        encoding = ENCODINGS[info.type]
+        row_bytes = info.dims[1] // encoding.elements * encoding.nbytes
+        data = _mapped(info, rows.start * row_bytes, len(rows) * row_bytes, whole=len(cols) == info.dims[1])
+        blocks = data.view(len(rows), -1, encoding.nbytes)
+        blocks = blocks[:, cols.start // encoding.elements : cols.stop // encoding.elements]
+        if info.interleaved:
+            ordered = torch.empty_like(blocks)
+            _copy_rows(blocks, ordered, info.interleaved)
+            blocks = ordered
+        split(blocks, into)
+        return True
 
     def _matrix(self, info: TensorInfo, dims: tuple[int, ...], rows: Span, cols: Span, into: torch.Tensor) -> None:
         encoding = ENCODINGS[info.type]

@@ -7,7 +7,7 @@ import sys
 
 from weft import logs
 from weft.executors.launch import Parent
-from weft.executors.messages import ToRank
+from weft.executors.messages import Neighbour, ToRank
 from weft.executors.rank import Worker, keep_to, run, worker_class
 
 
@@ -21,6 +21,10 @@ def main(descriptor: int, lifeline: int) -> None:
         # Before torch starts its threads: they inherit it.
         keep_to(launch.plan.cores[launch.rank])
         from weft.comm.connect import connect
+        from weft.comm.line import Edge
+
+        def edge(files: Neighbour | None) -> Edge | None:
+            return Edge(files.memory, files.full, files.free) if files else None
 
         worker = worker_class(launch.worker)
         shared = launch.shared
@@ -30,6 +34,8 @@ def main(descriptor: int, lifeline: int) -> None:
             store=launch.store,
             memory=shared.memory if shared else -1,
             pipes=shared.pipes if shared else (),
+            before=edge(launch.before),
+            after=edge(launch.after),
         )
         return worker(launch.plan, launch.rank, links)
 

@@ -11,6 +11,8 @@ from weft.kernels.base import DenseLayer, HeadNorm, KVCache, Product, Stage
 from weft.kernels.batch import Batch
 from weft.kernels.triton import attention, pointwise
 from weft.quant.dense import product
+from weft.quant.quantised import Quantised
+from weft.quant.table import Table
 
 
 class TritonKernels:
@@ -21,8 +23,11 @@ class TritonKernels:
     def __init__(self, processors: int) -> None:
         self._processors = processors
 
-    def matrix(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
+    def matrix(self, weight: torch.Tensor | Quantised, bias: torch.Tensor | None) -> Product:
         return product(weight, bias)
+
+    def table(self, weight: torch.Tensor | Quantised) -> Table:
+        return Table(weight)
 
     def fuse(self, layers: Sequence[DenseLayer], comm: Comm) -> Stage | None:
         return None

@@ -1,0 +1,165 @@
+"""What Python costs beside the model: the scheduler alone, and the core's whole round of a step."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from statistics import median
+from types import FrameType
+from typing import Any, cast
+
+from weft.client.collector import Collector
+from weft.core.engine import EngineCore
+from weft.core.params import SamplingParams
+from weft.core.request import Request
+from weft.core.scheduler import Scheduler
+from weft.core.step import StepPlan, StepResult
+from weft.executors.base import Executor
+
+PROMPT, ANSWER, BLOCK = 128, 100_000, 16  # tokens; nobody ends while it is measured
+ROUNDS = 5  # of which the median counts
+MEASURE_S = 0.2  # each
+RUNNING, BATCH = 256, 32  # requests: of the scheduler alone, of the core's round
+ITERATIONS = 256  # of the reference loop
+
+
+def request(number: int, prompt: int = PROMPT) -> Request:
+    """One that decodes for ever; no two share a block."""
+    return Request(id=str(number), prompt=[number] * prompt, params=SamplingParams(max_tokens=ANSWER))
+
+
+def scheduler(running: int, *, lookahead: bool) -> Scheduler:
+    """One with room for `running` requests and their answers, as an engine makes it."""
+    return Scheduler(
+        num_blocks=running * (PROMPT + ANSWER) // BLOCK,
+        block_size=BLOCK,
+        max_num_seqs=running,
+        max_num_batched_tokens=running * PROMPT,
+        max_num_queued=running,
+        max_model_len=PROMPT + ANSWER,
+        stages=1,
+        policy="fcfs",
+        prefix_caching=True,
+        lookahead=lookahead,
+    )
+
+
+class Decoding:
+    """A scheduler whose `running` requests all decode; a call is one step, scheduled and applied. With `lookahead` a
+    step is in flight meanwhile, as on a GPU."""
+
+    def __init__(self, running: int, *, lookahead: bool = False) -> None:
+        self._scheduler = scheduler(running, lookahead=lookahead)
+        self._flights: deque[StepPlan] = deque()
+        self._depth = 1 + lookahead
+        for number in range(running):
+            self._scheduler.add(request(number))
+        for _ in range(self._depth + 1):  # the prompts
+            self()
+
+    def __call__(self) -> None:
+        while len(self._flights) < self._depth and (plan := self._scheduler.schedule()):
+            self._flights.append(plan)
+        self._scheduler.apply(answer(self._flights.popleft()))
+
+
+class Instant:
+    """An executor whose ranks need no time."""
+
+    def submit(self, step: StepPlan) -> Future[StepResult]:
+        future: Future[StepResult] = Future()
+        future.set_result(answer(step))
+        return future
+
+
+class Round:
+    """All that the core and the caller's side do for a step of `batch` requests, short of text; a call is one step."""
+
+    def __init__(self, batch: int, *, lookahead: bool = False) -> None:
+        self._core = EngineCore(scheduler(batch, lookahead=lookahead), cast(Executor, Instant()), depth=1 + lookahead)
+        self._jobs: dict[str, Collector] = {}
+        for number in range(batch):
+            asked = request(number)
+            self._jobs[asked.id] = Collector(asked.id, None, asked.params, [asked], None, 0.0)
+            self._core.add(asked)
+        for _ in range(3):
+            self()
+
+    def __call__(self) -> None:
+        for output in self._core.step():
+            self._jobs[output.id].add(output, 0.0)
+
+
+def answer(plan: StepPlan) -> StepResult:
+    """A token for each row that samples."""
+    count = plan.samples.count(True)
+    return StepResult(plan.id, [7] * count, [None] * count, {})
+
+
+def seconds(step: Callable[[], object]) -> float:
+    """Processor seconds of one call, on one core: the median of several stretches."""
+    found = []
+    for _ in range(ROUNDS):
+        calls, start = 0, time.process_time()
+        while (took := time.process_time() - start) < MEASURE_S:
+            step()
+            calls += 1
+        found.append(took / calls)
+    return median(found)
+
+
+def instructions(step: Callable[[], object]) -> int:
+    """How many of Python's own instructions a call executes: the same on every machine, whatever else runs there."""
+    count = 0
+
+    def inside(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal count
+        count += event == "opcode"
+        return inside
+
+    def entered(frame: FrameType, event: str, _: Any) -> Any:
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return inside
+
+    before = sys.gettrace()
+    sys.settrace(entered)
+    try:
+        step()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def reference() -> int:
+    """A fixed loop to count others' instructions by: it looks up, compares, appends and adds."""
+    table: dict[int, list[int]] = {number: [] for number in range(ITERATIONS)}
+    total = 0
+    for number in range(ITERATIONS):
+        row = table[number]
+        row.append(number)
+        if len(row) == 1:
+            total += row[0]
+    return total
+
+
+def loops(step: Decoding | Round, requests: int) -> float:
+    """Instructions for each request of a step, in iterations of the reference loop: that makes them comparable between
+    versions of Python. Over as many steps as a block has tokens: one of them takes new blocks, one lets others find
+    the full ones."""
+    counted = sum(instructions(step) for _ in range(BLOCK)) / BLOCK / requests
+    return counted / (instructions(reference) / ITERATIONS)
+
+
+def report() -> dict[str, Any]:
+    """The figures of this machine, and of the code on whichever."""
+    alone, ahead = Decoding(RUNNING), Decoding(RUNNING, lookahead=True)
+    return {
+        "scheduled_per_s": round(RUNNING / seconds(alone)),
+        "scheduled_ahead_per_s": round(RUNNING / seconds(ahead)),
+        "core_step_ms": round(1000 * seconds(Round(BATCH)), 4),
+        "scheduler_instructions": round(loops(alone, RUNNING), 3),
+        "core_instructions": round(loops(Round(BATCH), BATCH), 3),
+    }

@@ -1,0 +1,205 @@
+"""The suite: what Weft does on this machine, one figure for each thing that a change may make worse."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from weft.bench import overhead
+from weft.bench.arrivals import arrivals
+from weft.bench.http import Client, Server
+from weft.bench.load import Asking, Load, lay_on
+from weft.bench.measure import run, typical
+from weft.bench.memory import pss_bytes
+from weft.bench.predicted import predicted
+from weft.bench.prompts import random_prompts
+from weft.bench.server import Served
+from weft.bench.summary import summary
+from weft.bench.synthetic import TINY
+from weft.bench.workload import Ask, random_requests, shared_prefix
+from weft.errors import ConfigError
+from weft.llm import LLM
+
+if TYPE_CHECKING:
+    from weft.planner.plan import Plan
+
+QUIET_S = 0.3  # between two runs: threads that spin for work have gone to sleep by then
+WARM_UPS = 2
+RATE, REQUESTS = 4.0, 32  # of the open loop; requests per second
+TINY_TOKENS = 128  # of each answer, where Python is timed
+
+Asks = Callable[[int, int], list[Ask]]
+Tasks = dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Requests that are all there at the start: `asks` gives those of a run, by its number and the vocabulary's size,
+    other tokens for each number. `share` of the runs that were asked for is enough."""
+
+    name: str
+    asks: Asks
+    share: float = 1.0
+
+
+def of(count: int, input_len: tuple[int, int], output_len: int) -> Asks:
+    """So many random requests."""
+    return lambda seed, vocab: random_requests(
+        seed, vocab=vocab, count=count, input_len=input_len, output_len=output_len
+    )
+
+
+BATCHES = (
+    Batch("latency", of(1, (128, 128), 128)),
+    Batch("prefill", of(1, (1024, 1024), 1)),
+    Batch("throughput", of(32, (32, 256), 128), 0.6),
+    Batch(
+        "prefix",
+        lambda seed, vocab: shared_prefix(seed, vocab=vocab, count=128, prefix=512, own=16, output_len=32),
+        0.6,
+    ),
+)
+
+
+def batches(model: str, runs: int, tell: Callable[[str], object]) -> tuple[Tasks, Plan]:
+    """Every batch on one engine: medians, and what the planner expects where it knows the machine. Without `runs` only
+    the engine's plan."""
+    found: Tasks = {}
+    with LLM(model, skip_tokenizer_init=True) as llm:
+        for batch in BATCHES if runs else ():
+            found[batch.name] = figures(llm, batch, max(1, round(runs * batch.share)))
+            tell(batch.name)
+        return found, llm.plan
+
+
+def figures(llm: LLM, batch: Batch, runs: int) -> dict[str, Any]:
+    """One batch, so many times."""
+    vocab, done = llm.plan.shape.vocab, []
+    for number in range(-WARM_UPS, runs):
+        time.sleep(QUIET_S)
+        measured = run(llm, batch.asks(number, vocab))
+        if number >= 0:
+            done.append(measured)
+    found: dict[str, Any] = typical(done)
+    planned = None if batch.name == "prefix" else expected(llm, batch.asks(0, vocab))  # it knows of no shared ones
+    if batch.name == "prefill":
+        for it in (found, planned or {}):
+            if "ttft_s" in it:
+                it["prompt_tok_s"] = round(done[0].input_tokens / it["ttft_s"], 1)
+    return {"runs": runs, **found, "predicted": planned}
+
+
+def expected(llm: LLM, asks: list[Ask]) -> dict[str, float] | None:
+    """None on hardware of which the planner knows nothing."""
+    try:
+        return predicted(llm.forecast(), asks)
+    except ConfigError:
+        return None
+
+
+def python() -> dict[str, Any]:
+    """The scheduler alone, the core without ranks, and a whole step of a model that is hardly there: processor time,
+    which is of a busy machine what it is of an idle one."""
+    asks, took = of(overhead.BATCH, (8, 8), TINY_TOKENS), []
+    # With one thread for the kernels: others would wait for it, and be counted.
+    with one_thread(), TINY.folder() as folder, LLM(folder, load_format="dummy", skip_tokenizer_init=True) as llm:
+        for number in range(WARM_UPS + 3):
+            start = time.process_time()
+            run(llm, asks(number, TINY.vocab))
+            took.append((time.process_time() - start) / TINY_TOKENS)
+    return {**overhead.report(), "step_cpu_ms": round(1000 * median(took[WARM_UPS:]), 4)}
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """For the ranks that are started meanwhile."""
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = before
+
+
+def server(model: str, plan: Plan, starts: int) -> Tasks:
+    """Start to ready, then an open loop on the last one that was started, and its memory before and after."""
+    seconds = []
+    for _ in range(starts - 1):
+        with Served([model]) as served:
+            seconds.append(served.seconds)
+    with Served([model]) as served:
+        seconds.append(served.seconds)
+        before = pss_bytes(served.pid)
+        load = asyncio.run(_load(served.url, plan.shape.vocab))
+        after = pss_bytes(served.pid)
+    tokens = sum(record.input_tokens + record.output_tokens for record in load.records)
+    # Blocks that were never used take no memory.
+    kv = tokens * sum(plan.block_bytes(place.rank) for place in plan.places) // plan.block_size
+    memory = {"ready_pss_bytes": before, "loaded_pss_bytes": after, "kv": kv, "beyond_kv_bytes": max(0, after - kv)}
+    return {
+        "start": {"starts": starts, "ready_s": round(median(seconds), 3)},
+        "serve": {"request_rate": RATE, **summary(load)},
+        "memory": memory,
+    }
+
+
+async def _load(url: str, vocab: int) -> Load:
+    prompts = random_prompts("suite", count=REQUESTS, vocab=vocab, input_len=(128, 128), output_len=(64, 64))
+    client = Client(Server(url))
+    try:
+        return await lay_on(client, Asking(), prompts, arrivals("suite", count=REQUESTS, rate=RATE))
+    finally:
+        client.close()
+
+
+@dataclass(frozen=True)
+class Headline:
+    """A figure that a person looks for: where it is, what it is called, its unit and how many of that make one, and
+    what it is to be."""
+
+    task: str
+    key: str
+    words: str
+    unit: str
+    scale: float = 1.0
+    target: str = ""
+
+
+HEADLINES = (
+    Headline("latency", "ttft_s", "batch 1, 128+128: time to first token", "ms", 1e3),
+    Headline("latency", "decode_tok_s", "batch 1, 128+128: decode", "tokens/s"),
+    Headline("prefill", "prompt_tok_s", "one prompt of 1,024: prefill", "tokens/s"),
+    Headline("throughput", "output_tok_s", "32 requests of 32-256+128: output", "tokens/s"),
+    Headline("prefix", "output_tok_s", "128 requests that share 512 tokens: output", "tokens/s"),
+    Headline("start", "ready_s", "weft serve, start to ready", "s", target="2 or less"),
+    Headline("serve", "median_ttft_ms", "4 requests/s of 128+64: median TTFT", "ms"),
+    Headline("serve", "p95_ttft_ms", "4 requests/s of 128+64: p95 TTFT", "ms"),
+    Headline("serve", "median_tpot_ms", "4 requests/s of 128+64: median TPOT", "ms"),
+    Headline("serve", "failed", "4 requests/s of 128+64: failed", "requests", target="0"),
+    Headline("memory", "beyond_kv_bytes", "memory beyond the KV in use", "GB", 1e-9, "0.9 or less"),
+    Headline("python", "scheduled_per_s", "scheduler alone, 256 running", "requests/s", target="250,000 or more"),
+    Headline("python", "core_step_ms", "core without ranks, batch 32: a step", "ms"),
+    Headline("python", "step_cpu_ms", "step of a tiny model, batch 32: processor time", "ms", target="0.5 or less"),
+)
+
+
+def rows(found: Mapping[str, Mapping[str, Any]]) -> list[list[float | str | None]]:
+    """Name, unit, figure, what was predicted of it and the ratio of the two, and the target."""
+    table: list[list[float | str | None]] = []
+    for it in HEADLINES:
+        task = found.get(it.task, {})
+        if (value := task.get(it.key)) is None:
+            continue
+        planned = (task.get("predicted") or {}).get(it.key)
+        ratio = value / planned if planned else None
+        table.append([it.words, it.unit, value * it.scale, planned and planned * it.scale, ratio, it.target])
+    return table

@@ -1,0 +1,141 @@
+"""What a load says of a server: times, rates, goodput, and how many requests failed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from math import floor
+from statistics import fmean, median, pstdev
+from typing import Any
+
+from weft.bench.load import Load, Record
+from weft.errors import ConfigError
+
+METRICS = {  # as flags and JSON call them, with what they are
+    "ttft": "time to first token",
+    "tpot": "time per token after it",
+    "itl": "gap between pieces",
+    "e2el": "whole answer",
+}
+PERCENTILES = (95, 99)
+LATE_S = 0.01  # a request that the client sends later than this counts as late,
+LATE_SHARE = 0.01  # and so many late ones spoil a measurement
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """In a straight line between the nearest two; `values` in ascending order, at least one."""
+    at = (len(values) - 1) * percent / 100
+    low = floor(at)
+    high = min(low + 1, len(values) - 1)
+    return values[low] + (values[high] - values[low]) * (at - low)
+
+
+def times_s(records: Sequence[Record]) -> dict[str, list[float]]:
+    """Seconds of each metric, over the answers that came whole."""
+    whole = [record for record in records if record.error is None]
+    return {
+        "ttft": [record.ttft_s for record in whole],
+        "tpot": [record.tpot_s for record in whole if record.tpot_s is not None],
+        "itl": [b - a for it in whole for a, b in zip(it.pieces_s, it.pieces_s[1:], strict=False)],
+        "e2el": [record.e2e_s for record in whole],
+    }
+
+
+def meets(record: Record, limits_s: Mapping[str, float]) -> bool:
+    """Whether a request was answered within all limits, by metric."""
+    if record.error is not None:
+        return False
+    of = {"ttft": record.ttft_s, "tpot": record.tpot_s or 0.0, "e2el": record.e2e_s}
+    return all(of[name] <= limit for name, limit in limits_s.items())
+
+
+def summary(load: Load, limits_s: Mapping[str, float] | None = None) -> dict[str, Any]:
+    """The figures of a load, under vLLM's names where it has them: seconds, tokens and requests per second, times in
+    milliseconds. `request_goodput` is None where there are no limits."""
+    records, seconds = load.records, max(load.seconds, 1e-9)
+    whole = [record for record in records if record.error is None]
+    read, made = sum(record.input_tokens for record in whole), sum(record.output_tokens for record in whole)
+    figures: dict[str, Any] = {
+        "duration": round(load.seconds, 4),
+        "completed": len(whole),
+        "failed": len(records) - len(whole),
+        "errors": dict(Counter(record.error for record in records if record.error is not None).most_common()),
+        "short_answers": sum(record.output_tokens < record.wanted for record in whole),
+        "total_input_tokens": read,
+        "cached_input_tokens": sum(record.cached_tokens for record in whole),
+        "total_output_tokens": made,
+        "request_throughput": round(len(whole) / seconds, 4),
+        "request_goodput": None,
+        "output_throughput": round(made / seconds, 2),
+        "total_token_throughput": round((read + made) / seconds, 2),
+        "most_at_once": load.most_at_once,
+    }
+    if limits_s:
+        good = sum(meets(record, limits_s) for record in records)
+        figures["request_goodput"] = round(good / seconds, 4)
+        figures["goodput_share"] = round(good / len(records), 4)
+    for name, values in times_s(records).items():
+        figures.update(spread(name, sorted(values)))
+    return figures | client_figures(load)
+
+
+def spread(name: str, values: Sequence[float]) -> dict[str, float | None]:
+    """Mean, median, deviation and percentiles in milliseconds; None where there is nothing."""
+    found: dict[str, float | None] = {}
+    of: dict[str, Callable[[Sequence[float]], float]] = {"mean": fmean, "median": median, "std": pstdev}
+    for kind, function in of.items():
+        found[f"{kind}_{name}_ms"] = round(1000 * function(values), 3) if values else None
+    for percent in PERCENTILES:
+        found[f"p{percent}_{name}_ms"] = round(1000 * percentile(values, percent), 3) if values else None
+    return found
+
+
+def client_figures(load: Load) -> dict[str, Any]:
+    """How well the client itself kept up: when it sent, and how late its loop was."""
+    late = sorted(max(0.0, record.late_s) for record in load.records)
+    beats = sorted(load.beats_late_s) or [0.0]
+    return {
+        "client_late_requests": sum(value > LATE_S for value in late),
+        "client_p99_late_ms": round(1000 * percentile(late, 99), 3),
+        "client_max_late_ms": round(1000 * late[-1], 3),
+        "client_p99_loop_late_ms": round(1000 * percentile(beats, 99), 3),
+        "held_back": sum(record.held_until_s is not None for record in load.records),
+    }
+
+
+def warnings(figures: Mapping[str, Any], requests: int) -> list[str]:
+    """What a reader of the figures must know."""
+    said = []
+    if figures["failed"]:
+        said.append(f"{figures['failed']} of {requests} requests failed; the times are those of the others")
+    if figures["short_answers"]:
+        said.append(f"{figures['short_answers']} answers have fewer tokens than were asked for")
+    if figures["client_late_requests"] > LATE_SHARE * requests:
+        said.append(
+            f"the client could not keep up: {figures['client_late_requests']} of {requests} requests were sent more "
+            f"than {1000 * LATE_S:.0f} ms late (at most {figures['client_max_late_ms']:.0f} ms); "
+            "send from another machine, or at a lower rate"
+        )
+    if figures["client_p99_loop_late_ms"] > 1000 * LATE_S:
+        said.append(
+            f"the client's clock was up to {figures['client_p99_loop_late_ms']:.0f} ms late (p99): times of pieces are "
+            "that uncertain"
+        )
+    return said
+
+
+def parse_limits(words: Sequence[str]) -> dict[str, float]:
+    """Seconds by metric from vLLM's `ttft:1000 tpot:50`, in milliseconds. Raises ConfigError."""
+    limits: dict[str, float] = {}
+    for word in words:
+        name, _, value = word.partition(":")
+        try:
+            limit = float(value) / 1000
+        except ValueError:
+            limit = -1.0
+        if name not in ("ttft", "tpot", "e2el") or not 0 < limit < float("inf"):
+            raise ConfigError(
+                f"--goodput {word!r} is no limit; give ttft, tpot or e2el with milliseconds, as in ttft:1000 tpot:50"
+            )
+        limits[name] = limit
+    return limits

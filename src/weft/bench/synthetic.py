@@ -1,0 +1,69 @@
+"""Models of no use but to be measured: a Llama's shape and random weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import sqrt
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import msgspec
+
+HEAD = 64  # columns of an attention head
+LONGEST = 8192  # tokens
+# Numbers of a layer over its width squared: query and output 2, key and value 1, an MLP of three matrices 2.75 wide.
+PER_LAYER, FFN, GROUP = 11.25, 2.75, 2
+
+
+class Synthetic(msgspec.Struct, frozen=True, kw_only=True):
+    """Its dims, in numbers."""
+
+    name: str
+    layers: int
+    hidden: int
+    vocab: int
+
+    def config(self) -> dict[str, object]:
+        """As config.json has it."""
+        heads = self.hidden // HEAD
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "dtype": "bfloat16",
+            "hidden_size": self.hidden,
+            "intermediate_size": round(self.hidden * FFN / HEAD) * HEAD,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": heads // GROUP,
+            "head_dim": HEAD,
+            "vocab_size": self.vocab,
+            "max_position_embeddings": LONGEST,
+            "tie_word_embeddings": True,
+            "attention_bias": False,
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 10000.0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        }
+
+    @contextmanager
+    def folder(self) -> Iterator[str]:
+        """A directory that an engine can start from with `load_format` "dummy"."""
+        with TemporaryDirectory(prefix="weft-bench-") as folder:
+            (Path(folder) / "config.json").write_text(json.dumps(self.config()))
+            yield folder
+
+
+def of_size(name: str, nbytes: float, *, layers: int, vocab: int, number_bytes: int = 2) -> Synthetic:
+    """As wide as makes the layers' and the head's weights about so many bytes."""
+    numbers, per_layer = nbytes / number_bytes, PER_LAYER * layers
+    width = (sqrt(vocab * vocab + 4 * per_layer * numbers) - vocab) / (2 * per_layer)
+    step = HEAD * GROUP
+    return Synthetic(name=name, layers=layers, hidden=max(step, round(width / step) * step), vocab=vocab)
+
+
+# A step of it is Python and launches, and next to nothing else.
+TINY = Synthetic(name="tiny", layers=1, hidden=HEAD * GROUP, vocab=1024)

@@ -1,0 +1,102 @@
+"""Checkpoint: what an engine is to load for a plan, or in words what the user has to find."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import msgspec
+
+from weft.export.shell import Placeholder
+from weft.facts import catalogue, demo, gguf_types
+from weft.facts.model import Model
+from weft.facts.precision import canonical
+from weft.facts.schemes import MADE
+
+# Engines turn one into another as they load; they all have these words for them.
+FLOATS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+# What a checkpoint of a precision is called where people publish them.
+CALLED = {
+    "int4": "an AWQ or GPTQ 4-bit checkpoint",
+    "int8": "a GPTQ or W8A16 8-bit checkpoint",
+    "fp8": "an FP8 checkpoint",
+    "mxfp4": "an MXFP4 checkpoint",
+    "nvfp4": "an NVFP4 checkpoint",
+}
+DEMO = "HuggingFaceTB/SmolLM2-135M-Instruct"  # what `demo` is where Weft does not bring it along
+MODEL = "MODEL"  # the placeholder's name
+
+
+class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """`name` is what to load, a name on the hub or (`local`) a path; "" where no name is known, and `wanted` says what
+    to look for. `quantised` is what the engine is told to make of it as it loads. `title` is what people call it."""
+
+    name: str = ""
+    wanted: str = ""
+    local: bool = False
+    quantised: str = ""
+    title: str
+
+    @property
+    def placeholders(self) -> list[Placeholder]:
+        """What the user has to fill in."""
+        return [] if self.name else [Placeholder(MODEL, self.wanted)]
+
+    @property
+    def shell(self) -> str:
+        """For a command line."""
+        return self.name or self.placeholders[0].shell
+
+    @property
+    def compose(self) -> str:
+        """For a Compose file, in which $ begins a variable and $$ is one."""
+        return self.name.replace("$", "$$") or self.placeholders[0].demand
+
+    @property
+    def word(self) -> str:
+        """For a file without variables."""
+        return self.name or "REPLACE_WITH_" + re.sub(r"\W+", "_", self.wanted).upper()
+
+
+def checkpoint(typed: str, model: Model, precision: str, engine: str, *, on_cpu: bool = False) -> Checkpoint:
+    """What `engine` loads for `model`, as the user typed it, in `precision`."""
+    own, path = canonical(model.precision), Path(typed).expanduser()
+    title = path.name.removesuffix(".gguf") if path.exists() else model.name
+    stored = _stored(typed, model, own, engine, title)
+    if precision == own or {precision, own} <= {*FLOATS}:
+        return stored
+    if made(precision, own, engine, on_cpu):
+        return msgspec.structs.replace(stored, quantised="none" if precision in FLOATS else precision)
+    return Checkpoint(wanted=f"{called(precision)} of {title}", title=title)
+
+
+def made(precision: str, own: str, engine: str, on_cpu: bool) -> bool:
+    """Whether the engine makes weights of a precision from those that a checkpoint has of its own, as it loads."""
+    if engine == "vllm":
+        return precision == "fp8" and own in FLOATS
+    return engine == "weft" and on_cpu and precision in (*FLOATS, *MADE.values())
+
+
+def called(precision: str) -> str:
+    """A checkpoint of a precision, in words."""
+    if precision in gguf_types.MIXES:
+        return f"a GGUF file in {precision.upper()}"
+    return CALLED.get(precision, f"a {precision} checkpoint")
+
+
+def _stored(typed: str, model: Model, precision: str, engine: str, title: str) -> Checkpoint:
+    """The checkpoint whose numbers are what the model's name stands for."""
+    if Path(typed).expanduser().exists():
+        return Checkpoint(name=f"{Path(typed).expanduser().resolve()}", local=True, title=title)
+    if model.name == demo.NAME and engine == "weft":
+        return Checkpoint(name=demo.NAME, title=demo.NAME)
+    if model.name == demo.NAME:
+        return Checkpoint(wanted=f"{called(precision)} of {DEMO}", title=DEMO)
+    if "/" in typed:
+        same = typed.casefold() == model.name.casefold()
+        return Checkpoint(name=model.name if same else typed, title=model.name if same else typed)
+    known = catalogue.look_up(model.name)
+    if known and known.precision == model.precision:
+        return Checkpoint(name=model.name, title=title)
+    # A short name that ends in -AWQ: whose copy is meant, nobody knows.
+    return Checkpoint(wanted=f"{called(precision)} of {title}", title=title)

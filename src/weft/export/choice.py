@@ -1,0 +1,98 @@
+"""Choice: the plan that a target can carry out, and what it could not do of the one that was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from weft.errors import PlanError
+from weft.export.target import Target, nearest
+from weft.export.words import told, uneven
+from weft.planner.objections import not_run
+from weft.planner.question import Question, Wish
+from weft.planner.search import Answer, Candidate, search
+
+
+class NothingFits(PlanError):
+    """There is no plan that the target could carry out."""
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """A plan for a target's engine; `gaps` are sentences, each with what is done instead."""
+
+    question: Question
+    candidate: Candidate
+    gaps: tuple[str, ...]
+
+
+def choose(question: Question, target: Target) -> Choice:
+    """The best plan that `target` can carry out; of one that the user has decided and it cannot, the nearest. Raises
+    NothingFits."""
+    asked, gaps = in_its_words(question, target)
+    answer = search(asked)
+    best = answer.best
+    problem = target.cannot(asked, best.layout) if best else ""
+    if best and not problem:
+        return Choice(asked, best, (*gaps, *beyond(question, target), *not_yet(asked, best)))
+    wanted = best or search(msgspec.structs.replace(asked, engine="weft")).best
+    if wanted is None:
+        why = reason(answer, None)
+        raise NothingFits(f"nothing fits, so nothing is written: {why}; weft plan without --emit tells what would help")
+    problem = problem or reason(answer, wanted)
+    possible = [it for it in alternatives(answer) if not target.cannot(it[0], it[1].layout)]
+    if not possible:
+        raise NothingFits(f"{target.title} cannot do {told(wanted)}: {problem}; no other plan for it fits either")
+    if asked.wish == Wish():
+        how, (asked, chosen) = "best", possible[0]  # they come in the order of the objective
+    else:
+        distance = nearest(wanted.cut)
+        how, (asked, chosen) = "nearest", min(possible, key=lambda it: distance(it[1].cut))
+    gap = f"{target.title} cannot do {told(wanted)}: {problem}; the {how} that it can do is {told(chosen)}"
+    return Choice(asked, chosen, (*gaps, gap, *not_yet(asked, chosen)))
+
+
+def in_its_words(question: Question, target: Target) -> tuple[Question, list[str]]:
+    """The question for the target's engine, in precisions that it reads."""
+    engine = question.engine if question.engine in target.engines else target.engines[0]
+    read = tuple(dict.fromkeys(target.instead.get(it, it) for it in question.precisions))
+    gaps = [
+        f"{target.title} does not run {it}; this is {target.instead[it]}"
+        for it in question.precisions
+        if it in target.instead
+    ]
+    return msgspec.structs.replace(question, engine=engine, precisions=read), gaps
+
+
+def alternatives(answer: Answer) -> Iterator[tuple[Question, Candidate]]:
+    """Every other plan with its question, those within what the user has decided first."""
+    asked = answer.question
+    yield from ((asked, candidate) for candidate in answer.candidates)
+    if asked.wish != Wish():
+        free = msgspec.structs.replace(asked, wish=Wish())
+        yield from ((free, candidate) for candidate in search(free).candidates)
+
+
+def reason(answer: Answer, wanted: Candidate | None) -> str:
+    """Why a plan is none for the engine, or why none fits: the one that lacks least memory."""
+    of_it = [it for it in answer.rejected if wanted and it.cut == wanted.cut]
+    rejected = sorted(of_it or answer.rejected, key=lambda it: (not it.short_bytes, it.short_bytes))
+    return rejected[0].reason if rejected else "these GPUs make no such layout"
+
+
+def beyond(question: Question, target: Target) -> list[str]:
+    """What Weft itself would do with these GPUs, where that is a cut which the target's engine does not have."""
+    if "weft" in target.engines or len(question.cluster.gpus) == 1:
+        return []
+    ours = search(msgspec.structs.replace(question, engine="weft")).best
+    if ours is None or not uneven(ours.layout):
+        return []
+    return [f"Weft itself would run {told(ours)}, a cut that {target.title} does not have"]
+
+
+def not_yet(asked: Question, chosen: Candidate) -> list[str]:
+    """What Weft's own engine lacks for its plan."""
+    if asked.engine != "weft":
+        return []
+    lacks = not_run(asked.shape, chosen.layout.precision)
+    return [f"Weft plans this but does not run it yet: {lack}" for lack in lacks]

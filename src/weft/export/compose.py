@@ -1,0 +1,174 @@
+"""Docker Compose: a service for each replica, and nginx in front where there are several."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from weft.export import engines, hosts, nginx, vllm, weft_serve
+from weft.export.deployment import Deployment, Server
+from weft.export.files import File
+from weft.export.shell import Placeholder, words
+from weft.export.target import shares_experts, spans_nodes
+from weft.export.words import Remarks, comment
+from weft.export.yaml_text import Block, dump
+from weft.planner.deployment import Layout
+from weft.planner.question import Question
+
+PORT = 8000  # inside of every container
+SHM = "16gb"  # ranks exchange through /dev/shm, of which Docker gives 64 MB; as in vLLM's documentation
+CACHE = "huggingface"
+HEALTH = "import urllib.request; urllib.request.urlopen('http://127.0.0.1:{port}{path}', timeout=5)"
+START = "1h"  # the first one downloads the model
+SOURCE = Placeholder("WEFT_SOURCE", "directory of a checkout of Weft, which the image is built from")
+IMAGE = "vllm/vllm-openai:latest"
+ROCM_IMAGE = Placeholder("VLLM_IMAGE", "an image with vLLM for ROCm")
+DOCKERFILE = """\
+FROM python:3.12-slim
+COPY . /weft
+RUN pip install --no-cache-dir /weft
+ENTRYPOINT ["weft"]
+"""
+
+
+def cannot(question: Question, layout: Layout) -> str:
+    """What containers of one machine do not do."""
+    if spans_nodes(question, layout) or (shares_experts(layout) and len(question.cluster.nodes) > 1):
+        return "a container is on one machine; --emit vllm or kuberay spans several"
+    return engines.cannot(question, layout)
+
+
+def write(it: Deployment) -> list[File]:
+    """A Compose file for each node, and nginx's configuration."""
+    found: list[File] = []
+    for node in it.nodes:
+        servers = [server for server in it.servers if server.node == node]
+        alone = len(it.nodes) == 1
+        balanced = alone and len(servers) > 1
+        name = "compose.yaml" if alone else f"compose-node-{node}.yaml"
+        content: dict[str, Any] = {
+            "services": {service(server): replica(it, server, not balanced) for server in servers}
+        }
+        if balanced:
+            content["services"]["nginx"] = balancer(it, servers)
+        content["volumes"] = {CACHE: {}}
+        remarks = Remarks(left_out(it), replace(it), use(it))
+        told = portless(it) if balanced else it
+        found.append(File(name, f"{comment('compose', told, remarks)}\n\n{dump(content)}"))
+        if balanced:
+            ends = [f"{service(server)}:{PORT}" for server in servers]
+            heading = comment("compose", told, Remarks())
+            found.append(File("nginx.conf", nginx.site(heading, ends, tls=False)))
+    return found
+
+
+def portless(it: Deployment) -> Deployment:
+    """The same where the replicas' ports are nginx's to know."""
+    return msgspec.structs.replace(it, servers=tuple(msgspec.structs.replace(s, port=0) for s in it.servers))
+
+
+def service(server: Server) -> str:
+    """Its name, which is also its address for the others."""
+    return f"replica-{server.number}"
+
+
+def replica(it: Deployment, server: Server, published: bool) -> dict[str, Any]:
+    """The service of one replica."""
+    ours = it.question.engine == "weft"
+    flags = {**(weft_serve.arguments(it) if ours else vllm.arguments(it)), "served-model-name": it.names}
+    if not ours:
+        flags |= vllm.placed(it, server, server.node)
+    flags |= {"host": "0.0.0.0", "port": PORT}
+    found: dict[str, Any] = {}
+    if ours:
+        found["build"] = {"context": SOURCE.demand, "dockerfile_inline": Block(DOCKERFILE)}
+        found["image"] = "weft"
+    else:
+        found["image"] = ROCM_IMAGE.demand if it.gpu.gfx else IMAGE
+        found["entrypoint"] = ["vllm", "serve"]
+    start = ["serve", it.checkpoint.compose] if ours else [it.checkpoint.compose]
+    found["command"] = [*start, *(word.replace("$", "$$") for flag in words(flags) for word in flag)]
+    found["environment"] = environment(it, server)
+    found |= gpus(it, server)
+    found["shm_size"] = SHM
+    found["volumes"] = [f"{CACHE}:/root/.cache/huggingface", *mount(it)]
+    if published:
+        host = "127.0.0.1:" if len(it.nodes) == 1 else ""
+        found["ports"] = [f"{host}{server.port}:{PORT}"]
+    path = "/health/ready" if ours else "/health"
+    found["healthcheck"] = {
+        "test": ["CMD", "python3", "-c", HEALTH.format(port=PORT, path=path)],
+        "interval": "10s",
+        "timeout": "10s",
+        "retries": 3,
+        "start_period": START,
+    }
+    found |= {"restart": "unless-stopped", "stop_grace_period": "45s"}  # longer than running requests get
+    return found
+
+
+def environment(it: Deployment, server: Server) -> dict[str, str]:
+    """From the environment, or from a file .env beside the Compose file; and what the plan says."""
+    found = {"HF_TOKEN": "${HF_TOKEN:-}", "VLLM_API_KEY": "${VLLM_API_KEY:-}"}
+    if it.question.engine == "vllm":
+        found |= vllm.partition(it)
+    if it.gpu.gfx:
+        return found | hosts.visible(it, server, server.node)
+    return found if hosts.on_cpu(it) else {**found, "NVIDIA_DRIVER_CAPABILITIES": "compute,utility"}
+
+
+def gpus(it: Deployment, server: Server) -> dict[str, Any]:
+    """The devices of a replica; inside they count from 0."""
+    if hosts.on_cpu(it):
+        return {}
+    if it.gpu.gfx:  # ROCm has no reservations
+        return {"devices": ["/dev/kfd", "/dev/dri"], "group_add": ["video"]}
+    ids = list(server.gpus(server.node))
+    device = {"driver": "nvidia", "device_ids": ids, "capabilities": ["gpu"]}
+    return {"deploy": {"resources": {"reservations": {"devices": [device]}}}}
+
+
+def mount(it: Deployment) -> list[str]:
+    """A checkpoint that lies here, under its own name."""
+    return [f"{it.checkpoint.compose}:{it.checkpoint.compose}:ro"] if it.checkpoint.local else []
+
+
+def balancer(it: Deployment, servers: list[Server]) -> dict[str, Any]:
+    """nginx, which takes the port that the first replica would have."""
+    return {
+        "image": "nginx:stable",
+        "volumes": ["./nginx.conf:/etc/nginx/conf.d/default.conf:ro"],
+        "ports": [f"127.0.0.1:{it.servers[0].port}:80"],
+        "depends_on": {service(server): {"condition": "service_started"} for server in servers},
+        "restart": "unless-stopped",
+    }
+
+
+def replace(it: Deployment) -> list[Placeholder]:
+    """What .env has to say."""
+    found = list(it.checkpoint.placeholders)
+    if it.question.engine == "weft":
+        found.append(SOURCE)
+    return [*found, *([ROCM_IMAGE] if it.gpu.gfx and it.question.engine != "weft" else [])]
+
+
+def left_out(it: Deployment) -> list[str]:
+    """What is not in the file."""
+    found = vllm.left_out(it) if it.question.engine == "vllm" else weft_serve.left_out(it)
+    if len(it.servers) > 1 and len(it.nodes) == 1:
+        found.append("TLS: nginx listens on 127.0.0.1; weft plan --emit nginx writes a configuration with TLS")
+    if len(it.nodes) > 1:
+        found.append("a balancer before the nodes: weft plan --emit nginx writes one")
+    return found
+
+
+def use(it: Deployment) -> list[str]:
+    """How to go on."""
+    file = "" if len(it.nodes) == 1 else " -f compose-node-N.yaml"
+    needs = "" if hosts.on_cpu(it) or it.gpu.gfx else "; Docker needs the NVIDIA container toolkit"
+    return [
+        f"docker compose{file} up --detach{needs}",
+        "variables are read from the environment or from a file .env beside this one: HF_TOKEN for models that ask for "
+        "it, VLLM_API_KEY for a key that clients have to show",
+    ]

@@ -1,0 +1,133 @@
+"""Deployment: a plan as whoever starts it sees it: which GPUs of which node answer on which port."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from weft.export.checkpoint import Checkpoint
+from weft.facts.gpus import GpuSpec
+from weft.planner.footprint import rank_memory
+from weft.planner.islands import devices
+from weft.planner.question import Question
+from weft.planner.search import Candidate, engine_profile
+
+SURE = 0.9  # of the longest request that a plan sees: an engine measures its memory, the plan reckons it
+ROUND = 1024  # tokens; lengths that memory limits are multiples of it
+
+
+class Share(msgspec.Struct, frozen=True):
+    """The part of a replica that lies on one node: `gpus` are their numbers there, in rank order; one that holds
+    several ranks is named for each."""
+
+    node: int
+    gpus: tuple[str, ...]
+
+
+class Server(msgspec.Struct, frozen=True):
+    """What answers on one port of its first node: a replica, or all of them where they share their experts."""
+
+    number: int
+    replicas: tuple[tuple[Share, ...], ...]
+    port: int
+
+    @property
+    def node(self) -> int:
+        return self.replicas[0][0].node
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """Where its GPUs are, its own node first."""
+        return tuple(dict.fromkeys(share.node for replica in self.replicas for share in replica))
+
+    def gpus(self, node: int) -> tuple[str, ...]:
+        """Those on a node, each once."""
+        shares = (share for replica in self.replicas for share in replica if share.node == node)
+        return tuple(dict.fromkeys(gpu for share in shares for gpu in share.gpus))
+
+
+class Deployment(msgspec.Struct, frozen=True, kw_only=True):
+    """What a target writes down. `names` are what the API knows the model by; `gaps` tell what the target could not
+    do of the plan that was asked for."""
+
+    question: Question
+    candidate: Candidate
+    checkpoint: Checkpoint
+    names: tuple[str, ...]
+    servers: tuple[Server, ...]
+    gaps: tuple[str, ...] = ()
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """Those that are used, in order."""
+        return tuple(sorted({node for server in self.servers for node in server.nodes}))
+
+    @property
+    def spans(self) -> bool:
+        """Whether one server's GPUs are on several nodes."""
+        return any(len(server.nodes) > 1 for server in self.servers)
+
+    @property
+    def gpu(self) -> GpuSpec:
+        """The first one's type."""
+        return self.question.cluster.gpus[self.candidate.layout.gpus[0]]
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest request in tokens: what was asked for, else the model's own length, or less where the KV cache
+        is not sure to hold one."""
+        work, memory, most = self.question.workload, self.candidate.memory, self.question.shape.longest
+        if work.max_model_len:
+            return work.max_model_len
+        if memory.max_concurrency(most) * SURE >= self.candidate.layout.data_parallel:
+            return most
+        sure = int(memory.longest * SURE)
+        return max(work.longest, sure - sure % ROUND)
+
+    @property
+    def utilization(self) -> tuple[float, ...]:
+        """Each rank's share of its GPU's memory, where replicas differ the most that any of them needs."""
+        shares = [
+            [_up(rank.usable_bytes / rank.memory_bytes) for rank in replica.ranks]
+            for replica in self.candidate.memory.replicas
+        ]
+        return tuple(map(max, zip(*shares, strict=True)))
+
+    @property
+    def batch(self) -> tuple[int, int]:
+        """The most tokens of a step, and the most requests at once, that the plan's memory was reckoned with."""
+        question, layout, memory = self.question, self.candidate.layout, self.candidate.memory
+        profile, gpus = engine_profile(question), question.cluster.gpus
+        found = []
+        for (place, at), rank in zip(layout.replica(0), memory.replicas[0].ranks, strict=True):
+            usual = rank_memory(question.shape, layout.precision, layout.kv_dtype, place, gpus[at], profile)
+            smaller = rank.activation_bytes != usual.activation_bytes
+            found.append(profile.batch(0 if smaller else gpus[at].memory_bytes))
+        return min(tokens for tokens, _ in found), min(requests for _, requests in found)
+
+
+def servers(question: Question, candidate: Candidate, port: int, visible: Sequence[str] = ()) -> tuple[Server, ...]:
+    """Those of a plan; on each node ports count up from `port`, which is 0 where there are none. `visible` are the
+    names of the GPUs where the plan does not see all that are there (CUDA_VISIBLE_DEVICES)."""
+    layout, there = candidate.layout, devices(question.cluster)
+    first = {device.node: device.number for device in reversed(there)}
+    replicas: list[tuple[Share, ...]] = []
+    for number in range(layout.data_parallel):
+        by_node: dict[int, list[str]] = {}
+        for _, at in layout.replica(number):
+            local = at - first[there[at].node]
+            by_node.setdefault(there[at].node, []).append(visible[local] if visible else f"{local}")
+        replicas.append(tuple(Share(node, tuple(gpus)) for node, gpus in by_node.items()))
+    if layout.expert_parallel > 1:
+        return (Server(0, tuple(replicas), port),)
+    found: list[Server] = []
+    for number, replica in enumerate(replicas):
+        before = sum(server.node == replica[0].node for server in found)
+        found.append(Server(number, (replica,), port and port + before))
+    return tuple(found)
+
+
+def _up(share: float) -> float:
+    """To three digits, never less."""
+    return -(-round(share * 1e6) // 1000) / 1000

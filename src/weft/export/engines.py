@@ -1,0 +1,14 @@
+"""Engines: what each of those that answer over HTTP cannot do of what its planner's profile allows."""
+
+from __future__ import annotations
+
+from weft.export import vllm, weft_serve
+from weft.planner.deployment import Layout
+from weft.planner.question import Question
+
+KNOWN = {"weft": weft_serve.cannot, "vllm": vllm.cannot}
+
+
+def cannot(question: Question, layout: Layout) -> str:
+    """In words, "" where the question's engine can run the layout; of engines that are not known here nothing."""
+    return KNOWN[question.engine](question, layout) if question.engine in KNOWN else ""

@@ -1,0 +1,178 @@
+"""KubeRay: a RayService in which Ray Serve starts vLLM for each replica."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from weft.export import hosts, vllm
+from weft.export.deployment import Deployment
+from weft.export.files import File
+from weft.export.shell import Placeholder
+from weft.export.target import shares_experts
+from weft.export.words import Remarks, comment
+from weft.export.yaml_text import Block, dump
+from weft.planner.deployment import Layout
+from weft.planner.islands import devices
+from weft.planner.question import Question
+
+# As in ray-service.llm-serve.yaml, KubeRay's own example. One version for the cluster and its images.
+RAY_VERSION = "2.50.1"
+IMAGE = f"rayproject/ray-llm:{RAY_VERSION}-py311-cu124"
+HEAD = {"cpu": "2", "memory": "8Gi"}
+# Of a worker for each of its GPUs; vLLM reads weights through the page cache, which needs no reservation.
+CPUS, MEMORY_GIB, SHM_GIB = 4, 16, 4
+PORTS = {"gcs": 6379, "dashboard": 8265, "client": 10001, "serve": 8000}
+SECRET = {"name": "hf-token", "key": "token", "optional": True}
+NAME_LENGTH = 40  # KubeRay adds to it, up to the 63 of a DNS label
+
+
+def cannot(question: Question, layout: Layout) -> str:
+    """What Ray Serve's LLM application does not do of what vLLM does."""
+    if shares_experts(layout):
+        return "its replicas share no experts: each is a vLLM of its own"
+    return vllm.cannot(question, layout)
+
+
+def write(it: Deployment) -> list[File]:
+    """The manifest."""
+    remarks = Remarks(left_out(it), replace(it), use(it))
+    manifest = {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayService",
+        "metadata": {"name": service_name(it)},
+        "spec": {
+            "serveConfigV2": Block(dump({"applications": [application(it)]})),
+            "rayClusterConfig": {
+                "rayVersion": RAY_VERSION,
+                "headGroupSpec": head(),
+                "workerGroupSpecs": [workers(it, gpus, count) for gpus, count in groups(it).items()],
+            },
+        },
+    }
+    return [File("rayservice.yaml", f"{comment('kuberay', it, remarks)}\n\n{dump(manifest)}")]
+
+
+def service_name(it: Deployment) -> str:
+    """A DNS label. It does not begin with vllm: Kubernetes would set VLLM_ variables for it, which vLLM reads."""
+    return "llm-" + re.sub(r"[^a-z0-9]+", "-", it.names[0].rpartition("/")[2].lower())[:NAME_LENGTH].strip("-")
+
+
+def application(it: Deployment) -> dict[str, Any]:
+    """Ray Serve's application: an OpenAI API over the replicas."""
+    layout = it.candidate.layout
+    config: dict[str, Any] = {}
+    config["model_loading_config"] = {"model_id": it.names[0], "model_source": it.checkpoint.word}
+    config["engine_kwargs"] = {
+        name.replace("-", "_"): value for name, value in vllm.arguments(it).items() if value is not False
+    }
+    # All of a replica on one node where the plan has it so.
+    strategy = "PACK" if it.spans else "STRICT_PACK"
+    config["placement_group_config"] = {"bundles": [{"CPU": 1, "GPU": 1}] * layout.size, "strategy": strategy}
+    config["deployment_config"] = {"num_replicas": layout.data_parallel, "max_ongoing_requests": it.batch[1]}
+    if vllm.partition(it):
+        config["runtime_env"] = {"env_vars": vllm.partition(it)}
+    return {
+        "name": "llm",
+        "route_prefix": "/",
+        "import_path": "ray.serve.llm:build_openai_app",
+        "args": {"llm_configs": [config]},
+    }
+
+
+def groups(it: Deployment) -> Counter[tuple[str, ...]]:
+    """How many workers there are of each kind: one for a node, with the GPUs, by name, that it gives."""
+    there = devices(it.question.cluster)
+    used = {
+        node: tuple(there[at].gpu.name for at in it.candidate.layout.gpus if there[at].node == node)
+        for node in it.nodes
+    }
+    return Counter(used.values())
+
+
+def head() -> dict[str, Any]:
+    """The head: it schedules, and runs no replica."""
+    ports = [{"name": name, "containerPort": port} for name, port in PORTS.items()]
+    container = {"name": "ray-head", "image": IMAGE, "ports": ports, "resources": {"limits": HEAD, "requests": HEAD}}
+    return {"rayStartParams": {"num-cpus": "0", "num-gpus": "0"}, "template": {"spec": {"containers": [container]}}}
+
+
+def workers(it: Deployment, gpus: Sequence[str], count: int) -> dict[str, Any]:
+    """A group of equal workers."""
+    resource, number = hosts.vendor(it).resource, len(gpus)
+    resources = {"cpu": f"{number * CPUS}", "memory": f"{number * MEMORY_GIB}Gi", resource: f"{number}"}
+    container = {
+        "name": "ray-worker",
+        "image": IMAGE,
+        "env": [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": SECRET}}],
+        "resources": {"limits": resources, "requests": resources},
+        "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
+    }
+    shm = {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": f"{number * SHM_GIB}Gi"}}
+    spec: dict[str, Any] = {"containers": [container], "volumes": [shm]}
+    if labelled(it):
+        spec["nodeSelector"] = {hosts.vendor(it).product: label(it, gpus[0]).name}
+    kinds = "-".join(f"{number}x-{name}" for name, number in Counter(gpus).items())
+    return {
+        "groupName": re.sub(r"[^a-z0-9]+", "-", kinds.lower()),
+        "replicas": count,
+        "minReplicas": count,
+        "maxReplicas": count,
+        "rayStartParams": {"num-gpus": f"{number}"},
+        "template": {"spec": spec},
+    }
+
+
+def labelled(it: Deployment) -> bool:
+    """Whether nodes differ in the type of their GPUs, so that each worker has to find its own."""
+    return len(groups(it)) > 1 and all(len(set(gpus)) == 1 for gpus in groups(it))
+
+
+def mixed(it: Deployment) -> bool:
+    """Whether a replica has GPUs of several types."""
+    size = it.candidate.layout.size
+    names = [it.question.cluster.gpus[at].name for at in it.candidate.layout.gpus]
+    return any(len(set(names[start : start + size])) > 1 for start in range(0, len(names), size))
+
+
+def label(it: Deployment, gpu: str) -> Placeholder:
+    """What a cluster's nodes call a type of GPU."""
+    name = "LABEL_OF_" + re.sub(r"\W+", "_", gpu).upper()
+    return Placeholder(name, f"the label {hosts.vendor(it).product} of nodes with {gpu}")
+
+
+def replace(it: Deployment) -> list[Placeholder]:
+    """What the manifest has words for in place of values."""
+    found = [] if it.checkpoint.name else [Placeholder(it.checkpoint.word, it.checkpoint.wanted)]
+    names = dict.fromkeys(gpus[0] for gpus in groups(it) if labelled(it))
+    return [*found, *(label(it, name) for name in names)]
+
+
+def left_out(it: Deployment) -> list[str]:
+    """What is not in the manifest."""
+    found = [
+        *vllm.left_out(it),
+        "the numbers of the GPUs: Kubernetes and Ray give them out",
+        "an API key: Ray Serve's application asks for none, so keep it behind an ingress that does",
+        f"CPUs and memory of the nodes: {CPUS} and {MEMORY_GIB} GiB for each GPU are a guess, the plan is of GPUs only",
+    ]
+    if len(it.names) > 1:
+        found.append(f"other names than {it.names[0]}: an application has one for each model")
+    if mixed(it):
+        found.append(
+            "which stage lies on which type of GPU: Ray does not know the plan's order; try it, or use one type"
+        )
+    if it.checkpoint.local:
+        found.append(f"a volume with {it.checkpoint.name}: every worker has to find it under this path")
+    return found
+
+
+def use(it: Deployment) -> list[str]:
+    """How to go on."""
+    return [
+        "needs the KubeRay operator; kubectl apply -f rayservice.yaml",
+        f"a Secret {SECRET['name']} with the key {SECRET['key']} gives HF_TOKEN, and may be missing",
+        f"the API is the service {service_name(it)}-serve-svc, port {PORTS['serve']}",
+    ]

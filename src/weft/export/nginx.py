@@ -1,0 +1,48 @@
+"""nginx: a balancer in front of the replicas, with TLS."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from weft.export.deployment import Deployment
+from weft.export.files import File
+from weft.export.hosts import address
+from weft.export.pages import page
+from weft.export.shell import Placeholder
+from weft.export.words import Remarks, comment
+
+READ_S = 600  # seconds without a byte: an answer that is not streamed has none until it is whole
+BODY_MIB = 32  # ServeOptions.max_body_bytes
+PLACEHOLDERS = (
+    Placeholder("SERVER_NAME", "the name that clients call, as in llm.example.org"),
+    Placeholder("CERTIFICATE", "path of the certificate with its chain"),
+    Placeholder("CERTIFICATE_KEY", "path of its key"),
+)
+
+
+def write(it: Deployment) -> list[File]:
+    """One file for conf.d."""
+    several = len(it.question.cluster.nodes) > 1
+    nodes = dict.fromkeys(server.node for server in it.servers)
+    replace = [*PLACEHOLDERS, *(address(node) for node in nodes if several)]
+    remarks = Remarks(left_out(it), replace, ["put it into /etc/nginx/conf.d, then nginx -t and nginx -s reload"])
+    ends = [f"{address(server.node).name if several else '127.0.0.1'}:{server.port}" for server in it.servers]
+    return [File("nginx.conf", site(comment("nginx", it, remarks), ends))]
+
+
+def site(heading: str, ends: Sequence[str], *, tls: bool = True) -> str:
+    """The configuration for the replicas at `ends`; without `tls` it listens on port 80."""
+    return page("nginx.conf.j2", heading=heading, ends=ends, tls=tls, read_s=READ_S, body_mib=BODY_MIB)
+
+
+def left_out(it: Deployment) -> list[str]:
+    """What it does not do."""
+    found = [
+        "retries of a request that a replica has taken: a POST goes to the next replica only where no connection came "
+        "about, so that nothing runs twice; a stream that breaks reaches the client as broken",
+        "checks of replicas by itself: nginx notices a dead one when it calls it, and leaves it out for a while",
+        "keys: the Authorization header goes through, and the replicas compare it",
+    ]
+    if it.question.engine not in ("weft", "vllm"):
+        found.append(f"the commands that start {it.question.engine}: the ports are those that the plan would give them")
+    return found

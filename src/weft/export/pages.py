@@ -1,0 +1,14 @@
+"""Pages: texts whose form is fixed, as templates in templates/."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+
+
+def page(template: str, **values: object) -> str:
+    """A template filled in; a value that it lacks is an error."""
+    from jinja2 import Environment, StrictUndefined
+
+    environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False)
+    text = (files("weft.export") / "templates" / template).read_text(encoding="utf-8")
+    return environment.from_string(text).render(values)

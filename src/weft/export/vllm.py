@@ -1,0 +1,203 @@
+"""vLLM: its command lines, and Ray's on every node where a replica spans several."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from weft.export import hosts
+from weft.export.checkpoint import FLOATS
+from weft.export.deployment import Deployment, Server
+from weft.export.files import SCRIPT, File
+from weft.export.hosts import INTERFACE, address
+from weft.export.shell import Flags, Raw, Value, command, export, script, together
+from weft.export.target import crowded, shares_experts, spans_nodes
+from weft.export.words import KEYS, Remarks, comment
+from weft.facts import gguf_types
+from weft.planner.deployment import Layout
+from weft.planner.question import Question
+
+RAY_PORT = 6379  # Ray's own default
+COUNT = 'import ray; ray.init("auto", log_to_driver=False); print(int(ray.cluster_resources().get("GPU", 0)))'
+EXPERTS_PORT = 13345  # over which replicas that share experts find each other, as in vLLM's documentation
+
+
+def cannot(question: Question, layout: Layout) -> str:
+    """What vLLM does not do of what its planner's profile allows."""
+    if question.cluster.gpus[layout.gpus[0]].kind == "cpu":
+        return "on CPUs it is another program to install; describe GPUs with --gpus"
+    if crowded(layout):
+        return "it has one rank on a GPU"
+    if layout.kv_dtype == "int8":
+        return "its KV cache has no int8; --kv-cache-dtype fp8 takes as many bytes"
+    if shares_experts(layout) and layout.pipeline_parallel > 1:
+        return "its replicas share experts with tensor parallelism only, not in a pipeline"
+    if shares_experts(layout) and spans_nodes(question, layout):
+        return "replicas that share experts each lie on one node"
+    return ""
+
+
+def write(it: Deployment) -> list[File]:
+    """One script, or one for each node."""
+    if len(it.nodes) == 1:
+        replace = it.checkpoint.placeholders
+        body = together([serve(it, server, server.node) for server in it.servers])
+        told = comment("vllm", it, Remarks(left_out(it), replace, use(it)))
+        return [File("vllm.sh", script(told, body, replace), SCRIPT)]
+    return [node_script(it, node) for node in it.nodes]
+
+
+def node_script(it: Deployment, node: int) -> File:
+    """Everything that one of several nodes runs."""
+    linked = [server for server in it.servers if len(server.nodes) > 1]
+    here = [server for server in it.servers if server.node == node or (node in server.nodes and shared(it))]
+    rayed = [] if shared(it) else [server for server in linked if node in server.nodes]
+    replace = list(it.checkpoint.placeholders)
+    body: list[str] = []
+    if linked:
+        head = linked[0].node
+        replace += [*dict.fromkeys([address(node), address(head)]), INTERFACE]
+        body += [*network(it, node), ""]
+    commands = [serve(it, server, node) for server in here]
+    if rayed:
+        gpus = sum(len(server.gpus(n)) for server in linked for n in server.nodes)
+        local = {hosts.vendor(it).visible: ",".join(gpu for server in rayed for gpu in server.gpus(node))}
+        body += [*ray(local, node, linked[0].node, gpus, stays=not commands), ""]
+    body += together(commands) if commands else []
+    told = comment("vllm", it, Remarks(left_out(it), replace, use(it)))
+    return File(f"node-{node}.sh", script(told, body, replace), SCRIPT)
+
+
+def network(it: Deployment, node: int) -> list[str]:
+    """Which address and interface the processes of a node take; each library wants them in its own form."""
+    return [
+        "# Traffic between the nodes is neither encrypted nor authenticated: keep it on a private network.",
+        *export(
+            {
+                "VLLM_HOST_IP": address(node).shell,  # each node's own
+                "GLOO_SOCKET_IFNAME": INTERFACE.shell,
+                "NCCL_SOCKET_IFNAME": Raw("=$GLOO_SOCKET_IFNAME"),  # = is: this one, not all that begin so
+            }
+        ),
+        *export(partition(it)),
+    ]
+
+
+def ray(visible: Mapping[str, str], node: int, head: int, gpus: int, *, stays: bool) -> list[str]:
+    """Ray on a node: the head waits until all `gpus` are there; another node's `stays` in front, or goes behind."""
+    count = sum(len(numbers.split(",")) for numbers in visible.values())
+    lines = export({"CUDA_DEVICE_ORDER": "PCI_BUS_ID", **visible})
+    flags: dict[str, Value] = {"node-ip-address": Raw("$VLLM_HOST_IP"), "num-gpus": count}
+    if node != head:
+        where = Raw(f"{address(head).shell}:{RAY_PORT}")
+        return [*lines, command(["ray", "start"], {"address": where, **flags, "block": stays})]
+    return [
+        *lines,
+        command(["ray", "start", "--head"], {"port": RAY_PORT, **flags}),
+        f"gpus() {{ python3 -c '{COUNT}' 2>/dev/null || echo 0; }}",
+        f'until [ "$(gpus)" -ge {gpus} ]; do',
+        f'    echo "waiting for the other nodes: {gpus} GPUs are needed, $(gpus) are there" >&2',
+        "    sleep 5",
+        "done",
+    ]
+
+
+def serve(it: Deployment, server: Server, node: int) -> str:
+    """The command line of a server; of one whose replicas share experts, that of a node's part."""
+    flags: dict[str, Value] = {**arguments(it), **placed(it, server, node)}
+    if node == server.node:
+        flags |= {"served-model-name": it.names, "host": "127.0.0.1" if len(it.nodes) == 1 else "0.0.0.0"}
+        flags["port"] = server.port
+    else:
+        flags["headless"] = True
+    rayed = len(server.nodes) > 1 and not shared(it)
+    variables = {} if rayed else {**hosts.visible(it, server, node), **partition(it)}
+    return command(["vllm", "serve", it.checkpoint.shell], flags, variables)
+
+
+def placed(it: Deployment, server: Server, node: int) -> Flags:
+    """The flags that say which part of the deployment this is."""
+    flags: dict[str, Value] = {}
+    if shared(it):
+        flags["data-parallel-size"] = len(server.replicas)
+        if len(server.nodes) > 1:
+            local = [replica[0].node for replica in server.replicas]
+            flags["data-parallel-size-local"] = local.count(node)
+            if node != server.node:  # on the first one it would mean another way of balancing
+                flags["data-parallel-start-rank"] = local.index(node)
+            flags["data-parallel-address"] = address(server.node).shell
+            flags["data-parallel-rpc-port"] = EXPERTS_PORT
+    elif len(server.nodes) > 1:
+        flags["distributed-executor-backend"] = "ray"
+    return flags
+
+
+def arguments(it: Deployment) -> Flags:
+    """The engine's arguments, whoever starts it."""
+    layout = it.candidate.layout
+    tokens, requests = it.batch
+    flags: dict[str, Value] = {
+        **{f"{kind}-parallel-size": size for kind, size in sizes(layout).items() if size > 1},
+        "enable-expert-parallel": layout.expert_parallel > 1,
+        "max-model-len": it.max_model_len,
+        "max-num-seqs": requests,
+        "max-num-batched-tokens": tokens,
+        "gpu-memory-utilization": max(it.utilization),
+    }
+    if layout.precision in FLOATS:
+        flags["dtype"] = FLOATS[layout.precision]
+    if it.checkpoint.quantised:
+        flags["quantization"] = it.checkpoint.quantised
+    if layout.kv_dtype.startswith("fp8"):
+        flags["kv-cache-dtype"] = layout.kv_dtype
+    if layout.precision in gguf_types.MIXES and not it.checkpoint.local:
+        flags["tokenizer"] = it.question.model  # a GGUF file's own is read slowly, and not always rightly
+    return flags
+
+
+def sizes(layout: Layout) -> dict[str, int]:
+    """Of tensor and pipeline parallelism."""
+    return {"tensor": layout.tensor_parallel, "pipeline": layout.pipeline_parallel}
+
+
+def partition(it: Deployment) -> dict[str, str]:
+    """The layers of each stage."""
+    layers = it.candidate.layout.stage_layers
+    return {"VLLM_PP_LAYER_PARTITION": ",".join(map(str, layers))} if len(layers) > 1 else {}
+
+
+def left_out(it: Deployment) -> list[str]:
+    """What is not in the commands though a reader may look for it."""
+    layout = it.candidate.layout
+    found = []
+    if layout.precision in ("int4", "int8"):
+        found.append(
+            "--quantization: vLLM reads awq or gptq from the checkpoint and takes its faster kernels (awq_marlin, "
+            "gptq_marlin), which naming awq or gptq would forbid"
+        )
+    if layout.precision in gguf_types.MIXES:
+        found.append("vLLM calls its GGUF reader experimental; an AWQ or GPTQ checkpoint is faster there")
+    if len(set(it.utilization)) > 1:
+        found.append("a share of the memory for each GPU: vLLM has one for all, so the largest that any needs is given")
+    if it.spans and sum(len(server.nodes) > 1 for server in it.servers) > 1 and not shared(it):
+        found.append("which GPUs of the nodes hold which replica: Ray decides that, by the same numbers of GPUs")
+    return found
+
+
+def use(it: Deployment) -> list[str]:
+    """How to go on."""
+    found = [KEYS]
+    if len(it.nodes) > 1:
+        found.append("run node-N.sh on node N; every node needs the same vLLM, and the model under the same name")
+        found.append("the servers listen on every interface, so that a balancer reaches them: keep others out")
+    if it.spans:
+        found.append("InfiniBand is used where NCCL finds it; NCCL_DEBUG=INFO tells, NCCL_IB_HCA chooses")
+    if it.spans and not shared(it):
+        found.append("ray stop on every node ends what ray start began there")
+    if len(it.servers) > 1:
+        found.append("weft plan --emit nginx balances the ports")
+    return found
+
+
+def shared(it: Deployment) -> bool:
+    """Whether the replicas share their experts."""
+    return shares_experts(it.candidate.layout)

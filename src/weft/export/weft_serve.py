@@ -1,0 +1,114 @@
+"""Weft: a command line for each replica."""
+
+from __future__ import annotations
+
+from weft.export import hosts
+from weft.export.checkpoint import FLOATS
+from weft.export.deployment import Deployment, Server
+from weft.export.files import SCRIPT, File
+from weft.export.hosts import on_cpu
+from weft.export.shell import Flags, Value, command, script, together
+from weft.export.target import crowded, shares_experts, spans_nodes
+from weft.export.words import KEYS, Remarks, comment
+from weft.facts.kv import number_bytes
+from weft.planner.deployment import Layout, deploy
+from weft.planner.question import Question
+
+SHORT = 4  # characters of a weight that is taken as it was typed
+
+
+def cannot(question: Question, layout: Layout) -> str:
+    """What Weft's engine does not do yet of what it plans."""
+    if question.cluster.gpus[layout.gpus[0]].gfx:
+        return "Weft runs on NVIDIA's GPUs and on CPUs; --emit vllm is for others"
+    if shares_experts(layout):
+        return "Weft's replicas do not share experts yet"
+    return "Weft runs each replica on one node; --emit vllm spans several" if spans_nodes(question, layout) else ""
+
+
+def write(it: Deployment) -> list[File]:
+    """One script, or one for each node."""
+    replace = it.checkpoint.placeholders
+    told = comment("weft", it, Remarks(left_out(it), replace, use(it)))
+    files = []
+    for node in it.nodes:
+        body = together([serve(it, server) for server in it.servers if server.node == node])
+        name = "weft.sh" if len(it.nodes) == 1 else f"node-{node}.sh"
+        files.append(File(name, script(told, body, replace), SCRIPT))
+    return files
+
+
+def serve(it: Deployment, server: Server) -> str:
+    """The command line of a server."""
+    where: dict[str, Value] = {
+        "served-model-name": it.names,
+        "host": "127.0.0.1" if len(it.nodes) == 1 else "0.0.0.0",
+        "port": server.port,
+    }
+    start, visible = ["weft", "serve", it.checkpoint.shell], hosts.visible(it, server, server.node)
+    return command(start, {**arguments(it), **where}, visible)
+
+
+def arguments(it: Deployment) -> Flags:
+    """The engine's arguments, whoever starts it."""
+    layout, shares = it.candidate.layout, it.utilization
+    flags: dict[str, Value] = {}
+    if layout.tensor_parallel > 1 and len(set(layout.tensor_weights)) == 1:
+        flags["tensor-parallel-size"] = layout.tensor_parallel
+    elif layout.tensor_parallel > 1:
+        flags["tensor-split"] = ",".join(short_weights(it))
+    if layout.pipeline_parallel > 1:
+        flags["pipeline-split"] = ",".join(map(str, layout.stage_layers))
+    if crowded(layout) and not on_cpu(it):
+        gpus = layout.gpus[: layout.size]
+        flags["device-ids"] = ",".join(f"{list(dict.fromkeys(gpus)).index(gpu)}" for gpu in gpus)
+    flags["enable-expert-parallel"] = layout.expert_parallel > 1
+    flags["max-model-len"] = it.max_model_len
+    if on_cpu(it):
+        flags["device"] = "cpu"
+        flags["kv-cache-memory-bytes"] = max(rank.kv_room_bytes for rank in it.candidate.memory.ranks)
+    else:
+        flags["gpu-memory-utilization"] = ",".join(map(str, shares)) if len(set(shares)) > 1 else shares[0]
+    if layout.precision in FLOATS:
+        flags["dtype"] = FLOATS[layout.precision]
+    if it.checkpoint.quantised:
+        flags["quantization"] = it.checkpoint.quantised
+    return flags
+
+
+def short_weights(it: Deployment) -> list[str]:
+    """The weights of an uneven tensor split in as few digits as give the same cut: those of a search are bytes."""
+    layout, least = it.candidate.layout, min(it.candidate.layout.tensor_weights)
+    exact = [f"{weight:g}" for weight in layout.tensor_weights]
+    tries = [[f"{weight / least:.{digits}g}" for weight in layout.tensor_weights] for digits in range(1, 17)]
+    for words in [exact, *tries] if max(map(len, exact)) <= SHORT else tries:
+        cut = deploy(
+            it.question.shape,
+            tensor_weights=[float(word) for word in words],
+            stage_layers=layout.stage_layers,
+            gpus=layout.gpus,
+            precision=layout.precision,
+            kv_dtype=layout.kv_dtype,
+            expert_parallel=layout.expert_parallel > 1,
+        )
+        if cut.places == layout.places:
+            return words
+    return [f"{weight!r}" for weight in layout.tensor_weights]
+
+
+def left_out(it: Deployment) -> list[str]:
+    """What of the plan Weft's engine does not do yet."""
+    layout = it.candidate.layout
+    if number_bytes(layout.kv_dtype) < 2:
+        return [f"the {layout.kv_dtype} KV cache of the plan: Weft keeps it in 16 bits"]
+    return []
+
+
+def use(it: Deployment) -> list[str]:
+    """How to go on."""
+    found = [KEYS]
+    if len(it.nodes) > 1:
+        found.append("run node-N.sh on node N; the servers listen on every interface, so that a balancer reaches them")
+    if len(it.servers) > 1:
+        found.append("weft plan --emit nginx balances the ports")
+    return found

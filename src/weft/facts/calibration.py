@@ -1,0 +1,140 @@
+"""Calibration: what our engine reaches on this machine, as `weft bench calibrate` has measured it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from math import isfinite
+from pathlib import Path
+
+import msgspec
+
+from weft.errors import WeftError
+from weft.facts.cache import cache_dir, cache_path
+
+logger = logging.getLogger("weft")
+
+VERSION = 1  # of the constants: grows when what they mean changes
+
+
+class Measured(msgspec.Struct, frozen=True, array_like=True):
+    """A figure, and how it was measured."""
+
+    value: float
+    how: str
+
+
+class Calibration(msgspec.Struct, frozen=True, kw_only=True):
+    """One device with one precision. The names of the figures are those of `planner.profiles` and of its formulas:
+    `weights_Bps` and `cache_Bps` are the bytes per second of weights and of cached keys and values in decode,
+    `matmul_flops` and `attention_flops` what matrix products and a prompt's attention reach, `overlap` the share of the
+    shorter of streaming and multiplying that hides behind the longer. `error` is the mean error of the fit, `worst`
+    its largest, over `points` measurements: 0.1 is 10 %."""
+
+    device: str
+    precision: str
+    date: str
+    weft: str
+    weights_Bps: Measured
+    cache_Bps: Measured
+    matmul_flops: Measured
+    attention_flops: Measured
+    overlap: Measured
+    layer_us: Measured
+    step_us: Measured
+    sequence_us: Measured
+    runtime_MiB: Measured
+    points: int
+    error: float
+    worst: float
+
+    @property
+    def source(self) -> str:
+        """Where its figures are from."""
+        return f"measured here on {self.date} by weft bench calibrate"
+
+    def figures(self) -> dict[str, Measured]:
+        """All of them, by name."""
+        fields = {name: getattr(self, name) for name in self.__struct_fields__}
+        return {name: value for name, value in fields.items() if isinstance(value, Measured)}
+
+    def part(self, ranks: int) -> Calibration:
+        """That of one of so many ranks that share the device."""
+        shared = ("weights_Bps", "cache_Bps", "matmul_flops", "attention_flops")
+        figures = self.figures()
+        parts = {name: Measured(figures[name].value / ranks, figures[name].how) for name in shared}
+        return msgspec.structs.replace(self, **parts)
+
+
+class _File(msgspec.Struct, frozen=True):
+    machine: str
+    calibrations: tuple[Calibration, ...]
+
+
+def versions() -> tuple[int, str]:
+    """What calibrations depend on beside the machine: what they mean, and the library whose kernels run."""
+    try:
+        return VERSION, version("torch")
+    except PackageNotFoundError:
+        return VERSION, ""
+
+
+def path(machine: str) -> Path:
+    """Where they are kept; `machine` is the fingerprint of the machine and of `versions`."""
+    return cache_path() / f"calibration-{machine}.json"
+
+
+def known(machine: str) -> tuple[Calibration, ...]:
+    """What was measured of the machine's devices with this version of Weft; nothing where the file is damaged."""
+    try:
+        found = msgspec.json.decode(path(machine).read_bytes(), type=_File)
+    except (FileNotFoundError, RuntimeError):  # RuntimeError: there is no home, and so no cache
+        return ()
+    except (OSError, msgspec.DecodeError) as error:
+        _ignore(path(machine), str(error))
+        return ()
+    if found.machine != machine or not all(map(sound, found.calibrations)):
+        _ignore(path(machine), "its figures cannot be")
+        return ()
+    return tuple(it for it in found.calibrations if it.weft == _weft())
+
+
+def sound(it: Calibration) -> bool:
+    """Whether the figures can be: a file that was edited by hand may hold anything."""
+    rates = (it.weights_Bps, it.cache_Bps, it.matmul_flops, it.attention_flops)
+    costs = (it.layer_us, it.step_us, it.sequence_us, it.runtime_MiB)
+    return (
+        all(isfinite(rate.value) and rate.value > 0 for rate in rates)
+        and all(isfinite(cost.value) and cost.value >= 0 for cost in costs)
+        and 0 <= it.overlap.value <= 1
+        and isfinite(it.error)
+    )
+
+
+def keep(machine: str, calibration: Calibration) -> Path:
+    """Write it down in the place of what there was of the same device. Raises WeftError where that is not possible."""
+    others = [it for it in known(machine) if it.device != calibration.device]
+    try:
+        folder = cache_dir()
+        with tempfile.NamedTemporaryFile(dir=folder, prefix="calibration-", suffix=".part", delete=False) as file:
+            text = msgspec.json.encode(_File(machine, (*others, calibration)))
+            file.write(msgspec.json.format(text))
+        os.replace(file.name, path(machine))
+    except (OSError, RuntimeError) as error:
+        raise WeftError(f"cannot keep the calibration: {error}; set XDG_CACHE_HOME to a directory elsewhere") from error
+    return path(machine)
+
+
+def _weft() -> str:
+    from weft import __version__
+
+    return __version__
+
+
+@cache
+def _ignore(path: Path, why: str) -> None:
+    """Say it once."""
+    logger.warning("%s is damaged and ignored (%s); run weft bench calibrate again", path, why)

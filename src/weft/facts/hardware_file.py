@@ -1,0 +1,320 @@
+"""Hardware as a YAML file describes it, for `--gpus FILE.yaml`: nodes, what is in each, and the network between them.
+
+Sizes and speeds have their unit (24GB, 79.6GiB, 3350GB/s, 400Gb), FLOPS are in 10^12 (docs/hardware.md).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from difflib import get_close_matches
+from itertools import groupby
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from weft.errors import ConfigError
+from weft.facts.cluster import MOST, NETWORK, Cluster, Node, check_size, joined, network_bytes
+from weft.facts.gpus import PCIE_BPS, GpuSpec, find_gpu
+
+SUFFIXES = (".yaml", ".yml")
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+Count = Annotated[int, Meta(ge=1, le=MOST)]
+Precision = Literal["fp32", "bf16", "fp16", "fp8", "int8", "fp4"]
+Tera = dict[Precision, Annotated[float, Meta(gt=0, le=1e9)]]
+
+
+class Bytes(int):
+    """24GB, 22.5GiB"""
+
+
+class Rate(float):
+    """936GB/s, 400Gb: bytes per second."""
+
+
+class Capability(float):
+    """8.9: the two numbers that a GPU's compute capability is made of."""
+
+    @property
+    def pair(self) -> tuple[int, int]:
+        return int(self), round(10 * self) % 10
+
+
+class _Fields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What is not known here is a mistake."""
+
+
+class _Gpus(_Fields, frozen=True, kw_only=True):
+    """`count` GPUs of a type of the catalogue, those figures changed that are given; of another one they all are."""
+
+    count: Count = 1
+    name: str
+    memory: Bytes | UnsetType = UNSET
+    held: Bytes | UnsetType = UNSET
+    bandwidth: Rate | UnsetType = UNSET
+    tflops: Tera = {}
+    capability: Capability | UnsetType = UNSET
+    nvlink: Rate | UnsetType = UNSET
+    pcie: Rate | UnsetType = UNSET
+    peer_to_peer: bool | UnsetType = UNSET
+
+    def __post_init__(self) -> None:
+        with _located():
+            self.spec()
+
+    def spec(self) -> GpuSpec:
+        """Raises ConfigError where the figures are not enough, or cannot be."""
+        try:
+            known = find_gpu(self.name)
+        except ConfigError as error:
+            known = self._unknown(str(error))
+        given = {
+            "memory_bytes": self.memory,
+            "held_bytes": self.held,
+            "bandwidth_Bps": self.bandwidth,
+            "flops": {**known.flops, **_flops(self.tflops)},
+            "capability": self.capability if isinstance(self.capability, UnsetType) else self.capability.pair,
+            "nvlink_Bps": self.nvlink,
+            "pcie_Bps": self.pcie,
+            "peer": self.peer_to_peer,
+        }
+        spec = msgspec.structs.replace(known, **{name: it for name, it in given.items() if it is not UNSET})
+        if spec.held_bytes >= spec.memory_bytes:
+            raise ConfigError(f"others hold all of the {spec.memory_bytes / 1e9:.1f} GB of {spec.name}")
+        return spec
+
+    def _unknown(self, why: str) -> GpuSpec:
+        if isinstance(self.memory, UnsetType) or isinstance(self.bandwidth, UnsetType):
+            raise ConfigError(f"{why}; or give its memory, bandwidth and tflops")
+        flops = _flops(self.tflops)
+        if not flops.keys() & {"bf16", "fp16"}:
+            raise ConfigError(f"{self.name} needs tflops of bf16, or of fp16 where it has no bf16")
+        return GpuSpec(
+            name=self.name,
+            memory_bytes=self.memory,
+            bandwidth_Bps=self.bandwidth,
+            flops={"fp16": flops.get("bf16", 0.0), **flops},
+            nvlink_Bps=0.0,
+            pcie_Bps=PCIE_BPS,
+            capability=(8, 0) if "bf16" in flops else (7, 0),
+            source="the user",
+        )
+
+
+class _Cpu(_Fields, frozen=True, kw_only=True):
+    """The CPU of a machine without GPUs; `memory` is what is free of it."""
+
+    name: str = "CPU"
+    memory: Bytes
+    bandwidth: Rate
+    tflops: Annotated[Tera, Meta(min_length=1)]
+
+    def spec(self) -> GpuSpec:
+        flops = _flops(self.tflops)
+        return GpuSpec(
+            kind="cpu",
+            name=self.name,
+            memory_bytes=self.memory,
+            bandwidth_Bps=self.bandwidth,
+            flops={**dict.fromkeys(("fp32", "bf16", "fp16"), min(flops.values())), **flops},
+            nvlink_Bps=0.0,
+            pcie_Bps=0.0,
+            capability=(0, 0),
+            per_node=1,
+            source="the user",
+        )
+
+
+class _Node(_Fields, frozen=True, kw_only=True):
+    """`count` equal machines."""
+
+    count: Count = 1
+    link: Literal["nvlink", "pcie"] | None = None
+    bridged: tuple[tuple[int, ...], ...] = ()
+    gpus: tuple[_Gpus, ...] = ()
+    cpu: _Cpu | None = None
+
+    def __post_init__(self) -> None:
+        with _located():
+            self.node()
+
+    def node(self) -> Node:
+        """Raises ConfigError for what cannot be in one machine, or cannot be joined."""
+        if bool(self.cpu) == bool(self.gpus):
+            raise ConfigError("a node has either gpus or a cpu")
+        if self.cpu:
+            return Node((self.cpu.spec(),), "memory")
+        gpus = [gpu for entry in self.gpus for gpu in [entry.spec()] * entry.count]
+        told = "+".join(f"{entry.count}x{entry.name}" for entry in self.gpus)
+        check_size(gpus, told)
+        link = joined(told, gpus, self.link)
+        numbers = sorted(number for group in self.bridged for number in group)
+        if numbers and link != "pcie":
+            raise ConfigError("NVLink joins all of these GPUs already; leave bridged out, or say link: pcie")
+        if len(set(numbers)) < len(numbers) or (numbers and not 0 <= numbers[0] <= numbers[-1] < len(gpus)):
+            raise ConfigError(f"bridged: a GPU is in one group at most, by its number from 0 to {len(gpus) - 1}")
+        for group in self.bridged:
+            if len(group) < 2 or not all(gpus[number].nvlink_Bps for number in group):
+                raise ConfigError(f"bridged: {list(group)} are not two or more GPUs that have NVLink")
+        return Node(tuple(gpus), link, tuple(tuple(sorted(group)) for group in self.bridged))
+
+
+class _File(_Fields, frozen=True, kw_only=True):
+    """The whole file. `price` is dollars for one GPU and hour."""
+
+    nodes: Annotated[tuple[_Node, ...], Meta(min_length=1)]
+    network: Rate | UnsetType = UNSET
+    price: Annotated[float, Meta(gt=0, le=1e6)] | None = None
+
+    def cluster(self) -> Cluster:
+        nodes = [node for entry in self.nodes for node in [entry.node()] * entry.count]
+        if sum(len(node.gpus) for node in nodes) > MOST:
+            raise ConfigError(f"they are more than {MOST:,} GPUs")
+        if len(nodes) > 1 and any(node.link == "memory" for node in nodes):
+            raise ConfigError("machines without GPUs work alone; describe one of them")
+        network = network_bytes(NETWORK) if isinstance(self.network, UnsetType) else self.network
+        return Cluster(tuple(nodes), network, self.price)
+
+
+WORDS = {
+    "Expected": "expected",
+    "Object missing": "missing",
+    "`array`": "a list",
+    "`object`": "fields with values",
+    "`float`": "a number",
+    "`int`": "a whole number",
+    "`str`": "a text",
+    "`null`": "nothing",
+    "`": "",
+}
+FIELDS = sorted({name for kind in (_Gpus, _Cpu, _Node, _File) for name in kind.__struct_fields__})
+
+
+def is_file(words: str) -> bool:
+    """Whether what was said for --gpus is the name of such a file."""
+    return words.lower().endswith(SUFFIXES)
+
+
+def read(path: str) -> Cluster:
+    """Raises ConfigError, in one line, for a file that cannot be read or says what cannot be."""
+    import yaml  # type: ignore[import-untyped]
+
+    try:
+        told = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    try:
+        return msgspec.convert(told, _File, dec_hook=_read).cluster()
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path}: {_plain(str(error))}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def write(cluster: Cluster) -> str:
+    """The file of which `read` makes such a cluster; figures have six digits."""
+    import yaml
+
+    file = _File(
+        nodes=tuple(_written(node, count) for node, count in _runs(cluster.nodes)),
+        network=Rate(cluster.network_Bps) if len(cluster.nodes) > 1 else UNSET,
+        price=cluster.price,
+    )
+    return str(yaml.safe_dump(msgspec.to_builtins(file, enc_hook=_write), sort_keys=False, allow_unicode=True))
+
+
+def _written(node: Node, count: int) -> _Node:
+    first = node.gpus[0]
+    if node.link == "memory":
+        memory, bandwidth = Bytes(first.memory_bytes), Rate(first.bandwidth_Bps)
+        return _Node(cpu=_Cpu(name=first.name, memory=memory, bandwidth=bandwidth, tflops=_tera(first)), count=count)
+    gpus = tuple(
+        _Gpus(
+            count=alike,
+            name=gpu.name,
+            memory=Bytes(gpu.memory_bytes),
+            held=Bytes(gpu.held_bytes) if gpu.held_bytes else UNSET,
+            bandwidth=Rate(gpu.bandwidth_Bps),
+            tflops=_tera(gpu),
+            capability=Capability(".".join(map(str, gpu.capability))),
+            nvlink=Rate(gpu.nvlink_Bps) if gpu.nvlink_Bps else UNSET,
+            pcie=Rate(gpu.pcie_Bps),
+            peer_to_peer=UNSET if gpu.peer is None else gpu.peer,
+        )
+        for gpu, alike in _runs(node.gpus)
+    )
+    return _Node(count=count, link=node.link, bridged=node.bridged, gpus=gpus)
+
+
+def _runs(values: Sequence[Any]) -> Iterator[tuple[Any, int]]:
+    return ((value, len(list(equal))) for value, equal in groupby(values))
+
+
+def _flops(tera: Tera) -> dict[str, float]:
+    return {precision: figure * 1e12 for precision, figure in tera.items()}
+
+
+def _tera(gpu: GpuSpec) -> Any:
+    return {precision: _digits(flops / 1e12) for precision, flops in gpu.flops.items()}
+
+
+def _digits(figure: float) -> float:
+    rounded = float(f"{figure:.6g}")
+    return int(rounded) if rounded.is_integer() else rounded
+
+
+def _read(kind: type, told: Any) -> Any:
+    """A figure of ours from what YAML makes of it; ValueError where it is none."""
+    if kind is Capability:
+        if not re.fullmatch(r"\d{1,2}(\.\d)?", str(told)):
+            raise ValueError(f"{told!r} is no compute capability, as in 8.9")
+        return Capability(told)
+    if kind is Rate:
+        with _located():
+            try:
+                return Rate(network_bytes(str(told)))
+            except ConfigError:
+                raise ConfigError(f"{told!r} is no speed above 0 with its unit, as in 936GB/s or 400Gb") from None
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)B\s*", str(told), re.IGNORECASE)
+    if match is None or match[2].lower() not in UNITS or float(match[1]) == 0:
+        raise ValueError(f"{told!r} is no size above 0 with its unit, as in 24GB or 22.5GiB")
+    return Bytes(float(match[1]) * UNITS[match[2].lower()])
+
+
+def _write(figure: Any) -> str | float:
+    if isinstance(figure, Capability):
+        return float(figure)
+    if isinstance(figure, Rate):
+        return f"{_digits(figure / 1e9):g}GB/s"
+    return f"{figure >> 20}MiB" if figure % (1 << 20) == 0 else f"{figure:d}B"
+
+
+@contextmanager
+def _located() -> Iterator[None]:
+    """What goes wrong inside is a ValueError, to which msgspec adds the place in the file."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+
+
+def _plain(message: str) -> str:
+    """msgspec's words as a user's, the place before them, and what there is in place of what there is not."""
+    what, _, where = message.partition(" - at ")
+    place = re.sub(r"^(`key` in )?`\$\.?|`$", "", where)
+    unknown = re.search(r"unknown field `(.*)`", what)
+    if unknown:
+        near = get_close_matches(unknown[1], FIELDS, n=1)
+        what = f"unknown field {unknown[1]!r}; " + (f"did you mean {near[0]}?" if near else "see docs/hardware.md")
+    elif what.startswith("Invalid enum value"):
+        known = get_args(Precision) if place.endswith("tflops") else ("nvlink", "pcie")
+        what = f"unknown {what.removeprefix('Invalid enum value ')}; known: {', '.join(known)}"
+    for word, plain in WORDS.items():
+        what = what.replace(word, plain)
+    return f"{place}: {what}" if place else what

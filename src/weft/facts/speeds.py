@@ -1,0 +1,162 @@
+"""Speeds: what was measured on this machine, kept in the cache as long as the machine stays the same."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from weft.errors import ConfigError, WeftError
+from weft.facts import calibration, cpu
+from weft.facts.cache import cache_dir, cache_path
+from weft.facts.calibration import Calibration
+from weft.facts.cpu import CpuSpeed
+from weft.facts.fingerprint import fingerprint
+from weft.facts.host import Host
+
+logger = logging.getLogger("weft")
+
+VERSION = 1  # of the measurements: grows when what they mean changes
+CPU_DEADLINE_S = 20.0  # that what takes half a second gets on a machine that is busy with something else
+LEAST_BYTES = 128 << 20  # of memory that is read, to be far more than caches hold
+CACHES = 4  # times the last level of them
+
+# "works": what was copied is what arrived. "broken": it is not, or the copy failed. "hung": it never ended.
+Verdict = Literal["works", "broken", "hung"]
+
+
+class GpuSpeed(msgspec.Struct, frozen=True, kw_only=True):
+    """One GPU, by its UUID: bytes per second that it reads and writes while it copies within its own memory (each byte
+    is both), and in which pinned memory of the host reaches it and comes back."""
+
+    gpu: str
+    copy_Bps: float
+    from_host_Bps: float
+    to_host_Bps: float
+
+
+class PairSpeed(msgspec.Struct, frozen=True, kw_only=True):
+    """Two GPUs, by their UUIDs. `peer`: they reach each other's memory without the host's. `Bps` is the slower
+    direction's bytes per second, 0 unless it works; `detail` says what went wrong."""
+
+    first: str
+    second: str
+    verdict: Verdict
+    peer: bool = False
+    Bps: float = 0.0
+    detail: str = ""
+
+
+class Speeds(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known so far. `cpu` None, or no `gpus`: not measured yet. `calibrations` are those of our engine, which
+    have a file of their own."""
+
+    machine: str
+    version: int = VERSION
+    cpu: CpuSpeed | None = None
+    gpus: tuple[GpuSpeed, ...] = ()
+    pairs: tuple[PairSpeed, ...] = ()
+    calibrations: tuple[Calibration, ...] = ()
+
+    def pair(self, first: str, second: str) -> PairSpeed | None:
+        """What was found between two GPUs."""
+        return next((pair for pair in self.pairs if {pair.first, pair.second} == {first, second}), None)
+
+
+def path(host: Host) -> Path:
+    """Where this machine's speeds are kept."""
+    return cache_path() / f"speeds-{fingerprint(host, VERSION)}.json"
+
+
+def calibrated_machine(host: Host) -> str:
+    """The fingerprint that calibrations are kept under: other libraries make it another machine."""
+    return fingerprint(host, "calibration", *calibration.versions())
+
+
+def known(host: Host) -> Speeds:
+    """What the cache knows of this machine; nothing where it has no file of it, or a damaged one."""
+    nothing = Speeds(machine=fingerprint(host, VERSION), calibrations=calibration.known(calibrated_machine(host)))
+    try:
+        found = msgspec.json.decode(path(host).read_bytes(), type=Speeds)
+    except (OSError, RuntimeError, msgspec.DecodeError) as error:
+        if not isinstance(error, FileNotFoundError):
+            logger.debug("what was measured of this machine cannot be read: %s", error)
+        return nothing
+    if (found.machine, found.version) != (nothing.machine, VERSION) or not sound(found):
+        return nothing
+    return msgspec.structs.replace(found, calibrations=nothing.calibrations)
+
+
+def sound(speeds: Speeds) -> bool:
+    """Whether the figures can be: a file that was edited by hand, or half of another one, may hold anything."""
+    figures = [speeds.cpu.bandwidth_Bps, speeds.cpu.fp32_flops] if speeds.cpu else []
+    figures += [figure for gpu in speeds.gpus for figure in (gpu.copy_Bps, gpu.from_host_Bps, gpu.to_host_Bps)]
+    figures += [pair.Bps for pair in speeds.pairs if pair.verdict == "works"]
+    return all(0 < figure < float("inf") for figure in figures)
+
+
+def keep(host: Host, speeds: Speeds) -> None:
+    """Write them down for the next time; where that is not possible they are measured again then."""
+    try:
+        folder = cache_dir()
+        with tempfile.NamedTemporaryFile(dir=folder, prefix="speeds-", suffix=".part", delete=False) as file:
+            alone = msgspec.structs.replace(speeds, calibrations=())
+            file.write(msgspec.json.format(msgspec.json.encode(alone)))
+        os.replace(file.name, path(host))
+    except (OSError, RuntimeError, WeftError) as error:
+        logger.warning("what was measured of this machine cannot be kept, and will be measured again: %s", error)
+
+
+def cpu_speed(host: Host, *, refresh: bool = False) -> CpuSpeed:
+    """How fast this machine's CPU is: as the cache knows, or measured now, which takes about half a second; once more
+    where the machine was busy then and no longer is. Raises ConfigError where that is not possible."""
+    speeds = known(host)
+    if speeds.cpu and not refresh and not (speeds.cpu.busy and not busy()):
+        return speeds.cpu
+    measured = measure_cpu(host)
+    keep(host, msgspec.structs.replace(speeds, cpu=measured))
+    return measured
+
+
+def busy() -> bool:
+    """Whether others have been computing here in the last minute."""
+    try:
+        return os.getloadavg()[0] > (os.cpu_count() or 1) / 2
+    except OSError:
+        return False
+
+
+def measure_cpu(host: Host) -> CpuSpeed:
+    """In a process of its own, with a thread on each core that computes."""
+    size = max(LEAST_BYTES, CACHES * cpu.last_cache_bytes())
+    size = min(size, host.memory_free_bytes // 4)
+    disturbed = busy()
+    # The threads are ours; the library that multiplies adds none.
+    ours = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    ours["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
+    command = [sys.executable, "-P", "-m", "weft.facts.cpu_speed", ",".join(map(str, host.computing)), str(size)]
+    try:
+        done = subprocess.run(
+            command,
+            env={**os.environ, **ours},
+            capture_output=True,
+            timeout=CPU_DEADLINE_S,
+            check=True,
+        )
+        return msgspec.structs.replace(msgspec.json.decode(done.stdout, type=CpuSpeed), busy=disturbed)
+    except subprocess.TimeoutExpired:
+        reason = f"it took more than {CPU_DEADLINE_S:.0f} s"
+    except subprocess.CalledProcessError as error:
+        reason = (error.stderr.decode(errors="replace").strip().splitlines() or [f"status {error.returncode}"])[-1]
+    except (OSError, msgspec.DecodeError) as error:
+        reason = str(error)
+    raise ConfigError(
+        f"cannot measure the CPU of {host.hostname}: {reason}; describe the hardware that is meant, as in "
+        "--gpus 4xRTX4090 or --gpus FILE.yaml"
+    )

@@ -1,0 +1,263 @@
+// Attention on CPUs that multiply bf16 in pairs, over a KV cache that lies as they want it.
+//
+// Within a block, a KV head's keys and values lie in groups of GROUP positions, one after the other. A group's keys
+// go by pairs of dims, [head_dim / 2][GROUP][2], its values by pairs of positions, [GROUP / 2][head_dim][2]: both
+// are read in whole vectors from where they are, by one query as by many.
+#pragma once
+
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+#include "numbers.h"
+#include "paged.h"
+
+constexpr int64_t GROUP = 16;   // positions to a vector
+constexpr int64_t GROUPS = 4;   // to a tile of keys
+constexpr int64_t TILE = GROUP * GROUPS;
+constexpr int STRIP = 6;        // queries that share a loaded vector of keys or values: 24 sums, 4 vectors, a query
+
+// Whether a cache lies so.
+inline bool in_pairs(int64_t block_size, int64_t head_dim) { return block_size % GROUP == 0 && head_dim % 16 == 0; }
+
+// Where the group of a position begins, in the cache of keys as in that of values.
+inline int64_t group_at(int64_t slot, int64_t head, int64_t block_size, int64_t kv_heads, int64_t head_dim) {
+    int64_t block = slot / block_size, group = slot % block_size / GROUP;
+    return ((block * kv_heads + head) * (block_size / GROUP) + group) * GROUP * head_dim;
+}
+
+inline void store_in_pairs(const bf16 *key, const bf16 *value, bf16 *keys, bf16 *values, int64_t slot, int64_t head_dim) {
+    int64_t at = slot % GROUP;
+    for (int64_t d = 0; d < head_dim; d += 2) std::memcpy(keys + d * GROUP + at * 2, key + d, 4);
+    for (int64_t d = 0; d < head_dim; d++) values[(at / 2 * head_dim + d) * 2 + at % 2] = value[d];
+}
+
+// Two neighbouring bf16 in every lane: one side of 16 x 2 products.
+inline __m512bh both(const bf16 *pair) {
+    int32_t bits;
+    std::memcpy(&bits, pair, 4);
+    return (__m512bh)_mm512_set1_epi32(bits);
+}
+
+inline __m512bh load(const bf16 *from) { return (__m512bh)_mm512_loadu_si512(from); }
+
+// 2^x, to 2e-6 of itself: more than bf16 keeps. Zero where `some` has no bit.
+inline __m512 power_of_two(__m512 x, __mmask16 some) {
+    __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    // Taylor's series of e^(f ln 2), |f| <= 1/2.
+    __m512 f = _mm512_sub_ps(x, whole), p = _mm512_set1_ps(1.33335581e-3f);
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(9.61812911e-3f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(5.55041087e-2f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.40226507e-1f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.93147181e-1f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f));
+    return _mm512_maskz_scalef_ps(some, p, whole);
+}
+
+// The keys and values of one tile.
+struct TileGroups {
+    const bf16 *keys[GROUPS], *values[GROUPS];
+};
+
+class PairedAttention {
+    struct Scratch {
+        alignas(64) float sums[QUERIES * WIDEST];
+        alignas(64) float scores[QUERIES * TILE];
+        alignas(64) bf16 weights[QUERIES * TILE];  // the scores' powers, rounded
+        alignas(64) bf16 tail[GROUP * WIDEST];     // the last group's values, zero where there is none yet
+        alignas(64) float total[QUERIES * LANES];  // of the weights, lane by lane
+        float against[QUERIES];                    // the score, times log2(e), that weighs 1
+        const bf16 *query[QUERIES];
+    };
+
+    const Paged<bf16> &a;
+    Scratch s;
+
+    // The groups of the keys from `at` on, a multiple of TILE; what lies past `end` is that of the last one.
+    TileGroups groups(const Tile &tile, int64_t at, int64_t end) const {
+        TileGroups found;
+        for (int64_t g = 0; g < GROUPS; g++) {
+            int64_t position = std::min(at + g * GROUP, end - 1);
+            int64_t where = group_at(a.slot(tile.row, position), tile.head, a.block_size, a.kv_heads, a.head_dim);
+            found.keys[g] = a.keys + where;
+            found.values[g] = a.values + where;
+        }
+        return found;
+    }
+
+    // Scores of N queries and a tile, while the next tile's keys are fetched.
+    template <int N> void score(int64_t i, const TileGroups &now, const TileGroups &next) {
+        __m512 sum[N][GROUPS];
+#pragma GCC unroll 6
+        for (int n = 0; n < N; n++)
+#pragma GCC unroll 4
+            for (int g = 0; g < GROUPS; g++) sum[n][g] = _mm512_setzero_ps();
+        for (int64_t d = 0; d < a.head_dim; d += 2) {
+            __m512bh keys[GROUPS];
+#pragma GCC unroll 4
+            for (int g = 0; g < GROUPS; g++) {
+                keys[g] = load(now.keys[g] + d * GROUP);
+                _mm_prefetch(next.keys[g] + d * GROUP, _MM_HINT_T0);
+            }
+#pragma GCC unroll 6
+            for (int n = 0; n < N; n++) {
+                __m512bh q = both(s.query[i + n] + d);
+#pragma GCC unroll 4
+                for (int g = 0; g < GROUPS; g++) sum[n][g] = _mm512_dpbf16_ps(sum[n][g], keys[g], q);
+            }
+        }
+#pragma GCC unroll 6
+        for (int n = 0; n < N; n++)
+#pragma GCC unroll 4
+            for (int g = 0; g < GROUPS; g++) _mm512_store_ps(s.scores + (i + n) * TILE + g * GROUP, sum[n][g]);
+    }
+
+    // sums += weights * values for N queries, C vectors of dims at a time, while the next tile's are fetched.
+    template <int N, int C> void mix(int64_t i, int64_t d, int64_t count, const TileGroups &now, const TileGroups &next) {
+        __m512 sum[N][C];
+        float *sums = s.sums + i * a.head_dim + d;
+#pragma GCC unroll 6
+        for (int n = 0; n < N; n++)
+#pragma GCC unroll 4
+            for (int c = 0; c < C; c++) sum[n][c] = _mm512_load_ps(sums + n * a.head_dim + c * 16);
+        for (int64_t g = 0; g * GROUP < count; g++)
+            for (int64_t j = 0; j < GROUP; j += 2) {
+                __m512bh values[C];
+#pragma GCC unroll 4
+                for (int c = 0; c < C; c++) {
+                    int64_t at = j * a.head_dim + (d + c * 16) * 2;
+                    values[c] = load(now.values[g] + at);
+                    _mm_prefetch(next.values[g] + at, _MM_HINT_T0);
+                }
+#pragma GCC unroll 6
+                for (int n = 0; n < N; n++) {
+                    __m512bh w = both(s.weights + (i + n) * TILE + g * GROUP + j);
+#pragma GCC unroll 4
+                    for (int c = 0; c < C; c++) sum[n][c] = _mm512_dpbf16_ps(sum[n][c], values[c], w);
+                }
+            }
+#pragma GCC unroll 6
+        for (int n = 0; n < N; n++)
+#pragma GCC unroll 4
+            for (int c = 0; c < C; c++) _mm512_store_ps(sums + n * a.head_dim + c * 16, sum[n][c]);
+    }
+
+    template <int N> void mix(int64_t i, int64_t count, const TileGroups &now, const TileGroups &next) {
+        int64_t d = 0;
+        for (; d + 64 <= a.head_dim; d += 64) mix<N, 4>(i, d, count, now, next);
+        for (; d < a.head_dim; d += 16) mix<N, 1>(i, d, count, now, next);
+    }
+
+    // Online softmax of query i, which sees keys [from, to) of the tile: scores become weights. They are powers
+    // against a score that was once the highest; a new one takes its place, and what was summed is rescaled, only
+    // where it is higher by more than SLACK: until then the weights are no more than 2^SLACK.
+    void soften(int64_t i, int64_t from, int64_t to) {
+        constexpr float LOG2E = 1.44269504f, SLACK = 8;
+        if (from == to) {
+            std::memset(s.weights + i * TILE, 0, TILE * sizeof(bf16));
+            return;
+        }
+        float *row = s.scores + i * TILE;
+        __m512 scale = _mm512_set1_ps(a.scale * LOG2E), x[GROUPS];
+        for (int g = 0; g < GROUPS; g++) x[g] = _mm512_mul_ps(_mm512_load_ps(row + g * GROUP), scale);
+        uint64_t seen = ~uint64_t(0) >> (TILE - to) & ~uint64_t(0) << from;
+        __m512 high = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+        for (int g = 0; g < GROUPS; g++) high = _mm512_mask_max_ps(high, __mmask16(seen >> g * GROUP), high, x[g]);
+        __m512 against = _mm512_set1_ps(s.against[i]);
+        if (_mm512_cmp_ps_mask(high, _mm512_add_ps(against, _mm512_set1_ps(SLACK)), _CMP_GT_OQ)) {
+            float highest = _mm512_reduce_max_ps(high);
+            rescale(i, s.against[i] - highest);
+            s.against[i] = highest;
+            against = _mm512_set1_ps(highest);
+        }
+        __m512 total = _mm512_load_ps(s.total + i * LANES), w[GROUPS];
+        for (int g = 0; g < GROUPS; g++) {
+            w[g] = power_of_two(_mm512_sub_ps(x[g], against), __mmask16(seen >> g * GROUP));
+            total = _mm512_add_ps(total, w[g]);
+        }
+        _mm512_store_ps(s.total + i * LANES, total);
+        for (int g = 0; g < GROUPS; g += 2)
+            _mm512_store_si512(s.weights + i * TILE + g * GROUP, (__m512i)_mm512_cvtne2ps_pbh(w[g + 1], w[g]));
+    }
+
+    // What query i has summed, times 2^x.
+    void rescale(int64_t i, float x) {
+        __m512 factor = power_of_two(_mm512_set1_ps(x), 0xffff);
+        float *sums = s.sums + i * a.head_dim;
+        for (int64_t d = 0; d < a.head_dim; d += LANES)
+            _mm512_store_ps(sums + d, _mm512_mul_ps(_mm512_load_ps(sums + d), factor));
+        _mm512_store_ps(s.total + i * LANES, _mm512_mul_ps(_mm512_load_ps(s.total + i * LANES), factor));
+    }
+
+    template <int... N>
+    void strip(bool scores, int64_t i, int64_t queries, int64_t count, const TileGroups &now, const TileGroups &next,
+               std::integer_sequence<int, N...>) {
+        auto one = [&]<int M>() { scores ? score<M>(i, now, next) : mix<M>(i, count, now, next); };
+        ((queries == N + 1 && (one.template operator()<N + 1>(), true)) || ...);
+    }
+
+    void strips(bool scores, int64_t queries, int64_t count, const TileGroups &now, const TileGroups &next) {
+        for (int64_t i = 0; i < queries; i += STRIP)
+            strip(scores, i, std::min<int64_t>(STRIP, queries - i), count, now, i ? now : next,
+                  std::make_integer_sequence<int, STRIP>());
+    }
+
+    // The first `count` of a group's values, and zeros.
+    void copy_first(const bf16 *values, int64_t count) {
+        int64_t whole = count / 2 * a.head_dim * 2;
+        std::memcpy(s.tail, values, whole * sizeof(bf16));
+        std::memset(s.tail + whole, 0, (GROUP * a.head_dim - whole) * sizeof(bf16));
+        if (count % 2)
+            for (int64_t d = whole; d < whole + a.head_dim * 2; d += 2) s.tail[d] = values[d];
+    }
+
+public:
+    explicit PairedAttention(const Paged<bf16> &a) : a(a) {}
+
+    // The queries of a tile over all keys that they see; `after` is the tile that comes next, or the same.
+    void run(const Tile &tile, const Tile &after) {
+        Seen seen = a.seen(tile);
+        int64_t queries = (tile.last - tile.first) * a.group();
+        std::memset(s.sums, 0, queries * a.head_dim * sizeof(float));
+        std::memset(s.total, 0, queries * LANES * sizeof(float));
+        for (int64_t i = 0; i < queries; i++) {
+            s.query[i] = a.q + a.place(tile, i, a.q_width);
+            s.against[i] = -std::numeric_limits<float>::max();
+        }
+        int64_t begin = seen.begin / TILE * TILE;
+        TileGroups now = groups(tile, begin, seen.end);
+        for (int64_t at = begin; at < seen.end; at += TILE) {
+            int64_t count = std::min(TILE, seen.end - at);
+            TileGroups next = at + TILE < seen.end ? groups(tile, at + TILE, seen.end) : first_of(after), kept = next;
+            strips(true, queries, count, now, next);
+            for (int64_t i = 0; i < queries; i++) {
+                int64_t position = seen.position + i / a.group();
+                int64_t to = std::clamp<int64_t>(position + 1 - at, 0, count);
+                int64_t from = a.window ? std::clamp<int64_t>(position - a.window + 1 - at, 0, to) : 0;
+                soften(i, from, to);
+            }
+            if (int64_t rest = count % GROUP) {
+                // Another request's values may still lie there, and a product of 0 with what has overflowed is NaN.
+                copy_first(now.values[count / GROUP], rest);
+                now.values[count / GROUP] = s.tail;
+            }
+            strips(false, queries, count, now, next);
+            now = kept;
+        }
+        for (int64_t i = 0; i < queries; i++) {
+            bf16 *to = a.out + a.place(tile, i, a.q_heads * a.head_dim);
+            float share = 1.0f / _mm512_reduce_add_ps(_mm512_load_ps(s.total + i * LANES));
+            for (int64_t d = 0; d < a.head_dim; d++) to[d] = narrow<bf16>(s.sums[i * a.head_dim + d] * share);
+        }
+    }
+
+private:
+    TileGroups first_of(const Tile &tile) const {
+        Seen seen = a.seen(tile);
+        return groups(tile, seen.begin / TILE * TILE, seen.end);
+    }
+};
+#endif

@@ -1,0 +1,214 @@
+// Attention in plain loops over a KV cache whose keys and values lie as rows: [block, position, head, head_dim].
+#pragma once
+
+#include <limits>
+
+#include "numbers.h"
+#include "paged.h"
+
+constexpr int64_t KEYS = 64;   // keys per tile
+constexpr int64_t LINE = 64;   // bytes that come from memory at once
+constexpr int64_t ROWS = 6;    // queries that share a loaded vector of keys or values
+constexpr int64_t FEW = 16;    // below so many queries, keys are not worth transposing
+
+// scores[q][j] = queries[q] . keys[:, j] for N queries; rows of queries are `padded` long.
+template <int64_t N>
+void score_strip(const float *queries, const float *keys, float *scores, int64_t head_dim, int64_t padded) {
+    for (int64_t j = 0; j < KEYS; j += LANES) {
+        float sum[N][LANES] = {};
+        for (int64_t d = 0; d < head_dim; d++)
+            for (int64_t q = 0; q < N; q++)
+#pragma omp simd
+                for (int64_t l = 0; l < LANES; l++) sum[q][l] += queries[q * padded + d] * keys[d * KEYS + j + l];
+        for (int64_t q = 0; q < N; q++) std::memcpy(scores + q * KEYS + j, sum[q], sizeof sum[q]);
+    }
+}
+
+// sums[q] += sum over j of scores[q][j] * values[j] for N queries and `count` keys; rows are `padded` long.
+template <int64_t N>
+void mix_strip(const float *scores, const float *values, float *sums, int64_t padded, int64_t count) {
+    for (int64_t d = 0; d < padded; d += LANES) {
+        float sum[N][LANES];
+        for (int64_t q = 0; q < N; q++) std::memcpy(sum[q], sums + q * padded + d, sizeof sum[q]);
+        for (int64_t j = 0; j < count; j++)
+            for (int64_t q = 0; q < N; q++)
+#pragma omp simd
+                for (int64_t l = 0; l < LANES; l++) sum[q][l] += scores[q * KEYS + j] * values[j * padded + d + l];
+        for (int64_t q = 0; q < N; q++) std::memcpy(sums + q * padded + d, sum[q], sizeof sum[q]);
+    }
+}
+
+template <class T> inline float dot(const T *a, const T *b, int64_t count) {
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < count; i++) sum += widen(a[i]) * widen(b[i]);
+    return sum;
+}
+
+template <class T> class RowAttention {
+    struct Scratch {
+        alignas(64) float queries[QUERIES * WIDEST];
+        alignas(64) float sums[QUERIES * WIDEST];
+        alignas(64) float scores[QUERIES * KEYS];
+        alignas(64) float keys[WIDEST * KEYS];  // transposed: [head_dim][KEYS]
+        alignas(64) float values[KEYS * WIDEST];
+        float highest[QUERIES], total[QUERIES];
+        const T *query[QUERIES], *key[KEYS], *value[KEYS];  // where they lie
+    };
+
+    const Paged<T> &a;
+    Scratch s;
+
+    // Rows of the scratch are whole vectors; what lies past head_dim is zero.
+    int64_t padded() const { return (a.head_dim + LANES - 1) / LANES * LANES; }
+
+public:
+    explicit RowAttention(const Paged<T> &a) : a(a) {}
+
+    // The queries of a tile over all keys that they see.
+    void run(const Tile &tile, const Tile &) {
+        auto [position, begin, end] = a.seen(tile);
+        int64_t count = (tile.last - tile.first) * a.group(), width = padded();
+        bool few = count < FEW;
+        std::memset(s.sums, 0, count * width * sizeof(float));
+        for (int64_t i = 0; i < count; i++) {
+            s.query[i] = a.q + a.place(tile, i, a.q_width);
+            s.highest[i] = -std::numeric_limits<float>::infinity();
+            s.total[i] = 0;
+            if (!few)
+                for (int64_t d = 0; d < a.head_dim; d++) s.queries[i * width + d] = widen(s.query[i][d]);
+        }
+        fetch(tile, begin, std::min(KEYS, end - begin));
+        for (int64_t at = begin; at < end; at += KEYS) {
+            int64_t n = std::min(KEYS, end - at);
+            find(tile, at, n);
+            // The next tile comes while this one is worked on: without that, memory is waited for line by line.
+            fetch(tile, at + KEYS, std::min(KEYS, end - at - KEYS));
+            if (few) {
+                for (int64_t j = 0; j < n; j++)
+                    for (int64_t i = 0; i < count; i++) s.scores[i * KEYS + j] = dot(s.query[i], s.key[j], a.head_dim);
+                soften(count, position, at, n);
+                mix_few(count, n);
+            } else {
+                widen_tile(n);
+                score(count);
+                soften(count, position, at, n);
+                mix(count, n);
+            }
+        }
+        for (int64_t i = 0; i < count; i++) {
+            T *to = a.out + a.place(tile, i, a.q_heads * a.head_dim);
+            float share = 1.0f / s.total[i];
+            for (int64_t d = 0; d < a.head_dim; d++) to[d] = narrow<T>(s.sums[i * width + d] * share);
+        }
+    }
+
+private:
+    // Where a key lies in its cache, and a value in its own.
+    int64_t offset(const Tile &tile, int64_t position) const {
+        return (a.slot(tile.row, position) * a.kv_heads + tile.head) * a.head_dim;
+    }
+
+    // The places of n keys and values, from position `at` on.
+    void find(const Tile &tile, int64_t at, int64_t n) {
+        for (int64_t j = 0; j < n; j++) {
+            int64_t where = offset(tile, at + j);
+            s.key[j] = a.keys + where;
+            s.value[j] = a.values + where;
+        }
+    }
+
+    // Ask for them ahead of time. Inlined always: GCC takes a function that only prefetches for one without
+    // effect, and drops it.
+    __attribute__((always_inline)) void fetch(const Tile &tile, int64_t at, int64_t n) const {
+        for (int64_t j = 0; j < n; j++) {
+            int64_t where = offset(tile, at + j);
+            for (int64_t d = 0; d < a.head_dim; d += int64_t(LINE / sizeof(T))) {
+                __builtin_prefetch(a.keys + where + d);
+                __builtin_prefetch(a.values + where + d);
+            }
+        }
+    }
+
+    // The tile's keys, transposed, and values as floats: worth it where many queries read them.
+    void widen_tile(int64_t n) {
+        int64_t width = padded();
+        for (int64_t j = 0; j < n; j++) {
+            for (int64_t d = 0; d < a.head_dim; d++) s.keys[d * KEYS + j] = widen(s.key[j][d]);
+            for (int64_t d = 0; d < a.head_dim; d++) s.values[j * width + d] = widen(s.value[j][d]);
+            for (int64_t d = a.head_dim; d < width; d++) s.values[j * width + d] = 0;
+        }
+    }
+
+    // Columns past the tile's n hold what an earlier tile left; their scores are never read.
+    void score(int64_t count) {
+        int64_t width = padded(), i = 0;
+        for (; i + ROWS <= count; i += ROWS)
+            score_strip<ROWS>(s.queries + i * width, s.keys, s.scores + i * KEYS, a.head_dim, width);
+        for (; i < count; i++) score_strip<1>(s.queries + i * width, s.keys, s.scores + i * KEYS, a.head_dim, width);
+    }
+
+    // Online softmax: scores become weights against the highest score so far; what was summed is rescaled.
+    void soften(int64_t count, int64_t first, int64_t at, int64_t n) {
+        int64_t width = padded();
+        for (int64_t i = 0; i < count; i++) {
+            float *row = s.scores + i * KEYS;
+            int64_t position = first + i / a.group();
+            // The keys of this tile that the query sees: [from, to).
+            int64_t to = std::clamp<int64_t>(position + 1 - at, 0, n);
+            int64_t from = a.window ? std::clamp<int64_t>(position - a.window + 1 - at, 0, to) : 0;
+            for (int64_t j = 0; j < from; j++) row[j] = 0;
+            for (int64_t j = to; j < n; j++) row[j] = 0;
+            if (from == to) continue;
+            float highest = s.highest[i];
+            for (int64_t j = from; j < to; j++) row[j] *= a.scale;
+#pragma omp simd reduction(max : highest)
+            for (int64_t j = from; j < to; j++) highest = std::max(highest, row[j]);
+            float shrink = exp_moderate(s.highest[i] - highest), total = 0;
+#pragma omp simd reduction(+ : total)
+            for (int64_t j = from; j < to; j++) {
+                row[j] = exp_moderate(row[j] - highest);
+                total += row[j];
+            }
+            if (shrink != 1.0f)
+                for (int64_t d = 0; d < width; d++) s.sums[i * width + d] *= shrink;
+            s.total[i] = s.total[i] * shrink + total;
+            s.highest[i] = highest;
+        }
+    }
+
+    void mix(int64_t count, int64_t n) {
+        int64_t width = padded(), i = 0;
+        for (; i + ROWS <= count; i += ROWS)
+            mix_strip<ROWS>(s.scores + i * KEYS, s.values, s.sums + i * width, width, n);
+        for (; i < count; i++) mix_strip<1>(s.scores + i * KEYS, s.values, s.sums + i * width, width, n);
+    }
+
+    void mix_few(int64_t count, int64_t n) {
+        int64_t i = 0;
+        for (; i + 4 <= count; i += 4) mix_rows<4>(i, n);
+        for (; i + 3 <= count; i += 3) mix_rows<3>(i, n);
+        for (; i < count; i++) mix_rows<1>(i, n);
+    }
+
+    // sums[i..i+N] += weights * values, each value widened in a register and used N times.
+    template <int64_t N> void mix_rows(int64_t i, int64_t n) {
+        int64_t width = padded(), d = 0;
+        for (; d + LANES <= a.head_dim; d += LANES) {
+            float sum[N][LANES];
+            for (int64_t q = 0; q < N; q++) std::memcpy(sum[q], s.sums + (i + q) * width + d, sizeof sum[q]);
+            for (int64_t j = 0; j < n; j++) {
+                const T *value = s.value[j] + d;
+                for (int64_t q = 0; q < N; q++)
+#pragma omp simd
+                    for (int64_t l = 0; l < LANES; l++) sum[q][l] += s.scores[(i + q) * KEYS + j] * widen(value[l]);
+            }
+            for (int64_t q = 0; q < N; q++) std::memcpy(s.sums + (i + q) * width + d, sum[q], sizeof sum[q]);
+        }
+        for (; d < a.head_dim; d++)
+            for (int64_t j = 0; j < n; j++)
+                for (int64_t q = 0; q < N; q++)
+                    s.sums[(i + q) * width + d] += s.scores[(i + q) * KEYS + j] * widen(s.value[j][d]);
+    }
+};
+

@@ -1,0 +1,164 @@
+// Products with weights as they are, bf16 or fp32.
+//
+// A panel of PANEL output rows lies column by column: fp32 as [cols][PANEL], bf16 in pairs of neighbouring columns,
+// [cols / 2][PANEL][2], as AVX512-BF16 multiplies them. What is missing to whole panels and pairs is zero. A tile is
+// a panel times up to TOKENS tokens, its sums in registers.
+#pragma once
+
+#include <utility>
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
+#include "numbers.h"
+
+constexpr int64_t PANEL = 32;  // output rows that are packed together
+
+template <class T> constexpr int64_t DEPTH = 1;  // columns that lie together
+template <> inline constexpr int64_t DEPTH<bf16> = 2;
+
+// Elements of a packed panel.
+template <class T> inline int64_t panel_size(int64_t cols) {
+    return (cols + DEPTH<T> - 1) / DEPTH<T> * DEPTH<T> * PANEL;
+}
+
+// weight [rows, cols] to its panels.
+template <class T> void pack_dense(const T *weight, T *to, int64_t rows, int64_t cols) {
+    int64_t panels = (rows + PANEL - 1) / PANEL, size = panel_size<T>(cols);
+#pragma omp parallel for
+    for (int64_t p = 0; p < panels; p++) {
+        T *panel = to + p * size;
+        for (int64_t c = 0; c < (cols + DEPTH<T> - 1) / DEPTH<T>; c++)
+            for (int64_t r = 0; r < PANEL; r++)
+                for (int64_t d = 0; d < DEPTH<T>; d++) {
+                    int64_t row = p * PANEL + r, col = c * DEPTH<T> + d;
+                    panel[(c * PANEL + r) * DEPTH<T> + d] =
+                        row < rows && col < cols ? weight[row * cols + col] : narrow<T>(0);
+                }
+    }
+}
+
+// One row of weights as it was: out [cols].
+template <class T> void dense_row(const T *data, int64_t row, int64_t cols, T *out) {
+    const T *panel = data + row / PANEL * panel_size<T>(cols);
+    for (int64_t c = 0; c < cols; c++)
+        out[c] = panel[(c / DEPTH<T> * PANEL + row % PANEL) * DEPTH<T> + c % DEPTH<T>];
+}
+
+// The sums of one tile, [N][PANEL]. `ahead` is what will be read next, `lines` cache lines of it fetched meanwhile.
+template <int N> void dense_tile(const float *panel, const float *x, int64_t cols, float *sums, const char *) {
+    float sum[N][PANEL] = {};
+    for (int64_t c = 0; c < cols; c++)
+        for (int n = 0; n < N; n++)
+#pragma omp simd
+            for (int64_t r = 0; r < PANEL; r++) sum[n][r] += x[n * cols + c] * panel[c * PANEL + r];
+    std::memcpy(sums, sum, sizeof sum);
+}
+
+#ifdef __AVX512BF16__
+constexpr int TOKENS = 12;  // 24 sums, 2 weights and an x in 32 registers
+
+inline __m512bh twice(const bf16 *pair) {
+    int32_t bits;
+    std::memcpy(&bits, pair, 4);
+    return (__m512bh)_mm512_set1_epi32(bits);
+}
+
+template <int N> void dense_tile(const bf16 *panel, const bf16 *x, int64_t cols, float *sums, const char *ahead) {
+    // Few tokens leave registers free: columns then go to sums of their own, or each product would wait for the last.
+    constexpr int WAYS = N == 1 ? 4 : N <= 3 ? 2 : 1;
+    __m512 sum[WAYS][N][2];
+#pragma GCC unroll 4
+    for (int w = 0; w < WAYS; w++)
+#pragma GCC unroll 12
+        for (int n = 0; n < N; n++) sum[w][n][0] = sum[w][n][1] = _mm512_setzero_ps();
+    // Rows by threes from few addresses: there are not registers for twelve.
+    const bf16 *row[(N + 2) / 3];
+    for (int n = 0; n < N; n += 3) row[n / 3] = x + n * cols;
+    int64_t c = 0;
+    for (; c + 2 * WAYS <= cols; c += 2 * WAYS) {
+#pragma GCC unroll 4
+        for (int w = 0; w < WAYS; w++) {
+            const bf16 *at = panel + (c + 2 * w) * PANEL;
+            __m512bh low = (__m512bh)_mm512_loadu_si512(at), high = (__m512bh)_mm512_loadu_si512(at + PANEL);
+            _mm_prefetch(ahead + (c + 2 * w) * PANEL * 2, _MM_HINT_T0);
+            _mm_prefetch(ahead + (c + 2 * w) * PANEL * 2 + 64, _MM_HINT_T0);
+#pragma GCC unroll 12
+            for (int n = 0; n < N; n++) {
+                __m512bh both = twice(row[n / 3] + n % 3 * cols + c + 2 * w);
+                sum[w][n][0] = _mm512_dpbf16_ps(sum[w][n][0], low, both);
+                sum[w][n][1] = _mm512_dpbf16_ps(sum[w][n][1], high, both);
+            }
+        }
+    }
+    for (; c < cols; c += 2) {
+        const bf16 *at = panel + c * PANEL;
+        __m512bh low = (__m512bh)_mm512_loadu_si512(at), high = (__m512bh)_mm512_loadu_si512(at + PANEL);
+#pragma GCC unroll 12
+        for (int n = 0; n < N; n++) {
+            bf16 pair[2] = {x[n * cols + c], c + 1 < cols ? x[n * cols + c + 1] : bf16{0}};
+            sum[0][n][0] = _mm512_dpbf16_ps(sum[0][n][0], low, twice(pair));
+            sum[0][n][1] = _mm512_dpbf16_ps(sum[0][n][1], high, twice(pair));
+        }
+    }
+#pragma GCC unroll 12
+    for (int n = 0; n < N; n++)
+#pragma GCC unroll 2
+        for (int h = 0; h < 2; h++) {
+            for (int w = 1; w < WAYS; w++) sum[0][n][h] = _mm512_add_ps(sum[0][n][h], sum[w][n][h]);
+            _mm512_storeu_ps(sums + n * PANEL + h * 16, sum[0][n][h]);
+        }
+}
+#else
+constexpr int TOKENS = 4;
+
+template <int N> void dense_tile(const bf16 *panel, const bf16 *x, int64_t cols, float *sums, const char *) {
+    float sum[N][PANEL] = {};
+    for (int64_t c = 0; c < cols; c += 2) {
+        uint32_t pair[PANEL];
+        std::memcpy(pair, panel + c * PANEL, sizeof pair);
+        for (int n = 0; n < N; n++) {
+            float a = widen(x[n * cols + c]), b = c + 1 < cols ? widen(x[n * cols + c + 1]) : 0;
+#pragma omp simd
+            for (int64_t r = 0; r < PANEL; r++) {
+                uint32_t first = pair[r] << 16, second = pair[r] & 0xffff0000;
+                float v, w;
+                std::memcpy(&v, &first, 4);
+                std::memcpy(&w, &second, 4);
+                sum[n][r] += a * v + b * w;
+            }
+        }
+    }
+    std::memcpy(sums, sum, sizeof sum);
+}
+#endif
+
+// The tile of N tokens, N known only now.
+template <class T, int... N>
+void dense_tile(int64_t tokens, const T *panel, const T *x, int64_t cols, float *sums, const char *ahead,
+                std::integer_sequence<int, N...>) {
+    ((tokens == N + 1 && (dense_tile<N + 1>(panel, x, cols, sums, ahead), true)) || ...);
+}
+
+template <class T, class Out>
+void dense(const T *data, const T *bias, int64_t rows, int64_t cols, const T *x, int64_t tokens, Out *out,
+           int64_t first, int64_t last) {
+    int64_t size = panel_size<T>(cols), blocks = (tokens + TOKENS - 1) / TOKENS;
+    alignas(64) float sums[TOKENS * PANEL];
+    for (int64_t p = first; p < last; p++) {
+        const T *panel = data + p * size;
+        int64_t row = p * PANEL, count = std::min(PANEL, rows - row);
+        for (int64_t b = 0; b < blocks; b++) {
+            // Blocks of nearly the same size: a last one of two tokens would take as long as one of four.
+            int64_t t = tokens * b / blocks, n = tokens * (b + 1) / blocks - t;
+            const char *ahead = reinterpret_cast<const char *>(panel + (blocks == 1 ? 2048 : size));
+            dense_tile(n, panel, x + t * cols, cols, sums, ahead, std::make_integer_sequence<int, TOKENS>());
+            for (int64_t i = 0; i < n; i++) {
+                float *sum = sums + i * PANEL;
+                if (bias)
+                    for (int64_t r = 0; r < count; r++) sum[r] += widen(bias[row + r]);
+                narrow_row(sum, out + (t + i) * rows + row, count);
+            }
+        }
+    }
+}

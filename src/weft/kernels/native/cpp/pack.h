@@ -1,0 +1,36 @@
+// Packing: rows that lie one after the other to panels, see quantised.h.
+#pragma once
+
+#include "quantised.h"
+
+// values [rows][blocks][BLOCK], without a sign; of 4 bits, two halves of a block in the nibbles of BLOCK / 2 bytes.
+template <int BITS> void pack_values(const char *values, char *to, int64_t rows, int64_t blocks) {
+    constexpr int64_t WORDS = BLOCK * BITS / 32;  // of a row in a block
+    int64_t panels = (rows + PANEL - 1) / PANEL, size = blocks * BLOCK_BYTES<BITS>;
+#pragma omp parallel for
+    for (int64_t p = 0; p < panels; p++)
+        for (int64_t b = 0; b < blocks; b++)
+            for (int64_t r = 0; r < PANEL; r++)
+                for (int64_t w = 0; w < WORDS; w++) {
+                    int64_t row = p * PANEL + r;
+                    char *at = to + p * size + b * BLOCK_BYTES<BITS> + ((r / HALF * WORDS + w) * HALF + r % HALF) * 4;
+                    if (row < rows)
+                        std::memcpy(at, values + ((row * blocks + b) * WORDS + w) * 4, 4);
+                    else
+                        std::memset(at, 0, 4);
+                }
+}
+
+// A number of `size` bytes for each group: [rows][groups] to the panels' [groups][PANEL].
+inline void pack_groups(const char *from, char *to, int64_t rows, int64_t groups, int64_t size) {
+    for (int64_t p = 0; p < (rows + PANEL - 1) / PANEL; p++)
+        for (int64_t g = 0; g < groups; g++)
+            for (int64_t r = 0; r < PANEL; r++) {
+                int64_t row = p * PANEL + r;
+                char *at = to + ((p * groups + g) * PANEL + r) * size;
+                if (row < rows)
+                    std::memcpy(at, from + (row * groups + g) * size, size);
+                else
+                    std::memset(at, 0, size);
+            }
+}

@@ -1,0 +1,275 @@
+// Products with quantised weights: 4 or 8 bits each, in groups of columns that share a scale.
+//
+// x is quantised too, to 8 bits, every BLOCK columns of a token with a scale of their own, so that integers are
+// multiplied: AVX512-VNNI does 64 products an instruction. Weights have no sign: w = scale * q + lowest, where the
+// lowest number of a group is stored, or follows from its zero point, or from zero being in the middle.
+//
+// A panel is a sequence of blocks of BLOCK columns, in each its two halves of LANES rows, [BLOCK / 4][HALF][4] numbers;
+// of 4 bits, the first half of the columns are the low nibbles and the second the high ones. The panel's scales are
+// [groups][PANEL] fp16; beside them lie as many minima of the same kind, or zero points of a byte.
+#pragma once
+
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+#include "dense.h"
+#include "numbers.h"
+
+constexpr int64_t BLOCK = 32;  // columns
+constexpr int64_t HALVES = 2;  // of a panel
+constexpr int64_t HALF = PANEL / HALVES;
+
+enum class Lowest { MIDDLE, ZERO, MINIMUM };  // what tells it, see facts/schemes.py
+
+// Columns in blocks; the group that a matrix begins in may lack its first ones.
+struct Grouping {
+    int64_t blocks;  // of all columns
+    int64_t group;   // of a whole group
+    int64_t lacking; // of the first one
+
+    int64_t groups() const { return (blocks + lacking + group - 1) / group; }
+    int64_t end(int64_t g) const { return std::min((g + 1) * group - lacking, blocks); }
+};
+
+template <int BITS> constexpr int64_t BLOCK_BYTES = PANEL * BLOCK * BITS / 8;
+
+// ------------------------------------------------------------------------------------------- the tokens
+
+// A token's row of x in 8 bits: [blocks][BLOCK] integers, then a scale for each block, and the sum of its numbers.
+struct Row {
+    const int8_t *values;
+    const char *scales;
+
+    Row(const char *at, int64_t blocks)
+        : values(reinterpret_cast<const int8_t *>(at)), scales(at + blocks * BLOCK) {}
+    static int64_t sums_after(int64_t blocks) { return blocks * int64_t(sizeof(float)); }
+    static int64_t bytes(int64_t blocks) { return (blocks * BLOCK + 2 * sums_after(blocks) + 63) / 64 * 64; }
+};
+
+template <class T> void quantise_row(const T *x, int64_t blocks, char *to) {
+    int8_t *values = reinterpret_cast<int8_t *>(to);
+    float *scales = reinterpret_cast<float *>(to + blocks * BLOCK), *sums = scales + blocks;
+    for (int64_t b = 0; b < blocks; b++) {
+        float wide[BLOCK], most = 0;
+        int32_t sum = 0;
+#pragma omp simd reduction(max : most)
+        for (int64_t i = 0; i < BLOCK; i++) {
+            wide[i] = widen(x[b * BLOCK + i]);
+            most = std::max(most, std::fabs(wide[i]));
+        }
+        float times = most > 0 ? 127 / most : 0;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t i = 0; i < BLOCK; i++) {
+            int32_t q = int32_t(std::nearbyint(wide[i] * times));
+            values[b * BLOCK + i] = int8_t(q);
+            sum += q;
+        }
+        scales[b] = most / 127;
+        sums[b] = scales[b] * float(sum);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------- vectors
+
+// One number for each row of half a panel. The compiler makes do where vectors are shorter.
+typedef float floats __attribute__((vector_size(64)));
+typedef int32_t ints __attribute__((vector_size(64)));
+
+template <class V> inline V load(const void *from) {
+    V v;
+    std::memcpy(&v, from, sizeof v);
+    return v;
+}
+
+inline floats halves(const char *from) {
+#ifdef __AVX512F__
+    return (floats)_mm512_cvtph_ps(load<__m256i>(from));
+#else
+    typedef uint16_t shorts __attribute__((vector_size(32)));
+    ints bits = __builtin_convertvector(load<shorts>(from), ints);
+    // The exponents' other bias is made up for by a product, which gets the subnormal ones right too.
+    return (floats)((ints)((floats)((bits & 0x7fff) << 13) * 0x1p112f) | (bits & 0x8000) << 16);
+#endif
+}
+
+inline float half(const char *from) {
+    char lanes[32] = {};
+    std::memcpy(lanes, from, 2);
+    return halves(lanes)[0];
+}
+
+inline floats bytes(const char *from) {
+    typedef uint8_t vector __attribute__((vector_size(16)));
+    return __builtin_convertvector(load<vector>(from), floats);
+}
+
+// sum += four columns of the half's rows times four of x.
+inline void dot(ints &sum, ints w, const int8_t *x) {
+#ifdef __AVX512VNNI__
+    int32_t four;
+    std::memcpy(&four, x, 4);
+    sum = (ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, _mm512_set1_epi32(four));
+#else
+    for (int j = 0; j < 4; j++) sum += (w >> (8 * j) & 255) * int32_t(x[j]);
+#endif
+}
+
+// ---------------------------------------------------------------------------------------------- products
+
+constexpr int64_t BATCH = 24;  // tokens whose sums are written out together
+constexpr int64_t AHEAD = 2048;  // bytes: what a token alone waits for is memory
+
+// Packed weights: all panels, or one of them.
+struct Packed {
+    const char *values, *scales, *lowest;
+    Lowest kind;
+    Grouping columns;
+
+    template <int BITS> Packed panel(int64_t p) const {
+        int64_t at = p * columns.groups() * PANEL;
+        return {values + p * columns.blocks * BLOCK_BYTES<BITS>, scales + at * 2,
+                lowest + at * (kind == Lowest::ZERO ? 1 : 2), kind, columns};
+    }
+};
+
+// The sums of N rows of x with H halves of a panel, from half `first` on: [N][PANEL].
+template <int BITS, int N, int H>
+[[gnu::noinline]] void quantised_tile(const Packed &panel, const char *x, int64_t first, float *sums) {
+    const Grouping &columns = panel.columns;
+    // Rows of x by threes from few addresses: there are not registers for twelve.
+    int64_t stride = Row::bytes(columns.blocks), sums_after = Row::sums_after(columns.blocks);
+    const int8_t *value[(N + 2) / 3];
+    const char *scale_of[(N + 2) / 3];
+    for (int n = 0; n < N; n += 3) {
+        Row row(x + n * stride, columns.blocks);
+        value[n / 3] = row.values;
+        scale_of[n / 3] = row.scales;
+    }
+    auto number = [&](int n, int64_t after) {
+        float f;
+        std::memcpy(&f, scale_of[n / 3] + n % 3 * stride + after, sizeof f);
+        return f;
+    };
+    floats total[N][H] = {};
+    const char *at = panel.values + first * BLOCK_BYTES<BITS> / HALVES;
+    for (int64_t g = 0, block = 0; block < columns.blocks; g++) {
+        floats scale[H], lowest[H];
+#pragma GCC unroll 2
+        for (int h = 0; h < H; h++) {
+            int64_t from = g * PANEL + (first + h) * HALF;
+            scale[h] = halves(panel.scales + from * 2);
+            if (panel.kind == Lowest::MINIMUM)
+                lowest[h] = halves(panel.lowest + from * 2);
+            else if (panel.kind == Lowest::ZERO)
+                lowest[h] = scale[h] * -bytes(panel.lowest + from);
+            else
+                lowest[h] = scale[h] * -float(1 << (BITS - 1));
+        }
+        for (int64_t end = columns.end(g); block < end; block++) {
+            if constexpr (N == 1)
+#pragma GCC unroll 16
+                for (int64_t line = 0; line < BLOCK_BYTES<BITS>; line += 64) __builtin_prefetch(at + AHEAD + line);
+#pragma GCC unroll 2
+            for (int h = 0; h < H; h++) {
+                ints sum[N] = {};
+                const char *from = at + h * BLOCK_BYTES<BITS> / HALVES;
+#pragma GCC unroll 8
+                for (int v = 0; v < BITS; v++) {
+                    ints w = load<ints>(from + v * 64);
+#pragma GCC unroll 12
+                    for (int n = 0; n < N; n++) {
+                        const int8_t *four = value[n / 3] + n % 3 * stride + v * 4;
+                        if constexpr (BITS == 4) {
+                            dot(sum[n], w & 0x0f0f0f0f, four);
+                            dot(sum[n], w >> 4 & 0x0f0f0f0f, four + BLOCK / 2);
+                        } else {
+                            dot(sum[n], w, four);
+                        }
+                    }
+                }
+#pragma GCC unroll 12
+                for (int n = 0; n < N; n++) {
+                    total[n][h] += __builtin_convertvector(sum[n], floats) * (scale[h] * number(n, 0));
+                    total[n][h] += lowest[h] * number(n, sums_after);
+                }
+            }
+            at += BLOCK_BYTES<BITS>;
+#pragma GCC unroll 4
+            for (int i = 0; i < (N + 2) / 3; i++) {
+                value[i] += BLOCK;
+                scale_of[i] += sizeof(float);
+            }
+        }
+    }
+#pragma GCC unroll 12
+    for (int n = 0; n < N; n++)
+#pragma GCC unroll 2
+        for (int h = 0; h < H; h++) std::memcpy(sums + n * PANEL + (first + h) * HALF, &total[n][h], sizeof(floats));
+}
+
+// All of a panel for as many of the tokens as N says, and then for the rest of them.
+template <int BITS, int N, int... FEWER>
+void quantised_tiles(const Packed &panel, const char *x, int64_t tokens, float *sums) {
+    int64_t stride = Row::bytes(panel.columns.blocks);
+    for (; tokens >= N; tokens -= N, x += N * stride, sums += N * PANEL) {
+        // A few tokens leave registers for both halves at once.
+        if constexpr (N <= 4) {
+            quantised_tile<BITS, N, 2>(panel, x, 0, sums);
+        } else {
+            quantised_tile<BITS, N, 1>(panel, x, 0, sums);
+            quantised_tile<BITS, N, 1>(panel, x, 1, sums);
+        }
+    }
+    if constexpr (sizeof...(FEWER) > 0) quantised_tiles<BITS, FEWER...>(panel, x, tokens, sums);
+}
+
+template <int BITS> void tiles(const Packed &panel, const char *x, int64_t tokens, float *sums) {
+#ifdef __AVX512VNNI__
+    // Twelve have as many sums of integers and of floats in 32 registers.
+    quantised_tiles<BITS, 12, 8, 4, 2, 1>(panel, x, tokens, sums);
+#else
+    quantised_tiles<BITS, 4, 1>(panel, x, tokens, sums);
+#endif
+}
+
+// out = x W^T + bias for the rows of panels [first, last), see matrix.h; `x` is prepared.
+template <int BITS, class T, class Out>
+void quantised(const Packed &weights, const T *bias, int64_t rows, const char *x, int64_t tokens, Out *out,
+               int64_t first, int64_t last) {
+    int64_t stride = Row::bytes(weights.columns.blocks);
+    alignas(64) float sums[BATCH * PANEL];
+    for (int64_t p = first; p < last; p++) {
+        Packed panel = weights.panel<BITS>(p);
+        int64_t row = p * PANEL, count = std::min(PANEL, rows - row);
+        for (int64_t t = 0; t < tokens; t += BATCH) {
+            int64_t n = std::min(BATCH, tokens - t);
+            tiles<BITS>(panel, x + t * stride, n, sums);
+            for (int64_t i = 0; i < n; i++)
+                for (int64_t r = 0; r < count; r++)
+                    out[(t + i) * rows + row + r] =
+                        narrow<Out>(sums[i * PANEL + r] + (bias ? widen(bias[row + r]) : 0.0f));
+        }
+    }
+}
+
+// One row of weights as it is: out [blocks * BLOCK].
+template <int BITS, class T> void row_of(const Packed &weights, int64_t row, T *out) {
+    constexpr int64_t WORDS = BLOCK * BITS / 32;
+    Packed panel = weights.panel<BITS>(row / PANEL);
+    int64_t lane = row % PANEL;
+    const char *at = panel.values + (lane / HALF * WORDS * HALF + lane % HALF) * 4;
+    for (int64_t g = 0, block = 0; block < panel.columns.blocks; g++) {
+        int64_t from = g * PANEL + lane;
+        float scale = half(panel.scales + from * 2), lowest = scale * -float(1 << (BITS - 1));
+        if (panel.kind == Lowest::MINIMUM) lowest = half(panel.lowest + from * 2);
+        if (panel.kind == Lowest::ZERO) lowest = scale * -float(uint8_t(panel.lowest[from]));
+        for (int64_t end = panel.columns.end(g); block < end; block++, at += BLOCK_BYTES<BITS>, out += BLOCK)
+            for (int64_t v = 0; v < BLOCK / 4; v++)
+                for (int64_t j = 0; j < 4; j++) {
+                    int q = uint8_t(at[v % WORDS * HALF * 4 + j]);
+                    if (BITS == 4) q = v < WORDS ? q & 15 : q >> 4;
+                    out[v * 4 + j] = narrow<T>(scale * float(q) + lowest);
+                }
+    }
+}

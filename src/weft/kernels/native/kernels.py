@@ -1,0 +1,97 @@
+"""The CPU kernels in C++, called through ctypes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from weft.comm import Comm
+from weft.kernels.base import DenseLayer, HeadNorm, KVCache, Stage
+from weft.kernels.batch import Batch
+from weft.kernels.native.entries import Entries
+from weft.kernels.native.matrix import NativeMatrix, dense, quantised
+from weft.kernels.native.stage import NativeStage
+from weft.quant.quantised import Quantised
+
+
+class NativeKernels:
+    """See `Kernels`. Tensors must be contiguous, on the CPU, bf16 or fp32."""
+
+    name = "cpu"
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._entries = Entries(dtype)
+
+    def matrix(self, weight: torch.Tensor | Quantised, bias: torch.Tensor | None = None) -> NativeMatrix:
+        pack = quantised if isinstance(weight, Quantised) else dense
+        return pack(self._entries, weight, bias)
+
+    def table(self, weight: torch.Tensor | Quantised) -> NativeMatrix:
+        return self.matrix(weight)
+
+    def fuse(self, layers: Sequence[DenseLayer], comm: Comm) -> Stage | None:
+        return NativeStage(self._entries, layers, comm)
+
+    def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        out = torch.empty_like(x)
+        width = x.shape[-1]
+        self._entries.norm(x.data_ptr(), None, weight.data_ptr(), out.data_ptr(), x.numel() // width, width, eps)
+        return out
+
+    def add_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        out = torch.empty_like(x)
+        self._entries.norm(x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), *x.shape, eps)
+        return out
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
+        out = gate_up.new_empty(tokens, width)
+        self._entries.silu_mul(gate_up.data_ptr(), out.data_ptr(), tokens, width)
+        return out
+
+    def rotate_and_store(
+        self, qkv: torch.Tensor, q_heads: int, rope: torch.Tensor, cache: KVCache, batch: Batch, norm: HeadNorm | None
+    ) -> torch.Tensor:
+        tokens, (kv_heads, head_dim) = qkv.shape[0], cache.keys.shape[2:]
+        q = qkv.new_empty(tokens, q_heads, head_dim)
+        self._entries.rotate_and_store(
+            qkv.data_ptr(),
+            q.data_ptr(),
+            cache.keys.data_ptr(),
+            cache.values.data_ptr(),
+            rope.data_ptr(),
+            batch.positions.data_ptr(),
+            batch.slots.data_ptr(),
+            norm.query.data_ptr() if norm else None,
+            norm.key.data_ptr() if norm else None,
+            norm.eps if norm else 0.0,
+            tokens,
+            q_heads,
+            kv_heads,
+            head_dim,
+            cache.block_size,
+        )
+        return q
+
+    def attend(self, q: torch.Tensor, cache: KVCache, batch: Batch, scale: float, window: int | None) -> torch.Tensor:
+        tokens, q_heads, head_dim = q.shape
+        out = q.new_empty(tokens, q_heads * head_dim)
+        self._entries.attend(
+            q.data_ptr(),
+            cache.keys.data_ptr(),
+            cache.values.data_ptr(),
+            out.data_ptr(),
+            batch.row_starts.data_ptr(),
+            batch.context.data_ptr(),
+            batch.tables.data_ptr(),
+            batch.tables.shape[1],
+            batch.rows,
+            cache.block_size,
+            q_heads,
+            cache.keys.shape[2],
+            head_dim,
+            window or 0,
+            scale,
+        )
+        return out

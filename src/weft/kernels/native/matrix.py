@@ -1,0 +1,93 @@
+"""Matrices as the C++ kernels want them: packed once, then only multiplied with."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+
+from weft.facts.schemes import UNIT
+from weft.kernels.native.entries import Entries
+from weft.quant.quantised import Quantised
+
+# As in matrix.h: Scheme.
+DENSE = 0
+SCHEMES = {"INT8": 1, "Q8_0": 2, "Q4_1": 3, "Q4_0": 4}
+PANEL = 32  # as in dense.h
+
+
+class Descriptor(ctypes.Structure):
+    """struct Matrix of matrix.h."""
+
+    _fields_ = (
+        ("scheme", ctypes.c_int64),
+        ("rows", ctypes.c_int64),
+        ("cols", ctypes.c_int64),
+        ("data", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("lowest", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("group", ctypes.c_int64),
+        ("lacking", ctypes.c_int64),
+    )
+
+
+@dataclass(frozen=True)
+class NativeMatrix:
+    """x [T, cols] -> x W^T + bias [T, rows]. `kept` are the tensors that the descriptor points into."""
+
+    entries: Entries
+    descriptor: Descriptor
+    kept: tuple[torch.Tensor | None, ...]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        out = x.new_empty(x.shape[0], self.descriptor.rows)
+        self.entries.product(ctypes.byref(self.descriptor), x.data_ptr(), x.shape[0], out.data_ptr())
+        return out
+
+    def rows(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Rows of W: [N] int64 -> [N, cols]."""
+        out = torch.empty(len(numbers), self.descriptor.cols, dtype=self.entries.dtype)
+        self.entries.rows_of(ctypes.byref(self.descriptor), numbers.data_ptr(), len(numbers), out.data_ptr())
+        return out
+
+
+def dense(entries: Entries, weight: torch.Tensor, bias: torch.Tensor | None) -> NativeMatrix:
+    """A weight [rows, cols] as it is, in panels."""
+    rows, cols = weight.shape
+    packed = torch.empty(-(-rows // PANEL) * entries.panel_size(cols), dtype=weight.dtype)
+    entries.pack_dense(weight.data_ptr(), packed.data_ptr(), rows, cols)
+    descriptor = Descriptor(scheme=DENSE, rows=rows, cols=cols, data=packed.data_ptr())
+    if bias is not None:
+        descriptor.bias = bias.data_ptr()
+    return NativeMatrix(entries, descriptor, (packed, bias))
+
+
+def quantised(entries: Entries, weight: Quantised, bias: torch.Tensor | None) -> NativeMatrix:
+    """A quantised weight [rows, cols], in panels."""
+    (rows, cols), groups = weight.shape, weight.scales.shape[1]
+    padded = -(-rows // PANEL) * PANEL
+    values = torch.empty(padded * weight.values.shape[1], dtype=torch.uint8)
+    entries.pack_values(weight.values.data_ptr(), values.data_ptr(), rows, cols // UNIT, weight.scheme.bits)
+
+    def pack(part: torch.Tensor) -> torch.Tensor:
+        packed = part.new_empty(padded * groups)
+        entries.pack_groups(part.data_ptr(), packed.data_ptr(), rows, groups, part.itemsize)
+        return packed
+
+    scales, lowest = pack(weight.scales), None if weight.lowest is None else pack(weight.lowest)
+    descriptor = Descriptor(
+        scheme=SCHEMES[weight.type],
+        rows=rows,
+        cols=cols,
+        data=values.data_ptr(),
+        scales=scales.data_ptr(),
+        group=weight.scheme.group,
+        lacking=weight.lacking,
+    )
+    if lowest is not None:
+        descriptor.lowest = lowest.data_ptr()
+    if bias is not None:
+        descriptor.bias = bias.data_ptr()
+    return NativeMatrix(entries, descriptor, (values, scales, lowest, bias))

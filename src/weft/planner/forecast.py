@@ -1,0 +1,214 @@
+"""Forecast: what the planner expects of a plan that runs here, and how it is told beside what came out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from weft.config import EngineConfig
+from weft.facts.cluster import Cluster, Node
+from weft.facts.host import Host
+from weft.facts.machine import part, this_machine
+from weft.facts.precision import canonical
+from weft.facts.schemes import MADE
+from weft.facts.shape import DTYPE_BYTES
+from weft.facts.speeds import Speeds
+from weft.planner.cost import Prediction, predict
+from weft.planner.deployment import Layout, Workload
+from weft.planner.execution import PRECISIONS
+from weft.planner.footprint import Footprint, activation_bytes, footprint
+from weft.planner.memory import Capacity
+from weft.planner.plan import Plan
+from weft.planner.profiles import Profile
+from weft.planner.question import Question
+from weft.planner.search import engine_profile
+from weft.planner.words import gigabytes
+
+USUAL_SHARE = EngineConfig(model="").gpu_memory_utilization[0]
+HINT = "weft bench calibrate measures what this machine really does"
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A plan with what is expected of it. `layout` has its ranks on the devices of `cluster`, where those that share a
+    device have a part of it each; `step_bytes` is what a step takes on each rank."""
+
+    plan: Plan
+    layout: Layout
+    cluster: Cluster
+    profile: Profile
+    memory: Footprint
+    step_bytes: tuple[int, ...]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of all ranks."""
+        return sum(rank.weights.total for rank in self.memory.ranks)
+
+    @property
+    def kv_tokens(self) -> int:
+        """That every rank has room for."""
+        size, given = self.plan.block_size, self.plan.kv_cache_bytes
+        if given is None:
+            return self.memory.kv_tokens // size * size
+        return min(given // (rank.kv_bytes_per_token * size) for rank in self.memory.ranks) * size
+
+    def speed(self, input_len: float, output_len: float, concurrency: float = 1) -> Prediction:
+        """With so many requests at once, of these lengths in tokens."""
+        work = Workload(
+            input_len=max(1, round(input_len)),
+            output_len=max(1, round(output_len)),
+            concurrency=max(1, round(concurrency)),
+        )
+        return predict(self.plan.shape, self.layout, self.cluster, work, self.profile, self.memory)
+
+
+def forecast(plan: Plan, host: Host, known: Speeds) -> Forecast:
+    """`host` as it was before the engine started, `known` what `execution.seen` says of it. Raises ConfigError for a
+    GPU of which nothing is known."""
+    on_cpu = plan.devices[0] == "cpu"
+    here = msgspec.structs.replace(host, gpus=(), pairs=()) if on_cpu else host
+    computed, precision = PRECISIONS[plan.dtype], precision_of(plan)
+    devices = [0 if on_cpu else int(device[5:]) for device in plan.devices]
+    cluster = parted(limited(this_machine(here, known), plan, devices), devices)
+    layout = Layout(
+        tensor_weights=(1.0,) * plan.tensor_parallel,
+        stage_layers=tuple(len(place.layers) for place in plan.places[:: plan.tensor_parallel]),
+        data_parallel=1,
+        expert_parallel=1,
+        precision=precision,
+        kv_dtype=computed,
+        places=plan.places,
+        gpus=tuple(range(len(plan.places))),
+    )
+    shares = set() if on_cpu else set(plan.gpu_memory_utilization)
+    profile = engine_profile(
+        Question(
+            model=plan.model,
+            shape=plan.shape,
+            cluster=cluster,
+            engine="weft",
+            precisions=(precision,),
+            kv_dtype=computed,
+            # Other shares are limits, or those of GPUs that one request has to fill: the same rule finds them again.
+            gpu_memory_utilization=shares.pop() if len(shares) == 1 else None,
+            max_num_seqs=plan.max_num_seqs,
+            max_num_batched_tokens=plan.max_num_batched_tokens,
+        )
+    )
+    steps = tuple(
+        activation_bytes(
+            plan.shape, place, plan.max_num_batched_tokens, plan.max_num_seqs, profile, DTYPE_BYTES[plan.dtype]
+        )
+        for place in plan.places
+    )
+    return Forecast(plan, layout, cluster, profile, footprint(plan.shape, layout, cluster, profile), steps)
+
+
+def precision_of(plan: Plan) -> str:
+    """What the planner calls the precision of a plan's weights; of a GGUF file's mix, that of most of its tensors."""
+    if plan.quantization in MADE:
+        return MADE[plan.quantization]
+    if not plan.schemes:
+        return PRECISIONS[plan.dtype]
+    ((kind, _),) = Counter(plan.schemes.values()).most_common(1)
+    return canonical(kind.lower())
+
+
+def limited(cluster: Cluster, plan: Plan, devices: Sequence[int]) -> Cluster:
+    """With no more of each device than what the user leaves to its ranks: --max-memory, or shares of their own."""
+    (node,) = cluster.nodes
+    gpus = list(node.gpus)
+    for rank, device in enumerate(devices):
+        gpu, limit = gpus[device], plan.max_memory.get(plan.devices[rank])
+        if limit is None and len(set(plan.gpu_memory_utilization)) > 1:
+            share = plan.gpu_memory_utilization[rank]
+            limit = int(gpu.memory_bytes * share) - gpu.held_bytes if share < USUAL_SHARE else None
+        gpus[device] = msgspec.structs.replace(gpu, limit_bytes=limit)
+    return Cluster((msgspec.structs.replace(node, gpus=tuple(gpus)),), cluster.network_Bps)
+
+
+def parted(cluster: Cluster, devices: Sequence[int]) -> Cluster:
+    """One device for each rank, of one machine's: those that ranks share are divided evenly among them."""
+    (node,) = cluster.nodes
+    sharing = Counter(devices)
+    gpus = (part(node.gpus[it], sharing[it]) if sharing[it] > 1 else node.gpus[it] for it in devices)
+    return Cluster((Node(tuple(gpus), node.link),), cluster.network_Bps)
+
+
+# --- beside what came out ---
+
+
+def started(expected: Forecast, ranks: Sequence[Capacity], num_blocks: int) -> str:
+    """Once the engine is ready: its memory, and how long the weights took."""
+    tokens = num_blocks * expected.plan.block_size
+    parts = (
+        ("of weights", sum(rank.weight_bytes for rank in ranks), expected.weight_bytes, gigabytes),
+        ("for a step", max(rank.activation_bytes for rank in ranks), max(expected.step_bytes), gigabytes),
+        ("tokens of KV", tokens, expected.kv_tokens, "{:,}".format),
+    )
+    told = [f"{tell(real)} {what}{beside(real, planned, tell)}" for what, real, planned, tell in parts]
+    far = any(far_off(expected, real, planned) for _, real, planned, _ in parts)
+    return f"memory: {', '.join(told)}; loaded in {max(rank.load_s for rank in ranks):.1f} s{hint(far)}"
+
+
+def answered(expected: Forecast, *, input_len: int, output_len: int, ttft_s: float, tok_s: float) -> str:
+    """After a request that was alone: `tok_s` are its tokens per second after the first."""
+    speed = expected.speed(input_len, output_len)
+    far = far_off(expected, ttft_s, speed.ttft_s) or far_off(expected, tok_s, speed.single_tok_s)
+    return (
+        f"one request of {input_len:,} + {output_len:,} tokens: the first token after {milliseconds(ttft_s)}"
+        f"{beside(ttft_s, speed.ttft_s, milliseconds)}, then {rate(tok_s)} tokens/s"
+        f"{beside(tok_s, speed.single_tok_s, rate)}{hint(far)}"
+    )
+
+
+def crowded(
+    expected: Forecast, *, requests: int, input_len: float, output_len: float, concurrency: float, tok_s: float
+) -> str:
+    """After many requests, of which `concurrency` ran at once on average: `tok_s` are the tokens of all per second."""
+    speed = expected.speed(input_len, output_len, concurrency)
+    planned = speed.concurrency / speed.tpot_s
+    return (
+        f"{requests:,} requests, {concurrency:.0f} at once, of {input_len:,.0f} + {output_len:,.0f} tokens: "
+        f"{rate(tok_s)} tokens/s in all{beside(tok_s, planned, rate)}{hint(far_off(expected, tok_s, planned))}"
+    )
+
+
+def predicted_json(expected: Forecast, input_len: int, output_len: int) -> dict[str, Any]:
+    """For one request of these lengths: bytes of all ranks, seconds, tokens per second."""
+    speed = expected.speed(input_len, output_len)
+    return {
+        "weight_bytes": expected.weight_bytes,
+        "kv_tokens": expected.kv_tokens,
+        "ttft_s": round(speed.ttft_s, 4),
+        "decode_tok_s": round(speed.single_tok_s, 2),
+        "error_band": speed.error_band,
+    }
+
+
+def beside(real: float, planned: float, tell: Callable[[Any], str]) -> str:
+    """ " (0.97 of the predicted 1,234)" """
+    return f" ({real / planned:.2f} of the predicted {tell(planned)})" if planned > 0 else ""
+
+
+def far_off(expected: Forecast, real: float, planned: float) -> bool:
+    """Whether a figure lies outside of the error band."""
+    band = expected.profile.error.value
+    return planned > 0 and not 1 - band <= real / planned <= 1 + band
+
+
+def hint(far: bool) -> str:
+    return f"; {HINT}" if far else ""
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:,.0f} ms" if seconds >= 0.01 else f"{1000 * seconds:.1f} ms"
+
+
+def rate(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"

@@ -1,0 +1,100 @@
+"""Quantised: a matrix, or some of its rows and columns, in a scheme of `facts.schemes`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from weft.facts.place import Span
+from weft.facts.schemes import SCHEMES, UNIT, Scheme
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """[rows, cols] numbers, in memory as a file of rows would have them.
+
+    `values` is [rows, cols * bits / 8] uint8; of 4 bits, the first half of each UNIT columns are the low nibbles of UNIT / 2
+    bytes, the second half the high ones. `scales` is [rows, groups] float16, `lowest` as many minima (float16) or
+    zero points (uint8), None where zero is in the middle. The first group lacks `lacking` columns. `dtype` is what is
+    computed in.
+    """
+
+    type: str
+    values: torch.Tensor
+    scales: torch.Tensor
+    lowest: torch.Tensor | None
+    lacking: int
+    dtype: torch.dtype
+
+    @classmethod
+    def empty(cls, type: str, rows: int, cols: Span, dtype: torch.dtype, device: torch.device) -> Quantised:
+        """Room for columns `cols`, in multiples of UNIT, of a matrix."""
+        scheme = SCHEMES[type]
+        groups, lowest = cols.blocks(scheme.group), None
+        if scheme.lowest != "middle":
+            kind = torch.float16 if scheme.lowest == "minimum" else torch.uint8
+            lowest = torch.empty(rows, groups, dtype=kind, device=device)
+        return cls(
+            type,
+            torch.empty(rows, len(cols) * scheme.bits // 8, dtype=torch.uint8, device=device),
+            torch.empty(rows, groups, dtype=torch.float16, device=device),
+            lowest,
+            cols.start % scheme.group,
+            dtype,
+        )
+
+    @property
+    def scheme(self) -> Scheme:
+        return SCHEMES[self.type]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(rows, cols)."""
+        return self.values.shape[0], self.values.shape[1] * 8 // self.scheme.bits
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in (self.values, self.scales, self.lowest) if part is not None)
+
+    def narrow(self, dim: int, start: int, length: int) -> Quantised:
+        """Some of the rows, in the same memory; `dim` is 0."""
+        assert dim == 0
+        lowest = None if self.lowest is None else self.lowest.narrow(0, start, length)
+        values, scales = self.values.narrow(0, start, length), self.scales.narrow(0, start, length)
+        return replace(self, values=values, scales=scales, lowest=lowest)
+
+    def numbers(self) -> torch.Tensor:
+        """q, without a sign: [rows, cols] uint8."""
+        if self.scheme.bits == 8:
+            return self.values
+        return unpack(self.values)
+
+    def dequantise(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The numbers that it stands for: [rows, cols], computed in float32."""
+        cols = torch.arange(self.shape[1], device=self.device)
+        group = (cols + self.lacking) // self.scheme.group
+        w, scale = self.numbers().float(), self.scales.float()[:, group]
+        if self.lowest is None:
+            w = w.sub_(2 ** (self.scheme.bits - 1)).mul_(scale)
+        elif self.scheme.lowest == "zero":
+            w = w.sub_(self.lowest.float()[:, group]).mul_(scale)
+        else:
+            w = w.mul_(scale).add_(self.lowest.float()[:, group])
+        return w.to(dtype)
+
+
+def pack(numbers: torch.Tensor) -> torch.Tensor:
+    """[rows, cols] of 0 to 15 to their nibbles: [rows, cols / 2] uint8."""
+    low, high = numbers.unflatten(1, (-1, 2, UNIT // 2)).unbind(2)
+    return (low | high << 4).flatten(1)
+
+
+def unpack(nibbles: torch.Tensor) -> torch.Tensor:
+    """[rows, cols / 2] uint8 to [rows, cols] uint8 of 0 to 15."""
+    both = nibbles.unflatten(1, (-1, 1, UNIT // 2))
+    return torch.cat((both & 15, both >> 4), dim=2).flatten(1)

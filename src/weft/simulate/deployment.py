@@ -1,0 +1,54 @@
+"""Deployment: the replicas of a plan, as a simulation runs them."""
+
+from __future__ import annotations
+
+import msgspec
+
+from weft.config import EngineConfig
+from weft.errors import PlanError
+from weft.planner.cost import replicas
+from weft.planner.footprint import BLOCK
+from weft.planner.question import Question
+from weft.planner.search import Candidate, engine_profile
+from weft.planner.steps import Steps
+from weft.simulate.replica import Spec
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """What the user says of each replica's scheduler; None is what the engine takes by itself."""
+
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    max_num_queued: int = EngineConfig.max_num_queued_reqs
+
+
+def specs(question: Question, candidate: Candidate, limits: Limits) -> list[Spec]:
+    """Of each replica of a candidate, in order; those that are equal are one object. Raises PlanError for limits under
+    which no step could run."""
+    layout, profile = candidate.layout, engine_profile(question)
+    by_stage = layout.pipeline_parallel if profile.max_num_seqs_by_stage.value else 1
+    steps: dict[int, Steps] = {}
+    known: dict[tuple[int, int], Spec] = {}
+    found = []
+    runs = replicas(question.shape, layout, question.cluster, profile)
+    for replica, memory in zip(runs, candidate.memory.replicas, strict=True):
+        key = id(replica), id(memory)
+        if key not in known:
+            batches = [profile.batch(rank.memory_bytes) for rank in memory.ranks]
+            tokens = limits.max_num_batched_tokens or min(tokens for tokens, _ in batches)
+            sequences = limits.max_num_seqs or by_stage * min(sequences for _, sequences in batches)
+            known[key] = Spec(
+                steps=steps.setdefault(id(replica), Steps(replica)),
+                num_blocks=memory.kv_tokens // BLOCK,
+                block_size=BLOCK,
+                max_num_seqs=sequences,
+                max_num_batched_tokens=tokens,
+                max_num_queued=limits.max_num_queued,
+                max_model_len=question.workload.max_model_len or question.shape.longest,
+                # An engine without a pipeline has one step under way, on one GPU after the other.
+                stages=layout.pipeline_parallel if profile.pipelined.value else 1,
+            )
+        found.append(known[key])
+    if not found[0].num_blocks:
+        raise PlanError(f"the KV cache holds {candidate.memory.kv_tokens:,} tokens, less than one block of {BLOCK}")
+    return found

@@ -1,0 +1,96 @@
+"""Find: how many replicas an objective takes, and how much load one deployment carries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import ceil
+
+import msgspec
+
+from weft.simulate.load import Drawn, Load
+from weft.simulate.objective import duration
+from weft.simulate.report import Judged, Report
+from weft.simulate.study import Study, Times
+
+CLOSE = 0.02  # as near is a rate found, relative
+CLOSE_REPLICAS = 0.01
+MOST_REPLICAS = 100_000
+MOST_RISES = 6  # of a rate that is met, each to twice as much
+ALONE = 300  # requests, one after the other
+
+
+class Found(msgspec.Struct, frozen=True, kw_only=True):
+    """`value` is the least number of replicas, or the highest rate, that meets the objective, None where there is none:
+    `reason` says why. `report` is the run with it, `runs` are all of them in the order in which they were made."""
+
+    value: float | None
+    reason: str
+    report: Report | None
+    runs: tuple[Report, ...]
+
+
+def alone(study: Study, load: Load, lone_s: float) -> Report:
+    """Requests of a load, each alone on one replica. `lone_s` is about what one takes."""
+    times = Times(duration_s=(ALONE + 5) * lone_s, warmup_s=5 * lone_s)
+    drawn = msgspec.structs.replace(load.drawn, rows=load.trace) if load.trace else load.drawn
+    lone = Load(drawn=drawn, users=1, seed=load.seed)
+    return msgspec.structs.replace(study, times=times, sample=None).run(lone, 1)
+
+
+def hopeless(report: Report) -> str:
+    """Why an objective cannot be met that requests do not even meet alone; empty where they do."""
+    missed = [it for it in report.objective if not it.met]
+    return "; ".join(f"a request alone has {said(it)} already" for it in missed)
+
+
+def said(it: Judged) -> str:
+    return f"a {it.target} of {duration(it.value_s)}, and {duration(it.limit_s)} is asked"
+
+
+def find_replicas(run: Callable[[int], Report], guess: float) -> Found:
+    """The fewest replicas, to CLOSE_REPLICAS, beginning at a guess."""
+    runs: list[Report] = []
+
+    def met(count: int) -> bool:
+        runs.append(run(count))
+        return bool(runs[-1].met)
+
+    low, high = 0, max(1, min(MOST_REPLICAS, ceil(guess)))
+    while not met(high):
+        if high == MOST_REPLICAS:
+            missed = "; ".join(said(it) for it in runs[-1].objective if not it.met)
+            return Found(value=None, reason=f"{high:,} replicas still have {missed}", report=None, runs=tuple(runs))
+        low, high = high, min(MOST_REPLICAS, 2 * high)
+    while high - low > max(1, CLOSE_REPLICAS * high):
+        # Where nothing is known to be too few, the guess is as good as it gets.
+        middle = (low + high) // 2 if low else max(1, high * 3 // 4)
+        low, high = (low, middle) if met(middle) else (middle, high)
+    return Found(value=high, reason="", report=best(runs, lambda it: it.replicas == high), runs=tuple(runs))
+
+
+def find_rate(run: Callable[[float], Report], guess: float) -> Found:
+    """The highest rate, to CLOSE, beginning at a guess."""
+    runs: list[Report] = []
+
+    def met(rate: float) -> bool:
+        runs.append(run(rate))
+        return bool(runs[-1].met)
+
+    low, high = 0.0, guess
+    for _ in range(MOST_RISES):
+        if not met(high):
+            break
+        low, high = high, 2 * high
+    while high - low > CLOSE * high and high > CLOSE * guess:
+        middle = (low + high) / 2
+        low, high = (middle, high) if met(middle) else (low, middle)
+    if not low:
+        missed = "; ".join(said(it) for it in runs[-1].objective if not it.met)
+        return Found(
+            value=None, reason=f"at {high:.3g} requests/s there is still {missed}", report=None, runs=tuple(runs)
+        )
+    return Found(value=low, reason="", report=best(runs, lambda it: it.rate == low), runs=tuple(runs))
+
+
+def best(runs: list[Report], fits: Callable[[Report], bool]) -> Report:
+    return next(report for report in reversed(runs) if fits(report))

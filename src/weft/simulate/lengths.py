@@ -1,0 +1,85 @@
+"""Lengths: how many tokens prompts and answers have."""
+
+from __future__ import annotations
+
+from math import exp, inf, log, sqrt
+from random import Random
+
+import msgspec
+
+from weft.errors import ConfigError
+
+
+class Fixed(msgspec.Struct, frozen=True):
+    """Always the same."""
+
+    tokens: int
+
+    @property
+    def mean(self) -> float:
+        return self.tokens
+
+    @property
+    def longest(self) -> int | None:
+        return self.tokens
+
+    def draw(self, random: Random) -> int:
+        return self.tokens
+
+
+class Even(msgspec.Struct, frozen=True):
+    """Any from `low` to `high`, both included, as often as any other."""
+
+    low: int
+    high: int
+
+    @property
+    def mean(self) -> float:
+        return (self.low + self.high) / 2
+
+    @property
+    def longest(self) -> int | None:
+        return self.high
+
+    def draw(self, random: Random) -> int:
+        return random.randint(self.low, self.high)
+
+
+class LogNormal(msgspec.Struct, frozen=True):
+    """Many short and a few long ones: a log-normal distribution of this mean and standard deviation, in tokens."""
+
+    mean: float
+    deviation: float
+
+    @property
+    def longest(self) -> int | None:
+        """None: there is no end."""
+        return None
+
+    def draw(self, random: Random) -> int:
+        variance = log(1 + (self.deviation / self.mean) ** 2)
+        return max(1, round(exp(random.gauss(log(self.mean) - variance / 2, sqrt(variance)))))
+
+
+Lengths = Fixed | Even | LogNormal
+
+
+def parse_lengths(text: str, flag: str) -> Lengths:
+    """`1024`, `100:1024` or `lognormal:MEAN:DEVIATION`. Raises ConfigError, naming the flag."""
+    kind, *rest = text.split(":")
+    try:
+        if kind == "lognormal":
+            mean, deviation = map(float, rest)
+            if not (1 <= mean < inf and 0 <= deviation < inf):
+                raise ConfigError(f"{flag} {text!r}: the mean must be 1 or more, the deviation 0 or more, in tokens")
+            return LogNormal(mean, deviation)
+        bounds = [int(part) for part in text.split(":")]
+    except ValueError:
+        bounds = []
+    if not 1 <= len(bounds) <= 2:
+        raise ConfigError(
+            f"{flag} {text!r} is no length in tokens; write 1024, a range 100:1024, or lognormal:MEAN:DEVIATION"
+        )
+    if bounds[0] < 1 or bounds[-1] < bounds[0]:
+        raise ConfigError(f"{flag} {text!r}: lengths are 1 or more, and a range begins with the lower end")
+    return Fixed(bounds[0]) if len(bounds) == 1 else Even(*bounds)

@@ -1,0 +1,102 @@
+"""Objective: what a service promises, as in ttft_p95=1s,tpot_p95=50ms."""
+
+from __future__ import annotations
+
+import re
+from math import floor, inf
+
+import msgspec
+
+from weft.errors import ConfigError
+
+METRICS = {  # what may be promised, and what it is
+    "ttft": "time to first token",
+    "tpot": "time per token after it",
+    "itl": "gap between tokens",
+    "e2e": "whole answer",
+    "queue": "wait for the first step",
+}
+UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+_TARGET = re.compile(
+    r"\s*(?P<metric>[a-z]\w*?)_(?P<statistic>mean|p\d+(?:\.\d+)?)\s*(?:=|<=|<)\s*(?P<number>[^a-z\s]+)\s*(?P<unit>[a-z]*)\s*",
+    re.IGNORECASE,
+)
+_DURATION = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?|\.\d+)\s*(?P<unit>[a-z]*)\s*", re.IGNORECASE)
+
+
+class Target(msgspec.Struct, frozen=True):
+    """A metric's mean (`percent` None) or percentile is to be at most `limit_s` seconds."""
+
+    metric: str
+    percent: float | None
+    limit_s: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.metric}_mean" if self.percent is None else f"{self.metric}_p{self.percent:g}"
+
+    def __str__(self) -> str:
+        return f"{self.name} {duration(self.limit_s)}"
+
+
+class Objective(msgspec.Struct, frozen=True):
+    """All targets are to be met. A request meets it by itself that is below the limits of its own times."""
+
+    targets: tuple[Target, ...]
+
+    def limit_s(self, metric: str) -> float:
+        """What one request's time may be: the loosest of the metric's limits."""
+        return max((target.limit_s for target in self.targets if target.metric == metric), default=inf)
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.targets))
+
+
+def parse_objective(text: str) -> Objective:
+    """Raises ConfigError for a text that is no objective, saying what is wrong."""
+    parts = [part for part in text.split(",") if part.strip()]
+    if not parts:
+        raise ConfigError("--slo is empty; write it as ttft_p95=1s,tpot_p95=50ms")
+    return Objective(tuple(map(_target, parts)))
+
+
+def _target(text: str) -> Target:
+    match = _TARGET.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"--slo {text.strip()!r} is no target; write METRIC_STATISTIC=TIME, as in ttft_p95=1s")
+    metric, statistic = match["metric"].lower(), match["statistic"].lower()
+    if metric not in METRICS:
+        raise ConfigError(f"--slo {text.strip()!r}: unknown metric {metric!r}; known: {', '.join(METRICS)}")
+    percent = None if statistic == "mean" else float(statistic[1:])
+    if percent is not None and not 0 < percent < 100:
+        raise ConfigError(f"--slo {text.strip()!r}: a percentile lies between 0 and 100, as in {metric}_p95")
+    return Target(metric, percent, seconds(match["number"] + match["unit"], f"--slo {text.strip()!r}"))
+
+
+def seconds(text: str, what: str) -> float:
+    """`50ms`, `1.5s`, `10m`, `1h`. Raises ConfigError, which says of what."""
+    match = _DURATION.fullmatch(text)
+    unit = UNITS_S.get(match["unit"].lower()) if match else None
+    if match is None or unit is None or not 0 < float(match["number"]) * unit < inf:
+        raise ConfigError(f"{what}: {text.strip()!r} is no time above 0; write it as 50ms, 1.5s, 10m or 1h")
+    return float(match["number"]) * unit
+
+
+def duration(seconds: float) -> str:
+    """A time as a person reads it."""
+    if seconds == inf:
+        return "for ever"
+    if seconds < 1:
+        return f"{1000 * seconds:.3g} ms"
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    return f"{seconds / 60:.3g} min" if seconds < 7200 else f"{seconds / 3600:.3g} h"
+
+
+def percentile(ascending: list[float], percent: float) -> float:
+    """In a straight line between the nearest two, of at least one value; values may be infinite."""
+    at = (len(ascending) - 1) * percent / 100
+    low = floor(at)
+    if at == low or ascending[low] == inf:
+        return ascending[low]
+    return ascending[low] + (ascending[low + 1] - ascending[low]) * (at - low)

@@ -1,0 +1,107 @@
+"""Study: one deployment, simulated under one load after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import ceil, inf
+
+import msgspec
+
+from weft.gateway.policy import POLICIES
+from weft.simulate.load import Load
+from weft.simulate.objective import Objective
+from weft.simulate.replica import Spec
+from weft.simulate.report import Report, report, waits
+from weft.simulate.system import simulate
+from weft.simulate.tally import Tally
+
+REQUESTS = 200_000  # of all runs of a study together; where more would come, equal replicas are sampled,
+LEAST_SAMPLE = 64  # but no fewer than these
+MARGIN = 1.2  # by which more requests may come than the rate says
+
+
+class Times(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds of the virtual clock: how long requests come that count, the first `warmup_s` of them not."""
+
+    duration_s: float
+    warmup_s: float
+
+
+class Study(msgspec.Struct, frozen=True, kw_only=True):
+    """What stays the same from run to run. `specs` are the plan's replicas, each on `gpus_each` GPUs; `capacity` is
+    the most requests per second that one is predicted to answer; `price` dollars for a GPU and hour. `sample` replicas
+    are simulated of those that are equal, None for as many as REQUESTS over `runs` allow."""
+
+    specs: Sequence[Spec]
+    gpus_each: int
+    capacity: float
+    times: Times
+    policy: str
+    price: float | None = None
+    objective: Objective | None = None
+    sample: int | None = None
+    runs: int = 1
+    stretches: bool = True
+
+    def run(
+        self,
+        load: Load,
+        replicas: int | None = None,
+        *,
+        judging: bool = False,
+        on_time: Callable[[float], object] = lambda now: None,
+    ) -> Report:
+        """The deployment with so many replicas, or the plan's number, under a load. `judging`: it is only to be said
+        whether the objective is met, and the run ends early where it cannot be. `on_time` is told the virtual time now
+        and then."""
+        count = replicas or len(self.specs)
+        specs = [self.specs[number % len(self.specs)] for number in range(count)]
+        chosen = specs[: self._sampled(load, count)] if len(set(map(id, specs))) == 1 else specs
+        hopeless = None
+        if judging and self.objective and load.offered:
+            window = self.times.duration_s - self.times.warmup_s
+            hopeless = Hopeless(self.objective, load.offered * len(chosen) / count * window)
+        run = simulate(
+            chosen,
+            load.source(),
+            POLICIES[self.policy](),
+            warmup_s=self.times.warmup_s,
+            end_s=self.times.duration_s,
+            prefix_caching=load.shares,
+            rest=count - len(chosen),
+            stretches=self.stretches,
+            enough=hopeless or (lambda tally: False),
+            on_time=on_time,
+        )
+        return report(
+            run,
+            replicas=count,
+            blocks=sum(spec.num_blocks for spec in chosen) / len(chosen),
+            gpus=count * self.gpus_each,
+            price=self.price,
+            rate=load.offered,
+            users=load.users,
+            objective=self.objective,
+        )
+
+    def _sampled(self, load: Load, count: int) -> int:
+        """How many of so many equal replicas are simulated."""
+        if self.sample is not None:
+            return min(count, self.sample)
+        most = count * self.capacity
+        requests = min(most, load.offered or inf) * self.times.duration_s
+        share = REQUESTS / self.runs / requests if requests else 1.0
+        return count if share >= 1 else min(count, max(LEAST_SAMPLE, ceil(count * share)))
+
+
+class Hopeless:
+    """Whether so many requests have missed a percentile's limit that, of as many as will come, it cannot be met."""
+
+    def __init__(self, objective: Objective, requests: float) -> None:
+        targets = [it for it in objective.targets if it.percent is not None and it.metric != "itl"]
+        self._most = [(it, MARGIN * requests * (1 - (it.percent or 0.0) / 100)) for it in targets]
+
+    def __call__(self, tally: Tally) -> bool:
+        return any(
+            sum(wait > target.limit_s for _, wait in waits(tally, target.metric)) > most for target, most in self._most
+        )

@@ -1,0 +1,55 @@
+"""Whether bytes arrive is judged rightly, where there is no GPU to judge; and what a machine without says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from weft.errors import ConfigError
+from weft.executors import links
+from weft.facts.host import Host
+from weft.facts.topology import Gpu
+from weft.worker.copies import COPIES, difference
+
+CPU = torch.device("cpu")
+SENT = torch.randint(0, 256, (1000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("copy", COPIES)
+def test_a_good_copy_differs_in_nothing(copy: str) -> None:
+    assert difference(SENT, CPU, COPIES[copy]) == 0
+
+
+@pytest.mark.parametrize("copy", COPIES)
+def test_each_byte_that_arrives_wrong_is_counted(copy: str) -> None:
+    def spoilt(sent: torch.Tensor, target: torch.device) -> torch.Tensor:
+        arrived = COPIES[copy](sent, target)
+        arrived[10:17] += 1
+        return arrived
+
+    assert difference(SENT, CPU, spoilt) == 7
+
+
+def test_a_copy_that_never_happened_is_seen() -> None:
+    """As with a link that drops all that is written to it: what was there before stays."""
+    wrong = difference(SENT, CPU, lambda sent, target: torch.zeros_like(sent))
+    assert wrong == int((SENT != 0).sum()) > 900
+
+
+def test_a_strided_copy_that_writes_beside_its_place_is_seen() -> None:
+    def stray(sent: torch.Tensor, target: torch.device) -> torch.Tensor:
+        wide = torch.zeros(2 * sent.numel(), dtype=sent.dtype)
+        wide[: sent.numel()] = sent  # as one run after all
+        return wide[::2] + wide[1::2]
+
+    assert difference(SENT, CPU, stray) > 900
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA GPUs")
+def test_a_driver_s_gpu_that_torch_does_not_see_is_told() -> None:
+    card = Gpu(index=0, name="card", uuid="GPU-0", total_bytes=1, free_bytes=1, capability=(8, 0))
+    here = Host(hostname="here", cores=(0,), memory_total_bytes=1, memory_free_bytes=1, gpus=(card,))
+    with pytest.raises(
+        ConfigError, match=r"cannot measure the GPUs of here: torch .* sees 0 GPUs where the driver tells of 1"
+    ):
+        links.measure(here)

@@ -1,0 +1,157 @@
+"""What weft plan --emit writes for a few plans: `python -m tests.pure.exports` writes the golden files anew."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from weft import __version__, logs
+from weft.cli import main, vllm
+from weft.export.targets import TARGETS
+
+# Flags of vllm serve that Weft has too, in its documentation of version 0.12 and later.
+SHARED = """
+tensor-parallel-size pipeline-parallel-size distributed-executor-backend max-model-len max-num-seqs
+max-num-batched-tokens gpu-memory-utilization dtype tokenizer served-model-name host port
+"""
+VLLM = {*vllm.ARITY, *SHARED.split()}
+FOLDER = Path(__file__).parent / "golden"
+PLANS = {
+    "one-gpu": "Llama-3.1-8B-Instruct --gpus 1xRTX4090 --max-model-len 8192",
+    "tensor": "Llama-3.3-70B-Instruct --gpus 4xA100 -tp 4 --served-model-name llama llama-70b",
+    "pipeline-uneven": "Qwen2.5-14B-Instruct --gpus 2xRTX4090 --pipeline-split 28,20 --max-model-len 8192",
+    "replicas-int4": "Qwen2.5-32B-Instruct --gpus 4xRTX4090 --precision int4 -tp 1 -pp 2 -dp 2 --max-model-len 16384",
+    "two-nodes": "Llama-3.1-405B-Instruct --nodes 2x8xH100 -tp 8 -pp 2 --max-model-len 32768",
+    "experts": "Qwen3-30B-A3B --gpus 4xA100 -tp 2 -dp 2 --enable-expert-parallel",
+}
+# Plans that are of interest to some targets only.
+MORE = {
+    "tensor-uneven": "Qwen3-14B --gpus 1xRTX4090+1xRTX3060 --tensor-split 3,1 --max-model-len 2048",
+    "two-nodes-replicas": "Qwen3-32B --nodes 2x2xA100 -tp 2 -dp 2 --port 9000",
+    "experts-two-nodes": "Qwen3-30B-A3B --nodes 2x2xA100 -tp 1 -dp 4 --enable-expert-parallel --engine vllm",
+    "mixed-node": "Llama-3.1-8B-Instruct --gpus 1xRTX4090+1xRTX3090 -tp 1 -pp 2 --max-model-len 8192",
+    "mixed-nodes": "Llama-3.1-8B-Instruct --nodes 1x2xRTX4090+1x2xL40S -tp 2 -dp 2 --max-model-len 8192",
+    "amd": "Llama-3.1-8B-Instruct --gpus 2xMI300X -tp 2 --engine vllm",
+    "engine-vllm": "Qwen2.5-7B-Instruct --gpus 2xRTX4090 -tp 1 -dp 2 --max-model-len 8192 --engine vllm",
+}
+INTEREST = {
+    "weft": ("tensor-uneven", "two-nodes-replicas"),
+    "vllm": ("tensor-uneven", "two-nodes-replicas", "experts-two-nodes", "amd"),
+    "ollama": ("tensor-uneven",),
+    "infernet": ("engine-vllm",),
+    "nginx": ("two-nodes-replicas",),
+    "kuberay": ("mixed-node", "mixed-nodes", "amd"),
+    "compose": ("two-nodes-replicas", "amd", "engine-vllm"),
+}
+CASES = [(target, plan) for target in TARGETS for plan in (*PLANS, *INTEREST.get(target, ()))]
+
+
+@contextmanager
+def logging_as_it_was() -> Iterator[None]:
+    """What runs inside may configure our logger."""
+    logger, wanted = logging.getLogger("weft"), os.environ.pop(logs.VARIABLE, None)
+    before = logger.handlers, logger.level, logger.propagate
+    try:
+        yield
+    finally:
+        logger.handlers, logger.level, logger.propagate = before
+        os.environ.pop(logs.VARIABLE, None)
+        if wanted is not None:
+            os.environ[logs.VARIABLE] = wanted
+
+
+def emit(target: str, plan: str, *more: str) -> tuple[int, str, str]:
+    """Exit status, standard output and standard error of weft plan."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err), logging_as_it_was():
+        status = main.main(["plan", *(PLANS | MORE).get(plan, plan).split(), "--emit", target, *more])
+    return status, out.getvalue(), err.getvalue()
+
+
+@cache
+def known(target: str, plan: str) -> tuple[int, str, str]:
+    """The same for a plan of the table, once."""
+    return emit(target, plan)
+
+
+def text(target: str, plan: str) -> str:
+    """What is written, or the one line that says why nothing is; without what changes with every calibration."""
+    status, out, err = known(target, plan)
+    if status:
+        assert status == 3 and not out, err
+        return f"exit status {status}\n{err}"
+    told = out.replace(f"weft {__version__}", "weft VERSION")
+    return re.sub(r"(# Predicted with \S+), within.*?as many\n?#? ?as ?\n?#? ?fit\.", r"\1.", told, flags=re.DOTALL)
+
+
+def parts(target: str, plan: str) -> dict[str, str]:
+    """The files by name; a single one by the name that it would have."""
+    out = known(target, plan)[1]
+    found = re.split(r"^# ======== (.+) ========\n", out, flags=re.MULTILINE)
+    return dict(zip(found[1::2], found[2::2], strict=True)) if len(found) > 1 else {target: out}
+
+
+def path(target: str, plan: str) -> Path:
+    return FOLDER / target / f"{plan}.txt"
+
+
+def plans(target: str) -> list[str]:
+    """Those that are written for a target."""
+    return [plan for it, plan in CASES if it == target and known(target, plan)[0] == 0]
+
+
+# A program that only says how it was called.
+RECORD = """#!/bin/sh
+printf '%s\\0' "${{0##*/}}" "$@" >"{calls}/$$.words"
+env -0 >"{calls}/$$.environment"
+"""
+
+
+def run(script: str, folder: Path, **variables: str) -> tuple[int, list[dict[str, Any]], str]:
+    """A script with programs that only say how they were called: its status, the calls, its standard error."""
+    programs, calls = folder / "bin", folder / "calls"
+    shutil.rmtree(calls, ignore_errors=True)
+    for made in (programs, calls):
+        made.mkdir(exist_ok=True)
+    stubs = dict.fromkeys(("weft", "vllm", "ray", "ollama"), RECORD.format(calls=calls))
+    stubs["python3"] = "#!/bin/sh\necho 16\n"  # GPUs that Ray counts
+    for name, stub in stubs.items():
+        (programs / name).write_text(stub)
+        (programs / name).chmod(0o755)
+    environment = {"PATH": f"{programs}:/usr/bin:/bin", **variables}
+    done = subprocess.run(["bash"], input=script, text=True, env=environment, capture_output=True, timeout=60)
+    found = []
+    for words in calls.glob("*.words"):
+        seen = words.with_suffix(".environment").read_text().split("\0")[:-1]
+        call = {"words": words.read_text().split("\0")[:-1], "environment": dict(it.split("=", 1) for it in seen)}
+        found.append(call)
+    return done.returncode, sorted(found, key=lambda call: json.dumps(call["words"])), done.stderr
+
+
+def flags(words: list[str]) -> dict[str, list[str]]:
+    """Each flag with its values."""
+    found: dict[str, list[str]] = {}
+    name = ""
+    for word in words:
+        if word.startswith("--"):
+            name = word[2:]
+            found[name] = []
+        elif name:
+            found[name].append(word)
+    return found
+
+
+if __name__ == "__main__":
+    for target, plan in CASES:
+        path(target, plan).parent.mkdir(parents=True, exist_ok=True)
+        path(target, plan).write_text(text(target, plan), encoding="utf-8")

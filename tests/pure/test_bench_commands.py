@@ -1,0 +1,204 @@
+"""weft bench serve, sweep and compare as commands, against a server of the tests."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.pure.test_bench_serve import Exchange, good, serving
+from weft.bench.compare import Change, changes, read
+from weft.cli import bench_compare, bench_serve, main
+from weft.cli.bench_view import aligned, number
+from weft.cli.parser import find, parse
+from weft.cli.plot import Curve, picture, terminal
+from weft.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """A server with the models `m` and `n`, of which `n` is refused."""
+
+    async def answering(exchange: Exchange) -> None:
+        if exchange.path == "/v1/models":
+            exchange.refuse("200 OK", b'{"data": [{"id": "m"}, {"id": "n"}]}')
+        elif exchange.json["model"] == "n":
+            exchange.refuse("400 Bad Request", b'{"error": {"message": "not n"}}')
+        else:
+            await good(exchange)
+
+    started, done = threading.Event(), threading.Event()
+    found: list[str] = []
+
+    async def run() -> None:
+        async with serving(answering) as server:
+            found.append(server.url)
+            started.set()
+            await asyncio.to_thread(done.wait)
+
+    thread = threading.Thread(target=lambda: asyncio.run(run()))
+    thread.start()
+    assert started.wait(30)
+    yield found[0]
+    done.set()
+    thread.join()
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    status = main.main(["bench", *words])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_serve(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "result.json"
+    words = ["serve", "--base-url", f"{url}/v1", "--num-prompts", "5", "--output-len", "3", "--request-rate", "1000"]
+    status, out, _ = said(capsys, *words, "--goodput", "ttft:60000", "--save-result", str(path))
+    assert status == 0
+    assert "m at /v1/completions: 5 requests, 1000 per second" in out
+    assert "answered             5 of 5" in out and "100 % within ttft 60000 ms" in out
+    result = json.loads(path.read_text())
+    assert (result["completed"], result["total_output_tokens"], result["request_rate"]) == (5, 15, 1000)
+    assert result["p99_ttft_ms"] >= result["median_ttft_ms"] > 0
+    status, out, _ = said(capsys, *words, "--json")
+    assert json.loads(out)["task"] == "serve"
+
+
+def test_what_is_wrong_is_said_before_the_load(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    where = ["serve", "--base-url", url]
+    for words, status, what in [
+        ([*where, "--served-model-name", "n"], 1, "does not answer: HTTP 400: not n"),
+        (["serve"], 2, "which server?"),
+        ([*where, "--goodput", "itl:3"], 1, "--goodput 'itl:3' is no limit"),
+        ([*where, "--request-rate", "-1"], 2, "must be above 0"),
+        ([*where, "--burstiness", "inf"], 2, "must have an end"),
+        ([*where, "--random-range-ratio", "1"], 2, "below 1"),
+        ([*where, "--header", "nonsense"], 2, "is no header"),
+        ([*where, "--save-result", "/nowhere/at/all"], 2, "there is no directory"),
+        (["serve", "--base-url", "http://127.0.0.1:1"], 1, "is the server there?"),
+        (["serve", "/no/such/model"], 1, "/no/such/model"),
+        (["sweep", "--base-url", url], 2, "what is to be varied?"),
+        (["sweep", "--base-url", url, "--request-rate", "1,2", "--max-concurrency", "1,2"], 2, "vary one of them"),
+    ]:
+        got, out, err = said(capsys, *words)
+        assert (got, out) == (status, ""), err
+        assert what in err and len(err.splitlines()) == 1
+
+
+def test_nobody_was_answered(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["serve", "--base-url", url, "--served-model-name", "n", "--num-warmups", "0", "--num-prompts", "3"]
+    status, out, _ = said(capsys, *words)
+    assert status == 1
+    assert "3 x HTTP 400: not n" in out and "warning: 3 of 3 requests failed" in out
+
+
+def test_a_server_of_our_own_gets_the_engine_s_flags() -> None:
+    typed = "bench serve m -tp 2 --tensor-split 2,1 --max-model-len auto --no-enable-prefix-caching --seed 3"
+    command, rest = find([*typed.split(), "--distributed-executor-backend", "mp"])
+    words = bench_serve.engine_words(parse(command, rest))
+    again, rest = find(["serve", "m", *words])
+    got = parse(again, rest)
+    assert (got.tensor_parallel_size, got.tensor_split, got.max_model_len) == (2, (2.0, 1.0), None)
+    assert (got.enable_prefix_caching, got.executor, got.seed) == (False, "mp", 3)
+
+
+def test_sweep(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["sweep", "--base-url", url, "--num-prompts", "4", "--output-len", "3", "--save-result"]
+    status, out, err = said(capsys, *words, str(tmp_path / "a.json"), "--max-concurrency", "4,1,2")
+    assert status == 0
+    lines = out.splitlines()
+    assert lines[0].startswith("m: 4 requests each") and [line.split()[0] for line in lines[3:6]] == ["1", "2", "4"]
+    assert "o median TTFT   + p95 TTFT   x p95 TPOT" in out
+    assert len(err.splitlines()) == 3
+    status, out, _ = said(capsys, *words, str(tmp_path / "b.json"), "--request-rate", "500,inf", "--json")
+    result = json.loads(out)
+    assert [point["request_rate"] for point in result["points"]] == [500, "inf"]
+    assert json.loads((tmp_path / "b.json").read_text()) == result
+    with pytest.raises(ConfigError, match="no result"):
+        read(str(Path(__file__)))
+    old, new = read(str(tmp_path / "a.json")), read(str(tmp_path / "a.json"))
+    found = changes(old, new)
+    assert {change.ratio for change in found} == {1.0} and len({change.name for change in found}) == len(found)
+    assert "at once 1: median_ttft_ms" in {change.name for change in found}
+
+
+def test_a_plot_in_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "plot.png"
+    curves = [Curve("a", [(1, 1), (2, 100)]), Curve("b", [(1, 3)])]
+    assert picture(str(path), curves, x="x", y="y", title="t")
+    assert path.read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ConfigError, match="cannot write the plot"):
+        picture(str(tmp_path / "none" / "plot.png"), curves, x="x", y="y", title="t")
+    with pytest.raises(ConfigError, match="cannot write the plot"):
+        picture(str(tmp_path / "plot.nonsense"), curves, x="x", y="y", title="t")
+
+
+def test_a_plot_in_a_terminal() -> None:
+    lines = terminal([Curve("up", [(0, 0), (4, 8)]), Curve("flat", [(2, 2)])], x="load", y="ms", width=9, height=5)
+    assert lines == [
+        "ms",
+        "8 |       .o",
+        "  |     ..",
+        "4 |    .",
+        "  |  ..+",
+        "0 |o.",
+        "  +---------",
+        "   0   2   4  load",
+        "o up   + flat",
+    ]
+    assert terminal([Curve("none", [])], x="x", y="y") == []
+    assert any("*" in line for line in terminal([Curve(str(n), [(1, 5)]) for n in range(4)], x="x", y="y"))
+    powers = terminal([Curve("a", [(1, 1), (100, 1000)])], x="x", y="y", width=11, height=3)
+    assert [line.split("|")[0].strip() for line in powers[1:4]] == ["1e+03", "31.6", "1"]
+
+
+def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def write(name: str, **figures: Any) -> str:
+        (tmp_path / name).write_text("a line before\n" + json.dumps({"task": "latency", **figures}) + "\n")
+        return str(tmp_path / name)
+
+    old = write("old", model="m", decode_tok_s=100.0, ttft_s=0.5, runs=3, failed=0)
+    same = write("same", model="m", decode_tok_s=96.0, ttft_s=0.52, runs=9, failed=0)
+    worse = write("worse", model="o", decode_tok_s=120.0, ttft_s=0.6, failed=2)
+    assert said(capsys, "compare", old, same)[0] == 0
+    status, out, _ = said(capsys, "compare", old, worse)
+    assert status == 1
+    assert "not the same work: model was m, is o" in out and "2 of 3 figures are worse by more than 5 %" in out
+    assert [line.split()[-1] for line in out.splitlines() if line.startswith(("decode", "ttft", "failed"))] == [
+        "1.200",
+        "worse",
+        "worse",
+    ]
+    assert said(capsys, "compare", old, same, "--tolerance", "0.03")[0] == 1
+    status, out, _ = said(capsys, "compare", old, worse, "--json")
+    got = json.loads(out)
+    assert {it["name"]: it["ratio"] for it in got["figures"]}["decode_tok_s"] == 1.2
+    empty = write("empty", runs=3)
+    for words, code, what in [
+        ([old], 2, "takes two files"),
+        ([old, str(tmp_path / "none")], 1, "cannot read"),
+        ([old, empty], 1, "no figure in common"),
+    ]:
+        status, _, err = said(capsys, "compare", *words)
+        assert status == code and what in err
+
+
+def test_a_change_has_a_direction() -> None:
+    faster = Change(name="tok_s", old=2, new=4, higher_is_better=True)
+    slower = Change(name="ttft_s", old=2, new=4, higher_is_better=False)
+    assert (faster.ratio, slower.ratio) == (2.0, 0.5)
+    assert not faster.worse(0.05) and slower.worse(0.05) and not slower.worse(0.6)
+    assert Change(name="failed", old=3, new=0, higher_is_better=False).ratio is None
+    assert Change(name="failed", old=0, new=0, higher_is_better=False).ratio == 1.0
+    assert Change(name="failed", old=0, new=1, higher_is_better=False).worse(0.99)
+    assert bench_compare.row(slower, True) == ["ttft_s", "2", "4", "0.500", "worse"]
+
+
+def test_figures_and_tables_in_text() -> None:
+    assert [number(it) for it in (None, 0, 0.1234, 5.6789, 1234.5)] == ["-", "0", "0.123", "5.679", "1,234"]
+    assert aligned(["a", "b"], [["long", "1"], ["x", "10"]]) == ["a      b", "long   1", "x     10"]

@@ -1,0 +1,527 @@
+"""weft bench serve: the client against servers that behave well and badly, and the figures that come of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft.bench.arrivals import arrivals
+from weft.bench.http import Client, HttpFailure, Refused, Server
+from weft.bench.load import Asking, Load, Record, ask, lay_on, message
+from weft.bench.prompts import Prompt, random_prompts, read, spread
+from weft.bench.summary import meets, parse_limits, percentile, summary, warnings
+from weft.errors import ConfigError
+
+# --- a server of the tests ---
+
+
+class Exchange:
+    """One request that has come in, and the way to answer it."""
+
+    def __init__(self, path: str, headers: dict[str, str], body: bytes, writer: asyncio.StreamWriter) -> None:
+        self.path, self.headers, self.writer = path, headers, writer
+        self.json = json.loads(body) if body else None
+        self.kept = True
+
+    def head(self, status: str = "200 OK", *lines: str) -> None:
+        self.writer.write("\r\n".join([f"HTTP/1.1 {status}", *lines, "", ""]).encode())
+
+    def chunk(self, data: bytes) -> None:
+        self.writer.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+
+    def stream(self) -> None:
+        self.head("200 OK", "Content-Type: text/event-stream", "Transfer-Encoding: chunked")
+
+    def event(self, value: Any) -> None:
+        self.chunk(b"data: " + (value if isinstance(value, bytes) else json.dumps(value).encode()) + b"\n\n")
+
+    def end(self) -> None:
+        self.chunk(b"")
+
+    def refuse(self, status: str, body: bytes) -> None:
+        self.head(status, f"Content-Length: {len(body)}")
+        self.writer.write(body)
+
+    def hang_up(self) -> None:
+        self.kept = False
+
+
+Answering = Callable[[Exchange], Awaitable[None]]
+
+
+@asynccontextmanager
+async def serving(answering: Answering) -> AsyncIterator[Server]:
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                first, *lines = head.strip().split("\r\n")
+                headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
+                body = await reader.readexactly(int(headers.get("content-length", 0)))
+                exchange = Exchange(first.split()[1], headers, body, writer)
+                await answering(exchange)
+                await writer.drain()
+                if not exchange.kept:
+                    return
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return
+        finally:
+            writer.close()
+
+    async with await asyncio.start_server(connected, "127.0.0.1", 0) as server:
+        yield Server(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", {"X-Team": "blue"})
+
+
+async def good(exchange: Exchange) -> None:
+    exchange.stream()
+    for _ in range(exchange.json["max_tokens"]):
+        exchange.event({"choices": [{"text": "a", "finish_reason": None}]})
+    exchange.event({"choices": [{"text": "", "finish_reason": "length"}]})
+    tokens = len(exchange.json["prompt"]), exchange.json["max_tokens"]
+    usage = {"prompt_tokens": tokens[0], "completion_tokens": tokens[1], "prompt_tokens_details": {"cached_tokens": 1}}
+    exchange.event({"choices": [], "usage": usage})
+    exchange.event(b"[DONE]")
+    exchange.end()
+
+
+async def one(answering: Answering, asking: Asking | None = None, prompt: Prompt | None = None) -> Record:
+    async with serving(answering) as server:
+        client, asking = Client(server), asking or Asking(model="m")
+        prompt = prompt or Prompt([1, 2, 3], 4)
+        record = Record(due_s=0.0, wanted=prompt.output_len)
+        await ask(client, asking, record, asking.body(prompt))
+        client.close()
+        return record
+
+
+# --- one request ---
+
+
+async def test_a_good_answer_is_timed_and_counted() -> None:
+    seen: list[Exchange] = []
+
+    async def noting(exchange: Exchange) -> None:
+        seen.append(exchange)
+        await good(exchange)
+
+    record = await one(noting, Asking(model="m", extra={"top_k": 3}))
+    assert record.error is None
+    assert (record.input_tokens, record.output_tokens, record.cached_tokens) == (3, 4, 1)
+    assert len(record.pieces_s) == 4 and record.pieces_s == sorted(record.pieces_s)
+    assert 0 <= record.ttft_s <= record.e2e_s and record.tpot_s is not None and record.tpot_s >= 0
+    assert seen[0].path == "/v1/completions" and seen[0].headers["x-team"] == "blue"
+    assert seen[0].json == {
+        "model": "m",
+        "prompt": [1, 2, 3],
+        "max_tokens": 4,
+        "temperature": 0.0,
+        "stream": True,
+        "ignore_eos": True,
+        "stream_options": {"include_usage": True},
+        "top_k": 3,
+    }
+
+
+async def test_chat_has_messages_and_deltas() -> None:
+    async def chat(exchange: Exchange) -> None:
+        assert exchange.path == "/v1/chat/completions"
+        assert exchange.json["messages"] == [{"role": "user", "content": "hello"}]
+        exchange.stream()
+        exchange.event({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
+        exchange.event({"choices": [{"delta": {"reasoning_content": "hm"}}]})
+        exchange.event({"choices": [{"delta": {"content": "hi"}, "finish_reason": "stop"}]})
+        exchange.event(b"[DONE]")
+        exchange.end()
+
+    record = await one(chat, Asking(api="openai-chat"), Prompt("hello", 9))
+    assert record.error is None and len(record.pieces_s) == 2
+    assert record.output_tokens == 2  # a server that counts nothing
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 50])
+async def test_however_the_bytes_are_cut(size: int) -> None:
+    async def crumbs(exchange: Exchange) -> None:
+        whole = b': keepalive\r\ndata: {"choices":[{"text":"\xc3\xa4"}]}\r\n\r\ndata:{"choices":[{"text":"b"}]}\n\n'
+        whole += b'data: {"choices":[{"text":"","finish_reason":"length"}]}\n\ndata: [DONE]\n\n'
+        exchange.stream()
+        for at in range(0, len(whole), size):
+            exchange.chunk(whole[at : at + size])
+            await exchange.writer.drain()
+        exchange.end()
+
+    record = await one(crumbs)
+    assert record.error is None and len(record.pieces_s) == 2
+
+
+async def test_an_answer_of_one_token_without_text() -> None:
+    async def silent(exchange: Exchange) -> None:
+        exchange.stream()
+        exchange.event({"choices": [{"text": "", "finish_reason": "length"}]})
+        exchange.event({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 1}})
+        exchange.event(b"[DONE]")
+        exchange.end()
+
+    record = await one(silent)
+    assert record.error is None and record.tpot_s is None and record.ttft_s >= 0
+
+
+async def test_a_body_that_ends_with_its_connection() -> None:
+    async def old(exchange: Exchange) -> None:
+        exchange.head("200 OK", "Content-Type: text/event-stream")
+        exchange.writer.write(b'data: {"choices":[{"text":"a","finish_reason":"stop"}]}\n\ndata: [DONE]\n\n')
+        exchange.hang_up()
+
+    assert (await one(old)).error is None
+
+
+async def refused(exchange: Exchange) -> None:
+    exchange.refuse("503 Busy", b'{"error": {"message": "the queue is full", "code": 503}}')
+
+
+async def cut_off(exchange: Exchange) -> None:
+    exchange.stream()
+    exchange.event({"choices": [{"text": "a"}]})
+    exchange.hang_up()
+
+
+async def torso(exchange: Exchange) -> None:
+    exchange.stream()
+    exchange.event({"choices": [{"text": "a"}]})
+    exchange.end()
+
+
+async def in_the_stream(exchange: Exchange) -> None:
+    exchange.stream()
+    exchange.event({"error": {"message": "a rank has died", "type": "x"}})
+    exchange.end()
+
+
+async def nonsense(exchange: Exchange) -> None:
+    exchange.stream()
+    exchange.event(b"{nonsense")
+    exchange.end()
+
+
+async def no_http(exchange: Exchange) -> None:
+    exchange.writer.write(b"SSH-2.0-OpenSSH\r\n\r\n")
+    exchange.hang_up()
+
+
+async def mute(exchange: Exchange) -> None:
+    exchange.hang_up()
+
+
+async def forever(exchange: Exchange) -> None:
+    exchange.stream()
+    await asyncio.sleep(600)
+
+
+@pytest.mark.parametrize(
+    ("answering", "what"),
+    [
+        (refused, "HTTP 503: the queue is full"),
+        (cut_off, "the server cut the answer off"),
+        (torso, "the stream ended before the answer"),
+        (in_the_stream, "in the stream: a rank has died"),
+        (nonsense, "an event that is none of OpenAI's"),
+        (no_http, "the answer is no HTTP"),
+        (mute, "the server hung up before it answered"),
+        (forever, "no end after 0.2 s"),
+    ],
+)
+async def test_a_bad_answer_is_a_failure_with_its_reason(answering: Answering, what: str) -> None:
+    record = await one(answering, Asking(timeout_s=0.2 if answering is forever else 600))
+    assert record.error is not None and record.error.startswith(what)
+
+
+async def test_nobody_there() -> None:
+    async with serving(good) as server:
+        pass
+    record = Record(due_s=0.0, wanted=1)
+    await ask(Client(server), Asking(), record, b"{}")
+    assert record.error is not None and record.error.startswith("cannot connect to http://127.0.0.1:")
+
+
+async def test_connections_are_kept_and_a_stale_one_is_no_failure() -> None:
+    connections: set[int] = set()
+
+    async def noting(exchange: Exchange) -> None:
+        connections.add(id(exchange.writer))
+        await good(exchange)
+
+    async with serving(noting) as server:
+        client, asking = Client(server), Asking()
+        for _ in range(3):
+            record = Record(due_s=0.0, wanted=4)
+            await ask(client, asking, record, asking.body(Prompt([1], 4)))
+            assert record.error is None
+        assert len(connections) == 1
+        # The server hangs up in the moment in which the next request is on its way.
+        client._idle[0]._transport.write(b"GET / HTTP/1.1\r\nContent-Length: nonsense\r\n\r\n")  # type: ignore[union-attr]
+        record = Record(due_s=0.0, wanted=4)
+        await ask(client, asking, record, asking.body(Prompt([1], 4)))
+        assert record.error is None and len(connections) == 2
+        client.close()
+
+
+async def test_get_and_refusals() -> None:
+    async def listing(exchange: Exchange) -> None:
+        if exchange.path == "/v1/models":
+            exchange.refuse("200 OK", b'{"data": []}')
+        else:
+            exchange.refuse("401 No", b"who are you?")
+
+    async with serving(listing) as server:
+        client = Client(server)
+        assert await client.get("/v1/models") == b'{"data": []}'
+        with pytest.raises(Refused) as told:
+            await client.get("/else")
+        assert told.value.status == 401 and message(told.value.body) == "who are you?"
+        client.close()
+
+
+# --- many ---
+
+
+async def test_the_loop_is_open() -> None:
+    """Nobody is answered before all have asked: a client that waited for answers would wait for ever."""
+    count, waiting = 12, asyncio.Event()
+    seen = 0
+
+    async def together(exchange: Exchange) -> None:
+        nonlocal seen
+        seen += 1
+        if seen == count:
+            waiting.set()
+        await waiting.wait()
+        await good(exchange)
+
+    async with serving(together) as server:
+        prompts = [Prompt([1] * n, 3) for n in range(1, count + 1)]
+        load = await lay_on(Client(server), Asking(), prompts, [0.001 * n for n in range(count)])
+    assert [record.error for record in load.records] == [None] * count
+    assert load.most_at_once == count
+    assert all(record.began_s >= record.due_s for record in load.records)
+    assert [record.input_tokens for record in load.records] == list(range(1, count + 1))
+
+
+async def test_a_limit_on_concurrency_holds_requests_back() -> None:
+    running = most = 0
+
+    async def counting(exchange: Exchange) -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.01)
+        running -= 1
+        await good(exchange)
+
+    ended: list[Record] = []
+    async with serving(counting) as server:
+        load = await lay_on(
+            Client(server), Asking(), [Prompt([1], 2)] * 7, [0.0] * 7, max_concurrency=2, on_end=ended.append
+        )
+    figures = summary(load)
+    assert (most, load.most_at_once) == (2, 2) and len(ended) == 7
+    assert figures["held_back"] == 5 and figures["completed"] == 7
+    # Waiting for a turn is no fault of the client's.
+    held = [record for record in load.records if record.held_until_s is not None]
+    assert all(record.late_s == record.began_s - record.held_until_s for record in held if record.held_until_s)
+
+
+async def test_some_fail_and_all_are_counted() -> None:
+    async def every_other(exchange: Exchange) -> None:
+        await (good if exchange.json["max_tokens"] % 2 else refused)(exchange)
+
+    async with serving(every_other) as server:
+        load = await lay_on(Client(server), Asking(), [Prompt([1], n) for n in range(1, 7)], [0.0] * 6)
+    figures = summary(load, {"ttft": 600.0})
+    assert (figures["completed"], figures["failed"]) == (3, 3)
+    assert figures["errors"] == {"HTTP 503: the queue is full": 3}
+    assert figures["goodput_share"] == 0.5
+    assert any("3 of 6 requests failed" in text for text in warnings(figures, 6))
+
+
+# --- figures ---
+
+
+def made(due: float, first: float, gap: float, tokens: int, *, wanted: int = 0, error: str | None = None) -> Record:
+    pieces = [due + first + gap * n for n in range(tokens)]
+    return Record(
+        due_s=due,
+        began_s=due,
+        pieces_s=pieces,
+        ended_s=pieces[-1] if pieces else due,
+        wanted=wanted or tokens,
+        input_tokens=10,
+        output_tokens=tokens,
+        error=error,
+    )
+
+
+def test_the_figures_of_a_load() -> None:
+    records = [
+        made(0, 0.1, 0.01, 11),
+        made(1, 0.3, 0.02, 11),
+        made(2, 0.2, 0.03, 6, wanted=8),
+        made(3, 9, 1, 1, error="x"),
+    ]
+    load = Load(records=records, began_s=0.0, ended_s=4.0, beats_late_s=[0.0, 0.001], most_at_once=2)
+    limits = parse_limits(["ttft:250", "tpot:25"])
+    got = summary(load, limits)
+    assert (got["completed"], got["failed"], got["short_answers"]) == (3, 1, 1)
+    assert (got["total_input_tokens"], got["total_output_tokens"]) == (30, 28)
+    assert got["request_throughput"] == 0.75 and got["output_throughput"] == 7.0
+    assert got["request_goodput"] == 0.25  # the first one only
+    assert got["median_ttft_ms"] == 200 and got["mean_ttft_ms"] == 200
+    assert got["median_tpot_ms"] == pytest.approx(20) and got["median_itl_ms"] == pytest.approx(20)
+    assert got["p95_e2el_ms"] == pytest.approx(485)  # of 200, 350, 500
+    assert got["client_late_requests"] == 0
+    assert any("fewer tokens" in text for text in warnings(got, 4))
+    alone = summary(Load(records=records[:1], began_s=0, ended_s=1, beats_late_s=[], most_at_once=1))
+    assert alone["request_goodput"] is None and alone["std_ttft_ms"] == 0
+    nobody = summary(Load(records=records[3:], began_s=0, ended_s=0, beats_late_s=[], most_at_once=1))
+    assert nobody["mean_ttft_ms"] is None and nobody["output_throughput"] == 0
+
+
+def test_a_client_that_is_late_says_so() -> None:
+    late = [made(n, 0.1, 0.01, 3) for n in range(20)]
+    late[3].began_s += 0.05
+    load = Load(records=late, began_s=0, ended_s=20, beats_late_s=[0.03] * 5, most_at_once=1)
+    figures = summary(load)
+    assert figures["client_late_requests"] == 1 and figures["client_max_late_ms"] == pytest.approx(50)
+    said = warnings(figures, 20)
+    assert any("could not keep up" in text for text in said) and any("clock" in text for text in said)
+    assert warnings({**figures, "client_late_requests": 0, "client_p99_loop_late_ms": 0}, 20) == []
+
+
+@given(values=st.lists(st.floats(0, 1e6), min_size=1), percent=st.floats(0, 100))
+def test_percentiles_are_numpy_s(values: list[float], percent: float) -> None:
+    values.sort()
+    assert percentile(values, percent) == pytest.approx(float(np.percentile(values, percent)), rel=1e-9, abs=1e-9)
+
+
+@given(first=st.floats(0.01, 1), gap=st.floats(0.001, 0.1), tokens=st.integers(1, 9), more=st.floats(1.0, 9.0))
+def test_who_keeps_a_limit_keeps_a_wider_one(first: float, gap: float, tokens: int, more: float) -> None:
+    record, limits = made(0, first, gap, tokens), {"ttft": 0.5, "tpot": 0.05, "e2el": 1.0}
+    if meets(record, limits):
+        assert meets(record, {name: limit * more for name, limit in limits.items()})
+    assert not meets(made(0, first, gap, tokens, error="x"), dict.fromkeys(limits, inf))
+
+
+@pytest.mark.parametrize(
+    "word", ["ttft", "ttft:", "ttft:fast", "ttft:0", "ttft:-1", "ttft:inf", "ttft:nan", "itl:5", ":3"]
+)
+def test_limits_that_are_none(word: str) -> None:
+    with pytest.raises(ConfigError, match="as in ttft:1000 tpot:50"):
+        parse_limits([word])
+
+
+# --- arrivals and prompts ---
+
+
+@given(seed=st.integers(0, 99), rate=st.floats(0.1, 100), shape=st.floats(0.2, 20))
+def test_arrivals(seed: int, rate: float, shape: float) -> None:
+    due = arrivals(seed, count=50, rate=rate, burstiness=shape)
+    assert due == sorted(due) == arrivals(seed, count=50, rate=rate, burstiness=shape)
+    assert arrivals(seed, count=50, rate=inf) == [0.0] * 50
+
+
+def test_arrivals_have_their_rate_and_burstiness() -> None:
+    for shape in (0.5, 1.0, 10.0):
+        due = arrivals(0, count=20_000, rate=8.0, burstiness=shape)
+        gaps = np.diff([0.0, *due])
+        assert gaps.mean() == pytest.approx(1 / 8, rel=0.05)
+        assert gaps.var() / gaps.mean() ** 2 == pytest.approx(1 / shape, rel=0.1)
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    length=st.integers(1, 40),
+    ratio=st.floats(0, 0.99),
+    prefix=st.integers(0, 20),
+    vocab=st.one_of(st.none(), st.integers(1, 99)),
+)
+def test_random_prompts(seed: int, length: int, ratio: float, prefix: int, vocab: int | None) -> None:
+    low, high = spread(length, ratio)
+    assert 1 <= low <= length <= high
+
+    def draw() -> list[Prompt]:
+        return random_prompts(seed, count=3, vocab=vocab, input_len=(low, high), output_len=(1, 5), prefix_len=prefix)
+
+    prompts = draw()
+    assert prompts == draw()
+    parts = [it.content.split() if isinstance(it.content, str) else it.content for it in prompts]
+    assert all(low + prefix <= len(part) <= high + prefix for part in parts)
+    assert len({tuple(part[:prefix]) for part in parts}) == 1
+    assert all(isinstance(it.content, list) == (vocab is not None) for it in prompts)
+
+
+def test_prompts_from_a_file(tmp_path: Path) -> None:
+    lines = tmp_path / "prompts.jsonl"
+    rows: list[dict[str, Any]] = [
+        {"prompt": "one", "output_tokens": 5},
+        {"prompt": [1, 2]},
+        {"messages": [{"role": "user", "content": "x"}], "max_tokens": 7},
+    ]
+    lines.write_text("\n\n".join(map(json.dumps, rows)))
+    assert read(str(lines), output_len=9) == [
+        Prompt("one", 5),
+        Prompt([1, 2], 9),
+        Prompt([{"role": "user", "content": "x"}], 7),
+    ]
+    shared = tmp_path / "sharegpt.json"
+    talks = [
+        {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]},
+        {"conversations": []},
+    ]
+    shared.write_text(json.dumps(talks))
+    assert read(str(shared), output_len=9) == [Prompt("hi", 9)]
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("", "holds no prompts"),
+        ("[]", "holds no prompts"),
+        ("{nonsense", "line 1 is not JSON"),
+        ('{"prompt": "a"}\n[1]', "line 2 holds no prompt"),
+        ('{"prompt": ""}', "line 1 holds no prompt"),
+        ('{"prompt": []}', "line 1 holds no prompt"),
+        ('{"prompt": [1, "a"]}', "line 1 holds no prompt"),
+        ('{"prompt": [-1]}', "line 1 holds no prompt"),
+        ('{"prompt": [true]}', "line 1 holds no prompt"),
+        ('{"prompt": "a", "output_tokens": 0}', "asks for 0 tokens"),
+        ('{"prompt": "a", "output_tokens": "9"}', "asks for '9' tokens"),
+    ],
+)
+def test_files_that_hold_no_prompts(tmp_path: Path, text: str, what: str) -> None:
+    path = tmp_path / "it.jsonl"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=what):
+        read(str(path), output_len=4)
+    with pytest.raises(ConfigError, match="cannot read"):
+        read(str(tmp_path / "none"), output_len=4)
+
+
+@pytest.mark.parametrize("url", ["ftp://x", "http://", "http://x:port", "http://x:99999"])
+def test_addresses_that_are_none(url: str) -> None:
+    with pytest.raises(ConfigError, match="no address of a server"):
+        Server(url)
+
+
+def test_addresses() -> None:
+    assert Server("localhost:9").url == "http://localhost:9"
+    assert Server("https://a.b/llm/").url == "https://a.b:443/llm"
+    assert Server("http://[::1]:8000").url == "http://[::1]:8000"
+    assert issubclass(Refused, HttpFailure)

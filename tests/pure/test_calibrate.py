@@ -1,0 +1,383 @@
+"""weft bench calibrate: the fit finds what is there, the file keeps it, and the planner reckons with it here only."""
+
+from __future__ import annotations
+
+import json
+from math import exp, log
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.pure.shapes import SMOLLM2
+from weft.bench import calibrate
+from weft.bench.calibrate import LOADS, WIDTHS, Load, Planned, Point
+from weft.bench.synthetic import LONGEST, Synthetic, of_size
+from weft.cli import bench_calibrate, main
+from weft.cli.parser import UsageError, find, parse
+from weft.client.outputs import CompletionOutput, Metrics, RequestOutput
+from weft.errors import ConfigError, WeftError
+from weft.facts import calibration, config_json, fields, host, speeds
+from weft.facts.calibration import Calibration, Measured
+from weft.facts.cluster import Cluster, Node, parse_gpus
+from weft.facts.cpu import Cpu, CpuSpeed
+from weft.facts.gpus import GpuSpec, find_gpu
+from weft.facts.host import Host
+from weft.facts.machine import this_machine
+from weft.facts.precision import weight_bytes
+from weft.facts.shape import ModelShape
+from weft.facts.speeds import Speeds
+from weft.planner.profiles import LEAST_ERROR, calibrated, profile
+from weft.planner.question import Question
+from weft.planner.search import engine_profile, search
+
+HOST = Host(
+    hostname="here",
+    cores=(0, 1),
+    memory_total_bytes=32 << 30,
+    memory_free_bytes=24 << 30,
+    cpu=Cpu(model="AMD EPYC", sockets=1, cores=2, threads=2, features=("avx512_bf16",)),
+)
+SPEED = CpuSpeed(40e9, 0.25e12)
+TRUE = {
+    "weights_Bps": 34e9,
+    "cache_Bps": 20e9,
+    "matmul_flops": 0.6e12,
+    "attention_flops": 0.2e12,
+    "layer_us": 45.0,
+    "step_us": 250.0,
+    "sequence_us": 12.0,
+    "overlap": 0.8,
+}
+
+
+def cpu(known: Calibration | None = None) -> GpuSpec:
+    (spec,) = this_machine(HOST, Speeds(machine="", cpu=SPEED, calibrations=(known,) if known else ())).gpus
+    return spec
+
+
+def shape(model: Synthetic) -> ModelShape:
+    return config_json.shape(fields.Fields(model.config(), "config.json"))
+
+
+def points(gpu: GpuSpec, values: dict[str, float], noise: float = 0.0, seed: int = 0) -> list[Point]:
+    """What an engine with these constants would be measured at."""
+    random = Random(seed)
+    found = [
+        Point(model=model.name, shape=shape(model), load=load, seconds=1.0)
+        for model in calibrate.models(gpu)
+        for load in calibrate.loads(gpu, model)
+    ]
+    times = Planned(gpu, "bf16", found).seconds(values)
+    return [
+        msgspec.structs.replace(point, seconds=seconds * exp(random.gauss(0, noise)))
+        for point, seconds in zip(found, times, strict=True)
+    ]
+
+
+# --- the fit ---
+
+
+@pytest.mark.parametrize("gpu", ["cpu", "RTX 4090", "H200"])
+def test_the_fit_finds_the_constants_that_made_the_points(gpu: str) -> None:
+    spec = cpu() if gpu == "cpu" else find_gpu(gpu)
+    scale = spec.bandwidth_Bps / SPEED.bandwidth_Bps
+    true = {name: value * (scale if name.endswith("Bps") else 1) for name, value in TRUE.items()}
+    true |= dict.fromkeys(("matmul_flops", "attention_flops"), 0.6 * spec.flops["bf16"])
+    made = points(spec, true)
+    planned = Planned(spec, "bf16", made)
+    before = [abs(log(a / point.seconds)) for a, point in zip(planned.seconds(planned.start()), made, strict=True)]
+    found = calibrate.fit(planned, made)
+    errors = [abs(error) for error in calibrate.errors(made, found)]
+    assert max(errors) < 0.03 < max(before)
+    for name in ("weights_Bps", "matmul_flops", "step_us"):
+        assert found.values[name] == pytest.approx(true[name], rel=0.25), name
+
+
+@settings(max_examples=5)
+@given(seed=st.integers(0, 99))
+def test_noise_is_not_followed(seed: int) -> None:
+    spec = cpu()
+    made = points(spec, TRUE, noise=0.05, seed=seed)
+    planned = Planned(spec, "bf16", made)
+    found = calibrate.fit(planned, made)
+    real = planned.seconds(TRUE)
+    assert max(abs(predicted / there - 1) for predicted, there in zip(found.predicted, real, strict=True)) < 0.2
+    assert 0 <= found.values["overlap"] <= 1 and all(
+        value > 0 for name, value in found.values.items() if name != "overlap"
+    )
+
+
+def test_one_wild_point_does_not_move_the_others() -> None:
+    spec = cpu()
+    made = points(spec, TRUE)
+    made[2] = msgspec.structs.replace(made[2], seconds=4 * made[2].seconds)
+    found = calibrate.fit(Planned(spec, "bf16", made), made)
+    errors = [abs(error) for error in calibrate.errors(made, found)]
+    assert sorted(errors)[-2] < 0.2 and errors[2] > 0.5
+
+
+# --- the models and the measuring ---
+
+
+@given(size=st.floats(5e6, 5e9), layers=st.integers(1, 40), vocab=st.sampled_from([1024, 16_384, 65_536]))
+def test_a_synthetic_model_has_its_size(size: float, layers: int, vocab: int) -> None:
+    model = of_size("m", size, layers=layers, vocab=vocab)
+    made = shape(model)
+    assert made.layers == layers and made.vocab == vocab and made.q_heads % made.kv_heads == 0
+    if model.hidden >= 1024:  # widths come in steps
+        assert weight_bytes(made, "bf16") == pytest.approx(size, rel=0.2)
+
+
+def test_the_models_differ_in_what_a_layer_streams() -> None:
+    for spec in (cpu(), find_gpu("H200")):
+        tiny, thin, wide = (shape(model) for model in calibrate.models(spec))
+        assert weight_bytes(wide, "bf16") / wide.layers > 4 * weight_bytes(thin, "bf16") / thin.layers
+        assert weight_bytes(wide, "bf16") < spec.memory_bytes / 4
+        assert weight_bytes(tiny, "bf16") < 1e6
+
+
+class FakeLLM:
+    """One millisecond to the first token for every prompt token, and two for each step after it."""
+
+    num_blocks = 1000
+
+    def __init__(self, **said: Any) -> None:
+        from weft.config import EngineConfig
+        from weft.facts.checkpoint import Checkpoint
+        from weft.planner.layout import layout
+
+        self.asked: list[Load] = []
+        model = Checkpoint(model="m", path=Path(), format="dummy", shape=SMOLLM2, generation={})
+        self.plan = layout(EngineConfig(model="m", **said), model, HOST)
+        self.capacities: list[Any] = []
+
+    def generate(self, prompts: Any, params: Any, use_tqdm: bool) -> list[RequestOutput]:
+        length = len(prompts[0]["prompt_token_ids"])
+        first, made = 10 + 0.001 * length, params.max_tokens
+        times = Metrics(arrival_s=10.0, first_token_s=first, finished_s=first + 0.002 * (made - 1))
+        choice = CompletionOutput(0, "", [7] * made, finish_reason="length")
+        return [RequestOutput("0", None, [], [choice], times, finished=True) for _ in prompts]
+
+
+def test_what_is_measured() -> None:
+    llm: Any = FakeLLM(max_num_batched_tokens=8192)
+    told: list[Point] = []
+    found = calibrate.measure(llm, "m", LOADS["cpu"], told.append)
+    assert found == told and [point.load for point in found] == list(LOADS["cpu"])
+    assert [point.seconds for point in found if point.load.kind == "decode"] == pytest.approx([0.002] * 6)
+    assert [point.seconds for point in found if point.load.kind == "prefill"] == pytest.approx(
+        [0.064, 0.256, 1.024, 2.048]
+    )
+    # Where there is no room, or the prompts need several steps, it is left out.
+    llm = FakeLLM(max_num_batched_tokens=2048, max_num_seqs=16)
+    assert [(it.load.batch, it.load.length) for it in calibrate.measure(llm, "m", LOADS["cpu"], told.append)] == [
+        (1, 64),
+        (1, 1024),
+        (4, 64),
+        (16, 64),
+        (1, 64),
+        (1, 256),
+        (1, 1024),
+        (1, 2048),
+    ]
+    llm.num_blocks = 10
+    assert {it.load.length for it in calibrate.measure(llm, "m", LOADS["cpu"], told.append)} == {64}
+    assert max(load.length + load.output for loads in LOADS.values() for load in loads) <= LONGEST
+
+
+# --- the file ---
+
+
+def made(device: str = "AMD EPYC (2 cores)", error: float = 0.05, **changed: float) -> Calibration:
+    found = calibrate.calibration(
+        device, "bf16", {**TRUE, **changed}, runtime_MiB=400.0, date="2026-11-20", how="fit", measured=[error, -error]
+    )
+    assert (found.points, found.error, found.worst) == (2, error, error)
+    return found
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    calibration._ignore.cache_clear()
+    return tmp_path / "weft"
+
+
+def test_what_is_kept_is_known(cache: Path) -> None:
+    machine = speeds.calibrated_machine(HOST)
+    assert calibration.known(machine) == ()
+    one, other = made(), made("RTX 4090")
+    for it in (made(layer_us=1.0), other, one):  # the last of a device counts
+        path = calibration.keep(machine, it)
+    assert path.parent == cache and set(calibration.known(machine)) == {one, other}
+    assert set(speeds.known(HOST).calibrations) == {one, other}
+    assert calibration.known(speeds.calibrated_machine(msgspec.structs.replace(HOST, cores=(0,)))) == ()
+    assert list(cache.glob("*.part")) == []
+    # Speeds have a file of their own.
+    speeds.keep(HOST, Speeds(machine=speeds.known(HOST).machine, cpu=SPEED, calibrations=(one,)))
+    assert "weights_Bps" not in speeds.path(HOST).read_text()
+    assert speeds.known(HOST).cpu == SPEED and set(speeds.known(HOST).calibrations) == {one, other}
+
+
+def test_other_versions_are_left_alone(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = speeds.calibrated_machine(HOST)
+    calibration.keep(machine, made())
+    monkeypatch.setattr("weft.__version__", "9.9")
+    assert calibration.known(machine) == ()
+    monkeypatch.undo()
+    monkeypatch.setattr(calibration, "version", lambda name: "9.9")
+    assert speeds.calibrated_machine(HOST) != machine
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{nonsense",
+        "[]",
+        '{"machine": "m"}',
+        lambda good: good.replace("34000000000.0", "-1.0"),
+        lambda good: good.replace("0.8", "1.5"),
+        lambda good: good.replace('"machine"', '"machin"'),
+    ],
+)
+def test_a_damaged_file_is_ignored_with_one_warning(cache: Path, caplog: pytest.LogCaptureFixture, text: Any) -> None:
+    machine = speeds.calibrated_machine(HOST)
+    path = calibration.keep(machine, made())
+    path.write_text(text if isinstance(text, str) else text(path.read_text()))
+    assert calibration.known(machine) == calibration.known(machine) == ()
+    assert len(caplog.records) == 1 and "run weft bench calibrate again" in caplog.text
+
+
+def test_a_cache_that_cannot_be_written(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache.parent.joinpath("weft").write_text("a file in the folder's place")
+    with pytest.raises(WeftError):
+        calibration.keep("m", made())
+
+
+# --- the planner ---
+
+
+def ask(cluster: Cluster, engine: str = "weft") -> Question:
+    return Question(model="m", shape=SMOLLM2, cluster=cluster, engine=engine, precisions=("bf16",))
+
+
+def machine(known: Calibration | None) -> Cluster:
+    return this_machine(HOST, Speeds(machine="", cpu=SPEED, calibrations=(known,) if known else ()))
+
+
+def test_the_planner_reckons_with_what_was_measured_here() -> None:
+    plain, slow = search(ask(machine(None))).best, search(ask(machine(made(weights_Bps=3.4e9)))).best
+    assert plain and slow
+    assert slow.predicted.single_tok_s < plain.predicted.single_tok_s / 5
+    told = engine_profile(ask(machine(made()))).provenance()
+    assert told["layer_us"] == "45: measured here on 2026-11-20 by weft bench calibrate"
+    assert told["kernels on AMD EPYC (2 cores)"].endswith("measured here on 2026-11-20 by weft bench calibrate")
+    # The error that is told is the fit's, with something for other models.
+    assert engine_profile(ask(machine(made(error=0.1)))).error.value == pytest.approx(0.2)
+    assert engine_profile(ask(machine(made(error=0.01)))).error.value == LEAST_ERROR
+
+
+def test_other_hardware_and_other_engines_are_not_touched() -> None:
+    assert engine_profile(ask(parse_gpus("1xRTX4090"))) == profile("weft")
+    assert engine_profile(ask(machine(made()), "vllm")) == profile("vllm", on_cpu=True)
+    assert engine_profile(ask(machine(made("another")))) == profile("weft", on_cpu=True)
+    # Of two kinds of cards, one of which was not measured, none counts.
+    card = find_gpu("RTX 4090")
+    known = msgspec.structs.replace(card, calibration=made("RTX4090"))
+    mixed = Cluster((Node((known, find_gpu("RTX 3090")), "pcie"),), 1.0)
+    assert engine_profile(ask(mixed)) == profile("weft")
+    both = engine_profile(ask(Cluster((Node((known, known), "pcie"),), 1.0)))
+    assert both.kernels(known).weights == pytest.approx(34e9 / card.bandwidth_Bps)
+
+
+def test_ranks_that_share_a_cpu_share_its_rates() -> None:
+    half = made().part(2)
+    assert half.weights_Bps.value == 17e9 and half.matmul_flops.value == 0.3e12
+    assert half.layer_us == made().layer_us and half.overlap == made().overlap
+
+
+@given(overlap=st.floats(0, 1), share=st.floats(0.1, 1))
+def test_less_overlap_is_never_faster(overlap: float, share: float) -> None:
+    def seconds(value: float) -> list[float]:
+        gpu = cpu(made(overlap=value))
+        made_of = calibrated(profile("weft", on_cpu=True), [gpu])
+        from weft.planner.roofline import Rank
+        from weft.planner.work import Product
+
+        rank = Rank(gpu, made_of, "bf16")
+        return [rank.product_s(Product(10**6, 2 * 10**6, False), tokens) for tokens in (1, 8, 64, 1024)]
+
+    assert all(a >= b for a, b in zip(seconds(overlap * share), seconds(overlap), strict=True))
+
+
+# --- the command ---
+
+
+def said(words: str) -> Any:
+    command, rest = find(f"bench calibrate {words}".split())
+    return parse(command, rest)
+
+
+def test_the_command_measures_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert bench_calibrate.settings(said("")).model == "synthetic"
+    assert bench_calibrate.settings(said("m --dtype half")).dtype == "half"
+    for words in ("-tp 2", "-pp 2", "--tensor-split 2,1"):
+        with pytest.raises(UsageError, match="one rank is measured"):
+            bench_calibrate.settings(said(words))
+
+
+def test_the_command_prints_keeps_and_doubts(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(host, "probe", lambda: HOST)
+    monkeypatch.setattr(speeds, "cpu_speed", lambda *_: SPEED)
+    there = points(cpu(), TRUE)
+    worst = 0.02
+
+    def one(*_: object) -> Any:
+        found = calibrate.fit(Planned(cpu(), "bf16", there), there)
+        return made(error=worst), there, found
+
+    monkeypatch.setattr(bench_calibrate, "one", one)
+    assert main.main(["bench", "calibrate"]) == 0
+    captured = capsys.readouterr()
+    assert "AMD EPYC (2 cores), bf16, measured here on 2026-11-20" in captured.out
+    assert "       34 GB/s of weights in decode" in captured.out and "mean error 2.0 %" in captured.out
+    assert "weft plan uses it from now on" in captured.err
+    assert calibration.known(speeds.calibrated_machine(HOST)) == (made(error=0.02),)
+    worst = 0.6
+    assert main.main(["bench", "calibrate", "--json"]) == 1
+    captured = capsys.readouterr()
+    (told,) = json.loads(captured.out)
+    assert told["task"] == "calibrate" and len(told["measurements"]) == len(there)
+    assert "was the machine busy" in captured.err and "Nothing is kept" in captured.err
+    assert calibration.known(speeds.calibrated_machine(HOST)) == (made(error=0.02),)
+    assert main.main(["bench", "calibrate", "--save"]) == 0
+    assert calibration.known(speeds.calibrated_machine(HOST)) == (made(error=0.6),)
+
+
+def test_one_of_each_kind_of_device(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.pure.test_layout import gpu
+    from tests.pure.test_layout import host as with_gpus
+
+    monkeypatch.setattr(speeds, "cpu_speed", lambda *_: SPEED)
+    config = bench_calibrate.settings(said(""))
+    ((index, spec),) = bench_calibrate.devices(HOST, config)
+    assert index is None and spec.kind == "cpu"
+    there = with_gpus(tuple(msgspec.structs.replace(gpu(number), name="NVIDIA L4") for number in range(3)))
+    found = bench_calibrate.devices(there, config)
+    assert [index for index, _ in found] == [0] and found[0][1].kind == "gpu"
+    assert bench_calibrate.devices(there, bench_calibrate.settings(said("--device-ids 2")))[0][0] == 2
+    with pytest.raises(ConfigError, match="visible here are 0 to 2"):
+        bench_calibrate.devices(there, bench_calibrate.settings(said("--device-ids 7")))
+
+
+def test_all_constants_have_a_name_for_people() -> None:
+    assert {*WIDTHS, "runtime_MiB"} == bench_calibrate.UNITS.keys() == made().figures().keys()
+    assert made().figures()["overlap"] == Measured(0.8, "fit")

@@ -1,0 +1,226 @@
+"""Device maps: the pipelines that they come to, and one clear line for those that are none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.pure.shapes import shapes
+from weft.errors import ConfigError
+from weft.facts import catalogue
+from weft.facts.modules import holds_weights, units
+from weft.facts.shape import ModelShape
+from weft.planner.device_map import Device, Room, Stages, device, pipeline
+from weft.planner.placement import check_flags, check_stages, modules_of, unit_bytes
+
+LLAMA = catalogue.find("Llama-3.1-8B").shape
+TIED = catalogue.find("Llama-3.2-1B").shape
+GPT2 = catalogue.find("gpt2").shape
+MIXTRAL = catalogue.find("Mixtral-8x7B").shape
+DEEPSEEK = catalogue.find("DeepSeek-V3").shape
+KNOWN = st.sampled_from(
+    ["gpt2", "Llama-3.2-1B", "Mixtral-8x7B", "gpt-oss-20b", "opt-13b", "Qwen-72B-Chat", "gemma-2-9b"]
+)
+
+
+def stages(device_map: Mapping[str, object], shape: ModelShape = LLAMA, gpus: int = 2, **more: Any) -> Stages:
+    return pipeline(shape, device_map, Room(gpus=range(gpus), nbytes=lambda unit: 10**8, **more))
+
+
+def refusal(device_map: Mapping[str, object], *words: str, shape: ModelShape = LLAMA, **more: Any) -> None:
+    """The error is one line and has all of `words`."""
+    with pytest.raises(ConfigError) as caught:
+        stages(device_map, shape, **more)
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message, message
+
+
+def whole(shape: ModelShape, devices: list[Device]) -> dict[str, Device]:
+    """A map with every part of a model: `devices` has one for each layer, the ends go with theirs."""
+    ends = {"embedding": devices[0], "norm": devices[-1], "head": devices[-1]}
+    return {unit.name: devices[unit.layer] if unit.layer is not None else ends[unit.kind] for unit in units(shape)}
+
+
+# --- pipelines ---
+
+
+@given(st.data())
+def test_a_map_is_the_pipeline_that_it_says(data: st.DataObject) -> None:
+    """Every layer once, in order, on the device that the map gives it; GPUs may come again."""
+    shape = data.draw(shapes())
+    devices = data.draw(st.lists(st.integers(0, 3), min_size=shape.layers, max_size=shape.layers))
+    found = stages(whole(shape, list(devices)), shape, gpus=4)
+    assert [it for it, count in zip(found.devices, found.layers, strict=True) for _ in range(count)] == devices
+    assert all(before != after for before, after in zip(found.devices, found.devices[1:], strict=False))
+
+
+@given(KNOWN, st.integers(0, 7))
+def test_one_device_for_all(model: str, gpu: int) -> None:
+    shape = catalogue.find(model).shape
+    for said in (gpu, str(gpu), f"cuda:{gpu}"):
+        assert stages({"": said}, shape, gpus=8) == Stages((gpu,), (shape.layers,))
+    assert stages({"": "cpu"}, shape, gpus=0) == Stages(("cpu",), (shape.layers,))
+
+
+@given(KNOWN, st.data())
+def test_whatever_is_left_out_is_named(model: str, data: st.DataObject) -> None:
+    shape = catalogue.find(model).shape
+    everything = whole(shape, [0] * shape.layers)
+    gone = data.draw(st.sampled_from([name for name in everything if name != "lm_head" or not shape.tied]))
+    refusal({name: it for name, it in everything.items() if name != gone}, "leaves out", gone, shape=shape)
+
+
+@given(KNOWN, st.data())
+def test_a_block_that_is_split_is_named(model: str, data: st.DataObject) -> None:
+    shape = catalogue.find(model).shape
+    unit = data.draw(st.sampled_from([it for it in units(shape) if it.kind == "layer"]))
+    tensor = data.draw(st.sampled_from(unit.tensors))[0].replace("{expert}", "1")
+    refusal({"": 0, tensor.rpartition(".")[0]: 1}, "splits " + unit.name, "GPU 0", "GPU 1", shape=shape)
+
+
+def test_the_nearest_module_counts() -> None:
+    nested = {
+        "": 0,
+        "model.layers": 1,
+        "model.layers.0": 0,
+        "model.layers.1.self_attn": 1,
+        "model.norm": 1,
+        "lm_head": 1,
+    }
+    assert stages(nested) == Stages((0, 1), (1, 31))
+    assert stages({"model": 0, "lm_head": 0, "model.rotary_emb": 1, "model.layers.3.mlp.act_fn": 1}) == Stages(
+        (0,), (32,)
+    )
+    experts = {f"model.layers.0.mlp.experts.{number}": 0 for number in range(8)}
+    assert stages({"": 0, **experts}, MIXTRAL) == Stages((0,), (32,))
+    assert stages({"": 0, "model.layers.3.block_sparse_moe": 0}, MIXTRAL) == Stages((0,), (32,))
+
+
+def test_gpt2_is_known_by_its_modules_and_by_its_tensors() -> None:
+    assert stages({"transformer": 0}, GPT2) == stages({"wte": 0, "wpe": 0, "h": 0, "ln_f": 0}, GPT2)
+    refusal({"transformer": 0, "h.3": 1, "transformer.h.3": 0}, "twice", "h.3 on GPU 1", shape=GPT2)
+
+
+def test_a_tied_head_may_be_named_with_either_end() -> None:
+    """Transformers puts it with the embedding."""
+    layers = {f"model.layers.{n}": int(n > 8) for n in range(16)}
+    ends = {"model.embed_tokens": 0, "model.norm": 1}
+    for head in ({}, {"lm_head": 0}, {"lm_head": 1}):
+        assert stages({**ends, **layers, **head}, TIED) == Stages((0, 1), (9, 7))
+    refusal({**ends, **layers, "lm_head": 2}, "lm_head on GPU 2", "last stage", shape=TIED, gpus=3)
+
+
+def test_ends_lie_with_their_layers() -> None:
+    split = {"": 0, **{f"model.layers.{n}": 1 for n in range(16, 32)}}
+    refusal(split, "model.norm on GPU 0", "model.layers.31 on GPU 1", "last stage")
+    refusal({**split, "model.norm": 1}, "lm_head on GPU 0", "last stage", "head")
+    whole_split = {**split, "model.norm": 1, "lm_head": 1}
+    assert stages(whole_split) == Stages((0, 1), (16, 16))
+    refusal({**whole_split, "model.embed_tokens": 1}, "model.embed_tokens on GPU 1", "first stage", "embedding")
+
+
+# --- what is not there ---
+
+
+@pytest.mark.parametrize(
+    ("module", "told"),
+    [
+        ("model.layers.32", "model.layers.0 to model.layers.31"),
+        ("model.layers.99.mlp", "model.layers.0 to model.layers.31"),
+        ("model.layer.3", "did you mean 'model.layers.3'?"),
+        ("model.layers.3.self_atn", "did you mean 'model.layers.3.self_attn'?"),
+        ("lm_heads", "did you mean 'lm_head'?"),
+        ("visual.blocks", "model.embed_tokens"),
+        ("model.layers.-1", "layers"),
+    ],
+)
+def test_unknown_modules(module: str, told: str) -> None:
+    refusal({"": 0, module: 0}, repr(module), told)
+    assert holds_weights(LLAMA, module) is None
+
+
+def test_experts_have_numbers() -> None:
+    refusal({"": 0, "model.layers.0.mlp.experts.8": 0}, "experts.8", shape=MIXTRAL)
+    refusal({"": 0, "model.layers.3.mlp.experts.255": 1}, "splits model.layers.3", shape=DEEPSEEK)
+    refusal({"model.layers.61": 0}, "model.layers.60", shape=DEEPSEEK)
+
+
+@pytest.mark.parametrize("said", [-1, True, 1.0, None, [0], "mps", "gpu0", "cuda:-1", "meta", {}])
+def test_what_is_no_device(said: object) -> None:
+    refusal({"": said}, "no device", repr(said))
+    with pytest.raises(ConfigError, match="no device"):
+        device(said)
+
+
+def test_devices_that_are_not_there() -> None:
+    refusal({"": 0, "model.layers.3": 7}, "model.layers.3 on GPU 7", "GPUs 0 to 1")
+    refusal({"": 1}, "GPU 0 only", gpus=1)
+    refusal({"": 0}, "no GPU", "cpu", gpus=0)
+    refusal({"": 3}, "--max-memory leaves out", "3=40GB", left_out=[3])
+    refusal({}, "empty")
+
+
+def test_what_lies_off_the_gpus_has_its_price() -> None:
+    off = {"": 0, "model.layers.30": "cpu", "model.layers.31": "disk"}
+    told = ["model.layers.30 to model.layers.31", "200 MB", "cpu and disk", "0.02 s", "10 GB/s", "longer from a disk"]
+    refusal(off, *told, fetch_Bps=1e10)
+    refusal(off, "200 MB", "fetched for every token")
+    refusal({"": "disk"}, "disk", "put them on cpu", gpus=0)
+    refusal({"": "cpu", "lm_head": "disk"}, "lm_head", "put them on cpu", gpus=0)
+    # All of it on the CPU is no offloading.
+    assert stages({"": "cpu"}).devices == ("cpu",)
+
+
+def test_bytes_of_parts_add_up() -> None:
+    from weft.facts.precision import weight_bytes
+
+    for shape in (LLAMA, TIED, MIXTRAL, GPT2):
+        for precision in ("bf16", "int4", "q4_k_m"):
+            parts = sum(unit_bytes(shape, precision, unit) for unit in units(shape))
+            norm = weight_bytes(shape, precision) - parts
+            # A tied head is no weight of its own, and the norm is then left out with it.
+            assert norm == 0 or (shape.tied and 0 < norm <= 8 * shape.hidden)
+
+
+# --- beside other flags ---
+
+
+@pytest.mark.parametrize(
+    ("said", "word"),
+    [
+        ({"tensor_parallel_size": 2}, "--tensor-parallel-size 2"),
+        ({"tensor_split": (2.0, 1.0)}, "--tensor-split 2,1"),
+        ({"data_parallel_size": 2}, "--data-parallel-size 2"),
+        ({"enable_expert_parallel": True}, "--enable-expert-parallel"),
+        ({"device_ids": (0, 1)}, "--device-ids"),
+    ],
+)
+def test_flags_that_contradict_any_map(said: dict[str, Any], word: str) -> None:
+    for device_map in ("balanced", {"": 0}):
+        with pytest.raises(ConfigError, match=word) as caught:
+            check_flags(device_map, said)
+        assert "\n" not in str(caught.value)
+    check_flags("auto", {"tensor_parallel_size": 1, "tensor_split": (1.0,), "data_parallel_size": 1})
+
+
+def test_stages_that_are_said_twice_agree() -> None:
+    made = Stages((0, 1), (20, 12))
+    check_stages(made, {"pipeline_split": (20, 12), "pipeline_parallel_size": 2})
+    for said in ({"pipeline_split": (16, 16)}, {"pipeline_parallel_size": 3}):
+        with pytest.raises(ConfigError, match="20,12"):
+            check_stages(made, said)
+    for said in ({"pipeline_split": (16, 16)}, {"pipeline_parallel_size": 2}):
+        with pytest.raises(ConfigError, match="balanced makes the stages itself"):
+            check_flags("balanced", said)
+
+
+def test_a_word_that_is_none() -> None:
+    assert modules_of("cuda:1") == {"": "cuda:1"} and modules_of("0") == {"": "0"} and modules_of("cpu") == {"": "cpu"}
+    with pytest.raises(ConfigError, match="balanced_low_0"):
+        modules_of("even")

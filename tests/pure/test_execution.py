@@ -1,0 +1,475 @@
+"""What an engine runs is what weft plan says: from the search where nobody cuts the model, and from a plan file."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from weft.cli import main
+from weft.config import EngineConfig
+from weft.errors import ConfigError, PlanError, WeftError
+from weft.facts import catalogue, speeds
+from weft.facts.checkpoint import Checkpoint
+from weft.facts.cpu import CpuSpeed
+from weft.facts.host import Host
+from weft.facts.machine import this_machine
+from weft.facts.topology import Gpu, Holder
+from weft.planner import execution, plan_file
+from weft.planner.answer import as_json
+from weft.planner.execution import plan_to_run
+from weft.planner.layout import layout
+from weft.planner.plan import Plan
+from weft.planner.search import search
+
+CARDS = {  # memory in MiB, compute capability
+    "NVIDIA GeForce RTX 4090": (24564, (8, 9)),
+    "NVIDIA GeForce RTX 3090": (24576, (8, 6)),
+    "NVIDIA RTX A6000": (49140, (8, 6)),
+    "NVIDIA H100 80GB HBM3": (81559, (9, 0)),
+    "Tesla T4": (15360, (7, 5)),
+}
+FOUR, THREE, SIX, H100, T4 = CARDS
+
+
+def host(*names: str, **facts: Any) -> Host:
+    """A machine with those GPUs, none in use."""
+    gpus = tuple(
+        Gpu(
+            index=index,
+            name=name,
+            uuid=f"GPU-{index}",
+            total_bytes=CARDS[name][0] << 20,
+            free_bytes=CARDS[name][0] << 20,
+            capability=CARDS[name][1],
+        )
+        for index, name in enumerate(names)
+    )
+    defaults: dict[str, Any] = {
+        "hostname": "here",
+        "cores": tuple(range(16)),
+        "memory_total_bytes": 64 << 30,
+        "memory_free_bytes": 60 << 30,
+        "gpus": gpus,
+    }
+    return Host(**{**defaults, **facts})
+
+
+def checkpoint(name: str) -> Checkpoint:
+    model = catalogue.look_up(name)
+    assert model is not None
+    return Checkpoint(model=model.name, path="/models/m", format="dummy", shape=model.shape, generation={})  # type: ignore[arg-type]
+
+
+def run(model: str, where: Host, **flags: Any) -> Plan:
+    there = checkpoint(model)
+    return plan_to_run(EngineConfig(model=there.model, **flags), there, where)
+
+
+def told(model: str, where: Host, monkeypatch: pytest.MonkeyPatch, *words: str) -> dict[str, Any]:
+    """What weft plan MODEL WORDS --json says on that machine."""
+    from weft.cli.parser import find, parse
+    from weft.cli.plan import ask, look_up
+
+    monkeypatch.setattr("weft.facts.host.probe", lambda *_: where)
+    monkeypatch.setattr("weft.facts.speeds.known", lambda _: NOTHING)
+    monkeypatch.setattr("weft.facts.speeds.cpu_speed", lambda *_, **__: CpuSpeed(40e9, 0.3e12))
+    command, rest = find(["plan", model, *words])
+    arguments = parse(command, rest)
+    found = look_up(arguments)
+    made: dict[str, Any] = json.loads(json.dumps(as_json(search(ask(arguments, found)), found)))
+    return made
+
+
+NOTHING = speeds.Speeds(machine="")
+
+
+@pytest.fixture(autouse=True)
+def nothing_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.facts.speeds.known", lambda _: NOTHING)
+
+
+# --- by itself ---
+
+HOSTS = [
+    ("Llama-3.1-8B", [FOUR]),
+    ("Llama-3.1-8B", [FOUR, FOUR]),
+    ("Qwen3-14B", [FOUR, FOUR]),
+    ("Qwen3-14B", [FOUR, THREE]),
+    ("Qwen3-32B", [SIX, FOUR]),
+    ("Qwen3-32B", [FOUR, FOUR, FOUR, FOUR]),
+    ("Qwen3-14B", [FOUR, FOUR, FOUR]),
+    ("Qwen3-32B", [FOUR, SIX, FOUR]),
+    ("Llama-3.1-70B", [H100] * 8),
+    ("Llama-3.1-70B", [FOUR] * 8),
+    ("Llama-3.1-8B", [T4, T4]),
+]
+
+
+@pytest.mark.parametrize(("model", "names"), HOSTS, ids=lambda it: it if isinstance(it, str) else "+".join(it))
+def test_what_runs_is_what_weft_plan_says(model: str, names: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    where = host(*names)
+    plan, best = run(model, where), told(model, where, monkeypatch)["best"]
+    ranks = best["ranks"][: best["tensor_parallel"] * best["pipeline_parallel"]]
+    assert len(plan.places) == len(ranks)
+    assert {"bfloat16": "bf16", "float16": "fp16"}[plan.dtype] == best["precision"]
+    for place, device, rank in zip(plan.places, plan.devices, ranks, strict=True):
+        assert device == f"cuda:{rank['gpu_index']}"
+        assert (place.layers.start, len(place.layers)) == (rank["first_layer"], rank["layers"])
+        assert (place.q_heads.start, len(place.q_heads)) == (rank["first_q_head"], rank["q_heads"])
+        assert (place.kv_heads.start, len(place.kv_heads)) == (rank["first_kv_head"], rank["kv_heads"])
+        assert len(place.ffn) == rank["ffn"]
+
+
+@pytest.mark.parametrize(("model", "names"), HOSTS, ids=lambda it: it if isinstance(it, str) else "+".join(it))
+def test_the_places_are_the_search_s_own(model: str, names: Sequence[str]) -> None:
+    where, there = host(*names), checkpoint(model)
+    config = EngineConfig(model=there.model)
+    numbers = range(len(names))
+    best = search(execution.question(config, there, where, this_machine(where, NOTHING), numbers)).best
+    assert best is not None
+    assert run(model, where).places == best.layout.places[: best.layout.size]
+
+
+def test_uneven_gpus_get_uneven_parts() -> None:
+    plan = run("Qwen3-32B", host(SIX, FOUR))
+    heads = [len(place.kv_heads) * len(place.layers) for place in plan.places]
+    assert len(heads) == 2 and heads[0] > heads[1]
+
+
+def test_a_gpu_that_has_to_be_full_is_filled() -> None:
+    assert run("Qwen3-14B", host(FOUR, FOUR)).gpu_memory_utilization == (0.9, 0.9)
+    shares = run("Qwen3-32B", host(SIX, FOUR)).gpu_memory_utilization
+    assert max(shares) > 0.9 and min(shares) >= 0.9
+    assert run("Qwen3-14B", host(FOUR, FOUR), gpu_memory_utilization=(0.95,)).gpu_memory_utilization == (0.95, 0.95)
+
+
+def test_memory_that_others_hold_is_left_to_them(saved: Any) -> None:
+    there = host(FOUR, FOUR)
+    used = msgspec.structs.replace(there.gpus[0], free_bytes=14 << 30)
+    where = msgspec.structs.replace(there, gpus=(used, there.gpus[1]))
+    # One GPU has room for the model, the other has not: no replicas.
+    assert run("Llama-3.1-8B", there).devices == ("cuda:0",)
+    own = run("Llama-3.1-8B", where)
+    assert own.devices != ("cuda:0",)
+    file = saved("Llama-3.1-8B", where)
+    assert run("Llama-3.1-8B", where, plan=file).places == own.places
+    assert min(rank["held_bytes"] for rank in json.loads(Path(file).read_text())["best"]["ranks"]) == 0
+    # It was planned beside them: that they are there is no surprise.
+    two = saved("Qwen3-8B", where, "-tp", "2", "-dp", "1")
+    plan = run("Qwen3-8B", where, plan=two)
+    assert plan.devices == ("cuda:0", "cuda:1") and plan.gpu_memory_utilization == pytest.approx((0.9, 0.9), abs=1e-6)
+
+
+def test_one_replica_runs_and_the_others_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "weft"):
+        plan = run("Llama-3.1-8B", host(FOUR, FOUR))
+    assert plan.devices == ("cuda:0",)
+    (line,) = [record.getMessage() for record in caplog.records]
+    for word in ("DP 2, bf16", "2 replicas", "tokens/s in all", "GPU 0", "--device-ids", "--tensor-parallel-size"):
+        assert word in line
+
+
+def test_device_ids_alone_choose_the_gpus_to_search() -> None:
+    where = host(FOUR, THREE, FOUR, SIX)
+    assert run("Qwen3-14B", where, device_ids=(0, 2)).devices == ("cuda:0", "cuda:2")
+    assert run("Qwen3-14B", where, device_ids=(3,)).devices == ("cuda:3",)
+    assert run("Llama-3.1-8B", where, device_ids=(2, 0)).devices == ("cuda:2",)
+
+
+def test_lengths_stay_the_user_s() -> None:
+    plan = run("Qwen3-14B", host(FOUR, FOUR), max_model_len=4096, max_num_seqs=7)
+    assert (plan.max_model_len, plan.max_model_len_given, plan.max_num_seqs) == (4096, True, 7)
+    assert not run("Qwen3-14B", host(FOUR, FOUR)).max_model_len_given
+    with pytest.raises(PlanError, match="32,768"):
+        run("Qwen3-32B", host(SIX, FOUR), max_model_len=32768)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"tensor_parallel_size": 2},
+        {"pipeline_parallel_size": 2},
+        {"tensor_split": (2.0, 1.0)},
+        {"pipeline_split": (18, 18)},
+        {"device": "cpu"},
+        {"device_ids": (0, 0), "tensor_parallel_size": 2},
+    ],
+)
+def test_whoever_cuts_decides(flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(execution, "searched", None)
+    there, where = checkpoint("Qwen3-8B"), host(FOUR, FOUR)
+    config = EngineConfig(model="m", **flags)
+    assert plan_to_run(config, there, where) == layout(config, there, where)
+    vllm = msgspec.structs.replace(where, environment={"VLLM_PP_LAYER_PARTITION": "18,18"})
+    assert plan_to_run(EngineConfig(model="m"), there, vllm).stages == 2
+
+
+def test_without_gpus_it_is_one_rank_and_nothing_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(execution, "searched", None)
+    assert run("Llama-3.1-8B", host()).devices == ("cpu",)
+
+
+def test_what_fits_nowhere_is_told_with_a_way_out() -> None:
+    with pytest.raises(PlanError) as caught:
+        run("Llama-3.1-70B", host(FOUR, FOUR))
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in ("Llama-3.1-70B does not fit", "RTX 4090", "GB", "weft plan", "--tensor-parallel-size"):
+        assert word in message
+
+
+# --- a plan file ---
+
+
+@pytest.fixture
+def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Saves what weft plan MODEL WORDS --json says on a machine, and returns the file's name."""
+
+    def save(model: str, where: Host, *words: str, **edits: Any) -> str:
+        made = told(model, where, monkeypatch, *words)
+        file = tmp_path / "plan.json"
+        file.write_text(json.dumps({**made, **edits}))
+        return str(file)
+
+    return save
+
+
+def refusal(kind: type[WeftError], *words: str, model: str = "Qwen3-14B", where: Host, **flags: Any) -> None:
+    """The error is one line and names all of `words`."""
+    with pytest.raises(kind) as caught:
+        run(model, where, **flags)
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message, message
+
+
+MIXED = [FOUR, THREE]
+
+
+@pytest.mark.parametrize(("model", "names"), HOSTS, ids=lambda it: it if isinstance(it, str) else "+".join(it))
+def test_a_plan_of_this_machine_is_what_runs_without_one(model: str, names: Sequence[str], saved: Any) -> None:
+    where = host(*names)
+    own, planned = run(model, where), run(model, where, plan=saved(model, where))
+    assert (planned.places, planned.devices, planned.dtype) == (own.places, own.devices, own.dtype)
+    assert planned.gpu_memory_utilization == pytest.approx(own.gpu_memory_utilization, abs=1e-6)
+
+
+def test_a_plan_is_carried_out_however_it_was_made(saved: Any) -> None:
+    where = host(FOUR, FOUR, FOUR, FOUR)
+    file = saved("Qwen3-14B", where, "-tp", "2", "-pp", "2", "-dp", "1", "--gpu-memory-utilization", "0.8")
+    plan = run("Qwen3-14B", where, plan=file)
+    assert (plan.tensor_parallel, plan.stages, len(plan.devices)) == (2, 2, 4)
+    assert plan.gpu_memory_utilization == pytest.approx((0.8,) * 4, abs=1e-6)
+    split = saved("Qwen3-14B", where, "--tensor-split", "5,3", "--gpus", "1xA6000+1xRTX4090")
+    plan = run("Qwen3-14B", host(SIX, FOUR), plan=split)
+    assert [len(place.kv_heads) for place in plan.places] == [5, 3]
+
+
+def test_lengths_come_from_the_plan_where_they_were_asked_for(saved: Any) -> None:
+    where = host(FOUR, FOUR)
+    file = saved("Qwen3-14B", where)
+    plan = run("Qwen3-14B", where, plan=file)
+    assert not plan.max_model_len_given and plan.max_model_len == plan.shape.max_positions
+    assert run("Qwen3-14B", where, plan=file, max_model_len=3000).max_model_len == 3000
+    file = saved("Qwen3-14B", where, "--max-model-len", "4096")
+    assert run("Qwen3-14B", where, plan=file).max_model_len == 4096
+    refusal(ConfigError, "max_model_len is 3000", "4096", where=where, plan=file, max_model_len=3000)
+
+
+def test_an_fp16_plan_is_computed_in_float16(saved: Any) -> None:
+    where = host(FOUR, FOUR)
+    assert run("Qwen3-14B", where, plan=saved("Qwen3-14B", where, "--precision", "fp16")).dtype == "float16"
+
+
+def test_a_plan_for_a_cpu(saved: Any) -> None:
+    plan = run("Llama-3.2-1B", host(), plan=saved("Llama-3.2-1B", host(), "-tp", "2"))
+    assert plan.devices == ("cpu", "cpu") and plan.quantization == "none"
+    # It says the CPU, whatever else is there.
+    assert run("Llama-3.2-1B", host(FOUR), plan=saved("Llama-3.2-1B", host())).devices == ("cpu",)
+
+
+@pytest.mark.parametrize("precision", ["int8", "q8_0"])
+def test_weights_are_held_as_planned(saved: Any, precision: str) -> None:
+    file = saved("Llama-3.2-1B", host(), "--precision", precision)
+    plan = run("Llama-3.2-1B", host(), plan=file)
+    assert plan.quantization == precision
+    planned = json.loads(Path(file).read_text())["best"]["ranks"][0]["weight_bytes"]
+    assert plan.weight_bytes(0) == pytest.approx(planned, rel=0.01)
+    words = (f"quantization is none and {file} has {precision}",)
+    refusal(ConfigError, *words, model="Llama-3.2-1B", where=host(), plan=file, quantization="none")
+
+
+def test_replicas_of_a_plan_are_told_of(saved: Any, caplog: pytest.LogCaptureFixture) -> None:
+    where = host(FOUR, FOUR)
+    with caplog.at_level(logging.WARNING, "weft"):
+        plan = run("Llama-3.1-8B", where, plan=saved("Llama-3.1-8B", where))
+    assert plan.devices == ("cuda:0",)
+    assert [record.getMessage().split(": ")[0].rpartition("/")[2] for record in caplog.records] == [
+        "plan.json has 2 replicas (DP 2, bf16); Weft runs one of them yet, GPU 0"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"tensor_parallel_size": 1}, ["tensor_parallel_size is 1", "has 2"]),
+        ({"pipeline_parallel_size": 2}, ["pipeline_parallel_size is 2", "has 1"]),
+        ({"tensor_split": (3.0, 1.0)}, ["tensor_split is 3,1"]),
+        ({"pipeline_split": (20, 20)}, ["pipeline_split is 20,20", "has 40"]),
+        ({"dtype": "float16"}, ["dtype is float16", "bfloat16"]),
+        ({"device": "cpu"}, ["device is cpu", "cuda"]),
+        ({"gpu_memory_utilization": (0.5,)}, ["gpu_memory_utilization is 0.5"]),
+        ({"device_ids": (0,)}, ["device_ids names 1 GPUs", "2 ranks"]),
+        ({"device_ids": (0, 5)}, ["GPU 5", "0 to 1"]),
+    ],
+)
+def test_flags_that_contradict_a_plan(saved: Any, flags: dict[str, Any], words: list[str]) -> None:
+    where = host(FOUR, FOUR)
+    refusal(WeftError, "plan.json", *words, where=where, plan=saved("Qwen3-14B", where), **flags)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"tensor_parallel_size": 2},
+        {"pipeline_parallel_size": 1, "pipeline_split": (40,)},
+        {"tensor_split": (2.0, 2.0)},
+        {"dtype": "bfloat16", "device": "cuda"},
+        {"gpu_memory_utilization": (0.9,)},
+    ],
+)
+def test_flags_that_say_the_same_as_a_plan(saved: Any, flags: dict[str, Any]) -> None:
+    where = host(FOUR, FOUR)
+    file = saved("Qwen3-14B", where)
+    assert run("Qwen3-14B", where, plan=file, **flags) == run("Qwen3-14B", where, plan=file)
+
+
+def test_device_ids_carry_a_plan_to_other_gpus_of_the_kind(saved: Any) -> None:
+    file = saved("Qwen3-14B", host(FOUR, FOUR))
+    where = host(THREE, FOUR, FOUR)
+    refusal(PlanError, "RTX 4090 as GPU 0", "RTX 3090", "--device-ids", where=where, plan=file)
+    assert run("Qwen3-14B", where, plan=file, device_ids=(2, 1)).devices == ("cuda:2", "cuda:1")
+
+
+def test_a_machine_that_is_not_the_planned_one(saved: Any) -> None:
+    file = saved("Qwen3-14B", host(FOUR, FOUR))
+    refusal(PlanError, "uses GPU 1", "0 to 0", where=host(FOUR), plan=file)
+    refusal(PlanError, "RTX 4090", "no GPU is visible on here", where=host(), plan=file)
+    there = host(FOUR, FOUR)
+    small = msgspec.structs.replace(there.gpus[1], total_bytes=20 << 30, free_bytes=20 << 30)
+    refusal(
+        *(PlanError, "25.8 GB of GPU 1", "21.5 GB"),
+        where=msgspec.structs.replace(there, gpus=(there.gpus[0], small)),
+        plan=file,
+    )
+    used = msgspec.structs.replace(there.gpus[1], free_bytes=10 << 30, holders=(Holder(77, "/bin/game", 14 << 30),))
+    refusal(
+        *(PlanError, "takes 23.2 GB of GPU 1", "game (pid 77) 15.0 GB", "--gpu-memory-utilization"),
+        where=msgspec.structs.replace(there, gpus=(there.gpus[0], used)),
+        plan=file,
+    )
+
+
+def test_another_model_is_refused(saved: Any) -> None:
+    where = host(FOUR, FOUR)
+    words = ("Qwen/Qwen3-14B", "14,768,307,200", "Llama-3.1-8B")
+    refusal(PlanError, *words, where=where, model="Llama-3.1-8B", plan=saved("Qwen3-14B", where))
+
+
+def test_what_weft_does_not_run_is_refused(saved: Any) -> None:
+    where = host(FOUR, FOUR)
+    refusal(
+        PlanError, "int4", "--precision of bf16", where=where, plan=saved("Qwen3-14B", where, "--precision", "int4")
+    )
+    refusal(
+        PlanError, "fp8", "--kv-cache-dtype", where=where, plan=saved("Qwen3-14B", where, "--kv-cache-dtype", "fp8")
+    )
+    several = saved("Qwen3-14B", where, "--nodes", "2x1xRTX4090", "-pp", "2", "-tp", "1")
+    refusal(PlanError, "several machines", "--gpus", where=where, plan=several)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", ["not JSON"]),
+        ("{", ["not JSON"]),
+        ("[]", ["not what weft plan --json prints"]),
+        ('{"a": 1}', ["not what weft plan --json prints", "`format`"]),
+        ('{"format": 1, "engine": "weft", "best": {}}', ["damaged plan"]),
+        ('{"format": 99, "engine": "weft", "best": {}}', ["format 99", "reads 1"]),
+        ('{"format": "x", "engine": "weft", "best": {}}', ["not what weft plan"]),
+        ("\xff", ["not JSON"]),
+    ],
+)
+def test_a_file_that_is_no_plan(tmp_path: Path, text: str, words: list[str]) -> None:
+    file = tmp_path / "p.json"
+    file.write_bytes(text.encode("latin-1"))
+    refusal(ConfigError, str(file), *words, where=host(FOUR), plan=str(file))
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    make = "weft plan MODEL --json"
+    refusal(ConfigError, "cannot read", "No such file", make, where=host(FOUR), plan=str(tmp_path / "none"))
+    refusal(ConfigError, "cannot read", "directory", make, where=host(FOUR), plan=str(tmp_path))
+
+
+def test_a_damaged_plan(saved: Any) -> None:
+    where = host(FOUR, FOUR)
+    best = json.loads(Path(saved("Qwen3-14B", where)).read_text())["best"]
+    refusal(
+        ConfigError, "lists 1", where=where, plan=saved("Qwen3-14B", where, best={**best, "ranks": best["ranks"][:1]})
+    )
+    moved = [{**rank, "first_layer": rank["first_layer"] + 1} for rank in best["ranks"]]
+    refusal(
+        PlanError, "rank 0", "1-40", "0-39", where=where, plan=saved("Qwen3-14B", where, best={**best, "ranks": moved})
+    )
+    named = [{**rank, "gpu": "X"} for rank in best["ranks"]]
+    refusal(ConfigError, "has no X", where=where, plan=saved("Qwen3-14B", where, best={**best, "ranks": named}))
+    layers = saved("Qwen3-14B", where, best={**best, "pipeline_split": [39]})
+    refusal(PlanError, "39", "40", where=where, plan=layers)
+    refusal(ConfigError, "vllm", "--engine", where=where, plan=saved("Qwen3-14B", where, engine="vllm"))
+    refusal(ConfigError, "no layout", "weft plan", where=where, plan=saved("Qwen3-14B", where, best=None))
+
+
+# --- the flag ---
+
+
+def test_a_plan_names_its_model(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from weft.cli.flags import engine_config
+    from weft.cli.parser import find, parse
+
+    file = saved("Qwen3-14B", host(FOUR, FOUR))
+    for words in (["serve"], ["run", "--prompt", "x"], ["chat"], ["bench", "latency"], ["bench", "throughput"]):
+        command, rest = find([*words, "--plan", file])
+        config = engine_config(parse(command, rest))
+        assert (config.model, config.plan) == ("Qwen/Qwen3-14B", file)
+
+
+def test_python_takes_a_path() -> None:
+    from weft.client.arguments import engine_config
+
+    assert engine_config("m", {"plan": Path("plan.json")}) == EngineConfig(model="m", plan="plan.json")
+    assert engine_config("m", {"plan": None}).plan is None
+
+
+def test_a_plan_may_be_limited_but_not_twice(saved: Any) -> None:
+    where = host(FOUR, FOUR)
+    file = saved("Qwen3-14B", where, "--max-memory", "0=20GB,1=20GB")
+    plan = run("Qwen3-14B", where, plan=file)
+    assert plan.gpu_memory_utilization == pytest.approx((20e9 / (24564 << 20),) * 2, abs=1e-6)
+    refusal(ConfigError, "--max-memory", "--plan", where=where, plan=file, max_memory={0: "10GB", 1: "10GB"})
+    refusal(ConfigError, "--device-map", "--plan", where=where, plan=file, device_map="auto")
+
+
+def test_a_bad_plan_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["serve", "--plan", str(tmp_path / "none")]) == 1
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and err.startswith("weft: error: cannot read the plan")
+    assert plan_file.FORMAT == 1

@@ -1,0 +1,331 @@
+"""weft plan --emit at the command line: where it writes, what it refuses, and an Infernet node's configuration."""
+
+from __future__ import annotations
+
+import io
+import json
+import stat
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.pure.exports import emit, flags, logging_as_it_was, run
+from weft.cli import main
+from weft.export.infernet_config import known, plain, read, vram_tier
+from weft.export.targets import TARGETS
+from weft.facts.catalogue import entries
+from weft.facts.cluster import Cluster, Node, parse_gpus
+from weft.facts.gpus import GpuSpec
+
+SMALL = "Qwen3-8B --gpus 1xRTX4090"
+BOOK = {
+    "backend": "vllm",
+    "vllm_host": "http://localhost:8123",
+    "vllm_model": "Qwen/Qwen2.5-72B-Instruct",
+    "vram_tier": ">=48gb",
+}
+TWO = {
+    "backend": "vllm",
+    "vllm_instances": [
+        {"host": "http://localhost:8000", "model": "qwen2.5:14b"},
+        {"host": "http://localhost:8001", "model": "llama3.1:8b"},
+    ],
+    "served_models": ["qwen2.5:14b", "llama3.1:8b"],
+}
+
+
+# --- files ---
+
+
+def test_files_instead_of_standard_output(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "b"
+    status, out, err = emit("compose", "Qwen2.5-7B-Instruct --gpus 2xRTX4090 -tp 1 -dp 2", "--emit-to", str(folder))
+    assert (status, out) == (0, "")
+    assert sorted(it.name for it in folder.iterdir()) == ["compose.yaml", "nginx.conf"]
+    assert err.splitlines() == [f"wrote {folder / name}" for name in ("compose.yaml", "nginx.conf")]
+
+
+def test_nothing_is_overwritten_unasked(tmp_path: Path) -> None:
+    assert emit("infernet", SMALL, "--emit-to", str(tmp_path))[0] == 0
+    (tmp_path / "infernet.env").unlink()
+    mine = tmp_path / "weft.sh"
+    mine.write_text("mine")
+    status, _, err = emit("infernet", SMALL, "--emit-to", str(tmp_path))
+    assert status == 1 and "weft.sh" in err and "exist" in err and "--force" in err and err.count("\n") == 1
+    # Not even what was not there.
+    assert mine.read_text() == "mine" and not (tmp_path / "infernet.env").exists()
+    assert emit("infernet", SMALL, "--emit-to", str(tmp_path), "--force")[0] == 0
+    assert mine.read_text().startswith("#!")
+
+
+def test_modes(tmp_path: Path) -> None:
+    emit("infernet", SMALL, "--emit-to", str(tmp_path))
+    modes = {it.name: stat.S_IMODE(it.stat().st_mode) for it in tmp_path.iterdir()}
+    assert modes["weft.sh"] == 0o755 and modes["infernet.env"] == 0o600
+
+
+def test_a_file_in_the_place_of_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    status, out, err = emit("weft", SMALL, "--emit-to", str(tmp_path / "file"))
+    assert (status, out) == (1, "") and "cannot write" in err and err.count("\n") == 1
+
+
+# --- what it refuses ---
+
+
+@pytest.mark.parametrize(
+    ("target", "words", "status", "told"),
+    [
+        ("vlm", SMALL, 2, "choose from"),
+        ("vllm", SMALL + " --json", 2, "--emit and --json are two answers"),
+        ("vllm", SMALL + " --html x", 2, "--emit and --html are two answers"),
+        ("vllm", SMALL + " --engine sglang", 2, "--emit vllm writes for vllm, not --engine sglang"),
+        ("kuberay", SMALL + " --port 8000", 2, "no port of its own"),
+        ("vllm", "Qwen3-8B --gpus 4xRTX4090 -tp 1 -dp 4 --port 65533", 2, "beyond 65535"),
+        ("vllm", "Llama-3.3-70B-Instruct --gpus 1xRTX4090", 3, "119.2 GB"),
+        ("weft", "Llama-3.1-405B-Instruct --nodes 2x8xH100", 3, "--emit vllm spans several"),
+        ("weft", "Llama-3.1-8B-Instruct --gpus 1xMI300X", 3, "NVIDIA"),
+        ("vllm", "Llama-3.1-8B-Instruct --gpus 1xH100 --kv-cache-dtype int8", 3, "--kv-cache-dtype fp8"),
+        ("transformers", "Qwen/Qwen-7B-Chat --gpus 1xH100", 3, "code that comes with the checkpoint"),
+        ("infernet", "--gpus 1xH100 --infernet-config /nowhere.json", 1, "cannot read"),
+    ],
+)
+def test_one_clear_line_and_nothing_written(target: str, words: str, status: int, told: str, tmp_path: Path) -> None:
+    found, out, err = emit(target, words, "--emit-to", str(tmp_path / "none"))
+    assert (found, out) == (status, "") and told in err
+    assert err.splitlines()[-1].startswith("weft: error: ") and err.count("\n") == 1
+    assert not (tmp_path / "none").exists()
+
+
+def test_force_needs_files() -> None:
+    status, out, err = emit("vllm", SMALL + " --force")
+    assert (status, out) == (2, "") and "--emit-to DIR" in err
+
+
+@pytest.mark.parametrize("flag", ["--emit-to x", "--force", "--port 8000", "--served-model-name a"])
+def test_flags_of_emit_need_it(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["plan", *SMALL.split(), *flag.split()]) == 2
+    assert "belongs to --emit" in capsys.readouterr().err
+
+
+# --- whatever the plan ---
+
+
+MODELS = ["demo", "Qwen3-8B", "Qwen2.5-32B-Instruct", "Llama-3.3-70B-Instruct", "Qwen3-30B-A3B", "gpt-oss-20b", "gpt2"]
+HARDWARE = ["--gpus 1xRTX4090", "--gpus 3xRTX3090", "--gpus 4xA100", "--gpus 1xRTX4090+1xRTX3060", "--gpus 2xMI300X"]
+HARDWARE += ["--nodes 2x2xL40S", "--nodes 3x1xH100", "--gpus 1xT4"]
+CUTS = ["", "-tp 2", "-pp 2", "-dp 2", "-tp 2 -ep", "--tensor-split 3,1", "-dp 2 -ep", "--precision int4"]
+CUTS += ["--precision fp8", "--precision q4_k_m", "--kv-cache-dtype fp8"]
+
+
+@settings(max_examples=60)
+@given(st.sampled_from(sorted(TARGETS)), st.sampled_from(MODELS), st.sampled_from(HARDWARE), st.sampled_from(CUTS))
+def test_every_plan_is_written_or_refused_in_one_line(target: str, model: str, hardware: str, cut: str) -> None:
+    status, out, err = emit(target, f"{model} {hardware} {cut}")
+    errors = [line for line in err.splitlines() if line.startswith("weft: error: ")]
+    if status == 0:
+        assert out and not errors
+    else:
+        # 2: more ranks than there are GPUs, or experts that the model has not.
+        assert status in (2, 3) and out == "" and len(errors) == 1 and "internal" not in err
+
+
+# --- Infernet's configuration ---
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Any:
+    def write(content: object) -> str:
+        path = tmp_path / "config.json"
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+        return str(path)
+
+    return write
+
+
+def test_the_book_s_json_names_the_model_and_the_port(config: Any) -> None:
+    status, out, err = emit("infernet", "--gpus 8xRTX4090", "--infernet-config", config(BOOK))
+    assert status == 0
+    assert "weft serve Qwen/Qwen2.5-72B-Instruct" in out and "--port 8123" in out
+    assert "VLLM_HOST=http://127.0.0.1:8123" in out
+    for key in BOOK:
+        assert f"{key} is in the book only" in err
+    assert "vram_tier >=48gb is no GPU's here, and a sum is never told: RTX 4090 is 16-24gb" in err
+
+
+def test_of_two_instances_the_one_that_is_meant(config: Any) -> None:
+    path = config(TWO)
+    for model, tag, port in (("Llama-3.1-8B-Instruct", "llama3.1:8b", 8001), ("", "qwen2.5:14b", 8000)):
+        status, out, err = emit("infernet", f"{model} --gpus 2xRTX4090", "--infernet-config", path)
+        assert status == 0 and f"--served-model-name {tag} " in out and f"--port {port}" in out
+        assert f"INFERNET_ENGINE_MODEL={tag}\n" in out and f"this is for {tag}" in err
+    # A tag stands for the model that answers.
+    assert "weft serve Qwen/Qwen2.5-14B-Instruct" in out
+
+
+def test_flags_win_over_the_configuration(config: Any) -> None:
+    words = "Qwen3-8B --gpus 1xRTX4090 --port 9000 --served-model-name mine"
+    out = emit("infernet", words, "--infernet-config", config(BOOK))[1]
+    assert "--served-model-name mine " in out and "--port 9000" in out
+
+
+def test_what_the_node_reads_is_no_reason_for_a_warning(config: Any) -> None:
+    live = {"controlPlane": {"url": "x"}, "node": {}, "engine": {"backend": "vllm", "model": "Qwen/Qwen3-8B"}}
+    status, out, err = emit("infernet", "--gpus 1xRTX4090", "--infernet-config", config(live))
+    assert (status, err) == (0, "") and "weft serve Qwen/Qwen3-8B" in out
+    # Keys of the node's own never appear.
+    secret = {**live, "node": {"privateKey": "0123456789abcdef"}}
+    assert "0123456789abcdef" not in emit("infernet", "--gpus 1xRTX4090", "--infernet-config", config(secret))[1]
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("{", "is not JSON"),
+        ([], "must hold a JSON object"),
+        ({}, "names none"),
+        ({"vllm_model": 3}, "vllm_model"),
+        ({"engine": 4}, "engine"),
+        ({"vllm_instances": [1]}, "vllm_instances"),
+        ({"served_models": "x"}, "served_models"),
+        ({"vllm_model": "m", "vllm_host": "http://a:x"}, "is no address"),
+    ],
+)
+def test_a_broken_configuration(config: Any, content: object, told: str) -> None:
+    status, out, err = emit("infernet", "--gpus 1xRTX4090", "--infernet-config", config(content))
+    assert status in (1, 2) and out == "" and told in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("mib", "tier"),
+    [
+        (0, "unknown"),
+        (8191, "<8gb"),
+        (8192, "8-16gb"),
+        (16384, "16-24gb"),
+        (24564, "16-24gb"),  # RTX 4090
+        (24576, "24-48gb"),  # RTX 3090
+        (49140, "24-48gb"),  # RTX 6000 Ada
+        (49152, ">=48gb"),
+        (81920, ">=48gb"),
+    ],
+)
+def test_tiers_are_of_one_gpu(mib: int, tier: str) -> None:
+    assert vram_tier(mib << 20) == tier
+
+
+def test_tags_are_names_of_the_catalogue() -> None:
+    assert known("llama3.1:8b") == "meta-llama/Llama-3.1-8B-Instruct"
+    assert known("qwen2.5:14b") == "Qwen/Qwen2.5-14B-Instruct"
+    assert known("nobody:1b") == "nobody:1b"
+    # A model's own name stands for itself.
+    names = {name for entry in entries() for name in entry.names if "/" in name}
+    assert all(plain(known(name)).startswith(plain(name)) for name in names)
+
+
+def test_the_only_instance_is_meant_whatever_it_is_called(config: Any) -> None:
+    found = read(config({"vllm_model": "house-model", "vllm_host": "http://localhost:8123"}))
+    here = found.serving("Qwen/Qwen3-8B")
+    assert here is not None and (here.model, here.port) == ("house-model", 8123)
+    assert read(config(TWO)).serving("Qwen/Qwen3-8B") is None
+
+
+# --- what is typed ---
+
+
+def test_names_of_files_are_no_syntax(tmp_path: Path) -> None:
+    folder = tmp_path / "my $(echo x) 'models'" / "Tiny-2.5-1B"
+    folder.mkdir(parents=True)
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 320, "hidden_size": 64}
+    config |= {"intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16", "max_position_embeddings": 512}))
+
+    def written(target: str, *more: str) -> str:
+        out, err = io.StringIO(), io.StringIO()
+        with redirect_stdout(out), redirect_stderr(err), logging_as_it_was():
+            status = main.main(["plan", str(folder), "--gpus", "1xRTX4090", "--emit", target, *more])
+        assert status == 0, err.getvalue()
+        return out.getvalue()
+
+    for target in ("weft", "vllm"):
+        status, (call,), _ = run(written(target), tmp_path)
+        assert status == 0 and call["words"][2] == str(folder)
+        # A folder's name has no ending to be cut off.
+        assert flags(call["words"])["served-model-name"] == ["Tiny-2.5-1B"]
+    service = yaml.safe_load(written("compose"))["services"]["replica-0"]
+    escaped = str(folder).replace("$", "$$")
+    assert service["command"][1] == escaped and f"{escaped}:{escaped}:ro" in service["volumes"]
+    assert f"FROM {folder}\n" in written("ollama")
+    # What is wanted of the user is told in the script's own syntax.
+    status, calls, err = run(written("vllm", "--precision", "int4"), tmp_path)
+    assert status and not calls and "MODEL: an AWQ or GPTQ 4-bit checkpoint of Tiny-2.5-1B" in err
+
+
+@pytest.mark.parametrize(
+    ("typed", "engine", "loaded"),
+    [
+        ("Qwen2.5-7B-Instruct", "vllm", "vllm serve Qwen/Qwen2.5-7B-Instruct "),
+        ("qwen/qwen2.5-7b-instruct", "vllm", "vllm serve Qwen/Qwen2.5-7B-Instruct "),
+        ("Qwen/Qwen2.5-7B-Instruct-AWQ", "vllm", "vllm serve Qwen/Qwen2.5-7B-Instruct-AWQ "),
+        ("Qwen2.5-7B-Instruct-AWQ", "vllm", 'vllm serve "$MODEL" '),
+        ("Qwen2.5-7B-Instruct --precision int4", "vllm", 'vllm serve "$MODEL" '),
+        ("Qwen2.5-7B-Instruct --precision fp8", "vllm", "--quantization fp8 "),
+        ("Qwen2.5-7B-Instruct --precision fp16", "vllm", "--dtype float16 "),
+        ("Qwen2.5-7B-Instruct --precision q4_k_m", "vllm", "--tokenizer Qwen/Qwen2.5-7B-Instruct "),
+        ("demo", "vllm", "vllm serve HuggingFaceTB/SmolLM2-135M-Instruct "),
+        ("demo", "weft", "weft serve demo "),
+        ("demo", "ollama", "FROM ./REPLACE_WITH_A_GGUF_FILE_IN_Q4_1_OF_HUGGINGFACETB_SMOLLM2_135M_INSTRUCT\n"),
+        ("demo", "transformers", 'MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"\n'),
+        ("gpt-oss-20b", "vllm", "vllm serve openai/gpt-oss-20b "),
+        ("Qwen2.5-7B-Instruct --precision q8_0", "transformers", 'MODEL = "Qwen/Qwen2.5-7B-Instruct"\n'),
+    ],
+)
+def test_the_checkpoint_is_what_the_name_and_the_precision_say(typed: str, engine: str, loaded: str) -> None:
+    status, out, _ = emit(engine, f"{typed} --gpus 1xRTX4090")
+    assert status == 0 and loaded in out
+
+
+def test_visible_gpus_keep_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan for this machine counts the GPUs that CUDA_VISIBLE_DEVICES leaves."""
+    cluster = parse_gpus("2xRTX4090")
+    monkeypatch.setattr("weft.cli.plan.hardware", lambda said: cluster)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    assert "CUDA_VISIBLE_DEVICES=5,7 " in emit("weft", "Qwen2.5-14B-Instruct -pp 2")[1]
+    assert "CUDA_VISIBLE_DEVICES=0,1 " in emit("weft", "Qwen2.5-14B-Instruct -pp 2 --gpus 2xRTX4090")[1]
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("Qwen3-0.6B", ["Qwen/Qwen3-0.6B", "--dtype bfloat16"]),
+        ("Qwen3-0.6B --precision int8", ["Qwen/Qwen3-0.6B", "--quantization int8"]),
+        ("Qwen3-0.6B --precision q4_1", ["Qwen/Qwen3-0.6B", "--quantization q4_1"]),
+        ("Qwen3-0.6B --precision q6_k", ['"$MODEL"']),
+        ("demo", ["weft serve demo"]),
+        ("demo --precision bf16", ["weft serve demo", "--quantization none", "--dtype bfloat16"]),
+    ],
+)
+def test_on_a_cpu_weft_makes_the_weights_itself(typed: str, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = GpuSpec(
+        name="a CPU",
+        memory_bytes=16 << 30,
+        bandwidth_Bps=4e10,
+        flops={"bf16": 1e12, "fp16": 1e12, "fp32": 1e12},
+        nvlink_Bps=0,
+        pcie_Bps=0,
+        capability=(0, 0),
+        source="made up",
+        kind="cpu",
+    )
+    monkeypatch.setattr("weft.cli.plan.hardware", lambda said: Cluster((Node((cpu,), "memory"),), 1e9))
+    status, out, _ = emit("weft", typed)
+    assert status == 0 and "--device cpu" in out and "CUDA" not in out
+    assert all(it in out for it in said)
+    assert ("--quantization" in out) == any("--quantization" in it for it in said)
+    status, out, err = emit("vllm", "Qwen3-0.6B")
+    assert status == 3 and "on CPUs it is another program to install" in err

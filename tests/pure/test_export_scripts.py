@@ -1,0 +1,175 @@
+"""Scripts of weft plan --emit: bash reads them, and the programs get the flags that they know."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.pure.exports import VLLM, emit, flags, parts, plans, run
+from weft.cli import vllm
+from weft.cli.flags import engine_config, serve_options
+from weft.cli.parser import find, parse
+
+RAY_START = {"head", "port", "node-ip-address", "num-gpus", "address", "block"}
+
+
+SCRIPTS = [
+    pytest.param(target, plan, id=f"{target}-{plan}")
+    for target in ("weft", "vllm", "ollama", "infernet")
+    for plan in plans(target)
+]
+
+
+@pytest.mark.parametrize(("target", "plan"), SCRIPTS)
+def test_bash_reads_every_script(target: str, plan: str, tmp_path: Path) -> None:
+    for name, written in parts(target, plan).items():
+        if name.endswith(".sh") or written.startswith("#!/usr/bin/env bash"):
+            subprocess.run(["bash", "-n"], input=written, text=True, check=True)
+
+
+@pytest.mark.parametrize("plan", plans("vllm"))
+def test_vllm_knows_the_flags(plan: str, tmp_path: Path) -> None:
+    for written in parts("vllm", plan).values():
+        status, calls, err = run(
+            written, tmp_path, MODEL="a/b", NODE0_ADDRESS="h", NODE1_ADDRESS="i", NETWORK_INTERFACE="e"
+        )
+        assert status == 0 and err == "" and calls
+        for call in calls:
+            program, verb, *words = call["words"]
+            known = VLLM if program == "vllm" else RAY_START
+            assert verb == ("serve" if program == "vllm" else "start")
+            assert flags(words).keys() <= known
+            assert all(values for name, values in flags(words).items() if vllm.ARITY.get(name, 1) and program == "vllm")
+
+
+def test_a_script_stops_where_a_placeholder_is_not_set(tmp_path: Path) -> None:
+    written = parts("vllm", "replicas-int4")["vllm"]
+    status, calls, err = run(written, tmp_path)
+    assert status and not calls and "MODEL: an AWQ or GPTQ 4-bit checkpoint of Qwen/Qwen2.5-32B-Instruct" in err
+    head = parts("vllm", "two-nodes")["node-0.sh"]
+    assert run(head, tmp_path)[0] and "NODE0_ADDRESS: address of node 0" in run(head, tmp_path)[2]
+
+
+def test_vllm_replicas(tmp_path: Path) -> None:
+    status, calls, _ = run(parts("vllm", "replicas-int4")["vllm"], tmp_path, MODEL="it's/one")
+    assert status == 0 and [call["words"][:3] for call in calls] == [["vllm", "serve", "it's/one"]] * 2
+    seen = [call["environment"] for call in calls]
+    assert [it["CUDA_VISIBLE_DEVICES"] for it in seen] == ["0,1", "2,3"]
+    assert {it["VLLM_PP_LAYER_PARTITION"] for it in seen} == {"32,32"}
+    assert {it["CUDA_DEVICE_ORDER"] for it in seen} == {"PCI_BUS_ID"}
+    said = [flags(call["words"]) for call in calls]
+    assert [it["port"] for it in said] == [["8000"], ["8001"]]
+    # The method is in the checkpoint; awq by name would keep the slower kernel.
+    assert "quantization" not in said[0] and "dtype" not in said[0]
+
+
+def test_vllm_on_two_nodes(tmp_path: Path) -> None:
+    where = {"NODE0_ADDRESS": "head", "NODE1_ADDRESS": "worker", "NETWORK_INTERFACE": "eth7"}
+    files = parts("vllm", "two-nodes")
+    assert list(files) == ["node-0.sh", "node-1.sh"]
+    status, calls, _ = run(files["node-0.sh"], tmp_path, **where)
+    ray, serve = calls
+    assert status == 0
+    said = flags(ray["words"])
+    assert said == {"head": [], "port": ["6379"], "node-ip-address": ["head"], "num-gpus": ["8"]}
+    said = flags(serve["words"])
+    assert said["distributed-executor-backend"] == ["ray"] and "headless" not in said
+    assert (said["tensor-parallel-size"], said["pipeline-parallel-size"]) == (["8"], ["2"])
+    for call in calls:
+        seen = call["environment"]
+        assert (seen["VLLM_HOST_IP"], seen["GLOO_SOCKET_IFNAME"], seen["NCCL_SOCKET_IFNAME"]) == (
+            "head",
+            "eth7",
+            "=eth7",
+        )
+        assert seen["VLLM_PP_LAYER_PARTITION"] == "63,63"
+    status, (ray,), _ = run(files["node-1.sh"], tmp_path, **where)
+    said = flags(ray["words"])
+    assert said == {"address": ["head:6379"], "node-ip-address": ["worker"], "num-gpus": ["8"], "block": []}
+    assert ray["environment"]["VLLM_HOST_IP"] == "worker"
+
+
+def test_vllm_experts_on_two_nodes(tmp_path: Path) -> None:
+    where = {"NODE0_ADDRESS": "head", "NODE1_ADDRESS": "worker", "NETWORK_INTERFACE": "eth7"}
+    files = parts("vllm", "experts-two-nodes")
+    said = [flags(run(files[f"node-{node}.sh"], tmp_path, **where)[1][0]["words"]) for node in (0, 1)]
+    for it in said:
+        assert it["enable-expert-parallel"] == [] and it["data-parallel-address"] == ["head"]
+        assert (it["data-parallel-size"], it["data-parallel-size-local"]) == (["4"], ["2"])
+    assert "data-parallel-start-rank" not in said[0] and "headless" not in said[0] and "port" in said[0]
+    assert said[1]["data-parallel-start-rank"] == ["2"] and said[1]["headless"] == [] and "port" not in said[1]
+
+
+def test_a_cut_that_vllm_lacks_becomes_the_nearest_one() -> None:
+    status, out, err = emit("vllm", "tensor-uneven")
+    assert status == 0 and "--pipeline-parallel-size 2" in out and "tensor-split" not in out.partition("set -euo")[2]
+    assert "vLLM cannot do TP 2, bf16 with 30 and 10 query heads" in err and "the nearest that it can do is PP 2" in err
+    # Nine heads on two ranks.
+    status, out, err = emit("vllm", "demo --gpus 2xRTX4090 -tp 2")
+    assert status == 0 and "9 query and 3 KV heads are not even over 2 ranks" in err
+    assert "vllm serve HuggingFaceTB/SmolLM2-135M-Instruct" in out
+
+
+def test_what_weft_would_do_beyond_the_target_is_told() -> None:
+    out = emit("vllm", "Qwen3-14B --gpus 1xRTX4090+1xRTX3060")[1]
+    assert "Weft itself would run TP 2" in " ".join(out.split("\n# "))
+    assert "Weft itself" not in emit("vllm", "Qwen3-8B --gpus 2xRTX4090")[1]
+
+
+@pytest.mark.parametrize("plan", plans("weft"))
+def test_weft_reads_its_own_flags(plan: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for written in parts("weft", plan).values():
+        status, calls, _ = run(written, tmp_path, MODEL="a/b")
+        assert status == 0 and calls
+        for call in calls:
+            command, rest = find(call["words"][1:])
+            arguments = parse(command, rest)
+            engine_config(arguments)
+            assert serve_options(arguments, {}).port >= 8000
+    assert [it for it in caplog.records if it.levelname == "WARNING" and "ignored" in it.message] == []
+
+
+def test_weft_is_told_the_planned_cut(tmp_path: Path) -> None:
+    def config(plan: str) -> Any:
+        call = run(parts("weft", plan)["weft"], tmp_path)[1][0]
+        return engine_config(parse(*find(call["words"][1:])))
+
+    uneven = config("tensor-uneven")
+    assert uneven.tensor_split == (3.0, 1.0) and len(uneven.gpu_memory_utilization) == 2
+    assert config("pipeline-uneven").pipeline_split == (28, 20)
+    assert (config("tensor").tensor_parallel_size, config("tensor").max_model_len) == (4, 131072)
+
+
+# --- Ollama ---
+
+
+@pytest.mark.parametrize("plan", plans("ollama"))
+def test_the_modelfile_has_instructions_only(plan: str) -> None:
+    modelfile = parts("ollama", plan)["Modelfile"]
+    lines = [line for line in modelfile.splitlines() if line and not line.startswith("#")]
+    assert [line.split()[0] for line in lines] == ["FROM", "PARAMETER", "PARAMETER"]
+    parameters = {words[1]: int(words[2]) for words in (line.split() for line in lines[1:])}
+    assert parameters.keys() == {"num_ctx", "num_gpu"}
+
+
+def test_ollama_gets_a_server_for_each_replica(tmp_path: Path) -> None:
+    files = parts("ollama", "replicas-int4")
+    status, calls, _ = run(files["ollama.sh"], tmp_path)
+    assert status == 0
+    serving = [call["environment"] for call in calls if call["words"][1] == "serve"]
+    assert sorted((it["CUDA_VISIBLE_DEVICES"], it["OLLAMA_HOST"]) for it in serving) == [
+        ("0,1", "127.0.0.1:11434"),
+        ("2,3", "127.0.0.1:11435"),
+    ]
+    assert {it["OLLAMA_SCHED_SPREAD"] for it in serving} == {"1"}
+    # What it calls its models has no capitals; a run without a prompt loads one.
+    assert ["ollama", "run", "qwen2.5-32b-instruct", ""] in [call["words"] for call in calls]
+    assert "Ollama does not run int4; this is q4_k_m" in files["Modelfile"]
+    assert "deals layers out by each GPU's free memory" in files["Modelfile"]
+
+
+def test_ollama_has_one_gpu_where_one_holds_the_model() -> None:
+    assert "SCHED_SPREAD" not in parts("ollama", "one-gpu")["ollama.sh"]

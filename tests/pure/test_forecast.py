@@ -1,0 +1,272 @@
+"""What the planner expects of a plan that runs here, and how the service tells of it beside what came out."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tests.pure.test_execution import FOUR, NOTHING, SIX, THREE, checkpoint, host
+from tests.pure.test_layout import plan as cpu_plan
+from tests.pure.worlds import World
+from weft.client.outputs import CompletionOutput, Metrics, RequestOutput
+from weft.config import EngineConfig
+from weft.facts.cpu import CpuSpeed
+from weft.facts.host import Host
+from weft.facts.machine import this_machine
+from weft.facts.speeds import Speeds
+from weft.planner import execution
+from weft.planner.execution import plan_to_run
+from weft.planner.forecast import (
+    HINT,
+    Forecast,
+    answered,
+    crowded,
+    far_off,
+    forecast,
+    parted,
+    predicted_json,
+    started,
+)
+from weft.planner.layout import layout
+from weft.planner.memory import Capacity
+from weft.planner.plan import Plan
+from weft.planner.search import search
+from weft.serving.foreseen import MANY, Foreseen
+
+MEASURED = Speeds(machine="", cpu=CpuSpeed(40e9, 0.3e12))
+
+
+def expected(**flags: Any) -> Forecast:
+    """Of SmolLM2-135M on a CPU."""
+    return forecast(cpu_plan(kind="dummy", **flags), cpu_host(), MEASURED)
+
+
+def cpu_host() -> Host:
+    from tests.pure.test_layout import host as plain
+
+    return plain()
+
+
+def on_gpus(model: str, where: Host, **flags: Any) -> tuple[Plan, Forecast]:
+    there = checkpoint(model)
+    plan = plan_to_run(EngineConfig(model=there.model, **flags), there, where)
+    return plan, forecast(plan, where, NOTHING)
+
+
+# --- what is expected ---
+
+
+@pytest.mark.parametrize(
+    ("model", "names"), [("Llama-3.1-8B", [FOUR]), ("Qwen3-14B", [FOUR, THREE]), ("Qwen3-32B", [SIX, FOUR])]
+)
+def test_it_is_what_weft_plan_says_of_the_same_layout(model: str, names: list[str]) -> None:
+    where, there = host(*names), checkpoint(model)
+    question = execution.question(
+        EngineConfig(model="m"), there, where, this_machine(where, NOTHING), range(len(names))
+    )
+    best = search(question).best
+    assert best is not None
+    _, found = on_gpus(model, where)
+    assert found.weight_bytes == sum(rank.weights.total for rank in best.memory.ranks)
+    work = question.workload
+    alone = found.speed(work.input_len, work.output_len)
+    assert (alone.single_tok_s, alone.ttft_s) == (best.predicted.single_tok_s, best.predicted.ttft_s)
+    if max(rank.usable_bytes / rank.memory_bytes for rank in best.memory.ranks) <= 0.9:
+        assert found.kv_tokens == best.memory.kv_tokens
+
+
+def test_limits_are_the_user_s() -> None:
+    where = host(FOUR)
+    _, usual = on_gpus("Llama-3.1-8B", where)
+    _, few = on_gpus("Llama-3.1-8B", where, max_num_seqs=2)
+    assert few.speed(100, 100, 50).concurrency == 2 < usual.speed(100, 100, 50).concurrency
+    _, wide = on_gpus("Llama-3.1-8B", where, max_num_batched_tokens=16384)
+    assert max(wide.step_bytes) > max(usual.step_bytes) and wide.kv_tokens < usual.kv_tokens
+    _, given = on_gpus("Llama-3.1-8B", where, kv_cache_memory_bytes=1 << 30)
+    assert given.kv_tokens == (1 << 30) // 131072
+    _, small = on_gpus("Llama-3.1-8B", where, gpu_memory_utilization=(0.8,))
+    assert small.kv_tokens < usual.kv_tokens
+    _, limited = on_gpus("Llama-3.1-8B", where, max_memory={0: "20GB"})
+    assert limited.memory.ranks[0].usable_bytes == pytest.approx(20e9, abs=1e6)
+    two = {"tensor_parallel_size": 2, "gpu_memory_utilization": (0.9, 0.7)}
+    _, uneven = on_gpus("Llama-3.1-8B", host(FOUR, FOUR), **two)
+    taken = [rank.usable_bytes / rank.memory_bytes for rank in uneven.memory.ranks]
+    assert taken == pytest.approx([0.9, 0.7], abs=1e-6)
+
+
+def test_ranks_that_share_a_device_have_a_part_of_it_each() -> None:
+    one, two = expected(), expected(tensor_parallel_size=2)
+    assert [gpu.bandwidth_Bps for gpu in two.cluster.gpus] == [20e9, 20e9]
+    # Each has a torch of its own.
+    assert 0.9 * one.kv_tokens < two.kv_tokens < one.kv_tokens
+    assert two.speed(8, 100).single_tok_s < one.speed(8, 100).single_tok_s
+    there, where = checkpoint("Llama-3.2-1B"), host(FOUR, THREE)
+    config = EngineConfig(model="m", tensor_parallel_size=3, device_ids=(0, 1, 0))
+    gpus = forecast(layout(config, there, where), where, NOTHING).cluster.gpus
+    assert [gpu.name for gpu in gpus] == ["1/2 of RTX 4090", "RTX 3090", "1/2 of RTX 4090"]
+    whole = this_machine(where, NOTHING).gpus
+    assert gpus[1] == whole[1] and gpus[0].memory_bytes == whole[0].memory_bytes // 2
+    assert parted(this_machine(where, NOTHING), [1, 0]).gpus == whole[::-1]
+
+
+def test_numbers_have_the_bytes_that_they_are_computed_in() -> None:
+    assert expected(dtype="float32").weight_bytes == 2 * expected().weight_bytes
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4", "q4_0", "q8_0"])
+def test_quantised_weights_are_expected_as_they_are_held(quantization: str) -> None:
+    found = expected(quantization=quantization)
+    held = sum(found.plan.weight_bytes(place.rank) for place in found.plan.places)
+    assert found.weight_bytes == pytest.approx(held, rel=0.01)
+
+
+# --- beside what came out ---
+
+
+def capacity(rank: int, **figures: int) -> Capacity:
+    usual: dict[str, Any] = {"weight_bytes": 269 * 10**6, "activation_bytes": 10**8, "free_bytes": 0, "block_bytes": 1}
+    return Capacity(rank=rank, host="h", device="cpu", load_s=0.25, **{**usual, **figures})
+
+
+def test_memory_is_told_with_its_ratio() -> None:
+    found = expected()
+    exact = [capacity(0, weight_bytes=found.weight_bytes, activation_bytes=max(found.step_bytes))]
+    line = started(found, exact, found.kv_tokens // 16)
+    assert line.count("(1.00 of the predicted ") == 3 and line.endswith("; loaded in 0.2 s")
+    assert f"{found.kv_tokens:,} tokens of KV" in line and HINT not in line
+    assert started(found, exact, found.kv_tokens // 64).endswith(HINT)
+
+
+def test_a_request_is_told_with_its_ratio() -> None:
+    found = expected()
+    speed = found.speed(100, 50)
+    line = answered(found, input_len=100, output_len=50, ttft_s=speed.ttft_s, tok_s=1.2 * speed.single_tok_s)
+    assert line.startswith("one request of 100 + 50 tokens: the first token after ")
+    assert "(1.00 of the predicted " in line and "(1.20 of the predicted " in line and HINT not in line
+    slow = answered(found, input_len=100, output_len=50, ttft_s=speed.ttft_s, tok_s=speed.single_tok_s / 5)
+    assert slow.endswith(HINT)
+    many = found.speed(100, 50, 20)
+    rate = many.concurrency / many.tpot_s
+    line = crowded(found, requests=64, input_len=100.2, output_len=50, concurrency=20.4, tok_s=rate)
+    assert line.startswith("64 requests, 20 at once, of 100 + 50 tokens: ") and "(1.00 of the predicted" in line
+
+
+def test_far_off_is_outside_of_the_error_band() -> None:
+    found = expected()
+    band = found.profile.error.value
+    assert not far_off(found, 1 + band, 1.0) and not far_off(found, 1 - band, 1.0)
+    assert far_off(found, 1.01 + band, 1.0) and far_off(found, 0.99 - band, 1.0)
+
+
+def test_the_json_has_the_figures_of_the_report() -> None:
+    found = expected()
+    got = predicted_json(found, 30, 100)
+    assert got["weight_bytes"] == found.weight_bytes and got["kv_tokens"] == found.kv_tokens
+    assert got["decode_tok_s"] == round(found.speed(30, 100).single_tok_s, 2)
+    assert got["ttft_s"] == round(found.speed(30, 100).ttft_s, 4) and got["error_band"] == 0.5
+
+
+# --- after the first requests ---
+
+
+def output(
+    prompt: int = 20, tokens: int = 50, *, begin: float = 0.0, took: float = 1.0, cached: int = 0, finished: bool = True
+) -> RequestOutput:
+    times = Metrics(arrival_s=begin, scheduled_s=begin, first_token_s=begin + 0.1, finished_s=begin + took)
+    choice = CompletionOutput(0, "", list(range(tokens)))
+    return RequestOutput("0", None, [0] * prompt, [choice], times, num_cached_tokens=cached, finished=finished)
+
+
+@pytest.fixture
+def told(caplog: pytest.LogCaptureFixture) -> Any:
+    """The lines so far."""
+    caplog.set_level(logging.INFO, "weft.serving")
+    return lambda: [record.getMessage() for record in caplog.records]
+
+
+def serve(watch: Foreseen, outputs: Sequence[RequestOutput]) -> None:
+    """All of them open at once, then all closed."""
+    for number in range(len(outputs)):
+        watch.opened(number + 1)
+    for number, one in enumerate(outputs):
+        watch.closed([one], len(outputs) - 1 - number)
+
+
+def test_the_first_request_alone_is_told_of_once(told: Any) -> None:
+    watch = Foreseen(expected())
+    serve(watch, [output()])
+    serve(watch, [output()])
+    (line,) = told()
+    assert re.match(r"one request of 20 \+ 50 tokens: the first token after 100 ms .*, then 54\.4 tokens/s", line)
+    assert not watch.told
+
+
+@pytest.mark.parametrize("one", [output(tokens=8), output(cached=16), output(finished=False)])
+def test_what_says_nothing_is_passed_over(told: Any, one: RequestOutput) -> None:
+    watch = Foreseen(expected())
+    serve(watch, [one])
+    assert told() == []
+    serve(watch, [output()])
+    assert len(told()) == 1
+
+
+def test_a_request_beside_another_is_not_alone(told: Any) -> None:
+    watch = Foreseen(expected())
+    serve(watch, [output(), output()])
+    assert told() == []
+
+
+def test_a_crowd_is_told_of_once_and_then_nothing_is_watched(told: Any) -> None:
+    watch = Foreseen(expected())
+    serve(watch, [output(begin=number / 10, took=1.5) for number in range(16)])
+    (line,) = told()
+    # 16 requests of 1.5 s each within 3 s; 800 tokens.
+    assert line.startswith("16 requests, 8 at once, of 20 + 50 tokens: 267 tokens/s in all (")
+    serve(watch, [output(begin=number / 10, took=1.5) for number in range(16)])
+    assert len(told()) == 1 and not watch.told
+    serve(watch, [output()])
+    assert len(told()) == 2 and watch.told
+
+
+def test_one_after_the_other_is_no_crowd(told: Any) -> None:
+    watch = Foreseen(expected())
+    serve(watch, [output(begin=number, took=1.0) for number in range(16)])
+    assert told() == []
+
+
+def test_a_crowd_that_never_ends_is_told_of(told: Any) -> None:
+    watch = Foreseen(expected())
+    watch.opened(8)
+    for number in range(MANY):
+        watch.closed([output(begin=number / 8, took=1.0)], 7)
+    assert len(told()) == 1 and told()[0].startswith(f"{MANY} requests, 8 at once")
+
+
+async def test_the_service_tells_and_forgets(told: Any) -> None:
+    seen: list[tuple[int, int]] = []
+
+    class Watch:
+        told = False
+
+        def opened(self, count: int) -> None:
+            seen.append((count, -1))
+
+        def closed(self, outputs: Sequence[RequestOutput], still_open: int) -> None:
+            assert all(one.finished for one in outputs)
+            seen.append((len(outputs), still_open))
+            self.told = True
+
+    world = World()
+    world.service.foreseen = Watch()  # type: ignore[assignment]
+    await world.complete(max_tokens=3)
+    assert seen == [(1, -1), (1, 0)] and world.service.foreseen is None
+    await world.complete(max_tokens=3)
+    assert len(seen) == 2
+
+
+def test_lengths_are_a_token_at_least() -> None:
+    assert expected().speed(0.2, 0.4, 0.1) == expected().speed(1, 1, 1)

@@ -1,0 +1,225 @@
+"""weft hardware: what a person, a program and weft plan read of this machine."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.pure.fake_nvml import GIB, FakeNvml, bridged, eight_h100, old_driver, sliced, two_consumer_cards
+from weft import logs
+from weft.cli import main
+from weft.errors import ConfigError
+from weft.executors import links
+from weft.facts import host, nvml, speeds
+from weft.facts.cpu import Cpu, CpuSpeed, NumaNode
+from weft.facts.hardware_file import read
+from weft.facts.host import Host
+from weft.facts.speeds import GpuSpeed, PairSpeed
+
+Run = Callable[..., tuple[int, str, str]]
+CPU = Cpu(
+    model="Intel(R) Xeon(R) Gold 6430",
+    sockets=2,
+    cores=64,
+    threads=128,
+    features=("avx512f", "amx_bf16"),
+    nodes=(NumaNode(0, tuple(range(64)), 256 * GIB, GIB), NumaNode(1, tuple(range(64, 128)), 256 * GIB, GIB)),
+)
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """A cache of its own, and logging as it was."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv(logs.VARIABLE, "")
+    logger = logging.getLogger("weft")
+    before = logger.handlers, logger.level, logger.propagate
+    yield
+    logger.handlers, logger.level, logger.propagate = before[0], before[1], before[2]
+
+
+@pytest.fixture
+def on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Run]:
+    """weft WORDS on a machine with these GPUs, of which all pairs work but those that `faults` names."""
+    monkeypatch.setattr(speeds, "measure_cpu", lambda _: CpuSpeed(50e9, 1e12))
+
+    def place(machine: FakeNvml | None = None, **faults: str) -> Run:
+        driver = nvml.Driver()
+        if machine:
+            machine.install(monkeypatch)
+            driver = nvml.look(None, tmp_path)
+        here = Host(
+            hostname="rig",
+            cores=tuple(range(32)),
+            memory_total_bytes=512 * GIB,
+            memory_free_bytes=400 * GIB,
+            cpu=CPU,
+            gpus=driver.gpus,
+            pairs=driver.pairs,
+            driver=driver.version,
+        )
+        monkeypatch.setattr(host, "probe", lambda: here)
+        monkeypatch.setattr(links, "measure", lambda it: measured(it, faults))
+
+        def run(*words: str) -> tuple[int, str, str]:
+            status = main.main(list(words))
+            out = capsys.readouterr()
+            return status, out.out, out.err
+
+        return run
+
+    return place
+
+
+def measured(here: Host, faults: dict[str, str]) -> tuple[tuple[GpuSpeed, ...], tuple[PairSpeed, ...]]:
+    gpus = tuple(GpuSpeed(gpu=gpu.uuid, copy_Bps=9e11, from_host_Bps=2.4e10, to_host_Bps=2.5e10) for gpu in here.gpus)
+    pairs = []
+    for pair in here.pairs:
+        fault = faults.get(f"pair{pair.first}{pair.second}", "")
+        first, second = here.gpus[pair.first].uuid, here.gpus[pair.second].uuid
+        pairs.append(
+            PairSpeed(first=first, second=second, verdict="hung", detail=fault)
+            if fault
+            else PairSpeed(first=first, second=second, verdict="works", peer=bool(pair.peer), Bps=1.234e10)
+        )
+    return gpus, tuple(pairs)
+
+
+def test_a_machine_without_gpus(on: Callable[..., Run]) -> None:
+    status, out, err = on()("hardware")
+    assert (status, err) == (0, "")
+    assert "rig: 2 x Intel Xeon Gold 6430, 64 cores, 128 threads, 32 of them open to Weft" in out
+    assert "amx_bf16" in out and "NUMA node 1: 64 threads, 274.9 GB" in out
+    assert "429.5 GB free of 549.8 GB" in out and "reads 50.0 GB/s, 1.00 TFLOPS in 32 bits" in out
+    assert "no GPU is visible" in out
+
+
+def test_consumer_cards(on: Callable[..., Run]) -> None:
+    status, out, err = on(two_consumer_cards())("hardware")
+    assert status == 0 and "trying out how the GPUs copy" in err
+    assert "2 GPUs, driver 550.54.15" in out
+    assert (
+        "GPU 0: NVIDIA GeForce RTX 4090, 25.2 GB free of 25.8 GB\n  PCIe 4 x16 (1 when idle); up to 2100 MHz (210"
+        in out
+    )
+    assert "in use by Planet (pid 4242) 6.4 GB, python (pid 77) 2.1 GB, a process (pid 78)" in out
+    assert "PCIe 4 x4;" in out and "4 of 16 PCIe lanes: look at its slot and riser" in out
+    assert out.count("measured: copies at 900 GB/s, 24 GB/s from the host, 25 GB/s to it") == 2
+    assert "PHB a CPU's host bridge" in out and "SYS" not in out
+    assert "0-1: no peer-to-peer (the chipset does not support it); all bytes arrive, by way of the host" in out
+
+
+def test_a_board_with_a_switch(on: Callable[..., Run]) -> None:
+    out = on(eight_h100())("hardware")[1]
+    assert "GPUs 0, 1, 2, 3: NVIDIA H100 80GB HBM3" in out and "GPUs 4, 5, 6, 7" in out
+    assert (
+        "NVLink 4.0, 18 x 27 GB/s to a switch; NUMA node 1" in out and out.count("NV18") == 56 and "NV n NVLinks" in out
+    )
+    assert "all pairs: peer-to-peer; all bytes arrive, directly, about 12 GB/s" in out
+
+
+def test_a_link_that_hangs_is_told_by_name(on: Callable[..., Run]) -> None:
+    out = on(bridged((0, 2), (1, 3), count=4), pair02="nothing happened for 15 s")("hardware")[1]
+    assert (
+        "0-2: peer-to-peer by the driver, but it is hung: nothing happened for 15 s; Weft copies by way of the" in out
+    )
+    assert "1-3: peer-to-peer; all bytes arrive" in out and "0-1, 0-3, 1-2, 2-3: no peer-to-peer (not supported)" in out
+
+
+def test_what_is_not_told_is_marked(on: Callable[..., Run]) -> None:
+    out = on(old_driver())("hardware", "--no-measure")[1]
+    assert (
+        "neither links nor clocks" in out and out.count(" ? ") == 2 and "0-1: peer-to-peer unknown; not measured" in out
+    )
+    assert "MIG 1g.5gb" in on(sliced())("hardware", "--no-measure")[1]
+
+
+def test_gpus_are_measured_once(on: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    run, calls = on(bridged((0, 1))), []
+    monkeypatch.setattr(links, "measure", lambda it: calls.append(it) or measured(it, {}))
+    assert "not measured" in run("hardware", "--no-measure")[1] and calls == []
+    assert "all bytes arrive" in run("hardware")[1]
+    assert "all bytes arrive" in run("hardware")[1] and len(calls) == 1
+    run("hardware", "--refresh-hardware")
+    assert len(calls) == 2
+    # And the plan knows it, without measuring.
+    run("plan", "Qwen2.5-0.5B")
+    assert len(calls) == 2
+
+
+def test_a_measurement_that_is_not_possible_is_told(on: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    run = on(bridged((0, 1)))
+
+    def fail(_: Host) -> None:
+        raise ConfigError("cannot measure the GPUs of rig: torch sees no GPU")
+
+    monkeypatch.setattr(links, "measure", fail)
+    status, out, err = run("hardware")
+    assert status == 0 and "torch sees no GPU" in err and "not measured" in out
+
+
+@pytest.mark.parametrize("machine", [None, two_consumer_cards, eight_h100, sliced, old_driver])
+def test_json_has_all(on: Callable[..., Run], machine: Callable[[], FakeNvml] | None) -> None:
+    status, out, _ = on(machine and machine())("hardware", "--json")
+    found = json.loads(out)
+    assert status == 0 and out.count("\n") == 1
+    assert found["host"]["cpu"]["cores"] == 64 and found["speeds"]["cpu"]["bandwidth_Bps"] == 50e9
+    assert len(found["host"]["gpus"]) == len(found["speeds"]["gpus"])
+    assert ("cpu" in found["hardware"]["nodes"][0]) == (machine is None)
+
+
+@pytest.mark.parametrize(
+    "machine", [None, two_consumer_cards, eight_h100, lambda: bridged((0, 2), (1, 3), count=4), sliced, old_driver]
+)
+def test_the_file_that_is_written_plans_alike(
+    on: Callable[..., Run], machine: Callable[[], FakeNvml] | None, tmp_path: Path
+) -> None:
+    run = on(machine and machine())
+    path = tmp_path / "rig.yaml"
+    path.write_text(run("hardware", "--yaml")[1])
+    here = json.loads(run("plan", "Qwen2.5-1.5B", "--json")[1])
+    there = json.loads(run("plan", "Qwen2.5-1.5B", "--gpus", str(path), "--json")[1])
+    assert here["best"]["name"] == there["best"]["name"]
+    assert here["best"]["kv_tokens"] == there["best"]["kv_tokens"]
+    assert there["best"]["predicted"]["single_tok_s"] == pytest.approx(
+        here["best"]["predicted"]["single_tok_s"], rel=1e-4
+    )
+    assert read(str(path)).price is None
+
+
+def test_described_hardware_can_be_written_too(on: Callable[..., Run], tmp_path: Path) -> None:
+    run = on()
+    path = tmp_path / "rig.yaml"
+    path.write_text(run("hardware", "--nodes", "2x8xH100", "--network", "400Gb", "--yaml")[1])
+    assert len(read(str(path)).gpus) == 16
+    assert run("hardware", "--gpus", str(path), "--yaml")[1] == path.read_text()
+    assert json.loads(run("hardware", "--gpus", "2xL4", "--json")[1])["nodes"][0]["gpus"][0]["count"] == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "told"),
+    [
+        ("--json --yaml", 2, "--json and --yaml are two forms of one answer"),
+        ("demo", 2, "unexpected argument 'demo' for weft hardware"),
+        ("--gpus 2xH1000", 1, "unknown GPU 'H1000'"),
+        ("--gpus 2xH100 --nodes 2x8xH100", 2, "--gpus and --nodes both describe the hardware"),
+        ("--yaml --no-measure", 1, "the CPU's speed is not known; leave --no-measure out"),
+        ("--refresh", 2, "unknown flag --refresh for weft hardware; did you mean --refresh-hardware?"),
+    ],
+)
+def test_bad_words(on: Callable[..., Run], words: str, status: int, told: str) -> None:
+    got, out, err = on()("hardware", *words.split())
+    assert (got, out) == (status, "") and told in err and err.count("\n") == 1
+
+
+def test_refresh_measures_the_cpu_again(on: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    run, calls = on(), []
+    monkeypatch.setattr(speeds, "measure_cpu", lambda it: calls.append(it) or CpuSpeed(50e9, 1e12))
+    run("plan", "Qwen2.5-0.5B")
+    run("plan", "Qwen2.5-0.5B")
+    assert len(calls) == 1
+    assert run("plan", "Qwen2.5-0.5B", "--refresh-hardware")[0] == 0 and len(calls) == 2

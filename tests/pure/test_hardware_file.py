@@ -1,0 +1,261 @@
+"""Hardware files: what they describe, that they can be written and read again, and one clear line for what is wrong."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft.errors import ConfigError
+from weft.facts.cluster import Cluster, Link, Node, parse_gpus, parse_nodes
+from weft.facts.gpus import PCIE_BPS, GpuSpec, find_gpu, gpus
+from weft.facts.hardware_file import is_file, read, write
+
+Told = Callable[[str], Cluster]
+EXAMPLE = Path(__file__).parents[2] / "docs/hardware.md"
+
+
+@pytest.fixture
+def told(tmp_path: Path) -> Told:
+    """The cluster of a file with this text."""
+
+    def make(text: str) -> Cluster:
+        path = tmp_path / "rig.yaml"
+        path.write_text(text)
+        return read(str(path))
+
+    return make
+
+
+def test_names_are_the_catalogue_s(told: Told) -> None:
+    cluster = told("nodes:\n- count: 2\n  gpus: [{count: 8, name: H100}]\nnetwork: 400Gb\n")
+    assert cluster == parse_nodes("2x8xH100", "400Gb")
+    assert told("nodes: [{gpus: [{name: RTX 4090 24GB}, {name: rtx 3090}]}]") == parse_gpus("1xRTX4090+1xRTX3090")
+    assert told("nodes: [{gpus: [{count: 8, name: H100}], link: pcie}]") == parse_gpus("8xH100@pcie")
+
+
+def test_figures_of_a_known_card_can_be_changed(told: Told) -> None:
+    (gpu,) = told(
+        "nodes: [{gpus: [{name: RTX 4090, memory: 48GiB, held: 2GB, pcie: 64Gb/s, tflops: {fp8: 400}, "
+        "peer_to_peer: true}]}]"
+    ).gpus
+    known = find_gpu("RTX 4090")
+    assert gpu == msgspec.structs.replace(
+        known,
+        memory_bytes=48 << 30,
+        held_bytes=2 * 10**9,
+        pcie_Bps=8e9,
+        flops={**known.flops, "fp8": 400e12},
+        peer=True,
+    )
+
+
+def test_a_card_of_one_s_own(told: Told) -> None:
+    (gpu, _) = told(
+        "nodes: [{gpus: [{count: 2, name: Prototype X, memory: 24GB, bandwidth: 1TB/s, tflops: {bf16: 100}, "
+        "capability: 8.9}]}]"
+    ).gpus
+    assert gpu == GpuSpec(
+        name="Prototype X",
+        memory_bytes=24 * 10**9,
+        bandwidth_Bps=1e12,
+        flops={"bf16": 1e14, "fp16": 1e14},
+        nvlink_Bps=0.0,
+        pcie_Bps=PCIE_BPS,
+        capability=(8, 9),
+        source="the user",
+    )
+    old = told("nodes: [{gpus: [{name: Old, memory: 8GB, bandwidth: 300GB/s, tflops: {fp16: 20}, nvlink: 25GB/s}]}]")
+    assert (old.gpus[0].capability, old.gpus[0].flops, old.gpus[0].nvlink_Bps) == ((7, 0), {"fp16": 2e13}, 25e9)
+
+
+def test_a_cpu(told: Told) -> None:
+    cluster = told("nodes: [{cpu: {name: Big, memory: 200GB, bandwidth: 400GB/s, tflops: {fp32: 4, bf16: 60}}}]")
+    assert cluster.on_cpu and cluster.nodes[0].link == "memory"
+    assert cluster.gpus[0].flops == {"fp32": 4e12, "bf16": 6e13, "fp16": 4e12}
+
+
+def test_bridges_and_a_price(told: Told) -> None:
+    cluster = told("nodes: [{gpus: [{count: 4, name: RTX 3090}], bridged: [[2, 0], [1, 3]]}]\nprice: 0.25\n")
+    assert (cluster.nodes[0].bridged, cluster.price) == (((0, 2), (1, 3)), 0.25)
+
+
+def test_a_machine_may_be_a_rack(told: Told) -> None:
+    assert len(told("nodes: [{gpus: [{count: 72, name: GB200}]}]").gpus) == 72
+
+
+def test_the_page_s_examples_are_right(tmp_path: Path) -> None:
+    blocks = EXAMPLE.read_text().split("```yaml\n")[1:]
+    assert len(blocks) >= 2
+    for number, block in enumerate(blocks):
+        path = tmp_path / f"{number}.yaml"
+        path.write_text(block.partition("```")[0])
+        cluster = read(str(path))
+        assert write(cluster)
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [("rig.yaml", True), ("a/b.YML", True), ("4xRTX4090", False), ("yaml", False), ("8xH100@nvlink", False)],
+)
+def test_files_are_told_from_names(name: str, file: bool) -> None:
+    assert is_file(name) is file
+
+
+# --- there and back ---
+
+FIGURES = st.integers(1, 10**6).map(lambda it: it * 1e7)
+
+
+@st.composite
+def nodes(draw: st.DrawFn) -> Node:
+    if draw(st.booleans()):
+        flops = {"fp32": draw(FIGURES) * 1e3, "bf16": draw(FIGURES) * 1e3, "fp16": draw(FIGURES) * 1e3}
+        cpu = GpuSpec(
+            kind="cpu",
+            name="CPU (4 cores)",
+            memory_bytes=draw(st.integers(1, 10**13)),
+            bandwidth_Bps=draw(FIGURES),
+            flops=flops,
+            nvlink_Bps=0.0,
+            pcie_Bps=0.0,
+            capability=(0, 0),
+            per_node=1,
+            source="the user",
+        )
+        return Node((cpu,), "memory")
+    cards: list[GpuSpec] = []
+    for known in draw(st.lists(st.sampled_from(gpus()), min_size=1, max_size=3)):
+        changed = draw(
+            st.fixed_dictionaries({}, optional={"memory_bytes": st.integers(10**9, 10**12), "pcie_Bps": FIGURES})
+        )
+        peer = draw(st.sampled_from([None, True, False]))
+        held = draw(st.integers(0, 10**9 - 1))
+        cards += [msgspec.structs.replace(known, peer=peer, held_bytes=held, **changed)] * draw(st.integers(1, 5))
+    may = len(set(cards)) == 1 and cards[0].nvlink_Bps and len(cards) > 1 and not (cards[0].bridge and len(cards) > 2)
+    link: Link = draw(st.sampled_from(["nvlink", "pcie"])) if may else "pcie"
+    bridged = ((0, 1),) if link == "pcie" and len(cards) > 1 and all(it.nvlink_Bps for it in cards[:2]) else ()
+    return Node(tuple(cards), link, bridged)
+
+
+@given(st.lists(nodes(), min_size=1, max_size=3), FIGURES, st.sampled_from([None, 2.5]))
+def test_what_is_written_is_read_again(found: list[Node], network: float, price: float | None) -> None:
+    if len(found) > 1 and any(node.link == "memory" for node in found):
+        found = found[:1]
+    cluster = Cluster(tuple(found), network if len(found) > 1 else 12.5e9, price)
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        file.write(write(cluster))
+        file.flush()
+        again = read(file.name)
+    # Figures may differ in the last of their binary digits.
+    assert write(again) == write(cluster)
+    assert [(node.link, node.bridged, len(node.gpus)) for node in again.nodes] == [
+        (node.link, node.bridged, len(node.gpus)) for node in found
+    ]
+    for one, other in zip(again.gpus, cluster.gpus, strict=True):
+        assert (one.name, one.kind, one.memory_bytes, one.held_bytes, one.capability, one.peer) == (
+            (other.name, other.kind, other.memory_bytes, other.held_bytes, other.capability, other.peer)
+        )
+        assert one.flops == pytest.approx(other.flops, rel=1e-5)
+        assert one.nvlink_Bps == pytest.approx(other.nvlink_Bps) and one.pcie_Bps == pytest.approx(other.pcie_Bps)
+
+
+def test_a_long_figure_keeps_six_digits(tmp_path: Path) -> None:
+    cluster = parse_gpus("2xH100")
+    odd = msgspec.structs.replace(cluster.gpus[0], bandwidth_Bps=3.123456789e12)
+    path = tmp_path / "rig.yml"
+    path.write_text(write(Cluster((Node((odd,), "pcie"),), 12.5e9)))
+    assert read(str(path)).gpus[0].bandwidth_Bps == 3.12346e12
+
+
+# --- what is wrong ---
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "expected fields with values, got nothing"),
+        ("[]", "expected fields with values, got a list"),
+        ("nodes: []", "nodes: expected a list of length >= 1"),
+        ("nodes: 3", "nodes: expected a list, got a whole number"),
+        ("gpus: [{name: H100}]", "unknown field 'gpus'"),
+        ("nodes: [{}]", "nodes[0]: a node has either gpus or a cpu"),
+        ("nodes: [{gpus: []}]", "nodes[0]: a node has either gpus or a cpu"),
+        ("nodes: [{gpus: [{}]}]", "nodes[0].gpus[0]: missing required field name"),
+        ("nodes: [{gpus: [{name: H100, cout: 3}]}]", "nodes[0].gpus[0]: unknown field 'cout'; did you mean count?"),
+        ("nodes: [{gpus: [{name: H100, xyz: 3}]}]", "unknown field 'xyz'; see docs/hardware.md"),
+        (
+            "nodes: [{gpus: [{name: H100}, {name: H100, count: 0}]}]",
+            "nodes[0].gpus[1].count: expected a whole number >= 1",
+        ),
+        ("nodes: [{gpus: [{name: H100, count: -2}]}]", "nodes[0].gpus[0].count: expected a whole number >= 1"),
+        ("nodes: [{gpus: [{name: H100, count: two}]}]", "nodes[0].gpus[0].count: expected a whole number, got a text"),
+        ("nodes: [{count: 0, gpus: [{name: H100}]}]", "nodes[0].count: expected a whole number >= 1"),
+        ("nodes: [{gpus: [{name: H1000}]}]", "unknown GPU 'H1000'; nearest: H100-SXM"),
+        ("nodes: [{gpus: [{name: H1000}]}]", "or give its memory, bandwidth and tflops"),
+        ("nodes: [{gpus: [{name: X, memory: 3GB, bandwidth: 3GB/s}]}]", "X needs tflops of bf16"),
+        ("nodes: [{gpus: [{name: H100, memory: -3GB}]}]", "memory: '-3GB' is no size above 0"),
+        ("nodes: [{gpus: [{name: H100, memory: 0GB}]}]", "memory: '0GB' is no size above 0"),
+        ("nodes: [{gpus: [{name: H100, memory: 80}]}]", "memory: 80 is no size above 0 with its unit, as in 24GB"),
+        ("nodes: [{gpus: [{name: H100, memory: 80GB/s}]}]", "memory: '80GB/s' is no size"),
+        ("nodes: [{gpus: [{name: H100, bandwidth: 0GB/s}]}]", "bandwidth: '0GB/s' is no speed above 0"),
+        ("nodes: [{gpus: [{name: H100, bandwidth: 3 parsecs}]}]", "bandwidth: '3 parsecs' is no speed"),
+        ("nodes: [{gpus: [{name: H100, pcie: 16}]}]", "pcie: 16 is no speed above 0 with its unit, as in 936GB/s"),
+        ("nodes: [{gpus: [{name: H100, tflops: {bf17: 3}}]}]", "tflops: unknown 'bf17'; known: fp32, bf16"),
+        ("nodes: [{gpus: [{name: H100, tflops: {bf16: -3}}]}]", "expected a number > 0.0"),
+        ("nodes: [{gpus: [{name: H100, tflops: {bf16: .nan}}]}]", "expected a number > 0.0"),
+        ("nodes: [{gpus: [{name: H100, tflops: {bf16: .inf}}]}]", "expected a number <= "),
+        ("nodes: [{gpus: [{name: H100, capability: ada}]}]", "capability: 'ada' is no compute capability, as in 8.9"),
+        ("nodes: [{gpus: [{name: L4, held: 30GB}]}]", "others hold all of the 24.2 GB of L4"),
+        ("nodes: [{gpus: [{name: L4, count: 17}]}]", "one machine holds at most 16, not 17"),
+        ("nodes: [{gpus: [{name: L4, count: 2}], link: nvlink}]", "L4 has no NVLink"),
+        (
+            "nodes: [{gpus: [{name: L4, count: 2}], link: infini}]",
+            "nodes[0].link: unknown 'infini'; known: nvlink, pcie",
+        ),
+        ("nodes: [{gpus: [{name: H100, count: 2}], bridged: [[0, 1]]}]", "NVLink joins all of these GPUs already"),
+        ("nodes: [{gpus: [{name: RTX 3090, count: 4}], bridged: [[0, 1], [1, 3]]}]", "a GPU is in one group at most"),
+        ("nodes: [{gpus: [{name: RTX 3090, count: 4}], bridged: [[0, 4]]}]", "by its number from 0 to 3"),
+        (
+            "nodes: [{gpus: [{name: L4, count: 4}], bridged: [[0, 1]]}]",
+            "[0, 1] are not two or more GPUs that have NVLink",
+        ),
+        ("nodes: [{gpus: [{name: RTX 3090, count: 4}], bridged: [[2]]}]", "[2] are not two or more GPUs"),
+        (
+            "nodes: [{cpu: {memory: 3GB, bandwidth: 30GB/s, tflops: {}}}]",
+            "cpu.tflops: expected fields with values of length",
+        ),
+        (
+            "nodes: [{count: 2, cpu: {memory: 3GB, bandwidth: 30GB/s, tflops: {bf16: 1}}}]",
+            "machines without GPUs work alone",
+        ),
+        ("nodes: [{count: 100000, gpus: [{name: L4, count: 2}]}]", "they are more than 100,000 GPUs"),
+        ("nodes: [{gpus: [{name: L4}]}]\nnetwork: fast", "network: 'fast' is no speed above 0"),
+        ("nodes: [{gpus: [{name: L4}]}]\nnetwork: -1Gb", "network: '-1Gb' is no speed above 0"),
+        ("nodes: [{gpus: [{name: L4}]}]\nprice: 0", "price: expected a number > 0.0"),
+        ("nodes: [{gpus: [{name: L4}]}]\nprise: 1", "unknown field 'prise'; did you mean price?"),
+        ("nodes: [", "is not YAML: "),
+        ("nodes: {a: b\n", "is not YAML: "),
+        ("nodes: !!python/object/apply:os.system [ls]", "is not YAML: could not determine a constructor"),
+        ("\ttabs: no", "is not YAML: "),
+    ],
+)
+def test_what_is_wrong_is_one_clear_line(told: Told, text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        told(text)
+    assert message in str(error.value) and "rig.yaml" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read .*missing.yaml: No such file"):
+        read(str(tmp_path / "missing.yaml"))
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match=r"cannot read .*binary.yaml: .*codec can't decode"):
+        read(str(tmp_path / "binary.yaml"))
+    with pytest.raises(ConfigError, match=r"cannot read .*: Is a directory"):
+        read(str(tmp_path))

@@ -1,0 +1,149 @@
+"""GPUs tried out in a child: what it finds, and what becomes of a link that hangs or kills it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from tests.pure.shapes import SMOLLM2
+from weft.errors import ConfigError
+from weft.executors import links, processes
+from weft.facts import speeds
+from weft.facts.host import Host
+from weft.facts.speeds import GpuSpeed, PairSpeed, Verdict
+from weft.facts.topology import Gpu, Slice
+from weft.planner import execution
+from weft.planner.place import places
+from weft.planner.plan import Plan
+
+Measure = Callable[..., tuple[tuple[GpuSpeed, ...], dict[str, PairSpeed]]]
+
+
+def host(count: int, *, slices: int = 0) -> Host:
+    gpus = tuple(
+        Gpu(
+            index=number,
+            name="card",
+            uuid=f"GPU-{number}",
+            total_bytes=1 << 34,
+            free_bytes=1 << 34,
+            capability=(8, 0),
+            slice=Slice("card", 0.5) if number >= count - slices else None,
+        )
+        for number in range(count)
+    )
+    return Host(hostname="here", cores=(0,), memory_total_bytes=1, memory_free_bytes=1, gpus=gpus)
+
+
+@pytest.fixture
+def measure(monkeypatch: pytest.MonkeyPatch) -> Measure:
+    """Measures with an examiner that misbehaves as told, and sees that nothing of it is left."""
+
+    def call(here: Host, deeds: str = "", task_s: float = 60) -> tuple[tuple[GpuSpeed, ...], dict[str, PairSpeed]]:
+        monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+        monkeypatch.setenv("WEFT_FAKE_EXAMINER", deeds)
+        before = set(threading.enumerate())
+        try:
+            gpus, pairs = links.measure(here, "fake_examiner", start_s=60, task_s=task_s)
+        finally:
+            assert psutil.Process().children() == []
+            assert set(threading.enumerate()) == before
+        return gpus, {f"{pair.first[-1]}-{pair.second[-1]}": pair for pair in pairs}
+
+    return call
+
+
+def test_all_that_is_there_is_measured(measure: Measure) -> None:
+    gpus, pairs = measure(host(3))
+    assert gpus[1] == GpuSpeed(gpu="GPU-1", copy_Bps=9e11, from_host_Bps=2e10, to_host_Bps=2.1e10)
+    assert [gpu.gpu for gpu in gpus] == ["GPU-0", "GPU-1", "GPU-2"]
+    assert set(pairs) == {"0-1", "0-2", "1-2"}
+    assert pairs["0-2"] == PairSpeed(first="GPU-0", second="GPU-2", verdict="works", peer=True, Bps=1e10)
+
+
+def test_one_gpu_has_no_pairs_and_slices_neither(measure: Measure) -> None:
+    assert len(measure(host(1))[0]) == 1
+    gpus, pairs = measure(host(3, slices=2))
+    assert (len(gpus), pairs) == (3, {})
+
+
+def test_bytes_that_arrive_wrong_are_broken(measure: Measure) -> None:
+    pairs = measure(host(3), "0-2 garble")[1]
+    assert pairs["0-2"] == PairSpeed(
+        first="GPU-0", second="GPU-2", verdict="broken", peer=True, detail="3 bytes arrived wrong"
+    )
+    assert [pairs[it].verdict for it in ("0-1", "1-2")] == ["works", "works"]
+
+
+def test_a_link_that_hangs_is_told_and_the_others_are_measured_after(measure: Measure) -> None:
+    gpus, pairs = measure(host(3), "0-1 hang", task_s=3)
+    assert len(gpus) == 3
+    assert (pairs["0-1"].verdict, pairs["0-1"].detail) == ("hung", "nothing happened for 3 s")
+    assert [pairs[it].verdict for it in ("0-2", "1-2")] == ["works", "works"]
+
+
+@pytest.mark.parametrize(("deed", "detail"), [("die", "killed by SIGKILL"), ("fail", "illegal memory access")])
+def test_a_link_that_ends_the_child_is_broken(measure: Measure, deed: str, detail: str) -> None:
+    pairs = measure(host(3), f"0-2 {deed}")[1]
+    assert pairs["0-2"].verdict == "broken" and detail in pairs["0-2"].detail
+    assert [pairs[it].verdict for it in ("0-1", "1-2")] == ["works", "works"]
+
+
+def test_a_gpu_that_fails_by_itself_fails_with_all_others(measure: Measure) -> None:
+    gpus, pairs = measure(host(3), "1 fail")
+    assert [gpu.gpu for gpu in gpus] == ["GPU-0", "GPU-2"]
+    assert {name: pair.verdict for name, pair in pairs.items()} == {"0-1": "broken", "1-2": "broken", "0-2": "works"}
+
+
+def test_after_many_faults_the_rest_stays_unknown(measure: Measure) -> None:
+    deeds = ",".join(f"{a}-{b} die" for a in range(4) for b in range(a + 1, 4))
+    pairs = measure(host(4), deeds)[1]
+    assert len(pairs) == links.MOST_FAULTS < 6 and {pair.verdict for pair in pairs.values()} == {"broken"}
+
+
+def test_a_measurement_that_cannot_begin_says_why(measure: Measure) -> None:
+    with pytest.raises(ConfigError, match="cannot measure the GPUs of here: torch sees no GPU"):
+        measure(host(2), "start fail")
+
+
+# --- what becomes of the verdict ---
+
+
+@pytest.mark.parametrize("verdict", ["works", "broken", "hung"])
+def test_ranks_go_through_the_host_s_memory_where_a_link_fails(
+    verdict: Verdict, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
+    here = host(3)
+    pair = PairSpeed(first="GPU-0", second="GPU-2", verdict=verdict, peer=True, Bps=1e10)
+    speeds.keep(here, msgspec.structs.replace(speeds.known(here), pairs=(pair,)))
+    plan = Plan(
+        model="m",
+        checkpoint="",
+        load_format="dummy",
+        shape=SMOLLM2,
+        dtype="bfloat16",
+        places=places(SMOLLM2, (1.0, 1.0), [SMOLLM2.layers]),
+        devices=("cuda:0", "cuda:1"),
+        cores=((0,), (0,)),
+        max_model_len=64,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        block_size=16,
+    )
+    linked = execution.linked(plan, here)
+    assert linked.peer_to_peer == (verdict == "works")
+    assert processes.environment(1, linked.peer_to_peer).get("NCCL_P2P_DISABLE") == (
+        None if verdict == "works" else "1"
+    )
+    assert (f"0-2 ({verdict})" in caplog.text) == (verdict != "works")
+    # One GPU, or the CPU, needs no link.
+    for devices in (("cuda:0",), ("cuda:0", "cuda:0"), ("cpu", "cpu")):
+        alone = msgspec.structs.replace(plan, devices=devices)
+        assert execution.linked(alone, here) is alone

@@ -1,0 +1,215 @@
+"""Plans for a machine without GPUs: its CPU is the device."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft import logs
+from weft.cli import main
+from weft.facts import machine, speeds
+from weft.facts.catalogue import find
+from weft.facts.cluster import Cluster
+from weft.facts.cpu import Cpu, CpuSpeed
+from weft.facts.host import Host
+from weft.facts.speeds import Speeds
+from weft.planner.advice import advice, binding
+from weft.planner.memory import Capacity, kv_blocks
+from weft.planner.notes import notes
+from weft.planner.place import places
+from weft.planner.plan import Plan
+from weft.planner.question import Question, Wish
+from weft.planner.search import Answer, search
+
+GB = 10**9
+ZEN = Cpu(model="AMD EPYC", sockets=1, cores=4, threads=4, features=("avx512_bf16",))
+
+
+def host(free: int = 20 * GB) -> Host:
+    return Host(hostname="here", cores=(0, 1, 2, 3), memory_total_bytes=64 * GB, memory_free_bytes=free, cpu=ZEN)
+
+
+def cpu(free: int = 20 * GB, bandwidth: float = 50e9, flops: float = 1e12) -> Cluster:
+    return machine.this_machine(host(free), Speeds(machine="", cpu=CpuSpeed(bandwidth, flops)))
+
+
+def ask(cluster: Cluster, name: str = "Qwen2.5-0.5B", **asked: Any) -> Answer:
+    asked = {"engine": "weft", "precisions": ("bf16",), **asked}
+    return search(Question(model=name, shape=find(name).shape, cluster=cluster, **asked))
+
+
+def test_the_kv_cache_is_what_the_engine_takes() -> None:
+    for free, cache in ((20 * GB, 4 * GB), (9 * GB, None)):
+        best = ask(cpu(free)).best
+        assert best is not None and str(best.cut) == "one CPU, bf16"
+        (rank,) = best.memory.ranks
+        left = free - rank.weights.total - rank.other_bytes
+        assert rank.kv_room_bytes == (cache or left // 4) and rank.kv_room_bytes <= left // 4
+
+
+@given(st.integers(8, 200), st.sampled_from([(1.0,), (1.0, 1.0), (2.0, 1.0), (3.0, 2.0, 2.0)]))
+def test_ranks_of_a_cpu_have_the_blocks_that_the_engine_gives_them(free: int, weights: tuple[float, ...]) -> None:
+    """Whichever way the heads are dealt out: the engine draws on one memory for all of them."""
+    shape = find("Llama-3.2-1B").shape
+    ranks = len(weights)
+    answer = ask(
+        machine.shared_out(cpu(free * GB), ranks),
+        "Llama-3.2-1B",
+        wish=Wish(tensor_parallel=ranks, tensor_split=weights if ranks > 1 else None),
+    )
+    assert answer.best is not None
+    memory = answer.best.memory
+    plan = Plan(
+        model="m",
+        checkpoint="",
+        load_format="dummy",
+        shape=shape,
+        dtype="bfloat16",
+        places=places(shape, weights, [shape.layers]),
+        devices=("cpu",) * ranks,
+        cores=((0,),) * ranks,
+        max_model_len=64,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        block_size=16,
+    )
+    held = sum(rank.weights.total + rank.other_bytes for rank in memory.ranks)
+    reports = [
+        Capacity(
+            rank=rank,
+            host="here",
+            device="cpu",
+            weight_bytes=0,
+            activation_bytes=0,
+            free_bytes=free * GB - held,
+            block_bytes=plan.block_bytes(rank),
+            load_s=0.0,
+        )
+        for rank in range(ranks)
+    ]
+    assert memory.kv_tokens == pytest.approx(16 * kv_blocks(plan, reports), abs=16 * ranks)
+
+
+@given(st.integers(2, 100))
+def test_more_memory_never_makes_it_unfit(free: int) -> None:
+    if ask(cpu(free * GB)).best:
+        assert ask(cpu((free + 1) * GB)).best
+
+
+@given(st.floats(5e9, 5e11), st.floats(1e11, 1e14))
+def test_speed_grows_with_the_cpu(bandwidth: float, flops: float) -> None:
+    slow, fast = ask(cpu(20 * GB, bandwidth, flops)).best, ask(cpu(20 * GB, 2 * bandwidth, 2 * flops)).best
+    assert slow and fast
+    assert fast.predicted.single_tok_s > slow.predicted.single_tok_s
+    assert fast.predicted.ttft_s < slow.predicted.ttft_s
+    # Never faster than the memory is read.
+    assert slow.predicted.single_tok_s < bandwidth / (2 * 400_000_000)
+
+
+def test_splitting_a_cpu_gains_nothing_but_can_be_asked_for() -> None:
+    whole, halves = ask(cpu()).best, ask(machine.shared_out(cpu(), 2), wish=Wish(tensor_parallel=2)).best
+    assert whole and halves and str(halves.cut) == "TP 2, bf16"
+    assert halves.predicted.single_tok_s < whole.predicted.single_tok_s
+
+
+def test_what_does_not_fit_is_told_in_a_cpu_s_words() -> None:
+    answer = ask(cpu(9 * GB), "Llama-3.1-8B")
+    assert answer.best is None
+    reason = binding(answer).text
+    assert "16.1 GB of weights" in reason and "of the 9.0 GB that are free beside AMD EPYC (4 cores) by" in reason
+    assert "GPU" not in reason
+    lines = advice(answer)
+    assert any("int4 checkpoint fits as one CPU, int4 with" in line and "GPU" not in line for line in lines)
+    (more,) = [line for line in lines if "more free memory" in line]
+    assert 8e9 < 1e9 * float(more.split()[0]) < 12e9 and more.endswith("make it fit: one CPU, bf16")
+    (gpu,) = [line for line in lines if line.startswith("on 1 x ")]
+    assert "it fits: one GPU, bf16 with" in gpu and "to spare on the fullest GPU" in gpu
+    assert not [line for line in lines if "more AMD" in line]
+
+
+def test_a_fit_is_not_told_to_buy_another_cpu() -> None:
+    for engine in ("weft", "vllm", "llama.cpp", "transformers"):
+        lines = " ".join(advice(ask(cpu(), engine=engine)))
+        assert "more AMD" not in lines and "GPU" not in lines
+
+
+@pytest.mark.parametrize("engine", ["trtllm", "sglang"])
+def test_an_engine_of_which_nothing_is_known_on_a_cpu(engine: str) -> None:
+    answer = ask(cpu(), engine=engine)
+    assert answer.best is None
+    assert f"nothing is known of {engine} on a CPU; --engine takes vllm" in binding(answer).text
+
+
+def test_old_capabilities_do_not_stand_in_a_cpu_s_way() -> None:
+    assert ask(cpu(), precisions=("bf16",)).best and ask(cpu(), precisions=("fp16",)).best
+
+
+def test_a_request_beyond_the_usual_cache_is_noted() -> None:
+    workload = msgspec.structs.replace(ask(cpu()).question.workload, max_model_len=32768)
+    roomy = ask(cpu(200 * GB), "Llama-3.1-8B", workload=workload)
+    assert roomy.best and roomy.best.memory.ranks[0].kv_room_bytes > 4 * GB
+    (note,) = notes(roomy.question, roomy.best)
+    assert f"give it --kv-cache-memory-bytes {roomy.best.memory.ranks[0].kv_room_bytes}" in note
+    usual = ask(cpu(200 * GB))
+    assert notes(usual.question, usual.best) == []
+
+
+# --- at the command line ---
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv(logs.VARIABLE, "")
+    logger = logging.getLogger("weft")
+    before = logger.handlers, logger.level, logger.propagate
+    yield
+    logger.handlers, logger.level, logger.propagate = before[0], before[1], before[2]
+
+
+@pytest.fixture
+def plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """weft plan WORDS on such a machine: exit status, standard output, standard error."""
+    monkeypatch.setattr("weft.facts.host.probe", lambda: host())
+    monkeypatch.setattr(speeds, "cpu_speed", lambda *_, **__: CpuSpeed(50e9, 1e12))
+
+    def call(words: str) -> tuple[int, str, str]:
+        status = main.main(["plan", *words.split()])
+        out = capsys.readouterr()
+        return status, out.out, out.err
+
+    return call
+
+
+def test_weft_plan_without_gpus(plan: Any) -> None:
+    status, out, err = plan("Qwen2.5-0.5B")
+    assert (status, err) == (0, "")
+    assert "AMD EPYC (4 cores)" in out and "one CPU, bf16" in out and "more AMD" not in out
+    found = json.loads(plan("Qwen2.5-0.5B --json")[1])
+    assert found["best"]["name"] == "one CPU, bf16" and found["best"]["kv_tokens"] > 0
+
+
+def test_weft_plan_with_ranks_that_share_the_cpu(plan: Any) -> None:
+    for words, cut in (
+        ("-tp 2", "TP 2"),
+        ("-pp 2", "PP 2"),
+        ("--tensor-split 1,1", "TP 2"),
+        ("--pipeline-split 20,4", "PP 2"),
+        ("-tp 2 -pp 2", "TP 2 x PP 2"),
+    ):
+        status, out, err = plan(f"Qwen2.5-0.5B {words} --json")
+        assert (status, err) == (0, ""), words
+        best = json.loads(out)["best"]
+        assert best["name"] == f"{cut}, bf16" and best["links"]["tensor"] in (None, "memory")
+
+
+def test_weft_plan_exits_with_3_where_nothing_fits(plan: Any) -> None:
+    status, out, _ = plan("Llama-3.1-70B")
+    assert status == 3 and "free beside AMD EPYC" in out
+    assert plan("Qwen2.5-0.5B --engine trtllm")[0] == 3

@@ -1,0 +1,391 @@
+"""Simulation: nothing is lost, what is known of queues comes out, and short cuts change nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from simulations import STEPS, Counted, load, run, spec, steps, told
+from weft.core.params import SamplingParams
+from weft.core.request import Request
+from weft.gateway.policy import LeastConnections, RoundRobin
+from weft.planner.profiles import profile
+from weft.simulate.lengths import Even, Fixed, LogNormal
+from weft.simulate.replica import Stretch
+from weft.simulate.report import Report
+from weft.simulate.scheduler import StretchScheduler
+from weft.simulate.trace import Ask, Row
+
+# Nothing is lost
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    seed=st.integers(0, 1000),
+    rate=st.sampled_from([0.5, 5.0, 50.0]),
+    count=st.integers(1, 3),
+    limits=st.fixed_dictionaries(
+        {
+            "num_blocks": st.sampled_from([40, 100, 20_000]),
+            "max_num_seqs": st.integers(1, 24),
+            "max_num_batched_tokens": st.sampled_from([64, 2048]),
+            "max_num_queued": st.sampled_from([0, 8, 1000]),
+            "stages": st.integers(1, 3),
+        }
+    ),
+    shared=st.booleans(),
+    stretches=st.booleans(),
+)
+def test_each_request_ends_exactly_once(
+    seed: int, rate: float, count: int, limits: dict[str, Any], shared: bool, stretches: bool
+) -> None:
+    prefix = {"prefixes": 2, "prefix_len": 100} if shared else {}
+    asked = load(Even(1, 700), Even(1, 40), rate=rate, seed=seed, **prefix)
+    sources: list[Counted] = []
+
+    def counted(source: Any) -> Counted:
+        sources.append(Counted(source, 1.0, 6.0))
+        return sources[0]
+
+    found = run([spec(**limits)] * count, asked, warmup_s=1.0, end_s=6.0, wrap=counted, stretches=stretches)
+    tally = found.tally
+    assert len(tally.ttft) + len(tally.refused) + tally.impossible == sources[0].count
+    assert all(
+        0 <= waited < first <= whole for waited, first, whole in zip(tally.queued, tally.ttft, tally.e2e, strict=True)
+    )
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    rows=st.lists(st.tuples(st.floats(0, 5), st.integers(1, 500), st.integers(1, 60)), min_size=1, max_size=40),
+    blocks=st.sampled_from([40, 90, 20_000]),
+    stages=st.integers(1, 3),
+    stretches=st.booleans(),
+)
+def test_every_token_is_written_once(
+    rows: list[tuple[float, int, int]], blocks: int, stages: int, stretches: bool
+) -> None:
+    """Also where requests are preempted and computed again."""
+    trace = tuple(Row(at, Ask(*lengths, own=number)) for number, (at, *lengths) in enumerate(sorted(rows)))
+    limits = {"num_blocks": blocks, "max_num_seqs": 8, "stages": stages}
+    found = run([spec(**limits)], load(trace=trace), warmup_s=0.0, end_s=10_000.0, stretches=stretches)
+    assert found.tally.output_tokens == pytest.approx(sum(row.ask.output_len for row in trace))
+    assert sorted(found.tally.output_len) == sorted(row.ask.output_len for row in trace)
+    assert found.tally.input_tokens == sum(row.ask.input_len for row in trace)
+    gaps = sum(row.ask.output_len - 1 for row in trace)
+    assert found.tally.gap_count == gaps
+
+
+def test_what_no_replica_can_hold_and_what_the_queue_cannot_is_counted() -> None:
+    trace = tuple(Row(0.0, Ask(length, 8)) for length in (9000, 500, 500, 500))
+    found = run([spec(max_num_seqs=1, max_num_queued=1)], load(trace=trace), warmup_s=0.0, end_s=60.0)
+    assert (len(found.tally.ttft), len(found.tally.refused), found.tally.impossible) == (2, 1, 1)
+
+
+# What is known of queues
+
+
+@pytest.mark.parametrize("busy", [0.3, 0.6, 0.8])
+def test_one_at_a_time_waits_as_in_a_queue_with_equal_services(busy: float) -> None:
+    """M/D/1: services of D seconds one after the other, Poisson arrivals: the mean wait is busy * D / (2 (1 - busy))."""
+    alone = spec(max_num_seqs=1, max_num_queued=100_000)
+    service_s = run([alone], load(Fixed(64), Fixed(8), rate=0.01), warmup_s=0.0, end_s=500.0).tally.e2e[0]
+    requests = 12_000
+    found = told(
+        [alone], load(Fixed(64), Fixed(8), rate=busy / service_s), warmup_s=service_s, end_s=requests * service_s / busy
+    )
+    assert found.queue_s is not None
+    assert found.queue_s.mean == pytest.approx(busy * service_s / (2 * (1 - busy)), rel=0.08)
+    assert found.busy == pytest.approx(busy, rel=0.03)
+
+
+def test_requests_at_once_are_rate_times_time() -> None:
+    """Little's law, and the tokens that are written are those that are asked for."""
+    asked = load(rate=6.0)
+    found = told([spec()] * 2, asked, warmup_s=20.0, end_s=400.0)
+    assert found.e2e_s is not None
+    assert 2 * found.running == pytest.approx(found.request_rate * found.e2e_s.mean, rel=0.03)
+    assert found.output_tok_s == pytest.approx(found.request_rate * asked.mean[1], rel=0.03)
+    assert found.request_rate == pytest.approx(6.0, rel=0.05)
+
+
+def test_more_replicas_are_never_worse() -> None:
+    asked = load(Fixed(1024), Fixed(128), rate=30.0)
+    found = [told([spec()] * count, asked) for count in (2, 3, 4, 8)]
+    for metric in ("ttft_s", "tpot_s", "e2e_s"):
+        times = [getattr(it, metric).p95 for it in found]
+        assert all(later <= 1.03 * sooner for sooner, later in zip(times, times[1:], strict=False)), metric
+    assert found[0].ttft_s is not None and found[-1].ttft_s is not None
+    assert found[0].ttft_s.p95 > 1.5 * found[-1].ttft_s.p95
+
+
+def test_bursts_wait_longer_than_what_comes_evenly() -> None:
+    found = [told([spec()], load(Fixed(1024), Fixed(64), rate=8.0, burstiness=shape)) for shape in (0.1, 1.0, 100.0)]
+    waits = [it.ttft_s.p95 for it in found if it.ttft_s]
+    assert waits[0] > 1.2 * waits[1] > 1.2 * waits[2]
+
+
+def test_prefixes_that_are_shared_are_read_once() -> None:
+    whole, shared = (told([spec()], load(Fixed(2048), rate=4.0, prefix_len=length, prefixes=3)) for length in (0, 2000))
+    assert whole.prefix_hit_share is None
+    # Whole blocks of 16 are found: 2000 of 2048 tokens.
+    assert shared.prefix_hit_share == pytest.approx(2000 / 2048, abs=0.01)
+    assert whole.ttft_s is not None and shared.ttft_s is not None
+    assert shared.ttft_s.p50 < whole.ttft_s.p50 / 2
+
+
+def test_sessions_find_what_they_have_said_before() -> None:
+    turns = [Ask(200, 56, own=7), Ask(400, 56, own=7), Ask(640, 56, own=7), Ask(640, 56, own=8)]
+    trace = tuple(Row(10.0 * number, turn) for number, turn in enumerate(turns))
+    found = run([spec()], load(trace=trace), warmup_s=0.0, end_s=60.0)
+    # The last token of an answer has no KV: 255 and 455 tokens, of which whole blocks are found.
+    assert found.prefix_hits == 240 + 448
+
+
+def test_users_who_wait_are_never_more_than_they_are() -> None:
+    found = told([spec()], load(users=20, think_s=2.0), end_s=200.0)
+    assert found.e2e_s is not None
+    assert found.running < 20
+    assert found.request_rate == pytest.approx(20 / (2.0 + found.e2e_s.mean), rel=0.05)
+
+
+# As the planner predicts
+
+
+@dataclass
+class Case:
+    model: str
+    gpus: str
+    users: int
+    tensor: int = 1
+    stages: int = 1
+    input_len: int = 1024
+    output_len: int = 512
+    within: float = 0.02
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("Llama-3.1-8B", "1xH100", 8),
+        Case("Llama-3.1-8B", "1xH100", 64),
+        Case("Llama-3.1-70B", "4xH100", 64, tensor=4),
+        Case("gemma-3-27b-it", "1xH200", 16),
+        Case("Qwen3-30B-A3B", "2xH100", 32, tensor=2),
+        Case("Llama-3.1-70B", "4xH100", 32, stages=4, input_len=128),
+        Case("Llama-3.1-70B", "4xH100", 32, tensor=2, stages=2, input_len=128),
+    ],
+    ids=str,
+)
+def test_equal_requests_without_end_take_what_is_predicted(case: Case) -> None:
+    from test_cost import cut, speed
+    from weft.facts.catalogue import find
+
+    shape, ranks = find(case.model).shape, case.tensor * case.stages
+    layout = cut(shape, range(ranks), tensor=case.tensor, stages=case.stages)
+    expected = speed(
+        shape, layout, case.gpus, input_len=case.input_len, output_len=case.output_len, concurrency=case.users
+    )
+    costs = steps(case.model, case.gpus, case.stages)
+    asked = load(Fixed(case.input_len), Fixed(case.output_len), users=case.users)
+    answer_s = case.output_len * expected.tpot_s
+    found = told([spec(costs, stages=case.stages)], asked, warmup_s=3 * answer_s, end_s=12 * answer_s)
+    assert found.tpot_s is not None
+    assert found.tpot_s.mean == pytest.approx(expected.tpot_s, rel=case.within)
+    assert found.output_tok_s == pytest.approx(case.users / expected.tpot_s, rel=case.within)
+
+
+def test_saturated_it_writes_what_is_predicted() -> None:
+    from test_cost import LLAMA, cut, speed
+
+    expected = speed(LLAMA, cut(LLAMA, [0]), "1xH100", "weft", input_len=512, output_len=256)
+    assert expected.limit == "max_num_seqs"
+    sequences = int(profile("weft").max_num_seqs.value)
+    asked = load(Fixed(512), Fixed(256), users=round(1.3 * sequences))
+    costs = steps(engine="weft")
+    found = told([spec(costs, max_num_seqs=sequences, num_blocks=28_000)], asked, warmup_s=30.0, end_s=90.0)
+    assert found.output_tok_s == pytest.approx(expected.saturated_tok_s, rel=0.02)
+
+
+# Short cuts
+
+
+def close(one: Report, other: Report, within: float) -> None:
+    """All times and rates are as near as that."""
+    for metric in ("ttft_s", "tpot_s", "itl_s", "e2e_s", "queue_s"):
+        for name in ("mean", "p50", "p90", "p95", "p99"):
+            left, right = (getattr(getattr(it, metric), name) for it in (one, other))
+            assert left == pytest.approx(right, rel=within, abs=1e-4), (metric, name)
+    for rate in ("request_rate", "output_tok_s", "input_tok_s", "kv_utilisation", "running", "busy"):
+        assert getattr(one, rate) == pytest.approx(getattr(other, rate), rel=within), rate
+
+
+@pytest.mark.parametrize(
+    ("limits", "asked"),
+    [
+        ({}, load(rate=4.0)),
+        ({}, load(Fixed(900), Fixed(300), rate=12.0)),
+        ({"max_num_seqs": 16}, load(users=24)),
+        # So few blocks that requests are preempted.
+        ({"num_blocks": 400}, load(Even(10, 300), Even(100, 300), rate=6.0)),
+        ({}, load(rate=4.0, prefix_len=300, prefixes=5)),
+        ({"stages": 2}, load(rate=4.0)),
+        ({"stages": 4, "max_num_seqs": 30}, load(users=40)),
+    ],
+    ids=["light", "heavy", "full", "preempting", "prefixes", "pipeline", "full pipeline"],
+)
+def test_stretches_are_as_step_by_step(limits: dict[str, Any], asked: Any) -> None:
+    costs = steps("Llama-3.1-8B", f"{limits.get('stages', 1)}xH100", limits.get("stages", 1))
+    short, long = (told([spec(costs, **limits)] * 2, asked, stretches=it) for it in (True, False))
+    close(short, long, 0.02)
+    if limits.get("stages", 1) == 1:
+        assert (short.requests, short.preemptions) == (long.requests, long.preemptions)
+
+
+def test_stretches_with_windows_are_as_step_by_step() -> None:
+    """What a window bounds grows up to it only: within a stretch that is no straight line."""
+    costs = steps("gemma-3-27b-it", "1xH200")
+    asked = load(Even(10, 1500), Even(100, 800), rate=1.0)
+    close(*(told([spec(costs)], asked, end_s=200.0, stretches=it) for it in (True, False)), 0.02)
+
+
+def test_stretches_are_what_makes_it_fast() -> None:
+    fast, slow = (run([spec()], load(rate=2.0), stretches=it) for it in (True, False))
+    assert fast.steps == slow.steps
+    assert fast.events < slow.events / 5
+
+
+@pytest.mark.parametrize(
+    ("rate", "shape", "answers"), [(2.5, 1.0, Even(50, 350)), (4.0, 1.0, Fixed(200)), (2.0, 0.2, LogNormal(200, 150))]
+)
+def test_sampled_replicas_are_as_all_of_them(rate: float, shape: float, answers: Any) -> None:
+    asked = load(Even(200, 1500), answers, rate=48 * rate, burstiness=shape)
+    whole = told([spec()] * 48, asked, warmup_s=10.0, end_s=60.0)
+    sampled = told([spec()] * 16, asked, rest=32, warmup_s=10.0, end_s=160.0)
+    for metric, names in (("ttft_s", ("mean", "p50")), ("tpot_s", ("mean", "p50", "p95")), ("e2e_s", ("mean", "p50"))):
+        for name in names:
+            left, right = (getattr(getattr(it, metric), name) for it in (whole, sampled))
+            assert left == pytest.approx(right, rel=0.02), (metric, name)
+    assert sampled.output_tok_s == pytest.approx(whole.output_tok_s, rel=0.03)
+
+
+def test_the_same_words_give_the_same_figures() -> None:
+    asked = load(LogNormal(500, 300), LogNormal(100, 80), rate=8.0, burstiness=0.5, prefix_len=100, seed=3)
+    assert told([spec()] * 3, asked) == told([spec()] * 3, asked)
+    other = load(LogNormal(500, 300), LogNormal(100, 80), rate=8.0, burstiness=0.5, prefix_len=100, seed=4)
+    assert told([spec()] * 3, asked) != told([spec()] * 3, other)
+
+
+@settings(deadline=None)
+@given(
+    rounds=st.integers(1, 3000),
+    first=st.floats(1e-4, 1.0),
+    growth=st.floats(0.0, 1e-4),
+    at=st.floats(0.0, 1.0, exclude_max=True),
+)
+def test_a_stretch_knows_which_rounds_are_over(rounds: int, first: float, growth: float, at: float) -> None:
+    stretch = Stretch(5.0, rounds, first, first + growth * (rounds - 1))
+    now = stretch.start_s + at * (stretch.end_s - stretch.start_s)
+    over = stretch.over_by(now)
+    assert 0 <= over <= rounds
+    assert stretch.seconds(over) <= now - 5.0
+    assert over == rounds or stretch.seconds(over + 1) > now - 5.0
+    assert stretch.seconds(rounds) == pytest.approx(sum(first + stretch.growth_s * at for at in range(rounds)))
+
+
+# The scheduler's rounds
+
+
+def scheduler(stages: int, blocks: int, caching: bool) -> StretchScheduler:
+    return StretchScheduler(
+        num_blocks=blocks,
+        block_size=4,
+        max_num_seqs=6,
+        max_num_batched_tokens=32,
+        max_num_queued=100,
+        max_model_len=64,
+        stages=stages,
+        policy="fcfs",
+        prefix_caching=caching,
+    )
+
+
+def seen(it: StretchScheduler) -> Any:
+    """What is to be the same, however it came to be."""
+    rows = [
+        (row.request.id, row.tokens, row.computed, len(row.blocks), row.registered, row.outstanding)
+        for row in it._running.values()
+    ]
+    return rows, it.stats(), [row.request.id for row in it._ready], it.unfinished, it._promised
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    stages=st.integers(1, 3),
+    blocks=st.integers(16, 60),
+    caching=st.booleans(),
+    requests=st.lists(st.tuples(st.integers(1, 12), st.integers(1, 30), st.integers(1, 3)), min_size=1, max_size=9),
+    part=st.floats(0.0, 1.0),
+)
+def test_rounds_at_once_are_as_one_after_the_other(
+    stages: int, blocks: int, caching: bool, requests: list[tuple[int, int, int]], part: float
+) -> None:
+    fast, slow = (scheduler(stages, blocks, caching) for _ in range(2))
+    for number, (prompt, answer, key) in enumerate(requests):
+        for it in (fast, slow):
+            params = SamplingParams(max_tokens=answer, ignore_eos=True)
+            it.add(Request(id=str(number), prompt=[key] * prompt, params=params, key=key))
+    flights: dict[int, list[Any]] = {id(fast): [], id(slow): []}
+
+    def step(it: StretchScheduler) -> None:
+        waiting = flights[id(it)]
+        while len(waiting) < stages and (plan := it.schedule()):
+            waiting.append(plan)
+        it.finish(waiting.pop(0))
+
+    while slow.has_unfinished:
+        if rounds := round(part * fast.quiet_rounds()):
+            groups = len(fast.groups())
+            fast.advance(rounds)
+            for _ in range(rounds * groups):
+                step(slow)
+        else:
+            step(fast)
+            step(slow)
+        assert seen(fast) == seen(slow)
+    assert not fast.has_unfinished
+    assert fast.pool.free == slow.pool.free == blocks
+
+
+# Policies
+
+
+def test_least_connections_take_the_least_busy_and_equal_ones_in_turn() -> None:
+    policy = LeastConnections()
+    assert [policy.choose([0, 0, 0]) for _ in range(4)] == [0, 1, 2, 0]
+    assert policy.choose([2, 1, 5]) == 1
+    assert policy.choose([1, 1, 1]) == 2
+    assert policy.choose([3]) == 0
+
+
+def test_round_robin_asks_nobody() -> None:
+    policy = RoundRobin()
+    assert [policy.choose([9, 0, 0]) for _ in range(4)] == [0, 1, 2, 0]
+
+
+def test_a_policy_that_balances_waits_less() -> None:
+    from weft.simulate.system import simulate
+
+    asked = load(Fixed(1024), LogNormal(300, 600), rate=40.0)
+    found = []
+    for policy in (LeastConnections(), RoundRobin()):
+        it = simulate(
+            [spec(max_num_seqs=16)] * 6, asked.source(), policy, warmup_s=10.0, end_s=80.0, prefix_caching=False
+        )
+        found.append(sorted(it.tally.ttft)[int(0.95 * len(it.tally.ttft))])
+    assert found[0] < found[1]
+    assert STEPS is not None

@@ -1,0 +1,169 @@
+"""What was measured: kept by the machine's fingerprint, and measured anew where the file is of no use."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from weft.errors import ConfigError
+from weft.facts import speeds
+from weft.facts.cpu import Cpu, CpuSpeed
+from weft.facts.fingerprint import fingerprint
+from weft.facts.host import Host, probe
+from weft.facts.speeds import GpuSpeed, PairSpeed, Speeds, cpu_speed, known
+from weft.facts.topology import Gpu
+
+CARD = Gpu(index=0, name="card", uuid="GPU-1", total_bytes=8, free_bytes=8, capability=(8, 0))
+HOST = Host(
+    hostname="here",
+    cores=(0, 1),
+    memory_total_bytes=1 << 33,
+    memory_free_bytes=1 << 32,
+    cpu=Cpu(model="CPU", sockets=1, cores=2, threads=2),
+    gpus=(CARD,),
+    driver="550",
+)
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[Host]:
+    """The hosts whose CPU was measured; each time one byte per second faster."""
+    calls: list[Host] = []
+
+    def measure(host: Host) -> CpuSpeed:
+        calls.append(host)
+        return CpuSpeed(1e9 + len(calls), 1e12)
+
+    monkeypatch.setattr(speeds, "measure_cpu", measure)
+    return calls
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"hostname": "there"},
+        {"cores": (0, 1, 2)},
+        {"threads": 1},
+        {"driver": "560"},
+        {"gpus": ()},
+        {"gpus": (msgspec.structs.replace(CARD, uuid="GPU-2"),)},
+        {"cpu": Cpu(model="another", sockets=1, cores=2, threads=2)},
+    ],
+)
+def test_another_machine_has_another_fingerprint(changed: dict[str, Any]) -> None:
+    assert fingerprint(msgspec.structs.replace(HOST, **changed)) != fingerprint(HOST)
+
+
+def test_what_changes_from_minute_to_minute_does_not_count() -> None:
+    gpus = (msgspec.structs.replace(CARD, free_bytes=1, index=0),)
+    other = msgspec.structs.replace(HOST, memory_free_bytes=1, cores=(4, 5), gpus=gpus, environment={"A": "b"})
+    assert fingerprint(other) == fingerprint(HOST)
+    assert fingerprint(HOST, 1) != fingerprint(HOST, 2)
+
+
+def test_the_cpu_is_measured_once(measured: list[Host]) -> None:
+    first = cpu_speed(HOST)
+    assert cpu_speed(HOST) == first and measured == [HOST]
+    assert cpu_speed(msgspec.structs.replace(HOST, hostname="there")) != first
+    assert cpu_speed(HOST, refresh=True).bandwidth_Bps == 1e9 + 3
+    assert cpu_speed(HOST).bandwidth_Bps == 1e9 + 3
+
+
+def test_a_busy_machine_is_measured_again_when_it_is_not(measured: list[Host], monkeypatch: pytest.MonkeyPatch) -> None:
+    speeds.keep(HOST, msgspec.structs.replace(known(HOST), cpu=CpuSpeed(5.0, 5.0, busy=True)))
+    monkeypatch.setattr(speeds, "busy", lambda: True)
+    assert cpu_speed(HOST).bandwidth_Bps == 5.0 and measured == []
+    monkeypatch.setattr(speeds, "busy", lambda: False)
+    assert cpu_speed(HOST).bandwidth_Bps == 1e9 + 1
+
+
+def test_gpus_stay_known_when_the_cpu_is_measured(measured: list[Host]) -> None:
+    pair = PairSpeed(first="GPU-1", second="GPU-2", verdict="hung", detail="x")
+    gpu = GpuSpeed(gpu="GPU-1", copy_Bps=1.0, from_host_Bps=1.0, to_host_Bps=1.0)
+    speeds.keep(HOST, msgspec.structs.replace(known(HOST), gpus=(gpu,), pairs=(pair,)))
+    cpu_speed(HOST)
+    found = known(HOST)
+    assert (found.gpus, found.pairs) == ((gpu,), (pair,)) and found.cpu is not None
+    assert found.pair("GPU-2", "GPU-1") == pair and found.pair("GPU-1", "GPU-3") is None
+
+
+def kept(found: Speeds) -> bytes:
+    return msgspec.json.encode(found)
+
+
+FILE = Speeds(machine=fingerprint(HOST, speeds.VERSION), cpu=CpuSpeed(7.0, 7.0))
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        b"",
+        kept(FILE)[:-4],
+        b"\xff\xfe",
+        b"[]",
+        b"{}",
+        kept(msgspec.structs.replace(FILE, machine="another")),
+        kept(msgspec.structs.replace(FILE, version=speeds.VERSION + 1)),
+        kept(msgspec.structs.replace(FILE, cpu=CpuSpeed(0.0, 7.0))),
+        kept(msgspec.structs.replace(FILE, cpu=CpuSpeed(-1.0, 7.0))),
+        kept(FILE).replace(b"7.0", b"1e999"),
+        kept(FILE).replace(b"7.0", b'"fast"'),
+    ],
+)
+def test_a_damaged_file_is_measured_anew(measured: list[Host], cache: Path, damaged: bytes) -> None:
+    speeds.path(HOST).parent.mkdir()
+    speeds.path(HOST).write_bytes(kept(FILE))
+    assert cpu_speed(HOST) == FILE.cpu
+    speeds.path(HOST).write_bytes(damaged)
+    assert known(HOST).cpu is None
+    assert cpu_speed(HOST).bandwidth_Bps == 1e9 + 1 and known(HOST).cpu == cpu_speed(HOST)
+    assert [file.suffix for file in speeds.path(HOST).parent.iterdir()] == [".json"]
+
+
+def test_a_cache_that_cannot_be_written_is_told_and_no_reason_to_stop(
+    measured: list[Host], cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (cache / "weft").write_text("a file")
+    assert cpu_speed(HOST) != cpu_speed(HOST)
+    assert "cannot be kept" in caplog.text
+
+
+# --- the measurement itself ---
+
+
+def test_this_cpu_is_measured_in_a_child() -> None:
+    here = probe()
+    found = speeds.measure_cpu(here)
+    assert found.bandwidth_Bps > 1e8 and found.fp32_flops > 1e8
+
+
+@pytest.mark.parametrize(
+    ("script", "told"),
+    [
+        ("import sys; sys.exit('no numpy here')", "no numpy here"),
+        ("print('what?')", "JSON is malformed"),
+        ("import sys; sys.exit(3)", "status 3"),
+        ("import time; time.sleep(60)", "more than 1 s"),
+    ],
+)
+def test_a_measurement_that_fails_is_one_clear_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str, told: str
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!{sys.executable}\n{script}\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setattr(speeds, "CPU_DEADLINE_S", 1.0 if "sleep" in script else 60.0)
+    with pytest.raises(ConfigError, match="cannot measure the CPU of here: ") as error:
+        speeds.measure_cpu(HOST)
+    assert told in str(error.value) and "--gpus" in str(error.value) and "\n" not in str(error.value)
