@@ -37,6 +37,7 @@ def steps(model: str = "Llama-3.1-8B", gpus: str = "1xH100", stages: int = 1, en
 
 
 STEPS = steps()
+PROMPT, ANSWER = Fixed(512), Even(16, 240)
 
 
 def spec(costs: Steps = STEPS, **limits: Any) -> Spec:
@@ -53,7 +54,8 @@ def spec(costs: Steps = STEPS, **limits: Any) -> Spec:
     return Spec(steps=costs, **{**usual, **limits})
 
 
-def load(input_len: Lengths = Fixed(512), output_len: Lengths = Even(16, 240), **said: Any) -> Load:
+def load(input_len: Lengths = PROMPT, output_len: Lengths = ANSWER, **said: Any) -> Load:
+    """Requests of these lengths."""
     drawn = {name: said.pop(name) for name in ("prefixes", "prefix_len", "rows") if name in said}
     return Load(drawn=Drawn(input_len=input_len, output_len=output_len, most=8192, **drawn), **said)
 

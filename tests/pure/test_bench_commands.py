@@ -65,8 +65,14 @@ def test_serve(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     result = json.loads(path.read_text())
     assert (result["completed"], result["total_output_tokens"], result["request_rate"]) == (5, 15, 1000)
     assert result["p99_ttft_ms"] >= result["median_ttft_ms"] > 0
-    status, out, _ = said(capsys, *words, "--json")
-    assert json.loads(out)["task"] == "serve"
+    port = url.rpartition(":")[2]
+    words[1:3] = ["--port", port, "--endpoint", "/v1/completions", "--metric-percentiles", "50,99.9"]
+    status, out, _ = said(capsys, *words, "--random-input-len", "7", "--random-output-len", "2", "--json")
+    result = json.loads(out)
+    assert (result["total_input_tokens"], result["total_output_tokens"]) == (35, 10)
+    assert result["percentiles"] == [50, 95, 99, 99.9] and result["p50_ttft_ms"] == result["median_ttft_ms"]
+    assert result["p99.9_ttft_ms"] >= result["p99_ttft_ms"]
+    assert result["task"] == "serve"
 
 
 def test_what_is_wrong_is_said_before_the_load(url: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,6 +87,10 @@ def test_what_is_wrong_is_said_before_the_load(url: str, capsys: pytest.CaptureF
         ([*where, "--header", "nonsense"], 2, "is no header"),
         ([*where, "--save-result", "/nowhere/at/all"], 2, "there is no directory"),
         (["serve", "--base-url", "http://127.0.0.1:1"], 1, "is the server there?"),
+        ([*where, "--port", "9"], 2, "give one of them"),
+        ([*where, "--dataset-name", "sharegpt"], 2, "name it with --dataset-path"),
+        ([*where, "--dataset-name", "random", "--dataset-path", "x"], 2, "leave --dataset-path out"),
+        ([*where, "--metric-percentiles", "101"], 2, "from 0 to 100"),
         (["serve", "/no/such/model"], 1, "/no/such/model"),
         (["sweep", "--base-url", url], 2, "what is to be varied?"),
         (["sweep", "--base-url", url, "--request-rate", "1,2", "--max-concurrency", "1,2"], 2, "vary one of them"),

@@ -186,16 +186,16 @@ def test_mistakes_get_one_line_and_status_2(text: str, told: list[str], capsys: 
 
 def test_flags_of_vllm_that_we_lack_are_named_and_swallowed(caplog: pytest.LogCaptureFixture) -> None:
     got = words(
-        "serve --enforce-eager m --kv-cache-dtype=fp8 --trust-remote-code --no-enable-lora "
+        "serve --enable-lora m --kv-cache-dtype=fp8 --trust-remote-code --no-enable-prompt-adapter "
         "-O3 -dp 2 --compilation-config.mode 3 --cudagraph-capture-sizes 1 2 4 --max_loras 2 --port 9"
     )
     assert (got.model, got.port) == ("m", 9)
     warned = [record.message.split(":")[0] for record in caplog.records]
     assert warned == [
-        "--enforce-eager",
+        "--enable-lora",
         "--kv-cache-dtype",
         "--trust-remote-code",
-        "--no-enable-lora",
+        "--no-enable-prompt-adapter",
         "-O3",
         "-dp",
         "--compilation-config.mode",
@@ -214,13 +214,13 @@ def test_no_flag_is_both_ours_and_lacking() -> None:
     assert set(vllm.REASONS) <= set(vllm.ARITY) | {f"no-{name}" for name in vllm.ARITY}
 
 
-@given(st.lists(st.sampled_from(["m", "--port", "1", "--enable-lora", "--task", "-O2", "--x=1", "-q"]), max_size=8))
+@given(st.lists(st.sampled_from(["m", "--port", "1", "--enable-lora", "--task", "-O2", "--x=1", "-dp"]), max_size=8))
 def test_stripping_keeps_the_order_and_warns_once_per_flag(argv: list[str]) -> None:
     kept, warnings = vllm.strip(argv, frozenset({"--port"}))
-    assert not {"--enable-lora", "--task", "-O2", "-q"} & set(kept)
+    assert not {"--enable-lora", "--task", "-O2", "-dp"} & set(kept)
     rest = iter(argv)
     assert all(word in rest for word in kept)  # a subsequence
-    assert len(warnings) <= sum(word in ("--enable-lora", "--task", "-O2", "-q") for word in argv)
+    assert len(warnings) <= sum(word in ("--enable-lora", "--task", "-O2", "-dp") for word in argv)
 
 
 # --- --config ---
@@ -273,9 +273,9 @@ def test_config_files_that_are_not_there(tmp_path: Path) -> None:
 
 
 def test_a_vllm_flag_in_a_config_file_is_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "c.yaml").write_text("enforce-eager: true\nmax_loras: 4\n")
+    (tmp_path / "c.yaml").write_text("enable-lora: true\nmax_loras: 4\n")
     assert config(f"serve m --config {tmp_path / 'c.yaml'}") == EngineConfig(model="m")
-    assert "--enforce-eager" in caplog.text and "--max-loras" in caplog.text
+    assert "--enable-lora" in caplog.text and "--max-loras" in caplog.text
 
 
 # --- values ---

@@ -41,6 +41,8 @@ steps = st.builds(
     tokens,
     st.lists(tokens, max_size=3),
     st.lists(st.booleans()),
+    tokens,
+    st.integers(0, 16),
 )
 results = st.builds(
     StepResult,
@@ -48,6 +50,7 @@ results = st.builds(
     tokens,
     st.lists(st.none() | logprobs, max_size=3),
     st.dictionaries(st.integers(0, 255), st.lists(logprobs, max_size=2), max_size=2),
+    st.dictionaries(st.integers(0, 255), tokens, max_size=2),
 )
 to_rank = st.builds(Run, steps) | st.builds(Allocate, st.integers(0, 2**40)) | st.just(Command("ping"))
 from_rank = (

@@ -3,30 +3,39 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulations import STEPS, Counted, load, run, spec, steps, told
+from simulations import Counted, load, run, spec, steps, told
+from test_cost import LLAMA, cut, speed
 from weft.core.params import SamplingParams
 from weft.core.request import Request
+from weft.facts.catalogue import find
+from weft.facts.cluster import parse_gpus
 from weft.gateway.policy import LeastConnections, RoundRobin
-from weft.planner.profiles import profile
+from weft.planner.cost import predict
+from weft.planner.deployment import Workload
+from weft.planner.profiles import Constant, profile
+from weft.simulate.ask import Ask
 from weft.simulate.lengths import Even, Fixed, LogNormal
 from weft.simulate.replica import Stretch
 from weft.simulate.report import Report
 from weft.simulate.scheduler import StretchScheduler
-from weft.simulate.trace import Ask, Row
+from weft.simulate.system import simulate
+from weft.simulate.trace import Row
 
 # Nothing is lost
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(
     seed=st.integers(0, 1000),
-    rate=st.sampled_from([0.5, 5.0, 50.0]),
+    rate=st.sampled_from([0.5, 5.0, 25.0]),
     count=st.integers(1, 3),
     limits=st.fixed_dictionaries(
         {
@@ -48,10 +57,10 @@ def test_each_request_ends_exactly_once(
     sources: list[Counted] = []
 
     def counted(source: Any) -> Counted:
-        sources.append(Counted(source, 1.0, 6.0))
+        sources.append(Counted(source, 1.0, 4.0))
         return sources[0]
 
-    found = run([spec(**limits)] * count, asked, warmup_s=1.0, end_s=6.0, wrap=counted, stretches=stretches)
+    found = run([spec(**limits)] * count, asked, warmup_s=1.0, end_s=4.0, wrap=counted, stretches=stretches)
     tally = found.tally
     assert len(tally.ttft) + len(tally.refused) + tally.impossible == sources[0].count
     assert all(
@@ -89,17 +98,17 @@ def test_what_no_replica_can_hold_and_what_the_queue_cannot_is_counted() -> None
 # What is known of queues
 
 
-@pytest.mark.parametrize("busy", [0.3, 0.6, 0.8])
+@pytest.mark.parametrize("busy", [0.3, 0.6])
 def test_one_at_a_time_waits_as_in_a_queue_with_equal_services(busy: float) -> None:
-    """M/D/1: services of D seconds one after the other, Poisson arrivals: the mean wait is busy * D / (2 (1 - busy))."""
+    """M/D/1: services of D seconds one after the other, Poisson arrivals; the mean wait is busy * D / (2 (1 - busy))."""
     alone = spec(max_num_seqs=1, max_num_queued=100_000)
     service_s = run([alone], load(Fixed(64), Fixed(8), rate=0.01), warmup_s=0.0, end_s=500.0).tally.e2e[0]
-    requests = 12_000
+    requests = 5_000
     found = told(
         [alone], load(Fixed(64), Fixed(8), rate=busy / service_s), warmup_s=service_s, end_s=requests * service_s / busy
     )
     assert found.queue_s is not None
-    assert found.queue_s.mean == pytest.approx(busy * service_s / (2 * (1 - busy)), rel=0.08)
+    assert found.queue_s.mean == pytest.approx(busy * service_s / (2 * (1 - busy)), rel=0.1)
     assert found.busy == pytest.approx(busy, rel=0.03)
 
 
@@ -115,10 +124,10 @@ def test_requests_at_once_are_rate_times_time() -> None:
 
 def test_more_replicas_are_never_worse() -> None:
     asked = load(Fixed(1024), Fixed(128), rate=30.0)
-    found = [told([spec()] * count, asked) for count in (2, 3, 4, 8)]
+    found = [told([spec()] * count, asked, end_s=40.0) for count in (2, 3, 4, 8)]
     for metric in ("ttft_s", "tpot_s", "e2e_s"):
         times = [getattr(it, metric).p95 for it in found]
-        assert all(later <= 1.03 * sooner for sooner, later in zip(times, times[1:], strict=False)), metric
+        assert all(later <= 1.03 * sooner for sooner, later in pairwise(times)), metric
     assert found[0].ttft_s is not None and found[-1].ttft_s is not None
     assert found[0].ttft_s.p95 > 1.5 * found[-1].ttft_s.p95
 
@@ -182,9 +191,6 @@ class Case:
     ids=str,
 )
 def test_equal_requests_without_end_take_what_is_predicted(case: Case) -> None:
-    from test_cost import cut, speed
-    from weft.facts.catalogue import find
-
     shape, ranks = find(case.model).shape, case.tensor * case.stages
     layout = cut(shape, range(ranks), tensor=case.tensor, stages=case.stages)
     expected = speed(
@@ -200,26 +206,24 @@ def test_equal_requests_without_end_take_what_is_predicted(case: Case) -> None:
 
 
 def test_saturated_it_writes_what_is_predicted() -> None:
-    from test_cost import LLAMA, cut, speed
-
-    expected = speed(LLAMA, cut(LLAMA, [0]), "1xH100", "weft", input_len=512, output_len=256)
-    assert expected.limit == "max_num_seqs"
-    sequences = int(profile("weft").max_num_seqs.value)
-    asked = load(Fixed(512), Fixed(256), users=round(1.3 * sequences))
-    costs = steps(engine="weft")
-    found = told([spec(costs, max_num_seqs=sequences, num_blocks=28_000)], asked, warmup_s=30.0, end_s=90.0)
+    shape, cluster, layout = LLAMA, parse_gpus("1xH100"), cut(LLAMA, [0])
+    few = msgspec.structs.replace(profile("weft"), max_num_seqs=Constant(40, "this test"))
+    expected = predict(shape, layout, cluster, Workload(input_len=1024, output_len=512), few)
+    assert (expected.limit, expected.saturated_concurrency) == ("max_num_seqs", 40)
+    asked = load(Fixed(1024), Fixed(512), users=55)
+    found = told([spec(steps(engine="weft"), max_num_seqs=40)], asked, warmup_s=30.0, end_s=120.0)
     assert found.output_tok_s == pytest.approx(expected.saturated_tok_s, rel=0.02)
 
 
 # Short cuts
 
 
-def close(one: Report, other: Report, within: float) -> None:
-    """All times and rates are as near as that."""
+def close(one: Report, other: Report, within: float, within_s: float = 1e-4) -> None:
+    """All times and rates are as near as that, relative or in seconds."""
     for metric in ("ttft_s", "tpot_s", "itl_s", "e2e_s", "queue_s"):
         for name in ("mean", "p50", "p90", "p95", "p99"):
             left, right = (getattr(getattr(it, metric), name) for it in (one, other))
-            assert left == pytest.approx(right, rel=within, abs=1e-4), (metric, name)
+            assert left == pytest.approx(right, rel=within, abs=within_s), (metric, name)
     for rate in ("request_rate", "output_tok_s", "input_tok_s", "kv_utilisation", "running", "busy"):
         assert getattr(one, rate) == pytest.approx(getattr(other, rate), rel=within), rate
 
@@ -241,16 +245,17 @@ def close(one: Report, other: Report, within: float) -> None:
 def test_stretches_are_as_step_by_step(limits: dict[str, Any], asked: Any) -> None:
     costs = steps("Llama-3.1-8B", f"{limits.get('stages', 1)}xH100", limits.get("stages", 1))
     short, long = (told([spec(costs, **limits)] * 2, asked, stretches=it) for it in (True, False))
-    close(short, long, 0.02)
+    # With a pipeline, waits for the next step, of some milliseconds, come out a little otherwise.
+    close(short, long, 0.02, 1e-4 if limits.get("stages", 1) == 1 else 5e-4)
     if limits.get("stages", 1) == 1:
         assert (short.requests, short.preemptions) == (long.requests, long.preemptions)
 
 
 def test_stretches_with_windows_are_as_step_by_step() -> None:
-    """What a window bounds grows up to it only: within a stretch that is no straight line."""
+    """What a window bounds grows up to it only."""
     costs = steps("gemma-3-27b-it", "1xH200")
     asked = load(Even(10, 1500), Even(100, 800), rate=1.0)
-    close(*(told([spec(costs)], asked, end_s=200.0, stretches=it) for it in (True, False)), 0.02)
+    close(*(told([spec(costs)], asked, stretches=it) for it in (True, False)), 0.02)
 
 
 def test_stretches_are_what_makes_it_fast() -> None:
@@ -260,17 +265,26 @@ def test_stretches_are_what_makes_it_fast() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rate", "shape", "answers"), [(2.5, 1.0, Even(50, 350)), (4.0, 1.0, Fixed(200)), (2.0, 0.2, LogNormal(200, 150))]
+    ("asked", "simulated"),
+    [
+        (load(Fixed(600), Fixed(100), rate=48 * 5.0), 12),
+        (load(Even(200, 1000), Even(50, 150), rate=48 * 6.0, burstiness=0.2), 16),
+        (load(Fixed(600), Even(20, 100), users=48 * 5), 8),
+    ],
+    ids=["equal", "bursts", "users"],
 )
-def test_sampled_replicas_are_as_all_of_them(rate: float, shape: float, answers: Any) -> None:
-    asked = load(Even(200, 1500), answers, rate=48 * rate, burstiness=shape)
-    whole = told([spec()] * 48, asked, warmup_s=10.0, end_s=60.0)
-    sampled = told([spec()] * 16, asked, rest=32, warmup_s=10.0, end_s=160.0)
-    for metric, names in (("ttft_s", ("mean", "p50")), ("tpot_s", ("mean", "p50", "p95")), ("e2e_s", ("mean", "p50"))):
-        for name in names:
+def test_sampled_replicas_are_as_all_of_them(asked: Any, simulated: int) -> None:
+    """Where requests are equal, those that end together are followed by others that begin together: in a large
+    deployment at once, in a small one not. A sample that is only a smaller deployment waits 3 % less."""
+    whole = told([spec()] * 48, asked, warmup_s=5.0, end_s=30.0)
+    sampled = told([spec()] * simulated, asked, rest=48 - simulated, warmup_s=5.0, end_s=5.0 + 25.0 * 48 / simulated)
+    for metric in ("ttft_s", "tpot_s", "e2e_s"):
+        for name in ("mean", "p50", "p95"):
             left, right = (getattr(getattr(it, metric), name) for it in (whole, sampled))
             assert left == pytest.approx(right, rel=0.02), (metric, name)
-    assert sampled.output_tok_s == pytest.approx(whole.output_tok_s, rel=0.03)
+    # Of 6,000 requests about 80 more or less come by chance.
+    assert sampled.output_tok_s == pytest.approx(whole.output_tok_s, rel=0.04)
+    assert sampled.running == pytest.approx(whole.running, rel=0.04)
 
 
 def test_the_same_words_give_the_same_figures() -> None:
@@ -378,14 +392,11 @@ def test_round_robin_asks_nobody() -> None:
 
 
 def test_a_policy_that_balances_waits_less() -> None:
-    from weft.simulate.system import simulate
-
     asked = load(Fixed(1024), LogNormal(300, 600), rate=40.0)
     found = []
     for policy in (LeastConnections(), RoundRobin()):
         it = simulate(
-            [spec(max_num_seqs=16)] * 6, asked.source(), policy, warmup_s=10.0, end_s=80.0, prefix_caching=False
+            [spec(max_num_seqs=16)] * 6, asked.source(), policy, warmup_s=10.0, end_s=40.0, prefix_caching=False
         )
         found.append(sorted(it.tally.ttft)[int(0.95 * len(it.tally.ttft))])
     assert found[0] < found[1]
-    assert STEPS is not None

@@ -97,6 +97,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str
     shape: ModelShape
+    precision: str
     load: Load
     seconds: float
 
@@ -126,8 +127,9 @@ def measure(llm: LLM, name: str, asked: Sequence[Load], tell: Callable[[Point], 
         while len(times) < REPEATS or (times[1] > times[0] * (1 + AGREE) and len(times) < MOST_REPEATS):
             times = sorted([*times, seconds_of(llm, load, number * MOST_REPEATS + len(times))])
         seconds = times[0]
-        points.append(Point(model=name, shape=plan.shape, load=load, seconds=seconds))
-        tell(points[-1])
+        point = Point(model=name, shape=plan.shape, precision=precision_of(plan), load=load, seconds=seconds)
+        points.append(point)
+        tell(point)
     return points
 
 
@@ -177,20 +179,19 @@ def runtime_bytes(llm: LLM, before: Host) -> int:
 class Planned:
     """What the planner expects of points on one device, given the constants."""
 
-    def __init__(self, gpu: GpuSpec, precision: str, points: Sequence[Point]) -> None:
-        self._gpu, self._precision, self._points = gpu, precision, points
+    def __init__(self, gpu: GpuSpec, points: Sequence[Point]) -> None:
+        self.gpu, self.points = gpu, points
         self._own = profile("weft", on_cpu=gpu.kind == "cpu")
-        shapes = {point.model: point.shape for point in points}
         self._layouts = {
-            name: deploy(
-                shape,
+            (point.model, point.precision): deploy(
+                point.shape,
                 tensor_weights=[1.0],
-                stage_layers=[shape.layers],
+                stage_layers=[point.shape.layers],
                 gpus=[0],
-                precision=precision,
-                kv_dtype=precision,
+                precision=point.precision,
+                kv_dtype="bf16",
             )
-            for name, shape in shapes.items()
+            for point in points
         }
 
     def start(self) -> dict[str, float]:

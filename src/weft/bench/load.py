@@ -141,9 +141,11 @@ class Listener:
 
 
 class Asking(msgspec.Struct, frozen=True, kw_only=True):
-    """How the requests are asked: by which API and of which model; `extra` goes into every body."""
+    """How the requests are asked: by which API (at its own path where `path` is None) and of which model; `extra` goes
+    into every body."""
 
     api: Api = "openai"
+    path: str | None = None
     model: str | None = None
     ignore_eos: bool = True
     temperature: float = 0.0
@@ -221,7 +223,7 @@ async def ask(client: Client, asking: Asking, record: Record, body: bytes) -> No
     record.began_s = monotonic()
     try:
         async with asyncio.timeout(asking.timeout_s):
-            await client.post(PATHS[asking.api], body, listener)
+            await client.post(asking.path or PATHS[asking.api], body, listener)
         if not listener.finished or not record.pieces_s:
             record.error = "the stream ended before the answer"
     except TimeoutError:

@@ -17,7 +17,7 @@ METRICS = {  # as flags and JSON call them, with what they are
     "itl": "gap between pieces",
     "e2el": "whole answer",
 }
-PERCENTILES = (95, 99)
+PERCENTILES = (95.0, 99.0)
 LATE_S = 0.01  # a request that the client sends later than this counts as late,
 LATE_SHARE = 0.01  # and so many late ones spoil a measurement
 
@@ -49,7 +49,9 @@ def meets(record: Record, limits_s: Mapping[str, float]) -> bool:
     return all(of[name] <= limit for name, limit in limits_s.items())
 
 
-def summary(load: Load, limits_s: Mapping[str, float] | None = None) -> dict[str, Any]:
+def summary(
+    load: Load, limits_s: Mapping[str, float] | None = None, percents: Sequence[float] = PERCENTILES
+) -> dict[str, Any]:
     """The figures of a load, under vLLM's names where it has them: seconds, tokens and requests per second, times in
     milliseconds. `request_goodput` is None where there are no limits."""
     records, seconds = load.records, max(load.seconds, 1e-9)
@@ -75,18 +77,18 @@ def summary(load: Load, limits_s: Mapping[str, float] | None = None) -> dict[str
         figures["request_goodput"] = round(good / seconds, 4)
         figures["goodput_share"] = round(good / len(records), 4)
     for name, values in times_s(records).items():
-        figures.update(spread(name, sorted(values)))
+        figures.update(spread(name, sorted(values), percents))
     return figures | client_figures(load)
 
 
-def spread(name: str, values: Sequence[float]) -> dict[str, float | None]:
+def spread(name: str, values: Sequence[float], percents: Sequence[float]) -> dict[str, float | None]:
     """Mean, median, deviation and percentiles in milliseconds; None where there is nothing."""
     found: dict[str, float | None] = {}
     of: dict[str, Callable[[Sequence[float]], float]] = {"mean": fmean, "median": median, "std": pstdev}
     for kind, function in of.items():
         found[f"{kind}_{name}_ms"] = round(1000 * function(values), 3) if values else None
-    for percent in PERCENTILES:
-        found[f"p{percent}_{name}_ms"] = round(1000 * percentile(values, percent), 3) if values else None
+    for percent in percents:
+        found[f"p{percent:g}_{name}_ms"] = round(1000 * percentile(values, percent), 3) if values else None
     return found
 
 

@@ -41,6 +41,14 @@ def ratio(text: str) -> float:
     return value
 
 
+def percents(text: str) -> tuple[float, ...]:
+    """95,99.9"""
+    found = tuple(sorted(set(values.decimals(text))))
+    if not all(0 <= percent <= 100 for percent in found):
+        raise ArgumentTypeError(f"{text!r} are no percentiles; each is from 0 to 100")
+    return found
+
+
 def listed(one: Callable[[str], float]) -> Callable[[str], tuple[float, ...]]:
     """Several with commas, each once, in ascending order."""
 
@@ -65,12 +73,15 @@ TARGET = (
         help="a server that runs, as in http://127.0.0.1:8000; left out: MODEL is served for as long as it takes, with "
         "the engine's flags below",
     ),
+    Flag(name="host", help="the same, as vLLM has it: the server's address"),
+    Flag(name="port", parse=values.at_least(1), help="and its port (default: 8000)"),
     Flag(
         name="backend",
         choices=("openai", "openai-chat"),
         default="openai",
         help="/v1/completions, which takes token ids, or /v1/chat/completions, which takes texts",
     ),
+    Flag(name="endpoint", metavar="PATH", help="where requests go, instead of that"),
     Flag(name="served-model-name", metavar="NAME", help="the model to ask for; left out: the server's first"),
     Flag(name="api-key", metavar="KEY", help="key to send, instead of VLLM_API_KEY or OPENAI_API_KEY"),
     Flag(name="header", parse=header, repeated=True, metavar="NAME=VALUE", help="a header to send"),
@@ -80,6 +91,11 @@ TARGET = (
 PROMPTS = (
     Flag(name="num-prompts", parse=values.at_least(1), default=100, help="requests"),
     Flag(
+        name="dataset-name",
+        choices=("random", "custom", "sharegpt"),
+        help="random, or what --dataset-path holds; left out: as the file says",
+    ),
+    Flag(
         name="dataset-path",
         metavar="FILE",
         help="take the prompts from this file, again from its beginning where it has too few: JSON lines with "
@@ -87,6 +103,8 @@ PROMPTS = (
     ),
     Flag(name="input-len", parse=values.at_least(1), default=256, help="tokens of a random prompt"),
     Flag(name="output-len", parse=values.at_least(1), default=128, help="answer tokens, where the file says nothing"),
+    Flag(name="random-input-len", field="input_len", parse=values.at_least(1), help="the same as --input-len"),
+    Flag(name="random-output-len", field="output_len", parse=values.at_least(1), help="the same as --output-len"),
     Flag(
         name="random-range-ratio",
         parse=ratio,
@@ -105,6 +123,7 @@ REPORT = (
         metavar="METRIC:MS",
         help="limits that a good answer keeps, as in ttft:1000 tpot:50; e2el too",
     ),
+    Flag(name="metric-percentiles", parse=percents, default="95,99", help="percentiles, beside these two"),
     Flag(name="json", parse=None, help="print one JSON object instead of the table"),
     Flag(name="save-result", metavar="FILE", help="write that JSON object to this file"),
 )

@@ -23,7 +23,7 @@ from weft.bench.arrivals import arrivals
 from weft.bench.http import Client, HttpFailure, Refused, Server
 from weft.bench.load import PATHS, Asking, Load, Record, ask, lay_on, message
 from weft.bench.prompts import Prompt, random_prompts, read, spread
-from weft.bench.summary import parse_limits, summary
+from weft.bench.summary import PERCENTILES, parse_limits, summary
 from weft.bench.workload import NANO_IDS
 from weft.cli.flags import ENGINE
 from weft.cli.parser import UsageError, words_of
@@ -62,6 +62,7 @@ class Plan:
     count: int
     warmups: int
     limits_s: dict[str, float]
+    percents: tuple[float, ...]
     seed: int
 
 
@@ -84,12 +85,28 @@ def main(arguments: Namespace) -> int:
 def prepare(arguments: Namespace) -> Plan:
     """Everything that can be wrong before a server is asked. Raises UsageError, ConfigError."""
     said = vars(arguments)
-    if not said.get("base_url") and not said.get("model"):
+    if not address(said) and not said.get("model"):
         raise UsageError("which server? Give a MODEL to be served, or --base-url of a server that runs")
+    if said.get("base_url") and ("host" in said or "port" in said):
+        raise UsageError("--base-url and --host or --port both say where the server is; give one of them")
+    if said.get("dataset_name", "random") != "random" and "dataset_path" not in said:
+        raise UsageError(f"--dataset-name {said['dataset_name']} is a file: name it with --dataset-path")
+    if said.get("dataset_name") == "random" and "dataset_path" in said:
+        raise UsageError("--dataset-name random draws its prompts; leave --dataset-path out")
     if (path := said.get("save_result")) and not Path(path).absolute().parent.is_dir():
         raise UsageError(f"--save-result {path}: there is no directory {Path(path).absolute().parent}")
     limits = parse_limits(said.get("goodput", []))
-    return Plan(drawing(arguments), arguments.num_prompts, arguments.num_warmups, limits, said.get("seed", 0))
+    percents = tuple(sorted({*PERCENTILES, *arguments.metric_percentiles}))
+    return Plan(drawing(arguments), arguments.num_prompts, arguments.num_warmups, limits, percents, said.get("seed", 0))
+
+
+def address(said: dict[str, Any]) -> str | None:
+    """Where the server is that the user names."""
+    if "host" in said or "port" in said:
+        host = said.get("host", "127.0.0.1")
+        return f"http://{f'[{host}]' if ':' in host else host}:{said.get('port', 8000)}"
+    url: str | None = said.get("base_url")
+    return url and url.rstrip("/").removesuffix("/v1")
 
 
 def drawing(arguments: Namespace) -> Callable[[int, int], list[Prompt]]:
@@ -130,7 +147,7 @@ def vocab(said: dict[str, Any]) -> int:
     try:
         return lookup.look_up(said["model"], revision=said.get("revision"), hf_token=said.get("hf_token")).shape.vocab
     except WeftError:
-        if said.get("base_url"):  # it need not be known here
+        if address(said):  # it need not be known here
             return NANO_IDS
         raise
 
@@ -143,8 +160,8 @@ def target(arguments: Namespace) -> Iterator[Target]:
     key = said.get("api_key") or os.environ.get("VLLM_API_KEY") or os.environ.get("OPENAI_API_KEY")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     headers |= dict(said.get("header", []))
-    if url := said.get("base_url"):
-        yield connect(Server(url.removesuffix("/v1").removesuffix("/v1/"), headers), arguments)
+    if url := address(said):
+        yield connect(Server(url, headers), arguments)
         return
     from weft.bench.server import Served
 
@@ -182,6 +199,7 @@ def connect(server: Server, arguments: Namespace) -> Target:
             raise WeftError(f"{server.url} names no model; name one: --served-model-name") from None
     asking = Asking(
         api=arguments.backend,
+        path=said.get("endpoint"),
         model=name,
         ignore_eos=said.get("ignore_eos", "dataset_path" not in said),
         temperature=arguments.temperature,
@@ -201,7 +219,7 @@ def measure(plan: Plan, there: Target, point: Point, number: int = 0) -> dict[st
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "weft": __version__,
         "model_id": there.asking.model,
-        "endpoint": PATHS[there.asking.api],
+        "endpoint": there.asking.path or PATHS[there.asking.api],
         "num_prompts": plan.count,
         "request_rate": point.rate if point.rate < inf else "inf",
         "offered_rate": round(plan.count / due[-1], 4) if due[-1] else None,
@@ -209,7 +227,8 @@ def measure(plan: Plan, there: Target, point: Point, number: int = 0) -> dict[st
         "max_concurrency": point.max_concurrency,
         "seed": plan.seed,
         "goodput_limits_ms": {name: round(1000 * limit, 3) for name, limit in plan.limits_s.items()},
-        **summary(load, plan.limits_s),
+        "percentiles": list(plan.percents),
+        **summary(load, plan.limits_s, plan.percents),
     }
 
 

@@ -6,9 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
-from weft.bench.summary import METRICS, PERCENTILES, warnings
-
-COLUMNS = ("mean", "median", *(f"p{percent}" for percent in PERCENTILES))
+from weft.bench.summary import METRICS, warnings
 
 
 def print_load(result: Mapping[str, Any], out: TextIO | None = None) -> None:
@@ -62,12 +60,12 @@ def asked(result: Mapping[str, Any]) -> str:
 
 def times(result: Mapping[str, Any]) -> list[str]:
     """The table of times, in milliseconds."""
-    heads = [f"{name.upper()}, {what}" for name, what in METRICS.items()]
+    columns = ["mean", "median", *(f"p{percent:g}" for percent in result["percentiles"])]
     rows = [
-        [head, *(number(result[f"{column}_{name}_ms"]) for column in COLUMNS)]
-        for head, name in zip(heads, METRICS, strict=True)
+        [f"{name.upper()}, {what}", *(number(result[f"{column}_{name}_ms"]) for column in columns)]
+        for name, what in METRICS.items()
     ]
-    return aligned(["ms", *COLUMNS], rows)
+    return aligned(["ms", *columns], rows)
 
 
 def client(result: Mapping[str, Any]) -> str:

@@ -117,7 +117,8 @@ def figures(report: Report) -> list[str]:
 
 def judged(it: Judged) -> str:
     interval = "" if it.plus_minus_s is None else f" (± {duration(it.plus_minus_s)})"
-    return f"{it.target} {duration(it.value_s)}{interval}, {duration(it.limit_s)} promised: {'met' if it.met else 'missed'}"
+    verdict = "met" if it.met else "missed"
+    return f"{it.target} {duration(it.value_s)}{interval}, {duration(it.limit_s)} promised: {verdict}"
 
 
 def verdict(found: Found, what: str = "") -> list[str]:

@@ -20,6 +20,7 @@ import torch
 from weft.comm.base import add_up
 
 SLOT_BYTES = 4 << 20  # of each rank and turn; more is done in pieces, while they are in the cache
+HEAD_BYTES = 4096  # before the slots of kernels that sum by themselves
 SPIN_S = 50e-6  # how long to look for the others before sleeping until they come
 
 
@@ -39,9 +40,12 @@ class SharedComm:
         self.rank = rank
         self.size = len(pipes)
         self._slot_bytes = slot_bytes
-        os.ftruncate(memory, 2 * self.size * slot_bytes)
-        pages = mmap.mmap(memory, 2 * self.size * slot_bytes)
-        self._slots = torch.frombuffer(pages, dtype=torch.uint8).view(2, self.size, slot_bytes)
+        slots = 2 * self.size * slot_bytes
+        os.ftruncate(memory, slots + HEAD_BYTES + slots)
+        pages = torch.frombuffer(mmap.mmap(memory, slots + HEAD_BYTES + slots), dtype=torch.uint8)
+        self._slots = pages[:slots].view(2, self.size, slot_bytes)
+        # For kernels that sum in the middle of their work: as much once more, with HEAD_BYTES of zeros before it.
+        self.memory, self.slot_bytes = pages[slots:], slot_bytes
         self._cut = lru_cache(maxsize=64)(self._cut_slots)
         self._inbox = pipes[rank][0]
         os.set_blocking(self._inbox, False)

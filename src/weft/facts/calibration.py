@@ -27,8 +27,15 @@ class Measured(msgspec.Struct, frozen=True, array_like=True):
     how: str
 
 
+class Quantised(msgspec.Struct, frozen=True):
+    """What a precision's weights stream with in decode, and what they are multiplied with."""
+
+    weights_Bps: Measured
+    matmul_flops: Measured
+
+
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
-    """One device with one precision. The names of the figures are those of `planner.profiles` and of its formulas:
+    """One device, with 16-bit weights (`precision` says which) and with those of the `quantised` precisions. The names of the figures are those of `planner.profiles` and of its formulas:
     `weights_Bps` and `cache_Bps` are the bytes per second of weights and of cached keys and values in decode,
     `matmul_flops` and `attention_flops` what matrix products and a prompt's attention reach, `overlap` the share of the
     shorter of streaming and multiplying that hides behind the longer. `error` is the mean error of the fit, `worst`
@@ -47,6 +54,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     step_us: Measured
     sequence_us: Measured
     runtime_MiB: Measured
+    quantised: dict[str, Quantised] = {}
     points: int
     error: float
     worst: float
@@ -57,16 +65,29 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
         return f"measured here on {self.date} by weft bench calibrate"
 
     def figures(self) -> dict[str, Measured]:
-        """All of them, by name."""
+        """All of them, by name, those of a quantised precision with it behind."""
         fields = {name: getattr(self, name) for name in self.__struct_fields__}
-        return {name: value for name, value in fields.items() if isinstance(value, Measured)}
+        found = {name: value for name, value in fields.items() if isinstance(value, Measured)}
+        for precision, it in self.quantised.items():
+            found |= {f"weights_Bps {precision}": it.weights_Bps, f"matmul_flops {precision}": it.matmul_flops}
+        return found
 
     def part(self, ranks: int) -> Calibration:
         """That of one of so many ranks that share the device."""
-        shared = ("weights_Bps", "cache_Bps", "matmul_flops", "attention_flops")
-        figures = self.figures()
-        parts = {name: Measured(figures[name].value / ranks, figures[name].how) for name in shared}
-        return msgspec.structs.replace(self, **parts)
+
+        def share(figure: Measured) -> Measured:
+            return Measured(figure.value / ranks, figure.how)
+
+        return msgspec.structs.replace(
+            self,
+            weights_Bps=share(self.weights_Bps),
+            cache_Bps=share(self.cache_Bps),
+            matmul_flops=share(self.matmul_flops),
+            attention_flops=share(self.attention_flops),
+            quantised={
+                name: Quantised(share(it.weights_Bps), share(it.matmul_flops)) for name, it in self.quantised.items()
+            },
+        )
 
 
 class _File(msgspec.Struct, frozen=True):
@@ -104,12 +125,12 @@ def known(machine: str) -> tuple[Calibration, ...]:
 
 def sound(it: Calibration) -> bool:
     """Whether the figures can be: a file that was edited by hand may hold anything."""
-    rates = (it.weights_Bps, it.cache_Bps, it.matmul_flops, it.attention_flops)
-    costs = (it.layer_us, it.step_us, it.sequence_us, it.runtime_MiB)
+    figures = it.figures()
+    rates = [figure.value for name, figure in figures.items() if name.partition(" ")[0].endswith(("_Bps", "_flops"))]
     return (
-        all(isfinite(rate.value) and rate.value > 0 for rate in rates)
-        and all(isfinite(cost.value) and cost.value >= 0 for cost in costs)
-        and 0 <= it.overlap.value <= 1
+        all(isfinite(figure.value) and figure.value >= 0 for figure in figures.values())
+        and all(rate > 0 for rate in rates)
+        and it.overlap.value <= 1
         and isfinite(it.error)
     )
 
@@ -117,11 +138,11 @@ def sound(it: Calibration) -> bool:
 def keep(machine: str, calibration: Calibration) -> Path:
     """Write it down in the place of what there was of the same device. Raises WeftError where that is not possible."""
     others = [it for it in known(machine) if it.device != calibration.device]
+    text = msgspec.json.format(msgspec.json.encode(_File(machine, (*others, calibration))))
     try:
         folder = cache_dir()
         with tempfile.NamedTemporaryFile(dir=folder, prefix="calibration-", suffix=".part", delete=False) as file:
-            text = msgspec.json.encode(_File(machine, (*others, calibration)))
-            file.write(msgspec.json.format(text))
+            file.write(text)
         os.replace(file.name, path(machine))
     except (OSError, RuntimeError) as error:
         raise WeftError(f"cannot keep the calibration: {error}; set XDG_CACHE_HOME to a directory elsewhere") from error

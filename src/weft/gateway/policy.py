@@ -1,4 +1,4 @@
-"""Policies: which replica gets the next request. Pure: no sockets and no clock, the same calls give the same choices."""
+"""Policies: which replica gets the next request. Pure: no sockets, no clock; equal calls give equal choices."""
 
 from __future__ import annotations
 

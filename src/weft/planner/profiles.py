@@ -61,9 +61,11 @@ class WeightsRule(_For, frozen=True, kw_only=True):
 
 
 class MathRule(_For, frozen=True, kw_only=True):
-    """The FLOPS that a precision's matrices are multiplied with, by their name in `GpuSpec.flops`."""
+    """The FLOPS that a precision's matrices are multiplied with, by their name in `GpuSpec.flops`; of them this share
+    of what those of 16 bits reach."""
 
     flops: str
+    share: float = 1.0
 
 
 class KvRule(_For, frozen=True, kw_only=True):
@@ -202,9 +204,26 @@ def calibrated(found: Profile, gpus: Sequence[GpuSpec]) -> Profile:
     plain = Constant(1.0, f"{slowest.source}: as the kernels are")
     error = Constant(max(LEAST_ERROR, ERRORS * slowest.error), f"{slowest.source}: {ERRORS} times the fit's")
     measured = tuple(_kernels(gpu, it) for gpu, it in known.values())
-    return msgspec.structs.replace(
+    found = msgspec.structs.replace(
         found, **figures, matmul_scale=plain, attention_scale=plain, error=error, measured=measured
     )
+    return _quantised(found, slowest)
+
+
+def _quantised(found: Profile, it: Calibration) -> Profile:
+    """With the precisions that were measured: theirs come before the tables' rules."""
+    weights = tuple(
+        WeightsRule(
+            precisions=(precision,),
+            share=Constant(rates.weights_Bps.value / it.weights_Bps.value, it.source),
+        )
+        for precision, rates in it.quantised.items()
+    )
+    math = tuple(
+        MathRule(precisions=(precision,), flops="bf16", share=rates.matmul_flops.value / it.matmul_flops.value)
+        for precision, rates in it.quantised.items()
+    )
+    return msgspec.structs.replace(found, weights=(*weights, *found.weights), math=(*math, *found.math))
 
 
 def _kernels(gpu: GpuSpec, it: Calibration) -> Kernels:

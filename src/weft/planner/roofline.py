@@ -62,8 +62,9 @@ class Rank:
             # An engine with kernels of its own has them for every precision.
             wide = reached if rule.of_bandwidth and not rule.precisions else wide
         flops16 = gpu.flops.get("bf16") or gpu.flops["fp16"]
-        wanted = next((rule.flops for rule in profile.math if rule.fits(precision, capability)), "bf16")
-        flops = gpu.flops.get(wanted, flops16)
+        math = next((rule for rule in profile.math if rule.fits(precision, capability)), None)
+        wanted = math.flops if math else "bf16"
+        flops = gpu.flops.get(wanted, flops16) * (math.share if math else 1.0)
         matmul = kernels.matmul * profile.matmul_scale.value
         if wanted == "fp4" and wanted in gpu.flops:
             experts_matmul = profile.experts_matmul_fp4

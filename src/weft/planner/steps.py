@@ -30,7 +30,8 @@ class Steps:
     """What the steps of one replica take, fast for a caller who asks often.
 
     A step that decodes and reads prompts takes what the two take one after the other, as `predict` has it, whose
-    constants were fitted so: a long run with equal requests comes out as `predict` says.
+    constants were fitted so: a long run with equal requests comes out as `predict` says. `windows` are those of the
+    layers, None where one sees everything; between them a row's seconds grow evenly with its context.
     """
 
     def __init__(self, replica: Replica) -> None:
@@ -40,7 +41,7 @@ class Steps:
         counts = Counter(stage.key for stage in replica.stages)
         self._stages = [(counts[key], stage) for key, stage in {it.key: it for it in replica.stages}.items()]
         works = [work for _, stage in self._stages for _, work in stage.ranks]
-        self._windows = tuple({layer.attention.window: None for work in works for layer in work.layers})
+        self.windows = tuple({layer.attention.window: None for work in works for layer in work.layers})
         self._decoding: dict[int, Lines] = {}
         self._reading: dict[tuple[int, int], Lines] = {}
 
@@ -53,12 +54,12 @@ class Steps:
         host = self._host_s + self._row_s * len(contexts)
         through = slowest = 0.0
         if contexts:
-            through, slowest = _seconds(self._decode(len(contexts)), [_seen(contexts, it) for it in self._windows])
+            through, slowest = _seconds(self._decode(len(contexts)), [_seen(contexts, it) for it in self.windows])
         apart = (slowest + host) * (1 + self._bubble * (groups - 1))
         through += host
         if chunks:
             tokens = sum(count for _, count in chunks)
-            seen = [sum(pairs(at + count, it) - pairs(at, it) for at, count in chunks) for it in self._windows]
+            seen = [sum(pairs(at + count, it) - pairs(at, it) for at, count in chunks) for it in self.windows]
             read, longest = _seconds(self._read(tokens, ends), seen)
             through, apart = through + read, apart + longest
         return StepSeconds(through, apart)
@@ -95,7 +96,7 @@ class Steps:
             took = seconds(rank, work, routed, stage.dealt(work))
             # All ranks of a stage wait for the same sums.
             took += stage.links_s(stage.ranks[0][1], tokens, routed, logits)
-            return took, tuple(slopes[window] for window in self._windows)
+            return took, tuple(slopes[window] for window in self.windows)
 
         routed = tokens * self._sharing
         return tuple((count, tuple(line(stage, *it) for it in stage.ranks)) for count, stage in self._stages)

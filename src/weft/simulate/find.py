@@ -7,7 +7,7 @@ from math import ceil
 
 import msgspec
 
-from weft.simulate.load import Drawn, Load
+from weft.simulate.load import Load
 from weft.simulate.objective import duration
 from weft.simulate.report import Judged, Report
 from weft.simulate.study import Study, Times

@@ -189,6 +189,10 @@ class Replica:
         if not rounds:
             return False
         groups = [[sequence.computed + 1 for sequence in group] for group in self.scheduler.groups()]
+        for window in filter(None, self._steps.windows):
+            # Up to it each round takes as much longer as the one before; there a new stretch begins.
+            left = (window - context + 1 for group in groups for context in group if context < window)
+            rounds = min(rounds, *left, rounds)
         last = [[context + rounds - 1 for context in group] for group in groups]
         self._stretch = Stretch(now, rounds, self._round_s(groups), self._round_s(last))
         return True

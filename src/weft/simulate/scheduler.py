@@ -30,16 +30,13 @@ class StretchScheduler(Scheduler):
         """How many rounds from now on give one token to each running request and do nothing else: nobody is admitted
         or preempted and no prompt is read. Without a pipeline the last of them may bring ends; with one, nobody ends.
         Asked when a step can be scheduled."""
-        running, ready, flights = self._running, self._ready, self._in_flight
-        if (
-            self.lookahead
-            or not ready
-            or len(ready) > min(-(-len(running) // self.stages), self.max_num_batched_tokens)
-        ):
+        running, flights = self._running, self._in_flight
+        groups = [len(self._ready), *(len(flight.rows) for flight in flights)]
+        # A step takes a stage's share of those that run: larger groups would change.
+        most = min(-(-len(running) // self.stages), self.max_num_batched_tokens)
+        if self.lookahead or not groups[0] or max(groups) > most or sum(groups) != len(running):
             return 0
-        if len(ready) + sum(len(flight.rows) for flight in flights) != len(running) or not self._shut():
-            return 0
-        if any(len(flight.plan.tokens) != len(flight.rows) for flight in flights):
+        if any(len(flight.plan.tokens) != len(flight.rows) for flight in flights) or not self._shut():
             return 0
         rounds = self.max_model_len
         for sequence in running.values():
@@ -96,6 +93,9 @@ class StretchScheduler(Scheduler):
             return False
         if not self._slots:
             return True
+        # What others write may come to be what its prompt begins with.
+        if self.pool.caching and any(it.request.key == first.request.key for it in self._running.values()):
+            return False
         found = self._lookup(first)
         return not self._has_room(self._blocks(len(first.tokens)) - len(found), found)
 

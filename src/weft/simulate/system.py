@@ -45,10 +45,12 @@ def simulate(
     enough: Callable[[Tally], bool] = lambda tally: False,
     on_time: Callable[[float], object] = lambda now: None,
 ) -> Run:
-    """One replica for each spec, from time 0 with nothing to do, and a `rest` of others like them, which are counted with
-    only. Requests that come from `warmup_s` to `end_s` are
-    measured, and others keep coming until the last of those has ended. `enough` is asked now and then whether that has
-    to be awaited: the window ends where it says so. `on_time` is told the time as often."""
+    """One replica for each spec, from time 0 with nothing to do, and a `rest` of others that are only counted with.
+
+    Requests that come from `warmup_s` to `end_s` are measured, and others keep coming until the last of those has
+    ended. `enough` is asked now and then whether that need not be awaited, and the window ends where it says so;
+    `on_time` is told the time as often.
+    """
     tally = Tally(warmup_s, end_s)
     replicas = [Replica(spec, tally, prefix_caching=prefix_caching, stretches=stretches) for spec in specs]
     connections = [0] * (len(replicas) + rest)

@@ -100,10 +100,9 @@ class Tally:
 
     def gap_percentile(self, percent: float) -> float:
         """Of all gaps, to a quarter of a percent. There must be one."""
-        left = self.gap_count * percent / 100
-        at = 0
-        for at, count in sorted(self._gaps.items()):
-            left -= count
+        left, at = self.gap_count * percent / 100, min(self._gaps)
+        for at in sorted(self._gaps):
+            left -= self._gaps[at]
             if left <= 0:
                 break
         return exp(at / FINE)

@@ -114,8 +114,8 @@ def _dialect(line: Mapping[str, Any], where: str) -> Dialect:
         if {dialect.time, dialect.input_len, dialect.output_len} <= line.keys():
             return dialect
     raise ConfigError(
-        f"{where}: has {_short(', '.join(line))}; a trace has time, input_len and output_len, or the columns of Azure's, "
-        "Mooncake's or BurstGPT's traces"
+        f"{where}: has {_short(', '.join(line))}; a trace has time, input_len and output_len, or the columns of "
+        "Azure's, Mooncake's or BurstGPT's traces"
     )
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Sequence
 
 import torch
 
 from weft.comm import Comm
+from weft.comm.shared import HEAD_BYTES, SharedComm
 from weft.kernels.base import DenseLayer, KVCache
 from weft.kernels.batch import Batch
 from weft.kernels.native.entries import POINTER, REAL, SIZE, Entries
@@ -34,8 +36,15 @@ class StepDescriptor(ctypes.Structure):
     _fields_ = (
         *((name, POINTER) for name in ("residual", "angles", "positions", "slots", "row_starts", "context", "tables")),
         *((name, SIZE) for name in ("tokens", "rows", "table_width", "block_size")),
+        ("shared", POINTER),
         ("sum", SUM),
     )
+
+
+class SharedDescriptor(ctypes.Structure):
+    """struct Shared of sum.h."""
+
+    _fields_ = (("memory", POINTER), *((name, SIZE) for name in ("rank", "size", "head", "slot_bytes")))
 
 
 class NativeStage:
@@ -50,7 +59,8 @@ class NativeStage:
         self._room = 0
         self._part = torch.empty(0)
         self._error: BaseException | None = None
-        self._sum = SUM(self._add_up) if comm.size > 1 else SUM()
+        self._shared = share(comm) if isinstance(comm, SharedComm) and sys.platform == "linux" else None
+        self._sum = SUM() if comm.size == 1 or self._shared else SUM(self._add_up)
 
     def __call__(
         self, residual: torch.Tensor, rope: torch.Tensor, caches: Sequence[KVCache], batch: Batch
@@ -60,7 +70,7 @@ class NativeStage:
             self._take_memory(tokens)
         if caches is not self._caches:
             self._take_caches(caches)
-        if self._comm.size > 1:
+        if self._sum:
             # Where the C++ leaves what is to be summed: at the beginning of its memory.
             self._part = self._memory[: residual.nbytes].view(residual.dtype).view(residual.shape)
         step = StepDescriptor(
@@ -75,6 +85,7 @@ class NativeStage:
             batch.rows,
             batch.tables.shape[1],
             caches[0].block_size,
+            ctypes.addressof(self._shared) if self._shared else None,
             self._sum,
         )
         self._entries.stage(self._layers, len(self._layers), ctypes.byref(step), self._memory.data_ptr())
@@ -105,6 +116,10 @@ class NativeStage:
             self._error = error
             return 1
         return 0
+
+
+def share(comm: SharedComm) -> SharedDescriptor:
+    return SharedDescriptor(comm.memory.data_ptr(), comm.rank, comm.size, HEAD_BYTES, comm.slot_bytes)
 
 
 def describe(layer: DenseLayer) -> LayerDescriptor:

@@ -8,6 +8,7 @@
 #include "matrix.h"
 #include "product.h"
 #include "rows.h"
+#include "sum.h"
 #include "team.h"
 
 // One layer with its KV cache; tensors are of T. As in native/stage.py.
@@ -19,8 +20,8 @@ struct Layer {
     float scale, head_eps, eps;
 };
 
-// What is computed in a call, see Batch in kernels/batch.py. `sum` adds up x [tokens, hidden] over the ranks and
-// returns 0, or something else where that failed; null for a rank alone.
+// What is computed in a call, see Batch in kernels/batch.py. x [tokens, hidden] is summed over the ranks through
+// `shared`, or by `sum`, which returns 0, or something else where that failed; both are null for a rank alone.
 struct Step {
     void *residual;  // [tokens, hidden], the layers' input and their result
     const float *angles;
@@ -28,6 +29,7 @@ struct Step {
     const int64_t *slots;
     const int32_t *row_starts, *context, *tables;
     int64_t tokens, rows, table_width, block_size;
+    const Shared *shared;
     int32_t (*sum)();
 };
 
@@ -87,10 +89,15 @@ template <class T> class Stage {
     }
 
     // x summed over the ranks. False where that failed, and all is over.
-    bool sum(const Team &team) {
+    bool sum(const Team &team, int64_t hidden) {
         team.meet();
-        if (!step.sum) return true;
-        if (team.rank == 0 && step.sum()) failed = true;
+        if (!step.sum && !step.shared) return true;
+        if (team.rank == 0) {
+            if (step.shared)
+                step.shared->sum(space.x, step.tokens * hidden);
+            else
+                failed = step.sum() != 0;
+        }
         team.meet();
         return !failed;
     }
@@ -117,7 +124,7 @@ template <class T> class Stage {
                tiles);
         team.meet();
         product(team, l.out, space.mixed, step.tokens, space.x, space.prepared);
-        return sum(team);
+        return sum(team, l.out.rows);
     }
 
     bool mlp(const Team &team, const Layer &l) {
@@ -131,7 +138,7 @@ template <class T> class Stage {
             team.meet();
             product(team, l.down, space.inner, count, space.x + at * hidden, space.prepared);
         }
-        return sum(team);
+        return sum(team, hidden);
     }
 
     // By columns: there may be fewer tokens than threads.

@@ -10,10 +10,18 @@
 #include <immintrin.h>
 #endif
 
-// Where all threads meet. A thread looks for the others for some 50 us, then sleeps until they have come: between
-// two products they differ by less, unless somebody else has their core.
+constexpr int SPINS = 1500;  // looks for somebody else, some 20 to 50 us, before one sleeps
+
+// Between two looks.
+inline void pause() {
+#if defined(__x86_64__)
+    _mm_pause();
+#endif
+}
+
+// Where all threads meet. A thread looks for the others for a while, then sleeps until they have come: between two
+// products they differ by less, unless somebody else has their core.
 class Meeting {
-    static constexpr int SPINS = 1500;
     std::atomic<int> come{0};
     std::atomic<int> turn{0};
 
@@ -31,9 +39,7 @@ public:
         }
         for (int i = 0; i < SPINS; i++) {
             if (turn.load(std::memory_order_acquire) != now) return;
-#if defined(__x86_64__)
-            _mm_pause();
-#endif
+            pause();
         }
         while (turn.load(std::memory_order_acquire) == now) turn.wait(now, std::memory_order_acquire);
     }
