@@ -39,6 +39,7 @@ class EngineConfig:
     device_ids: tuple[int, ...] | None = None
     gpu_memory_utilization: tuple[float, ...] = (0.9,)
     kv_cache_memory_bytes: int | None = None
+    kv_cache_dtype: str = "auto"  # auto: as dtype; fp8 on GPUs that have it
     block_size: int = 16
     enable_prefix_caching: bool = True
     max_model_len: int | None = None

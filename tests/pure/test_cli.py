@@ -186,14 +186,14 @@ def test_mistakes_get_one_line_and_status_2(text: str, told: list[str], capsys: 
 
 def test_flags_of_vllm_that_we_lack_are_named_and_swallowed(caplog: pytest.LogCaptureFixture) -> None:
     got = words(
-        "serve --enable-lora m --kv-cache-dtype=fp8 --trust-remote-code --no-enable-prompt-adapter "
+        "serve --enable-lora m --kv-sharing-fast-prefill --trust-remote-code --no-enable-prompt-adapter "
         "-O3 -dp 2 --compilation-config.mode 3 --cudagraph-capture-sizes 1 2 4 --max_loras 2 --port 9"
     )
     assert (got.model, got.port) == ("m", 9)
     warned = [record.message.split(":")[0] for record in caplog.records]
     assert warned == [
         "--enable-lora",
-        "--kv-cache-dtype",
+        "--kv-sharing-fast-prefill",
         "--trust-remote-code",
         "--no-enable-prompt-adapter",
         "-O3",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -12,9 +14,9 @@ from typing import Any
 
 import msgspec
 
-from weft.bench import calibrate
-from weft.bench.calibrate import BATCHED_TOKENS, FAR, Fit, Planned, Point
-from weft.bench.synthetic import Synthetic
+from weft.bench import calibrate, fit
+from weft.bench.calibrate import BATCHED_TOKENS, FAR, Point, Subject
+from weft.bench.fit import Fit, Planned
 from weft.cli.bench_view import aligned, number
 from weft.cli.flags import engine_config
 from weft.cli.parser import UsageError
@@ -25,8 +27,10 @@ from weft.facts.calibration import Calibration
 from weft.facts.gpus import GpuSpec
 from weft.facts.host import Host
 from weft.facts.machine import this_machine
-from weft.planner.execution import PRECISIONS
 
+logger = logging.getLogger("weft.cli")
+
+BUSY = 0.5  # of a machine's cores
 UNITS = {  # of the constants: what a person reads, and how many of the kept unit make one
     "weights_Bps": ("GB/s of weights in decode", 1e9),
     "cache_Bps": ("GB/s of keys and values in decode", 1e9),
@@ -109,33 +113,36 @@ def one(
         "skip_tokenizer_init": True,
         "max_num_batched_tokens": config.max_num_batched_tokens or BATCHED_TOKENS[gpu.kind],
     }
-    precision = ""
 
-    def measure(name: str, synthetic: Synthetic | None, **engine: Any) -> None:
-        nonlocal precision
+    def measure(name: str, subject: Subject | None, **engine: Any) -> None:
         before = host.probe()
         with LLM(**{**asdict(config), **asked, **engine}) as llm:
-            precision = PRECISIONS[llm.plan.dtype]
             runtime.append(calibrate.runtime_bytes(llm, before))
-            points.extend(calibrate.measure(llm, name, calibrate.loads(gpu, synthetic), tell))
+            points.extend(calibrate.measure(llm, name, calibrate.loads(gpu, subject), tell))
 
     print(f"measuring {gpu.name}; it should have nothing else to do", file=sys.stderr)
-    for synthetic in calibrate.models(gpu):
-        with synthetic.folder() as folder:
-            measure(synthetic.name, synthetic, model=folder, load_format="dummy")
+    busy = os.getloadavg()[0]
+    if busy > BUSY * len(here.cores):
+        logger.warning(
+            "the machine is busy (a load of %.1f on %d cores): the figures will be too low", busy, len(here.cores)
+        )
+    for subject in calibrate.subjects(gpu):
+        with subject.model.folder() as folder:
+            held = {"load_format": "dummy", "quantization": subject.quantization}
+            measure(subject.name, subject, model=folder, **held)
     if getattr(arguments, "model", ""):
         measure(config.model, None)
     plain = msgspec.structs.replace(gpu, calibration=None)
-    planned = Planned(plain, precision, points)
-    found = calibrate.fit(planned, points)
-    result = calibrate.calibration(
+    planned = Planned(plain, points)
+    found = fit.fit(plain, points)
+    result = fit.calibration(
         gpu.name,
-        precision,
+        planned,
         found.values,
         runtime_MiB=min(runtime) / 2**20,
         date=datetime.now(UTC).date().isoformat(),
         how=f"least squares over {len(points)} measurements of {len({point.model for point in points})} models",
-        measured=calibrate.errors(points, found),
+        measured=fit.errors(points, found),
     )
     return result, points, found
 
@@ -151,7 +158,7 @@ def tell(point: Point) -> None:
 
 def report(result: Calibration, points: Sequence[Point], found: Fit) -> list[str]:
     """What was measured and what fits it, for a person."""
-    errors = calibrate.errors(points, found)
+    errors = fit.errors(points, found)
     rows = [
         [
             f"{point.model}, {point.shape.layers} layers of {point.shape.hidden}",
@@ -167,8 +174,11 @@ def report(result: Calibration, points: Sequence[Point], found: Fit) -> list[str
     lines = [f"{result.device}, {result.precision}, {result.source}", ""]
     lines += aligned(["model", "", "requests", "tokens", "ms", "fitted", "error"], rows)
     lines += ["", f"mean error {100 * result.error:.1f} %, worst {100 * result.worst:.0f} %", ""]
-    figures = result.figures()
-    return lines + [f"{number(figures[name].value / unit):>9} {words}" for name, (words, unit) in UNITS.items()]
+    for name, figure in result.figures().items():
+        own, _, precision = name.partition(" ")
+        words, unit = UNITS[own]
+        lines.append(f"{number(figure.value / unit):>9} {words}{f', {precision}' if precision else ''}")
+    return lines
 
 
 def as_json(result: Calibration, points: Sequence[Point], found: Fit) -> dict[str, Any]:
@@ -176,6 +186,7 @@ def as_json(result: Calibration, points: Sequence[Point], found: Fit) -> dict[st
     rows = [
         {
             "model": point.model,
+            "precision": point.precision,
             "layers": point.shape.layers,
             "hidden": point.shape.hidden,
             **msgspec.to_builtins(point.load),

@@ -109,6 +109,7 @@ MEMORY = (
         parse=values.size,
         help="bytes of KV cache per rank, instead of measuring; 4G is 4 GiB, 4g is 4 GB",
     ),
+    Flag(name="kv-cache-dtype", choices=("auto", "fp8", "fp8_e4m3"), help="auto: 16 bit; fp8: half of it, on GPUs"),
     Flag(name="block-size", parse=values.size, help="tokens per KV block"),
     Flag(name="enable-prefix-caching", parse=None, help="reuse the KV blocks of prompts that begin alike"),
     Flag(name="attention-backend", help="auto, cpu (compiled), triton (GPU) or torch (slow, right everywhere)"),

@@ -8,7 +8,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
-from math import nextafter
+from math import inf, isfinite
 from typing import Any
 
 import msgspec
@@ -61,7 +61,7 @@ def main(arguments: Namespace) -> int:
     else:
         found, runs = None, tuple(swept(said, study, load))
     if said.get("json"):
-        print(json.dumps(as_json(said, question, answer.best, study, load, runs, found)))
+        print(json.dumps(finite(as_json(said, question, answer.best, study, load, runs, found))))
     else:
         view.show(study, load, runs, found)
     if "plot" in said:
@@ -128,12 +128,14 @@ def asked(said: dict[str, Any], model: Model) -> tuple[Load, int | None]:
         trace=trace,
         seed=said["seed"],
     )
-    if trace and trace_rate(trace) == float("inf"):
+    if trace and trace_rate(trace) == inf:
         raise ConfigError(f"trace {said['trace']}: all its requests come at one time; it has no duration")
     longest = longest_of(trace or rows) if trace or rows else longest_drawn(input_len, output_len)
     if longest is not None and longest > most:
         if not trace and not rows:
-            raise ConfigError(f"prompt and answer have up to {longest:,} tokens; {model.name} goes up to {most:,}")
+            raise ConfigError(
+                f"--input-len and --output-len make up to {longest:,} tokens; {model.name} goes up to {most:,}"
+            )
         longest = most
     return load, longest
 
@@ -184,6 +186,7 @@ def studied(said: dict[str, Any], question: Question, best: Candidate, load: Loa
     return Study(
         specs=found,
         gpus_each=best.layout.size,
+        device="CPU" if question.cluster.on_cpu else "GPU",
         capacity=capacity(best, load),
         times=times(said, load),
         policy=said["policy"],
@@ -202,10 +205,7 @@ def capacity(best: Candidate, load: Load) -> float:
 
 def times(said: dict[str, Any], load: Load) -> Times:
     """Of a trace all is measured, of what might go on for ever not the beginning."""
-    usual = DURATION_S
-    if load.trace:
-        last = load.trace[-1].at * (trace_rate(load.trace) / load.rate if load.rate else 1.0)
-        usual = nextafter(last, float("inf"))
+    usual = inf if load.trace else DURATION_S
     duration_s = seconds(said["duration"], "--duration") if "duration" in said else usual
     warmup_s = 0.0 if load.trace else WARMUP * duration_s
     if "warmup" in said:
@@ -230,9 +230,8 @@ def swept(said: dict[str, Any], study: Study, load: Load) -> Iterator[Report]:
     for number, rate in enumerate(rates, 1):
         at = msgspec.structs.replace(load, rate=rate)
         name = f"{rate:g} requests/s" if rate else "simulating"
-        there = msgspec.structs.replace(study, times=times(said, at)) if load.trace else study
-        with progress(name if len(rates) == 1 else f"{number} of {len(rates)}: {name}", there) as told:
-            yield there.run(at, on_time=told)
+        with progress(name if len(rates) == 1 else f"{number} of {len(rates)}: {name}", study, at) as told:
+            yield study.run(at, on_time=told)
 
 
 def find(said: dict[str, Any], study: Study, load: Load, best: Candidate) -> Found:
@@ -245,22 +244,21 @@ def find(said: dict[str, Any], study: Study, load: Load, best: Candidate) -> Fou
         assert load.offered is not None
 
         def with_replicas(count: int) -> Report:
-            with progress(f"{count:,} replicas", study) as told:
+            with progress(f"{count:,} replicas", study, load) as told:
                 return study.run(load, count, judging=True, on_time=told)
 
         return find_replicas(with_replicas, load.offered / study.capacity / SAFE)
 
     def at_rate(rate: float) -> Report:
         at = msgspec.structs.replace(load, rate=rate)
-        there = msgspec.structs.replace(study, times=times(said, at)) if load.trace else study
-        with progress(f"{rate:.3g} requests/s", there) as told:
-            return there.run(at, judging=True, on_time=told)
+        with progress(f"{rate:.3g} requests/s", study, at) as told:
+            return study.run(at, judging=True, on_time=told)
 
     return find_rate(at_rate, study.capacity * len(study.specs) * SAFE)
 
 
 @contextmanager
-def progress(name: str, study: Study) -> Iterator[Told]:
+def progress(name: str, study: Study, load: Load) -> Iterator[Told]:
     """A bar on a terminal, of the virtual time."""
     if not sys.stderr.isatty():
         yield lambda now: None
@@ -268,10 +266,14 @@ def progress(name: str, study: Study) -> Iterator[Told]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+    end_s = study.times.duration_s
+    if end_s == inf:
+        assert load.offered is not None
+        end_s = len(load.trace) / load.offered
     columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(name, total=study.times.duration_s)
-        yield lambda now: bar.update(task, completed=min(now, study.times.duration_s))
+        task = bar.add_task(name, total=end_s)
+        yield lambda now: bar.update(task, completed=min(now, end_s))
 
 
 def as_json(
@@ -312,3 +314,12 @@ def as_json(
             "best": msgspec.to_builtins(found.report),
         }
     return told
+
+
+def finite(told: Any) -> Any:
+    """The same with None for what is infinite: a time that never came."""
+    if isinstance(told, dict):
+        return {name: finite(value) for name, value in told.items()}
+    if isinstance(told, list):
+        return [finite(value) for value in told]
+    return None if isinstance(told, float) and not isfinite(told) else told

@@ -119,8 +119,8 @@ ANSWER = (
         name="sample-replicas",
         parse=sample,
         metavar="N|auto|all",
-        help="how many of equal replicas are simulated, with their share of the requests; auto: fewer than all where there "
-        "would be more than 200,000 requests",
+        help="how many of equal replicas are simulated, with their share of the requests; auto: fewer than all where "
+        "there would be more than 200,000 requests",
     ),
     Flag(name="stretches", parse=None, default=True, help="take steps whose batch does not change in one go"),
     Flag(name="plot", metavar="FILE", help="a picture of the times against the load, as PNG or SVG (needs matplotlib)"),

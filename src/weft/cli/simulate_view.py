@@ -31,7 +31,7 @@ def hardware(question: Question) -> str:
 def heading(question: Question, best: Candidate, study: Study, load: Load) -> list[str]:
     """What is simulated."""
     count = len(study.specs)
-    replicas = f"{count:,} replica{'s' * (count > 1)} of {study.gpus_each} GPU{'s' * (study.gpus_each > 1)}"
+    replicas = f"{count:,} replica{'s' * (count > 1)} of {devices(study.gpus_each, study)}"
     input_len, output_len = load.mean
     spec = study.specs[0]
     limits = f"{spec.num_blocks * spec.block_size:,} tokens of KV, {spec.max_num_seqs} requests at once"
@@ -40,6 +40,10 @@ def heading(question: Question, best: Candidate, study: Study, load: Load) -> li
         f"{question.model}: {best.cut} on {hardware(question)}; {replicas}, each {limits}; {study.policy}",
         f"requests of {input_len:,.0f} + {output_len:,.0f} tokens on average; {error}",
     ]
+
+
+def devices(count: int, study: Study) -> str:
+    return f"{count:,} {study.device}{'s' * (count > 1)}"
 
 
 def show(study: Study, load: Load, runs: Sequence[Report], found: Found | None) -> None:
@@ -55,9 +59,9 @@ def show(study: Study, load: Load, runs: Sequence[Report], found: Found | None) 
             console.print("\n".join(["", *lines]), soft_wrap=True)
     if report:
         console.print(times(report))
-        console.print("\n".join(figures(report)), soft_wrap=True)
+        console.print("\n".join(figures(study, report)), soft_wrap=True)
     if found:
-        console.print("\n".join(["", *verdict(found)]), soft_wrap=True)
+        console.print("\n".join(["", *verdict(study, found)]), soft_wrap=True)
     console.print("\n".join(["", *confidence(study, load, runs, report)]), soft_wrap=True)
 
 
@@ -92,9 +96,8 @@ def times(report: Report) -> Any:
     return made
 
 
-def figures(report: Report) -> list[str]:
+def figures(study: Study, report: Report) -> list[str]:
     """What one run says beside its times."""
-    gpus = f"{report.gpus:,} GPU{'s' * (report.gpus > 1)}"
     lines = [
         f"{report.request_rate:,.4g} requests/s answered, {report.output_tok_s:,.0f} tok/s written, "
         f"{report.input_tok_s:,.0f} read; {report.running:,.1f} requests at once in each replica",
@@ -105,7 +108,8 @@ def figures(report: Report) -> list[str]:
         lines.append(f"{report.too_long:,} requests have prompts that no replica can hold")
     if report.prefix_hit_share is not None:
         lines.append(f"{100 * report.prefix_hit_share:.0f} % of the prompts' tokens were in the prefix cache")
-    rent = f"{report.gpu_hours:,.4g} GPU-hours ({gpus}, {duration(report.window_s)})"
+    rent = f"{report.gpu_hours:,.4g} {study.device}-hours "
+    rent += f"({devices(report.gpus, study)}, {duration(report.window_s)})"
     if report.dollars_per_hour is not None:
         rent += f", ${report.dollars_per_hour:,.2f} an hour, ${money(report)} per million tokens written"
     lines.append(rent)
@@ -121,14 +125,14 @@ def judged(it: Judged) -> str:
     return f"{it.target} {duration(it.value_s)}{interval}, {duration(it.limit_s)} promised: {verdict}"
 
 
-def verdict(found: Found, what: str = "") -> list[str]:
+def verdict(study: Study, found: Found) -> list[str]:
     """The answer to --find."""
     if found.value is None or found.report is None:
         return [f"nothing meets the objective: {found.reason}"]
     report = found.report
     if isinstance(found.value, int):
         near = f"to {100 * CLOSE_REPLICAS:.0f} %" if CLOSE_REPLICAS * found.value > 1 else "and no fewer"
-        return [f"found: {found.value:,} replicas ({report.gpus:,} GPUs) meet the objective, {near}"]
+        return [f"found: {found.value:,} replicas ({devices(report.gpus, study)}) meet the objective, {near}"]
     each = f", {found.value / report.replicas:.3g} each" if report.replicas > 1 else ""
     return [f"found: {found.value:.4g} requests/s meet the objective{each}, to {100 * CLOSE:.0f} %"]
 
@@ -144,6 +148,12 @@ def confidence(study: Study, load: Load, runs: Sequence[Report], report: Report 
     ]
     if not study.times.warmup_s:
         lines = [f"measured: {measured} of virtual time, from an idle start; seed {load.seed}"]
+    grown = one.e2e_s is None or one.e2e_s.mean <= study.times.warmup_s
+    if study.times.warmup_s and one.e2e_s and not grown and not one.users:
+        lines.append(
+            f"an answer takes {duration(one.e2e_s.mean)}, longer than the warm-up: the load was still growing; "
+            "a longer --duration says more"
+        )
     sampled = [run for run in runs if run.sampled < run.replicas]
     if sampled:
         run = sampled[-1]

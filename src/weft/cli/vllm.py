@@ -42,7 +42,7 @@ disable-access-log-for-endpoints dp-sync-interval ec-manager-config ec-transfer-
 expert-placement-strategy fault-tolerance-config fingerprint-mode fingerprint-value gdn-prefill-backend
 guided-decoding-backend h11-max-header-count h11-max-incomplete-event-size hf-config-path hf-overrides
 ignore-patterns io-processor-plugin ir-op-priority jit-monitor-mode kda-prefill-backend kernel-config
-kv-cache-dtype kv-cache-metrics-sample kv-events-config kv-offloading-backend kv-offloading-size
+kv-cache-metrics-sample kv-events-config kv-offloading-backend kv-offloading-size
 kv-transfer-config limit-mm-per-prompt linear-backend log-config-file logits-processor-pattern logprobs-mode
 long-prefill-token-threshold lora-dtype lora-extra-vocab-size mamba-block-size mamba-cache-dtype
 mamba-cache-mode mamba-ssm-cache-dtype master-addr master-port max-cpu-loras max-cudagraph-capture-size

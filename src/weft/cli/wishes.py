@@ -60,7 +60,8 @@ def wished(said: dict[str, Any], cluster: Cluster, model: Model, precision: str)
     if stages is not None and stages > model.shape.layers:
         raise UsageError(f"--pipeline-parallel-size is {stages}; {model.name} has {model.shape.layers} layers")
     if tensor is not None and tensor > model.shape.q_heads:
-        raise UsageError(f"--tensor-parallel-size is {tensor}; {model.name} has {model.shape.q_heads} query heads")
+        flag = "--tensor-parallel-size is" if weights is None else "--tensor-split has weights for"
+        raise UsageError(f"{flag} {tensor}; {model.name} has {model.shape.q_heads} query heads")
     needed, there = (tensor or 1) * (stages or 1) * (replicas or 1), len(usable(cluster))
     if needed > there:
         sizes = [str(size) for size in (tensor, stages, replicas) if size and size > 1]

@@ -45,7 +45,6 @@ MISSING = [
     "enable_sleep_mode",
     "guided_decoding_backend",
     "hf_overrides",
-    "kv_cache_dtype",
     "kv_transfer_config",
     "limit_mm_per_prompt",
     "logits_processors",

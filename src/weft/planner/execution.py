@@ -145,7 +145,7 @@ def question(
         cluster=cluster,
         engine="weft",
         precisions=(PRECISIONS[dtype],),
-        kv_dtype=PRECISIONS[dtype],
+        kv_dtype=PRECISIONS[dtype] if config.kv_cache_dtype == "auto" else "fp8",
         workload=Workload(input_len=input_len, output_len=output_len, max_model_len=most),
         wish=wish,
         gpu_memory_utilization=None if share == EngineConfig(model="").gpu_memory_utilization else min(share),

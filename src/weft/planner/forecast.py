@@ -72,7 +72,8 @@ def forecast(plan: Plan, host: Host, known: Speeds) -> Forecast:
     GPU of which nothing is known."""
     on_cpu = plan.devices[0] == "cpu"
     here = msgspec.structs.replace(host, gpus=(), pairs=()) if on_cpu else host
-    computed, precision = PRECISIONS[plan.dtype], precision_of(plan)
+    kept = PRECISIONS[plan.dtype] if plan.kv_cache_dtype == "auto" else plan.kv_cache_dtype
+    precision = precision_of(plan)
     devices = [0 if on_cpu else int(device[5:]) for device in plan.devices]
     cluster = parted(limited(this_machine(here, known), plan, devices), devices)
     layout = Layout(
@@ -81,7 +82,7 @@ def forecast(plan: Plan, host: Host, known: Speeds) -> Forecast:
         data_parallel=1,
         expert_parallel=1,
         precision=precision,
-        kv_dtype=computed,
+        kv_dtype=kept,
         places=plan.places,
         gpus=tuple(range(len(plan.places))),
     )
@@ -93,7 +94,7 @@ def forecast(plan: Plan, host: Host, known: Speeds) -> Forecast:
             cluster=cluster,
             engine="weft",
             precisions=(precision,),
-            kv_dtype=computed,
+            kv_dtype=kept,
             # Other shares are limits, or those of GPUs that one request has to fill: the same rule finds them again.
             gpu_memory_utilization=shares.pop() if len(shares) == 1 else None,
             max_num_seqs=plan.max_num_seqs,

@@ -29,11 +29,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("weft")
 
+KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")  # the last two are one
 BATCHED_TOKENS = 2048  # of one step: prompts are cut to it, so that decodes never wait long behind one
 VLLM_BACKENDS = {
     "torch_sdpa": "torch",
     "triton_attn": "triton",
 }  # of its names for attention backends, those that we have under another
+FP8_CAPABILITY = (8, 9)  # of a GPU that has e4m3 numbers
 BF16_CAPABILITY = (8, 0)  # of a GPU that computes in bfloat16
 DTYPES: dict[str, DType] = {
     "bfloat16": "bfloat16",
@@ -72,6 +74,7 @@ def layout(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Plan:
         load_format=checkpoint.format,
         shape=shape,
         dtype=dtype,
+        kv_cache_dtype=kv_cache_dtype(config, host, devices),
         quantization=quantization_of(config, schemes),
         schemes=schemes,
         places=ranked,
@@ -124,6 +127,7 @@ def check(config: EngineConfig) -> None:
         "scheduling_policy": (config.scheduling_policy, ("fcfs", "priority")),
         "executor": (config.executor or "inline", ("inline", "processes")),
         "attention_backend": (config.attention_backend, ATTENTION_BACKENDS),
+        "kv_cache_dtype": (config.kv_cache_dtype, KV_CACHE_DTYPES),
     }
     for name, (choice, known) in choices.items():
         if choice not in known:
@@ -299,6 +303,22 @@ def compute_dtype(config: EngineConfig, checkpoint: Checkpoint, host: Host, devi
             "bfloat16; use --dtype float16"
         )
     return dtype
+
+
+def kv_cache_dtype(config: EngineConfig, host: Host, devices: Sequence[str]) -> str:
+    """"auto", or "fp8" where the GPUs have it."""
+    if config.kv_cache_dtype == "auto":
+        return "auto"
+    if devices[0] == "cpu" or config.attention_backend not in ("auto", "triton"):
+        where = "on a CPU" if devices[0] == "cpu" else f"with --attention-backend {config.attention_backend}"
+        raise ConfigError(f"kv_cache_dtype {config.kv_cache_dtype} needs the Triton kernels of a GPU; {where} use auto")
+    used = {int(device[5:]) for device in devices}
+    old = next((gpu for gpu in host.gpus if gpu.index in used and gpu.capability < FP8_CAPABILITY), None)
+    if old is not None:
+        raise ConfigError(
+            f"{old.name} (compute capability {old.capability[0]}.{old.capability[1]}) has no FP8; use kv_cache_dtype auto"
+        )
+    return "fp8"
 
 
 def rank_cores(host: Host, ranks: int) -> tuple[tuple[int, ...], ...]:

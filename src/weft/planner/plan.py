@@ -6,7 +6,8 @@ from typing import Literal
 
 import msgspec
 
-from weft.facts.shape import DTYPE_BYTES, DType, ModelShape
+from weft.facts.kv import number_bytes
+from weft.facts.shape import DType, ModelShape
 from weft.planner.fills import weight_bytes
 from weft.planner.place import Place
 
@@ -48,6 +49,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     load_format: Literal["safetensors", "gguf", "dummy"]
     shape: ModelShape
     dtype: DType
+    kv_cache_dtype: str = "auto"  # in the planner's words, facts.kv; auto: as `dtype`
     quantization: str = "none"
     schemes: dict[str, str] = {}
     places: tuple[Place, ...]
@@ -91,8 +93,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         cores = len(self.cores[rank])
         return min(cores, self.max_threads or cores)
 
+    @property
+    def kv_dtype(self) -> str:
+        """What a number of the KV cache is kept in, a name of `facts.kv`."""
+        return self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
+
     def block_bytes(self, rank: int) -> int:
         """Bytes of one KV block on a rank: keys and values of its layers and KV heads."""
         place = self.places[rank]
-        per_token = 2 * len(place.kv_heads) * self.shape.head_dim * DTYPE_BYTES[self.dtype]
+        per_token = 2 * len(place.kv_heads) * self.shape.head_dim * number_bytes(self.kv_dtype)
         return per_token * self.block_size * len(place.layers)

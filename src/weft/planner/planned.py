@@ -17,7 +17,6 @@ from weft.facts.kv import number_bytes
 from weft.facts.parameters import params
 from weft.facts.precision import canonical
 from weft.facts.schemes import MADE
-from weft.facts.shape import DTYPE_BYTES
 from weft.facts.tensor import ENCODINGS
 from weft.planner.execution import PRECISIONS
 from weft.planner.layout import DTYPES
@@ -52,6 +51,8 @@ def carried_out(plan: PlanFile, config: EngineConfig, checkpoint: Checkpoint, ho
         "device": "cuda" if on_gpus else "cpu",
     }
     wanted |= _weights(canonical(best.precision), checkpoint)
+    if number_bytes(best.kv_cache_dtype) == 1:
+        wanted["kv_cache_dtype"] = "fp8"
     if plan.workload.max_model_len_given:
         wanted["max_model_len"] = plan.workload.max_model_len
     for name, value in wanted.items():
@@ -93,10 +94,9 @@ def check_carried_out(plan: PlanFile, made: Plan) -> None:
                 f"{place.rank}; Weft holds {gigabytes(made.weight_bytes(place.rank))} there: plan again with "
                 f"--precision {PRECISIONS[made.dtype]}"
             )
-    planned_bytes, real_bytes = number_bytes(plan.layout.kv_cache_dtype), DTYPE_BYTES[made.dtype]
-    if planned_bytes != real_bytes:
+    if number_bytes(plan.layout.kv_cache_dtype) != number_bytes(made.kv_dtype):
         raise PlanError(
-            f"{plan.path} counts on a KV cache in {plan.layout.kv_cache_dtype}; Weft keeps it in {made.dtype}; plan "
+            f"{plan.path} counts on a KV cache in {plan.layout.kv_cache_dtype}; Weft keeps it in {made.kv_dtype}; plan "
             "again without --kv-cache-dtype"
         )
 

@@ -12,9 +12,9 @@ where a stage of a pipeline has a layer at least.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
+from math import inf
 
 import msgspec
 from msgspec.structs import replace
@@ -74,31 +74,25 @@ def spread(load: Load, rooms: Sequence[float], mode: Spread) -> tuple[int, ...]:
 
 
 def balanced(load: Load, rooms: Sequence[float]) -> tuple[int, ...]:
-    """As even as whole layers allow, on as many devices as there are layers for."""
-    layers, used = len(load.sizes), min(len(load.sizes), len(rooms))
-    found = _evenly(load, rooms[:used], load.first) or _evenly(load, [float("inf")] * used, load.first)
-    assert found is not None, f"{layers} layers have room in {used} stages"
-    return found + (0,) * (len(rooms) - used)
+    """As even as whole layers allow, on every device that has the room for one, as far as there are layers."""
+    found = _evenly(load, rooms, load.first) or _evenly(load, [inf] * len(rooms), load.first)
+    assert found is not None, "there is room for everything"
+    return found
 
 
 def balanced_low_0(load: Load, rooms: Sequence[float]) -> tuple[int, ...]:
     """The fewest layers on the first device with which the others have room for the rest."""
-    others = rooms[1 : 1 + len(load.sizes)]
-    idle = (0,) * (len(rooms) - 1 - len(others))
+    others = rooms[1:]
     found = _evenly(load, others, load.first)
     if found:
-        return (0, *found, *idle)
-
-    def rest(on_first: int) -> tuple[int, ...] | None:
-        fewer = min(len(others), len(load.sizes) - on_first)
-        left = replace(load, weights=load.weights[on_first:], sizes=load.sizes[on_first:])
-        found = _evenly(left, others[:fewer], 0.0)
-        return found and found + (0,) * (len(others) - fewer)
-
-    counts = range(1, len(load.sizes))
-    least = bisect_left(counts, True, key=lambda count: rest(count) is not None)
-    if least < len(counts) and load.first + sum(load.sizes[: counts[least]]) <= rooms[0]:
-        return (counts[least], *(rest(counts[least]) or ()), *idle)
+        return (0, *found)
+    sizes = [0.0, *accumulate(load.sizes)]
+    for count in range(1, len(load.sizes)):
+        if load.first + sizes[count] > rooms[0]:
+            break
+        rest = _evenly(replace(load, weights=load.weights[count:], sizes=load.sizes[count:]), others, 0.0)
+        if rest:
+            return (count, *rest)
     return balanced(load, rooms)
 
 
@@ -123,7 +117,21 @@ def sequential(load: Load, rooms: Sequence[float]) -> tuple[int, ...]:
 
 
 def _evenly(load: Load, rooms: Sequence[float], first: float) -> tuple[int, ...] | None:
-    """None where there is not enough room."""
+    """Layers on each device, with those left out that have the least room, as many as have to be; None where there is
+    not enough of it. `first` are the bytes of an embedding on the first of them."""
+    used = list(range(len(rooms)))
+    while used:
+        # There are none for more devices than layers.
+        found = _stages(load, [rooms[number] for number in used], first)
+        if found:
+            layers = dict(zip(used, found, strict=True))
+            return tuple(layers.get(number, 0) for number in range(len(rooms)))
+        used.remove(min(used, key=lambda number: (rooms[number], -number)))
+    return None
+
+
+def _stages(load: Load, rooms: Sequence[float], first: float) -> tuple[int, ...] | None:
+    """The same with a layer on each of the devices."""
     if len(rooms) == 1:
         ends = (load.both if first else load.last) + load.sampling
         return (len(load.sizes),) if sum(load.sizes) + ends <= rooms[0] else None

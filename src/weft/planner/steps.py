@@ -40,6 +40,9 @@ class Steps:
         self._bubble, self._sharing = profile.bubble.value, replica.sharing
         counts = Counter(stage.key for stage in replica.stages)
         self._stages = [(counts[key], stage) for key, stage in {it.key: it for it in replica.stages}.items()]
+        self._turns: tuple[int, ...] = tuple(range(len(self._stages)))
+        if len(set(replica.turns)) < len(replica.stages):  # of those on one GPU the times add up
+            self._stages, self._turns = [(1, stage) for stage in replica.stages], replica.turns
         works = [work for _, stage in self._stages for _, work in stage.ranks]
         self.windows = tuple({layer.attention.window: None for work in works for layer in work.layers})
         self._decoding: dict[int, Lines] = {}
@@ -54,13 +57,15 @@ class Steps:
         host = self._host_s + self._row_s * len(contexts)
         through = slowest = 0.0
         if contexts:
-            through, slowest = _seconds(self._decode(len(contexts)), [_seen(contexts, it) for it in self.windows])
+            through, slowest = _seconds(
+                self._decode(len(contexts)), [_seen(contexts, it) for it in self.windows], self._turns
+            )
         apart = (slowest + host) * (1 + self._bubble * (groups - 1))
         through += host
         if chunks:
             tokens = sum(count for _, count in chunks)
             seen = [sum(pairs(at + count, it) - pairs(at, it) for at, count in chunks) for it in self.windows]
-            read, longest = _seconds(self._read(tokens, ends), seen)
+            read, longest = _seconds(self._read(tokens, ends), seen, self._turns)
             through, apart = through + read, apart + longest
         return StepSeconds(through, apart)
 
@@ -106,11 +111,12 @@ def _seen(contexts: Sequence[int], window: int | None) -> int:
     return sum(contexts) if window is None else sum(min(context, window) for context in contexts)
 
 
-def _seconds(lines: Lines, seen: Sequence[float]) -> tuple[float, float]:
-    """Of all stages together, and of the slowest."""
-    total = slowest = 0.0
-    for count, ranks in lines:
+def _seconds(lines: Lines, seen: Sequence[float], turns: Sequence[int]) -> tuple[float, float]:
+    """Of all stages together, and of the slowest; stages that take turns count as one there."""
+    total = 0.0
+    each = [0.0] * len(lines)
+    for (count, ranks), turn in zip(lines, turns, strict=True):
         took = max(fixed + sum(map(mul, slopes, seen)) for fixed, slopes in ranks)
         total += count * took
-        slowest = max(slowest, took)
-    return total, slowest
+        each[turn] += took
+    return total, max(each)

@@ -102,6 +102,11 @@ def _rotate_and_store(
         sin = tl.load(angles + half + columns, inside, other=0.0)
         x, y = a.to(tl.float32), b.to(tl.float32)
         a, b = (x * cos - y * sin).to(a.dtype), (y * cos + x * sin).to(b.dtype)
+    if keys.dtype.element_ty == tl.float8e4nv:
+        # Its greatest number: what is beyond would be none.
+        kept_a, kept_b = tl.clamp(a.to(tl.float32), -448.0, 448.0), tl.clamp(b.to(tl.float32), -448.0, 448.0)
+    else:
+        kept_a, kept_b = a, b
     if head < q_heads:
         target = q + (token * q_heads + head) * 2 * half
         tl.store(target + columns, a, inside)
@@ -111,8 +116,8 @@ def _rotate_and_store(
             target = keys + (slot * kv_heads + head - q_heads) * 2 * half
         else:
             target = values + (slot * kv_heads + head - q_heads - kv_heads) * 2 * half
-        tl.store(target + columns, a.to(keys.dtype.element_ty), inside)
-        tl.store(target + half + columns, b.to(keys.dtype.element_ty), inside)
+        tl.store(target + columns, kept_a.to(keys.dtype.element_ty), inside)
+        tl.store(target + half + columns, kept_b.to(keys.dtype.element_ty), inside)
 
 
 def rotate_and_store(
