@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from weft.core.step import Admission, StepPlan, StepResult
 from weft.executors.inline import InlineExecutor
 from weft.facts import host
 from weft.facts.checkpoint import resolve
-from weft.kernels.batch import Batch
 from weft.planner.layout import layout
 from weft.planner.plan import Plan
 from weft.worker.worker import Worker
@@ -39,11 +39,11 @@ class LogitsWorker(Worker):
 
     logits: torch.Tensor
 
-    def _finish(self, step: StepPlan, batch: Batch, hidden: torch.Tensor) -> StepResult | None:
+    def _finish(self, step: StepPlan, hidden: torch.Tensor) -> StepResult | Callable[[], StepResult] | None:
         logits = self.model.logits(hidden)
         if logits is not None:
             LogitsWorker.logits = logits.float()
-        return super()._finish(step, batch, hidden)
+        return super()._finish(step, hidden)
 
 
 def logits_of(plan: Plan, prompt: list[int]) -> torch.Tensor:

@@ -81,6 +81,26 @@ def test_what_lies_between_the_products(dtype: torch.dtype, width: int) -> None:
     torch.testing.assert_close(caches[0].keys, caches[1].keys, **close)
 
 
+def test_a_cache_in_fp8_rounds_what_it_keeps() -> None:
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this card has no FP8")
+    dtype, kind = torch.bfloat16, torch.float8_e4m3fn
+    batch, blocks = ragged([30, 1, 6], [40, 7, 9], 4, seed=3)
+    heads = torch.randn(37, 10 * 64, device=CUDA).to(dtype) * 4
+    rope = torch.zeros(64, 64, device=CUDA)
+    rope[:, :32] = 1.0
+    fast, cases = choose("triton", CUDA, dtype, 64, 3), []
+    for kept in (kind, dtype):
+        cache = KVCache(*(torch.zeros(blocks, 4, 2, 64, dtype=kept, device=CUDA) for _ in range(2)))
+        q = fast.rotate_and_store(heads, 6, rope, cache, there(batch), None)
+        cases.append((cache, q))
+    assert torch.equal(cases[0][0].keys.float(), cases[1][0].keys.to(kind).float())
+    assert torch.equal(cases[0][0].values.float(), cases[1][0].values.to(kind).float())
+    rounded = KVCache(cases[0][0].keys.to(dtype), cases[0][0].values.to(dtype))
+    got, want = (fast.attend(cases[0][1], cache, there(batch), 0.125, None) for cache in (cases[0][0], rounded))
+    torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)
+
+
 @pytest.mark.parametrize(
     "how", [{}, {"enforce_eager": True}, {"async_scheduling": False}, {"max_num_seqs": 3}], ids=str
 )

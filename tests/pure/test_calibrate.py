@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.pure.shapes import SMOLLM2
-from weft.bench import calibrate
-from weft.bench.calibrate import LOADS, WIDTHS, Load, Planned, Point
+from weft.bench import calibrate, fit
+from weft.bench.calibrate import LOADS, Load, Point
+from weft.bench.fit import QUANTISED, WIDTHS, Planned
 from weft.bench.synthetic import LONGEST, Synthetic, of_size
 from weft.cli import bench_calibrate, main
 from weft.cli.parser import UsageError, find, parse
@@ -29,11 +30,14 @@ from weft.facts.gpus import GpuSpec, find_gpu
 from weft.facts.host import Host
 from weft.facts.machine import this_machine
 from weft.facts.precision import weight_bytes
+from weft.facts.schemes import MADE
 from weft.facts.shape import ModelShape
 from weft.facts.speeds import Speeds
 from weft.planner.profiles import LEAST_ERROR, calibrated, profile
 from weft.planner.question import Question
+from weft.planner.roofline import Rank
 from weft.planner.search import engine_profile, search
+from weft.planner.work import Product
 
 HOST = Host(
     hostname="here",
@@ -53,6 +57,7 @@ TRUE = {
     "sequence_us": 12.0,
     "overlap": 0.8,
 }
+HELD = {"weights_Bps": 0.7, "matmul_flops": 0.8}  # of those, what quantised weights reach
 
 
 def cpu(known: Calibration | None = None) -> GpuSpec:
@@ -68,11 +73,19 @@ def points(gpu: GpuSpec, values: dict[str, float], noise: float = 0.0, seed: int
     """What an engine with these constants would be measured at."""
     random = Random(seed)
     found = [
-        Point(model=model.name, shape=shape(model), load=load, seconds=1.0)
-        for model in calibrate.models(gpu)
-        for load in calibrate.loads(gpu, model)
+        Point(
+            model=subject.name,
+            shape=shape(subject.model),
+            precision=MADE.get(subject.quantization, "bf16"),
+            load=load,
+            seconds=1.0,
+        )
+        for subject in calibrate.subjects(gpu)
+        for load in calibrate.loads(gpu, subject)
     ]
-    times = Planned(gpu, "bf16", found).seconds(values)
+    planned = Planned(gpu, found)
+    quantised = {f"{name} {it}": values[name] * HELD[name] for it in planned.quantised for name in QUANTISED}
+    times = planned.seconds(values | quantised)
     return [
         msgspec.structs.replace(point, seconds=seconds * exp(random.gauss(0, noise)))
         for point, seconds in zip(found, times, strict=True)
@@ -89,13 +102,17 @@ def test_the_fit_finds_the_constants_that_made_the_points(gpu: str) -> None:
     true = {name: value * (scale if name.endswith("Bps") else 1) for name, value in TRUE.items()}
     true |= dict.fromkeys(("matmul_flops", "attention_flops"), 0.6 * spec.flops["bf16"])
     made = points(spec, true)
-    planned = Planned(spec, "bf16", made)
+    planned = Planned(spec, made)
     before = [abs(log(a / point.seconds)) for a, point in zip(planned.seconds(planned.start()), made, strict=True)]
-    found = calibrate.fit(planned, made)
-    errors = [abs(error) for error in calibrate.errors(made, found)]
+    found = fit.fit(spec, made)
+    errors = [abs(error) for error in fit.errors(made, found)]
     assert max(errors) < 0.03 < max(before)
-    for name in ("weights_Bps", "matmul_flops", "step_us"):
-        assert found.values[name] == pytest.approx(true[name], rel=0.25), name
+    for name in ("weights_Bps", "matmul_flops", "step_us", "layer_us"):
+        assert found.values[name] == pytest.approx(true[name], rel=0.2), name
+    assert planned.quantised == (tuple(MADE[it] for it in calibrate.QUANTISED[spec.kind]))
+    for precision in planned.quantised:
+        for name in QUANTISED:
+            assert found.values[f"{name} {precision}"] == pytest.approx(true[name] * HELD[name], rel=0.2)
 
 
 @settings(max_examples=5)
@@ -103,9 +120,8 @@ def test_the_fit_finds_the_constants_that_made_the_points(gpu: str) -> None:
 def test_noise_is_not_followed(seed: int) -> None:
     spec = cpu()
     made = points(spec, TRUE, noise=0.05, seed=seed)
-    planned = Planned(spec, "bf16", made)
-    found = calibrate.fit(planned, made)
-    real = planned.seconds(TRUE)
+    found = fit.fit(spec, made)
+    real = [point.seconds for point in points(spec, TRUE)]
     assert max(abs(predicted / there - 1) for predicted, there in zip(found.predicted, real, strict=True)) < 0.2
     assert 0 <= found.values["overlap"] <= 1 and all(
         value > 0 for name, value in found.values.items() if name != "overlap"
@@ -116,8 +132,8 @@ def test_one_wild_point_does_not_move_the_others() -> None:
     spec = cpu()
     made = points(spec, TRUE)
     made[2] = msgspec.structs.replace(made[2], seconds=4 * made[2].seconds)
-    found = calibrate.fit(Planned(spec, "bf16", made), made)
-    errors = [abs(error) for error in calibrate.errors(made, found)]
+    found = fit.fit(spec, made)
+    errors = [abs(error) for error in fit.errors(made, found)]
     assert sorted(errors)[-2] < 0.2 and errors[2] > 0.5
 
 
@@ -135,7 +151,8 @@ def test_a_synthetic_model_has_its_size(size: float, layers: int, vocab: int) ->
 
 def test_the_models_differ_in_what_a_layer_streams() -> None:
     for spec in (cpu(), find_gpu("H200")):
-        tiny, thin, wide = (shape(model) for model in calibrate.models(spec))
+        whole = [subject for subject in calibrate.subjects(spec) if subject.quantization == "none"]
+        tiny, thin, wide = (shape(subject.model) for subject in whole)
         assert weight_bytes(wide, "bf16") / wide.layers > 4 * weight_bytes(thin, "bf16") / thin.layers
         assert weight_bytes(wide, "bf16") < spec.memory_bytes / 4
         assert weight_bytes(tiny, "bf16") < 1e6
@@ -162,6 +179,19 @@ class FakeLLM:
         times = Metrics(arrival_s=10.0, first_token_s=first, finished_s=first + 0.002 * (made - 1))
         choice = CompletionOutput(0, "", [7] * made, finish_reason="length")
         return [RequestOutput("0", None, [], [choice], times, finished=True) for _ in prompts]
+
+
+def test_what_is_quantised_is_measured_in_short() -> None:
+    tiny, thin, _, *quantised = calibrate.subjects(cpu())
+    assert [subject.name for subject in quantised] == ["wide int4", "wide int8", "wide q4_0", "wide q8_0"]
+    assert [(it.kind, it.batch, it.length) for it in calibrate.loads(cpu(), quantised[0])] == [
+        ("decode", 1, 64),
+        ("decode", 32, 64),
+        ("prefill", 1, 1024),
+    ]
+    assert {it.kind for it in calibrate.loads(cpu(), tiny)} == {"decode"}
+    assert calibrate.loads(cpu(), thin) == calibrate.loads(cpu(), None) == LOADS["cpu"]
+    assert all(subject.quantization == "none" for subject in calibrate.subjects(find_gpu("H200")))
 
 
 def test_what_is_measured() -> None:
@@ -194,8 +224,11 @@ def test_what_is_measured() -> None:
 
 
 def made(device: str = "AMD EPYC (2 cores)", error: float = 0.05, **changed: float) -> Calibration:
-    found = calibrate.calibration(
-        device, "bf16", {**TRUE, **changed}, runtime_MiB=400.0, date="2026-11-20", how="fit", measured=[error, -error]
+    there = Point(model="m", shape=SMOLLM2, precision="q4_1", load=LOADS["cpu"][0], seconds=1.0)
+    planned = Planned(cpu(), [there])
+    values = TRUE | {f"{name} q4_1": TRUE[name] * HELD[name] for name in QUANTISED} | changed
+    found = fit.calibration(
+        device, planned, values, runtime_MiB=400.0, date="2026-11-20", how="fit", measured=[error, -error]
     )
     assert (found.points, found.error, found.worst) == (2, error, error)
     return found
@@ -214,14 +247,14 @@ def test_what_is_kept_is_known(cache: Path) -> None:
     one, other = made(), made("RTX 4090")
     for it in (made(layer_us=1.0), other, one):  # the last of a device counts
         path = calibration.keep(machine, it)
-    assert path.parent == cache and set(calibration.known(machine)) == {one, other}
-    assert set(speeds.known(HOST).calibrations) == {one, other}
+    assert path.parent == cache and calibration.known(machine) == (other, one)
+    assert speeds.known(HOST).calibrations == (other, one)
     assert calibration.known(speeds.calibrated_machine(msgspec.structs.replace(HOST, cores=(0,)))) == ()
     assert list(cache.glob("*.part")) == []
     # Speeds have a file of their own.
     speeds.keep(HOST, Speeds(machine=speeds.known(HOST).machine, cpu=SPEED, calibrations=(one,)))
     assert "weights_Bps" not in speeds.path(HOST).read_text()
-    assert speeds.known(HOST).cpu == SPEED and set(speeds.known(HOST).calibrations) == {one, other}
+    assert speeds.known(HOST).cpu == SPEED and speeds.known(HOST).calibrations == (other, one)
 
 
 def test_other_versions_are_left_alone(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,6 +316,18 @@ def test_the_planner_reckons_with_what_was_measured_here() -> None:
     assert engine_profile(ask(machine(made(error=0.01)))).error.value == LEAST_ERROR
 
 
+def test_quantised_weights_have_rates_of_their_own() -> None:
+    found = engine_profile(ask(machine(made())))
+    gpu = machine(made()).gpus[0]
+    whole, quantised, other = (Rank(gpu, found, precision) for precision in ("bf16", "q4_1", "q8_0"))
+    assert quantised.byte_s == pytest.approx(whole.byte_s / 0.7)
+    assert quantised.flop_s == pytest.approx(whole.flop_s / 0.8)
+    assert other.byte_s == whole.byte_s  # never measured
+    assert found.provenance()["weights q4_1"] == "0.7: measured here on 2026-11-20 by weft bench calibrate"
+    # Of a model in 16 bits nothing changes.
+    assert quantised.wide_byte_s == whole.byte_s
+
+
 def test_other_hardware_and_other_engines_are_not_touched() -> None:
     assert engine_profile(ask(parse_gpus("1xRTX4090"))) == profile("weft")
     assert engine_profile(ask(machine(made()), "vllm")) == profile("vllm", on_cpu=True)
@@ -300,6 +345,7 @@ def test_ranks_that_share_a_cpu_share_its_rates() -> None:
     half = made().part(2)
     assert half.weights_Bps.value == 17e9 and half.matmul_flops.value == 0.3e12
     assert half.layer_us == made().layer_us and half.overlap == made().overlap
+    assert half.quantised["q4_1"].weights_Bps.value == pytest.approx(0.7 * 17e9)
 
 
 @given(overlap=st.floats(0, 1), share=st.floats(0.1, 1))
@@ -307,9 +353,6 @@ def test_less_overlap_is_never_faster(overlap: float, share: float) -> None:
     def seconds(value: float) -> list[float]:
         gpu = cpu(made(overlap=value))
         made_of = calibrated(profile("weft", on_cpu=True), [gpu])
-        from weft.planner.roofline import Rank
-        from weft.planner.work import Product
-
         rank = Rank(gpu, made_of, "bf16")
         return [rank.product_s(Product(10**6, 2 * 10**6, False), tokens) for tokens in (1, 8, 64, 1024)]
 
@@ -341,7 +384,7 @@ def test_the_command_prints_keeps_and_doubts(
     worst = 0.02
 
     def one(*_: object) -> Any:
-        found = calibrate.fit(Planned(cpu(), "bf16", there), there)
+        found = fit.fit(cpu(), there)
         return made(error=worst), there, found
 
     monkeypatch.setattr(bench_calibrate, "one", one)
@@ -379,5 +422,6 @@ def test_one_of_each_kind_of_device(cache: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_all_constants_have_a_name_for_people() -> None:
-    assert {*WIDTHS, "runtime_MiB"} == bench_calibrate.UNITS.keys() == made().figures().keys()
+    assert {*WIDTHS, "runtime_MiB"} == bench_calibrate.UNITS.keys()
+    assert {*WIDTHS, "runtime_MiB", "weights_Bps q4_1", "matmul_flops q4_1"} == made().figures().keys()
     assert made().figures()["overlap"] == Measured(0.8, "fit")

@@ -295,6 +295,13 @@ def test_a_plan_for_a_cpu(saved: Any) -> None:
     assert run("Llama-3.2-1B", host(FOUR), plan=saved("Llama-3.2-1B", host())).devices == ("cpu",)
 
 
+def test_an_fp8_cache_is_kept_as_planned(saved: Any) -> None:
+    file = saved("Qwen3-14B", host(FOUR, FOUR), "--kv-cache-dtype", "fp8")
+    plain, small = (run("Qwen3-14B", host(FOUR, FOUR), kv_cache_dtype=kind) for kind in ("auto", "fp8"))
+    planned = run("Qwen3-14B", host(FOUR, FOUR), plan=file)
+    assert planned.block_bytes(0) == small.block_bytes(0) == plain.block_bytes(0) // 2
+
+
 @pytest.mark.parametrize("precision", ["int8", "q8_0"])
 def test_weights_are_held_as_planned(saved: Any, precision: str) -> None:
     file = saved("Llama-3.2-1B", host(), "--precision", precision)
@@ -387,9 +394,6 @@ def test_what_weft_does_not_run_is_refused(saved: Any) -> None:
     where = host(FOUR, FOUR)
     refusal(
         PlanError, "int4", "--precision of bf16", where=where, plan=saved("Qwen3-14B", where, "--precision", "int4")
-    )
-    refusal(
-        PlanError, "fp8", "--kv-cache-dtype", where=where, plan=saved("Qwen3-14B", where, "--kv-cache-dtype", "fp8")
     )
     several = saved("Qwen3-14B", where, "--nodes", "2x1xRTX4090", "-pp", "2", "-tp", "1")
     refusal(PlanError, "several machines", "--gpus", where=where, plan=several)

@@ -16,10 +16,12 @@ from weft.errors import WeftError
 from weft.facts import catalogue
 from weft.facts.cluster import parse_gpus, parse_nodes
 from weft.planner.advice import advice
+from weft.planner.cost import replicas
 from weft.planner.deployment import Workload
 from weft.planner.notes import notes
 from weft.planner.question import Question, Wish
-from weft.planner.search import Answer, Candidate, search
+from weft.planner.search import Answer, Candidate, engine_profile, search
+from weft.planner.steps import Steps
 
 LLAMA = catalogue.find("Llama-3.1-8B").shape
 BATCH = Workload(concurrency=64)
@@ -80,6 +82,15 @@ def test_a_gpu_that_holds_two_stages_works_for_both() -> None:
     assert shared.predicted.tpot_s > 1.5 * apart.predicted.tpot_s
     (told,) = notes(plan("2xA100", stages((0, 10), (1, 12), (0, 10))).question, shared)
     assert "back and forth between GPUs (0, 1, 0)" in told
+
+
+def test_steps_of_such_a_gpu_are_as_predicted() -> None:
+    answer = plan("2xA100", stages((0, 10), (1, 12), (0, 10)))
+    question, layout = answer.question, best(answer).layout
+    (run_,) = replicas(question.shape, layout, question.cluster, engine_profile(question))
+    found = Steps(run_).step_s([1536] * 16, groups=3)
+    work = Workload(input_len=1024, output_len=1024)
+    assert max(found.through, 3 * found.apart) == pytest.approx(run_.round_s(48, work).total)
 
 
 def test_engines_that_give_each_rank_a_gpu_refuse_two_stages_on_one() -> None:

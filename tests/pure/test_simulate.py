@@ -100,7 +100,7 @@ def test_what_no_replica_can_hold_and_what_the_queue_cannot_is_counted() -> None
 
 @pytest.mark.parametrize("busy", [0.3, 0.6])
 def test_one_at_a_time_waits_as_in_a_queue_with_equal_services(busy: float) -> None:
-    """M/D/1: services of D seconds one after the other, Poisson arrivals; the mean wait is busy * D / (2 (1 - busy))."""
+    """M/D/1: services of D seconds one after the other, Poisson arrivals; the mean wait is busy D / (2 (1 - busy))."""
     alone = spec(max_num_seqs=1, max_num_queued=100_000)
     service_s = run([alone], load(Fixed(64), Fixed(8), rate=0.01), warmup_s=0.0, end_s=500.0).tally.e2e[0]
     requests = 5_000
@@ -342,17 +342,17 @@ def seen(it: StretchScheduler) -> Any:
     stages=st.integers(1, 3),
     blocks=st.integers(16, 60),
     caching=st.booleans(),
-    requests=st.lists(st.tuples(st.integers(1, 12), st.integers(1, 30), st.integers(1, 3)), min_size=1, max_size=9),
+    requests=st.lists(st.tuples(st.integers(0, 12), st.integers(1, 6), st.integers(1, 30)), min_size=1, max_size=9),
     part=st.floats(0.0, 1.0),
 )
 def test_rounds_at_once_are_as_one_after_the_other(
     stages: int, blocks: int, caching: bool, requests: list[tuple[int, int, int]], part: float
 ) -> None:
     fast, slow = (scheduler(stages, blocks, caching) for _ in range(2))
-    for number, (prompt, answer, key) in enumerate(requests):
+    for key, (shared, own, answer) in enumerate(requests, 1):
         for it in (fast, slow):
             params = SamplingParams(max_tokens=answer, ignore_eos=True)
-            it.add(Request(id=str(number), prompt=[key] * prompt, params=params, key=key))
+            it.add(Request(id=str(key), prompt=[0] * shared + [key] * own, params=params, key=key))
     flights: dict[int, list[Any]] = {id(fast): [], id(slow): []}
 
     def step(it: StretchScheduler) -> None:

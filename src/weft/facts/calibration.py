@@ -35,11 +35,14 @@ class Quantised(msgspec.Struct, frozen=True):
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
-    """One device, with 16-bit weights (`precision` says which) and with those of the `quantised` precisions. The names of the figures are those of `planner.profiles` and of its formulas:
-    `weights_Bps` and `cache_Bps` are the bytes per second of weights and of cached keys and values in decode,
-    `matmul_flops` and `attention_flops` what matrix products and a prompt's attention reach, `overlap` the share of the
-    shorter of streaming and multiplying that hides behind the longer. `error` is the mean error of the fit, `worst`
-    its largest, over `points` measurements: 0.1 is 10 %."""
+    """One device, with 16-bit weights (`precision` says which) and with those of the `quantised` precisions.
+
+    The names of the figures are those of `planner.profiles` and of its formulas: `weights_Bps` and `cache_Bps` are the
+    bytes per second of weights and of cached keys and values in decode, `matmul_flops` and `attention_flops` what
+    matrix products and a prompt's attention reach, `overlap` the share of the shorter of streaming and multiplying that
+    hides behind the longer. `error` is the mean error of the fit, `worst` its largest, over `points` measurements: 0.1
+    is 10 %.
+    """
 
     device: str
     precision: str
