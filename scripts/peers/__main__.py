@@ -22,7 +22,7 @@ import report
 from engine import ENGINES, Ended, Engine, Round
 from environments import LLAMA_CPP, ONNX_RUNTIME, OPENVINO, TRANSFORMERS, VLLM_CPU, Environment, Missing
 from models import LARGE, SMALL, Models
-from work import FIRST, LATENCY, PREFILL, PREFIX, THROUGHPUT, Work, ask
+from work import FIRST, LATENCY, PREFILL, THROUGHPUT, WORKS, Work, ask
 
 from weft.facts import demo
 from weft.facts.cache import cache_path
@@ -44,7 +44,7 @@ class Peer:
     models: tuple[str, ...] = (SMALL,)
 
 
-ALL, BOTH = (LATENCY, THROUGHPUT, PREFILL, PREFIX), (SMALL, LARGE)
+ALL, BOTH = WORKS, (SMALL, LARGE)
 PLAIN = (LATENCY, THROUGHPUT, PREFILL)
 
 

@@ -22,6 +22,8 @@ THROUGHPUT = Work("throughput", "output", "{count} requests of 32-256 + {new} to
 PREFILL = Work("prefill", "prompt", "one prompt of 1,024 tokens: prompt, tokens/s")
 PREFIX = Work("prefix", "output", "{count} requests that share 512 tokens, 16 + {new} of their own: output, tokens/s")
 
+WORKS = (LATENCY, THROUGHPUT, PREFILL, PREFIX)
+
 
 def ask(work: Work, text: list[int], number: int, *, large: bool) -> tuple[list[list[int]], int]:
     """The prompts and the length of the answers of round `number`; the large model gets fewer and shorter ones."""

@@ -15,7 +15,6 @@ from weft.bench import __main__ as side
 from weft.bench import suite
 from weft.bench.compare import changes, read
 from weft.bench.measure import Run, run, typical
-from weft.bench.peer import SCRIPT, Peer, PeerError, Timing, decode_tok_s
 from weft.bench.predicted import FIGURES, beside, predicted
 from weft.bench.workload import Ask, nano_vllm, random_requests
 from weft.cli import bench, engine, main
@@ -155,47 +154,6 @@ def test_bench_throughput(llm: list[FakeLLM], capsys: pytest.CaptureFixture[str]
     assert main.main(["bench", "throughput", "m", "--num-iters", "1", "--workload", "nano-vllm"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["requests"] == 256
     assert "tokens/s" in bench.line("run 1", run(llm[0], [Ask([1], 2)]))  # type: ignore[arg-type]
-
-
-# --- the peer ---
-
-FAKE = """
-import json, sys
-assert sys.argv[2:] == ["model.gguf", "cpu"]
-print("a library says hello", flush=True)
-print(json.dumps({"threads": 3}), flush=True)
-for line in sys.stdin:
-    asked = json.loads(line)
-    if asked["new"] == 13:
-        print("out of luck", file=sys.stderr)
-        sys.exit(3)
-    print(json.dumps({"ttft_s": len(asked["prompts"]), "seconds": asked["new"]}), flush=True)
-"""
-
-
-def test_a_peer_answers_and_its_end_is_an_error(tmp_path: Path) -> None:
-    script = tmp_path / "fake.py"
-    script.write_text(FAKE)
-    with Peer(tmp_path / "model.gguf", "cpu", script) as peer:
-        assert peer.threads == 3
-        assert peer.run([Ask([1], 4), Ask([2], 4)]) == Timing(ttft_s=2, seconds=4)
-        with pytest.raises(PeerError, match="status 3: out of luck"):
-            peer.run([Ask([1], 13)])
-    peer.close()
-
-
-def test_a_peer_that_does_not_start(tmp_path: Path) -> None:
-    script = tmp_path / "broken.py"
-    script.write_text("import nothing_of_that_name")
-    with pytest.raises(PeerError, match="nothing_of_that_name"):
-        Peer(tmp_path / "model.gguf", "cpu", script)
-    with pytest.raises(PeerError, match="there is no"):
-        Peer(tmp_path / "model.gguf", "cpu", tmp_path / "none.py")
-    assert SCRIPT.is_file()
-
-
-def test_decode_rate_leaves_the_first_token_out() -> None:
-    assert decode_tok_s([Timing(ttft_s=1, seconds=2), Timing(ttft_s=1, seconds=6)], 11) == 6.0
 
 
 # --- beside the planner ---

@@ -1,0 +1,101 @@
+"""What is sent to a server, and when."""
+
+from __future__ import annotations
+
+import json
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft.bench.arrivals import arrivals
+from weft.bench.prompts import Prompt, random_prompts, read, spread
+from weft.errors import ConfigError
+
+
+@given(seed=st.integers(0, 99), rate=st.floats(0.1, 100), shape=st.floats(0.2, 20))
+def test_arrivals(seed: int, rate: float, shape: float) -> None:
+    due = arrivals(seed, count=50, rate=rate, burstiness=shape)
+    assert due == sorted(due) == arrivals(seed, count=50, rate=rate, burstiness=shape)
+    assert arrivals(seed, count=50, rate=inf) == [0.0] * 50
+
+
+def test_arrivals_have_their_rate_and_burstiness() -> None:
+    for shape in (0.5, 1.0, 10.0):
+        due = arrivals(0, count=20_000, rate=8.0, burstiness=shape)
+        gaps = np.diff([0.0, *due])
+        assert gaps.mean() == pytest.approx(1 / 8, rel=0.05)
+        assert gaps.var() / gaps.mean() ** 2 == pytest.approx(1 / shape, rel=0.1)
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    length=st.integers(1, 40),
+    ratio=st.floats(0, 0.99),
+    prefix=st.integers(0, 20),
+    vocab=st.one_of(st.none(), st.integers(1, 99)),
+)
+def test_random_prompts(seed: int, length: int, ratio: float, prefix: int, vocab: int | None) -> None:
+    low, high = spread(length, ratio)
+    assert 1 <= low <= length <= high
+
+    def draw() -> list[Prompt]:
+        return random_prompts(seed, count=3, vocab=vocab, input_len=(low, high), output_len=(1, 5), prefix_len=prefix)
+
+    prompts = draw()
+    assert prompts == draw()
+    parts = [it.content.split() if isinstance(it.content, str) else it.content for it in prompts]
+    assert all(low + prefix <= len(part) <= high + prefix for part in parts)
+    assert len({tuple(part[:prefix]) for part in parts}) == 1
+    assert all(isinstance(it.content, list) == (vocab is not None) for it in prompts)
+
+
+def test_prompts_from_a_file(tmp_path: Path) -> None:
+    lines = tmp_path / "prompts.jsonl"
+    rows: list[dict[str, Any]] = [
+        {"prompt": "one", "output_tokens": 5},
+        {"prompt": [1, 2]},
+        {"messages": [{"role": "user", "content": "x"}], "max_tokens": 7},
+    ]
+    lines.write_text("\n\n".join(map(json.dumps, rows)))
+    assert read(str(lines), output_len=9) == [
+        Prompt("one", 5),
+        Prompt([1, 2], 9),
+        Prompt([{"role": "user", "content": "x"}], 7),
+    ]
+    shared = tmp_path / "sharegpt.json"
+    talks = [
+        {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]},
+        {"conversations": []},
+    ]
+    shared.write_text(json.dumps(talks))
+    assert read(str(shared), output_len=9) == [Prompt("hi", 9)]
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("", "holds no prompts"),
+        ("[]", "holds no prompts"),
+        ("{nonsense", "line 1 is not JSON"),
+        ('{"prompt": "a"}\n[1]', "line 2 holds no prompt"),
+        ('{"prompt": ""}', "line 1 holds no prompt"),
+        ('{"prompt": []}', "line 1 holds no prompt"),
+        ('{"prompt": [1, "a"]}', "line 1 holds no prompt"),
+        ('{"prompt": [-1]}', "line 1 holds no prompt"),
+        ('{"prompt": [true]}', "line 1 holds no prompt"),
+        ('{"prompt": "a", "output_tokens": 0}', "asks for 0 tokens"),
+        ('{"prompt": "a", "output_tokens": "9"}', "asks for '9' tokens"),
+    ],
+)
+def test_files_that_hold_no_prompts(tmp_path: Path, text: str, what: str) -> None:
+    path = tmp_path / "it.jsonl"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=what):
+        read(str(path), output_len=4)
+    with pytest.raises(ConfigError, match="cannot read"):
+        read(str(tmp_path / "none"), output_len=4)

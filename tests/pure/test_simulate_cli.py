@@ -1,0 +1,221 @@
+"""weft simulate at the command line: what it answers, exit statuses, and one clear line for bad input."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weft import logs
+from weft.cli import main, simulate, simulate_flags
+from weft.gateway.policy import POLICIES
+
+HERE = "Llama-3.1-8B --gpus 2xH100 --engine vllm --output-len 64 --duration 40s"
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv(logs.VARIABLE, "")
+    logger = logging.getLogger("weft")
+    before = logger.handlers, logger.level, logger.propagate
+    yield
+    logger.handlers, logger.level, logger.propagate = before[0], before[1], before[2]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Any:
+    """weft simulate WORDS: exit status, standard output, standard error."""
+
+    def call(words: str) -> tuple[int, str, str]:
+        status = main.main(["simulate", *words.split()])
+        out = capsys.readouterr()
+        return status, out.out, out.err
+
+    return call
+
+
+@pytest.fixture
+def told(run: Any) -> Any:
+    """weft simulate WORDS --json: exit status and the object."""
+
+    def call(words: str) -> tuple[int, dict[str, Any]]:
+        status, out, err = run(f"{words} --json")
+        assert err == "" and out.count("\n") == 1
+        return status, json.loads(out)
+
+    return call
+
+
+# What it answers
+
+
+def test_one_load(told: Any) -> None:
+    status, found = told(f"{HERE} --rate 6 --price 2 --slo ttft_p95=1s,tpot_p95=50ms")
+    assert status == 0
+    (only,) = found["runs"]
+    assert found["layout"]["name"] == "DP 2, bf16" and (only["replicas"], only["sampled"], only["gpus"]) == (2, 2, 2)
+    assert only["rate"] == 6.0 and only["window_s"] == pytest.approx(36.0)
+    assert only["requests"] == only["completed"] == pytest.approx(6 * 36, rel=0.3)
+    for name in ("ttft_s", "tpot_s", "itl_s", "e2e_s", "queue_s"):
+        spread = only[name]
+        assert spread["p50"] <= spread["p90"] <= spread["p95"] <= spread["p99"]
+    assert only["met"] is True and [it["target"] for it in only["objective"]] == ["ttft_p95", "tpot_p95"]
+    assert only["gpu_hours"] == pytest.approx(2 * 36 / 3600)
+    assert only["dollars_per_million_tokens"] == pytest.approx(4 / 3600 / only["output_tok_s"] * 1e6)
+
+
+def test_the_same_words_give_the_same_answer(told: Any) -> None:
+    words = f"{HERE} --rate 6 --burstiness 0.3 --input-len lognormal:600:400 --prefix-len 200 --prefixes 4"
+    assert told(words) == told(words)
+    assert told(words) != told(f"{words} --seed 1")
+
+
+def test_a_sweep_is_a_table_and_plots(run: Any) -> None:
+    status, out, err = run(f"{HERE} --rates 2,8")
+    assert (status, err) == (0, "")
+    rows = [line.split() for line in out.splitlines()]
+    assert [row[0] for row in rows if len(row) > 10] == ["requests/s", "2", "8"]
+    assert "TTFT, ms" in out and "TPOT, ms" in out and "o p50   + p95   x p99" in out
+
+
+def test_without_a_load_rates_are_shares_of_what_is_predicted(told: Any) -> None:
+    _, found = told(HERE)
+    whole = 2 * found["predicted_capacity"]
+    assert [it["rate"] for it in found["runs"]] == pytest.approx([whole * share for share in simulate.SHARES], rel=0.01)
+
+
+def test_users_and_think_time(told: Any) -> None:
+    _, found = told(f"{HERE} --users 12 --think 2s")
+    (only,) = found["runs"]
+    assert (only["rate"], only["users"]) == (None, 12) and only["running"] < 6
+
+
+def test_a_trace_is_measured_to_its_end(told: Any, tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("time,input_len,output_len\n" + "".join(f"{at},{100 + at},30\n" for at in range(20)))
+    _, found = told(f"Llama-3.1-8B --gpus 1xH100 --trace {path}")
+    (only,) = found["runs"]
+    assert found["duration_s"] is None and found["warmup_s"] == 0.0
+    assert only["requests"] == only["completed"] == 20 and only["window_s"] > 19
+    assert only["output_tok_s"] * only["window_s"] == pytest.approx(20 * 30)
+    _, faster = told(f"Llama-3.1-8B --gpus 1xH100 --trace {path} --rate 10")
+    assert faster["runs"][0]["window_s"] < 4
+
+
+def test_replicas_are_found(told: Any, run: Any) -> None:
+    words = f"{HERE} --rate 100 --find replicas --slo ttft_p95=300ms,tpot_p95=20ms"
+    status, found = told(words)
+    assert status == 0
+    answer = found["find"]
+    by_count = {it["replicas"]: it["met"] for it in found["runs"]}
+    assert answer["best"]["replicas"] == answer["value"] and by_count[answer["value"]] is True
+    assert answer["value"] == 1 or by_count[answer["value"] - 1] is False
+    assert f"found: {answer['value']} replicas ({answer['value']} GPUs) meet the objective" in run(words)[1]
+
+
+def test_a_rate_is_found(told: Any) -> None:
+    status, found = told(f"{HERE} --find rate --slo ttft_p95=300ms,tpot_p95=20ms")
+    assert status == 0
+    value = found["find"]["value"]
+    assert all(it["met"] for it in found["runs"] if it["rate"] <= value)
+    assert any(not it["met"] and it["rate"] <= 1.03 * value for it in found["runs"])
+
+
+@pytest.mark.parametrize("what", ["replicas --rate 5", "rate"])
+def test_an_objective_that_a_lone_request_misses_is_met_by_none(told: Any, run: Any, what: str) -> None:
+    words = f"{HERE} --find {what} --slo ttft_p95=1ms,e2e_p50=1h"
+    status, found = told(words)
+    assert status == 3
+    assert found["find"]["value"] is None
+    assert (
+        "even a request alone has a ttft_p95 of" in found["find"]["reason"]
+        and "1 ms is asked" in found["find"]["reason"]
+    )
+    assert "nothing meets the objective: even a request alone" in run(words)[1]
+
+
+def test_a_share_of_many_replicas_is_simulated(told: Any, run: Any) -> None:
+    words = "Llama-3.1-8B --nodes 50x8xH100 --rate 900 --output-len 16 --duration 10s"
+    _, whole = told(words)
+    _, part = told(f"{words} --sample-replicas 100")
+    assert [it["runs"][0]["sampled"] for it in (whole, part)] == [400, 100]
+    assert part["runs"][0]["requests"] == pytest.approx(whole["runs"][0]["requests"] / 4, rel=0.1)
+    assert part["runs"][0]["output_tok_s"] == pytest.approx(whole["runs"][0]["output_tok_s"], rel=0.1)
+    assert "sampled: 100 of 400 equal replicas" in run(f"{words} --sample-replicas 100")[1]
+
+
+def test_step_by_step_says_the_same(told: Any) -> None:
+    words = f"{HERE} --rate 4"
+    (fast,), (slow,) = (found["runs"] for _, found in (told(words), told(f"{words} --no-stretches")))
+    assert fast["ttft_s"]["p95"] == pytest.approx(slow["ttft_s"]["p95"], rel=0.02)
+    assert fast["output_tok_s"] == pytest.approx(slow["output_tok_s"], rel=0.001)
+
+
+def test_a_plot_is_drawn(run: Any, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "load.png"
+    assert run(f"{HERE} --rates 2,4 --plot {path}")[0] == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_it_says_so_at_once(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulate, "find_spec", lambda name: None)
+    status, out, err = run(f"{HERE} --rates 2,4 --plot load.png")
+    assert (status, out) == (2, "") and "matplotlib, which is not installed" in err
+
+
+def test_policies_are_those_of_the_gateway() -> None:
+    assert simulate_flags.POLICIES == tuple(POLICIES)
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        ("--rate -1", 2, "'-1' is no rate in requests per second: it must be above 0"),
+        ("--rate inf", 2, "'inf' is no rate"),
+        ("--rates 1,x", 2, "'x' is no rate in requests per second, as in 4 or 0.5"),
+        ("--rate 1 --policy random", 2, "invalid choice: 'random' (choose from"),
+        ("--rate 1 --burstiness 0", 2, "'0' is no burstiness"),
+        ("--rate 1 --users 2", 2, "--rate and --users are different loads"),
+        ("--think 2s --rate 1", 2, "--think is what --users do"),
+        ("--rate 1 --replicas 0", 2, "'0' is below 1"),
+        ("--rate 1 --sample-replicas some", 2, "'some' is no number"),
+        ("--rate 1 --slo ttft_p95", 1, "--slo 'ttft_p95' is no target"),
+        ("--rate 1 --find replicas", 2, "--find replicas needs an objective"),
+        ("--find replicas --slo ttft_p95=1s", 2, "--find replicas needs the load"),
+        ("--find replicas --rate 1 --replicas 2 --slo ttft_p95=1s", 2, "leave --replicas out"),
+        ("--find rate --rate 1 --slo ttft_p95=1s", 2, "leave --rate out"),
+        ("--find rate --rates 1,2 --slo ttft_p95=1s", 2, "takes one load; leave --rates out"),
+        ("--find rate --users 3 --slo ttft_p95=1s", 2, "not with --users"),
+        ("--rate 1 --input-len 9:3", 1, "--input-len '9:3'"),
+        ("--rate 1 --input-len 131072", 1, "make up to 131,136 tokens; meta-llama/Llama-3.1-8B goes up to 131,072"),
+        ("--rate 1 --prefix-len 131072", 1, "--prefix-len is 131,072"),
+        ("--rate 1 --duration 10", 1, "--duration: '10' is no time above 0"),
+        ("--rate 1 --warmup 40s", 2, "it must leave something to measure"),
+        ("--rate 1 --trace none.csv --lengths none.csv", 2, "leave --output-len out"),
+    ],
+)
+def test_bad_words_get_one_line(run: Any, words: str, status: int, said: str) -> None:
+    found, out, err = run(f"{HERE} {words}")
+    assert (found, out) == (status, "")
+    assert err.startswith("weft: error: ") and err.count("\n") == 1 and said in err
+
+
+def test_a_bad_line_of_a_trace_is_named(run: Any, tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("time,input_len,output_len\n0,10,10\n1,ten,10\n")
+    status, out, err = run(f"Llama-3.1-8B --gpus 1xH100 --trace {path}")
+    assert (status, out) == (1, "") and f"{path}, line 3: input_len is 'ten'" in err
+    path.write_text("time,input_len,output_len\n5,10,10\n5,10,10\n")
+    assert "has no duration" in run(f"Llama-3.1-8B --gpus 1xH100 --trace {path}")[2]
+
+
+def test_what_does_not_fit_says_what_it_lacks(run: Any) -> None:
+    status, out, err = run("Llama-3.1-70B --gpus 1xH100 --rate 1")
+    assert (status, out) == (3, "") and "does not fit this hardware: one GPU, bf16: 141.1 GB of weights" in err
