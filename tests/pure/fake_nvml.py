@@ -59,13 +59,15 @@ class Card:
 @dataclass
 class FakeNvml:
     """A machine. `ancestors` and `peers` are by (first, second) card, whichever way round; a status of None is one that
-    the driver does not tell. `old`: a driver that supports nothing but what the first ones did."""
+    the driver does not tell. `old`: a driver that supports nothing but what the first ones did. `hidden`: a virtual
+    machine, which does not see the switches."""
 
     cards: Sequence[Card]
     ancestors: dict[tuple[int, int], int] = field(default_factory=dict)
     peers: dict[tuple[int, int], int | None] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)
     old: bool = False
+    hidden: bool = False
     inside: int = 0
 
     def install(self, monkeypatch: Any) -> FakeNvml:
@@ -199,10 +201,12 @@ class FakeNvml:
         return device.link_version
 
     def nvmlDeviceGetNvLinkRemoteDeviceType(self, handle: Card, link: int) -> int:
-        switched = handle.links[link] == SWITCH
+        switched = handle.links[link] == SWITCH and not self.hidden
         return pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH if switched else pynvml.NVML_NVLINK_DEVICE_TYPE_GPU
 
     def nvmlDeviceGetNvLinkRemotePciInfo(self, device: Card, link: int) -> Any:
+        if self.hidden:
+            return SimpleNamespace(busId=b"FFFFFFFF:FFFF:FF.F")
         return SimpleNamespace(busId=nvml_address(str(device.links[link])))
 
     def nvmlDeviceGetFieldValues(self, handle: Card, fieldIds: Sequence[Any]) -> list[Any]:

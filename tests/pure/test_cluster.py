@@ -124,6 +124,7 @@ def test_several_nodes(spec: str, network: str | None, nodes: list[int], bytes_p
         ("2x8xH100", "400", "has the unit ''; write 400Gb"),
         ("2x8xH100", "400Gx", "has the unit 'Gx'"),
         ("2x8xH100", "", "no speed above 0"),
+        ("2x8xH100", f"1{'0' * 400}Gb", "is more than 1000TB per second"),
     ],
 )
 def test_bad_nodes(spec: str, network: str | None, message: str) -> None:

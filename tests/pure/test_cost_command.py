@@ -141,3 +141,35 @@ def test_a_price_is_needed(capsys):
 def test_what_does_not_fit(capsys):
     assert main(["cost", "Llama-3.3-70B-Instruct", "--gpus", "1xRTX4090", "--price", "1"]) == 3
     assert "does not fit" in capsys.readouterr().err
+
+
+def test_replicas_that_share_their_experts_are_rented_together(capsys):
+    """671 GB of DeepSeek on one of its sixteen GPUs is nothing to rent."""
+    words = ["cost", "DeepSeek-V3", "--nodes", "2x8xH100", "--network", "400Gb", "--price", "2", "-ep", "-dp", "16"]
+    assert main([*words, "--api-price", "5/10", "--demand", "1,2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["layout"] == "DP 16 x EP 16, fp8" and found["replicas"] == 1
+    assert {it["rent_dollars"] for it in found["apis"][0]["mixes"]} <= {0.0, 32.0}
+    assert main([*words, "--api-price", "5/10", "--demand", "1,2"]) == 0
+    assert "1 replica (16 GPUs)" in capsys.readouterr().out
+
+
+def test_a_share_that_is_none_says_nothing_of_memory(capsys):
+    assert main([*LLAMA, "--utilization", "0"]) == 2
+    assert "'0' is no share: above 0, up to 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_a_narrow_terminal_cuts_no_figures(width, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert main([*LLAMA, "--demand", "1,2"]) == 0
+    shown = capsys.readouterr().out
+    assert "…" not in shown and "$/month" in shown and "break-even" in shown
+
+
+def test_an_api_is_found_by_the_name_that_is_printed():
+    usage = Usage(1000, 0, 1000)
+    for found in quotes("Llama-3.1-8B-Instruct", usage):
+        printed = f"{found.provider}/{found.name.rpartition('/')[2]}"
+        assert quote(printed, usage).provider == found.provider

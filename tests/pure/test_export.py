@@ -49,4 +49,4 @@ def test_nothing_written_is_an_address_or_a_secret(target: str, plan: str) -> No
     written = known(target, plan)[1]
     addresses = set(re.findall(r"\b\d{1,3}(?:\.\d{1,3}){3}\b", written))
     assert addresses <= {"127.0.0.1", "0.0.0.0"}
-    assert not re.search(r"hf_[A-Za-z0-9]{8}|sk-[A-Za-z0-9]{8}|/root/(?!\.cache/huggingface)|/home/", written)
+    assert not re.search(r"hf_[A-Za-z0-9]{8}|sk-[A-Za-z0-9]{8}|/root/(?!\.cache/(huggingface|weft)\b)|/home/", written)

@@ -102,6 +102,26 @@ def test_one_clear_line_and_nothing_written(target: str, words: str, status: int
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.parametrize("name", ["", "  ", "a\nb", "tab\t", "\x1b[31m", "-x", "--host", "e\u202e"])
+@pytest.mark.parametrize("target", ["vllm", "infernet", "kuberay"])
+def test_names_that_nobody_could_ask_for(target: str, name: str) -> None:
+    status, out, err = emit(target, SMALL, f"--served-model-name={name}")
+    assert (status, out) == (2, "") and "is no name that clients could ask for" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["a b", "it's", "$(touch x)", "a;b", "a#b", "a\\b", '"a"', "`id`", "*", "${HOME}"])
+def test_a_node_s_environment_holds_plain_names_only(name: str) -> None:
+    """A shell, systemd and Docker read other names each in its own way."""
+    status, out, err = emit("infernet", SMALL, f"--served-model-name={name}")
+    assert (status, out) == (1, "") and "--served-model-name gives another name" in err and err.count("\n") == 1
+    assert emit("infernet", SMALL, "--served-model-name", "qwen3:8b")[0] == 0
+
+
+def test_an_empty_folder_is_none() -> None:
+    status, out, err = emit("vllm", SMALL, "--emit-to", "")
+    assert (status, out) == (2, "") and "--emit-to is empty" in err
+
+
 def test_force_needs_files() -> None:
     status, out, err = emit("vllm", SMALL + " --force")
     assert (status, out) == (2, "") and "--emit-to DIR" in err

@@ -15,7 +15,11 @@ import jsonschema
 import pytest
 import yaml
 
-from tests.pure.exports import VLLM, flags, parts, plans
+from tests.pure.exports import VLLM, emit, flags, parts, plans
+from weft.facts.cluster import Cluster, Node, parse_gpus
+from weft.facts.cpu import CpuSpeed
+from weft.facts.host import Host
+from weft.facts.machine import cpu_spec
 
 DATA = Path(__file__).parents[1] / "data"
 
@@ -131,6 +135,56 @@ def test_compose_one_replica_needs_no_balancer() -> None:
     assert list(services) == ["replica-0"] and services["replica-0"]["ports"] == ["127.0.0.1:8000:8000"]
 
 
+def services(words: str) -> dict[str, Any]:
+    status, out, err = emit("compose", words)
+    assert status == 0, err
+    found: dict[str, Any] = yaml.safe_load(re.split(r"^# ======== nginx.conf", out, flags=re.MULTILINE)[0])["services"]
+    return found
+
+
+def test_containers_keep_the_order_of_their_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Docker gives GPUs in the machine's order, and CUDA sorts them by speed: the parts of a pipeline change places."""
+    one = services("Qwen3-14B --gpus 1xRTX4090+1xRTX3060 --max-model-len 2048 --engine vllm")["replica-0"]
+    assert one["environment"]["VLLM_PP_LAYER_PARTITION"] == "11,29"  # the smaller card is the first
+    assert one["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"] == ["1", "0"]
+    assert one["environment"]["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    assert one["environment"]["CUDA_VISIBLE_DEVICES"] == "1,0"
+    usual = services("Qwen2.5-14B-Instruct --gpus 4xRTX4090 -pp 2 -dp 2 --max-model-len 8192")["replica-1"]
+    assert "CUDA_VISIBLE_DEVICES" not in usual["environment"]
+    cluster = parse_gpus("2xRTX4090")
+    monkeypatch.setattr("weft.cli.plan.hardware", lambda said: cluster)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-bb,GPU-aa")
+    named = services("Qwen2.5-14B-Instruct -pp 2 --max-model-len 8192")["replica-0"]
+    assert named["environment"]["CUDA_VISIBLE_DEVICES"] == "GPU-bb,GPU-aa"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5")
+    numbered = services("Qwen2.5-14B-Instruct -pp 2 --max-model-len 8192")["replica-0"]
+    assert numbered["environment"]["CUDA_VISIBLE_DEVICES"] == "1,0"
+
+
+def test_an_image_of_weft_has_what_it_compiles_with() -> None:
+    gpu = services("Qwen3-0.6B --gpus 1xL4")["replica-0"]
+    file = gpu["build"]["dockerfile_inline"]
+    assert "install --yes --no-install-recommends g++ " in file and "COPY . " not in file and "whl/cpu" not in file
+    assert "weft:/root/.cache/weft" in gpu["volumes"]
+    assert all((DATA.parents[1] / name).exists() for name in ("pyproject.toml", "README.md", "LICENSE", "src"))
+
+
+def test_a_cpu_needs_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = Host(hostname="", cores=(0,), memory_total_bytes=1, memory_free_bytes=16 << 30)
+    cpu = cpu_spec(host, CpuSpeed(4e10, 1e12))
+    monkeypatch.setattr("weft.cli.plan.hardware", lambda said: Cluster((Node((cpu,), "memory"),), 1e9))
+    one = services("Qwen3-0.6B")["replica-0"]
+    assert "https://download.pytorch.org/whl/cpu" in one["build"]["dockerfile_inline"] and "deploy" not in one
+
+
+@pytest.mark.parametrize("name", ["1e3", "0o17", "0x1F", "1_0", "12", ".5", "1.", ".inf", ".NaN", "on", "null", "~"])
+def test_names_that_look_like_numbers_are_quoted(name: str) -> None:
+    """Compose and Kubernetes read YAML by other rules than Python does."""
+    out = emit("compose", f"Qwen3-0.6B --gpus 1xL4 --served-model-name {name}")[1]
+    assert f"- '{name}'\n" in out or name == "1_0"
+    assert name in yaml.safe_load(out)["services"]["replica-0"]["command"]
+
+
 # --- KubeRay ---
 
 
@@ -155,7 +209,24 @@ def test_kuberay_s_fields(plan: str) -> None:
     # Kubernetes sets variables from the names of services, and vLLM reads those that begin with its name.
     assert not manifest["metadata"]["name"].startswith("vllm")
     images = {cluster["headGroupSpec"]["template"]["spec"]["containers"][0]["image"], container["image"]}
-    assert len(images) == 1 and cluster["rayVersion"] in images.pop()
+    (image,) = images
+    assert f":{cluster['rayVersion']}-" in image or plan == "amd"
+
+
+@pytest.mark.parametrize("name", ["模型", "..", "$$", "A B!", "x" * 100, "-" * 39 + "x" * 9])
+def test_every_name_becomes_a_label(name: str) -> None:
+    _, out, _ = emit("kuberay", "Qwen3-0.6B --gpus 1xL4", "--served-model-name", f"a/{name}")
+    manifest = yaml.safe_load(out)
+    labels = [manifest["metadata"]["name"]]
+    labels += [it["groupName"] for it in manifest["spec"]["rayClusterConfig"]["workerGroupSpecs"]]
+    assert all(re.fullmatch(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?|\d[a-z0-9-]*[a-z0-9]", it) for it in labels), labels
+    (application,) = yaml.safe_load(manifest["spec"]["serveConfigV2"])["applications"]
+    assert application["args"]["llm_configs"][0]["model_loading_config"]["model_id"] == f"a/{name}"
+
+
+def test_kuberay_has_no_image_for_amd() -> None:
+    out = parts("kuberay", "amd")["kuberay"]
+    assert "rayproject/ray-llm" not in out and "# - REPLACE_WITH_IMAGE: an image with Ray" in out
 
 
 def test_kuberay_spans_nodes_only_where_the_plan_does() -> None:

@@ -143,6 +143,60 @@ def test_weft_is_told_the_planned_cut(tmp_path: Path) -> None:
     assert (config("tensor").tensor_parallel_size, config("tensor").max_model_len) == (4, 131072)
 
 
+HELD = """
+nodes:
+- gpus:
+  - {name: RTX 4090, held: 4GB}
+  - {name: RTX 4090}
+"""
+
+
+def shares(target: str, words: str, folder: Path) -> list[str]:
+    """--gpu-memory-utilization of each server, on two cards of which others hold 4 GB of the first one."""
+    (folder / "rig.yaml").write_text(HELD)
+    status, calls, _ = run(emit(target, f"{words} --gpus {folder}/rig.yaml")[1], folder)
+    assert status == 0
+    in_order = sorted(calls, key=lambda call: str(call["environment"]["CUDA_VISIBLE_DEVICES"]))
+    return [flags(call["words"])["gpu-memory-utilization"][0] for call in in_order]
+
+
+def test_what_others_hold_counts_as_each_engine_counts_it(tmp_path: Path) -> None:
+    # Weft takes a share less what others hold of it: nine tenths are nine tenths of the card.
+    assert shares("weft", "Qwen2.5-14B-Instruct -tp 2 --max-model-len 8192", tmp_path) == ["0.9"]
+    assert shares("weft", "Qwen3-4B -tp 1 -dp 2 --max-model-len 8192", tmp_path) == ["0.9", "0.9"]
+    # vLLM takes its share beside what others hold, and starts only where so much is free on each of its cards.
+    free = (24564 * 2**20 - 4e9 - 2**30) / (24564 * 2**20)
+    (share,) = shares("vllm", "Qwen2.5-14B-Instruct -tp 2 --max-model-len 8192", tmp_path)
+    assert free - 0.001 <= float(share) <= free
+    first, second = shares("vllm", "Qwen3-4B -tp 1 -dp 2 --max-model-len 8192", tmp_path)
+    assert float(first) <= free and second == "0.9"
+
+
+@pytest.mark.parametrize(
+    ("target", "gpus", "kept", "said"),
+    [
+        ("weft", "1xRTX4090", "fp8", ["fp8"]),
+        ("weft", "1xRTX4090", "fp8_e5m2", ["fp8"]),
+        ("weft", "1xRTX3090", "fp8", None),
+        ("vllm", "1xRTX4090", "fp8_e5m2", ["fp8_e5m2"]),
+        ("vllm", "1xRTX3090", "fp8", ["fp8"]),
+    ],
+)
+def test_a_narrow_cache_is_what_the_length_was_planned_with(
+    target: str, gpus: str, kept: str, said: list[str] | None, tmp_path: Path
+) -> None:
+    def serve(*more: str) -> tuple[dict[str, list[str]], str]:
+        _, out, err = emit(target, f"Llama-3.1-8B-Instruct --gpus {gpus}", *more)
+        return flags(run(out, tmp_path)[1][0]["words"]), out + err
+
+    (usual, _), (narrow, told) = serve(), serve("--kv-cache-dtype", kept)
+    assert narrow.get("kv-cache-dtype") == said
+    longer = int(narrow["max-model-len"][0]) / int(usual["max-model-len"][0])
+    assert longer > 1.9 if said else longer == 1
+    assert ("Weft keeps no fp8 KV cache here; this is with one in 16 bits" in told) == (not said)
+    assert ("a KV cache in fp8_e5m2: Weft's is fp8" in told) == (target == "weft" and kept == "fp8_e5m2")
+
+
 # --- Ollama ---
 
 
@@ -173,3 +227,21 @@ def test_ollama_gets_a_server_for_each_replica(tmp_path: Path) -> None:
 
 def test_ollama_has_one_gpu_where_one_holds_the_model() -> None:
     assert "SCHED_SPREAD" not in parts("ollama", "one-gpu")["ollama.sh"]
+
+
+@pytest.mark.parametrize(
+    ("name", "called"),
+    [
+        ("Qwen/Qwen3:8B", "qwen3:8b"),
+        ("模型", "model"),
+        ("-x-", "x"),
+        ("a:b:c", "a:b-c"),
+        ("::", "model"),
+        ("A b!", "a-b"),
+    ],
+)
+def test_every_name_becomes_one_of_ollama(name: str, called: str, tmp_path: Path) -> None:
+    if name.startswith("-"):
+        name = f"x/{name}"
+    out = emit("ollama", "Qwen3-0.6B --gpus 1xL4", "--served-model-name", name)[1]
+    assert f"ollama create {called} --file Modelfile" in out

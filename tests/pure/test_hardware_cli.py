@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from collections.abc import Callable, Iterator
@@ -135,7 +136,7 @@ def test_what_is_not_told_is_marked(on: Callable[..., Run]) -> None:
     assert (
         "neither links nor clocks" in out and out.count(" ? ") == 2 and "0-1: peer-to-peer unknown; not measured" in out
     )
-    assert "MIG 1g.5gb" in on(sliced())("hardware", "--no-measure")[1]
+    assert "MIG 3g.20gb" in (out := on(sliced())("hardware", "--no-measure")[1]) and "CUDA_VISIBLE_DEVICES=MIG-" in out
 
 
 def test_gpus_are_measured_once(on: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,6 +150,19 @@ def test_gpus_are_measured_once(on: Callable[..., Run], monkeypatch: pytest.Monk
     # And the plan knows it, without measuring.
     run("plan", "Qwen2.5-0.5B")
     assert len(calls) == 2
+
+
+def test_a_gpu_that_could_not_be_measured_is_measured_the_next_time(
+    on: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, calls = on(bridged((0, 1))), []
+
+    def busy(here: Host) -> tuple[tuple[GpuSpeed, ...], tuple[PairSpeed, ...]]:
+        calls.append(here)
+        return measured(here, {})[0][:1], ()
+
+    monkeypatch.setattr(links, "measure", busy)
+    assert "not measured" in run("hardware")[1] and "not measured" in run("hardware")[1] and len(calls) == 2
 
 
 def test_a_measurement_that_is_not_possible_is_told(on: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,6 +184,16 @@ def test_json_has_all(on: Callable[..., Run], machine: Callable[[], FakeNvml] | 
     assert found["host"]["cpu"]["cores"] == 64 and found["speeds"]["cpu"]["bandwidth_Bps"] == 50e9
     assert len(found["host"]["gpus"]) == len(found["speeds"]["gpus"])
     assert ("cpu" in found["hardware"]["nodes"][0]) == (machine is None)
+
+
+def test_json_tells_what_is_there_also_where_no_plan_is_possible(on: Callable[..., Run]) -> None:
+    """A virtual GPU: a name of its own, and a driver that tells little."""
+    machine = old_driver()
+    machine.cards = [dataclasses.replace(card, name="GRID X-4Q") for card in machine.cards]
+    status, out, err = on(machine)("hardware", "--json")
+    found = json.loads(out)
+    assert (status, found["hardware"], found["host"]["gpus"][0]["name"]) == (0, None, "GRID X-4Q")
+    assert "cannot plan for this machine: unknown GPU 'GRID X-4Q'" in err
 
 
 @pytest.mark.parametrize(
@@ -207,6 +231,8 @@ def test_described_hardware_can_be_written_too(on: Callable[..., Run], tmp_path:
         ("demo", 2, "unexpected argument 'demo' for weft hardware"),
         ("--gpus 2xH1000", 1, "unknown GPU 'H1000'"),
         ("--gpus 2xH100 --nodes 2x8xH100", 2, "--gpus and --nodes both describe the hardware"),
+        ("--refresh-hardware --no-measure", 2, "this machine, --no-measure measures nothing; give one of them"),
+        ("--refresh-hardware --gpus 2xL4", 2, "this machine, --gpus and --nodes describe another; give one of them"),
         ("--yaml --no-measure", 1, "the CPU's speed is not known; leave --no-measure out"),
         ("--refresh", 2, "unknown flag --refresh for weft hardware; did you mean --refresh-hardware?"),
     ],

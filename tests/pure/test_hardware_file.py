@@ -137,7 +137,12 @@ def nodes(draw: st.DrawFn) -> Node:
         peer = draw(st.sampled_from([None, True, False]))
         held = draw(st.integers(0, 10**9 - 1))
         cards += [msgspec.structs.replace(known, peer=peer, held_bytes=held, **changed)] * draw(st.integers(1, 5))
-    may = len(set(cards)) == 1 and cards[0].nvlink_Bps and len(cards) > 1 and not (cards[0].bridge and len(cards) > 2)
+    may = (
+        len({it.name for it in cards}) == 1
+        and cards[0].nvlink_Bps
+        and len(cards) > 1
+        and not (cards[0].bridge and len(cards) > 2)
+    )
     link: Link = draw(st.sampled_from(["nvlink", "pcie"])) if may else "pcie"
     bridged = ((0, 1),) if link == "pcie" and len(cards) > 1 and all(it.nvlink_Bps for it in cards[:2]) else ()
     return Node(tuple(cards), link, bridged)
@@ -163,6 +168,18 @@ def test_what_is_written_is_read_again(found: list[Node], network: float, price:
         )
         assert one.flops == pytest.approx(other.flops, rel=1e-5)
         assert one.nvlink_Bps == pytest.approx(other.nvlink_Bps) and one.pcie_Bps == pytest.approx(other.pcie_Bps)
+
+
+def test_a_bridge_that_is_larger_than_usual_is_written_as_a_group(tmp_path: Path) -> None:
+    (card,) = parse_gpus("1xH200-NVL").gpus
+    path = tmp_path / "rig.yaml"
+    path.write_text(write(Cluster((Node((card,) * 4, "nvlink"),), 12.5e9)))
+    assert [(node.link, node.bridged) for node in read(str(path)).nodes] == [("pcie", ((0, 1, 2, 3),))]
+
+
+def test_merged_fields_are_no_double_ones(told: Told) -> None:
+    (node,) = told("nodes:\n- gpus:\n  - &card {name: L4, memory: 20GB}\n  - {<<: *card, memory: 10GB}").nodes
+    assert [gpu.memory_bytes for gpu in node.gpus] == [20 * 10**9, 10**10]
 
 
 def test_a_long_figure_keeps_six_digits(tmp_path: Path) -> None:
@@ -243,6 +260,21 @@ def test_a_long_figure_keeps_six_digits(tmp_path: Path) -> None:
         ("nodes: {a: b\n", "is not YAML: "),
         ("nodes: !!python/object/apply:os.system [ls]", "is not YAML: could not determine a constructor"),
         ("\ttabs: no", "is not YAML: "),
+        # YAML takes the last of two without a word.
+        ("nodes: [{gpus: [{name: H100, name: A100}]}]", "is not YAML: 'name' is there twice"),
+        ("nodes: [{gpus: [{name: H100}]}]\nnodes: []", "is not YAML: 'nodes' is there twice"),
+        ("nodes: " + "[" * 3000 + "]" * 3000, "nested too deeply"),
+        (f"nodes: [{{gpus: [{{name: H100, memory: 1{'0' * 400}GB}}]}}]", "is no size above 0 with its unit"),
+        ("nodes: [{gpus: [{name: H100, memory: 1001TB}]}]", "of 1000TB at most"),
+        ("nodes: [{gpus: [{name: H100, memory: 0.1B}]}]", "'0.1B' is no size above 0"),
+        (f"nodes: [{{gpus: [{{name: H100, bandwidth: 1{'0' * 400}GB/s}}]}}]", "is no speed above 0 with its unit"),
+        ("nodes: [{gpus: [{name: H100}]}]\nnetwork: 8001Tb", "of 1000TB/s at most"),
+        ("nodes: [{gpus: [{name: '  '}]}]", "'  ' is no name"),
+        ('nodes: [{gpus: [{name: "a\\nb\\e[31m"}]}]', r"'a\nb\x1b[31m' is no name"),
+        ('nodes: [{cpu: {name: "\\b", memory: 3GB, bandwidth: 30GB/s, tflops: {fp32: 1}}}]', "is no name"),
+        ("nodes: [{gpus: [{name: L4, gpus: []}]}]", "nodes[0].gpus[0]: unknown field 'gpus'; see docs/hardware.md"),
+        ("nodes: [{gpus: [{name: L4, peer_to_peer: maybe}]}]", "expected true or false, got a text"),
+        ("nodes: [{gpus: [{name: L4}]}]\nprice: cheap", "price: expected a number, got a text"),
     ],
 )
 def test_what_is_wrong_is_one_clear_line(told: Told, text: str, message: str) -> None:
@@ -259,3 +291,6 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
         read(str(tmp_path / "binary.yaml"))
     with pytest.raises(ConfigError, match=r"cannot read .*: Is a directory"):
         read(str(tmp_path))
+    (tmp_path / "book.yaml").write_text("nodes:\n- gpus:\n" + "  - {name: H100}\n" * 20_000)
+    with pytest.raises(ConfigError, match=r"book.yaml has more than 256 KiB"):
+        read(str(tmp_path / "book.yaml"))

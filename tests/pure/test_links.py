@@ -16,7 +16,7 @@ from weft.executors import links, processes
 from weft.facts import speeds
 from weft.facts.host import Host
 from weft.facts.speeds import GpuSpeed, PairSpeed, Verdict
-from weft.facts.topology import Gpu, Slice
+from weft.facts.topology import Gpu
 from weft.planner import execution
 from weft.planner.place import places
 from weft.planner.plan import Plan
@@ -24,7 +24,7 @@ from weft.planner.plan import Plan
 Measure = Callable[..., tuple[tuple[GpuSpeed, ...], dict[str, PairSpeed]]]
 
 
-def host(count: int, *, slices: int = 0) -> Host:
+def host(count: int) -> Host:
     gpus = tuple(
         Gpu(
             index=number,
@@ -33,7 +33,6 @@ def host(count: int, *, slices: int = 0) -> Host:
             total_bytes=1 << 34,
             free_bytes=1 << 34,
             capability=(8, 0),
-            slice=Slice("card", 0.5) if number >= count - slices else None,
         )
         for number in range(count)
     )
@@ -66,10 +65,9 @@ def test_all_that_is_there_is_measured(measure: Measure) -> None:
     assert pairs["0-2"] == PairSpeed(first="GPU-0", second="GPU-2", verdict="works", peer=True, Bps=1e10)
 
 
-def test_one_gpu_has_no_pairs_and_slices_neither(measure: Measure) -> None:
-    assert len(measure(host(1))[0]) == 1
-    gpus, pairs = measure(host(3, slices=2))
-    assert (len(gpus), pairs) == (3, {})
+def test_one_gpu_has_no_pairs(measure: Measure) -> None:
+    gpus, pairs = measure(host(1))
+    assert (len(gpus), pairs) == (1, {})
 
 
 def test_bytes_that_arrive_wrong_are_broken(measure: Measure) -> None:
@@ -94,10 +92,15 @@ def test_a_link_that_ends_the_child_is_broken(measure: Measure, deed: str, detai
     assert [pairs[it].verdict for it in ("0-1", "1-2")] == ["works", "works"]
 
 
-def test_a_gpu_that_fails_by_itself_fails_with_all_others(measure: Measure) -> None:
-    gpus, pairs = measure(host(3), "1 fail")
+@pytest.mark.parametrize("deed", ["fail", "die", "hang"])
+def test_a_gpu_that_fails_by_itself_says_nothing_of_its_links(
+    measure: Measure, deed: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As one does whose memory others hold: its links are no worse for that, and are not to be switched off."""
+    gpus, pairs = measure(host(3), f"1 {deed}", task_s=3)
     assert [gpu.gpu for gpu in gpus] == ["GPU-0", "GPU-2"]
-    assert {name: pair.verdict for name, pair in pairs.items()} == {"0-1": "broken", "1-2": "broken", "0-2": "works"}
+    assert {name: pair.verdict for name, pair in pairs.items()} == {"0-2": "works"}
+    assert "GPU 1 cannot be measured, nor its links: " in caplog.text
 
 
 def test_after_many_faults_the_rest_stays_unknown(measure: Measure) -> None:

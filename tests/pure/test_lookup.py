@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -254,3 +256,13 @@ def test_a_directory(tmp_path: Path) -> None:
 def test_nothing_there(name: str) -> None:
     with pytest.raises(ModelError, match=r"no file or directory|cannot read"):
         look_up(name)
+
+
+def test_what_the_catalogue_knows_is_answered_without_http() -> None:
+    """Importing TLS takes longer than most plans."""
+    script = (
+        "import sys; from weft.cli.main import main; main(['plan', 'Llama-3.1-8B', '--gpus', '4xH100', '--json']); "
+        "sys.exit(', '.join({'http.client', 'ssl', 'asyncio', 'yaml', 'numpy'} & sys.modules.keys()) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stdout.startswith("{"), done.stderr

@@ -109,12 +109,12 @@ def test_two_bridges_make_two_islands(host: Make) -> None:
 
 
 def test_mig_slices_have_their_share_of_the_board(host: Make) -> None:
-    found = node(host(sliced()))
-    board, (large, small, whole) = find_gpu("A100-40GB-SXM"), found.gpus
+    board = find_gpu("A100-40GB-SXM")
+    ((large,), (small,), (whole,)) = (node(host(sliced(), visible)).gpus for visible in ("0", "MIG-b", "1"))
     assert (large.name, large.memory_bytes) == ("A100-SXM4-40GB MIG 3g.20gb", 19968 << 20)
     assert large.bandwidth_Bps == board.bandwidth_Bps / 2 and small.bandwidth_Bps == board.bandwidth_Bps / 8
     assert large.flops["bf16"] == pytest.approx(board.flops["bf16"] * 42 / 108)
-    assert (found.link, large.nvlink_Bps, whole.bandwidth_Bps) == ("pcie", 0.0, board.bandwidth_Bps)
+    assert (large.nvlink_Bps, whole.bandwidth_Bps) == (0.0, board.bandwidth_Bps)
 
 
 def test_a_slice_of_which_the_driver_tells_little_is_cut_like_its_memory(

@@ -320,3 +320,18 @@ def test_html_goes_to_standard_output_for_a_dash(capsys: pytest.CaptureFixture[s
     assert run(f"{EVEN} --html -") == 0
     got = capsys.readouterr()
     assert got.out.startswith("<!doctype html>") and got.out.endswith("</html>\n") and got.err == ""
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
+def test_the_best_layouts_are_readable_at_any_width(width: int) -> None:
+    """Names are not broken into letters, and no figure is cut."""
+    from rich.console import Console
+
+    plan = told("plan Qwen3-30B-A3B --gpus 2xRTX4090+1xRTX3090 --price 0.4")
+    out = io.StringIO()
+    Console(file=out, width=width).print(plan_view.comparison(plan, width))
+    lines = out.getvalue().splitlines()
+    assert len(lines) <= 16 and max(map(len, lines)) <= width
+    best = plan["candidates"][0]
+    for figure in (f"{best['kv_tokens']:,}", f"{best['dollars_per_million_tokens']:.2f}", "bf16"):
+        assert figure in out.getvalue()

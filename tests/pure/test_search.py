@@ -14,8 +14,9 @@ from weft.planner.advice import advice, binding
 from weft.planner.cuts import Cut, drafts
 from weft.planner.deployment import Layout, Workload
 from weft.planner.islands import groups, islands, replicas, tensor_sizes
+from weft.planner.max_memory import Caps, capped
 from weft.planner.question import Question, Wish
-from weft.planner.search import SPLIT_GAIN, Answer, Candidate, search
+from weft.planner.search import SPLIT_GAIN, Answer, Candidate, output_tok_s, request_s, search
 
 LONG_PROMPTS = Workload(input_len=5000, output_len=500)
 THOUSANDS = Workload(input_len=1000, output_len=1000)
@@ -426,3 +427,63 @@ def test_one_more_gpu_is_weighed() -> None:
 def test_a_layout_is_plain_data() -> None:
     layout = best(plan("Mixtral-8x7B", "4xA100")).layout
     assert msgspec.json.decode(msgspec.json.encode(layout), type=Layout) == layout
+
+
+# --- what a cold reader found ---
+
+
+def test_replicas_that_share_their_experts_get_no_bonus_for_fitting_one_gpu() -> None:
+    """None of them holds the model, and one that fails takes the others along."""
+    for model, cluster, precision in (
+        ("DeepSeek-V3", parse_nodes("2x8xH100", "400Gb"), "fp8"),
+        ("Qwen3-30B-A3B", parse_gpus("2xRTX4090+1xRTX3090"), "bf16"),
+    ):
+        answer = search(question(model, cluster, precision, "weft"))
+        most = max(it.predicted.saturated_tok_s for it in answer.candidates)
+        assert best(answer).predicted.saturated_tok_s == pytest.approx(most, rel=0.01)
+
+
+def test_those_for_whom_there_is_no_room_wait() -> None:
+    """Of eight requests a layout with room for two is not the quicker one for being less busy."""
+    work = Workload(input_len=1024, output_len=1024, concurrency=8)
+    three, four = (
+        best(plan("Qwen3-30B-A3B", f"{count}xRTX4090", engine="weft", workload=work, objective="latency"))
+        for count in (3, 4)
+    )
+    assert three.predicted.concurrency < 8 == four.predicted.concurrency
+    asked = question("Qwen3-30B-A3B", parse_gpus("3xRTX4090"), engine="weft", workload=work, objective="latency")
+    assert request_s(asked, four.predicted) < request_s(asked, three.predicted)
+    assert min(binding(search(asked)).gains.values()) >= 0.99  # twice of anything is no loss
+
+
+def test_more_replicas_than_requests_answer_no_more_requests() -> None:
+    work = Workload(concurrency=1)
+    copied = best(plan("Llama-3.1-8B", "4xH100", workload=work, wish=Wish(data_parallel=4)))
+    assert copied.predicted.concurrency == 1
+    # For one request at a time three of four GPUs would idle.
+    assert best(plan("Llama-3.1-8B", "4xH100", engine="weft", workload=work)).layout.size > 1
+
+
+def test_what_was_dictated_is_not_credited_to_more_hardware() -> None:
+    forced = Wish(tensor_parallel=1, pipeline_parallel=1, data_parallel=1)
+    told = advice(plan("Llama-3.1-8B", "4xH100", engine="weft", wish=forced))
+    assert any(line.startswith("left to itself the plan is DP 4, bf16, with 4.0 times") for line in told)
+    assert not any("no other use of them" in line for line in told)
+    more = [line for line in told if line.startswith("one more H100-SXM")]
+    assert more and "1.2 times the throughput" in more[0]
+
+
+def test_a_limit_is_named_before_more_of_the_gpus_that_it_leaves_out() -> None:
+    cluster = capped(parse_gpus("4xH100"), Caps(gpus={0: 10 * 10**9, 1: 20 * 10**9}, cpu=None))
+    told = advice(search(question("Llama-3.1-8B", cluster, engine="weft")))
+    assert any(line.startswith("without --max-memory: ") for line in told)
+    assert not any(line.startswith("one more") for line in told)
+
+
+def test_more_requests_than_fit_are_as_fast_as_saturated() -> None:
+    wish = Wish(tensor_parallel=2)
+    asked, most = (
+        plan("Llama-3.1-8B", "2xRTX4090", engine="weft", wish=wish, workload=Workload(concurrency=number))
+        for number in (10_000, None)
+    )
+    assert output_tok_s(asked.question, best(asked).predicted) == best(most).predicted.saturated_tok_s

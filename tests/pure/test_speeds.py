@@ -97,6 +97,18 @@ def test_gpus_stay_known_when_the_cpu_is_measured(measured: list[Host]) -> None:
     assert found.pair("GPU-2", "GPU-1") == pair and found.pair("GPU-1", "GPU-3") is None
 
 
+def test_what_others_found_meanwhile_stays(measured: list[Host], monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = GpuSpeed(gpu="GPU-1", copy_Bps=1.0, from_host_Bps=1.0, to_host_Bps=1.0)
+
+    def slowly(host: Host) -> CpuSpeed:
+        speeds.keep(host, msgspec.structs.replace(known(host), gpus=(gpu,)))
+        return CpuSpeed(3.0, 3.0)
+
+    monkeypatch.setattr(speeds, "measure_cpu", slowly)
+    cpu_speed(HOST)
+    assert (known(HOST).gpus, known(HOST).cpu) == ((gpu,), CpuSpeed(3.0, 3.0))
+
+
 def kept(found: Speeds) -> bytes:
     return msgspec.json.encode(found)
 
@@ -136,6 +148,12 @@ def test_a_cache_that_cannot_be_written_is_told_and_no_reason_to_stop(
     (cache / "weft").write_text("a file")
     assert cpu_speed(HOST) != cpu_speed(HOST)
     assert "cannot be kept" in caplog.text
+
+
+def test_nothing_is_left_of_a_file_that_cannot_be_written(measured: list[Host], cache: Path) -> None:
+    speeds.path(HOST).mkdir(parents=True)
+    cpu_speed(HOST)
+    assert list(speeds.path(HOST).parent.iterdir()) == [speeds.path(HOST)]
 
 
 # --- the measurement itself ---

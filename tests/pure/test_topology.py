@@ -87,16 +87,25 @@ def test_two_bridges_between_four(seen: Look) -> None:
 
 
 def test_mig(seen: Look) -> None:
-    driver = seen(sliced())
-    large, small, whole = driver.gpus
-    assert [gpu.uuid for gpu in driver.gpus] == ["MIG-a", "MIG-b", "GPU-0000:0f:00.0"]
+    """CUDA shows a process one slice, and no whole GPU beside it."""
+    (large,) = seen(sliced()).gpus
+    assert (large.index, large.uuid) == (0, "MIG-a")
     assert (large.total_bytes, large.clocks, large.nvlinks) == (19968 << 20, None, None)
     assert large.slice is not None and large.slice.compute == pytest.approx(42 / 108)
+    for visible in ("MIG-b", "MIG-b,MIG-a", "1,MIG-b"):
+        (small,) = seen(sliced(), visible).gpus
+        assert (small.index, small.uuid) == (0, "MIG-b")
+    (whole,) = seen(sliced(), "1").gpus
     assert small.slice is not None and small.slice.board == whole.name
     assert whole.slice is None
-    assert [(pair.peer, "MIG" in pair.reason) for pair in driver.pairs] == [(False, True)] * 3
-    # Slices are chosen by their UUIDs, and numbered anew.
-    assert [(gpu.index, gpu.uuid) for gpu in seen(sliced(), "MIG-b").gpus] == [(0, "MIG-b")]
+
+
+def test_links_to_a_switch_that_a_virtual_machine_hides(seen: Look) -> None:
+    machine = eight_h100()
+    machine.hidden = True
+    driver = seen(machine)
+    assert {gpu.nvlinks and gpu.nvlinks.switched for gpu in driver.gpus} == {True}
+    assert {pair.nvlinks for pair in driver.pairs} == {18}
 
 
 def test_a_driver_that_supports_nothing(seen: Look) -> None:
@@ -131,18 +140,32 @@ def test_a_peer_status_that_is_not_told(seen: Look) -> None:
     assert seen(machine).pairs[0].reason == "the driver does not say why"
 
 
-def test_a_driver_that_fails_is_no_gpu(seen: Look) -> None:
+@pytest.mark.parametrize("reason", ["LIB_RM_VERSION_MISMATCH", "UNKNOWN", "DRIVER_NOT_LOADED"])
+def test_a_driver_that_fails_is_no_gpu_and_told(seen: Look, reason: str, caplog: pytest.LogCaptureFixture) -> None:
     class Broken(FakeNvml):
         def nvmlInit(self) -> None:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)
+            raise pynvml.NVMLError(getattr(pynvml, f"NVML_ERROR_{reason}"))
 
     assert seen(Broken([])) == Driver()
+    # A library without a driver is common where there is no GPU.
+    assert ("no GPU is seen" in caplog.text) == (reason != "DRIVER_NOT_LOADED")
 
+
+def test_a_gpu_that_is_lost_is_left_out_and_told(seen: Look, caplog: pytest.LogCaptureFixture) -> None:
     class Lost(FakeNvml):
         def nvmlDeviceGetName(self, handle: object) -> bytes:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+            if handle in lost:
+                raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+            return b"NVIDIA H100 80GB HBM3"
 
-    assert seen(Lost(eight_h100().cards)) == Driver()
+    cards = eight_h100().cards
+    lost = [cards[3]]
+    driver = seen(Lost(cards))
+    assert [gpu.bus[5] for gpu in driver.gpus] == ["1", "2", "3", "5", "6", "7", "8"] and len(driver.pairs) == 21
+    assert "GPU 3 does not answer its driver" in caplog.text
+    assert [gpu.bus[5] for gpu in seen(Lost(cards), "4,3,2").gpus] == ["5"]
+    lost = list(cards)
+    assert seen(Lost(cards)) == Driver()
 
 
 @pytest.mark.parametrize("visible", ["", "  "])

@@ -29,7 +29,7 @@ def main(arguments: Namespace) -> int:
     with target(arguments) as there:
         for at, point in enumerate(loads):
             found = measure(plan, there, point, at)
-            results.append({"name": f"{axis(by)} {found[by]}", **found})
+            results.append({"name": f"{axis(by)} {cell(found[by])}", **found})
             print(progress(by, found), file=sys.stderr)
     model = results[0]["model_id"]
     whole = {"task": "sweep", "by": by, "model_id": model, "points": results}
@@ -65,7 +65,7 @@ def points(arguments: Namespace) -> tuple[str, list[Point]]:
 def progress(by: str, result: dict[str, Any]) -> str:
     """One point, as soon as it is there."""
     return (
-        f"{axis(by)} {result[by]}: {result['completed']} of {result['num_prompts']} answered, TTFT "
+        f"{axis(by)} {cell(result[by])}: {result['completed']} of {result['num_prompts']} answered, TTFT "
         f"{number(result['median_ttft_ms'])} ms, {number(result['output_throughput'])} tokens/s"
     )
 
@@ -91,7 +91,7 @@ def report(by: str, results: Sequence[dict[str, Any]]) -> list[str]:
     lines = [f"{results[0]['model_id']}: {loads_in_words(results)}", "", *aligned([*columns], rows)]
     for result in results:
         said = warnings(result, result["num_prompts"])
-        lines += [f"warning: {axis(by)} {result[by]}: {text}" for text in said]
+        lines += [f"warning: {axis(by)} {cell(result[by])}: {text}" for text in said]
     for unit, names in CURVES.values():
         lines += ["", *terminal(curves(by, results, names), x=axis(by), y=unit)]
     return lines

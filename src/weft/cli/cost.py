@@ -11,7 +11,7 @@ import msgspec
 
 from weft.cli.parser import UsageError
 from weft.cli.plan import NOTHING_FITS, ask, look_up
-from weft.cli.tables import WIDE, table
+from weft.cli.tables import NARROW, WIDE, table
 from weft.errors import ConfigError
 from weft.facts import api_prices
 from weft.facts.api_prices import Quote, Usage
@@ -53,8 +53,14 @@ def rented(question: Question, best: Candidate) -> Fleet:
         dollars_per_hour=question.price * len(set(best.layout.gpus)),
         requests_per_s=tokens / question.workload.output_len,
         tokens_per_s=tokens,
-        replicas=best.layout.data_parallel,
+        replicas=units(best),
     )
+
+
+def units(best: Candidate) -> int:
+    """How many parts of the deployment can be rented each by itself: its replicas, unless they share their experts."""
+    layout = best.layout
+    return layout.data_parallel if layout.expert_parallel <= layout.tensor_parallel else 1
 
 
 def usage(question: Question, cached: float) -> Usage:
@@ -125,6 +131,7 @@ def show(
     from rich.console import Console
 
     out = Console(width=None if sys.stdout.isatty() else WIDE, highlight=False, markup=False)
+    out.width = max(out.width, NARROW)
     work, band = question.workload, best.predicted.error_band
     gpus = len(set(best.layout.gpus))
     out.print(
@@ -162,7 +169,7 @@ def show_mixes(
     out: Any, arguments: Namespace, question: Question, replica: Fleet, quote: Quote, best: Candidate
 ) -> None:
     """How much of the demand to own, how much to let overflow."""
-    demand, size = arguments.demand, best.layout.size
+    demand, size = arguments.demand, len(set(best.layout.gpus)) // units(best)
     rows = mixes(replica, quote, demand, arguments.max_load)
     cheapest = min(rows, key=lambda it: it.dollars)
     mean = sum(demand) / len(demand)

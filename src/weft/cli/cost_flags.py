@@ -41,7 +41,7 @@ def demand(text: str) -> tuple[float, ...]:
         try:
             rows = [row for row in csv.reader(Path(text).read_text(encoding="utf-8").splitlines()) if row]
         except (OSError, UnicodeDecodeError) as error:
-            raise ArgumentTypeError(f"{text} cannot be read: {error}") from None
+            raise ArgumentTypeError(f"{text} cannot be read: {getattr(error, 'strerror', None) or error}") from None
         rates = []
         for number, row in enumerate(rows, 1):
             try:

@@ -23,8 +23,8 @@ Flags have vLLM's names and meanings where vLLM has them. In a flag's name `_` i
 does not have is ignored with a warning that names it; any other unknown flag is an error, with the nearest name.
 
 Exit status: 0 done, 1 an error (one line on standard error), 2 words that make no command, 3 for `weft plan` where
-nothing fits or a claim is impossible, 130 Ctrl-C. Answers and reports go to standard output, everything else to
-standard error. `VLLM_LOGGING_LEVEL` sets how much that is.
+nothing fits or a claim is impossible and for `weft simulate` where nothing meets the promise, 130 Ctrl-C. Answers and
+reports go to standard output, everything else to standard error. `VLLM_LOGGING_LEVEL` sets how much that is.
 """
 
 

@@ -38,6 +38,8 @@ def check(arguments: Namespace) -> None:
     for other in ("check", "json", "html"):
         if getattr(arguments, other, False):
             raise UsageError(f"--emit and --{other} are two answers; give one of them")
+    if getattr(arguments, "emit_to", None) == "":
+        raise UsageError("--emit-to is empty; give a folder, or . for this one")
     if hasattr(arguments, "force") and not hasattr(arguments, "emit_to"):
         raise UsageError("--force is for files that --emit-to DIR would overwrite")
 
@@ -108,6 +110,11 @@ def deployment(
     on_cpu, engine = choice.question.cluster.on_cpu, choice.question.engine
     found = checkpoint(arguments.model, model, layout.precision, engine, on_cpu=on_cpu)
     names = tuple(getattr(arguments, "served_model_name", ())) or (*([instance.model] if instance else ()), found.title)
+    for name in names:
+        if not name.strip() or not name.isprintable() or name.startswith("-"):
+            raise UsageError(f"{name!r} is no name that clients could ask for; --served-model-name takes one")
+    if not found.name.isprintable():
+        raise UsageError(f"the path {found.name!r} has characters that no file written here could hold; rename it")
     return Deployment(
         question=choice.question,
         candidate=choice.candidate,

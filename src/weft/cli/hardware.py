@@ -27,14 +27,19 @@ def main(arguments: Namespace) -> int:
     as_json, as_yaml = said.get("json", False), said.get("yaml", False)
     if as_json and as_yaml:
         raise UsageError("--json and --yaml are two forms of one answer; give one of them")
-    if any(name in said for name in ("gpus", "nodes", "network")):
+    described = any(name in said for name in ("gpus", "nodes", "network"))
+    measure, refresh = said.get("measure", True), said.get("refresh_hardware", False)
+    if refresh and (described or not measure):
+        other = "--gpus and --nodes describe another" if described else "--no-measure measures nothing"
+        raise UsageError(f"--refresh-hardware measures this machine, {other}; give one of them")
+    if described:
         from weft.cli.plan import hardware
 
         told = hardware_file.write(hardware(said))
         print(json.dumps(_from_yaml(told)) if as_json else told, end="\n" if as_json else "")
         return 0
     here = host.probe()
-    found = known(here, measure=said.get("measure", True), refresh=said.get("refresh_hardware", False))
+    found = known(here, measure=measure, refresh=refresh)
     if as_json:
         print(json.dumps(as_told(here, found)))
     elif as_yaml:
@@ -54,11 +59,11 @@ def known(here: Host, *, measure: bool, refresh: bool) -> Speeds:
         return found
     try:
         found = msgspec.structs.replace(found, cpu=speeds.cpu_speed(here, refresh=refresh))
-        if here.gpus and (refresh or not found.gpus):
+        if here.gpus and (refresh or len(found.gpus) < len(here.gpus)):
             logger.warning("trying out how the GPUs copy; a minute at most, longer where a link hangs")
             gpus, pairs = links.measure(here)
             found = msgspec.structs.replace(found, gpus=gpus, pairs=pairs)
-            speeds.keep(here, found)
+            speeds.keep(here, msgspec.structs.replace(speeds.known(here), gpus=gpus, pairs=pairs))
     except ConfigError as error:
         logger.warning("%s", error)
     return found
@@ -72,8 +77,14 @@ def cluster(here: Host, found: Speeds) -> Cluster:
 
 
 def as_told(here: Host, found: Speeds) -> dict[str, Any]:
-    """All that was found; sizes are bytes, speeds bytes per second, `hardware` is as in the file."""
-    planned = None if not here.gpus and found.cpu is None else _from_yaml(hardware_file.write(cluster(here, found)))
+    """All that was found; sizes are bytes, speeds bytes per second, `hardware` is as in the file, None where it is not
+    known well enough."""
+    planned = None
+    if here.gpus or found.cpu:
+        try:
+            planned = _from_yaml(hardware_file.write(cluster(here, found)))
+        except ConfigError as error:
+            logger.warning("weft plan cannot plan for this machine: %s", error)
     return {
         "host": msgspec.to_builtins(here),
         "speeds": msgspec.to_builtins(found),

@@ -81,6 +81,8 @@ def gpu_lines(here: Host, speeds: Speeds) -> Iterator[str]:
 def one_gpu(gpu: Gpu, speeds: Speeds) -> Iterator[str]:
     """Its memory and who holds it, its links and clocks, and what was measured."""
     yield f"{gpu.name}, {gigabytes(gpu.free_bytes)} free of {gigabytes(gpu.total_bytes)}"
+    if gpu.slice:
+        yield "a MIG slice: CUDA shows a process one of them; CUDA_VISIBLE_DEVICES=MIG-... takes another"
     if gpu.holders:
         yield f"in use by {', '.join(map(str, gpu.holders))}"
     elif gpu.held_bytes:

@@ -46,7 +46,7 @@ def share(text: str) -> float:
     except ValueError:
         raise ArgumentTypeError(f"{text!r} is no share, as in 0.9") from None
     if not 0 < part <= 1:
-        raise ArgumentTypeError(f"{text!r} is no share of the memory: above 0, up to 1")
+        raise ArgumentTypeError(f"{text!r} is no share: above 0, up to 1")
     return part
 
 

@@ -20,6 +20,7 @@ MOST_BARS = 24  # that are drawn; a plan with more unlike GPUs than that is for 
 PIPE = 80  # columns of a pipe, which has no width of its own
 LONGEST_BAR = 60
 FIGURE = 9  # columns of one
+NAME = 12  # columns that a layout's name needs at least
 STYLES = {"weight": "bright_blue", "kv": "green", "other": "yellow", "held": "red", "free": "bright_black"}
 # Shades, so that a pipe without colours tells them apart as well.
 SHADES = {"weight": "█", "kv": "▓", "other": "▒", "held": "▚", "free": "░"}
@@ -39,7 +40,7 @@ def print_answer(told: Told, out: TextIO | None = None) -> None:
         if traffic := plan_text.traffic(told):
             say(console, traffic)
         console.print()
-        console.print(comparison(told))
+        console.print(comparison(told, console.width))
         say(console, "", plan_text.speeds(told))
     reasons = plan_text.rejections(told)
     if reasons:
@@ -157,19 +158,29 @@ def shares(parts: Sequence[int], length: int) -> list[int]:
     return cells
 
 
-def comparison(told: Told) -> Table:
-    """The best candidates, side by side."""
+def comparison(told: Told, width: int) -> Table:
+    """The best candidates, side by side; below each other where `width` leaves their names no room."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     length, priced = told["workload"]["max_model_len"], told["hardware"]["dollars_per_gpu_hour"] is not None
+    heads = ["fullest,\nGB", "KV\ntokens", f"requests\nof {length:,}", "TTFT", "tok/s\none", "tok/s\nall"]
+    heads += ["$/M\ntokens"] * priced
+    shown = told["candidates"][: plan_text.BEST]
+    names, rows = [it["name"] for it in shown], [figures(it) for it in shown]
     made = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True, show_edge=False)
     made.add_column("layout", overflow="fold")
-    heads = ["fullest,\nGB", "KV\ntokens", f"requests\nof {length:,}", "TTFT", "tok/s\none", "tok/s\nall"]
-    for name in [*heads, *(["$/M\ntokens"] if priced else [])]:
-        made.add_column(name, justify="right", no_wrap=True)
-    for candidate in told["candidates"][: plan_text.BEST]:
-        made.add_row(candidate["name"], *figures(candidate))
+    columns = ((*head.split("\n"), *cells) for head, *cells in zip(heads, *rows, strict=True))
+    if width - sum(max(map(len, column)) + 2 for column in columns) < NAME:
+        for name, cells in zip(names, rows, strict=True):
+            made.add_column(name, justify="right", min_width=max(map(len, cells)))
+        for head, *cells in zip(heads, *rows, strict=True):
+            made.add_row(head.replace("\n", " "), *cells)
+        return made
+    for head in heads:
+        made.add_column(head, justify="right", no_wrap=True)
+    for name, cells in zip(names, rows, strict=True):
+        made.add_row(name, *cells)
     return made
 
 

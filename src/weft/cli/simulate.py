@@ -174,12 +174,17 @@ def studied(said: dict[str, Any], question: Question, best: Candidate, load: Loa
     limits = Limits(
         max_num_seqs=said.get("max_num_seqs"),
         max_num_batched_tokens=said.get("max_num_batched_tokens"),
+        lookahead=said.get("async_scheduling"),
         **({"max_num_queued": said["max_num_queued_reqs"]} if "max_num_queued_reqs" in said else {}),
     )
     found = specs(question, best, limits)
+    counted = "replicas" in said or said.get("find") == "replicas"
+    if counted and best.layout.expert_parallel > best.layout.tensor_parallel:
+        raise PlanError(
+            f"{best.cut}: its replicas share one set of experts, so that their number is part of the layout; describe "
+            "other hardware, or give --no-enable-expert-parallel"
+        )
     if "replicas" in said:
-        if question.cluster.on_cpu and said["replicas"] > 1:
-            raise PlanError("--replicas: a machine's CPU is one device; describe GPUs with --gpus")
         found = [found[number % len(found)] for number in range(said["replicas"])]
     sample = said.get("sample_replicas")
     runs = FINDING_RUNS if "find" in said else len(said.get("rates", SHARES if bare(said) else (1,)))

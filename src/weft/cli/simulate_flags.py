@@ -91,6 +91,11 @@ SERVICE = (
     Flag(
         name="replicas", parse=values.at_least(1), metavar="N", help="of the plan's layout, instead of its own number"
     ),
+    Flag(
+        name="async-scheduling",
+        parse=None,
+        help="schedule each step before the one under way is over; left out: as Weft does, on GPUs without a pipeline",
+    ),
     Flag(name="policy", choices=POLICIES, default=POLICIES[0], help="which replica gets a request"),
     Flag(
         name="max-num-seqs",

@@ -31,13 +31,13 @@ def hardware(question: Question) -> str:
 def heading(question: Question, best: Candidate, study: Study, load: Load) -> list[str]:
     """What is simulated."""
     count = len(study.specs)
-    replicas = f"{count:,} replica{'s' * (count > 1)} of {devices(study.gpus_each, study)}"
+    replicas = f"{count:,} replica{'s' * (count > 1)}, each of {devices(study.gpus_each, study)}"
     input_len, output_len = load.mean
     spec = study.specs[0]
     limits = f"{spec.num_blocks * spec.block_size:,} tokens of KV, {spec.max_num_seqs} requests at once"
     error = f"planner's costs for {question.engine}, within {100 * best.predicted.error_band:.0f} %"
     return [
-        f"{question.model}: {best.cut} on {hardware(question)}; {replicas}, each {limits}; {study.policy}",
+        f"{question.model}: {best.cut} on {hardware(question)}; {replicas}, {limits}; {study.policy}",
         f"requests of {input_len:,.0f} + {output_len:,.0f} tokens on average; {error}",
     ]
 

@@ -47,30 +47,35 @@ def joined(group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype) -
     """The group with symmetric memory where all of its ranks find that this works, else with NCCL alone: drivers say
     that GPUs can read each other where they cannot (virtual machines, IOMMU)."""
     plain, made, reason = DistributedComm(group, device), None, ""
+
+    def all_say(yes: bool) -> bool:
+        with peers_may_vanish():
+            return plain.sum(torch.tensor([float(yes)], device=device)).item() == plain.size
+
     try:
         made = SymmetricComm(group, device, dtype)
+    except (RuntimeError, ImportError, AttributeError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    # Its sums wait for every rank on the device, without an end: none begins where another cannot.
+    if all_say(made is not None) and made is not None:
         works = adds_up(made, dtype)
         reason = "" if works else "its sums are wrong"
-    except (RuntimeError, ImportError, AttributeError) as error:
-        works, reason = False, str(error).splitlines()[0] if str(error) else type(error).__name__
-    with peers_may_vanish():
-        agreed = plain.sum(torch.tensor([float(works)], device=device)).item() == plain.size
-    if made is not None and agreed:
-        return made
+        if all_say(works):
+            return made
     if plain.rank == 0:
         logger.info("Sums go through NCCL alone: symmetric memory %s", reason or "does not work on another rank")
     return plain
 
 
 def adds_up(comm: SymmetricComm, dtype: torch.dtype) -> bool:
-    """Whether sums of both kinds are right, again and again: a part that is read too early shows in the second."""
-    device = comm._buffer.device
+    """Whether sums of both kinds are right, again and again: a part that is read too early shows in the second. Wrong
+    ones end nothing, for the other ranks would wait for this one in the next."""
+    device, right = comm._buffer.device, True
     for count in (64, ONE_SHOT_BYTES // dtype.itemsize, TWO_SHOT_BYTES // dtype.itemsize):
         for turn in range(3):
             # Small whole numbers: exact in every dtype.
             mine = torch.arange(count, device=device).remainder(7).add(comm.rank + turn).to(dtype)
             want = torch.arange(count, device=device).remainder(7).add(turn) * comm.size
             want = (want + comm.size * (comm.size - 1) // 2).to(dtype)
-            if not torch.equal(comm.sum(mine.clone()), want):
-                return False
-    return True
+            right = torch.equal(comm.sum(mine.clone()), want) and right
+    return right

@@ -4,6 +4,7 @@ that is broken may hang whoever uses it."""
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ from weft.executors.framing import FrameError
 from weft.executors.launch import Child, end
 from weft.facts.host import Host
 from weft.facts.speeds import GpuSpeed, PairSpeed, Verdict
+
+logger = logging.getLogger("weft")
 
 EXAMINER = "weft.worker.examiner"
 START_S = 90.0  # to import torch and make a CUDA context
@@ -77,10 +80,10 @@ class Fault(msgspec.Struct, frozen=True):
 def measure(
     host: Host, examiner: str = EXAMINER, start_s: float = START_S, task_s: float = TASK_S
 ) -> tuple[tuple[GpuSpeed, ...], tuple[PairSpeed, ...]]:
-    """Every GPU, and every two that may reach each other. Raises ConfigError where no measurement can even begin."""
+    """Every GPU, and every two, but for what faults prevent. Raises ConfigError where no measurement can even begin."""
     uuids = [gpu.uuid for gpu in host.gpus]
-    whole = [gpu.index for gpu in host.gpus if gpu.slice is None]
-    left: list[Task] = [(gpu.index,) for gpu in host.gpus] + list(combinations(whole, 2))
+    numbers = [gpu.index for gpu in host.gpus]
+    left: list[Task] = [(number,) for number in numbers] + list(combinations(numbers, 2))
     gpus: list[GpuSpeed] = []
     pairs: list[PairSpeed] = []
     for _ in range(MOST_FAULTS):
@@ -107,10 +110,14 @@ def measure(
             break
         if fault.task is None:
             raise ConfigError(f"cannot measure the GPUs of {host.hostname}: {fault.reason}")
-        # A GPU that fails by itself fails with every other one too.
-        failed = [task for task in left if set(fault.task) <= set(task)]
-        left = [task for task in left if task not in failed]
-        pairs += [_pair(uuids, task, fault.verdict, fault.reason) for task in failed if len(task) == 2]
+        if len(fault.task) == 2:
+            left.remove(fault.task)
+            pairs.append(_pair(uuids, fault.task, fault.verdict, fault.reason))
+        else:
+            # Its memory may be full, or it is another's alone: that says nothing of its links.
+            (number,) = fault.task
+            left = [task for task in left if number not in task]
+            logger.warning("GPU %d cannot be measured, nor its links: %s", number, fault.reason)
     return tuple(gpus), tuple(pairs)
 
 

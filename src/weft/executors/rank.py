@@ -65,9 +65,7 @@ def run(rank: int, inbox: SimpleQueue[Any], send: Callable[[msgspec.Struct], Non
             match message:
                 case Run(step):
                     result = worker.execute(step)
-                    if isinstance(result, StepResult):
-                        say(Done(result))
-                    elif result is not None:
+                    if result is not None:
                         later.put(result)
                 case Allocate(num_blocks):
                     enter("allocate")
@@ -83,15 +81,19 @@ def run(rank: int, inbox: SimpleQueue[Any], send: Callable[[msgspec.Struct], Non
 
 
 class Later:
-    """Waits for results that a device still works on, in their order, in a thread that the first of them starts."""
+    """Hands results on in the order of their steps. The first that a device still works on starts a thread, which waits
+    for it; from then on all go through there, for none may overtake one that is waited for."""
 
     def __init__(self, done: Callable[[StepResult], None], fail: Callable[[BaseException], None]) -> None:
         self._done, self._fail = done, fail
-        self._queue: SimpleQueue[Callable[[], StepResult] | None] = SimpleQueue()
+        self._queue: SimpleQueue[StepResult | Callable[[], StepResult] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def put(self, result: Callable[[], StepResult]) -> None:
+    def put(self, result: StepResult | Callable[[], StepResult]) -> None:
         if self._thread is None:
+            if isinstance(result, StepResult):
+                self._done(result)
+                return
             self._thread = threading.Thread(target=self._run, name="weft-results", daemon=True)
             self._thread.start()
         self._queue.put(result)
@@ -105,7 +107,7 @@ class Later:
     def _run(self) -> None:
         try:
             while (result := self._queue.get()) is not None:
-                self._done(result())
+                self._done(result if isinstance(result, StepResult) else result())
         except BaseException as error:
             self._fail(error)
 

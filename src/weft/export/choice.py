@@ -7,8 +7,10 @@ from collections.abc import Iterator
 import msgspec
 
 from weft.errors import PlanError
+from weft.export import engines
 from weft.export.target import Target, nearest
 from weft.export.words import told, uneven
+from weft.facts.kv import number_bytes
 from weft.planner.objections import not_run
 from weft.planner.question import Question, Wish
 from weft.planner.search import Answer, Candidate, search
@@ -61,7 +63,11 @@ def in_its_words(question: Question, target: Target) -> tuple[Question, list[str
         for it in question.precisions
         if it in target.instead
     ]
-    return msgspec.structs.replace(question, engine=engine, precisions=read), gaps
+    asked = msgspec.structs.replace(question, engine=engine, precisions=read)
+    if question.kv_dtype and number_bytes(question.kv_dtype) < 2 and not engines.narrow_cache(asked):
+        gaps.append(f"{target.title} keeps no {question.kv_dtype} KV cache here; this is with one in 16 bits")
+        asked = msgspec.structs.replace(asked, kv_dtype=None)
+    return asked, gaps
 
 
 def alternatives(answer: Answer) -> Iterator[tuple[Question, Candidate]]:

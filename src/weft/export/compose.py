@@ -18,18 +18,24 @@ from weft.planner.question import Question
 
 PORT = 8000  # inside of every container
 SHM = "16gb"  # ranks exchange through /dev/shm, of which Docker gives 64 MB; as in vLLM's documentation
-CACHE = "huggingface"
+CACHES = {"huggingface": "/root/.cache/huggingface"}
+OURS = {**CACHES, "weft": "/root/.cache/weft"}  # the demo's file, kernels compiled for the machine
 HEALTH = "import urllib.request; urllib.request.urlopen('http://127.0.0.1:{port}{path}', timeout=5)"
 START = "1h"  # the first one downloads the model
 SOURCE = Placeholder("WEFT_SOURCE", "directory of a checkout of Weft, which the image is built from")
 IMAGE = "vllm/vllm-openai:latest"
 ROCM_IMAGE = Placeholder("VLLM_IMAGE", "an image with vLLM for ROCm")
+# Triton and the CPU's kernels are compiled where they run. Of a checkout nothing else is needed.
 DOCKERFILE = """\
 FROM python:3.12-slim
-COPY . /weft
-RUN pip install --no-cache-dir /weft
+RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
+WORKDIR /weft
+COPY pyproject.toml README.md LICENSE ./
+COPY src src
+RUN pip install --no-cache-dir {index}.
 ENTRYPOINT ["weft"]
 """
+CPU_TORCH = "--extra-index-url https://download.pytorch.org/whl/cpu "  # without gigabytes of CUDA
 
 
 def cannot(question: Question, layout: Layout) -> str:
@@ -52,7 +58,7 @@ def write(it: Deployment) -> list[File]:
         }
         if balanced:
             content["services"]["nginx"] = balancer(it, servers)
-        content["volumes"] = {CACHE: {}}
+        content["volumes"] = {name: {} for name in caches(it)}
         remarks = Remarks(left_out(it), replace(it), use(it))
         told = portless(it) if balanced else it
         found.append(File(name, f"{comment('compose', told, remarks)}\n\n{dump(content)}"))
@@ -76,13 +82,15 @@ def service(server: Server) -> str:
 def replica(it: Deployment, server: Server, published: bool) -> dict[str, Any]:
     """The service of one replica."""
     ours = it.question.engine == "weft"
-    flags = {**(weft_serve.arguments(it) if ours else vllm.arguments(it)), "served-model-name": it.names}
+    engine = weft_serve.arguments(it, server) if ours else vllm.arguments(it, server)
+    flags = {**engine, "served-model-name": it.names}
     if not ours:
         flags |= vllm.placed(it, server, server.node)
     flags |= {"host": "0.0.0.0", "port": PORT}
     found: dict[str, Any] = {}
     if ours:
-        found["build"] = {"context": SOURCE.demand, "dockerfile_inline": Block(DOCKERFILE)}
+        dockerfile = DOCKERFILE.format(index=CPU_TORCH if hosts.on_cpu(it) else "")
+        found["build"] = {"context": SOURCE.demand, "dockerfile_inline": Block(dockerfile)}
         found["image"] = "weft"
     else:
         found["image"] = ROCM_IMAGE.demand if it.gpu.gfx else IMAGE
@@ -92,7 +100,7 @@ def replica(it: Deployment, server: Server, published: bool) -> dict[str, Any]:
     found["environment"] = environment(it, server)
     found |= gpus(it, server)
     found["shm_size"] = SHM
-    found["volumes"] = [f"{CACHE}:/root/.cache/huggingface", *mount(it)]
+    found["volumes"] = [*(f"{name}:{path}" for name, path in caches(it).items()), *mount(it)]
     if published:
         host = "127.0.0.1:" if len(it.nodes) == 1 else ""
         found["ports"] = [f"{host}{server.port}:{PORT}"]
@@ -108,6 +116,11 @@ def replica(it: Deployment, server: Server, published: bool) -> dict[str, Any]:
     return found
 
 
+def caches(it: Deployment) -> dict[str, str]:
+    """The volumes that outlive a container, and where they lie in it."""
+    return OURS if it.question.engine == "weft" else CACHES
+
+
 def environment(it: Deployment, server: Server) -> dict[str, str]:
     """From the environment, or from a file .env beside the Compose file; and what the plan says."""
     found = {"HF_TOKEN": "${HF_TOKEN:-}", "VLLM_API_KEY": "${VLLM_API_KEY:-}"}
@@ -115,7 +128,19 @@ def environment(it: Deployment, server: Server) -> dict[str, str]:
         found |= vllm.partition(it)
     if it.gpu.gfx:
         return found | hosts.visible(it, server, server.node)
-    return found if hosts.on_cpu(it) else {**found, "NVIDIA_DRIVER_CAPABILITIES": "compute,utility"}
+    return found if hosts.on_cpu(it) else {**found, "NVIDIA_DRIVER_CAPABILITIES": "compute,utility", **order(server)}
+
+
+def order(server: Server) -> dict[str, str]:
+    """The order of a container's GPUs: they come as they are in the machine, however they are listed, and CUDA would
+    put the fastest first."""
+    gpus = server.gpus(server.node)
+    found = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    if not all(gpu.isdecimal() for gpu in gpus):
+        return {**found, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}  # names, which are the same inside
+    there = sorted(gpus, key=int)
+    places = [f"{there.index(gpu)}" for gpu in gpus]
+    return found if list(gpus) == there else {**found, "CUDA_VISIBLE_DEVICES": ",".join(places)}
 
 
 def gpus(it: Deployment, server: Server) -> dict[str, Any]:

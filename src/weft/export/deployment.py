@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
 from weft.export.checkpoint import Checkpoint
 from weft.facts.gpus import GpuSpec
-from weft.planner.footprint import rank_memory
+from weft.facts.topology import DRIVER_BYTES
+from weft.planner.footprint import RankMemory, rank_memory
 from weft.planner.islands import devices
 from weft.planner.question import Question
 from weft.planner.search import Candidate, engine_profile
@@ -85,14 +86,27 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
         sure = int(memory.longest * SURE)
         return max(work.longest, sure - sure % ROUND)
 
-    @property
-    def utilization(self) -> tuple[float, ...]:
-        """Each rank's share of its GPU's memory, where replicas differ the most that any of them needs."""
+    def taken(self, server: Server | None = None, *, held: bool = False) -> tuple[float, ...]:
+        """Each rank's share of its GPU's memory in a replica, with `held` also what others hold of it; of the replicas
+        of a server, or of all, the most that any of them needs."""
         shares = [
-            [_up(rank.usable_bytes / rank.memory_bytes) for rank in replica.ranks]
-            for replica in self.candidate.memory.replicas
+            [_up((rank.usable_bytes + held * gpu.held_bytes) / rank.memory_bytes) for rank, gpu in ranks]
+            for ranks in self._ranks(server)
         ]
         return tuple(map(max, zip(*shares, strict=True)))
+
+    def free(self, server: Server | None = None) -> float:
+        """The share of its memory that no GPU of a server, or of all, lacks; all of it where others hold nothing."""
+        gpus = (gpu for ranks in self._ranks(server) for _, gpu in ranks if gpu.held_bytes)
+        return min((_down(1 - (gpu.held_bytes + DRIVER_BYTES) / gpu.memory_bytes) for gpu in gpus), default=1.0)
+
+    def _ranks(self, server: Server | None) -> Iterator[list[tuple[RankMemory, GpuSpec]]]:
+        """The ranks of each replica with their GPUs."""
+        layout, gpus, replicas = self.candidate.layout, self.question.cluster.gpus, self.candidate.memory.replicas
+        numbers = [server.number] if server and len(server.replicas) == 1 else range(layout.data_parallel)
+        for number in numbers:
+            seats = (gpus[at] for _, at in layout.replica(number))
+            yield list(zip(replicas[number].ranks, seats, strict=True))
 
     @property
     def batch(self) -> tuple[int, int]:
@@ -131,3 +145,8 @@ def servers(question: Question, candidate: Candidate, port: int, visible: Sequen
 def _up(share: float) -> float:
     """To three digits, never less."""
     return -(-round(share * 1e6) // 1000) / 1000
+
+
+def _down(share: float) -> float:
+    """To three digits, never more."""
+    return round(share * 1e6) // 1000 / 1000

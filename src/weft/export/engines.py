@@ -1,4 +1,4 @@
-"""Engines: what each of those that answer over HTTP cannot do of what its planner's profile allows."""
+"""Engines: what each of those that an export starts cannot do of what its planner's profile allows."""
 
 from __future__ import annotations
 
@@ -12,3 +12,10 @@ KNOWN = {"weft": weft_serve.cannot, "vllm": vllm.cannot}
 def cannot(question: Question, layout: Layout) -> str:
     """In words, "" where the question's engine can run the layout; of engines that are not known here nothing."""
     return KNOWN[question.engine](question, layout) if question.engine in KNOWN else ""
+
+
+def narrow_cache(question: Question) -> bool:
+    """Whether the question's engine keeps keys and values in fewer than 16 bits on all of its GPUs."""
+    if question.engine == "weft":
+        return weft_serve.narrow_cache(question)
+    return question.engine != "transformers"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 
+from weft.errors import ConfigError
 from weft.export import vllm, weft_serve
 from weft.export.deployment import Deployment
 from weft.export.files import PRIVATE, File
@@ -17,11 +19,18 @@ MERGE = """\
 config="${XDG_CONFIG_HOME:-$HOME/.config}/infernet/config.json"
 merged=$(jq -s '.[0] * .[1]' "$config" infernet-engine.json) && printf '%s\\n' "$merged" >"$config\""""
 BACKEND = "vllm"  # the node's word for any server with OpenAI's API
+# What systemd, Docker and a shell that reads the file itself take alike.
+PLAIN = re.compile(r"[\w./:@+,=-]+")
 KEY = Placeholder("VLLM_API_KEY", "only where the server asks for a key")
 
 
 def write(it: Deployment) -> list[File]:
     """The node's environment, the part of its configuration that it reads, and the server's commands."""
+    if not PLAIN.fullmatch(it.names[0]):
+        raise ConfigError(
+            f"{it.names[0]!r} cannot stand in the node's environment: those who read it agree on letters, figures and "
+            "./:@+,=- only; --served-model-name gives another name"
+        )
     remarks = Remarks(left_out(it), [*it.checkpoint.placeholders, KEY], use(it))
     variables = {
         "INFERNET_ENGINE_BACKEND": BACKEND,

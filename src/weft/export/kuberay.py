@@ -18,9 +18,10 @@ from weft.planner.deployment import Layout
 from weft.planner.islands import devices
 from weft.planner.question import Question
 
-# As in ray-service.llm-serve.yaml, KubeRay's own example. One version for the cluster and its images.
-RAY_VERSION = "2.50.1"
-IMAGE = f"rayproject/ray-llm:{RAY_VERSION}-py311-cu124"
+# One version for the cluster and its images, of which each has its own Python and CUDA.
+RAY_VERSION = "2.52.0"
+IMAGE = f"rayproject/ray-llm:{RAY_VERSION}-py311-cu128"
+ROCM_IMAGE = Placeholder("REPLACE_WITH_IMAGE", f"an image with Ray {RAY_VERSION} and vLLM for ROCm; Ray has none")
 HEAD = {"cpu": "2", "memory": "8Gi"}
 # Of a worker for each of its GPUs; vLLM reads weights through the page cache, which needs no reservation.
 CPUS, MEMORY_GIB, SHM_GIB = 4, 16, 4
@@ -47,7 +48,7 @@ def write(it: Deployment) -> list[File]:
             "serveConfigV2": Block(dump({"applications": [application(it)]})),
             "rayClusterConfig": {
                 "rayVersion": RAY_VERSION,
-                "headGroupSpec": head(),
+                "headGroupSpec": head(it),
                 "workerGroupSpecs": [workers(it, gpus, count) for gpus, count in groups(it).items()],
             },
         },
@@ -57,7 +58,17 @@ def write(it: Deployment) -> list[File]:
 
 def service_name(it: Deployment) -> str:
     """A DNS label. It does not begin with vllm: Kubernetes would set VLLM_ variables for it, which vLLM reads."""
-    return "llm-" + re.sub(r"[^a-z0-9]+", "-", it.names[0].rpartition("/")[2].lower())[:NAME_LENGTH].strip("-")
+    return f"llm-{label_of(it.names[0].rpartition('/')[2])[:NAME_LENGTH] or 'model'}".rstrip("-")
+
+
+def label_of(name: str) -> str:
+    """What of a name may be in a DNS label."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def image(it: Deployment) -> str:
+    """With Ray and vLLM for the GPUs."""
+    return ROCM_IMAGE.name if it.gpu.gfx else IMAGE
 
 
 def application(it: Deployment) -> dict[str, Any]:
@@ -92,10 +103,11 @@ def groups(it: Deployment) -> Counter[tuple[str, ...]]:
     return Counter(used.values())
 
 
-def head() -> dict[str, Any]:
+def head(it: Deployment) -> dict[str, Any]:
     """The head: it schedules, and runs no replica."""
     ports = [{"name": name, "containerPort": port} for name, port in PORTS.items()]
-    container = {"name": "ray-head", "image": IMAGE, "ports": ports, "resources": {"limits": HEAD, "requests": HEAD}}
+    resources = {"limits": HEAD, "requests": HEAD}
+    container = {"name": "ray-head", "image": image(it), "ports": ports, "resources": resources}
     return {"rayStartParams": {"num-cpus": "0", "num-gpus": "0"}, "template": {"spec": {"containers": [container]}}}
 
 
@@ -105,7 +117,7 @@ def workers(it: Deployment, gpus: Sequence[str], count: int) -> dict[str, Any]:
     resources = {"cpu": f"{number * CPUS}", "memory": f"{number * MEMORY_GIB}Gi", resource: f"{number}"}
     container = {
         "name": "ray-worker",
-        "image": IMAGE,
+        "image": image(it),
         "env": [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": SECRET}}],
         "resources": {"limits": resources, "requests": resources},
         "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
@@ -116,7 +128,7 @@ def workers(it: Deployment, gpus: Sequence[str], count: int) -> dict[str, Any]:
         spec["nodeSelector"] = {hosts.vendor(it).product: label(it, gpus[0]).name}
     kinds = "-".join(f"{number}x-{name}" for name, number in Counter(gpus).items())
     return {
-        "groupName": re.sub(r"[^a-z0-9]+", "-", kinds.lower()),
+        "groupName": label_of(kinds),
         "replicas": count,
         "minReplicas": count,
         "maxReplicas": count,
@@ -147,7 +159,7 @@ def replace(it: Deployment) -> list[Placeholder]:
     """What the manifest has words for in place of values."""
     found = [] if it.checkpoint.name else [Placeholder(it.checkpoint.word, it.checkpoint.wanted)]
     names = dict.fromkeys(gpus[0] for gpus in groups(it) if labelled(it))
-    return [*found, *(label(it, name) for name in names)]
+    return [*found, *([ROCM_IMAGE] if it.gpu.gfx else []), *(label(it, name) for name in names)]
 
 
 def left_out(it: Deployment) -> list[str]:

@@ -62,7 +62,8 @@ def modelfile(it: Deployment) -> list[str]:
 
 def model_name(it: Deployment) -> str:
     """As Ollama names models: qwen2.5-7b-instruct."""
-    return re.sub(r"[^a-z0-9._:-]+", "-", it.names[0].rpartition("/")[2].lower())
+    name, _, tag = (re.sub(r"[^a-z0-9._:-]+", "-", it.names[0].rpartition("/")[2].lower())).partition(":")
+    return ":".join(filter(None, (name.strip("._-") or "model", tag.replace(":", "-").strip("._-"))))
 
 
 def start(it: Deployment, servers: list[Server]) -> list[str]:

@@ -92,6 +92,7 @@ def ray(visible: Mapping[str, str], node: int, head: int, gpus: int, *, stays: b
         return [*lines, command(["ray", "start"], {"address": where, **flags, "block": stays})]
     return [
         *lines,
+        "python3 -c 'import ray'  # or there is another Python in front of vLLM's, which cannot count them",
         command(["ray", "start", "--head"], {"port": RAY_PORT, **flags}),
         f"gpus() {{ python3 -c '{COUNT}' 2>/dev/null || echo 0; }}",
         f'until [ "$(gpus)" -ge {gpus} ]; do',
@@ -103,7 +104,7 @@ def ray(visible: Mapping[str, str], node: int, head: int, gpus: int, *, stays: b
 
 def serve(it: Deployment, server: Server, node: int) -> str:
     """The command line of a server; of one whose replicas share experts, that of a node's part."""
-    flags: dict[str, Value] = {**arguments(it), **placed(it, server, node)}
+    flags: dict[str, Value] = {**arguments(it, server), **placed(it, server, node)}
     if node == server.node:
         flags |= {"served-model-name": it.names, "host": "127.0.0.1" if len(it.nodes) == 1 else "0.0.0.0"}
         flags["port"] = server.port
@@ -131,8 +132,8 @@ def placed(it: Deployment, server: Server, node: int) -> Flags:
     return flags
 
 
-def arguments(it: Deployment) -> Flags:
-    """The engine's arguments, whoever starts it."""
+def arguments(it: Deployment, server: Server | None = None) -> Flags:
+    """The arguments of a server's engine, or those that do for all, whoever starts it."""
     layout = it.candidate.layout
     tokens, requests = it.batch
     flags: dict[str, Value] = {
@@ -141,7 +142,8 @@ def arguments(it: Deployment) -> Flags:
         "max-model-len": it.max_model_len,
         "max-num-seqs": requests,
         "max-num-batched-tokens": tokens,
-        "gpu-memory-utilization": max(it.utilization),
+        # It starts only where as much is free on each of its GPUs, and takes as much of each.
+        "gpu-memory-utilization": min(max(it.taken(server)), it.free(server)),
     }
     if layout.precision in FLOATS:
         flags["dtype"] = FLOATS[layout.precision]
@@ -176,8 +178,11 @@ def left_out(it: Deployment) -> list[str]:
         )
     if layout.precision in gguf_types.MIXES:
         found.append("vLLM calls its GGUF reader experimental; an AWQ or GPTQ checkpoint is faster there")
-    if len(set(it.utilization)) > 1:
-        found.append("a share of the memory for each GPU: vLLM has one for all, so the largest that any needs is given")
+    if any(len(set(it.taken(server))) > 1 for server in it.servers):
+        found.append(
+            "a share of the memory for each GPU: vLLM has one for all, so the largest that any needs is given, as far "
+            "as it is free on each"
+        )
     if it.spans and sum(len(server.nodes) > 1 for server in it.servers) > 1 and not shared(it):
         found.append("which GPUs of the nodes hold which replica: Ray decides that, by the same numbers of GPUs")
     return found

@@ -12,6 +12,7 @@ from weft.export.target import crowded, shares_experts, spans_nodes
 from weft.export.words import KEYS, Remarks, comment
 from weft.facts.kv import number_bytes
 from weft.planner.deployment import Layout, deploy
+from weft.planner.layout import FP8_CAPABILITY, KV_CACHE_DTYPES
 from weft.planner.question import Question
 
 SHORT = 4  # characters of a weight that is taken as it was typed
@@ -24,6 +25,11 @@ def cannot(question: Question, layout: Layout) -> str:
     if shares_experts(layout):
         return "Weft's replicas do not share experts yet"
     return "Weft runs each replica on one node; --emit vllm spans several" if spans_nodes(question, layout) else ""
+
+
+def narrow_cache(question: Question) -> bool:
+    """Whether all GPUs have the 8-bit floats that Weft can keep keys and values in."""
+    return all(not gpu.gfx and gpu.capability >= FP8_CAPABILITY for gpu in question.cluster.gpus)
 
 
 def write(it: Deployment) -> list[File]:
@@ -46,12 +52,13 @@ def serve(it: Deployment, server: Server) -> str:
         "port": server.port,
     }
     start, visible = ["weft", "serve", it.checkpoint.shell], hosts.visible(it, server, server.node)
-    return command(start, {**arguments(it), **where}, visible)
+    return command(start, {**arguments(it, server), **where}, visible)
 
 
-def arguments(it: Deployment) -> Flags:
-    """The engine's arguments, whoever starts it."""
-    layout, shares = it.candidate.layout, it.utilization
+def arguments(it: Deployment, server: Server) -> Flags:
+    """The arguments of a server's engine, whoever starts it."""
+    # A share counts what others hold.
+    layout, shares = it.candidate.layout, it.taken(server, held=True)
     flags: dict[str, Value] = {}
     if layout.tensor_parallel > 1 and len(set(layout.tensor_weights)) == 1:
         flags["tensor-parallel-size"] = layout.tensor_parallel
@@ -73,6 +80,8 @@ def arguments(it: Deployment) -> Flags:
         flags["dtype"] = FLOATS[layout.precision]
     if it.checkpoint.quantised:
         flags["quantization"] = it.checkpoint.quantised
+    if number_bytes(layout.kv_dtype) < 2:
+        flags["kv-cache-dtype"] = "fp8"
     return flags
 
 
@@ -97,10 +106,10 @@ def short_weights(it: Deployment) -> list[str]:
 
 
 def left_out(it: Deployment) -> list[str]:
-    """What of the plan Weft's engine does not do yet."""
-    layout = it.candidate.layout
-    if number_bytes(layout.kv_dtype) < 2:
-        return [f"the {layout.kv_dtype} KV cache of the plan: Weft keeps it in 16 bits"]
+    """What Weft's engine does in another way."""
+    kept = it.candidate.layout.kv_dtype
+    if number_bytes(kept) < 2 and kept not in KV_CACHE_DTYPES:
+        return [f"a KV cache in {kept}: Weft's is fp8 (e4m3), which takes as many bytes"]
     return []
 
 

@@ -88,6 +88,8 @@ def _named(name: str) -> list[tuple[Provider, ModelInfo]]:
     providers = _providers()
     chosen = [provider for provider in providers if slash and provider.id == first.lower()]
     found = [(provider, provider.find_model(rest)) for provider in chosen]
+    # As weft cost prints it, without who made the model.
+    found += [(provider, model) for provider in chosen for model in provider.models if _bare(model.id) == _bare(rest)]
     found += [(provider, provider.find_model(ref)) for ref in (name, name.lower()) for provider in providers]
     return [(provider, model) for provider, model in found if model is not None]
 

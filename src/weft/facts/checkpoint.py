@@ -23,7 +23,8 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     """`model` is as the user typed it; `path` a directory, or a GGUF file. With the format "dummy" that path
     holds the shape, and the tokeniser where there is one, but no weights are read from it.
 
-    `generation` is the sampling that the model recommends, in generation_config.json's words.
+    `generation` is the sampling that the model recommends, in generation_config.json's words; `quantised` are the types
+    of the tensors that are stored so, under Hugging Face's names.
     """
 
     model: str
@@ -31,6 +32,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     format: Format
     shape: ModelShape
     generation: dict[str, float | int | bool]
+    quantised: dict[str, str] = {}
 
     def tensors(self) -> dict[str, TensorInfo]:
         """Where each tensor of the model lies, under Hugging Face's names; {} for a dummy."""
@@ -68,10 +70,14 @@ def resolve(
         index = {} if dummy else safetensors.read_directory(path)
         shape, generation = config_json.read(path, dtype(index)), config_json.sampling(path)
     _check_shape(shape, str(path))
-    if not dummy:
-        _whole(index, shape, str(path))
+    stored = {} if dummy else _whole(index, shape, str(path))
     return Checkpoint(
-        model=model, path=str(path), format="dummy" if dummy else found, shape=shape, generation=generation
+        model=model,
+        path=str(path),
+        format="dummy" if dummy else found,
+        shape=shape,
+        generation=generation,
+        quantised={name: info.type for name, info in stored.items() if ENCODINGS[info.type].elements > 1},
     )
 
 

@@ -14,7 +14,9 @@ from weft.facts.gpus import GpuSpec, find_gpu
 
 Link = Literal["nvlink", "pcie", "memory"]
 NETWORK = "100Gb"  # per second and direction, between nodes of which nobody says it
-MOST = 100_000  # GPUs; more is a slip of the keyboard
+# More is a slip of the keyboard.
+MOST = 100_000  # GPUs
+MOST_BPS = 1e15  # bytes per second
 
 _TERM = re.compile(
     r"\s*(?:(?P<count>[-+]?\d{1,9})\s*[x×*]\s*)?(?P<name>[^@]*?)\s*(?:@\s*(?P<link>\S*)\s*)?", re.IGNORECASE
@@ -105,7 +107,10 @@ def network_bytes(rate: str) -> float:
             f"network {rate!r} has the unit {match['unit']!r}; write 400Gb (bits) or 50GB (bytes) per second"
         )
     in_bytes = unit[1:] in ("B", "byte", "bytes")
-    return float(match["number"]) * scale / (1 if in_bytes else 8)
+    Bps = float(match["number"]) * scale / (1 if in_bytes else 8)
+    if Bps > MOST_BPS:
+        raise ConfigError(f"network {rate[:60]!r} is more than {MOST_BPS / 1e12:.0f}TB per second")
+    return Bps
 
 
 def _node(spec: str) -> Node:
@@ -148,7 +153,8 @@ def usual_link(gpus: Sequence[GpuSpec]) -> Link:
 
 def joined(spec: str, gpus: Sequence[GpuSpec], wanted: str | None) -> Link:
     """What joins these GPUs, as the user says. Raises ConfigError for NVLink that cannot be."""
-    alike, first = len(set(gpus)) == 1, gpus[0]
+    # By name: what others hold of them, or what was measured of each, differs on every real machine.
+    alike, first = len({gpu.name for gpu in gpus}) == 1, gpus[0]
     if wanted != "nvlink":
         return "pcie" if wanted else usual_link(gpus)
     without = next((gpu for gpu in gpus if not gpu.nvlink_Bps), None)

@@ -17,10 +17,13 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from weft.errors import ConfigError
-from weft.facts.cluster import MOST, NETWORK, Cluster, Node, check_size, joined, network_bytes
+from weft.facts.cluster import MOST, MOST_BPS, NETWORK, Cluster, Node, check_size, joined, network_bytes
 from weft.facts.gpus import PCIE_BPS, GpuSpec, find_gpu
 
 SUFFIXES = (".yaml", ".yml")
+MOST_FILE_BYTES = 1 << 18  # a description is a page at most; YAML of megabytes takes minutes to read
+MOST_BYTES = 1e15  # of memory
+LONG = 60  # characters of what is wrong that are told
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 Count = Annotated[int, Meta(ge=1, le=MOST)]
@@ -68,6 +71,7 @@ class _Gpus(_Fields, frozen=True, kw_only=True):
 
     def spec(self) -> GpuSpec:
         """Raises ConfigError where the figures are not enough, or cannot be."""
+        _check_name(self.name)
         try:
             known = find_gpu(self.name)
         except ConfigError as error:
@@ -114,6 +118,7 @@ class _Cpu(_Fields, frozen=True, kw_only=True):
     tflops: Annotated[Tera, Meta(min_length=1)]
 
     def spec(self) -> GpuSpec:
+        _check_name(self.name)
         flops = _flops(self.tflops)
         return GpuSpec(
             kind="cpu",
@@ -181,6 +186,7 @@ class _File(_Fields, frozen=True, kw_only=True):
 
 
 WORDS = {
+    " | null`": "`",
     "Expected": "expected",
     "Object missing": "missing",
     "`array`": "a list",
@@ -188,6 +194,7 @@ WORDS = {
     "`float`": "a number",
     "`int`": "a whole number",
     "`str`": "a text",
+    "`bool`": "true or false",
     "`null`": "nothing",
     "`": "",
 }
@@ -201,20 +208,43 @@ def is_file(words: str) -> bool:
 
 def read(path: str) -> Cluster:
     """Raises ConfigError, in one line, for a file that cannot be read or says what cannot be."""
-    import yaml  # type: ignore[import-untyped]
-
     try:
-        told = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
+        with Path(path).expanduser().open("rb") as file:
+            content = file.read(MOST_FILE_BYTES + 1)
+        if len(content) > MOST_FILE_BYTES:
+            raise ConfigError(f"{path} has more than {MOST_FILE_BYTES >> 10} KiB: that is no description of hardware")
+        told = _loaded(content.decode(), path)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     try:
         return msgspec.convert(told, _File, dec_hook=_read).cluster()
     except msgspec.ValidationError as error:
         raise ConfigError(f"{path}: {_plain(str(error))}") from None
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
+
+
+def _loaded(text: str, path: str) -> Any:
+    """What the YAML says. Raises ConfigError where it is none, or has a field twice, of which YAML takes the last."""
+    import yaml  # type: ignore[import-untyped]
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        """Each field once."""
+
+        def compose_mapping_node(self, anchor: Any) -> Any:
+            node, names = super().compose_mapping_node(anchor), set()
+            for key, _ in node.value:
+                if isinstance(key, yaml.ScalarNode) and key.value in names:
+                    raise yaml.composer.ComposerError(None, None, f"{key.value!r} is there twice", key.start_mark)
+                names.add(key.value if isinstance(key, yaml.ScalarNode) else None)
+            return node
+
+    try:
+        return yaml.load(text, Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise ConfigError(f"{path} is no description of hardware: its lists are nested too deeply") from None
 
 
 def write(cluster: Cluster) -> str:
@@ -234,6 +264,9 @@ def _written(node: Node, count: int) -> _Node:
     if node.link == "memory":
         memory, bandwidth = Bytes(first.memory_bytes), Rate(first.bandwidth_Bps)
         return _Node(cpu=_Cpu(name=first.name, memory=memory, bandwidth=bandwidth, tflops=_tera(first)), count=count)
+    link, bridged = node.link, node.bridged
+    if link == "nvlink" and first.bridge and len(node.gpus) > 2:
+        link, bridged = "pcie", (tuple(range(len(node.gpus))),)  # a larger bridge than such cards are sold with
     gpus = tuple(
         _Gpus(
             count=alike,
@@ -249,7 +282,7 @@ def _written(node: Node, count: int) -> _Node:
         )
         for gpu, alike in _runs(node.gpus)
     )
-    return _Node(count=count, link=node.link, bridged=node.bridged, gpus=gpus)
+    return _Node(count=count, link=link, bridged=bridged, gpus=gpus)
 
 
 def _runs(values: Sequence[Any]) -> Iterator[tuple[Any, int]]:
@@ -280,11 +313,19 @@ def _read(kind: type, told: Any) -> Any:
             try:
                 return Rate(network_bytes(str(told)))
             except ConfigError:
-                raise ConfigError(f"{told!r} is no speed above 0 with its unit, as in 936GB/s or 400Gb") from None
+                said = repr(told)[:LONG]
+                most = f"{MOST_BPS / 1e12:.0f}TB/s"
+                raise ConfigError(
+                    f"{said} is no speed above 0 with its unit, as in 936GB/s or 400Gb, of {most} at most"
+                ) from None
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)B\s*", str(told), re.IGNORECASE)
-    if match is None or match[2].lower() not in UNITS or float(match[1]) == 0:
-        raise ValueError(f"{told!r} is no size above 0 with its unit, as in 24GB or 22.5GiB")
-    return Bytes(float(match[1]) * UNITS[match[2].lower()])
+    size = float(match[1]) * UNITS.get(match[2].lower(), 0) if match else 0.0
+    if not 1 <= size <= MOST_BYTES:
+        said = repr(told)[:LONG]
+        raise ValueError(
+            f"{said} is no size above 0 with its unit, as in 24GB or 22.5GiB, of {MOST_BYTES / 1e12:.0f}TB at most"
+        )
+    return Bytes(size)
 
 
 def _write(figure: Any) -> str | float:
@@ -293,6 +334,12 @@ def _write(figure: Any) -> str | float:
     if isinstance(figure, Rate):
         return f"{_digits(figure / 1e9):g}GB/s"
     return f"{figure >> 20}MiB" if figure % (1 << 20) == 0 else f"{figure:d}B"
+
+
+def _check_name(name: str) -> None:
+    """Raises ConfigError for one that would spoil what is printed."""
+    if not name.strip() or not name.isprintable():
+        raise ConfigError(f"{name!r} is no name; write letters and figures, as in RTX 4090")
 
 
 @contextmanager
@@ -311,6 +358,8 @@ def _plain(message: str) -> str:
     unknown = re.search(r"unknown field `(.*)`", what)
     if unknown:
         near = get_close_matches(unknown[1], FIELDS, n=1)
+        # One that is known belongs to something else in the file.
+        near = near if unknown[1] not in FIELDS else []
         what = f"unknown field {unknown[1]!r}; " + (f"did you mean {near[0]}?" if near else "see docs/hardware.md")
     elif what.startswith("Invalid enum value"):
         known = get_args(Precision) if place.endswith("tflops") else ("nvlink", "pcie")

@@ -12,6 +12,7 @@ TEXT_FILES = ["*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab
 WEIGHT_FILES = ["*.safetensors"]
 # Copies of the same weights in other formats.
 COPIES = ["consolidated*", "original/*", "onnx/*"]
+PATIENCE = 2.0  # seconds in which it has to describe a model
 _NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
 WAYS_OUT = "give a directory, a .gguf file, or the model `demo`"
 

@@ -18,11 +18,10 @@ import msgspec
 from weft.errors import ModelError
 from weft.facts import config_json, safetensors
 from weft.facts.fields import Fields
-from weft.facts.hub import WAYS_OUT
+from weft.facts.hub import PATIENCE, WAYS_OUT
 
 T = TypeVar("T")
 
-PATIENCE = 2.0  # seconds, for all of it
 FIRST = 200_000  # bytes of a file that are asked for at once: most headers are shorter
 CONNECTIONS = 16
 LARGEST_JSON = 50_000_000  # bytes; the index of a model with a thousand files has a tenth of it

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from weft.errors import ModelError
-from weft.facts import catalogue, checkpoint, config_json, demo, gguf, gguf_shape, hub, hub_headers, safetensors
+from weft.facts import catalogue, checkpoint, config_json, demo, gguf, gguf_shape, hub, safetensors
 from weft.facts.gguf_types import FILE_TYPES
 from weft.facts.model import Model
 from weft.facts.parameters import params
@@ -20,7 +20,7 @@ def look_up(
     refresh: bool = False,
     revision: str | None = None,
     hf_token: str | None = None,
-    patience: float = hub_headers.PATIENCE,
+    patience: float = hub.PATIENCE,
 ) -> Model:
     """A directory, a .gguf file, a model of the catalogue (`demo` among them), or one on the hub, which is asked
     for at most `patience` seconds; with `refresh` or a `revision` it is asked even for those of the catalogue.
@@ -41,6 +41,8 @@ def look_up(
         raise ModelError(f"there is no file or directory {model}; {hub.WAYS_OUT}")
     if "/" not in model and known is None:
         return catalogue.find(model)  # a bare name of nobody's: the nearest that are known help more than the hub
+    from weft.facts import hub_headers  # HTTP and TLS, which most questions do without
+
     afar = hub_headers.look(known.name if known else model, revision=revision, token=hf_token, patience=patience)
     shape = config_json.shape(afar.config, run=False)
     precision = config_json.precision(afar.config) or PRECISIONS[shape.dtype]

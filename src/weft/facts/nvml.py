@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from itertools import combinations
 from pathlib import Path
@@ -13,6 +14,8 @@ import msgspec
 from weft.facts.topology import Ancestor, Clocks, Gpu, Holder, NvLinks, Pair, Pcie, Slice, multiprocessors
 
 T = TypeVar("T")
+
+logger = logging.getLogger("weft")
 
 # nvmlGpuTopologyLevel_t; two GPUs of one board have its own bridge in common.
 ANCESTORS: dict[int, Ancestor] = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
@@ -38,6 +41,8 @@ NVLINK_VERSIONS = {
     7: ("5.0", 50e9),
     8: ("6.0", 100e9),
 }
+# The far end of a link where a virtual machine hides it: it leads to a switch.
+HIDDEN = "ffff:ffff:ff"
 NODES = 1024  # NUMA nodes that a bit mask is asked for
 
 
@@ -61,21 +66,29 @@ def look(visible: str | None = None, root: Path = Path("/")) -> Driver:
 
     try:
         nvml.nvmlInit()
-    except nvml.NVMLError:
+    except nvml.NVMLError as error:
+        if error.value != nvml.NVML_ERROR_DRIVER_NOT_LOADED:  # as where a library is installed, but no GPU
+            logger.warning("NVIDIA's driver cannot be asked, and no GPU is seen: %s", error)
         return Driver()
     try:
         probe = Probe(nvml, root)
-        boards = [nvml.nvmlDeviceGetHandleByIndex(number) for number in range(nvml.nvmlDeviceGetCount())]
         handles: dict[str, Any] = {}
         found = []
-        for number, board in enumerate(boards):
-            for gpu in probe.gpus(number, board):
-                handles[gpu.uuid] = board
-                found.append(gpu)
+        for number in range(nvml.nvmlDeviceGetCount()):
+            try:
+                board = nvml.nvmlDeviceGetHandleByIndex(number)
+                there = list(probe.gpus(number, board))
+            except nvml.NVMLError as error:
+                logger.warning("GPU %d does not answer its driver, and is left out: %s", number, error)
+                continue
+            handles |= {gpu.uuid: board for gpu in there}
+            found += there
         chosen = choose(found, visible)
         pairs = tuple(probe.pair(a, b, handles[a.uuid], handles[b.uuid]) for a, b in combinations(chosen, 2))
-        return Driver(_text(probe.ask(nvml.nvmlSystemGetDriverVersion, default="")), chosen, pairs)
-    except nvml.NVMLError:
+        version = _text(probe.ask(nvml.nvmlSystemGetDriverVersion, default=""))
+        return Driver(version, chosen, pairs) if found else Driver()
+    except nvml.NVMLError as error:
+        logger.warning("NVIDIA's driver cannot be asked, and no GPU is seen: %s", error)
         return Driver()
     finally:
         nvml.nvmlShutdown()
@@ -234,7 +247,8 @@ class Probe:
         if kind == nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
             return None
         info = self.ask(nvml.nvmlDeviceGetNvLinkRemotePciInfo, board, link, default=None)
-        return "" if info is None else address(_text(info.busId))
+        other = "" if info is None else address(_text(info.busId))
+        return None if other.startswith(HIDDEN) else other
 
     def nvlink_Bps(self, board: Any, link: int) -> float:
         """A link's speed in one direction; 0 where the driver does not tell."""
@@ -248,8 +262,6 @@ class Probe:
 
     def pair(self, a: Gpu, b: Gpu, first: Any, second: Any) -> Pair:
         """How two visible GPUs reach each other."""
-        if a.slice or b.slice:
-            return Pair(first=a.index, second=b.index, peer=False, reason="MIG slices reach no other GPU")
         level = self.ask(self.nvml.nvmlDeviceGetTopologyCommonAncestor, first, second, default=None)
         peer, reason = self.peer(first, second)
         return Pair(
@@ -292,11 +304,15 @@ def choose(found: Iterable[Gpu], visible: str | None) -> tuple[Gpu, ...]:
     """Those of `found` (numbered as the driver does) that CUDA_VISIBLE_DEVICES=`visible` leaves, renumbered.
 
     As CUDA reads it: numbers, or beginnings of UUIDs that fit one GPU; the list ends at the first entry that
-    names none (-1 by custom); an entry given twice leaves nothing.
+    names none (-1 by custom); an entry given twice leaves nothing. Where there is a MIG slice among them a process has
+    the first one, and nothing else (NVIDIA's MIG user guide, "CUDA Device Enumeration").
     """
-    found = list(found)
-    if visible is None:
-        return tuple(msgspec.structs.replace(gpu, index=n) for n, gpu in enumerate(found))
+    chosen = list(found) if visible is None else _named(list(found), visible)
+    chosen = [gpu for gpu in chosen if gpu.slice][:1] or chosen
+    return tuple(msgspec.structs.replace(gpu, index=n) for n, gpu in enumerate(chosen))
+
+
+def _named(found: list[Gpu], visible: str) -> list[Gpu]:
     chosen: list[Gpu] = []
     for entry in visible.split(","):
         entry = entry.strip()
@@ -307,6 +323,6 @@ def choose(found: Iterable[Gpu], visible: str | None) -> tuple[Gpu, ...]:
         if len(fits) != 1:
             break
         if fits[0] in chosen:
-            return ()
+            return []
         chosen.append(fits[0])
-    return tuple(msgspec.structs.replace(gpu, index=n) for n, gpu in enumerate(chosen))
+    return chosen

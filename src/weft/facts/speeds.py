@@ -103,12 +103,12 @@ def sound(speeds: Speeds) -> bool:
 
 def keep(host: Host, speeds: Speeds) -> None:
     """Write them down for the next time; where that is not possible they are measured again then."""
+    text = msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(speeds, calibrations=())))
     try:
-        folder = cache_dir()
-        with tempfile.NamedTemporaryFile(dir=folder, prefix="speeds-", suffix=".part", delete=False) as file:
-            alone = msgspec.structs.replace(speeds, calibrations=())
-            file.write(msgspec.json.format(msgspec.json.encode(alone)))
-        os.replace(file.name, path(host))
+        with tempfile.TemporaryDirectory(dir=cache_dir(), prefix="speeds-") as folder:
+            part = Path(folder) / "part"
+            part.write_bytes(text)
+            part.replace(path(host))
     except (OSError, RuntimeError, WeftError) as error:
         logger.warning("what was measured of this machine cannot be kept, and will be measured again: %s", error)
 
@@ -120,7 +120,7 @@ def cpu_speed(host: Host, *, refresh: bool = False) -> CpuSpeed:
     if speeds.cpu and not refresh and not (speeds.cpu.busy and not busy()):
         return speeds.cpu
     measured = measure_cpu(host)
-    keep(host, msgspec.structs.replace(speeds, cpu=measured))
+    keep(host, msgspec.structs.replace(known(host), cpu=measured))  # whatever else was found meanwhile
     return measured
 
 

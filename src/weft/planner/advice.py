@@ -24,6 +24,7 @@ from weft.planner.search import (
     engine_profile,
     fitting,
     output_tok_s,
+    request_s,
     search,
 )
 from weft.planner.words import gigabytes, ways
@@ -136,8 +137,7 @@ def _to_fit(answer: Answer) -> Iterator[str]:
         if found:
             yield f"cut as {found[0]} it fits with {_to_spare(*found)}"
     if any(gpu.limit_bytes is not None for gpu in question.cluster.gpus):
-        lifted = {gpu: msgspec.structs.replace(gpu, limit_bytes=None) for gpu in question.cluster.gpus}
-        found = _roomiest(msgspec.structs.replace(question, cluster=_with(question.cluster, lifted)))
+        found = _roomiest(msgspec.structs.replace(question, cluster=_unlimited(question.cluster)))
         if found:
             yield f"without --max-memory it fits as {found[0]} with {_to_spare(*found)}"
             return
@@ -271,17 +271,16 @@ def _with_larger(question: Question) -> str | None:
 def _to_improve(answer: Answer, best: Candidate) -> Iterator[str]:
     question = answer.question
     now = _worth(question, best)
-    wish, there = question.wish, len(usable(question.cluster))
-    placed = wish.devices or wish.spread
+    free, there = best, len(usable(question.cluster))
     idle = there - len(set(best.layout.gpus))
-    if idle and not placed:
-        are = "is" if idle == 1 else "are"
-        yield f"{idle} of {there} GPUs {are} idle in this layout; no other use of them is faster"
-    if placed or wish.tensor_split or wish.pipeline_split:
-        free = search(msgspec.structs.replace(question, wish=Wish())).best
-        if free and _worth(question, free) >= WORTH * now:
+    if question.wish != Wish():
+        free = search(msgspec.structs.replace(question, wish=Wish())).best or best
+        if _worth(question, free) >= WORTH * now:
             gain = f"{ways(_worth(question, free) / now)} the {_measure(question)}"
             yield f"left to itself the plan is {free.cut}, with {gain}"
+    elif idle:
+        are, better = "is" if idle == 1 else "are", "cheaper" if question.objective == "cost" else "faster"
+        yield f"{idle} of {there} GPUs {are} idle in this layout; no other use of them is {better}"
     faster = max(answer.candidates, key=lambda it: _worth(question, it))
     if _worth(question, faster) >= WORTH * now:
         gain = f"{ways(_worth(question, faster) / now)} the {_measure(question)}"
@@ -296,15 +295,21 @@ def _to_improve(answer: Answer, best: Candidate) -> Iterator[str]:
             told = f"{name} checkpoint"
             yield from (line + _yet(question, precision) for line in _gain(told, question, best, changed, now))
             break
+    # What other hardware gives is no merit of letting go of a layout or a limit that was dictated.
+    most = max(best, free, key=lambda it: _worth(question, it))
+    if any(gpu.limit_bytes is not None for gpu in question.cluster.gpus):
+        changed = search(msgspec.structs.replace(question, cluster=_unlimited(question.cluster), wish=Wish()))
+        yield from _gain("without --max-memory", question, most, changed, _worth(question, most))
+        return
     grown = _grown(question.cluster, 1) or _grown(question.cluster, len(question.cluster.nodes[-1].gpus))
     if grown:
         by = len(grown.gpus) - len(question.cluster.gpus)
         # Another node is used as those that are there.
-        same = Wish(tensor_parallel=best.layout.tensor_parallel, expert_parallel=best.layout.expert_parallel > 1)
+        same = Wish(tensor_parallel=most.layout.tensor_parallel, expert_parallel=most.layout.expert_parallel > 1)
         wish = same if len(grown.nodes) > 1 else Wish()
         changed = search(msgspec.structs.replace(question, cluster=grown, wish=wish))
         name = f"{'one' if by == 1 else by} more {question.cluster.gpus[-1].name}"
-        yield from _gain(name, question, best, changed, now)
+        yield from _gain(name, question, most, changed, _worth(question, most))
 
 
 def _as(question: Question, best: Candidate, **changes: object) -> Question:
@@ -341,8 +346,7 @@ def _worth(question: Question, candidate: Candidate) -> float:
     """What is maximised: requests per second of one for latency, tokens per second (and GPU, for cost)."""
     predicted = candidate.predicted
     if question.objective == "latency":
-        each = 1 / predicted.single_tok_s if question.workload.concurrency is None else predicted.tpot_s
-        return 1 / (predicted.ttft_s + question.workload.output_len * each)
+        return 1 / request_s(question, predicted)
     rate = output_tok_s(question, predicted)
     return rate / len(set(candidate.layout.gpus)) if question.objective == "cost" else rate
 
@@ -364,6 +368,11 @@ def _richer(cluster: Cluster, resource: Resource) -> Cluster:
 
     faster = _with(cluster, {gpu: richer(gpu) for gpu in set(cluster.gpus)})
     return msgspec.structs.replace(faster, network_Bps=cluster.network_Bps * (2 if resource == "links" else 1))
+
+
+def _unlimited(cluster: Cluster) -> Cluster:
+    """Without --max-memory."""
+    return _with(cluster, {gpu: msgspec.structs.replace(gpu, limit_bytes=None) for gpu in cluster.gpus})
 
 
 def _with(cluster: Cluster, changed: dict[GpuSpec, GpuSpec]) -> Cluster:

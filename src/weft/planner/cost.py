@@ -76,7 +76,7 @@ def predict(
         single_tok_s=1 / alone[fastest],
         ttft_s=fastest.prompt_s(workload),
         tpot_s=fmean(tpots[it] for it in zip(runs, asked, strict=True)),
-        concurrency=sum(asked),
+        concurrency=sum(asked) if workload.concurrency is None else min(sum(asked), workload.concurrency),
         saturated_tok_s=sum(rates[it] for it in zip(runs, full, strict=True)),
         saturated_concurrency=sum(full),
         limit=limits[0][1] if asked == full else "concurrency",

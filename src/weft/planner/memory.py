@@ -11,6 +11,7 @@ from weft.errors import PlanError
 from weft.facts.shape import ModelShape
 from weft.planner.place import Place
 from weft.planner.plan import Plan
+from weft.planner.speculation import draft_plan
 
 CPU_KV_BYTES = 4_000_000_000  # per host, at most, without --kv-cache-memory-bytes
 CPU_KV_SHARE = 4  # and at most one part in so many of the free memory
@@ -114,6 +115,8 @@ def fit_length(plan: Plan, num_blocks: int) -> int:
     if plan.max_model_len_given:
         need = -(-plan.max_model_len // plan.block_size)
         most = max(plan.block_bytes(place.rank) for place in plan.places)
+        if plan.speculation and plan.speculation.draft:
+            most = max(most, plan.block_bytes(plan.output_rank) + draft_plan(plan).block_bytes(0))
         # What is not asked cannot help: a CPU has no such share, and a figure for the cache takes its place.
         measured = plan.kv_cache_bytes is None and any(device != "cpu" for device in plan.devices)
         share = " (or a higher --gpu-memory-utilization)" if measured else ""

@@ -14,7 +14,6 @@ from weft.facts.parameters import Parameter, Part, layers_of, parameters
 from weft.facts.place import Place
 from weft.facts.schemes import MADE, SCHEMES, UNIT, scheme_of
 from weft.facts.shape import DType, ModelShape
-from weft.facts.tensor import ENCODINGS
 
 if TYPE_CHECKING:
     from weft.facts.checkpoint import Checkpoint
@@ -33,7 +32,7 @@ def quantised_tensors(
     asked = config.quantization
     if asked in MADE:
         return _made(checkpoint.shape, asked, dtype, devices)
-    stored = {name: info.type for name, info in checkpoint.tensors().items() if ENCODINGS[info.type].elements > 1}
+    stored = checkpoint.quantised
     if asked == "none" or not stored:
         return {}
     if dtype != "bfloat16" or config.attention_backend == "torch" or not _on_cpus(devices):
@@ -58,15 +57,15 @@ def quantization_of(config: EngineConfig, schemes: Mapping[str, str]) -> str:
 def check_cuts(shape: ModelShape, places: Sequence[Place], schemes: Mapping[str, str]) -> None:
     """Raises PlanError where a rank's columns of a quantised matrix begin or end within what a kernel multiplies at
     once."""
-    for name, parameter, part in _tensors(shape):
+    for name, _, part in _tensors(shape):
         if name not in schemes or part.cols is None:
             continue
         for place in places:
             cols = owned(shape, place, part.cols)
             if cols.start % UNIT or cols.stop % UNIT:
                 raise PlanError(
-                    f"rank {place.rank} would hold columns {cols.start} to {cols.stop} of {parameter.name.format(layer=0)}"
-                    f" in {schemes[name]}, which is cut in multiples of {UNIT}; use another --tensor-parallel-size or "
+                    f"rank {place.rank} would hold columns {cols.start} to {cols.stop} of {name}, which is quantised "
+                    f"({schemes[name]}) and cut in multiples of {UNIT}; use another --tensor-parallel-size or "
                     "--tensor-split, pipeline parallel, or --quantization none"
                 )
 

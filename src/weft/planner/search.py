@@ -141,26 +141,35 @@ def merit(question: Question, candidate: Candidate) -> tuple[float, ...]:
     """What is minimised: seconds of a request for latency, seconds of a token of the whole deployment for
     throughput, GPU-seconds of a token for cost. Between equals the simpler layout is better, and splitting a model
     that fits one GPU has to gain SPLIT_GAIN over its replicas: those are simpler, and one that fails leaves the others.
+    Replicas that deal their experts out among each other are neither.
     """
     predicted, layout = candidate.predicted, candidate.layout
-    asked = question.workload.concurrency
     if question.objective == "latency":
-        each = 1 / predicted.single_tok_s if asked is None else predicted.tpot_s
-        main = predicted.ttft_s + question.workload.output_len * each
+        main = request_s(question, predicted)
     else:
         main = 1 / output_tok_s(question, predicted)
         if question.objective == "cost":
             main *= len(set(layout.gpus))
-        if layout.size == 1:
+        if layout.size == layout.expert_parallel == 1:
             main /= SPLIT_GAIN
     # To three digits: a difference below the model's own noise is none.
     simple = layout.size, layout.pipeline_parallel, layout.expert_parallel, len(layout.gpus)
     return float(f"{main:.3g}"), *map(float, simple), main
 
 
+def request_s(question: Question, predicted: Prediction) -> float:
+    """Seconds of a request by itself, or at the concurrency that was asked for; where fewer fit at once the others
+    wait, and all take longer by as much (Little's law)."""
+    asked = question.workload.concurrency
+    if asked is None:
+        return predicted.ttft_s + question.workload.output_len / predicted.single_tok_s
+    alone = predicted.ttft_s + question.workload.output_len * predicted.tpot_s
+    return alone * max(1.0, asked / predicted.concurrency)
+
+
 def output_tok_s(question: Question, predicted: Prediction) -> float:
     """Tokens per second of the whole deployment at the concurrency that was asked for, or saturated."""
-    if question.workload.concurrency is None:
+    if predicted.limit != "concurrency":  # more than fit at once are as good as any number
         return predicted.saturated_tok_s
     return predicted.concurrency / predicted.tpot_s
 

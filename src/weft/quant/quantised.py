@@ -14,10 +14,10 @@ from weft.facts.schemes import SCHEMES, UNIT, Scheme
 class Quantised:
     """[rows, cols] numbers, in memory as a file of rows would have them.
 
-    `values` is [rows, cols * bits / 8] uint8; of 4 bits, the first half of each UNIT columns are the low nibbles of UNIT / 2
-    bytes, the second half the high ones. `scales` is [rows, groups] float16, `lowest` as many minima (float16) or
-    zero points (uint8), None where zero is in the middle. The first group lacks `lacking` columns. `dtype` is what is
-    computed in.
+    `values` is [rows, cols * bits / 8] uint8; of 4 bits, the first half of each UNIT columns are the low nibbles of
+    UNIT / 2 bytes, the second half the high ones. `scales` is [rows, groups] float16, `lowest` as many minima (float16)
+    or zero points (uint8), None where zero is in the middle. The first group lacks `lacking` columns. `dtype` is what
+    is computed in.
     """
 
     type: str

@@ -15,11 +15,13 @@ from weft.simulate.replica import Spec
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """What the user says of each replica's scheduler; None is what the engine takes by itself."""
+    """What the user says of each replica's scheduler; None is what the engine takes by itself. With `lookahead` it
+    schedules a step before the one under way is over, where there is no pipeline."""
 
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     max_num_queued: int = EngineConfig.max_num_queued_reqs
+    lookahead: bool | None = None
 
 
 def specs(question: Question, candidate: Candidate, limits: Limits) -> list[Spec]:
@@ -31,6 +33,10 @@ def specs(question: Question, candidate: Candidate, limits: Limits) -> list[Spec
     known: dict[tuple[int, int], Spec] = {}
     found = []
     runs = replicas(question.shape, layout, question.cluster, profile)
+    # An engine without a pipeline has one step under way, on one GPU after the other.
+    stages = layout.pipeline_parallel if profile.pipelined.value else 1
+    # As planner.layout.lookahead: on GPUs, where there is no pipeline.
+    ahead = not question.cluster.on_cpu if limits.lookahead is None else limits.lookahead
     for replica, memory in zip(runs, candidate.memory.replicas, strict=True):
         key = id(replica), id(memory)
         if key not in known:
@@ -45,8 +51,8 @@ def specs(question: Question, candidate: Candidate, limits: Limits) -> list[Spec
                 max_num_batched_tokens=tokens,
                 max_num_queued=limits.max_num_queued,
                 max_model_len=question.workload.max_model_len or question.shape.longest,
-                # An engine without a pipeline has one step under way, on one GPU after the other.
-                stages=layout.pipeline_parallel if profile.pipelined.value else 1,
+                stages=stages,
+                lookahead=ahead and stages == 1,
             )
         found.append(known[key])
     if not found[0].num_blocks:

@@ -14,8 +14,7 @@ from weft.simulate.study import Study, Times
 
 CLOSE = 0.02  # as near is a rate found, relative
 CLOSE_REPLICAS = 0.01
-MOST_REPLICAS = 100_000
-MOST_RISES = 6  # of a rate that is met, each to twice as much
+MOST_RISES = 6  # from the guess, each to twice as much
 ALONE = 300  # requests, one after the other
 
 
@@ -40,7 +39,7 @@ def alone(study: Study, load: Load, lone_s: float) -> Report:
 def hopeless(report: Report) -> str:
     """Why an objective cannot be met that requests do not even meet alone; empty where they do."""
     missed = [it for it in report.objective if not it.met]
-    return "; ".join(f"a request alone has {said(it)} already" for it in missed)
+    return "; ".join(f"even a request alone has {said(it)}" for it in missed)
 
 
 def said(it: Judged) -> str:
@@ -55,12 +54,12 @@ def find_replicas(run: Callable[[int], Report], guess: float) -> Found:
         runs.append(run(count))
         return bool(runs[-1].met)
 
-    low, high = 0, max(1, min(MOST_REPLICAS, ceil(guess)))
+    low, high = 0, max(1, ceil(guess))
     while not met(high):
-        if high == MOST_REPLICAS:
+        if len(runs) > MOST_RISES:
             missed = "; ".join(said(it) for it in runs[-1].objective if not it.met)
             return Found(value=None, reason=f"{high:,} replicas still have {missed}", report=None, runs=tuple(runs))
-        low, high = high, min(MOST_REPLICAS, 2 * high)
+        low, high = high, 2 * high
     while high - low > max(1, CLOSE_REPLICAS * high):
         # Where nothing is known to be too few, the guess is as good as it gets.
         middle = (low + high) // 2 if low else max(1, high * 3 // 4)

@@ -19,8 +19,8 @@ from weft.simulate.tally import Answer, Tally
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True):
-    """What one replica is: what its steps take, and its scheduler's limits. `stages` is the number of steps under way
-    at once."""
+    """What one replica is: what its steps take, and its scheduler's limits. As many steps are under way as there are
+    `stages`, and with `lookahead` one more."""
 
     steps: Steps
     num_blocks: int
@@ -30,6 +30,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     max_num_queued: int
     max_model_len: int
     stages: int
+    lookahead: bool = False
 
 
 class Stretch:
@@ -82,8 +83,10 @@ class Replica:
             stages=spec.stages,
             policy="fcfs",
             prefix_caching=prefix_caching,
+            lookahead=spec.lookahead,
         )
-        self._steps, self._depth, self._tally, self._stretches = spec.steps, spec.stages, tally, stretches
+        self._steps, self._tally, self._stretches = spec.steps, tally, stretches
+        self._stages, self._depth = spec.stages, spec.stages + spec.lookahead
         self._flights: deque[tuple[StepPlan, float]] = deque()  # with the time of each one's result
         self._last_result = 0.0
         self._stretch: Stretch | None = None
@@ -105,7 +108,7 @@ class Replica:
         if stretch is None:
             return ended
         over = stretch.over_by(now)
-        if self._depth == 1:
+        if self._stages == 1:
             # To the end of the step under way.
             stretch.rounds = min(stretch.rounds, over + 1)
             self.due = stretch.end_s
@@ -148,7 +151,7 @@ class Replica:
             self.due = flights[0][1] if flights else inf
 
     def _cost(self, plan: StepPlan) -> StepSeconds:
-        groups = len(self._flights) + 1
+        groups = min(len(self._flights) + 1, self._stages)
         if len(plan.tokens) == len(plan.slots):
             return self._steps.step_s([start + 1 for start in plan.starts], groups=groups)
         contexts, chunks, ends = [], [], 0
@@ -214,10 +217,11 @@ class Replica:
         for id in running:
             answer = self._answers[id]
             assert answer.last_s is not None
-            answer.last_s += took
+            # Of several groups each has its own time.
+            answer.last_s = now if self._depth == 1 else answer.last_s + took
         tally.wrote_evenly(stretch.start_s, now, tokens)
         tally.stretch(now, stretch.rounds, len(running), stretch.first_s, stretch.growth_s)
-        # In a pipeline what is under way now is what was then, a few tokens on.
+        # What is under way now is what was then, a few tokens on.
         self._flights = deque((plan, result + took) for plan, result in self._flights)
         self._last_result += took
         return [self._answers.pop(id) for id in ended]

@@ -11,7 +11,8 @@ from weft.core.step import StepPlan, StepResult
 
 
 class StretchScheduler(Scheduler):
-    """A round is one step of every group of requests that takes turns in the stages: without a pipeline, one step.
+    """A round is one step of every group of requests that takes turns in the stages: without a pipeline, one step. With
+    `lookahead` there is one group, of which a step is under way when the next one is scheduled.
 
     What a request is answered with is its own key, again and again: requests with one key have one content.
     """
@@ -24,17 +25,19 @@ class StretchScheduler(Scheduler):
 
     def groups(self) -> list[list[Sequence]]:
         """The requests of each step that a round has from now on, those whose turn it is first."""
-        return [list(self._ready), *(flight.rows for flight in self._in_flight)]
+        return [list(self._ready), *([] if self.lookahead else (flight.rows for flight in self._in_flight))]
 
     def quiet_rounds(self) -> int:
         """How many rounds from now on give one token to each running request and do nothing else: nobody is admitted
-        or preempted and no prompt is read. Without a pipeline the last of them may bring ends; with one, nobody ends.
-        Asked when a step can be scheduled."""
+        or preempted, no prompt is read, and nobody ends: but in the last of them, where no step is under way. Asked
+        when a step can be scheduled."""
         running, flights = self._running, self._in_flight
-        groups = [len(self._ready), *(len(flight.rows) for flight in flights)]
+        groups = [len(group) for group in self.groups()]
         # A step takes a stage's share of those that run: larger groups would change.
         most = min(-(-len(running) // self.stages), self.max_num_batched_tokens)
-        if self.lookahead or not groups[0] or max(groups) > most or sum(groups) != len(running):
+        if not groups[0] or max(groups) > most or sum(groups) != len(running):
+            return 0
+        if self.lookahead and (len(flights) != 1 or len(flights[0].rows) != len(running)):
             return 0
         if any(len(flight.plan.tokens) != len(flight.rows) for flight in flights) or not self._shut():
             return 0
@@ -45,8 +48,11 @@ class StretchScheduler(Scheduler):
             if sequence.computed - sequence.pending + 1 != length or length == sequence.prompt_length:
                 return 0
             rounds = min(rounds, sequence.limit - length)
-        if self.stages > 1:
-            rounds -= 1
+        # The tokens that are under way come beside those of the rounds, and scheduled ahead, a request's last step is
+        # not followed by another.
+        rounds -= 2 if self.lookahead else self.stages > 1
+        if rounds < 1:
+            return 0
         enough = len(running) * self._blocks(rounds) <= self.pool.free
         return rounds if enough else self._rounds_with_room(rounds)
 

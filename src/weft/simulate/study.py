@@ -21,19 +21,22 @@ MARGIN = 1.2  # by which more requests may come than the rate says
 
 
 class Times(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of the virtual clock: how long requests come that count, the first `warmup_s` of them not."""
+    """Seconds of the virtual clock: how long requests come that count, the first `warmup_s` of them not. An infinite
+    `duration_s` is all of a trace."""
 
     duration_s: float
     warmup_s: float
 
 
 class Study(msgspec.Struct, frozen=True, kw_only=True):
-    """What stays the same from run to run. `specs` are the plan's replicas, each on `gpus_each` GPUs; `capacity` is
-    the most requests per second that one is predicted to answer; `price` dollars for a GPU and hour. `sample` replicas
-    are simulated of those that are equal, None for as many as REQUESTS over `runs` allow."""
+    """What stays the same from run to run. `specs` are the plan's replicas, each of `gpus_each` GPUs or whatever the
+    `device` is; `capacity` is the most requests per second that one is predicted to answer; `price` dollars for a GPU
+    and hour. `sample` replicas are simulated of those that are equal, None for as many as REQUESTS over `runs` allow.
+    """
 
     specs: Sequence[Spec]
     gpus_each: int
+    device: str = "GPU"
     capacity: float
     times: Times
     policy: str
@@ -89,7 +92,7 @@ class Study(msgspec.Struct, frozen=True, kw_only=True):
         if self.sample is not None:
             return min(count, self.sample)
         most = count * self.capacity
-        requests = min(most, load.offered or inf) * self.times.duration_s
+        requests = min(most, load.offered or inf) * self.times.duration_s if not load.trace else len(load.trace)
         share = REQUESTS / self.runs / requests if requests else 1.0
         return count if share >= 1 else min(count, max(LEAST_SAMPLE, ceil(count * share)))
 

@@ -48,8 +48,8 @@ def simulate(
     """One replica for each spec, from time 0 with nothing to do, and a `rest` of others that are only counted with.
 
     Requests that come from `warmup_s` to `end_s` are measured, and others keep coming until the last of those has
-    ended. `enough` is asked now and then whether that need not be awaited, and the window ends where it says so;
-    `on_time` is told the time as often.
+    ended. An infinite `end_s` is when all requests of a source that has an end have ended. `enough` is asked now and
+    then whether that need not be awaited, and the window ends where it says so; `on_time` is told the time as often.
     """
     tally = Tally(warmup_s, end_s)
     replicas = [Replica(spec, tally, prefix_caching=prefix_caching, stretches=stretches) for spec in specs]
@@ -59,6 +59,7 @@ def simulate(
     noted = [inf] * len(replicas)  # the last time that stands in the agenda for each
     snapshots: list[Stats] = []
     number = events = open_measured = 0
+    last_s = warmup_s  # of the times at which something happened
 
     def note(index: int) -> None:
         due = replicas[index].due
@@ -93,6 +94,7 @@ def simulate(
         if now == inf or (now >= end_s and not open_measured):
             break
         events += 1
+        last_s = max(last_s, now)
         if events % LOOK_EVERY == 0:
             on_time(now)
             if len(snapshots) == 1 and enough(tally):
@@ -133,6 +135,7 @@ def simulate(
             connections[index] += 1
             open_measured += measured
         note(index)
+    tally.end_s = min(tally.end_s, last_s)
     before, after = snapshots[0], snapshots[-1]
     return Run(
         tally=tally,

@@ -102,8 +102,8 @@ def _lines(path: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
 def _object(text: str, where: str) -> Mapping[str, Any]:
     try:
         found = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{where}: not JSON: {error}") from None
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{where}: not JSON: {error.msg}") from None
     if not isinstance(found, dict):
         raise ConfigError(f"{where}: {_short(found)} is no object with time, input_len and output_len")
     return {str(name).lower(): value for name, value in found.items()}

@@ -27,7 +27,7 @@ class Source(Protocol):
         ...
 
     def read_blocks(self, source: str, rows: Span, cols: Span, into: Quantised) -> bool:
-        """Fill `into` with source[rows, cols] where that is stored in the same scheme; else False, and nothing is done."""
+        """Fill `into` with source[rows, cols] where that is stored in its scheme; False where it is not."""
         ...
 
 

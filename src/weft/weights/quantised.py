@@ -1,4 +1,4 @@
-"""Quantised weights from a checkpoint: blocks of a GGUF file as they are, and everything else rounded while it is read."""
+"""Quantised weights from a checkpoint: a GGUF file's blocks as they are, everything else rounded while it is read."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def split(blocks: torch.Tensor, into: Quantised) -> None:
 
 
 def quantise(read: Read, rows: Span, cols: Span, width: int, head_dim: int, into: Quantised) -> None:
-    """Round rows and columns of a matrix `width` columns wide, whose rows may be heads of `head_dim`. Groups that are cut
-    are read whole: every rank that has some of one finds the same scale."""
+    """Round rows and columns of a matrix `width` columns wide, whose rows may be heads of `head_dim`. Groups that are
+    cut are read whole: every rank that has some of one finds the same scale."""
     group = into.scheme.group
     whole = Span(cols.start - into.lacking, min(-(-cols.stop // group) * group, width))
     step = max(1, CHUNK // len(whole) // head_dim) * head_dim  # whole heads, which may be interleaved

@@ -37,6 +37,11 @@ class Drafter:
     def load(self) -> Capacity:
         return self._worker.load()
 
+    @property
+    def graph_bytes(self) -> int:
+        """What its graphs keep, of the activations that it reported."""
+        return self._worker.graph_bytes
+
     def allocate(self, num_blocks: int) -> None:
         self._worker.allocate(num_blocks)
 

@@ -41,7 +41,7 @@ class Graphs:
     """Graphs of `forward` for batches of one token per row, each captured when a batch first needs its size.
 
     `width` is the number of columns of a block table, `incoming` the dims and dtype of a row that the stage before
-    sends, None on the first stage.
+    sends, None on the first stage. With `alone` no other rank takes part in `forward`.
     """
 
     def __init__(
@@ -53,8 +53,9 @@ class Graphs:
         width: int,
         incoming: tuple[int, torch.dtype] | None,
         device: torch.device,
+        alone: bool = True,
     ) -> None:
-        self._forward, self._capture = forward, capture
+        self._forward, self._capture, self._alone = forward, capture, alone
         self._sizes = sizes(rows)
         self._captured: dict[int, Captured] = {}
         # All graphs read the same tensors, each the beginning of them.
@@ -103,6 +104,9 @@ class Graphs:
             out.clear()
             replay = self._capture(run)
         except torch.OutOfMemoryError:
+            if not self._alone:
+                # The others are in the middle of sums with this rank, and would wait for the rest of them.
+                raise
             self._sizes = [known for known in self._sizes if known < size]
             logger.warning(
                 "No memory for a CUDA graph of %d rows: batches of that size and more run without; "
@@ -161,12 +165,14 @@ class CudaGraphs:
 
     def __init__(self) -> None:
         self._pool: object = None
+        # Torch's own is one for the whole process, on the device of whoever was first.
+        self._stream = torch.cuda.Stream()
 
     def __call__(self, run: Callable[[], None]) -> Replay:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         # Other threads of the process may be at work on their own devices.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             run()
         self._pool = self._pool or graph.pool()
         return graph.replay

@@ -68,7 +68,7 @@ class Sampler:
         result taken before its next is sampled.
         """
         index = np.asarray(slots, dtype=np.int64)
-        shaped = self._shaping.any(slots)
+        shaped = self._shaping.of(slots) if self._shaping.any(slots) else []
         scored = np.flatnonzero(self._tops[index] != NO_LOGPROBS)
         raw = None
         if scored.size:
@@ -86,8 +86,9 @@ class Sampler:
         def result() -> Result:
             values = arrival.values()
             tokens = [int(token) for token in values[: len(slots)]]
-            if shaped:
-                self._shaping.note(slots, tokens)
+            for wishes, token in zip(shaped, tokens, strict=False):
+                if wishes:
+                    wishes.note(token)
             return tokens, unpacked(values, len(slots), scored.tolist(), tops.tolist())
 
         return Sampled(chosen, result)

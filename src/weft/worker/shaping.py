@@ -136,11 +136,9 @@ class Shaping:
         if masked := [(r, allowed, never) for r, allowed, never in masked if allowed is not None or len(never)]:
             self._mask(flat, masked)
 
-    def note(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
-        """What came of it."""
-        for slot, token in zip(slots, tokens, strict=True):
-            if wishes := self._wishes.get(slot):
-                wishes.note(token)
+    def of(self, slots: Sequence[int]) -> list[Wishes | None]:
+        """Whose tokens are sampled: a slot may be another request's by the time that they are known."""
+        return [self._wishes.get(slot) for slot in slots]
 
     def _penalise(self, flat: torch.Tensor, rows: list[tuple[int, Seen]]) -> None:
         where = self._index([(r, seen.ids) for r, seen in rows])

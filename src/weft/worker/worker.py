@@ -45,6 +45,7 @@ class Worker:
         # By slot the token that was sampled last, where steps may need it before the core has seen it.
         self.last: torch.Tensor | None = None
         self.graphs: Graphs | None = None
+        self.graph_bytes = 0  # that all graphs keep, a draft's too
         self.drafter: Drafter | None = None
 
     @torch.inference_mode()
@@ -71,14 +72,16 @@ class Worker:
         self.sampler: Sampler | None = None
         if self.rank == plan.output_rank:
             self.sampler = Sampler(shape.vocab, plan.max_num_seqs, self.device, shape.eos)
-        activation, block_bytes = self._measure(), plan.block_bytes(self.rank)
+        eager, block_bytes = self._measure(), plan.block_bytes(self.rank)
         if self.sampler and plan.speculation and plan.speculation.draft:
             self.drafter = Drafter(plan)
             theirs = self.drafter.load()
-            # One after the other: they take turns.
-            activation = max(activation, theirs.activation_bytes)
+            # One after the other: they take turns. But graphs keep what they have.
+            eager = max(eager, theirs.activation_bytes - self.drafter.graph_bytes)
+            self.graph_bytes += self.drafter.graph_bytes
             held += theirs.weight_bytes
             block_bytes += theirs.block_bytes
+        activation = eager + self.graph_bytes
         return Capacity(
             rank=self.rank,
             host=socket.gethostname(),
@@ -111,6 +114,7 @@ class Worker:
                 width=self.rows.tables.shape[1],
                 incoming=incoming,
                 device=self.device,
+                alone=self.links.tensor.size == 1,
             )
             self.graphs.warm(WARM_GRAPHS)
 
@@ -235,7 +239,7 @@ class Worker:
         return made.to(self.device)
 
     def _measure(self) -> int:
-        """Bytes that the largest step takes beside the weights: run on a GPU, reckoned on a CPU."""
+        """Bytes that the largest step takes beside the weights and graphs: run on a GPU, reckoned on a CPU."""
         plan = self.plan
         rows = min(plan.max_num_seqs, plan.max_num_batched_tokens)
         tokens = min(plan.max_num_batched_tokens, rows * plan.max_model_len)
@@ -253,7 +257,8 @@ class Worker:
             captured = sizes(rows)
             torch.cuda.reset_peak_memory_stats(self.device)
             self._rehearse([1] * captured[-1])
-            peak += torch.cuda.max_memory_allocated(self.device) - before + GRAPH_BYTES * len(captured)
+            largest = torch.cuda.max_memory_allocated(self.device) - before
+            self.graph_bytes = largest + GRAPH_BYTES * len(captured)
         self.caches = []
         return peak
 

@@ -14,8 +14,9 @@ from weft.kernels.base import KVCache
 from weft.kernels.batch import Batch
 
 LOG2_E = 1.4426950408889634
-LEAST_GROUP = 16  # rows of the smallest matrix product
+LEAST = 16  # of each side of the smallest matrix product
 DECODE_TILE, PREFILL_TILE, PREFILL_ROWS = 64, 64, 128  # keys at a time; queries times heads of a program
+FLOAT32_HEAD = 64  # the widest head in float32 whose tiles of those sizes fit the smallest GPU's 99 KiB
 MOST_SPLITS = 32
 
 
@@ -47,7 +48,8 @@ def _weigh(scores, seen, top, total, mixed, values, place, there, columns, insid
     return peak, total * fade + tl.sum(weights, 1), mixed
 
 
-@triton.jit
+# Figures that differ from step to step are no reason to compile anew.
+@triton.jit(do_not_specialize=["table_width", "window", "splits"])
 def _decode(
     q, keys, values, out, sums, tables, context, table_width, q_heads, kv_heads, head_dim, scale, window, splits,
     WINDOWED: tl.constexpr, SPLIT: tl.constexpr, KV_BLOCK: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr,
@@ -90,7 +92,7 @@ def _decode(
         tl.store(out + heads[:, None] * head_dim + columns[None, :], result.to(out.dtype.element_ty), kept)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _join(parts, sums, out, splits, head_dim, SPLITS: tl.constexpr, HEAD: tl.constexpr):
     head = tl.program_id(0).to(tl.int64)
     number, columns = tl.arange(0, SPLITS), tl.arange(0, HEAD)
@@ -108,6 +110,12 @@ def _join(parts, sums, out, splits, head_dim, SPLITS: tl.constexpr, HEAD: tl.con
     tl.store(out + head * head_dim + columns, result.to(out.dtype.element_ty), inside)
 
 
+def tiles(head_dim: int, dtype: torch.dtype) -> tuple[int, int]:
+    """A head's width in the kernels, and the part of a tile that there is memory for: one in so many rows."""
+    head = max(LEAST, triton.next_power_of_2(head_dim))
+    return head, max(1, head // FLOAT32_HEAD) if dtype == torch.float32 else 1
+
+
 def decode(
     q: torch.Tensor, cache: KVCache, batch: Batch, rows: int, scale: float, window: int | None, processors: int,
     out: torch.Tensor,
@@ -117,7 +125,7 @@ def decode(
     kv_heads = cache.keys.shape[2]
     # Two programs a processor hide each other's waiting; a split costs a pass over its result.
     splits = min(MOST_SPLITS, triton.next_power_of_2(triton.cdiv(2 * processors, rows * kv_heads)))
-    head = triton.next_power_of_2(head_dim)
+    head, part = tiles(head_dim, q.dtype)
     parts, sums = out, out
     if splits > 1:
         parts = q.new_empty((rows, q_heads, splits, head_dim), dtype=torch.float32)
@@ -140,16 +148,16 @@ def decode(
         WINDOWED=window is not None,
         SPLIT=splits > 1,
         KV_BLOCK=cache.block_size,
-        GROUP=max(LEAST_GROUP, triton.next_power_of_2(q_heads // kv_heads)),
+        GROUP=max(LEAST, triton.next_power_of_2(q_heads // kv_heads)),
         HEAD=head,
-        TILE=DECODE_TILE,
+        TILE=max(LEAST, DECODE_TILE // part),
         num_warps=4,
     )
     if splits > 1:
         _join[(rows * q_heads,)](parts, sums, out, splits, head_dim, SPLITS=splits, HEAD=head, num_warps=2)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_row", "rows", "table_width", "window"])
 def _prefill(
     q, keys, values, out, row_starts, tables, context, first_row, rows, table_width, q_heads, kv_heads, head_dim, scale,
     window, WINDOWED: tl.constexpr, KV_BLOCK: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr,
@@ -207,7 +215,8 @@ def prefill(
     tokens, q_heads, head_dim = q.shape
     kv_heads, rows = cache.keys.shape[2], batch.rows - first_row
     group = q_heads // kv_heads
-    lanes = max(PREFILL_ROWS, triton.next_power_of_2(group))
+    head, part = tiles(head_dim, q.dtype)
+    lanes = max(PREFILL_ROWS // part, LEAST, triton.next_power_of_2(group))
     queries = lanes // group
     _prefill[((tokens - first_row) // queries + rows, kv_heads)](
         q,
@@ -230,7 +239,7 @@ def prefill(
         GROUP=group,
         QUERIES=queries,
         ROWS=lanes,
-        HEAD=triton.next_power_of_2(head_dim),
-        TILE=PREFILL_TILE,
+        HEAD=head,
+        TILE=max(LEAST, PREFILL_TILE // part),
         num_warps=8,
     )

@@ -162,9 +162,11 @@ class PairedAttention {
         }
         float *row = s.scores + i * TILE;
         __m512 scale = _mm512_set1_ps(a.scale * LOG2E), x[GROUPS];
+#pragma GCC unroll 4
         for (int g = 0; g < GROUPS; g++) x[g] = _mm512_mul_ps(_mm512_load_ps(row + g * GROUP), scale);
         uint64_t seen = ~uint64_t(0) >> (TILE - to) & ~uint64_t(0) << from;
         __m512 high = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+#pragma GCC unroll 4
         for (int g = 0; g < GROUPS; g++) high = _mm512_mask_max_ps(high, __mmask16(seen >> g * GROUP), high, x[g]);
         __m512 against = _mm512_set1_ps(s.against[i]);
         if (_mm512_cmp_ps_mask(high, _mm512_add_ps(against, _mm512_set1_ps(SLACK)), _CMP_GT_OQ)) {
@@ -174,11 +176,13 @@ class PairedAttention {
             against = _mm512_set1_ps(highest);
         }
         __m512 total = _mm512_load_ps(s.total + i * LANES), w[GROUPS];
+#pragma GCC unroll 4
         for (int g = 0; g < GROUPS; g++) {
             w[g] = power_of_two(_mm512_sub_ps(x[g], against), __mmask16(seen >> g * GROUP));
             total = _mm512_add_ps(total, w[g]);
         }
         _mm512_store_ps(s.total + i * LANES, total);
+#pragma GCC unroll 4
         for (int g = 0; g < GROUPS; g += 2)
             _mm512_store_si512(s.weights + i * TILE + g * GROUP, (__m512i)_mm512_cvtne2ps_pbh(w[g + 1], w[g]));
     }

@@ -13,7 +13,7 @@ template <int BITS> void pack_values(const char *values, char *to, int64_t rows,
             for (int64_t r = 0; r < PANEL; r++)
                 for (int64_t w = 0; w < WORDS; w++) {
                     int64_t row = p * PANEL + r;
-                    char *at = to + p * size + b * BLOCK_BYTES<BITS> + ((r / HALF * WORDS + w) * HALF + r % HALF) * 4;
+                    char *at = to + p * size + b * BLOCK_BYTES<BITS> + ((r / SLICE * WORDS + w) * SLICE + r % SLICE) * 4;
                     if (row < rows)
                         std::memcpy(at, values + ((row * blocks + b) * WORDS + w) * 4, 4);
                     else

@@ -4,12 +4,12 @@
 // multiplied: AVX512-VNNI does 64 products an instruction. Weights have no sign: w = scale * q + lowest, where the
 // lowest number of a group is stored, or follows from its zero point, or from zero being in the middle.
 //
-// A panel is a sequence of blocks of BLOCK columns, in each its two halves of LANES rows, [BLOCK / 4][HALF][4] numbers;
-// of 4 bits, the first half of the columns are the low nibbles and the second the high ones. The panel's scales are
+// A panel is a sequence of blocks of BLOCK columns, in each its slices of SLICE rows, [BLOCK / 4][SLICE][4] numbers; of
+// 4 bits, the first half of the columns are the low nibbles and the second the high ones. The panel's scales are
 // [groups][PANEL] fp16; beside them lie as many minima of the same kind, or zero points of a byte.
 #pragma once
 
-#ifdef __AVX512F__
+#ifdef __x86_64__
 #include <immintrin.h>
 #endif
 
@@ -17,8 +17,12 @@
 #include "numbers.h"
 
 constexpr int64_t BLOCK = 32;  // columns
-constexpr int64_t HALVES = 2;  // of a panel
-constexpr int64_t HALF = PANEL / HALVES;
+#ifdef __AVX512F__
+constexpr int64_t SLICE = 16;  // rows of a panel that one vector has a number of
+#else
+constexpr int64_t SLICE = 8;
+#endif
+constexpr int64_t SLICES = PANEL / SLICE;
 
 enum class Lowest { MIDDLE, ZERO, MINIMUM };  // what tells it, see facts/schemes.py
 
@@ -34,6 +38,60 @@ struct Grouping {
 
 template <int BITS> constexpr int64_t BLOCK_BYTES = PANEL * BLOCK * BITS / 8;
 
+// ---------------------------------------------------------------------------------------------- vectors
+
+// One number for each row of a slice. The compiler makes do where vectors are shorter.
+typedef float floats __attribute__((vector_size(4 * SLICE)));
+typedef int32_t ints __attribute__((vector_size(4 * SLICE)));
+
+template <class V> inline V load(const void *from) {
+    V v;
+    std::memcpy(&v, from, sizeof v);
+    return v;
+}
+
+inline floats halves(const char *from) {
+#ifdef __AVX512F__
+    return (floats)_mm512_cvtph_ps(load<__m256i>(from));
+#else
+    typedef uint16_t shorts __attribute__((vector_size(2 * SLICE)));
+    ints bits = __builtin_convertvector(load<shorts>(from), ints);
+    // The exponents' other bias is made up for by a product, which gets the subnormal ones right too.
+    return (floats)((ints)((floats)((bits & 0x7fff) << 13) * 0x1p112f) | (bits & 0x8000) << 16);
+#endif
+}
+
+inline float half(const char *from) {
+    char lanes[2 * SLICE] = {};
+    std::memcpy(lanes, from, 2);
+    return halves(lanes)[0];
+}
+
+inline floats bytes(const char *from) {
+    typedef uint8_t vector __attribute__((vector_size(SLICE)));
+    return __builtin_convertvector(load<vector>(from), floats);
+}
+
+// sum += four columns of a slice times four of x.
+inline void dot(ints &sum, ints w, const int8_t *x) {
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+    int32_t four;
+    std::memcpy(&four, x, 4);
+#endif
+#if defined(__AVX512VNNI__)
+    sum = (ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, _mm512_set1_epi32(four));
+#elif defined(__AVXVNNI__)
+    sum = (ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)w, _mm256_set1_epi32(four));
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    // Even and odd columns as 16 bits each, two products a lane.
+    auto two = [](int8_t low, int8_t high) { return _mm256_set1_epi32(int32_t(uint16_t(low)) | int32_t(high) << 16); };
+    sum += (ints)_mm256_madd_epi16((__m256i)(w & 0x00ff00ff), two(x[0], x[2]));
+    sum += (ints)_mm256_madd_epi16((__m256i)(w >> 8 & 0x00ff00ff), two(x[1], x[3]));
+#else
+    for (int j = 0; j < 4; j++) sum += (w >> (8 * j) & 255) * int32_t(x[j]);
+#endif
+}
+
 // ------------------------------------------------------------------------------------------- the tokens
 
 // A token's row of x in 8 bits: [blocks][BLOCK] integers, then a scale for each block, and the sum of its numbers.
@@ -47,72 +105,45 @@ struct Row {
     static int64_t bytes(int64_t blocks) { return (blocks * BLOCK + 2 * sums_after(blocks) + 63) / 64 * 64; }
 };
 
+// To the nearest integer, ties to even, of up to 2^22: what a float of 1.5 * 2^23 has in its last bits.
+inline ints nearest(floats x) { return (ints)(x + 0x1.8p23f) - 0x4b400000; }
+
+inline floats wide(const float *from) { return load<floats>(from); }
+inline floats wide(const bf16 *from) {
+    typedef uint16_t shorts __attribute__((vector_size(2 * SLICE)));
+    return (floats)(__builtin_convertvector(load<shorts>(from), ints) << 16);
+}
+
 template <class T> void quantise_row(const T *x, int64_t blocks, char *to) {
-    int8_t *values = reinterpret_cast<int8_t *>(to);
+    typedef int8_t bytes __attribute__((vector_size(SLICE)));
+    constexpr int64_t PARTS = BLOCK / SLICE;
     float *scales = reinterpret_cast<float *>(to + blocks * BLOCK), *sums = scales + blocks;
-    for (int64_t b = 0; b < blocks; b++) {
-        float wide[BLOCK], most = 0;
-        int32_t sum = 0;
+    for (int64_t b = 0; b < blocks; b++, x += BLOCK, to += BLOCK) {
+        floats part[PARTS], largest = {};
+        for (int64_t i = 0; i < PARTS; i++) {
+            part[i] = wide(x + i * SLICE);
+            floats size = part[i] < 0 ? -part[i] : part[i];
+            largest = size > largest ? size : largest;
+        }
+        float each[SLICE], most = 0;
+        std::memcpy(each, &largest, sizeof each);
 #pragma omp simd reduction(max : most)
-        for (int64_t i = 0; i < BLOCK; i++) {
-            wide[i] = widen(x[b * BLOCK + i]);
-            most = std::max(most, std::fabs(wide[i]));
-        }
+        for (int64_t i = 0; i < SLICE; i++) most = std::max(most, each[i]);
         float times = most > 0 ? 127 / most : 0;
-#pragma omp simd reduction(+ : sum)
-        for (int64_t i = 0; i < BLOCK; i++) {
-            int32_t q = int32_t(std::nearbyint(wide[i] * times));
-            values[b * BLOCK + i] = int8_t(q);
-            sum += q;
+        ints total = {};
+        for (int64_t i = 0; i < PARTS; i++) {
+            ints q = nearest(part[i] * times);
+            total += q;
+            bytes eight = __builtin_convertvector(q, bytes);
+            std::memcpy(to + i * SLICE, &eight, sizeof eight);
         }
+        int32_t count[SLICE], sum = 0;
+        std::memcpy(count, &total, sizeof count);
+#pragma omp simd reduction(+ : sum)
+        for (int64_t i = 0; i < SLICE; i++) sum += count[i];
         scales[b] = most / 127;
         sums[b] = scales[b] * float(sum);
     }
-}
-
-// ---------------------------------------------------------------------------------------------- vectors
-
-// One number for each row of half a panel. The compiler makes do where vectors are shorter.
-typedef float floats __attribute__((vector_size(64)));
-typedef int32_t ints __attribute__((vector_size(64)));
-
-template <class V> inline V load(const void *from) {
-    V v;
-    std::memcpy(&v, from, sizeof v);
-    return v;
-}
-
-inline floats halves(const char *from) {
-#ifdef __AVX512F__
-    return (floats)_mm512_cvtph_ps(load<__m256i>(from));
-#else
-    typedef uint16_t shorts __attribute__((vector_size(32)));
-    ints bits = __builtin_convertvector(load<shorts>(from), ints);
-    // The exponents' other bias is made up for by a product, which gets the subnormal ones right too.
-    return (floats)((ints)((floats)((bits & 0x7fff) << 13) * 0x1p112f) | (bits & 0x8000) << 16);
-#endif
-}
-
-inline float half(const char *from) {
-    char lanes[32] = {};
-    std::memcpy(lanes, from, 2);
-    return halves(lanes)[0];
-}
-
-inline floats bytes(const char *from) {
-    typedef uint8_t vector __attribute__((vector_size(16)));
-    return __builtin_convertvector(load<vector>(from), floats);
-}
-
-// sum += four columns of the half's rows times four of x.
-inline void dot(ints &sum, ints w, const int8_t *x) {
-#ifdef __AVX512VNNI__
-    int32_t four;
-    std::memcpy(&four, x, 4);
-    sum = (ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, _mm512_set1_epi32(four));
-#else
-    for (int j = 0; j < 4; j++) sum += (w >> (8 * j) & 255) * int32_t(x[j]);
-#endif
 }
 
 // ---------------------------------------------------------------------------------------------- products
@@ -133,7 +164,7 @@ struct Packed {
     }
 };
 
-// The sums of N rows of x with H halves of a panel, from half `first` on: [N][PANEL].
+// The sums of N rows of x with H slices of a panel, from slice `first` on: [N][PANEL].
 template <int BITS, int N, int H>
 [[gnu::noinline]] void quantised_tile(const Packed &panel, const char *x, int64_t first, float *sums) {
     const Grouping &columns = panel.columns;
@@ -152,12 +183,12 @@ template <int BITS, int N, int H>
         return f;
     };
     floats total[N][H] = {};
-    const char *at = panel.values + first * BLOCK_BYTES<BITS> / HALVES;
+    const char *at = panel.values + first * BLOCK_BYTES<BITS> / SLICES;
     for (int64_t g = 0, block = 0; block < columns.blocks; g++) {
         floats scale[H], lowest[H];
 #pragma GCC unroll 2
         for (int h = 0; h < H; h++) {
-            int64_t from = g * PANEL + (first + h) * HALF;
+            int64_t from = g * PANEL + (first + h) * SLICE;
             scale[h] = halves(panel.scales + from * 2);
             if (panel.kind == Lowest::MINIMUM)
                 lowest[h] = halves(panel.lowest + from * 2);
@@ -173,10 +204,10 @@ template <int BITS, int N, int H>
 #pragma GCC unroll 2
             for (int h = 0; h < H; h++) {
                 ints sum[N] = {};
-                const char *from = at + h * BLOCK_BYTES<BITS> / HALVES;
+                const char *from = at + h * BLOCK_BYTES<BITS> / SLICES;
 #pragma GCC unroll 8
                 for (int v = 0; v < BITS; v++) {
-                    ints w = load<ints>(from + v * 64);
+                    ints w = load<ints>(from + v * 4 * SLICE);
 #pragma GCC unroll 12
                     for (int n = 0; n < N; n++) {
                         const int8_t *four = value[n / 3] + n % 3 * stride + v * 4;
@@ -205,7 +236,7 @@ template <int BITS, int N, int H>
 #pragma GCC unroll 12
     for (int n = 0; n < N; n++)
 #pragma GCC unroll 2
-        for (int h = 0; h < H; h++) std::memcpy(sums + n * PANEL + (first + h) * HALF, &total[n][h], sizeof(floats));
+        for (int h = 0; h < H; h++) std::memcpy(sums + n * PANEL + (first + h) * SLICE, &total[n][h], sizeof(floats));
 }
 
 // All of a panel for as many of the tokens as N says, and then for the rest of them.
@@ -213,13 +244,10 @@ template <int BITS, int N, int... FEWER>
 void quantised_tiles(const Packed &panel, const char *x, int64_t tokens, float *sums) {
     int64_t stride = Row::bytes(panel.columns.blocks);
     for (; tokens >= N; tokens -= N, x += N * stride, sums += N * PANEL) {
-        // A few tokens leave registers for both halves at once.
-        if constexpr (N <= 4) {
-            quantised_tile<BITS, N, 2>(panel, x, 0, sums);
-        } else {
-            quantised_tile<BITS, N, 1>(panel, x, 0, sums);
-            quantised_tile<BITS, N, 1>(panel, x, 1, sums);
-        }
+        // A few tokens leave registers for several slices at once.
+        constexpr int TOGETHER = N * SLICES <= 8 ? SLICES : 1;
+        for (int64_t slice = 0; slice < SLICES; slice += TOGETHER)
+            quantised_tile<BITS, N, TOGETHER>(panel, x, slice, sums);
     }
     if constexpr (sizeof...(FEWER) > 0) quantised_tiles<BITS, FEWER...>(panel, x, tokens, sums);
 }
@@ -229,7 +257,7 @@ template <int BITS> void tiles(const Packed &panel, const char *x, int64_t token
     // Twelve have as many sums of integers and of floats in 32 registers.
     quantised_tiles<BITS, 12, 8, 4, 2, 1>(panel, x, tokens, sums);
 #else
-    quantised_tiles<BITS, 4, 1>(panel, x, tokens, sums);
+    quantised_tiles<BITS, 2, 1>(panel, x, tokens, sums);
 #endif
 }
 
@@ -258,18 +286,18 @@ template <int BITS, class T> void row_of(const Packed &weights, int64_t row, T *
     constexpr int64_t WORDS = BLOCK * BITS / 32;
     Packed panel = weights.panel<BITS>(row / PANEL);
     int64_t lane = row % PANEL;
-    const char *at = panel.values + (lane / HALF * WORDS * HALF + lane % HALF) * 4;
+    const char *at = panel.values + (lane / SLICE * WORDS * SLICE + lane % SLICE) * 4;
     for (int64_t g = 0, block = 0; block < panel.columns.blocks; g++) {
         int64_t from = g * PANEL + lane;
         float scale = half(panel.scales + from * 2), lowest = scale * -float(1 << (BITS - 1));
         if (panel.kind == Lowest::MINIMUM) lowest = half(panel.lowest + from * 2);
         if (panel.kind == Lowest::ZERO) lowest = scale * -float(uint8_t(panel.lowest[from]));
         for (int64_t end = panel.columns.end(g); block < end; block++, at += BLOCK_BYTES<BITS>, out += BLOCK)
-            for (int64_t v = 0; v < BLOCK / 4; v++)
-                for (int64_t j = 0; j < 4; j++) {
-                    int q = uint8_t(at[v % WORDS * HALF * 4 + j]);
-                    if (BITS == 4) q = v < WORDS ? q & 15 : q >> 4;
-                    out[v * 4 + j] = narrow<T>(scale * float(q) + lowest);
-                }
+#pragma GCC unroll 1
+            for (int64_t i = 0; i < BLOCK; i++) {
+                int q = uint8_t(at[i / 4 % WORDS * SLICE * 4 + i % 4]);
+                if (BITS == 4) q = i < BLOCK / 2 ? q & 15 : q >> 4;
+                out[i] = narrow<T>(scale * float(q) + lowest);
+            }
     }
 }

@@ -13,7 +13,7 @@
 constexpr int SPINS = 1500;  // looks for somebody else, some 20 to 50 us, before one sleeps
 
 // Between two looks.
-inline void pause() {
+inline void breathe() {
 #if defined(__x86_64__)
     _mm_pause();
 #endif
@@ -39,7 +39,7 @@ public:
         }
         for (int i = 0; i < SPINS; i++) {
             if (turn.load(std::memory_order_acquire) != now) return;
-            pause();
+            breathe();
         }
         while (turn.load(std::memory_order_acquire) == now) turn.wait(now, std::memory_order_acquire);
     }
