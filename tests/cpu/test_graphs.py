@@ -97,6 +97,12 @@ def test_without_memory_for_a_graph_the_batch_still_runs(caplog: pytest.LogCaptu
     assert capture.captured == 1 and len(caplog.records) == 1 and "--gpu-memory-utilization" in caplog.text
 
 
+def test_a_rank_that_others_sum_with_cannot_go_on_by_itself() -> None:
+    graph = Graphs(forward, Again(memory=0), rows=9, width=6, incoming=None, device=torch.device("cpu"), alone=False)
+    with pytest.raises(torch.OutOfMemoryError):
+        graph.run(batch([1], [2], 3), None)
+
+
 def test_an_engine_with_triton_and_graphs_gives_the_same_tokens(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

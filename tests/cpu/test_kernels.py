@@ -10,7 +10,7 @@ import torch
 from weft.kernels import choose
 from weft.kernels.base import HeadNorm, Kernels, KVCache
 from weft.kernels.batch import Batch
-from weft.kernels.native import NativeKernels, build
+from weft.kernels.native import NAMES, NativeKernels, build
 from weft.kernels.plain import PlainKernels
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
@@ -18,7 +18,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 def native(dtype: torch.dtype) -> NativeKernels:
     try:
-        build()
+        build(NAMES[dtype])
     except FileNotFoundError as error:
         pytest.skip(str(error))
     return NativeKernels(dtype)

@@ -495,3 +495,16 @@ def test_only_its_result_waits_for_the_device_and_once(monkeypatch: pytest.Monke
     assert waits == []
     sampled.result()
     assert waits == ["meta"]
+
+
+def test_a_token_that_comes_late_is_not_noted_for_who_has_the_slot_by_then() -> None:
+    """On a GPU the next step may give an aborted request's slot away before the last one's tokens have arrived."""
+    sampler, params = Sampler(8, 2, CPU), SamplingParams(temperature=0, repetition_penalty=2.0)
+    logits = torch.arange(1.0, 9.0)[None]
+    sampler.admit(Admission(0, 1, params, [0], []))
+    late = sampler.sample(logits.clone(), [0], [1])
+    sampler.release(0)
+    sampler.admit(Admission(0, 2, params, [0], []))
+    assert late.result()[0] == [7]
+    assert sampler.sample(logits.clone(), [0], [1]).result()[0] == [7]
+    assert sampler.sample(logits.clone(), [0], [2]).result()[0] == [6]

@@ -9,7 +9,16 @@ import pytest
 
 from tests.cpu import checkpoints
 from weft import LLM, SamplingParams
-from weft.errors import ConfigError
+from weft.comm import Links
+from weft.comm.base import Solo
+from weft.config import EngineConfig
+from weft.errors import ConfigError, PlanError
+from weft.facts import host
+from weft.facts.checkpoint import resolve
+from weft.planner.execution import plan_to_run
+from weft.planner.memory import fit_length
+from weft.planner.plan import Plan
+from weft.worker.worker import Worker
 
 PROMPTS = [[1, 5, 9, 33, 7], [40, 41, 42] * 9, [1, 150], list(range(3, 40))]
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
@@ -107,3 +116,25 @@ def test_a_draft_of_another_vocabulary_is_refused(model: str, tmp_path: Path) ->
     (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": config["vocab_size"] + 8}))
     with pytest.raises(ConfigError, match="share its model's tokeniser"):
         LLM(model, load_format="dummy", skip_tokenizer_init=True, speculative_config={"model": str(tmp_path)})
+
+
+def drafted(model: str, **how: object) -> Plan:
+    config = EngineConfig(model=model, dtype="float32", speculative_config={"model": model}, **how)
+    return plan_to_run(config, resolve(model), host.probe())
+
+
+def test_graphs_of_the_draft_stay_beside_those_of_its_model(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(self: Worker) -> int:
+        draft = self.plan.speculation is None
+        self.graph_bytes = 30 if draft else 100
+        return 5000 if draft else 1000
+
+    monkeypatch.setattr(Worker, "_measure", measured)
+    capacity = Worker(drafted(model), 0, Links(tensor=Solo(), pipeline=Solo())).load()
+    assert capacity.activation_bytes == 5000 + 130
+
+
+def test_the_memory_that_a_length_needs_counts_the_draft(model: str) -> None:
+    plan = drafted(model, max_model_len=100)
+    with pytest.raises(PlanError, match=f"--kv-cache-memory-bytes {7 * 2 * plan.block_bytes(0)} per rank"):
+        fit_length(plan, 3)

@@ -44,3 +44,36 @@ def test_wrong_sums_are_found(group: dist.ProcessGroup) -> None:
     plain._buffer = torch.zeros(1, dtype=torch.bfloat16)
     assert symmetric.adds_up(plain, torch.bfloat16)
     assert not symmetric.adds_up(Late(group, cpu), torch.bfloat16)
+
+
+def test_a_rank_whose_sums_are_wrong_takes_part_in_all_of_them(group: dist.ProcessGroup) -> None:
+    """The others wait for it on their devices, without an end."""
+    counts = []
+    for wrong in (0.0, 1.0):
+
+        class Counted(DistributedComm):
+            _buffer = torch.zeros(1, dtype=torch.bfloat16)
+            sums = 0
+
+            def sum(self, x: torch.Tensor) -> torch.Tensor:
+                self.sums += 1
+                return x + wrong  # noqa: B023
+
+        comm = Counted(group, torch.device("cpu"))
+        assert symmetric.adds_up(comm, torch.bfloat16) == (not wrong)
+        counts.append(comm.sums)
+    assert counts[0] == counts[1]
+
+
+def test_none_begins_to_sum_where_another_cannot(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Here(DistributedComm):
+        def __init__(self, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype) -> None:
+            super().__init__(group, device)
+
+    def begun(*_: object) -> bool:
+        raise AssertionError("it waits for the other rank")
+
+    monkeypatch.setattr(symmetric, "SymmetricComm", Here)
+    monkeypatch.setattr(symmetric, "adds_up", begun)
+    monkeypatch.setattr(DistributedComm, "sum", lambda self, x: x * 0.0)
+    assert type(symmetric.joined(group, torch.device("cpu"), torch.bfloat16)) is DistributedComm

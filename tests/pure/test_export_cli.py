@@ -203,6 +203,12 @@ def test_what_the_node_reads_is_no_reason_for_a_warning(config: Any) -> None:
     assert "0123456789abcdef" not in emit("infernet", "--gpus 1xRTX4090", "--infernet-config", config(secret))[1]
 
 
+def test_two_instances_of_one_model_are_none_of_another(config: Any) -> None:
+    same = [{"host": f"http://localhost:{port}", "model": "qwen2.5:14b"} for port in (8000, 8001)]
+    status, _, err = emit("infernet", "--gpus 1xA100", "--infernet-config", config({"vllm_instances": same}))
+    assert status == 0 and "cannot be served by the same node" not in err and "a node talks to one server" in err
+
+
 @pytest.mark.parametrize(
     ("content", "told"),
     [
@@ -214,6 +220,8 @@ def test_what_the_node_reads_is_no_reason_for_a_warning(config: Any) -> None:
         ({"vllm_instances": [1]}, "vllm_instances"),
         ({"served_models": "x"}, "served_models"),
         ({"vllm_model": "m", "vllm_host": "http://a:x"}, "is no address"),
+        ("[" * 100_000, "is not JSON"),
+        ({"served_models": [" "]}, "served_models"),
     ],
 )
 def test_a_broken_configuration(config: Any, content: object, told: str) -> None:

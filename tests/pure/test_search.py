@@ -487,3 +487,15 @@ def test_more_requests_than_fit_are_as_fast_as_saturated() -> None:
         for number in (10_000, None)
     )
     assert output_tok_s(asked.question, best(asked).predicted) == best(most).predicted.saturated_tok_s
+
+
+def test_an_idle_gpu_is_not_called_useless_beside_a_use_of_it() -> None:
+    told = advice(plan("Llama-3.1-8B", "1xRTX4090+1xRTX3060", engine="weft"))
+    assert told[0] == "1 of 2 GPUs is idle in this layout"
+    assert "PP 2, bf16 is predicted to give 1.2 times the throughput" in told[1]
+
+
+def test_an_even_tensor_split_is_one_that_any_engine_makes() -> None:
+    even, uneven = (plan("Llama-3.1-8B", "2xRTX4090", wish=Wish(tensor_split=it)) for it in ((1.0, 1.0), (2.0, 1.0)))
+    assert sizes(best(even)) == (2, 1, 1)
+    assert uneven.best is None and "an uneven --tensor-split is for weft" in uneven.rejected[0].reason

@@ -262,6 +262,14 @@ def test_stretches_are_as_step_by_step(limits: dict[str, Any], asked: Any) -> No
         assert (short.requests, short.preemptions) == (long.requests, long.preemptions)
 
 
+def test_blocks_that_are_counted_are_as_blocks_that_are_known() -> None:
+    """Also where requests are preempted for want of them. Nothing is shared, so a prefix cache changes nothing."""
+    asked = load(Even(10, 300), Even(100, 300), rate=6.0)
+    counted, known = (told([spec(num_blocks=400)], asked, end_s=40.0, prefix_caching=it) for it in (False, True))
+    assert counted.preemptions > 0
+    assert counted == msgspec.structs.replace(known, prefix_hit_share=None)
+
+
 def test_stretches_with_windows_are_as_step_by_step() -> None:
     """What a window bounds grows up to it only."""
     costs = steps("gemma-3-27b-it", "1xH200")

@@ -92,7 +92,7 @@ def warnings(config: NodeConfig, model: str, memory: Sequence[tuple[str, int]]) 
     if config.tier is not None and any(vram_tier(size) != config.tier for _, size in memory):
         found.append(f"vram_tier {config.tier} is no GPU's here, and a sum is never told: {', '.join(told)}")
     here = config.serving(model)
-    others = [it.model for it in config.instances if it != here]
+    others = dict.fromkeys(it.model for it in config.instances if here and it.model != here.model)
     if here and others:
         found.append(f"this is for {here.model}; {' and '.join(others)} cannot be served by the same node")
     return found

@@ -86,7 +86,7 @@ def read(path: str) -> NodeConfig:
         raise ConfigError(
             f"cannot read --infernet-config {path}: {getattr(error, 'strerror', None) or error}"
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"--infernet-config {path} is not JSON: {error}") from None
     if not isinstance(found, dict):
         raise ConfigError(f'--infernet-config {path} must hold a JSON object, as in {{"vllm_model": "qwen2.5:14b"}}')
@@ -114,7 +114,7 @@ def _instances(found: dict[str, Any], engine: dict[str, Any], path: str) -> Iter
     for it in listed:
         yield Instance(it["model"], _port(_text(it, "host", path), path))
     names = found.get("served_models", [])
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+    if not isinstance(names, list) or not all(isinstance(name, str) and name.strip() for name in names):
         raise ConfigError(f"served_models in {path} must be a list of names")
     if not (live or model or listed):
         yield from (Instance(name, _port(_text(found, "vllm_host", path), path)) for name in names)

@@ -272,6 +272,8 @@ def _to_improve(answer: Answer, best: Candidate) -> Iterator[str]:
     question = answer.question
     now = _worth(question, best)
     free, there = best, len(usable(question.cluster))
+    faster = max(answer.candidates, key=lambda it: _worth(question, it))
+    gains = _worth(question, faster) >= WORTH * now
     idle = there - len(set(best.layout.gpus))
     if question.wish != Wish():
         free = search(msgspec.structs.replace(question, wish=Wish())).best or best
@@ -280,9 +282,9 @@ def _to_improve(answer: Answer, best: Candidate) -> Iterator[str]:
             yield f"left to itself the plan is {free.cut}, with {gain}"
     elif idle:
         are, better = "is" if idle == 1 else "are", "cheaper" if question.objective == "cost" else "faster"
-        yield f"{idle} of {there} GPUs {are} idle in this layout; no other use of them is {better}"
-    faster = max(answer.candidates, key=lambda it: _worth(question, it))
-    if _worth(question, faster) >= WORTH * now:
+        no_use = "" if gains else f"; no other use of them is {better}"
+        yield f"{idle} of {there} GPUs {are} idle in this layout{no_use}"
+    if gains:
         gain = f"{ways(_worth(question, faster) / now)} the {_measure(question)}"
         yield f"{faster.cut} is predicted to give {gain}; measure before you split what fits one GPU"
     wide = best.layout.kv_dtype in ("bf16", "fp16")

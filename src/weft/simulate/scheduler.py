@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 from weft.core.request import Output
 from weft.core.scheduler import Scheduler
 from weft.core.sequence import Sequence
 from weft.core.step import StepPlan, StepResult
+from weft.simulate.blocks import CountedBlocks
 
 
 class StretchScheduler(Scheduler):
     """A round is one step of every group of requests that takes turns in the stages: without a pipeline, one step. With
     `lookahead` there is one group, of which a step is under way when the next one is scheduled.
 
-    What a request is answered with is its own key, again and again: requests with one key have one content.
+    What a request is answered with is its own key, again and again: requests with one key have one content. Without a
+    prefix cache blocks are counted only.
     """
+
+    def __init__(self, *, num_blocks: int, block_size: int, prefix_caching: bool, **limits: Any) -> None:
+        kept = num_blocks if prefix_caching else 0
+        super().__init__(num_blocks=kept, block_size=block_size, prefix_caching=prefix_caching, **limits)
+        if not prefix_caching:
+            self.pool = CountedBlocks(num_blocks, block_size)
 
     def finish(self, plan: StepPlan) -> list[Output]:
         """Apply the result of the oldest step in flight, which is `plan`."""

@@ -12,7 +12,7 @@ from weft.kernels.native.build import build
 from weft.kernels.native.entries import NAMES
 from weft.kernels.native.kernels import NativeKernels
 
-__all__ = ["NativeKernels", "available", "build"]
+__all__ = ["NAMES", "NativeKernels", "available", "build"]
 
 logger = logging.getLogger("weft")
 
@@ -30,7 +30,7 @@ def available(dtype: torch.dtype, head_dim: int, group: int, *, required: bool =
         reason = f"head_dim {head_dim} with {group} query heads per KV head is beyond {WIDEST_HEAD} and {WIDEST_GROUP}"
     else:
         try:
-            build()
+            build(NAMES[dtype])
         except (OSError, subprocess.SubprocessError) as error:
             reason = str(error)
     if reason is None:

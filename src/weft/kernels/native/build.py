@@ -23,9 +23,13 @@ FLAGS = (
 )
 
 
+TYPES = {"bfloat16": "bf16", "float32": "float"}  # in C++
+
+
 @functools.cache
-def build() -> Path:
-    """The compiled library, from the cache or made now (about a second); one process builds, others wait.
+def build(dtype: str) -> Path:
+    """The library for activations of a dtype of TYPES, from the cache or made now, which takes a compiler some seconds;
+    one process builds, others wait.
 
     Raises FileNotFoundError without a compiler, OSError where the cache cannot be written and
     subprocess.SubprocessError where the compiler fails.
@@ -36,10 +40,11 @@ def build() -> Path:
     # torch brings its own OpenMP; a second one would mean a second pool of threads on the same cores.
     openmp = sorted(str(p) for p in Path(torch.__file__).parent.glob("lib/lib*omp*.so*"))
     sources = [path.read_text() for path in sorted(SOURCES.iterdir())]
-    facts = (*sources, compiler, *FLAGS, *openmp, torch.__version__, platform.machine(), _cpu())
+    flags = (*FLAGS, f"-DWEFT_TYPE={TYPES[dtype]}", f"-DWEFT_NAME={dtype}")
+    facts = (*sources, compiler, *flags, *openmp, torch.__version__, platform.machine(), _cpu())
     key = hashlib.sha256("\0".join(facts).encode()).hexdigest()[:20]
     folder = cache_path() / "kernels"
-    library = folder / f"native-{key}.so"
+    library = folder / f"{dtype}-{key}.so"
     if library.exists():
         return library
     try:
@@ -52,7 +57,7 @@ def build() -> Path:
         if not library.exists():
             with tempfile.TemporaryDirectory(dir=folder) as scratch:
                 made = Path(scratch) / "native.so"
-                command = [compiler, *FLAGS, str(SOURCES / "native.cpp"), *openmp, "-o", str(made)]
+                command = [compiler, *flags, str(SOURCES / "native.cpp"), *openmp, "-o", str(made)]
                 done = subprocess.run(command, capture_output=True, text=True)
                 if done.returncode:
                     lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]

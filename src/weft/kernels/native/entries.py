@@ -20,7 +20,7 @@ class Entries:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self._compiled, self._suffix = ctypes.CDLL(str(build())), NAMES[dtype]
+        self._compiled, self._suffix = ctypes.CDLL(str(build(NAMES[dtype]))), NAMES[dtype]
         self.norm = self._entry("norm", *[POINTER] * 4, SIZE, SIZE, REAL)
         self.silu_mul = self._entry("silu_mul", *[POINTER] * 2, SIZE, SIZE)
         self.rotate_and_store = self._entry("rotate_and_store", *[POINTER] * 9, REAL, *[SIZE] * 5)

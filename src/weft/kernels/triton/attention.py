@@ -16,7 +16,7 @@ from weft.kernels.batch import Batch
 LOG2_E = 1.4426950408889634
 LEAST = 16  # of each side of the smallest matrix product
 DECODE_TILE, PREFILL_TILE, PREFILL_ROWS = 64, 64, 128  # keys at a time; queries times heads of a program
-FLOAT32_HEAD = 64  # the widest head in float32 whose tiles of those sizes fit the smallest GPU's 99 KiB
+HEAD_BYTES = 256  # of the widest head whose tiles of those sizes fit the 99 KiB that any GPU since Ampere has
 MOST_SPLITS = 32
 
 
@@ -113,7 +113,7 @@ def _join(parts, sums, out, splits, head_dim, SPLITS: tl.constexpr, HEAD: tl.con
 def tiles(head_dim: int, dtype: torch.dtype) -> tuple[int, int]:
     """A head's width in the kernels, and the part of a tile that there is memory for: one in so many rows."""
     head = max(LEAST, triton.next_power_of_2(head_dim))
-    return head, max(1, head // FLOAT32_HEAD) if dtype == torch.float32 else 1
+    return head, max(1, head * dtype.itemsize // HEAD_BYTES)
 
 
 def decode(

@@ -1,5 +1,5 @@
 // The CPU kernels: plain C++ that a compiler vectorises for the machine it runs on, behind a C ABI.
-// Tensors are rows of T (bf16 as its bits, or float).
+// Tensors are rows of T, which WEFT_TYPE is (bf16 as its bits, or float); WEFT_NAME ends the entries' names.
 
 #include "attention.h"
 #include "matrix.h"
@@ -49,7 +49,9 @@ template <class T> void attend(const Paged<T> &attention, int64_t rows) {
 
 #define ENTRY extern "C" __attribute__((visibility("default")))
 
-#define EXPORT(T, NAME)                                                                                              \
+// Twice, so that NAME is a macro's value and not its name.
+#define EXPORT(T, NAME) EXPORT_AS(T, NAME)
+#define EXPORT_AS(T, NAME)                                                                                              \
     ENTRY void weft_norm_##NAME(const T *x, T *residual, const T *weight, T *out, int64_t rows, int64_t width,       \
                                 float eps) {                                                                         \
         norm(x, residual, weight, out, rows, width, eps);                                                            \
@@ -96,5 +98,4 @@ ENTRY void weft_pack_groups(const char *from, char *to, int64_t rows, int64_t gr
     pack_groups(from, to, rows, groups, size);
 }
 
-EXPORT(bf16, bfloat16)
-EXPORT(float, float32)
+EXPORT(WEFT_TYPE, WEFT_NAME)

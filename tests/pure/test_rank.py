@@ -1,0 +1,87 @@
+"""A rank's life: results leave in the order of their steps, whatever each of them waits for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+
+import msgspec
+
+from weft.core.step import StepPlan, StepResult
+from weft.executors.messages import Done, Failed, Run
+from weft.executors.rank import run
+from weft.planner.memory import Capacity
+
+
+def result(id: int) -> StepResult:
+    return StepResult(id, [], [], {})
+
+
+class Scripted:
+    """Answers each step with what it is told to: a result, or a function that waits for one."""
+
+    def __init__(self, answers: list[StepResult | Callable[[], StepResult] | None]) -> None:
+        self.answers = answers
+
+    def load(self) -> Capacity:
+        return Capacity(
+            rank=0, host="", device="", weight_bytes=0, activation_bytes=0, free_bytes=0, block_bytes=0, load_s=0.0
+        )
+
+    def allocate(self, num_blocks: int) -> None: ...
+
+    def execute(self, step: StepPlan) -> StepResult | Callable[[], StepResult] | None:
+        return self.answers[step.id]
+
+    def close(self) -> None: ...
+
+
+def said_by(worker: Scripted) -> list[Any]:
+    """What a rank says of the steps that it has answers to."""
+    inbox: SimpleQueue[Any] = SimpleQueue()
+    said: list[msgspec.Struct] = []
+    for id in range(len(worker.answers)):
+        inbox.put(Run(StepPlan(id, [], [], [], [], [], [], [], [], [])))
+
+    inbox.put(None)
+    thread = threading.Thread(target=run, args=(0, inbox, said.append, lambda: worker))
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive()
+    return [message for message in said if isinstance(message, Done | Failed)]
+
+
+def test_a_result_at_once_does_not_overtake_one_that_is_waited_for() -> None:
+    arrived = threading.Event()
+
+    def late() -> StepResult:
+        assert arrived.wait(30)
+        return result(0)
+
+    class Slow(Scripted):
+        """The first result arrives when all steps are through."""
+
+        def execute(self, step: StepPlan) -> StepResult | Callable[[], StepResult] | None:
+            if step.id == 3:
+                arrived.set()
+            return super().execute(step)
+
+    said = said_by(Slow([late, result(1), None, lambda: result(3)]))
+    assert [message.result.id for message in said] == [0, 1, 3]
+
+
+def test_results_that_wait_for_nothing_need_no_thread() -> None:
+    before = threading.active_count()
+    said = said_by(Scripted([result(0), result(1)]))
+    assert [message.result.id for message in said] == [0, 1] and threading.active_count() == before
+
+
+def test_what_goes_wrong_in_a_result_is_the_last_word() -> None:
+    def broken() -> StepResult:
+        raise ValueError("an illegal access")
+
+    said = said_by(Scripted([result(0), broken, result(2)]))
+    assert isinstance(said[0], Done) and isinstance(said[1], Failed) and len(said) == 2
+    assert "an illegal access" in said[1].cause.cause
