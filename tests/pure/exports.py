@@ -110,10 +110,11 @@ def plans(target: str) -> list[str]:
     return [plan for it, plan in CASES if it == target and known(target, plan)[0] == 0]
 
 
-# A program that only says how it was called.
+# A program that only says how it was called; on the GPUs that $FAILS names it fails.
 RECORD = """#!/bin/sh
 printf '%s\\0' "${{0##*/}}" "$@" >"{calls}/$$.words"
 env -0 >"{calls}/$$.environment"
+[ "${{CUDA_VISIBLE_DEVICES:-all}}" != "${{FAILS:-none}}" ] || exit 3
 """
 
 

@@ -51,6 +51,7 @@ def test_crossplane_reads_it(target: str, plan: str, tmp_path: Path) -> None:
     assert said["proxy_buffering"] == ["off"] and said["proxy_http_version"] == ["1.1"]
     # A POST that was sent is not sent again.
     assert said["proxy_next_upstream"] == ["error", "timeout"]
+    assert any(it["directive"] == "location" and it["args"] == ["^~", "/metrics"] for it in servers[-1]["block"])
     tls = target == "nginx"
     assert any(it["directive"] == "ssl_certificate" for it in servers[-1]["block"]) == tls
 

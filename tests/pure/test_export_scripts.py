@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.pure.exports import VLLM, emit, flags, parts, plans, run
@@ -64,6 +66,27 @@ def test_vllm_replicas(tmp_path: Path) -> None:
     assert [it["port"] for it in said] == [["8000"], ["8001"]]
     # The method is in the checkpoint; awq by name would keep the slower kernel.
     assert "quantization" not in said[0] and "dtype" not in said[0]
+
+
+def test_a_server_that_fails_is_told(tmp_path: Path) -> None:
+    script = parts("vllm", "replicas-int4")["vllm"]
+    status, calls, err = run(script, tmp_path, MODEL="a/b", FAILS="2,3")
+    assert (status, len(calls), err) == (3, 2, "a server has failed with status 3; the others go on\n")
+
+
+def test_a_script_that_is_ended_ends_its_servers(tmp_path: Path) -> None:
+    run("true", tmp_path)  # for the folder of programs
+    (tmp_path / "bin/vllm").write_text(f"#!/bin/sh\ntouch {tmp_path}/$CUDA_VISIBLE_DEVICES\nexec sleep 60\n")
+    script = parts("vllm", "replicas-int4")["vllm"]
+    environment = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "MODEL": "a/b"}
+    shell = subprocess.Popen(["bash", "-c", script], env=environment, stderr=subprocess.PIPE, text=True)
+    while not all((tmp_path / gpus).exists() for gpus in ("0,1", "2,3")):
+        assert shell.poll() is None
+        time.sleep(0.01)
+    servers = psutil.Process(shell.pid).children()
+    shell.terminate()
+    assert (shell.communicate(timeout=30)[1], shell.returncode, len(servers)) == ("", 143, 2)
+    assert not any(map(psutil.Process.is_running, servers))
 
 
 def test_vllm_on_two_nodes(tmp_path: Path) -> None:

@@ -498,4 +498,4 @@ def test_an_idle_gpu_is_not_called_useless_beside_a_use_of_it() -> None:
 def test_an_even_tensor_split_is_one_that_any_engine_makes() -> None:
     even, uneven = (plan("Llama-3.1-8B", "2xRTX4090", wish=Wish(tensor_split=it)) for it in ((1.0, 1.0), (2.0, 1.0)))
     assert sizes(best(even)) == (2, 1, 1)
-    assert uneven.best is None and "an uneven --tensor-split is for weft" in uneven.rejected[0].reason
+    assert uneven.best is None and "--tensor-split is for weft" in uneven.rejected[0].reason

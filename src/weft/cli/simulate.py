@@ -199,6 +199,7 @@ def studied(said: dict[str, Any], question: Question, best: Candidate, load: Loa
         objective=parse_objective(said["slo"]) if "slo" in said else None,
         sample=len(found) if sample == 0 else sample,
         runs=runs,
+        prefix_caching=said.get("enable_prefix_caching"),
         stretches=said.get("stretches", True),
     )
 

@@ -92,6 +92,12 @@ SERVICE = (
         name="replicas", parse=values.at_least(1), metavar="N", help="of the plan's layout, instead of its own number"
     ),
     Flag(
+        name="enable-prefix-caching",
+        parse=None,
+        help="find blocks of prompts again; left out: where prompts share something, and a preempted request, which "
+        "would find its own, is computed anew",
+    ),
+    Flag(
         name="async-scheduling",
         parse=None,
         help="schedule each step before the one under way is over; left out: as Weft does, on GPUs without a pipeline",

@@ -192,8 +192,15 @@ def use(it: Deployment) -> list[str]:
     """How to go on."""
     file = "" if len(it.nodes) == 1 else " -f compose-node-N.yaml"
     needs = "" if hosts.on_cpu(it) or it.gpu.gfx else "; Docker needs the NVIDIA container toolkit"
+    found = []
+    if len(it.nodes) > 1:
+        found.append(
+            "the ports are open on every interface, so that a balancer reaches them, and Docker opens them past the "
+            "firewall of the host: keep others out"
+        )
     return [
         f"docker compose{file} up --detach{needs}",
+        *found,
         "variables are read from the environment or from a file .env beside this one: HF_TOKEN for models that ask for "
         "it, VLLM_API_KEY for a key that clients have to show",
     ]

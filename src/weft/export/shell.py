@@ -13,6 +13,16 @@ Flags = Mapping[str, Value]  # by name without dashes; True is a flag alone, a t
 
 STRICT = "set -euo pipefail"
 INDENT = "    "
+TRAP = "trap 'kill $(jobs -p) || true; wait; exit 143' INT TERM"  # 143: ended by SIGTERM
+# 127: nobody is left to wait for.
+WATCH = """\
+status=0
+while true; do
+    wait -n && continue || ended=$?
+    [ "$ended" -ne 127 ] || exit "$status"
+    status=$ended
+    echo "a server has failed with status $status; the others go on" >&2
+done""".split("\n")
 _SYNTAX = re.compile(r"[^\w .,:/()+@=-]")  # what may be more than text between ${X:? and }
 
 
@@ -76,10 +86,11 @@ def script(comment: str, body: Sequence[str], demanded: Sequence[Placeholder] = 
 
 
 def together(commands: Sequence[str]) -> list[str]:
-    """Commands that run until the script is ended: a single one takes its place, several run side by side."""
+    """Commands that run until the script is ended: a single one takes its place, several run side by side, and one that
+    fails is told at once, and by the script's status at the end."""
     if len(commands) == 1:
         return [f"exec {commands[0]}"]
-    body: list[str] = []
+    body = [TRAP, ""]
     for line in commands:
         body += [f"{line} &", ""]
-    return [*body, "trap 'kill $(jobs -p); wait' INT TERM", "wait"]
+    return [*body, *WATCH]

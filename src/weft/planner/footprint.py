@@ -23,6 +23,7 @@ from weft.planner.work import Kind, kinds
 BLOCK = 16  # tokens of a KV block, EngineConfig.block_size
 MIB = 1 << 20
 ACTIVATION_BYTES = 2  # engines compute in 16 bits
+FLOAT_BYTES = 4
 
 
 class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -256,6 +257,9 @@ def rank_memory(
     share = (profile.utilization_most if at_most else profile.utilization).value
     tokens, sequences = profile.batch(0 if at_most else gpu.memory_bytes)
     held = _weights(shape, precision, place)
+    if profile.own_activations.value and precision in gguf_types.MIXES:
+        # Our own engine holds the vectors, of which a GGUF file has 32 bits, in what it computes in.
+        held = msgspec.structs.replace(held, others=held.others * ACTIVATION_BYTES // FLOAT_BYTES)
     activations = activation_bytes(shape, place, tokens, sequences, profile)
     graphs = int(profile.graphs_MiB.value * MIB)
     ranks = max(place.tp_size, min(place.stages, 2))

@@ -306,7 +306,7 @@ def compute_dtype(config: EngineConfig, checkpoint: Checkpoint, host: Host, devi
 
 
 def kv_cache_dtype(config: EngineConfig, host: Host, devices: Sequence[str]) -> str:
-    """"auto", or "fp8" where the GPUs have it."""
+    """auto, or fp8 where the GPUs have it."""
     if config.kv_cache_dtype == "auto":
         return "auto"
     if devices[0] == "cpu" or config.attention_backend not in ("auto", "triton"):
@@ -316,7 +316,8 @@ def kv_cache_dtype(config: EngineConfig, host: Host, devices: Sequence[str]) -> 
     old = next((gpu for gpu in host.gpus if gpu.index in used and gpu.capability < FP8_CAPABILITY), None)
     if old is not None:
         raise ConfigError(
-            f"{old.name} (compute capability {old.capability[0]}.{old.capability[1]}) has no FP8; use kv_cache_dtype auto"
+            f"{old.name} (compute capability {old.capability[0]}.{old.capability[1]}) has no FP8; "
+            "use kv_cache_dtype auto"
         )
     return "fp8"
 

@@ -67,7 +67,7 @@ def _heads(question: Question, draft: Draft) -> str | None:
     if ranks > 1 and engine in LAYERS_ONLY:
         return f"{engine} puts whole layers on GPUs; {ranks} ranks cannot share one"
     if len(set(question.wish.tensor_split or ())) > 1 and engine in EVEN:
-        return f"{engine} cuts evenly; an uneven --tensor-split is for weft"
+        return f"{engine} cuts evenly; --tensor-split is for weft"
     if engine not in EVEN or ranks == 1:
         return None
     even = [

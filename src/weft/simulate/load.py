@@ -70,10 +70,11 @@ class Drawing:
             input_len, output_len = drawn.input_len.draw(random), drawn.output_len.draw(random)
         input_len = min(input_len, drawn.most - 1)
         output_len = min(output_len, drawn.most - input_len)
+        own = self._contents.new()
         if not drawn.prefix_len:
-            return Ask(input_len, output_len)
+            return Ask(input_len, output_len, own)
         prefix = self._contents.id("prefix", random.randrange(drawn.prefixes))
-        return Ask(input_len, output_len, self._contents.new(), ((prefix, drawn.prefix_len),))
+        return Ask(input_len, output_len, own, ((prefix, drawn.prefix_len),))
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):

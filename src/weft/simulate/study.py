@@ -32,6 +32,7 @@ class Study(msgspec.Struct, frozen=True, kw_only=True):
     """What stays the same from run to run. `specs` are the plan's replicas, each of `gpus_each` GPUs or whatever the
     `device` is; `capacity` is the most requests per second that one is predicted to answer; `price` dollars for a GPU
     and hour. `sample` replicas are simulated of those that are equal, None for as many as REQUESTS over `runs` allow.
+    `prefix_caching` None is where prompts share something.
     """
 
     specs: Sequence[Spec]
@@ -44,6 +45,7 @@ class Study(msgspec.Struct, frozen=True, kw_only=True):
     objective: Objective | None = None
     sample: int | None = None
     runs: int = 1
+    prefix_caching: bool | None = None
     stretches: bool = True
 
     def run(
@@ -70,7 +72,7 @@ class Study(msgspec.Struct, frozen=True, kw_only=True):
             POLICIES[self.policy](),
             warmup_s=self.times.warmup_s,
             end_s=self.times.duration_s,
-            prefix_caching=load.shares,
+            prefix_caching=load.shares if self.prefix_caching is None else self.prefix_caching,
             rest=count - len(chosen),
             stretches=self.stretches,
             enough=hopeless or (lambda tally: False),

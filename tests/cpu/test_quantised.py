@@ -1,0 +1,224 @@
+"""Quantised weights: what is made of them, what is kept of a file, and what is multiplied."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cpu.test_kernels import native
+from tests.cpu.test_weights import SHAPE, UNEVEN, plan_for
+from tests.pure.gguf_files import write_model
+from weft import LLM, SamplingParams
+from weft.facts.checkpoint import sources
+from weft.facts.place import Span
+from weft.facts.schemes import SCHEMES, UNIT
+from weft.kernels.plain import PlainKernels
+from weft.planner.fills import fills
+from weft.planner.plan import Plan
+from weft.quant.quantised import Quantised, pack, unpack
+from weft.quant.rounding import rounded
+from weft.weights.load import allocate, load
+from weft.weights.quantised import quantise
+from weft.weights.stored import Stored
+
+CPU = torch.device("cpu")
+TEXT = Path(__file__).parents[2] / "LICENSE"  # English that does not change
+KEPT = [name for name in SCHEMES if name.startswith("Q")]
+
+
+def random(
+    type: str, rows: int, cols: Span, width: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16
+) -> Quantised:
+    """Columns of a random matrix, quantised."""
+    weight = torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
+    into = Quantised.empty(type, rows, cols, dtype, CPU)
+
+    def read(r: Span, c: Span, out: torch.Tensor) -> None:
+        out.copy_(weight[r.start : r.stop, c.start : c.stop])
+
+    quantise(read, Span(0, rows), cols, width, 1, into)
+    return into
+
+
+# --- what is made ---
+
+
+def test_nibbles() -> None:
+    numbers = torch.randint(0, 16, (3, 4 * UNIT), dtype=torch.uint8)
+    assert torch.equal(unpack(pack(numbers)), numbers)
+
+
+@pytest.mark.parametrize("type", SCHEMES)
+def test_rounding_loses_little(type: str) -> None:
+    """Relative to the weights, which are normally distributed: 16 steps of a group of 32 lose a tenth, 256 a hundredth."""
+    w = torch.randn(64, 1024, generator=torch.Generator().manual_seed(1))
+    made = random(type, 64, Span(0, 1024), 1024, seed=1)
+    error = (made.dequantise() - w).norm() / w.norm()
+    assert error < {4: 0.095, 8: 0.009}[made.scheme.bits]
+    assert error > {4: 0.05, 8: 0.003}[made.scheme.bits]
+
+
+@pytest.mark.parametrize("type", SCHEMES)
+@pytest.mark.parametrize("value", [0.0, 1.0, -3.0, 1e-9, 65504.0])
+def test_rounding_what_is_all_the_same(type: str, value: float) -> None:
+    into = Quantised.empty(type, 2, Span(0, 128), torch.float32, CPU)
+    quantise(lambda r, c, out: out.fill_(value), Span(0, 2), Span(0, 128), 128, 1, into)
+    assert (into.dequantise() - value).abs().max() <= max(1e-6, abs(value) * 2e-3)
+
+
+def test_what_lies_on_a_grid_is_found_again() -> None:
+    """So a file in Q4_1 that was dequantised before is quantised to itself."""
+    q = torch.randint(0, 16, (50, 8, 32)).float()
+    q[..., 0], q[..., 1] = 0, 15
+    scale, low = (torch.rand(50, 8, 1) + 0.1).half().float(), torch.randn(50, 8, 1).half().float()
+    weight = (q * scale + low).flatten(1)
+    found, fitted, lowest = rounded(weight, SCHEMES["Q4_1"])
+    assert lowest is not None
+    assert torch.equal(found.float(), q)
+    assert torch.allclose(fitted, scale, rtol=2e-3) and torch.allclose(lowest, low, atol=2e-3)
+
+
+@pytest.mark.parametrize("type", SCHEMES)
+def test_a_cut_has_the_same_numbers(type: str) -> None:
+    """Whatever the columns: groups are those of the whole matrix."""
+    whole = random(type, 6, Span(0, 576), 576).dequantise()
+    for cols in (Span(0, 192), Span(192, 384), Span(384, 576), Span(32, 64)):
+        part = random(type, 6, cols, 576)
+        assert torch.equal(part.dequantise(), whole[:, cols.start : cols.stop])
+        assert part.nbytes == part.scheme.nbytes(6, cols)
+
+
+# --- what is loaded ---
+
+
+def quantised_plan(path: Path | None, kind: str, type: str, **more: Any) -> Plan:
+    found = {name: type for name, dims in sources(SHAPE) if len(dims) == 2}
+    return plan_for(SHAPE, path, kind, dtype="bfloat16", schemes=found, **more)
+
+
+@pytest.mark.parametrize("type", KEPT)
+def test_blocks_of_a_file_are_kept_bit_for_bit(tmp_path: Path, type: str) -> None:
+    truth = {name: torch.from_numpy(values) for name, values in write_model(tmp_path / "m.gguf", SHAPE, type).items()}
+    plan = quantised_plan(tmp_path / "m.gguf", "gguf", type, layout=UNEVEN)
+    for place in plan.places:
+        room = allocate(plan, place, CPU)
+        load(plan, place, room)
+        assert sum(part.nbytes for part in room.values()) == plan.weight_bytes(place.rank)
+        for fill in fills(SHAPE, place):
+            part, whole = room[fill.param], truth[fill.source][fill.rows.start : fill.rows.stop]
+            if isinstance(part, Quantised):
+                assert fill.cols is not None
+                got = part.narrow(0, fill.at, len(fill.rows)).dequantise()
+                assert torch.equal(got, whole[:, fill.cols.start : fill.cols.stop]), fill.source
+
+
+def test_another_type_is_rounded_from_what_it_stands_for(tmp_path: Path) -> None:
+    truth = write_model(tmp_path / "m.gguf", SHAPE, "Q8_0")
+    plan = quantised_plan(tmp_path / "m.gguf", "gguf", "INT8", layout=UNEVEN)
+    for place in plan.places:
+        room = allocate(plan, place, CPU)
+        load(plan, place, room)
+        for fill in fills(SHAPE, place):
+            part = room[fill.param]
+            if isinstance(part, Quantised) and fill.cols is not None:
+                want = torch.from_numpy(truth[fill.source])[fill.rows.start : fill.rows.stop]
+                want = want[:, fill.cols.start : fill.cols.stop]
+                got = part.narrow(0, fill.at, len(fill.rows)).dequantise()
+                assert (got - want).norm() < 0.02 * want.norm(), fill.source
+
+
+# --- what is multiplied ---
+
+
+def in_8_bits(x: torch.Tensor) -> torch.Tensor:
+    """x as the kernels round it: every 32 columns by a scale of their own."""
+    blocks = x.float().unflatten(1, (-1, 32))
+    scale = blocks.abs().amax(dim=2, keepdim=True) / 127
+    return ((blocks / scale.clamp(min=1e-30)).round() * scale).flatten(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("type", SCHEMES)
+@pytest.mark.parametrize(
+    ("rows", "cols", "width"),
+    [(96, Span(0, 256), 256), (33, Span(0, 576), 576), (1, Span(0, 32), 32), (64, Span(192, 384), 576)],
+    ids=str,
+)
+def test_products(type: str, dtype: torch.dtype, rows: int, cols: Span, width: int) -> None:
+    weight = random(type, rows, cols, width, dtype=dtype)
+    bias = torch.randn(rows).to(dtype)
+    product, plain = native(dtype).matrix(weight, bias), PlainKernels().matrix(weight, bias)
+    exact = weight.dequantise()
+    for tokens in (1, 2, 3, 4, 7, 12, 13, 25, 40):
+        x = (torch.randn(tokens, len(cols)) * torch.rand(tokens, 1) * 8).to(dtype)
+        x[0, :32] = 0
+        want = in_8_bits(x) @ exact.T + bias.float()
+        size = want.abs().mean() + 1
+        got = product(x).float()
+        assert (got - want).abs().max() <= (3e-2 if dtype == torch.bfloat16 else 1e-4) * size
+        # Rounding x costs no more than that.
+        assert (got - plain(x).float()).abs().mean() <= 2e-2 * size
+
+
+@pytest.mark.parametrize("type", SCHEMES)
+def test_rows_of_a_table(type: str) -> None:
+    weight, numbers = random(type, 70, Span(0, 96), 96), torch.tensor([0, 69, 31, 32, 33, 0])
+    want = weight.dequantise(torch.bfloat16)[numbers]
+    assert torch.equal(PlainKernels().table(weight).rows(numbers), want)
+    got = native(torch.bfloat16).table(weight).rows(numbers)
+    assert torch.allclose(got.float(), want.float(), rtol=1e-2, atol=1e-3)
+    dense = torch.randn(70, 95).bfloat16()
+    assert torch.equal(native(torch.bfloat16).table(dense).rows(numbers), dense[numbers])
+
+
+# --- the real model ---
+
+
+def perplexity(llm: LLM, ids: Sequence[int], window: int = 512) -> float:
+    """e to the mean negative log likelihood of each token after those before it in its window."""
+    prompts = [{"prompt_token_ids": list(ids[at : at + window])} for at in range(0, len(ids) - window + 1, window)]
+    answers = llm.generate(prompts, SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
+    scores = [
+        found[token].logprob
+        for answer in answers
+        for token, found in zip(answer.prompt_token_ids[1:], answer.prompt_logprobs[1:], strict=True)
+    ]
+    return math.exp(-sum(scores) / len(scores))
+
+
+def measured(**how: Any) -> float:
+    with LLM("demo", max_model_len=1024, executor="inline", **how) as llm:
+        return perplexity(llm, llm.get_tokenizer().encode(TEXT.read_text())[:1024])
+
+
+def test_perplexity_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within 5 % of the file's own, for what is kept and for what is made anew from its dequantised numbers."""
+    truth = measured(quantization="none")
+    assert 5 < truth < 50
+    assert measured() < 1.02 * truth
+    assert measured(quantization="int8") < 1.03 * truth
+    monkeypatch.setattr(Stored, "read_blocks", lambda *_: False)
+    assert measured(quantization="int4") < 1.05 * truth
+
+
+def answers(**how: Any) -> list[list[int]]:
+    asked = ["Why is the sky blue?", "The capital of France is", "def fibonacci(n):\n    "]
+    with LLM("demo", max_model_len=256, dtype="float32", **how) as llm:
+        found = llm.generate(asked, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True), use_tqdm=False)
+        assert found[1].outputs[0].text.startswith(" Paris")
+    return [answer.outputs[0].token_ids for answer in found]
+
+
+@pytest.mark.parametrize("quantization", ["int4", "int8"])
+def test_the_same_tokens_in_every_layout(quantization: str) -> None:
+    """In float32: the integers that are multiplied are the same in all of them, and only sums are rounded."""
+    make = partial(answers, quantization=quantization, executor="inline")
+    whole = make()
+    for layout in ({"tensor_parallel_size": 2}, {"tensor_parallel_size": 3}, {"pipeline_parallel_size": 2}):
+        assert make(**layout) == whole, layout

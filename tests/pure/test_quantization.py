@@ -1,0 +1,144 @@
+"""Which tensors a plan holds quantised, how many bytes that is, and which cuts it forbids."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.pure.shapes import SMOLLM2
+from tests.pure.test_layout import host
+from weft.config import EngineConfig
+from weft.errors import ConfigError, PlanError
+from weft.facts.checkpoint import Checkpoint
+from weft.facts.place import Span
+from weft.facts.precision import weight_bytes
+from weft.facts.schemes import MADE, SCHEMES
+from weft.facts.shape import ModelShape
+from weft.facts.tensor import ENCODINGS
+from weft.planner.layout import layout
+from weft.planner.plan import Plan
+
+MATRICES = [
+    f"self_attn.{name}_proj.weight" if name in "qkvo" else f"mlp.{name}_proj.weight"
+    for name in ("q", "k", "v", "o", "gate", "up", "down")
+]
+EMBEDDING = "model.embed_tokens.weight"
+
+
+def stored(kind: str, embedding: str = "Q8_0", **others: str) -> dict[str, str]:
+    """The tensors of a GGUF file whose matrices are of `kind`, but for `others` by the last part of their names."""
+    found = {EMBEDDING: embedding}
+    for layer in range(SMOLLM2.layers):
+        for name in MATRICES:
+            found[f"model.layers.{layer}.{name}"] = others.get(name.split(".")[1].removesuffix("_proj"), kind)
+    return found
+
+
+def plan(quantised: dict[str, str] | None = None, *, shape: ModelShape = SMOLLM2, gpus: int = 0, **flags: Any) -> Plan:
+    kind: Any = "gguf" if quantised else "safetensors"
+    checkpoint = Checkpoint(model="m", path="/m", format=kind, shape=shape, generation={}, quantised=quantised or {})
+    return layout(EngineConfig(model="m", **flags), checkpoint, host(gpus))
+
+
+def test_a_file_is_held_as_it_lies_by_default() -> None:
+    got = plan(stored("Q4_1"))
+    assert got.quantization == "gguf" and got.schemes == stored("Q4_1")
+    # All of the file but its norms, which are computed in 16 bits.
+    norms = 61 * 576
+    assert got.weight_bytes(0) == weight_bytes(SMOLLM2, "q4_1") - 2 * norms
+    assert msgspec.json.decode(msgspec.json.encode(got), type=Plan) == got
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"quantization": "none"},
+        {"dtype": "float32"},
+        {"dtype": "float16"},
+        {"attention_backend": "torch"},
+        {"gpus": 1},
+    ],
+    ids=str,
+)
+def test_or_in_what_is_computed_in(flags: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "weft")
+    got = plan(stored("Q4_1"), **flags)
+    assert got.quantization == "none" and not got.schemes
+    assert got.weight_bytes(0) == weight_bytes(SMOLLM2, "fp32" if got.dtype == "float32" else "bf16")
+    # What nobody asked for is said.
+    said = [record.message for record in caplog.records]
+    assert len(said) == (flags != {"quantization": "none"})
+    assert all(f"held in {got.dtype}" in line for line in said)
+
+
+def test_of_a_mix_what_has_kernels_is_kept(caplog: pytest.LogCaptureFixture) -> None:
+    """A parameter is kept whole, or not at all: q, k and v are multiplied together."""
+    caplog.set_level(logging.INFO, "weft")
+    got = plan(stored("Q4_1", v="Q5_1", down="Q5_0"))
+    left = {name.split(".")[-2] for name in got.schemes}
+    assert left == {"embed_tokens", "o_proj", "gate_proj", "up_proj"}
+    assert [record.message for record in caplog.records] == [
+        "Of 211 quantised tensors these are held in bfloat16, for lack of kernels: 60 of Q4_1, 30 of Q5_0, 30 of Q5_1"
+    ]
+
+
+@pytest.mark.parametrize("asked", MADE)
+def test_made_at_load_it_takes_what_the_planner_says(asked: str) -> None:
+    """From whatever the checkpoint is."""
+    want = weight_bytes(SMOLLM2, MADE[asked])
+    in_16_bits = 0 if asked == "int8" else 2 * 61 * 576
+    for quantised in (None, stored("Q4_0", embedding="Q4_0")):
+        got = plan(quantised, quantization=asked)
+        assert got.quantization == asked
+        assert got.weight_bytes(0) == want - in_16_bits
+        assert (EMBEDDING in got.schemes) == (asked != "int8")
+
+
+def test_int8_cuts_whole_groups_of_an_mlp() -> None:
+    got = plan(
+        quantization="int8", tensor_parallel_size=5, shape=msgspec.structs.replace(SMOLLM2, q_heads=10, kv_heads=5)
+    )
+    assert [len(place.ffn) % 128 for place in got.places] == [0] * 5
+    one = plan(quantization="int8", tensor_parallel_size=3)
+    # Heads of 64 part a group of 128: both ranks hold its scale.
+    assert sum(one.weight_bytes(rank) for rank in range(3)) > plan(quantization="int8").weight_bytes(0)
+
+
+def test_bytes_of_what_is_cut() -> None:
+    int8 = SCHEMES["INT8"]
+    assert int8.nbytes(10, Span(0, 576)) == 10 * (576 + 5 * 3)
+    assert int8.nbytes(10, Span(192, 384)) == 10 * (192 + 2 * 3)
+    for name in ("Q4_0", "Q4_1", "Q8_0"):
+        encoding = ENCODINGS[name]
+        assert SCHEMES[name].nbytes(7, Span(32, 320)) == 7 * 9 * encoding.nbytes
+
+
+def test_cuts_within_what_is_multiplied_at_once() -> None:
+    narrow = msgspec.structs.replace(SMOLLM2, head_dim=80, hidden=704)
+    with pytest.raises(
+        PlanError, match=r"columns 0 to 240 of .*o_proj.weight, .* multiples of 32; use another --tensor"
+    ):
+        plan(shape=narrow, quantization="int8", tensor_parallel_size=3)
+    assert plan(shape=narrow, quantization="int8", pipeline_parallel_size=3).schemes
+    assert plan(shape=narrow, quantization="none", tensor_parallel_size=3).stages == 1
+
+
+def test_rows_that_are_no_multiple_stay_in_16_bits() -> None:
+    odd = msgspec.structs.replace(SMOLLM2, hidden=600)
+    got = plan(shape=odd, quantization="int8")
+    assert {name.split(".")[-2] for name in got.schemes} == {"o_proj", "down_proj"}
+    assert got.weight_bytes(0) == weight_bytes(odd, "int8")
+
+
+def test_what_cannot_be() -> None:
+    for flags, words in (
+        ({"quantization": "awq"}, "quantization is 'awq'; it must be one of auto, none, int8, int4, q4_0, q4_1, q8_0"),
+        ({"quantization": "int4", "gpus": 1}, "kernels for CPUs only; leave it out, or use --device cpu"),
+        ({"quantization": "int8", "dtype": "float16"}, "in bfloat16 or float32, not in float16"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            plan(**flags)  # type: ignore[arg-type]
+        assert words in str(caught.value)
