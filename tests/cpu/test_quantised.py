@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +55,7 @@ def test_nibbles() -> None:
 
 @pytest.mark.parametrize("type", SCHEMES)
 def test_rounding_loses_little(type: str) -> None:
-    """Relative to the weights, which are normally distributed: 16 steps of a group of 32 lose a tenth, 256 a hundredth."""
+    """Of normally distributed weights, 16 steps for a group of 32 lose a tenth, 256 a hundredth."""
     w = torch.randn(64, 1024, generator=torch.Generator().manual_seed(1))
     made = random(type, 64, Span(0, 1024), 1024, seed=1)
     error = (made.dequantise() - w).norm() / w.norm()
@@ -154,16 +153,20 @@ def test_products(type: str, dtype: torch.dtype, rows: int, cols: Span, width: i
     weight = random(type, rows, cols, width, dtype=dtype)
     bias = torch.randn(rows).to(dtype)
     product, plain = native(dtype).matrix(weight, bias), PlainKernels().matrix(weight, bias)
-    exact = weight.dequantise()
+    exact, generator = weight.dequantise(), torch.Generator().manual_seed(2)
     for tokens in (1, 2, 3, 4, 7, 12, 13, 25, 40):
-        x = (torch.randn(tokens, len(cols)) * torch.rand(tokens, 1) * 8).to(dtype)
+        x = torch.randn(tokens, len(cols), generator=generator).mul_(4).to(dtype)
         x[0, :32] = 0
         want = in_8_bits(x) @ exact.T + bias.float()
-        size = want.abs().mean() + 1
         got = product(x).float()
-        assert (got - want).abs().max() <= (3e-2 if dtype == torch.bfloat16 else 1e-4) * size
-        # Rounding x costs no more than that.
-        assert (got - plain(x).float()).abs().mean() <= 2e-2 * size
+        # A number of x that lies between two steps may go to either.
+        step = x.float().abs().amax(dim=1, keepdim=True) / 127 * exact.abs().max()
+        torch.testing.assert_close(got, want, rtol=1e-2, atol=float(2 * step.max()))
+        if rows > 1:  # enough for statistics
+            size = want.abs().mean() + 1
+            assert (got - want).abs().median() <= (4e-3 if dtype == torch.bfloat16 else 1e-5) * size
+            # Rounding x costs no more than that.
+            assert (got - plain(x).float()).abs().mean() <= 2e-2 * size
 
 
 @pytest.mark.parametrize("type", SCHEMES)
@@ -209,16 +212,17 @@ def test_perplexity_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def answers(**how: Any) -> list[list[int]]:
     asked = ["Why is the sky blue?", "The capital of France is", "def fibonacci(n):\n    "]
-    with LLM("demo", max_model_len=256, dtype="float32", **how) as llm:
+    with LLM("demo", max_model_len=256, executor="inline", **how) as llm:
         found = llm.generate(asked, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True), use_tqdm=False)
         assert found[1].outputs[0].text.startswith(" Paris")
     return [answer.outputs[0].token_ids for answer in found]
 
 
-@pytest.mark.parametrize("quantization", ["int4", "int8"])
-def test_the_same_tokens_in_every_layout(quantization: str) -> None:
-    """In float32: the integers that are multiplied are the same in all of them, and only sums are rounded."""
-    make = partial(answers, quantization=quantization, executor="inline")
-    whole = make()
-    for layout in ({"tensor_parallel_size": 2}, {"tensor_parallel_size": 3}, {"pipeline_parallel_size": 2}):
-        assert make(**layout) == whole, layout
+@pytest.mark.parametrize("quantization", ["auto", "int8"])
+def test_layouts_agree(quantization: str) -> None:
+    """To the token where they do the same sums. Ranks that add up parts round otherwise, and what is rounded to 8 bits
+    next may then be a step off: that moves tokens that are nearly as likely as others, but not the perplexity."""
+    assert answers(quantization=quantization, pipeline_parallel_size=2) == answers(quantization=quantization)
+    whole = measured(quantization=quantization)
+    for ranks in (2, 3):
+        assert measured(quantization=quantization, tensor_parallel_size=ranks) == pytest.approx(whole, rel=0.01)

@@ -737,3 +737,29 @@ def test_what_is_computed_again_can_be_found_again() -> None:
     assert engine.scheduler.stats().preemptions == 1 and engine.outputs["b"][-1].cached_tokens == 0
     engine.run(request("c", [2] * 11, max_tokens=1))
     assert engine.outputs["c"][-1].cached_tokens == 8
+
+
+@given(
+    tokens=st.lists(st.integers(0, 2), min_size=1, max_size=40),
+    shortest=st.integers(1, 3),
+    more=st.integers(0, 3),
+    seen=st.integers(0, 40),
+)
+def test_the_longest_run_that_came_before_counts(tokens: list[int], shortest: int, more: int, seen: int) -> None:
+    guesser = Guesser(Speculation(tokens=3, lookup_min=shortest, lookup_max=shortest + more))
+    if tokens[:seen]:
+        guesser.guesses(tokens[:seen], 3)  # what has been seen is not looked at again
+    end, want = len(tokens), list[int]()
+    for length in range(shortest, min(shortest + more, end) + 1):
+        places = [at for at in range(length, end) if tokens[at - length : at] == tokens[end - length :]]
+        if places:
+            want = [tokens[places[-1] + step % (end - places[-1])] for step in range(3)]
+    assert guesser.guesses(tokens, 3) == want
+
+
+def test_a_long_prompt_is_indexed_once_per_token() -> None:
+    """Not once per token and length: with the widest lookup that was most of a gigabyte for 131,072 tokens."""
+    guesser = Guesser(Speculation(tokens=3, lookup_min=1, lookup_max=32))
+    tokens = [number * 7919 % 5003 for number in range(5000)]
+    guesser.guesses(tokens, 3)
+    assert len(guesser._index) <= len(tokens)

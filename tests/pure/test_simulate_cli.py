@@ -213,6 +213,8 @@ def test_a_bad_line_of_a_trace_is_named(run: Any, tmp_path: Path) -> None:
     path.write_text("time,input_len,output_len\n0,10,10\n1,ten,10\n")
     status, out, err = run(f"Llama-3.1-8B --gpus 1xH100 --trace {path}")
     assert (status, out) == (1, "") and f"{path}, line 3: input_len is 'ten'" in err
+    path.write_text("time,input_len,output_len\n5,10,10\n6,10,10\n")
+    assert "nothing is measured" in run(f"Llama-3.1-8B --gpus 1xH100 --trace {path} --warmup 1m")[2]
     path.write_text("time,input_len,output_len\n5,10,10\n5,10,10\n")
     assert "has no duration" in run(f"Llama-3.1-8B --gpus 1xH100 --trace {path}")[2]
 

@@ -31,7 +31,8 @@ def hardware(question: Question) -> str:
 def heading(question: Question, best: Candidate, study: Study, load: Load) -> list[str]:
     """What is simulated."""
     count = len(study.specs)
-    replicas = f"{count:,} replica{'s' * (count > 1)}, each of {devices(study.gpus_each, study)}"
+    replicas = f"{count:,} replicas, each of" if count > 1 else "1 replica of"
+    replicas += f" {devices(study.gpus_each, study)}"
     input_len, output_len = load.mean
     spec = study.specs[0]
     limits = f"{spec.num_blocks * spec.block_size:,} tokens of KV, {spec.max_num_seqs} requests at once"

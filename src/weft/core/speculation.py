@@ -14,13 +14,14 @@ from weft.planner.plan import Speculation
 # Of what a guess was worth lately, so much is kept when the next one is judged.
 MEMORY = 0.8
 WORTH = 0.4  # confirmed guesses per step, below which guessing rests
+PLACES = 64  # where a run came before that are looked at, the latest ones
 REST = 24  # tokens that it rests for, before one guess is tried again
 
 
 class Guesser:
     """Guesses for one sequence, as many as were worth it lately, none while it rests."""
 
-    __slots__ = ("_confirmed", "_index", "_longest", "_most", "_offered", "_resting", "_seen", "_shortest")
+    __slots__ = ("_confirmed", "_earlier", "_index", "_longest", "_most", "_offered", "_resting", "_shortest")
 
     def __init__(self, how: Speculation) -> None:
         self._most = how.tokens
@@ -28,9 +29,10 @@ class Guesser:
         self._confirmed = float(how.tokens)  # a step's, on average
         self._resting = 0
         self._offered: list[int] = []
-        # Where each run of tokens was last followed by another.
+        # Where each run of the shortest length was last followed by another, and by place where it was before that
+        # (0: nowhere). Longer runs are found by looking back from there, since an index of them all takes megabytes.
         self._index: dict[tuple[int, ...], int] = {}
-        self._seen = 0
+        self._earlier: list[int] = []
 
     @property
     def awake(self) -> bool:
@@ -65,15 +67,23 @@ class Guesser:
         """What followed when the text's last tokens came before: the longest run counts, the latest of its places."""
         if not self._longest:
             return []
-        index, end = self._index, len(tokens)
+        index, earlier, shortest, end = self._index, self._earlier, self._shortest, len(tokens)
         # Runs that have a token after them, each once.
-        for last in range(max(self._seen, 1), end):
-            for length in range(self._shortest, min(self._longest, last) + 1):
-                index[tuple(tokens[last - length : last])] = last
-        self._seen = max(self._seen, end)
-        for length in range(min(self._longest, end), self._shortest - 1, -1):
-            place = index.get(tuple(tokens[end - length : end]))
-            if place is not None:
-                # Near its end, the text may be going round in a circle.
-                return [tokens[place + step % (end - place)] for step in range(most)]
-        return []
+        for last in range(len(earlier), end):
+            run = tuple(tokens[last - shortest : last]) if last >= shortest else ()
+            earlier.append(index.get(run, 0))
+            if run:
+                index[run] = last
+        best, found = 0, 0
+        place = index.get(tuple(tokens[end - shortest : end]), 0) if end > shortest else 0
+        for _ in range(PLACES):
+            if not place or best == self._longest:
+                break
+            length = shortest
+            while length < min(self._longest, place) and tokens[place - length - 1] == tokens[end - length - 1]:
+                length += 1
+            if length > best:
+                best, found = length, place
+            place = earlier[place]
+        # Near its end, the text may be going round in a circle.
+        return [tokens[found + step % (end - found)] for step in range(most)] if found else []

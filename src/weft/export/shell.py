@@ -22,7 +22,7 @@ while true; do
     [ "$ended" -ne 127 ] || exit "$status"
     status=$ended
     echo "a server has failed with status $status; the others go on" >&2
-done""".split("\n")
+done"""
 _SYNTAX = re.compile(r"[^\w .,:/()+@=-]")  # what may be more than text between ${X:? and }
 
 
@@ -93,4 +93,4 @@ def together(commands: Sequence[str]) -> list[str]:
     body = [TRAP, ""]
     for line in commands:
         body += [f"{line} &", ""]
-    return [*body, *WATCH]
+    return [*body, *WATCH.splitlines()]

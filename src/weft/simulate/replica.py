@@ -73,6 +73,7 @@ class Replica:
         self.due = inf
         # A lone request may outgrow a small cache, and ends there.
         self.longest = min(spec.max_model_len, spec.num_blocks * spec.block_size)
+        self.most = spec.max_num_queued + spec.max_num_seqs  # requests that it takes
         self.scheduler = StretchScheduler(
             num_blocks=spec.num_blocks,
             block_size=spec.block_size,

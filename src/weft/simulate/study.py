@@ -7,6 +7,7 @@ from math import ceil, inf
 
 import msgspec
 
+from weft.errors import ConfigError
 from weft.gateway.policy import POLICIES
 from weft.simulate.load import Load
 from weft.simulate.objective import Objective
@@ -78,6 +79,11 @@ class Study(msgspec.Struct, frozen=True, kw_only=True):
             enough=hopeless or (lambda tally: False),
             on_time=on_time,
         )
+        if run.tally.end_s <= run.tally.begin_s:
+            raise ConfigError(
+                f"nothing is measured: all requests come in the {self.times.warmup_s:g} s of warm-up; "
+                "shorten --warmup, or lengthen the load"
+            )
         return report(
             run,
             replicas=count,

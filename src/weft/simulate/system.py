@@ -53,103 +53,120 @@ def simulate(
     """
     tally = Tally(warmup_s, end_s)
     replicas = [Replica(spec, tally, prefix_caching=prefix_caching, stretches=stretches) for spec in specs]
-    connections = [0] * (len(replicas) + rest)
-    others = Rest(connections, len(replicas), most=specs[0].max_num_queued + specs[0].max_num_seqs) if rest else None
-    agenda: list[tuple[float, int]] = []
-    noted = [inf] * len(replicas)  # the last time that stands in the agenda for each
-    snapshots: list[Stats] = []
-    number = events = open_measured = 0
-    last_s = warmup_s  # of the times at which something happened
-
-    def note(index: int) -> None:
-        due = replicas[index].due
-        if due != noted[index]:
-            noted[index] = due
-            if due < inf:
-                heappush(agenda, (due, index))
-
-    def end(index: int, answers: Sequence[Answer]) -> None:
-        nonlocal open_measured
-        if answers and others:
-            last = answers[-1]
-            assert last.last_s is not None
-            others.copy(last.last_s, connections[index], len(answers), last.last_s - last.asked_s)
-        for answer in answers:
-            assert answer.last_s is not None
-            connections[index] -= 1
-            open_measured -= answer.measured
-            tally.answered(answer.last_s, answer)
-            source.ended(answer.last_s)
-
-    while True:
-        now = min(agenda[0][0] if agenda else inf, source.next_s)
-        if others and others.next_s <= now:
-            now = others.next_s
-            for _ in range(others.end()):
-                source.ended(now)
-            continue
-        for edge in (warmup_s, end_s)[len(snapshots) :]:
-            if now >= edge:
-                snapshots.append(total(replicas))
-        if now == inf or (now >= end_s and not open_measured):
+    system = System(replicas, rest, source, policy, tally)
+    before: Stats | None = None
+    after: Stats | None = None
+    while (now := system.next_s) < inf:
+        if before is None and now >= warmup_s:
+            before = system.total()
+        if after is None and now >= end_s:
+            after = system.total()
+        if after and not system.awaited:
             break
-        events += 1
-        last_s = max(last_s, now)
-        if events % LOOK_EVERY == 0:
+        system.turn(now)
+        if system.events % LOOK_EVERY == 0:
             on_time(now)
-            if len(snapshots) == 1 and enough(tally):
+            if before and not after and enough(tally):
                 tally.end_s = now
-                snapshots.append(total(replicas))
                 break
-        if agenda and agenda[0][0] <= source.next_s:
-            due, index = heappop(agenda)
-            # Other than it was when it was noted: it has been noted anew.
-            if due == noted[index]:
-                noted[index] = inf
-                end(index, replicas[index].wake())
-                note(index)
-            continue
-        ask = source.take()
-        index = policy.choose(connections)
-        if index >= len(replicas):
-            assert others is not None
-            if not others.give(index):
-                source.ended(now, refused=True)
-            continue
-        replica = replicas[index]
-        end(index, replica.settle(now))
-        measured = tally.inside(now)
-        longest = min(ask.output_len, replica.longest - ask.input_len)
-        answer = Answer(str(number), now, ask.input_len, longest, measured)
-        number += 1
-        try:
-            replica.add(now, ask, answer)
-        except QueueFullError:
-            source.ended(now, refused=True)
-            if measured:
-                tally.refused.append(now)
-        except RequestError:
-            source.ended(now, refused=True)
-            tally.impossible += measured
-        else:
-            connections[index] += 1
-            open_measured += measured
-        note(index)
-    tally.end_s = min(tally.end_s, last_s)
-    before, after = snapshots[0], snapshots[-1]
+    whole = system.total()
+    before, after = before or whole, after or whole
+    tally.end_s = max(tally.begin_s, min(tally.end_s, system.last_s))
     return Run(
         tally=tally,
         replicas=len(replicas),
         preemptions=after.preemptions - before.preemptions,
         prefix_queries=after.prefix_queries - before.prefix_queries,
         prefix_hits=after.prefix_hits - before.prefix_hits,
-        events=events,
-        steps=total(replicas).steps,
+        events=system.events,
+        steps=whole.steps,
     )
 
 
-def total(replicas: Sequence[Replica]) -> Stats:
-    """The counters of all of them."""
-    found = [replica.scheduler.stats() for replica in replicas]
-    names = ("preemptions", "prefix_queries", "prefix_hits", "steps")
-    return Stats(**{name: sum(getattr(stats, name) for stats in found) for name in names})
+class System:
+    """What happens next, and what that leads to. `awaited` counts the measured requests that have not ended."""
+
+    def __init__(self, replicas: Sequence[Replica], rest: int, source: Source, policy: Policy, tally: Tally) -> None:
+        self.events = self.awaited = 0
+        self.last_s = 0.0  # when something happened last
+        self._replicas, self._source, self._policy, self._tally = replicas, source, policy, tally
+        self._connections = [0] * (len(replicas) + rest)
+        self._others = Rest(self._connections, len(replicas), most=replicas[0].most) if rest else None
+        # When replicas are due, and the last such time that stands there for each: other times are over.
+        self._agenda: list[tuple[float, int]] = []
+        self._noted = [inf] * len(replicas)
+        self._asked = 0
+
+    @property
+    def next_s(self) -> float:
+        """When something happens, infinity where nothing will."""
+        found = min(self._agenda[0][0] if self._agenda else inf, self._source.next_s)
+        return min(found, self._others.next_s) if self._others else found
+
+    def turn(self, now: float) -> None:
+        """What happens at `next_s`: an end comes before an arrival."""
+        if self._others and self._others.next_s <= now:
+            for _ in range(self._others.end()):
+                self._source.ended(now)
+        elif self._agenda and self._agenda[0][0] <= now:
+            due, index = heappop(self._agenda)
+            if due == self._noted[index]:
+                self._noted[index] = inf
+                self._begin_event(now)
+                self._end(index, now, self._replicas[index].wake())
+                self._note(index)
+        else:
+            self._begin_event(now)
+            self._arrive(now)
+
+    def total(self) -> Stats:
+        """The counters of all replicas."""
+        found = [replica.scheduler.stats() for replica in self._replicas]
+        names = ("preemptions", "prefix_queries", "prefix_hits", "steps")
+        return Stats(**{name: sum(getattr(stats, name) for stats in found) for name in names})
+
+    def _begin_event(self, now: float) -> None:
+        self.events += 1
+        self.last_s = now
+
+    def _arrive(self, now: float) -> None:
+        ask = self._source.take()
+        index = self._policy.choose(self._connections)
+        if index >= len(self._replicas):
+            assert self._others is not None
+            if not self._others.give(index):
+                self._source.ended(now, refused=True)
+            return
+        replica, measured = self._replicas[index], self._tally.inside(now)
+        self._end(index, now, replica.settle(now))
+        output_len = min(ask.output_len, replica.longest - ask.input_len)
+        answer = Answer(str(self._asked), now, ask.input_len, output_len, measured)
+        self._asked += 1
+        try:
+            replica.add(now, ask, answer)
+        except (QueueFullError, RequestError) as error:
+            self._source.ended(now, refused=True)
+            if measured:
+                self._tally.refuse(now, impossible=isinstance(error, RequestError))
+        else:
+            self._connections[index] += 1
+            self.awaited += measured
+        self._note(index)
+
+    def _end(self, index: int, now: float, answers: Sequence[Answer]) -> None:
+        """Requests of a replica have ended."""
+        if answers and self._others:
+            self._others.copy(now, self._connections[index], len(answers), now - answers[-1].asked_s)
+        for answer in answers:
+            self._connections[index] -= 1
+            self.awaited -= answer.measured
+            self._tally.answered(answer)
+            self._source.ended(now)
+
+    def _note(self, index: int) -> None:
+        """When the replica is due now."""
+        due = self._replicas[index].due
+        if due != self._noted[index]:
+            self._noted[index] = due
+            if due < inf:
+                heappush(self._agenda, (due, index))

@@ -48,16 +48,23 @@ class Tally:
     def inside(self, now: float) -> bool:
         return self.begin_s <= now < self.end_s
 
-    def answered(self, now: float, answer: Answer) -> None:
+    def answered(self, answer: Answer) -> None:
         """A request has ended."""
-        self.ended += self.inside(now)
+        assert answer.began_s is not None and answer.first_s is not None and answer.last_s is not None
+        self.ended += self.inside(answer.last_s)
         if answer.measured:
-            assert answer.began_s is not None and answer.first_s is not None and answer.last_s is not None
             self.asked.append(answer.asked_s)
             self.queued.append(answer.began_s - answer.asked_s)
             self.ttft.append(answer.first_s - answer.asked_s)
             self.e2e.append(answer.last_s - answer.asked_s)
             self.output_len.append(answer.output_len)
+
+    def refuse(self, now: float, *, impossible: bool) -> None:
+        """A measured request was refused: by a full queue, or for ever."""
+        if impossible:
+            self.impossible += 1
+        else:
+            self.refused.append(now)
 
     def read(self, now: float, answer: Answer) -> None:
         """A prompt has its first token."""
