@@ -98,7 +98,7 @@ class Ranks:
             assert 0 <= guessed < count and (not guessed or count == guessed + 1)
             for position, token in enumerate(computed[: count - guessed], start):
                 sampled = position == len(row.context) - 1 >= len(row.admission.prompt + row.admission.output)
-                assert token == row.context[position] or token == UNKNOWN and sampled
+                assert token == row.context[position] or (token == UNKNOWN and sampled)
             row.guesses = computed[count - guessed :]
             known = row.known = digests(row.context + row.guesses, row.known[: len(row.context)])
             for position in range(start, row.end):

@@ -24,8 +24,14 @@ class Edge:
     in the one for every piece that was brought, in the other for every one that was taken."""
 
     def __init__(
-        self, memory: int, full: tuple[int, int], free: tuple[int, int], *, slots: int = SLOTS, slot_bytes: int = SLOT_BYTES
-    ) -> None:  # fmt: skip
+        self,
+        memory: int,
+        full: tuple[int, int],
+        free: tuple[int, int],
+        *,
+        slots: int = SLOTS,
+        slot_bytes: int = SLOT_BYTES,
+    ) -> None:
         os.ftruncate(memory, slots * slot_bytes)
         pages = mmap.mmap(memory, slots * slot_bytes)
         self._slots = torch.frombuffer(pages, dtype=torch.uint8).view(slots, slot_bytes).unbind()
@@ -83,8 +89,8 @@ class Bell:
 
 
 class SharedLine:
-    """See `Comm`; stage `rank` of `size`, which hands on to the one after it only. `before` and `after` are the edges to
-    its neighbours. Tensors on a GPU pass through the host's memory."""
+    """See `Comm`; stage `rank` of `size`, which hands on to the one after it only. `before` and `after` are the edges
+    to its neighbours. Tensors on a GPU pass through the host's memory."""
 
     capturable = False
 

@@ -228,8 +228,7 @@ class Worker:
         dims = (num_blocks, self.plan.block_size, len(self.place.kv_heads), self.plan.shape.head_dim)
         kept = torch.float8_e4m3fn if self.plan.kv_dtype == "fp8" else self.dtype
         return [
-            KVCache(*(devices.zeros(dims, kept, self.device) for _ in range(2)))
-            for _ in range(len(self.place.layers))
+            KVCache(*(devices.zeros(dims, kept, self.device) for _ in range(2))) for _ in range(len(self.place.layers))
         ]
 
     def _rope(self, rows: int) -> torch.Tensor:
