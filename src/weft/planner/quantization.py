@@ -43,7 +43,9 @@ def quantised_tensors(
     lost = Counter(kind for name, kind in stored.items() if name not in kept)
     if lost:
         kinds = ", ".join(f"{count} of {kind}" for kind, count in sorted(lost.items()))
-        logger.info("Of %d quantised tensors these are held in %s, for lack of kernels: %s", len(stored), dtype, kinds)
+        logger.warning(
+            "Of %d quantised tensors these are held in %s, for lack of kernels: %s", len(stored), dtype, kinds
+        )
     return kept
 
 
