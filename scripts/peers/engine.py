@@ -77,11 +77,9 @@ class Engine:
     def memory_bytes(self) -> int:
         """Of the process and all that it started: each page that several share counted once (PSS)."""
         total = 0
-        for entry in Path("/proc").iterdir():
+        for process in tree(self._process.pid):
             try:
-                if not entry.name.isdigit() or os.getsid(int(entry.name)) != self._process.pid:
-                    continue
-                found = re.search(r"^Pss:\s+(\d+) kB", (entry / "smaps_rollup").read_text(), re.MULTILINE)
+                found = re.search(r"^Pss:\s+(\d+) kB", Path(f"/proc/{process}/smaps_rollup").read_text(), re.MULTILINE)
             except OSError:  # it has ended meanwhile
                 continue
             total += int(found[1]) * 1024 if found else 0
@@ -106,3 +104,19 @@ class Engine:
         for pipe in (self._process.stdin, self._process.stdout, self._errors):
             if pipe is not None:
                 pipe.close()
+
+
+def tree(process: int) -> list[int]:
+    """A process, its children, and theirs."""
+    parents: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            parents.setdefault(int(fields[1]), []).append(int(entry.name))
+    found = [process]
+    for each in found:
+        found += parents.get(each, [])
+    return found
