@@ -244,8 +244,8 @@ def test_gpt_oss_is_told_of_its_own_checkpoint(plan: Any) -> None:
 def test_advice_says_what_weft_does_not_run(plan: Any) -> None:
     lines = plan("Llama-3.1-70B --gpus 1xH100")[1]["advice"]
     (quantised,) = [line for line in lines if "int4" in line]
-    (gguf,) = [line for line in lines if "GGUF" in line]
-    assert quantised.endswith("; Weft does not run it yet") and "q8_0 with" in gguf and "not run" not in gguf
+    # A GGUF file helps no more: on GPUs Weft holds it in 16 bits.
+    assert quantised.endswith("; Weft does not run it yet") and "GGUF" not in str(lines)
     for line in plan("Llama-3.1-70B --gpus 1xH100 --engine vllm")[1]["advice"]:
         assert "GGUF" not in line and "not run" not in line
 

@@ -87,6 +87,16 @@ def test_without_a_load_rates_are_shares_of_what_is_predicted(told: Any) -> None
     assert [it["rate"] for it in found["runs"]] == pytest.approx([whole * share for share in simulate.SHARES], rel=0.01)
 
 
+def test_lengths_that_nobody_says_vary_around_the_planner_s(told: Any, run: Any) -> None:
+    _, found = told("Llama-3.1-8B --gpus 2xH100 --rate 4 --duration 20s")
+    assert (found["load"]["input_len"], found["load"]["output_len"]) == (1024, 1024)
+    _, short = told("Llama-3.1-8B --gpus 2xH100 --rate 4 --duration 20s --max-model-len 100")
+    assert (short["load"]["input_len"], short["load"]["output_len"]) == (50, 50)
+    said = "all answers are equally long"
+    assert said not in run("Llama-3.1-8B --gpus 2xH100 --rate 4 --duration 20s")[1]
+    assert said in run(f"{HERE} --rate 4")[1]
+
+
 def test_users_and_think_time(told: Any) -> None:
     _, found = told(f"{HERE} --users 12 --think 2s")
     (only,) = found["runs"]

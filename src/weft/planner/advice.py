@@ -196,7 +196,8 @@ def _smaller_checkpoints(question: Question) -> Iterator[tuple[str, str]]:
 
 def _yet(question: Question, precision: str) -> str:
     """A warning, where the engine is our own and does not run what it plans."""
-    return "" if question.engine != "weft" or runs(precision) else "; Weft does not run it yet"
+    run = question.engine != "weft" or runs(precision, on_cpu=question.cluster.on_cpu)
+    return "" if run else "; Weft does not run it yet"
 
 
 def _grown(cluster: Cluster, by: int) -> Cluster | None:

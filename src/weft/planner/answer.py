@@ -55,7 +55,8 @@ def as_json(answer: Answer, model: Model) -> dict[str, Any]:
 
 
 def model_json(question: Question, model: Model, precision: str) -> dict[str, Any]:
-    shape, missing = question.shape, not_run(question.shape, precision)
+    shape = question.shape
+    missing = not_run(shape, precision, on_cpu=question.cluster.on_cpu)
     return {
         "name": model.name,
         "architecture": shape.architecture,
