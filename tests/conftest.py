@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
 # Triton reads it when it is imported: kernels run in its interpreter where there is no GPU.
@@ -14,3 +16,11 @@ if not Path("/dev/nvidiactl").exists():
 # No test judges by the clock: a slow machine is not a bug.
 settings.register_profile("weft", deadline=None, print_blob=True)
 settings.load_profile("weft")
+
+
+@pytest.fixture(autouse=True)
+def loud(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A command that ran in this process sets the level of what it starts; the next test starts as the user does."""
+    monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
+    yield
+    os.environ.pop("VLLM_LOGGING_LEVEL", None)

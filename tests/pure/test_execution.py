@@ -210,6 +210,19 @@ def test_whoever_cuts_decides(flags: dict[str, Any], monkeypatch: pytest.MonkeyP
     assert plan_to_run(EngineConfig(model="m"), there, vllm).stages == 2
 
 
+def test_sizes_alone_leave_the_shares_of_unlike_gpus_to_the_search() -> None:
+    where = host(FOUR, SIX)
+    two = run("Qwen3-14B", where, tensor_parallel_size=2)
+    heads = [len(place.q_heads) for place in two.places]
+    assert sum(heads) == 40 and heads[0] != heads[1]
+    stages = run("Qwen3-14B", where, pipeline_parallel_size=2)
+    layers = [len(place.layers) for place in stages.places]
+    assert sum(layers) == 40 and layers[0] != layers[1]
+    # What the search finds nothing for is tried all the same: layout has its own say.
+    with pytest.raises(PlanError, match="of weights do not fit"):
+        run("Llama-3.1-70B", where, tensor_parallel_size=2)
+
+
 def test_without_gpus_it_is_one_rank_and_nothing_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(execution, "searched", None)
     assert run("Llama-3.1-8B", host()).devices == ("cpu",)

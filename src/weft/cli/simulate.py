@@ -24,7 +24,7 @@ from weft.planner.question import Question
 from weft.planner.search import Answer, Candidate, search
 from weft.simulate.deployment import Limits, specs
 from weft.simulate.find import Found, alone, find_rate, find_replicas, hopeless
-from weft.simulate.lengths import Fixed, Lengths, parse_lengths
+from weft.simulate.lengths import Even, Fixed, Lengths, parse_lengths
 from weft.simulate.load import Drawn, Load, trace_rate
 from weft.simulate.objective import parse_objective, seconds
 from weft.simulate.report import Report
@@ -106,9 +106,7 @@ def asked(said: dict[str, Any], model: Model) -> tuple[Load, int | None]:
     most = said.get("max_model_len") or model.shape.longest
     trace = read_trace(said["trace"]) if "trace" in said else ()
     rows = read_trace(said["lengths"]) if "lengths" in said else ()
-    usual_in, usual_out = lengths(None, None, most)
-    input_len = length(said, "input_len", usual_in)
-    output_len = length(said, "output_len", usual_out)
+    input_len, output_len = drawn_lengths(said, most)
     if said.get("prefix_len", 0) >= most:
         raise ConfigError(f"--prefix-len is {said['prefix_len']:,}; {model.name} goes up to {most:,} tokens")
     drawn = Drawn(
@@ -140,8 +138,19 @@ def asked(said: dict[str, Any], model: Model) -> tuple[Load, int | None]:
     return load, longest
 
 
-def length(said: dict[str, Any], name: str, usual: int) -> Lengths:
-    return parse_lengths(said[name], f"--{name.replace('_', '-')}") if name in said else Fixed(usual)
+def drawn_lengths(said: dict[str, Any], most: int) -> tuple[Lengths, Lengths]:
+    """Of prompts and answers, as said; else those that weft plan takes, the answers from half of that to half as much
+    again: where all are equally long, requests that begin together end together, and are followed by others that do."""
+    input_len = parse_lengths(said["input_len"], "--input-len") if "input_len" in said else None
+    output_len = parse_lengths(said["output_len"], "--output-len") if "output_len" in said else None
+    usual_in, usual_out = lengths(most_of(input_len), most_of(output_len), most)
+    high = max(usual_out, min(usual_out * 3 // 2, most - usual_in))
+    return input_len or Fixed(usual_in), output_len or Even(2 * usual_out - high, high)
+
+
+def most_of(lengths: Lengths | None) -> int | None:
+    """The longest of them, or the mean where there is none."""
+    return None if lengths is None else lengths.longest or round(lengths.mean)
 
 
 def longest_of(rows: tuple[Row, ...]) -> int:

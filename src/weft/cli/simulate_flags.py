@@ -71,7 +71,11 @@ LOAD = (
         metavar="TOKENS",
         help="of prompts: 1024, a range 100:2000, or lognormal:MEAN:DEVIATION; left out: 1024, or what the model can",
     ),
-    Flag(name="output-len", metavar="TOKENS", help="of answers, likewise"),
+    Flag(
+        name="output-len",
+        metavar="TOKENS",
+        help="of answers, likewise; left out: 512:1536, or what the model can",
+    ),
     Flag(name="lengths", metavar="FILE", help="draw both lengths from the rows of a trace"),
     Flag(
         name="prefix-len", parse=values.at_least(1), metavar="TOKENS", help="with which prompts begin that share them"

@@ -11,6 +11,7 @@ from weft.cli.tables import WIDE, table
 from weft.planner.question import Question
 from weft.planner.search import Candidate
 from weft.simulate.find import CLOSE, CLOSE_REPLICAS, Found
+from weft.simulate.lengths import Fixed
 from weft.simulate.load import Load
 from weft.simulate.objective import duration
 from weft.simulate.report import Judged, Report, Spread
@@ -155,6 +156,11 @@ def confidence(study: Study, load: Load, runs: Sequence[Report], report: Report 
             f"an answer takes {duration(one.e2e_s.mean)}, longer than the warm-up: the load was still growing; "
             "a longer --duration says more"
         )
+    if equal_answers(load) and any(run.replicas > 1 for run in runs):
+        lines.append(
+            "all answers are equally long: requests that begin together end together, and others begin together in "
+            "their place; lengths that vary (--output-len 512:1536) are nearer to life"
+        )
     sampled = [run for run in runs if run.sampled < run.replicas]
     if sampled:
         run = sampled[-1]
@@ -165,6 +171,12 @@ def confidence(study: Study, load: Load, runs: Sequence[Report], report: Report 
     if any(it.plus_minus_s is not None for run in runs for it in run.objective):
         lines.append("±: 95 %, from the differences between ten parts of the time")
     return lines
+
+
+def equal_answers(load: Load) -> bool:
+    """Whether they are all of one length."""
+    rows, lengths = load.trace or load.drawn.rows, load.drawn.output_len
+    return len({row.ask.output_len for row in rows}) == 1 if rows else isinstance(lengths, Fixed) and lengths.tokens > 1
 
 
 def plots(runs: Sequence[Report]) -> list[list[str]]:

@@ -57,12 +57,18 @@ def cut_to_run(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Plan
         planned.check_carried_out(file, plan)
         return linked(plan, host)
     config = placed(config, checkpoint.shape, host, PRECISIONS[compute_dtype(config, checkpoint, host, ())])
-    if is_cut(config, host) or device_kind(config, host) == "cpu":
+    if device_kind(config, host) == "cpu" or (is_cut(config, host) and not leaves_shares_open(config, host)):
         return linked(layout(config, checkpoint, host), host)
     from weft.facts.machine import this_machine
     from weft.facts.speeds import known
 
-    return linked(layout(searched(config, checkpoint, host, this_machine(host, known(host))), checkpoint, host), host)
+    try:
+        config = searched(config, checkpoint, host, this_machine(host, known(host)))
+    except PlanError:
+        # Who says the sizes has them tried, whatever the search thinks of it.
+        if not is_cut(config, host):
+            raise
+    return linked(layout(config, checkpoint, host), host)
 
 
 def linked(plan: Plan, host: Host) -> Plan:
@@ -97,6 +103,18 @@ def is_cut(config: EngineConfig, host: Host) -> bool:
         return True
     ids = config.device_ids or ()
     return len(set(ids)) < len(ids) or any(not 0 <= number < len(host.gpus) for number in ids)
+
+
+def leaves_shares_open(config: EngineConfig, host: Host) -> bool:
+    """Whether the user says how many ranks and stages, and of GPUs that differ: who gets how much is to be found."""
+    sizes = {"tensor_parallel_size", "pipeline_parallel_size"}
+    said = {name for name in CUTS if getattr(config, name) is not None}
+    if not said or said - sizes or host.environment.get("VLLM_PP_LAYER_PARTITION"):
+        return False
+    ids = config.device_ids or tuple(range(len(host.gpus)))
+    if len(set(ids)) < len(ids) or any(not 0 <= number < len(host.gpus) for number in ids):
+        return False
+    return len({host.gpus[number].name for number in ids}) > 1
 
 
 def searched(config: EngineConfig, checkpoint: Checkpoint, host: Host, cluster: Cluster) -> EngineConfig:
@@ -135,6 +153,9 @@ def question(
 
     word = spread_of(config.device_map) if config.device_map else None
     wish = Wish(tensor_parallel=1, data_parallel=1, expert_parallel=False, spread=word) if word else Wish()
+    if config.tensor_parallel_size or config.pipeline_parallel_size:
+        tensor, stages = config.tensor_parallel_size or 1, config.pipeline_parallel_size or 1
+        wish = Wish(tensor_parallel=tensor, pipeline_parallel=stages, expert_parallel=False)
     shape, most = checkpoint.shape, config.max_model_len
     dtype = compute_dtype(config, checkpoint, host, [f"cuda:{number}" for number in numbers])
     input_len, output_len = lengths(None, None, most or shape.longest)
