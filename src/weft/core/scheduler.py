@@ -296,15 +296,7 @@ class Scheduler:
         end = start + count
         tokens = sequence.tokens
         if end > sequence.room:
-            new = self.pool.allocate(self._blocks(end - sequence.room))
-            sequence.blocks += new
-            sequence.room += len(new) * self.pool.block_size
-            blocks = blocks + new
-            if sequence.promised:
-                # Guesses after a prompt's last token take more than it was promised.
-                kept = min(sequence.promised, len(new))
-                sequence.promised -= kept
-                self._promised -= kept
+            blocks = blocks + self._grow(sequence, end)
         sequence.computed = end
         sequence.outstanding += 1
         plan = flight.plan
@@ -330,6 +322,18 @@ class Scheduler:
             self._await_turn(sequence)
         if self.pool.caching and end // self.pool.block_size > sequence.registered:
             self._register(sequence)
+
+    def _grow(self, sequence: Sequence, end: int) -> list[int]:
+        """Blocks for a sequence's tokens up to `end`; returns those that are new."""
+        new = self.pool.allocate(self._blocks(end - sequence.room))
+        sequence.blocks += new
+        sequence.room += len(new) * self.pool.block_size
+        if sequence.promised:
+            # Guesses after a prompt's last token take more than it was promised.
+            kept = min(sequence.promised, len(new))
+            sequence.promised -= kept
+            self._promised -= kept
+        return new
 
     def _may_go_on(self, sequence: Sequence) -> bool:
         """Whether a sequence can take part in the next step, where one of its tokens is still on its way."""

@@ -78,9 +78,7 @@ class StretchScheduler(Scheduler):
             sequence.tokens += [sequence.request.key] * rounds
             sequence.computed += rounds
             if sequence.computed > sequence.room:
-                new = self.pool.allocate(self._blocks(sequence.computed - sequence.room))
-                sequence.blocks += new
-                sequence.room += len(new) * size
+                self._grow(sequence, sequence.computed)
             if caching and sequence.computed // size > sequence.registered:
                 self._register(sequence)
             if len(sequence.tokens) >= sequence.limit:
