@@ -161,7 +161,7 @@ def confidence(study: Study, load: Load, runs: Sequence[Report], report: Report 
             "all answers are equally long: requests that begin together end together, and others begin together in "
             "their place; lengths that vary (--output-len 512:1536) are nearer to life"
         )
-    sampled = [run for run in runs if run.sampled < run.replicas]
+    sampled = [run for run in ([report] if report else runs) if run.sampled < run.replicas]
     if sampled:
         run = sampled[-1]
         lines.append(

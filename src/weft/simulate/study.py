@@ -17,7 +17,7 @@ from weft.simulate.system import simulate
 from weft.simulate.tally import Tally
 
 REQUESTS = 200_000  # of all runs of a study together; where more would come, equal replicas are sampled,
-LEAST_SAMPLE = 64  # but no fewer than these
+LEAST_SAMPLE = 16  # but no fewer than these
 MARGIN = 1.2  # by which more requests may come than the rate says
 
 
