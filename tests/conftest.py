@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.pure.commands import logging_as_it_was
+
 # Triton reads it when it is imported: kernels run in its interpreter where there is no GPU.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -19,8 +21,7 @@ settings.load_profile("weft")
 
 
 @pytest.fixture(autouse=True)
-def loud(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A command that ran in this process sets the level of what it starts; the next test starts as the user does."""
-    monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
-    yield
-    os.environ.pop("VLLM_LOGGING_LEVEL", None)
+def loud() -> Iterator[None]:
+    """A command that runs in this process sets the level of what it starts; the next test starts as the user does."""
+    with logging_as_it_was():
+        yield

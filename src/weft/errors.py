@@ -37,6 +37,11 @@ class ConfigError(WeftError):
     """A flag or an argument with a value that it cannot take."""
 
 
+def reason(error: Exception) -> str:
+    """Why something could not be done, in the system's words where it was the system that refused."""
+    return str(getattr(error, "strerror", None) or error)
+
+
 class Cause(msgspec.Struct, frozen=True):
     """Why a rank, or the core, failed: what crosses the socket instead of a stack trace.
 

@@ -16,6 +16,7 @@ from weft.facts import host
 from weft.facts.checkpoint import resolve
 from weft.planner.layout import layout
 from weft.planner.plan import Plan
+from weft.worker.sampler import Order
 from weft.worker.worker import Worker
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -39,11 +40,13 @@ class LogitsWorker(Worker):
 
     logits: torch.Tensor
 
-    def _finish(self, step: StepPlan, hidden: torch.Tensor) -> StepResult | Callable[[], StepResult] | None:
+    def _finish(
+        self, step: StepPlan, hidden: torch.Tensor, order: Order | None, there: list[torch.Tensor]
+    ) -> StepResult | Callable[[], StepResult] | None:
         logits = self.model.logits(hidden)
         if logits is not None:
             LogitsWorker.logits = logits.float()
-        return super()._finish(step, hidden)
+        return super()._finish(step, hidden, order, there)
 
 
 def logits_of(plan: Plan, prompt: list[int]) -> torch.Tensor:

@@ -3,35 +3,22 @@
 from __future__ import annotations
 
 import json
-import logging
-import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.cpu import tiny
-from weft import logs
+from tests.pure.commands import HERE
 from weft.cli import main
 
-HERE = {**os.environ, "PYTHONPATH": str(Path(main.__file__).parents[2])}
 ENGINE = ["--load-format", "dummy", "--dtype", "float32", "--kv-cache-memory-bytes", "1M", "--device", "cpu"]
 TWO = ["--tensor-split", "1,1"]
-
-
-@pytest.fixture(autouse=True)
-def logging_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """main() configures our logger; the next test starts as if it had not."""
-    monkeypatch.setenv(logs.VARIABLE, "")
-    logger = logging.getLogger("weft")
-    before = logger.handlers, logger.level, logger.propagate
-    yield
-    logger.handlers, logger.level, logger.propagate = before[0], before[1], before[2]
 
 
 @pytest.fixture(scope="module")

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from tests.cpu import checkpoints
 from weft import LLM, SamplingParams
-from weft.kernels.batch import Batch
+from weft.core.step import Admission, StepPlan
+from weft.kernels.batch import Batch, Lengths
 from weft.worker import graphs, worker
-from weft.worker.graphs import Graphs, sizes
+from weft.worker.graphs import Graphs, Prepare, sizes
+from weft.worker.rows import Rows
 
 pytest.importorskip("triton", reason="needs triton, whose kernels pass over rows without a context")
 
@@ -50,8 +54,11 @@ def forward(it: Batch, incoming: torch.Tensor | None) -> torch.Tensor:
     return out if incoming is None else out + incoming
 
 
-def made(capture: Again, rows: int = 9, incoming: tuple[int, torch.dtype] | None = None) -> Graphs:
-    return Graphs(forward, capture, rows=rows, width=6, incoming=incoming, device=torch.device("cpu"))
+def made(
+    capture: Again, rows: int = 9, incoming: tuple[int, torch.dtype] | None = None, prepare: Prepare = lambda it: None
+) -> Graphs:
+    where = {"incoming": incoming, "device": torch.device("cpu")}
+    return Graphs(forward, capture, prepare=prepare, rows=rows, width=6, **where)
 
 
 def test_sizes_waste_little() -> None:
@@ -76,6 +83,50 @@ def test_a_replayed_batch_gives_what_the_eager_one_gives(incoming: bool) -> None
     assert capture.captured == 4
 
 
+def test_every_forward_is_prepared_for_outside_of_its_graph() -> None:
+    """Once to capture it, then before each replay, of as many rows as the graph has."""
+    seen = []
+
+    def prepare(it: Batch) -> None:
+        lengths = it.lengths()
+        seen.append((it.fixed, lengths.row_starts.tolist(), lengths.context.tolist(), it.context.tolist()))
+
+    capture = Again()
+    graph = made(capture, rows=4, prepare=prepare)
+    few = replace(batch([1, 2, 3], [4, 5, 6], 2), host=Lengths(np.arange(4), np.array([4, 5, 6])))
+    for _ in range(2):
+        graph.run(few, None)
+    graph.run(batch([1, 2, 3, 4, 5], [4, 5, 6, 7, 8], 2), None)
+    assert seen == [
+        (True, [0, 1, 2, 3, 4], [0] * 4, [0] * 4),
+        *[(True, [0, 1, 2, 3, 4], [4, 5, 6, 0], [4, 5, 6, 0])] * 2,
+        (False, [0, 1, 2, 3, 4, 5], [4, 5, 6, 7, 8], [4, 5, 6, 7, 8]),
+    ]
+
+
+def test_the_host_knows_the_lengths_of_a_step() -> None:
+    """Without asking the device, which would have it wait for all that is under way."""
+    rows = Rows(3, 64, 4, torch.device("cpu"))
+    for slot, count in ((0, 5), (2, 9)):
+        rows.admit(Admission(slot, 0, SamplingParams(), [1] * count, []))
+    step = StepPlan(
+        id=0,
+        released=[],
+        admitted=[],
+        slots=[2, 0],
+        starts=[8, 0],
+        counts=[1, 5],
+        tokens=[1] * 6,
+        blocks=[[3, 4, 5], [0, 1]],
+        samples=[True, True],
+        guesses=[0, 0],
+    )
+    it, _ = rows.batch(step)
+    assert it.host is not None and it.lengths() is it.host
+    assert it.host.row_starts.tolist() == it.row_starts.tolist() == [0, 1, 6]
+    assert it.host.context.tolist() == it.context.tolist() == [9, 5]
+
+
 def test_prompts_and_batches_beyond_the_largest_run_eagerly() -> None:
     capture = Again()
     graph = made(capture, rows=2)
@@ -98,7 +149,8 @@ def test_without_memory_for_a_graph_the_batch_still_runs(caplog: pytest.LogCaptu
 
 
 def test_a_rank_that_others_sum_with_cannot_go_on_by_itself() -> None:
-    graph = Graphs(forward, Again(memory=0), rows=9, width=6, incoming=None, device=torch.device("cpu"), alone=False)
+    where = {"incoming": None, "device": torch.device("cpu"), "alone": False}
+    graph = Graphs(forward, Again(memory=0), prepare=lambda batch: None, rows=9, width=6, **where)
     with pytest.raises(torch.OutOfMemoryError):
         graph.run(batch([1], [2], 3), None)
 

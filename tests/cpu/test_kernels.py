@@ -7,10 +7,12 @@ import math
 import pytest
 import torch
 
+from tests.cpu.attention import ragged, shaped
+from weft.compiled import build
 from weft.kernels import choose
 from weft.kernels.base import HeadNorm, Kernels, KVCache
 from weft.kernels.batch import Batch
-from weft.kernels.native import NAMES, NativeKernels, build
+from weft.kernels.native import NativeKernels
 from weft.kernels.plain import PlainKernels
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
@@ -18,35 +20,10 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 def native(dtype: torch.dtype) -> NativeKernels:
     try:
-        build(NAMES[dtype])
+        build(str(dtype).removeprefix("torch."))
     except FileNotFoundError as error:
         pytest.skip(str(error))
     return NativeKernels(dtype)
-
-
-def ragged(counts: list[int], contexts: list[int], block_size: int, seed: int) -> tuple[Batch, int]:
-    """A batch whose rows have shuffled blocks of their own, and the number of blocks."""
-    generator = torch.Generator().manual_seed(seed)
-    needs = [-(-c // block_size) for c in contexts]
-    order = torch.randperm(sum(needs), generator=generator).to(torch.int32)
-    tables = torch.zeros(len(counts), max(needs), dtype=torch.int32)
-    positions, slots, used = [], [], 0
-    for row, (count, context, need) in enumerate(zip(counts, contexts, needs, strict=True)):
-        tables[row, :need] = order[used : used + need]
-        used += need
-        for position in range(context - count, context):
-            positions.append(position)
-            slots.append(int(tables[row, position // block_size]) * block_size + position % block_size)
-    batch = Batch(
-        tokens=torch.zeros(sum(counts), dtype=torch.int32),
-        positions=torch.tensor(positions, dtype=torch.int32),
-        slots=torch.tensor(slots),
-        row_starts=torch.tensor([0, *torch.tensor(counts).cumsum(0)], dtype=torch.int32),
-        context=torch.tensor(contexts, dtype=torch.int32),
-        tables=tables,
-        decodes=next((row for row, count in enumerate(counts) if count > 1), len(counts)),
-    )
-    return batch, sum(needs)
 
 
 def written(kernels: Kernels, cache: KVCache) -> KVCache:
@@ -188,7 +165,7 @@ def test_without_compiler_or_cache_it_falls_back_with_the_advice_that_helps(
     monkeypatch.setenv(variable, value)
     try:
         with caplog.at_level("WARNING", "weft"):
-            assert choose("auto", torch.device("cpu"), torch.float32, 64, 1).name == "torch"
+            assert choose("auto", torch.device("cpu"), shaped(torch.float32)).name == "torch"
         assert advice in caplog.text and ("g++" in advice) == ("g++" in caplog.text)
     finally:
         build.cache_clear()
@@ -196,7 +173,7 @@ def test_without_compiler_or_cache_it_falls_back_with_the_advice_that_helps(
 
 def test_fp16_falls_back_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("WARNING", "weft"):
-        assert choose("auto", torch.device("cpu"), torch.float16, 64, 1).name == "torch"
+        assert choose("auto", torch.device("cpu"), shaped(torch.float16)).name == "torch"
     assert "float16" in caplog.text
 
 

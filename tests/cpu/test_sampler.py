@@ -13,16 +13,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.cpu.draws import CPU, MASK, chi_square
 from weft.core.params import SamplingParams
 from weft.core.step import Admission
 from weft.worker import chunks
 from weft.worker.filters import weigh
 from weft.worker.random import BLOCK, exponentials, race, seeds
-from weft.worker.sampler import Sampler
+from weft.worker.sampler import Sampled, Sampler
 
-CPU = torch.device("cpu")
 EOS = 1
-MASK = 2**64 - 1
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -181,9 +180,14 @@ def sampler_of(vocab: int, rows: list[Row], first: int = 0) -> Sampler:
     return sampler
 
 
+def sampled(sampler: Sampler, logits: torch.Tensor, slots: list[int], positions: list[int]) -> Sampled:
+    order = sampler.order(slots, positions)
+    return sampler.sample(logits.clone(), order, [torch.from_numpy(array).to(logits.device) for array in order.arrays])
+
+
 def sample(sampler: Sampler, logits: torch.Tensor, rows: list[Row], slots: list[int] | None = None) -> list[int]:
     slots = slots or list(range(len(rows)))
-    return sampler.sample(logits.clone(), slots, [row.position for row in rows]).result()[0]
+    return sampled(sampler, logits, slots, [row.position for row in rows]).result()[0]
 
 
 @given(data=st.data(), vocab=st.sampled_from(VOCABULARIES), seed=st.integers(0, 10**6))
@@ -233,9 +237,9 @@ def test_chunks_do_not_change_tokens_or_logprobs(monkeypatch: pytest.MonkeyPatch
     rows = [Row(key, params[key % 3], [5], []) for key in range(40)]
     logits = grid(300, 40, 0)
     positions = [1] * 40
-    at_once = sampler_of(300, rows).sample(logits.clone(), list(range(40)), positions).result()
+    at_once = sampled(sampler_of(300, rows), logits, list(range(40)), positions).result()
     monkeypatch.setattr(chunks, "CPU_FIGURES", 0)
-    assert sampler_of(300, rows).sample(logits.clone(), list(range(40)), positions).result() == at_once
+    assert sampled(sampler_of(300, rows), logits, list(range(40)), positions).result() == at_once
 
 
 def test_the_stream_is_never_changed_by_accident() -> None:
@@ -243,7 +247,7 @@ def test_the_stream_is_never_changed_by_accident() -> None:
     logits = torch.tensor([[(i * 7919 % 1009) / 100 for i in range(1000)]])
     rows = [Row(key, SamplingParams(), [0], []) for key in (0, 1, 2**63, MASK)]
     sampler = sampler_of(1000, rows)
-    found = [sampler.sample(logits.expand(4, -1).clone(), [0, 1, 2, 3], [p] * 4).result()[0] for p in (1, 2, 1000)]
+    found = [sampled(sampler, logits.expand(4, -1), [0, 1, 2, 3], [p] * 4).result()[0] for p in (1, 2, 1000)]
     assert found == [[482, 357, 805, 277], [521, 726, 8, 73], [963, 640, 391, 620]]
 
 
@@ -256,15 +260,6 @@ def test_no_generator_of_torch_is_read() -> None:
 
 
 # Randomness. Seeds are fixed, so these pass or fail for good.
-
-
-def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:
-    """Standard deviations above the mean, over the cells that a draw can reach."""
-    reached = probabilities > 0
-    assert not counts[~reached].any()
-    hoped = probabilities[reached] * counts.sum()
-    degrees = reached.sum() - 1
-    return float((((counts[reached] - hoped) ** 2 / hoped).sum() - degrees) / math.sqrt(2 * degrees))
 
 
 @pytest.mark.parametrize("vary", ["key", "position"])
@@ -312,7 +307,7 @@ def test_sampled_frequencies_match(params: SamplingParams) -> None:
     found = []
     for at in range(0, len(positions), 1000):
         part = [*positions[at : at + 1000]]
-        found += sampler.sample(logits.expand(len(part), -1).clone(), [0] * len(part), part).result()[0]
+        found += sampled(sampler, logits.expand(len(part), -1), [0] * len(part), part).result()[0]
     weights = np.array(distribution(row, logits[0].tolist()))
     assert 1 < (weights > 0).sum() <= 60
     assert abs(chi_square(np.bincount(found, minlength=60), weights / weights.sum())) < 4
@@ -329,7 +324,7 @@ def test_rounding_in_the_logits_hardly_ever_changes_a_token() -> None:
         logits = torch.randn(50, 20_000, generator=generator) * 2
         noise = torch.randn(50, 20_000, generator=generator) * 1e-4
         first, second = (
-            sampler.sample(x, list(range(50)), [position] * 50).result()[0] for x in (logits + noise, logits.clone())
+            sampled(sampler, x, list(range(50)), [position] * 50).result()[0] for x in (logits + noise, logits)
         )
         changed += sum(a != b for a, b in zip(first, second, strict=True))
     assert changed <= 1
@@ -340,7 +335,7 @@ def test_top_p_finds_a_nucleus_of_any_size(spread: float) -> None:
     """Flat logits need far more tokens than the few that are tried first, steep ones fewer."""
     logits = torch.randn(4, 5000, generator=torch.Generator().manual_seed(0)) * spread
     shares = [0.0713, 0.5001, 0.9371, 0.99]
-    weights = weigh(logits, np.array([[1.0, 0.0, 0.0, share] for share in shares]))
+    weights = weigh(logits, np.array([[1.0, -np.inf, 0.0, share] for share in shares]))
     for row, share, values in zip(weights, shares, logits, strict=True):
         best_first = values.double().softmax(-1).sort(descending=True)
         needed = int((best_first.values.cumsum(-1) < share).sum()) + 1
@@ -407,8 +402,8 @@ def test_nan_stays_in_its_row() -> None:
     hurt[0::4, 17] = torch.nan
     hurt[2::4] = torch.nan
     slots, positions = list(range(12)), [2] * 12
-    tokens, logprobs = sampler_of(600, rows).sample(hurt, slots, positions).result()
-    clean, clean_logprobs = sampler_of(600, rows).sample(logits, slots, positions).result()
+    tokens, logprobs = sampled(sampler_of(600, rows), hurt, slots, positions).result()
+    clean, clean_logprobs = sampled(sampler_of(600, rows), logits, slots, positions).result()
     assert tokens[1::2] == clean[1::2]
     assert logprobs[1::2] == clean_logprobs[1::2]
     assert tokens[0] == 17
@@ -427,11 +422,11 @@ def test_a_slot_keeps_nothing_of_who_was_there_before() -> None:
         if leave:
             sampler.release(0)
         sampler.admit(row.admission(0))
-        assert sampler.sample(logits.clone(), [0], [1]).result() == ([expected(row, logits[0].tolist())], [None])
+        assert sampled(sampler, logits, [0], [1]).result() == ([expected(row, logits[0].tolist())], [None])
 
 
 def test_no_rows_give_no_tokens() -> None:
-    assert Sampler(50, 1, CPU).sample(torch.empty(0, 50), [], []).result() == ([], [])
+    assert sampled(Sampler(50, 1, CPU), torch.empty(0, 50), [], []).result() == ([], [])
 
 
 # Logprobs.
@@ -452,9 +447,8 @@ def check_logprobs(found: object, logits: list[float], token: int, top: int) -> 
 def test_logprobs_are_the_models_own(data: st.DataObject, vocab: int, seed: int) -> None:
     rows = data.draw(st.lists(row_of(vocab), min_size=1, max_size=5))
     logits = grid(vocab, len(rows), seed)
-    found = (
-        sampler_of(vocab, rows).sample(logits.clone(), list(range(len(rows))), [row.position for row in rows]).result()
-    )
+    positions = [row.position for row in rows]
+    found = sampled(sampler_of(vocab, rows), logits, list(range(len(rows))), positions).result()
     for row, values, token, logprobs in zip(rows, logits.tolist(), *found, strict=True):
         if row.params.logprobs is None:
             assert logprobs is None
@@ -491,9 +485,9 @@ def test_only_its_result_waits_for_the_device_and_once(monkeypatch: pytest.Monke
     for slot, row in enumerate(rows):
         sampler.admit(row.admission(slot))
     monkeypatch.setattr(torch.Tensor, "tolist", tolist)
-    sampled = sampler.sample(torch.empty(3, 1000, device=meta), [0, 1, 2], [1, 2, 2])
+    late = sampled(sampler, torch.empty(3, 1000, device=meta), [0, 1, 2], [1, 2, 2])
     assert waits == []
-    sampled.result()
+    late.result()
     assert waits == ["meta"]
 
 
@@ -502,9 +496,9 @@ def test_a_token_that_comes_late_is_not_noted_for_who_has_the_slot_by_then() -> 
     sampler, params = Sampler(8, 2, CPU), SamplingParams(temperature=0, repetition_penalty=2.0)
     logits = torch.arange(1.0, 9.0)[None]
     sampler.admit(Admission(0, 1, params, [0], []))
-    late = sampler.sample(logits.clone(), [0], [1])
+    late = sampled(sampler, logits, [0], [1])
     sampler.release(0)
     sampler.admit(Admission(0, 2, params, [0], []))
     assert late.result()[0] == [7]
-    assert sampler.sample(logits.clone(), [0], [1]).result()[0] == [7]
-    assert sampler.sample(logits.clone(), [0], [2]).result()[0] == [6]
+    assert sampled(sampler, logits, [0], [1]).result()[0] == [7]
+    assert sampled(sampler, logits, [0], [2]).result()[0] == [6]

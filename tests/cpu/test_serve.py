@@ -232,6 +232,8 @@ def test_what_was_predicted_is_told_beside_what_came(server: Server) -> None:
 
     eventually(lambda: bool(line("one request of ")))
     memory = line("memory: ")
+    # Before anybody can ask.
+    assert server.lines.index(memory) < server.lines.index(line("serving tiny at "))
     assert "of weights (1.00 of the predicted " in memory and "of KV (1.00 of the predicted " in memory
     assert re.search(r"tokens/s \([\d.]+ of the predicted ", line("one request of "))
 

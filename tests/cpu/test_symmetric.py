@@ -1,79 +1,222 @@
-"""Without GPUs there is no symmetric memory: the group sums all the same, and says once why."""
+"""Without GPUs there is no symmetric memory: the group sums all the same, and says once why. And the trial that finds
+out ends, whatever a rank does in it."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
+from fake_worker import make_plan
+from trial_worker import HERE
 
-from weft.comm import symmetric
+from weft.comm import symmetric, trial
 from weft.comm.distributed import DistributedComm
+from weft.comm.symmetric import LAID_BYTES, TWO_SHOT_BYTES, SymmetricComm
+from weft.comm.votes import Votes
+from weft.errors import EngineError
+from weft.executors.processes import ProcessExecutor
+
+CPU, SOON = torch.device("cpu"), timedelta(seconds=0.2)
 
 
 @pytest.fixture
-def group(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+def store(tmp_path: Path) -> dist.Store:
+    return dist.FileStore(str(tmp_path / "store"), 1)
+
+
+@pytest.fixture
+def group(store: dist.Store) -> Iterator[dist.ProcessGroup]:
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield dist.group.WORLD
     dist.destroy_process_group()
 
 
-def test_the_group_falls_back(group: dist.ProcessGroup, caplog: pytest.LogCaptureFixture) -> None:
+def join(group: dist.ProcessGroup, store: dist.Store) -> DistributedComm:
+    return trial.joined(group, CPU, torch.bfloat16, store=store, ranks=[0], devices=["cpu"])
+
+
+def test_the_group_falls_back(group: dist.ProcessGroup, store: dist.Store, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="weft")
-    comm = symmetric.joined(group, torch.device("cpu"), torch.bfloat16)
+    comm = join(group, store)
     assert type(comm) is DistributedComm
     assert torch.equal(comm.sum(torch.arange(8.0)), torch.arange(8.0))
-    assert len(caplog.records) == 1 and "NCCL alone" in caplog.text
+    (line,) = caplog.messages
+    assert line == "Sums go through NCCL alone: symmetric memory is for GPUs, not for cpu (rank 0)"
 
 
-def test_wrong_sums_are_found(group: dist.ProcessGroup) -> None:
-    class Late(DistributedComm):
-        """Brings what it was given the time before."""
-
-        _buffer = torch.zeros(1, dtype=torch.bfloat16)
-
-        def sum(self, x: torch.Tensor) -> torch.Tensor:
-            before, self._last = getattr(self, "_last", x), x.clone()
-            return before if before.shape == x.shape else x
-
-    cpu = torch.device("cpu")
-    plain = DistributedComm(group, cpu)
-    plain._buffer = torch.zeros(1, dtype=torch.bfloat16)
-    assert symmetric.adds_up(plain, torch.bfloat16)
-    assert not symmetric.adds_up(Late(group, cpu), torch.bfloat16)
+# --- what torch's rendezvous makes ---
 
 
-def test_a_rank_whose_sums_are_wrong_takes_part_in_all_of_them(group: dist.ProcessGroup) -> None:
+class Handle:
+    """As torch's, of a group of one."""
+
+    def __init__(self, memory: torch.Tensor, begin: int = 0) -> None:
+        self.memory, self.begin, self.met = memory, begin, 0
+
+    def get_buffer(self, rank: int, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int = 0) -> torch.Tensor:
+        assert rank == 0 and dtype == self.memory.dtype
+        return self.memory[self.begin + storage_offset :][: sizes[0]]
+
+    def barrier(self, channel: int) -> None:
+        assert channel >= 24
+        self.met += 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_parts_lie_behind_the_memory_of_torch_s_own_sums(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+    memory = torch.zeros((TWO_SHOT_BYTES + 2 * LAID_BYTES) // 2, dtype=dtype)
+    handle = Handle(memory)
+    comm = SymmetricComm(group, CPU, memory, handle)
+    for turn in (0, 1, 0):
+        laid = comm.lay(torch.full((2, 4), 3.0, dtype=dtype))
+        assert laid is not None
+        assert laid.tolist() == [memory.data_ptr() + TWO_SHOT_BYTES + turn * LAID_BYTES]
+    assert handle.met == 3
+    assert memory.nonzero().flatten().tolist() == [
+        TWO_SHOT_BYTES // 2 + at for at in (*range(8), *range(LAID_BYTES // 2, LAID_BYTES // 2 + 8))
+    ]
+
+
+def test_a_sum_of_another_kind_begins_the_turns_anew(group: dist.ProcessGroup) -> None:
+    """So that what a graph has captured follows any other."""
+    memory = torch.zeros((TWO_SHOT_BYTES + 2 * LAID_BYTES) // 2, dtype=torch.float16)
+    comm, x = SymmetricComm(group, CPU, memory, Handle(memory)), torch.ones(1, 8, dtype=torch.float16)
+    first = comm.lay(x)
+    # Torch's own sums do not know this dtype.
+    assert torch.equal(comm.sum(x.clone()), x)
+    again = comm.lay(x)
+    assert first is not None and again is not None and torch.equal(first, again)
+
+
+def test_memory_that_lies_elsewhere_is_not_used(group: dist.ProcessGroup) -> None:
+    memory = torch.zeros((TWO_SHOT_BYTES + 2 * LAID_BYTES) // 2 + 8, dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match="where it does not lie"):
+        SymmetricComm(group, CPU, memory[:-8], Handle(memory, begin=8))
+
+
+# --- sums that are wrong ---
+
+
+def late() -> Callable[[torch.Tensor], torch.Tensor]:
+    """A sum that brings what it was given the time before."""
+    given: list[torch.Tensor] = []
+
+    def add(x: torch.Tensor) -> torch.Tensor:
+        given.append(x.clone())
+        return given[-2] if len(given) > 1 else x
+
+    return add
+
+
+def test_wrong_sums_are_found() -> None:
+    assert trial.adds_up(lambda x: x, 0, 1, 64, torch.bfloat16, CPU)
+    assert not trial.adds_up(late(), 0, 1, 64, torch.bfloat16, CPU)
+
+
+def test_a_rank_whose_sums_are_wrong_takes_part_in_all_of_them() -> None:
     """The others wait for it on their devices, without an end."""
     counts = []
     for wrong in (0.0, 1.0):
+        given = []
 
-        class Counted(DistributedComm):
-            _buffer = torch.zeros(1, dtype=torch.bfloat16)
-            sums = 0
+        def add(x: torch.Tensor) -> torch.Tensor:
+            given.append(x)  # noqa: B023
+            return x + wrong  # noqa: B023
 
-            def sum(self, x: torch.Tensor) -> torch.Tensor:
-                self.sums += 1
-                return x + wrong  # noqa: B023
-
-        comm = Counted(group, torch.device("cpu"))
-        assert symmetric.adds_up(comm, torch.bfloat16) == (not wrong)
-        counts.append(comm.sums)
-    assert counts[0] == counts[1]
+        assert trial.adds_up(add, 0, 1, 64, torch.bfloat16, CPU) == (not wrong)
+        counts.append(len(given))
+    assert counts[0] == counts[1] > 0
 
 
-def test_none_begins_to_sum_where_another_cannot(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Here(DistributedComm):
-        def __init__(self, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype) -> None:
-            super().__init__(group, device)
+# --- ranks that fail, and ranks that do not come back ---
 
-    def begun(*_: object) -> bool:
+
+def test_none_begins_where_another_cannot(
+    group: dist.ProcessGroup, store: dist.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def begun(*_: object) -> None:
         raise AssertionError("it waits for the other rank")
 
-    monkeypatch.setattr(symmetric, "SymmetricComm", Here)
-    monkeypatch.setattr(symmetric, "adds_up", begun)
-    monkeypatch.setattr(DistributedComm, "sum", lambda self, x: x * 0.0)
-    assert type(symmetric.joined(group, torch.device("cpu"), torch.bfloat16)) is DistributedComm
+    monkeypatch.setattr(trial, "obstacle", lambda *_: "")
+    monkeypatch.setattr(symmetric, "buffer", lambda *_: torch.empty(0))
+    monkeypatch.setattr(symmetric, "meet", begun)
+    monkeypatch.setattr(Votes, "objection", lambda *_: "out of memory (rank 1)")
+    assert type(join(group, store)) is DistributedComm
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_wrong_sums_are_a_verdict_for_nccl_as_well(
+    group: dist.ProcessGroup, store: dist.Store, monkeypatch: pytest.MonkeyPatch, right: bool
+) -> None:
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "")
+    monkeypatch.delenv("NCCL_P2P_DISABLE")
+    made = DistributedComm(group, CPU)
+    monkeypatch.setattr(trial, "obstacle", lambda *_: "")
+    monkeypatch.setattr(symmetric, "buffer", lambda *_: torch.empty(0))
+    monkeypatch.setattr(symmetric, "meet", lambda *_: made)
+    monkeypatch.setattr(trial, "all_add_up", lambda _: right)
+    assert (join(group, store) is made) == right
+    assert os.environ.get("NCCL_P2P_DISABLE") == (None if right else "1")
+
+
+def test_the_first_objection_is_heard_by_all() -> None:
+    store, heard = dist.HashStore(), {}
+
+    def ask(rank: int) -> None:
+        votes = Votes(store, [4, 5, 6], 4 + rank, timedelta(seconds=60))
+        heard[rank] = [votes.objection("sing", ("", "no", "never")[rank]), votes.objection("dance", "")]
+
+    threads = [threading.Thread(target=ask, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert heard == {rank: ["no (rank 5)", ""] for rank in range(3)}
+
+
+def test_a_rank_that_does_not_answer_is_named() -> None:
+    with pytest.raises(EngineError, match=r"rank 7 failed during start: the others have waited 0\.2 s for it to sing"):
+        Votes(dist.HashStore(), [6, 7], 6, SOON).objection("sing", "")
+
+
+@pytest.fixture
+def executor(monkeypatch: pytest.MonkeyPatch) -> Iterator[ProcessExecutor]:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
+    made = ProcessExecutor(worker=HERE)
+    yield made
+    made.close()
+
+
+def test_ranks_fall_back_where_one_fails_while_others_wait_for_it(
+    executor: ProcessExecutor, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    plan = msgspec.structs.replace(make_plan(tensor=2), model="fail 1", checkpoint=str(tmp_path))
+    executor.start(plan)
+    executor.close()
+    # Rank 0 too has found nobody there, and is the first to say so.
+    said = capfd.readouterr().err
+    assert said.count("Sums go through NCCL alone: no symmetric memory: ") == 1 and "(rank 0)" in said
+
+
+@pytest.mark.parametrize("who", ["1", "all"])
+def test_the_start_ends_where_ranks_do_not_come_back(
+    executor: ProcessExecutor, tmp_path: Path, capfd: pytest.CaptureFixture[str], who: str
+) -> None:
+    plan = msgspec.structs.replace(make_plan(tensor=2), model=f"hold {who}", checkpoint=str(tmp_path))
+    with pytest.raises(EngineError) as caught:
+        executor.start(plan)
+    cause = caught.value.cause
+    if who == "1":
+        assert cause.rank == 1 and "waited 1.9 s for it to meet them in symmetric memory" in cause.cause
+    else:
+        assert cause.cause == "came no further and ended itself" and "printed above" in cause.hint
+        assert "in meet" in capfd.readouterr().err

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.cpu.test_kernels import CASES, TOLERANCE, attend_by_loop, ragged
+from tests.cpu.attention import ragged
+from tests.cpu.test_kernels import CASES, TOLERANCE, attend_by_loop
 from weft.kernels.base import HeadNorm, KVCache
 from weft.kernels.batch import Batch
 from weft.kernels.plain import PlainKernels

@@ -14,37 +14,51 @@ pytest.importorskip("triton", reason="needs triton")
 SHARED_BYTES = 99 << 10  # of a program, on the smallest GPU since Ampere
 
 # In a process without TRITON_INTERPRET, which is read on import. What the launches say is written down and compiled.
-PROGRAM = """
+LAUNCHES = """
 import sys, types
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from weft.kernels.base import KVCache
-from weft.kernels.triton import attention, pointwise
+from weft.kernels.triton import attention, pointwise, products, reduce, sampling
 
 KINDS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float8_e4m3fn: "*fp8e4nv",
-         torch.int32: "*i32", torch.int64: "*i64", int: "i32", float: "fp32"}
+         torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64", torch.float64: "*fp64", int: "i32",
+         float: "fp32"}
+
+NAMES = ("_decode", "_join", "_prefill", "_rotate_and_store", "_sum_add_norm", "_survey", "_filter", "_draw",
+         "_multiply", "_add", "_dequantise")
 
 class Launched:
     def __init__(self, kernel):
         self.kernel = kernel
     def __getitem__(self, grid):
         return self
-    def __call__(self, *given, num_warps=4, **constants):
+    def __call__(self, *given, num_warps=4, num_stages=3, **constants):
         names = self.kernel.arg_names
         kinds = {n: KINDS[x.dtype if isinstance(x, torch.Tensor) else type(x)] for n, x in zip(names, given)}
         kinds |= {n: "constexpr" for n in constants}
         fixed = {(names.index(n),): x for n, x in constants.items()}
-        source = ASTSource(self.kernel, {n: kinds[n] for n in names}, constexprs=fixed)
-        made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": num_warps})
+        # As a launch does: pointers and sizes that 16 divides.
+        even = [i for i, x in enumerate(given) if isinstance(x, torch.Tensor) or
+                (type(x) is int and x % 16 == 0 and not self.kernel.params[i].do_not_specialize)]
+        attrs = {(i,): [["tt.divisibility", 16]] for i in even}
+        source = ASTSource(self.kernel, {n: kinds[n] for n in names}, constexprs=fixed, attrs=attrs)
+        options = {"num_warps": num_warps, "num_stages": num_stages}
+        made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
         print(self.kernel.__name__, made.metadata.shared)
 
-for module in (attention, pointwise):
+for module in (attention, pointwise, products, reduce, sampling):
     for name, kernel in list(vars(module).items()):
-        if isinstance(kernel, triton.JITFunction) and name in ("_decode", "_join", "_prefill", "_rotate_and_store"):
+        if isinstance(kernel, triton.JITFunction) and name in NAMES:
             setattr(module, name, Launched(kernel))
 
-capability, head_dim, dtype, kept = int(sys.argv[1]), int(sys.argv[2]), *(getattr(torch, it) for it in sys.argv[3:])
+capability = int(sys.argv[1])
+"""
+PROGRAM = (
+    LAUNCHES
+    + """
+head_dim, dtype, kept = int(sys.argv[2]), *(getattr(torch, it) for it in sys.argv[3:])
 ints = torch.zeros(4, 4, dtype=torch.int32)
 batch = types.SimpleNamespace(tables=ints, context=ints[0], row_starts=ints[0], rows=2, positions=ints[0],
                               slots=ints[0].long())
@@ -53,7 +67,29 @@ q = torch.zeros(2, 6, head_dim, dtype=dtype)
 attention.decode(q, cache, batch, 2, 1.0, None, 132, torch.empty(2, 6 * head_dim, dtype=dtype))
 attention.prefill(q, cache, batch, 0, 1.0, 9, torch.empty(2, 6 * head_dim, dtype=dtype))
 pointwise.rotate_and_store(torch.zeros(2, 10 * head_dim, dtype=dtype), 6, torch.zeros(9, head_dim), cache, batch, None)
+wide = torch.zeros(2, 8192, dtype=dtype)
+reduce.sum_add_norm(torch.zeros(8, dtype=torch.int64), wide, wide[0], 1e-6)
+longs = torch.zeros(2, dtype=torch.int64)
+settings = torch.zeros(2, 4, dtype=torch.float64)
+sampling.choose(torch.zeros(2, 151936, dtype=dtype), longs, longs, settings, longs, filtered=True)
 """
+)
+PRODUCTS = (
+    LAUNCHES
+    + """
+from weft.facts.place import Span
+from weft.quant.quantised import Quantised
+
+dtype = getattr(torch, sys.argv[2])
+for kind, cols in (("Q4_1", Span(0, 4096)), ("INT8", Span(64, 640))):
+    weight = Quantised.empty(kind, 96, cols, dtype, torch.device("cpu"))
+    product = products.quantised(weight, torch.zeros(96, dtype=dtype), 132)
+    for tokens in (1, 64, 200):
+        product(torch.zeros(tokens, len(cols), dtype=dtype))
+    product.rows(torch.zeros(3, dtype=torch.int64))
+    product(torch.zeros(products.MANY, len(cols), dtype=dtype))
+"""
+)
 
 
 @pytest.mark.parametrize(
@@ -68,10 +104,27 @@ pointwise.rotate_and_store(torch.zeros(2, 10 * head_dim, dtype=dtype), 6, torch.
     ids=str,
 )
 def test_they_compile_and_fit(capability: int, head_dim: int, dtype: str, kept: str) -> None:
+    shared = compiled(PROGRAM, str(capability), str(head_dim), dtype, kept)
+    assert shared.keys() == {
+        *("_decode", "_join", "_prefill", "_rotate_and_store", "_sum_add_norm", "_survey", "_filter", "_draw")
+    }
+    assert max(shared.values()) <= SHARED_BYTES, shared
+
+
+@pytest.mark.parametrize(("capability", "dtype"), [(90, "bfloat16"), (86, "float16"), (86, "float32")], ids=str)
+def test_products_compile_and_fit(capability: int, dtype: str) -> None:
+    shared = compiled(PRODUCTS, str(capability), dtype)
+    assert shared.keys() == {"_multiply", "_add", "_dequantise"}
+    assert max(shared.values()) <= SHARED_BYTES, shared
+
+
+def compiled(program: str, *arguments: str) -> dict[str, int]:
+    """The most bytes of shared memory that a program of each kernel takes."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-W", "ignore", "-c", PROGRAM, str(capability), str(head_dim), dtype, kept]
+    command = [sys.executable, "-W", "ignore", "-c", program, *arguments]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    shared = {name: int(size) for name, size in map(str.split, done.stdout.splitlines())}
-    assert shared.keys() == {"_decode", "_join", "_prefill", "_rotate_and_store"}
-    assert max(shared.values()) <= SHARED_BYTES, shared
+    shared: dict[str, int] = {}
+    for name, size in map(str.split, done.stdout.splitlines()):
+        shared[name] = max(shared.get(name, 0), int(size))
+    return shared

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.cpu import tiny
+from tests.cpu.attention import shaped
 from weft.comm import Links, Solo
 from weft.config import EngineConfig
 from weft.facts import host
@@ -52,7 +53,7 @@ def test_packed_weights_are_not_held_twice(tmp_path: Path, monkeypatch: pytest.M
         originals.append(weakref.ref(weight))
         return product(kernels, weight, bias)
 
-    kernels = type(choose("auto", torch.device("cpu"), torch.bfloat16, plan.shape.head_dim, plan.shape.group))
+    kernels = type(choose("auto", torch.device("cpu"), shaped(torch.bfloat16)))
     product = kernels.matrix
     monkeypatch.setattr(kernels, "matrix", spy)
     threads = torch.get_num_threads()

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import json
-import logging
-import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from weft import __version__, logs
-from weft.cli import main, vllm
+from tests.pure.commands import weft
+from weft import __version__
+from weft.cli import vllm
 from weft.export.targets import TARGETS
 
 # Flags of vllm serve that Weft has too, in its documentation of version 0.12 and later.
@@ -56,26 +52,9 @@ INTEREST = {
 CASES = [(target, plan) for target in TARGETS for plan in (*PLANS, *INTEREST.get(target, ()))]
 
 
-@contextmanager
-def logging_as_it_was() -> Iterator[None]:
-    """What runs inside may configure our logger."""
-    logger, wanted = logging.getLogger("weft"), os.environ.pop(logs.VARIABLE, None)
-    before = logger.handlers, logger.level, logger.propagate
-    try:
-        yield
-    finally:
-        logger.handlers, logger.level, logger.propagate = before
-        os.environ.pop(logs.VARIABLE, None)
-        if wanted is not None:
-            os.environ[logs.VARIABLE] = wanted
-
-
 def emit(target: str, plan: str, *more: str) -> tuple[int, str, str]:
     """Exit status, standard output and standard error of weft plan."""
-    out, err = io.StringIO(), io.StringIO()
-    with redirect_stdout(out), redirect_stderr(err), logging_as_it_was():
-        status = main.main(["plan", *(PLANS | MORE).get(plan, plan).split(), "--emit", target, *more])
-    return status, out.getvalue(), err.getvalue()
+    return weft("plan", *(PLANS | MORE).get(plan, plan).split(), "--emit", target, *more)
 
 
 @cache

@@ -8,9 +8,9 @@ from typing import Any
 from weft.facts.catalogue import find
 from weft.facts.cluster import parse_gpus
 from weft.gateway.policy import LeastConnections
-from weft.planner.cost import replicas
 from weft.planner.deployment import deploy
 from weft.planner.profiles import profile
+from weft.planner.replica import replicas
 from weft.planner.steps import Steps
 from weft.simulate.ask import Ask
 from weft.simulate.lengths import Even, Fixed, Lengths

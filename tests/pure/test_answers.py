@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import logging
 import sys
 from argparse import Namespace
 from types import SimpleNamespace
@@ -12,32 +11,16 @@ from typing import Any
 
 import pytest
 
-from tests.pure.test_forecast import expected
-from weft import logs
+from tests.pure.commands import parsed
+from tests.pure.machines import expected, plan
 from weft.cli import chat, demo, engine, main, run
 from weft.cli.flags import engine_config
-from weft.cli.parser import find, parse
 from weft.client.outputs import CompletionOutput, Metrics, RequestOutput
 from weft.config import EngineConfig
 from weft.core.params import SamplingParams
 from weft.errors import ConfigError, RequestError
 from weft.planner.forecast import Forecast, predicted_json
 from weft.planner.memory import Capacity
-
-
-def words(text: str) -> Namespace:
-    command, rest = find(text.split())
-    return parse(command, rest)
-
-
-@pytest.fixture(autouse=True)
-def logging_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """main() configures our logger; the next test starts as if it had not."""
-    monkeypatch.setenv(logs.VARIABLE, "")
-    logger = logging.getLogger("weft")
-    before = logger.handlers, logger.level, logger.propagate
-    yield
-    logger.handlers, logger.level, logger.propagate = before[0], before[1], before[2]
 
 
 def answer(text: str, tokens: int, *, finished: bool = True, at: float = 2.5) -> RequestOutput:
@@ -93,8 +76,6 @@ class FakeLLM:
 
 
 def fake_plan() -> Any:
-    from tests.pure.test_layout import plan
-
     return plan(kind="dummy", tensor_parallel_size=2)
 
 
@@ -211,11 +192,11 @@ def test_demo_cuts_the_model_in_two(llm: Any, capsys: pytest.CaptureFixture[str]
 
 def test_demo_takes_a_layout_and_shares_a_single_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weft.facts.host.probe", lambda: SimpleNamespace(gpus=("one",)))
-    assert demo.cut(words("demo")) == {"tensor_parallel_size": 2, "device_ids": (0, 0)}
-    assert demo.cut(words("demo --device cpu")) == {"tensor_parallel_size": 2}
-    assert demo.cut(words("demo -pp 3")) == {}
+    assert demo.cut(parsed("demo")) == {"tensor_parallel_size": 2, "device_ids": (0, 0)}
+    assert demo.cut(parsed("demo --device cpu")) == {"tensor_parallel_size": 2}
+    assert demo.cut(parsed("demo -pp 3")) == {}
     monkeypatch.setattr("weft.facts.host.probe", lambda: SimpleNamespace(gpus=("one", "two")))
-    assert demo.cut(words("demo")) == {"tensor_parallel_size": 2}
+    assert demo.cut(parsed("demo")) == {"tensor_parallel_size": 2}
 
 
 def test_chat_remembers_forgets_and_ends(

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.pure.test_layout import host, plan
+from tests.pure.machines import host, plan
 from weft.bench import __main__ as side
 from weft.bench import suite
 from weft.bench.compare import changes, read

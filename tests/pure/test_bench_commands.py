@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from tests.pure.test_bench_serve import Exchange, good, serving
+from tests.pure.commands import parsed, weft
+from tests.pure.servers import Exchange, good, serving
 from weft.bench.compare import Change, changes, read
-from weft.cli import bench_compare, bench_serve, main
+from weft.cli import bench_compare, bench_serve
 from weft.cli.bench_view import aligned, number
-from weft.cli.parser import find, parse
 from weft.cli.plot import Curve, picture, terminal
 from weft.errors import ConfigError
 
@@ -49,16 +49,14 @@ def url() -> Iterator[str]:
     thread.join()
 
 
-def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    status = main.main(["bench", *words])
-    captured = capsys.readouterr()
-    return status, captured.out, captured.err
+def said(*words: str) -> tuple[int, str, str]:
+    return weft("bench", *words)
 
 
-def test_serve(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_serve(url: str, tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     words = ["serve", "--base-url", f"{url}/v1", "--num-prompts", "5", "--output-len", "3", "--request-rate", "1000"]
-    status, out, _ = said(capsys, *words, "--goodput", "ttft:60000", "--save-result", str(path))
+    status, out, _ = said(*words, "--goodput", "ttft:60000", "--save-result", str(path))
     assert status == 0
     assert "m at /v1/completions: 5 requests, 1000 per second" in out
     assert "answered             5 of 5" in out and "100 % within ttft 60000 ms" in out
@@ -67,7 +65,7 @@ def test_serve(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert result["p99_ttft_ms"] >= result["median_ttft_ms"] > 0
     port = url.rpartition(":")[2]
     words[1:3] = ["--port", port, "--endpoint", "/v1/completions", "--metric-percentiles", "50,99.9"]
-    status, out, _ = said(capsys, *words, "--random-input-len", "7", "--random-output-len", "2", "--json")
+    status, out, _ = said(*words, "--random-input-len", "7", "--random-output-len", "2", "--json")
     result = json.loads(out)
     assert (result["total_input_tokens"], result["total_output_tokens"]) == (35, 10)
     assert result["percentiles"] == [50, 95, 99, 99.9] and result["p50_ttft_ms"] == result["median_ttft_ms"]
@@ -75,7 +73,7 @@ def test_serve(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert result["task"] == "serve"
 
 
-def test_what_is_wrong_is_said_before_the_load(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_wrong_is_said_before_the_load(url: str) -> None:
     where = ["serve", "--base-url", url]
     for words, status, what in [
         ([*where, "--served-model-name", "n"], 1, "does not answer: HTTP 400: not n"),
@@ -95,37 +93,35 @@ def test_what_is_wrong_is_said_before_the_load(url: str, capsys: pytest.CaptureF
         (["sweep", "--base-url", url], 2, "what is to be varied?"),
         (["sweep", "--base-url", url, "--request-rate", "1,2", "--max-concurrency", "1,2"], 2, "vary one of them"),
     ]:
-        got, out, err = said(capsys, *words)
+        got, out, err = said(*words)
         assert (got, out) == (status, ""), err
         assert what in err and len(err.splitlines()) == 1
 
 
-def test_nobody_was_answered(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nobody_was_answered(url: str) -> None:
     words = ["serve", "--base-url", url, "--served-model-name", "n", "--num-warmups", "0", "--num-prompts", "3"]
-    status, out, _ = said(capsys, *words)
+    status, out, _ = said(*words)
     assert status == 1
     assert "3 x HTTP 400: not n" in out and "warning: 3 of 3 requests failed" in out
 
 
 def test_a_server_of_our_own_gets_the_engine_s_flags() -> None:
     typed = "bench serve m -tp 2 --tensor-split 2,1 --max-model-len auto --no-enable-prefix-caching --seed 3"
-    command, rest = find([*typed.split(), "--distributed-executor-backend", "mp"])
-    words = bench_serve.engine_words(parse(command, rest))
-    again, rest = find(["serve", "m", *words])
-    got = parse(again, rest)
+    words = bench_serve.engine_words(parsed(f"{typed} --distributed-executor-backend mp"))
+    got = parsed(["serve", "m", *words])
     assert (got.tensor_parallel_size, got.tensor_split, got.max_model_len) == (2, (2.0, 1.0), None)
     assert (got.enable_prefix_caching, got.executor, got.seed) == (False, "mp", 3)
 
 
-def test_sweep(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sweep(url: str, tmp_path: Path) -> None:
     words = ["sweep", "--base-url", url, "--num-prompts", "4", "--output-len", "3", "--save-result"]
-    status, out, err = said(capsys, *words, str(tmp_path / "a.json"), "--max-concurrency", "4,1,2")
+    status, out, err = said(*words, str(tmp_path / "a.json"), "--max-concurrency", "4,1,2")
     assert status == 0
     lines = out.splitlines()
     assert lines[0].startswith("m: 4 requests each") and [line.split()[0] for line in lines[3:6]] == ["1", "2", "4"]
     assert "o median TTFT   + p95 TTFT   x p95 TPOT" in out
     assert len(err.splitlines()) == 3
-    status, out, _ = said(capsys, *words, str(tmp_path / "b.json"), "--request-rate", "500,inf", "--json")
+    status, out, _ = said(*words, str(tmp_path / "b.json"), "--request-rate", "500,inf", "--json")
     result = json.loads(out)
     assert [point["request_rate"] for point in result["points"]] == [500, "inf"]
     assert json.loads((tmp_path / "b.json").read_text()) == result
@@ -167,7 +163,7 @@ def test_a_plot_in_a_terminal() -> None:
     assert [line.split("|")[0].strip() for line in powers[1:4]] == ["1e+03", "31.6", "1"]
 
 
-def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare(tmp_path: Path) -> None:
     def write(name: str, **figures: Any) -> str:
         (tmp_path / name).write_text("a line before\n" + json.dumps({"task": "latency", **figures}) + "\n")
         return str(tmp_path / name)
@@ -175,8 +171,8 @@ def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old = write("old", model="m", decode_tok_s=100.0, ttft_s=0.5, runs=3, failed=0)
     same = write("same", model="m", decode_tok_s=96.0, ttft_s=0.52, runs=9, failed=0)
     worse = write("worse", model="o", decode_tok_s=120.0, ttft_s=0.6, failed=2)
-    assert said(capsys, "compare", old, same)[0] == 0
-    status, out, _ = said(capsys, "compare", old, worse)
+    assert said("compare", old, same)[0] == 0
+    status, out, _ = said("compare", old, worse)
     assert status == 1
     assert "not the same work: model was m, is o" in out and "2 of 3 figures are worse by more than 5 %" in out
     assert [line.split()[-1] for line in out.splitlines() if line.startswith(("decode", "ttft", "failed"))] == [
@@ -184,8 +180,8 @@ def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "worse",
         "worse",
     ]
-    assert said(capsys, "compare", old, same, "--tolerance", "0.03")[0] == 1
-    status, out, _ = said(capsys, "compare", old, worse, "--json")
+    assert said("compare", old, same, "--tolerance", "0.03")[0] == 1
+    status, out, _ = said("compare", old, worse, "--json")
     got = json.loads(out)
     assert {it["name"]: it["ratio"] for it in got["figures"]}["decode_tok_s"] == 1.2
     empty = write("empty", runs=3)
@@ -194,7 +190,7 @@ def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ([old, str(tmp_path / "none")], 1, "cannot read"),
         ([old, empty], 1, "no figure in common"),
     ]:
-        status, _, err = said(capsys, "compare", *words)
+        status, _, err = said("compare", *words)
         assert status == code and what in err
 
 

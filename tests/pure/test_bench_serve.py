@@ -3,93 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from math import inf
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.pure.servers import Answering, Exchange, good, serving
 from weft.bench.http import Client, HttpFailure, Refused, Server
 from weft.bench.load import Asking, Load, Record, ask, lay_on, message
 from weft.bench.prompts import Prompt
 from weft.bench.summary import meets, parse_limits, percentile, summary, warnings
 from weft.errors import ConfigError
-
-# --- a server of the tests ---
-
-
-class Exchange:
-    """One request that has come in, and the way to answer it."""
-
-    def __init__(self, path: str, headers: dict[str, str], body: bytes, writer: asyncio.StreamWriter) -> None:
-        self.path, self.headers, self.writer = path, headers, writer
-        self.json = json.loads(body) if body else None
-        self.kept = True
-
-    def head(self, status: str = "200 OK", *lines: str) -> None:
-        self.writer.write("\r\n".join([f"HTTP/1.1 {status}", *lines, "", ""]).encode())
-
-    def chunk(self, data: bytes) -> None:
-        self.writer.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
-
-    def stream(self) -> None:
-        self.head("200 OK", "Content-Type: text/event-stream", "Transfer-Encoding: chunked")
-
-    def event(self, value: Any) -> None:
-        self.chunk(b"data: " + (value if isinstance(value, bytes) else json.dumps(value).encode()) + b"\n\n")
-
-    def end(self) -> None:
-        self.chunk(b"")
-
-    def refuse(self, status: str, body: bytes) -> None:
-        self.head(status, f"Content-Length: {len(body)}")
-        self.writer.write(body)
-
-    def hang_up(self) -> None:
-        self.kept = False
-
-
-Answering = Callable[[Exchange], Awaitable[None]]
-
-
-@asynccontextmanager
-async def serving(answering: Answering) -> AsyncIterator[Server]:
-    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while True:
-                head = (await reader.readuntil(b"\r\n\r\n")).decode()
-                first, *lines = head.strip().split("\r\n")
-                headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
-                body = await reader.readexactly(int(headers.get("content-length", 0)))
-                exchange = Exchange(first.split()[1], headers, body, writer)
-                await answering(exchange)
-                await writer.drain()
-                if not exchange.kept:
-                    return
-        except (asyncio.IncompleteReadError, ConnectionError):
-            return
-        finally:
-            writer.close()
-
-    async with await asyncio.start_server(connected, "127.0.0.1", 0) as server:
-        yield Server(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", {"X-Team": "blue"})
-
-
-async def good(exchange: Exchange) -> None:
-    exchange.stream()
-    for _ in range(exchange.json["max_tokens"]):
-        exchange.event({"choices": [{"text": "a", "finish_reason": None}]})
-    exchange.event({"choices": [{"text": "", "finish_reason": "length"}]})
-    tokens = len(exchange.json["prompt"]), exchange.json["max_tokens"]
-    usage = {"prompt_tokens": tokens[0], "completion_tokens": tokens[1], "prompt_tokens_details": {"cached_tokens": 1}}
-    exchange.event({"choices": [], "usage": usage})
-    exchange.event(b"[DONE]")
-    exchange.end()
 
 
 async def one(answering: Answering, asking: Asking | None = None, prompt: Prompt | None = None) -> Record:

@@ -13,13 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.pure.commands import parsed
 from tests.pure.shapes import SMOLLM2
 from weft.bench import calibrate, fit
 from weft.bench.calibrate import LOADS, Load, Point
 from weft.bench.fit import QUANTISED, WIDTHS, Planned
 from weft.bench.synthetic import LONGEST, Synthetic, of_size
 from weft.cli import bench_calibrate, main
-from weft.cli.parser import UsageError, find, parse
+from weft.cli.parser import UsageError
 from weft.client.outputs import CompletionOutput, Metrics, RequestOutput
 from weft.errors import ConfigError, WeftError
 from weft.facts import calibration, config_json, fields, host, speeds
@@ -109,7 +110,7 @@ def test_the_fit_finds_the_constants_that_made_the_points(gpu: str) -> None:
     assert max(errors) < 0.03 < max(before)
     for name in ("weights_Bps", "matmul_flops", "step_us", "layer_us"):
         assert found.values[name] == pytest.approx(true[name], rel=0.2), name
-    assert planned.quantised == (tuple(MADE[it] for it in calibrate.QUANTISED[spec.kind]))
+    assert planned.quantised == (tuple(MADE[it] for it in calibrate.QUANTISED))
     for precision in planned.quantised:
         for name in QUANTISED:
             assert found.values[f"{name} {precision}"] == pytest.approx(true[name] * HELD[name], rel=0.2)
@@ -191,7 +192,8 @@ def test_what_is_quantised_is_measured_in_short() -> None:
     ]
     assert {it.kind for it in calibrate.loads(cpu(), tiny)} == {"decode"}
     assert calibrate.loads(cpu(), thin) == calibrate.loads(cpu(), None) == LOADS["cpu"]
-    assert all(subject.quantization == "none" for subject in calibrate.subjects(find_gpu("H200")))
+    *_, made = calibrate.subjects(find_gpu("H200"))
+    assert (made.name, len(calibrate.loads(find_gpu("H200"), made))) == ("wide q8_0", 3)
 
 
 def test_what_is_measured() -> None:
@@ -323,7 +325,7 @@ def test_quantised_weights_have_rates_of_their_own() -> None:
     assert quantised.byte_s == pytest.approx(whole.byte_s / 0.7)
     assert quantised.flop_s == pytest.approx(whole.flop_s / 0.8)
     assert other.byte_s == whole.byte_s  # never measured
-    assert found.provenance()["weights q4_1"] == "0.7: measured here on 2026-11-20 by weft bench calibrate"
+    assert found.provenance()["weights q4_1 q4_1+q8_0"] == "0.7: measured here on 2026-11-20 by weft bench calibrate"
     # Of a model in 16 bits nothing changes.
     assert quantised.wide_byte_s == whole.byte_s
 
@@ -363,8 +365,7 @@ def test_less_overlap_is_never_faster(overlap: float, share: float) -> None:
 
 
 def said(words: str) -> Any:
-    command, rest = find(f"bench calibrate {words}".split())
-    return parse(command, rest)
+    return parsed(f"bench calibrate {words}")
 
 
 def test_the_command_measures_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -406,8 +407,8 @@ def test_the_command_prints_keeps_and_doubts(
 
 
 def test_one_of_each_kind_of_device(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.pure.test_layout import gpu
-    from tests.pure.test_layout import host as with_gpus
+    from tests.pure.machines import gpu
+    from tests.pure.machines import host as with_gpus
 
     monkeypatch.setattr(speeds, "cpu_speed", lambda *_: SPEED)
     config = bench_calibrate.settings(said(""))

@@ -60,6 +60,13 @@ Extension modules: numpy (total: 1)
 """
 
 
+STUCK = """
+Timeout (0:02:00)!
+Thread 0x00007fd6729d0b80 (most recent call first):
+  File "_symmetric_memory/__init__.py", line 2003 in rendezvous
+"""
+
+
 @pytest.mark.parametrize(
     ("returncode", "words", "cause"),
     [
@@ -68,6 +75,7 @@ Extension modules: numpy (total: 1)
         (-11, FATAL, "killed by SIGSEGV: Fatal Python error: Segmentation fault"),
         (-9, "some progress", "killed by SIGKILL"),
         (-200, "", "killed by signal 200"),
+        (1, STUCK, "came no further and ended itself"),
         (None, "", "closed its connection"),
     ],
 )

@@ -10,19 +10,19 @@ import sys
 from argparse import ArgumentTypeError, Namespace
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from tests.pure.commands import HERE, parsed
 from tests.pure.shapes import SMOLLM2
 from weft import __version__, logs
 from weft.cli import docs, main, plan_table, run, values, vllm
 from weft.cli.commands import COMMANDS
 from weft.cli.flags import DEFAULTS, ENGINE, SAMPLING, SERVER, engine_config, sampling, serve_options
-from weft.cli.parser import UsageError, build, find, parse
+from weft.cli.parser import UsageError, build
 from weft.cli.plan_flags import PLAN
 from weft.config import EngineConfig
 from weft.core.params import SamplingParams
@@ -33,27 +33,9 @@ from weft.facts.topology import Gpu
 from weft.planner.layout import layout
 from weft.serving.options import ServeOptions
 
-# For a process that shall find this package, installed or not.
-HERE = {**os.environ, "PYTHONPATH": str(Path(main.__file__).parents[2])}
-
-
-def words(text: str) -> Namespace:
-    command, rest = find(text.split())
-    return parse(command, rest)
-
 
 def config(text: str) -> EngineConfig:
-    return engine_config(words(text))
-
-
-@pytest.fixture(autouse=True)
-def logging_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """main() configures our logger; the next test starts as if it had not."""
-    monkeypatch.setenv(logs.VARIABLE, "")
-    logger = logging.getLogger("weft")
-    before = logger.handlers, logger.level, logger.propagate
-    yield
-    logger.handlers, logger.level, logger.propagate = before[0], before[1], before[2]
+    return engine_config(parsed(text))
 
 
 # --- flags ---
@@ -61,7 +43,7 @@ def logging_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_nothing_said_is_the_config_s_defaults() -> None:
     assert config("serve m") == EngineConfig(model="m")
-    assert serve_options(words("serve m"), {}) == ServeOptions()
+    assert serve_options(parsed("serve m"), {}) == ServeOptions()
 
 
 def test_every_flag_is_a_field_and_every_field_a_flag() -> None:
@@ -108,14 +90,14 @@ def test_executors_have_vllm_s_names_too(backend: str, executor: str) -> None:
 
 
 def test_underscores_equal_dashes_and_values_keep_theirs() -> None:
-    got = words("serve m --max_model_len=512 --served_model_name my_name --no-enable_prefix_caching")
+    got = parsed("serve m --max_model_len=512 --served_model_name my_name --no-enable_prefix_caching")
     assert engine_config(got).max_model_len == 512
     assert engine_config(got).enable_prefix_caching is False
     assert serve_options(got, {}).served_model_name == ("my_name",)
 
 
 def test_server_flags() -> None:
-    got = words(
+    got = parsed(
         "serve m --host 0.0.0.0 --port 0 --api-key a --api-key b --served-model-name x y --shutdown-timeout 2.5 "
         '--allowed-origins ["http://a","*"] --default-chat-template-kwargs {"enable_thinking":false} '
         "--enable-request-id-headers --disable-log-stats --root-path /llm"
@@ -132,20 +114,20 @@ def test_server_flags() -> None:
         disable_log_stats=True,
         root_path="/llm",
     )
-    assert serve_options(words("serve m"), {"VLLM_API_KEY": "c"}).api_key == ("c",)
+    assert serve_options(parsed("serve m"), {"VLLM_API_KEY": "c"}).api_key == ("c",)
 
 
 def test_the_model_may_be_a_flag() -> None:
     assert config("serve --model m").model == "m"
     assert config("serve n --model m").model == "n"
     with pytest.raises(UsageError, match="which model"):
-        words("serve")
+        parsed("serve")
 
 
 def test_sampling_flags() -> None:
-    got = sampling(words("run m --prompt p --temperature 0 --top-k -1 --max-tokens auto --stop a --stop b --seed 3"))
+    got = sampling(parsed("run m --prompt p --temperature 0 --top-k -1 --max-tokens auto --stop a --stop b --seed 3"))
     assert got == {"temperature": 0.0, "top_k": -1, "max_tokens": None, "stop": ("a", "b"), "seed": 3}
-    assert sampling(words("run m --prompt p"), max_tokens=9) == {"max_tokens": 9}
+    assert sampling(parsed("run m --prompt p"), max_tokens=9) == {"max_tokens": 9}
 
 
 # --- words that make no command ---
@@ -185,7 +167,7 @@ def test_mistakes_get_one_line_and_status_2(text: str, told: list[str], capsys: 
 
 
 def test_flags_of_vllm_that_we_lack_are_named_and_swallowed(caplog: pytest.LogCaptureFixture) -> None:
-    got = words(
+    got = parsed(
         "serve --enable-lora m --kv-sharing-fast-prefill --trust-remote-code --no-enable-prompt-adapter "
         "-O3 -dp 2 --compilation-config.mode 3 --cudagraph-capture-sizes 1 2 4 --max_loras 2 --port 9"
     )
@@ -233,7 +215,7 @@ def test_config_file(tmp_path: Path) -> None:
         "served-model-name: [a, b]\napi_key: [k]\n"
         "tensor-split: [2, 1]\ndtype: null\ndefault-chat-template-kwargs: {x: true}\nhost: -h\n"
     )
-    got = words(f"serve --config {file} -tp 4 --api-key other")
+    got = parsed(f"serve --config {file} -tp 4 --api-key other")
     engine_said, server_said = engine_config(got), serve_options(got, {})
     assert (engine_said.model, engine_said.max_model_len, engine_said.tensor_parallel_size) == ("m", 4096, 4)
     assert engine_said.enable_prefix_caching is False and engine_said.tensor_split == (2.0, 1.0)
@@ -251,6 +233,7 @@ def test_config_file(tmp_path: Path) -> None:
         ("max-modell-len: 4", "did you mean max-model-len?"),
         ("- a", "must hold flags"),
         ("a: [", "not YAML"),
+        ("seed: 1\nseed: 2", "'seed' is there twice"),
         ("enable-prefix-caching: 3", "true or false"),
         ("port: true", "takes a value"),
         ("port: many", "--port"),
@@ -260,16 +243,16 @@ def test_config_files_that_are_wrong(tmp_path: Path, text: str, told: str) -> No
     file = tmp_path / "c.yaml"
     file.write_text(text)
     with pytest.raises(UsageError) as caught:
-        words(f"serve m --config {file}")
+        parsed(f"serve m --config {file}")
     assert told in str(caught.value)
 
 
 def test_config_files_that_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot read"):
-        words(f"serve m --config {tmp_path / 'none.yaml'}")
+        parsed(f"serve m --config {tmp_path / 'none.yaml'}")
     (tmp_path / "latin").write_bytes(b"\xff\xfe\xfa")
     with pytest.raises(UsageError, match="cannot read"):
-        words(f"serve m --config {tmp_path / 'latin'}")
+        parsed(f"serve m --config {tmp_path / 'latin'}")
 
 
 def test_a_vllm_flag_in_a_config_file_is_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.pure.costs import cut, speed
 from weft.errors import ConfigError
 from weft.facts import kernels, links
 from weft.facts.catalogue import find
@@ -16,8 +15,6 @@ from weft.facts.cluster import Cluster, Node, parse_gpus, parse_nodes
 from weft.facts.gpus import find_gpu, gpus
 from weft.facts.precision import weight_bytes
 from weft.facts.shape import ModelShape
-from weft.planner.cost import Prediction, predict
-from weft.planner.deployment import Layout, Workload, deploy
 from weft.planner.footprint import footprint
 from weft.planner.profiles import engines, profile
 from weft.planner.work import work
@@ -25,34 +22,6 @@ from weft.planner.work import work
 LLAMA, QWEN_72B = find("Llama-3.1-8B").shape, find("Qwen2.5-72B-Instruct").shape
 QWEN_MOE, DEEPSEEK = find("Qwen3-30B-A3B").shape, find("DeepSeek-R1").shape
 MODELS = [LLAMA, QWEN_MOE, DEEPSEEK, find("gpt-oss-120b").shape]
-
-
-def cut(
-    shape: ModelShape,
-    order: Sequence[int],
-    *,
-    tensor: int = 1,
-    stages: int = 1,
-    precision: str = "bf16",
-    experts: bool = False,
-) -> Layout:
-    each, rest = divmod(shape.layers, stages)
-    return deploy(
-        shape,
-        tensor_weights=[1.0] * tensor,
-        stage_layers=[each + (stage < rest) for stage in range(stages)],
-        gpus=order,
-        precision=precision,
-        kv_dtype="bf16",
-        expert_parallel=experts,
-    )
-
-
-def speed(
-    shape: ModelShape, layout: Layout, cluster: Cluster | str, engine: str = "vllm", **workload: int | None
-) -> Prediction:
-    cluster = parse_gpus(cluster) if isinstance(cluster, str) else cluster
-    return predict(shape, layout, cluster, Workload(**workload), profile(engine))
 
 
 cuts = st.sampled_from([(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 4), (2, 1, 2), (4, 1, 1)])
@@ -142,6 +111,14 @@ def test_more_requests_at_once_are_slower_each_and_faster_together() -> None:
     assert rates == sorted(rates)
     assert rates[-1] < found[-1].saturated_tok_s
     assert tpots[0] == pytest.approx(1 / found[0].single_tok_s)
+
+
+def test_unlike_replicas_have_as_many_requests_each() -> None:
+    """As least connections deal them out: the faster one answers more, and a mean is over answers."""
+    both = speed(LLAMA, cut(LLAMA, [0, 1]), "1xH100+1xRTX3090", concurrency=16)
+    each = [speed(LLAMA, cut(LLAMA, [0]), f"1x{gpu}", concurrency=8) for gpu in ("H100", "RTX3090")]
+    assert both.concurrency / both.tpot_s == pytest.approx(sum(it.concurrency / it.tpot_s for it in each))
+    assert each[0].tpot_s < both.tpot_s < (each[0].tpot_s + each[1].tpot_s) / 2
 
 
 def test_concurrency_ends_where_the_cache_does() -> None:

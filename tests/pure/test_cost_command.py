@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.cli.main import main
+from tests.pure.commands import weft, weft_json
+from weft.cli import main
 from weft.facts.api_prices import Usage, quote, quotes, stated
 from weft.planner.economics import Fleet, cheapest, mix, whole
 
@@ -17,9 +17,14 @@ LLAMA = ["cost", "Llama-3.1-8B-Instruct", "--gpus", "2xL40S", "--price", "0.9"]
 REPLICA = Fleet(dollars_per_hour=2.0, requests_per_s=5.0, tokens_per_s=1000.0, replicas=1)
 
 
-def told(capsys: pytest.CaptureFixture[str], *words: str) -> dict:
-    assert main([*LLAMA, *words, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
+def said(*words: str) -> tuple[int, str, str]:
+    return weft(*LLAMA, *words)
+
+
+def told(*words: str) -> dict:
+    status, found = weft_json(*LLAMA, *words)
+    assert status == 0
+    return found
 
 
 def test_dollars_per_million_by_hand():
@@ -82,10 +87,8 @@ def test_whoever_sells_the_model():
     assert quotes("nobody/knows-this-model", Usage(1000, 0, 1000)) == []
 
 
-def test_json_hangs_together(capsys):
-    found = told(
-        capsys, "--against", "gpt-4o-mini", "--api-price", "0.1/0.2", "--demand", "1,5,20", "--utilization", "0.25"
-    )
+def test_json_hangs_together():
+    found = told("--against", "gpt-4o-mini", "--api-price", "0.1/0.2", "--demand", "1,5,20", "--utilization", "0.25")
     assert found["dollars_per_hour"] == pytest.approx(1.8)
     assert found["dollars_per_million_tokens"] == pytest.approx(1.8e6 / 3600 / found["tokens_per_s"] / 0.25)
     named, own = found["apis"]
@@ -97,24 +100,24 @@ def test_json_hangs_together(capsys):
         assert api["mixes"][0]["owned"] == 0 and api["mixes"][-1]["owned"] == pytest.approx(1)
 
 
-def test_a_table_for_people(capsys):
-    assert main([*LLAMA, "--against", "gpt-4o-mini", "--demand", "3"]) == 0
-    out = capsys.readouterr().out
+def test_a_table_for_people():
+    status, out, _ = said("--against", "gpt-4o-mini", "--demand", "3")
+    assert status == 0
     assert "openai/gpt-4o-mini" in out and "all over the API" in out and "<- cheapest" in out
 
 
-def test_demand_from_a_file(capsys, tmp_path: Path):
+def test_demand_from_a_file(tmp_path: Path):
     path = tmp_path / "day.csv"
     path.write_text("hour,requests_per_s\n0,1\n1,2.5\n")
-    found = told(capsys, "--api-price", "1/1", "--demand", str(path))
+    found = told("--api-price", "1/1", "--demand", str(path))
     assert found["apis"][0]["mixes"][0]["api_dollars"] == pytest.approx(1.75 * 3600 * 2048 / 1e6)
     path.write_text("hour,requests_per_s\n0,1\n1,many\n")
-    assert main([*LLAMA, "--demand", str(path)]) == 2
-    assert "row 3: 'many' is no number" in capsys.readouterr().err
+    status, _, err = said("--demand", str(path))
+    assert status == 2 and "row 3: 'many' is no number" in err
 
 
 @pytest.mark.parametrize(
-    ("words", "status", "said"),
+    ("words", "status", "message"),
     [
         (["--against", "gpt4omini"], 1, "nearest: "),
         (["--api-price", "1"], 2, "as in 0.15/0.60"),
@@ -127,43 +130,44 @@ def test_demand_from_a_file(capsys, tmp_path: Path):
         (["--cached", "1.5"], 2, "above 0, up to 1"),
     ],
 )
-def test_bad_input(capsys, words, status, said):
-    assert main([*LLAMA, *words]) == status
-    captured = capsys.readouterr()
-    assert said in captured.err and captured.err.count("\n") == 1 and not captured.out
+def test_bad_input(words, status, message):
+    got, out, err = said(*words)
+    assert got == status
+    assert message in err and err.count("\n") == 1 and not out
 
 
-def test_a_price_is_needed(capsys):
-    assert main(LLAMA[:-2]) == 2
-    assert "--price 2.49" in capsys.readouterr().err
+def test_a_price_is_needed():
+    status, _, err = weft(*LLAMA[:-2])
+    assert status == 2 and "--price 2.49" in err
 
 
-def test_what_does_not_fit(capsys):
-    assert main(["cost", "Llama-3.3-70B-Instruct", "--gpus", "1xRTX4090", "--price", "1"]) == 3
-    assert "does not fit" in capsys.readouterr().err
+def test_what_does_not_fit():
+    status, _, err = weft("cost", "Llama-3.3-70B-Instruct", "--gpus", "1xRTX4090", "--price", "1")
+    assert status == 3 and "does not fit" in err
 
 
-def test_replicas_that_share_their_experts_are_rented_together(capsys):
+def test_replicas_that_share_their_experts_are_rented_together():
     """671 GB of DeepSeek on one of its sixteen GPUs is nothing to rent."""
     words = ["cost", "DeepSeek-V3", "--nodes", "2x8xH100", "--network", "400Gb", "--price", "2", "-ep", "-dp", "16"]
-    assert main([*words, "--api-price", "5/10", "--demand", "1,2", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    words += ["--api-price", "5/10", "--demand", "1,2"]
+    status, found = weft_json(*words)
+    assert status == 0
     assert found["layout"] == "DP 16 x EP 16, fp8" and found["replicas"] == 1
     assert {it["rent_dollars"] for it in found["apis"][0]["mixes"]} <= {0.0, 32.0}
-    assert main([*words, "--api-price", "5/10", "--demand", "1,2"]) == 0
-    assert "1 replica (16 GPUs)" in capsys.readouterr().out
+    status, out, _ = weft(*words)
+    assert status == 0 and "1 replica (16 GPUs)" in out
 
 
-def test_a_share_that_is_none_says_nothing_of_memory(capsys):
-    assert main([*LLAMA, "--utilization", "0"]) == 2
-    assert "'0' is no share: above 0, up to 1" in capsys.readouterr().err
+def test_a_share_that_is_none_says_nothing_of_memory():
+    status, _, err = said("--utilization", "0")
+    assert status == 2 and "'0' is no share: above 0, up to 1" in err
 
 
 @pytest.mark.parametrize("width", [60, 80, 100])
 def test_a_narrow_terminal_cuts_no_figures(width, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", str(width))
-    assert main([*LLAMA, "--demand", "1,2"]) == 0
+    assert main.main([*LLAMA, "--demand", "1,2"]) == 0
     shown = capsys.readouterr().out
     assert "…" not in shown and "$/month" in shown and "break-even" in shown
 

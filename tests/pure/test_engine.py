@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from ranks import Ranks, expected
+from tests.pure.ranks import Ranks, expected
 from weft.config import EngineConfig
+from weft.core.blocks import BlockPool
 from weft.core.engine import EngineCore
 from weft.core.params import SamplingParams
 from weft.core.request import Output, Request
 from weft.core.scheduler import Scheduler
 from weft.core.step import StepPlan, StepResult
 from weft.errors import Cause, EngineError, QueueFullError
-from weft.executors.base import Command, Ready
 from weft.facts.shape import ModelShape
 from weft.planner.place import places
 from weft.planner.plan import Plan
@@ -33,9 +33,6 @@ class Rehearsal:
         self.refusal: Exception | None = None
         self.at_once = True
 
-    def start(self, plan: Plan) -> Ready:
-        raise NotImplementedError
-
     def submit(self, step: StepPlan) -> Future[StepResult]:
         if self.refusal:
             raise self.refusal
@@ -46,20 +43,12 @@ class Rehearsal:
             future.set_result(self.ranks.execute(step))
         return future
 
-    def broadcast(self, command: Command) -> None:
-        raise NotImplementedError
-
-    def close(self) -> None:
-        raise NotImplementedError
-
 
 def core(*, stages: int = 1, depth: int | None = None, **change: Any) -> tuple[EngineCore, Rehearsal]:
     executor = Rehearsal()
-    scheduler = Scheduler(
-        **SIZES,
-        **{"max_num_queued": 8, "max_model_len": 64, "policy": "fcfs", "prefix_caching": True, **change},
-        stages=stages,
-    )
+    limits = {**SIZES, "max_num_queued": 8, "max_model_len": 64, "policy": "fcfs", **change}
+    pool = BlockPool(limits.pop("num_blocks"), limits.pop("block_size"), caching=True)
+    scheduler = Scheduler(pool=pool, **limits, stages=stages)
     return EngineCore(scheduler, executor, depth=depth or stages), executor
 
 
@@ -67,10 +56,21 @@ def request(id: str, prompt: list[int], **params: Any) -> Request:
     return Request(id=id, prompt=prompt, params=SamplingParams(**params))
 
 
+def step(engine: EngineCore) -> list[Output]:
+    """Submit what can be, and what the oldest step in flight brings."""
+    engine.pump()
+    return engine.finish_oldest() if engine.pending else []
+
+
+def busy(engine: EngineCore) -> bool:
+    stats = engine.stats()
+    return bool(engine.pending or stats.running or stats.waiting)
+
+
 def run(engine: EngineCore) -> dict[str, list[int]]:
     tokens: dict[str, list[int]] = {}
-    while engine.has_work:
-        for output in engine.step():
+    while busy(engine):
+        for output in step(engine):
             tokens.setdefault(output.id, []).extend(output.tokens)
     return tokens
 
@@ -104,7 +104,7 @@ def test_no_more_in_flight_than_asked() -> None:
 
 def test_idle_is_idle() -> None:
     engine, executor = core()
-    assert not engine.has_work and engine.step() == [] and executor.submitted == []
+    assert not busy(engine) and step(engine) == [] and executor.submitted == []
 
 
 def test_a_step_whose_requests_are_all_aborted_is_still_work() -> None:
@@ -112,8 +112,8 @@ def test_a_step_whose_requests_are_all_aborted_is_still_work() -> None:
     engine.add(request("a", [1], max_tokens=5))
     engine.pump()
     engine.abort(["a"])
-    assert engine.has_work
-    assert engine.step() == [] and not engine.has_work
+    assert busy(engine)
+    assert step(engine) == [] and not busy(engine)
 
 
 def test_an_interrupted_wait_loses_nothing() -> None:
@@ -151,15 +151,14 @@ def test_a_failure_is_everybodys_with_its_cause(where: str) -> None:
     else:
         executor.refusal = EngineError(cause)
     with pytest.raises(EngineError) as failed:
-        engine.step()
+        step(engine)
     assert failed.value.cause == cause
     # And again to whoever asks, whatever they ask.
-    for ask in (engine.step, engine.pump, engine.finish_oldest, lambda: engine.add(request("x", [1]))):
+    for ask in (engine.pump, engine.finish_oldest, lambda: engine.add(request("x", [1]))):
         with pytest.raises(EngineError, match="out of memory"):
             ask()
     assert engine.failure is not None and engine.failure.cause == cause
-    assert engine.fail_all() == [f"r{i}" for i in range(6)]
-    assert not engine.has_work and engine.fail_all() == []
+    engine.abort(f"r{i}" for i in range(6))
     stats = engine.stats()
     assert stats.running == stats.waiting == stats.blocks_used == 0
 
@@ -171,7 +170,7 @@ def test_a_failure_of_any_kind_has_a_cause() -> None:
     engine.pump()
     executor.futures[0].set_exception(OSError("the line is dead"))
     with pytest.raises(EngineError, match="the engine core failed during step: OSError: the line is dead"):
-        engine.step()
+        step(engine)
 
 
 def test_errors_of_a_request_are_its_own() -> None:
@@ -216,6 +215,6 @@ def test_limits_come_from_the_plan_and_the_config() -> None:
     assert engine.stats().blocks_total == 20 and not engine.scheduler.pool.caching
     outputs: list[Output] = []
     engine.add(request("a", [1] * 40, max_tokens=None))
-    while engine.has_work:
-        outputs += engine.step()
+    while busy(engine):
+        outputs += step(engine)
     assert len(outputs) == 8 and outputs[-1].finish_reason == "length"

@@ -5,65 +5,27 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from weft.cli import main
+from tests.pure.commands import parsed, weft, weft_json
+from tests.pure.machines import FOUR, H100, NOTHING, SIX, T4, THREE, checkpoint, host, rig
 from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError, WeftError
-from weft.facts import catalogue, speeds
-from weft.facts.checkpoint import Checkpoint
 from weft.facts.cpu import CpuSpeed
 from weft.facts.host import Host
 from weft.facts.machine import this_machine
-from weft.facts.topology import Gpu, Holder
+from weft.facts.schemes import MADE
+from weft.facts.topology import Holder
 from weft.planner import execution, plan_file
-from weft.planner.answer import as_json
 from weft.planner.execution import plan_to_run
 from weft.planner.layout import layout
 from weft.planner.plan import Plan
 from weft.planner.search import search
-
-CARDS = {  # memory in MiB, compute capability
-    "NVIDIA GeForce RTX 4090": (24564, (8, 9)),
-    "NVIDIA GeForce RTX 3090": (24576, (8, 6)),
-    "NVIDIA RTX A6000": (49140, (8, 6)),
-    "NVIDIA H100 80GB HBM3": (81559, (9, 0)),
-    "Tesla T4": (15360, (7, 5)),
-}
-FOUR, THREE, SIX, H100, T4 = CARDS
-
-
-def host(*names: str, **facts: Any) -> Host:
-    """A machine with those GPUs, none in use."""
-    gpus = tuple(
-        Gpu(
-            index=index,
-            name=name,
-            uuid=f"GPU-{index}",
-            total_bytes=CARDS[name][0] << 20,
-            free_bytes=CARDS[name][0] << 20,
-            capability=CARDS[name][1],
-        )
-        for index, name in enumerate(names)
-    )
-    defaults: dict[str, Any] = {
-        "hostname": "here",
-        "cores": tuple(range(16)),
-        "memory_total_bytes": 64 << 30,
-        "memory_free_bytes": 60 << 30,
-        "gpus": gpus,
-    }
-    return Host(**{**defaults, **facts})
-
-
-def checkpoint(name: str) -> Checkpoint:
-    model = catalogue.look_up(name)
-    assert model is not None
-    return Checkpoint(model=model.name, path="/models/m", format="dummy", shape=model.shape, generation={})  # type: ignore[arg-type]
 
 
 def run(model: str, where: Host, **flags: Any) -> Plan:
@@ -73,20 +35,10 @@ def run(model: str, where: Host, **flags: Any) -> Plan:
 
 def told(model: str, where: Host, monkeypatch: pytest.MonkeyPatch, *words: str) -> dict[str, Any]:
     """What weft plan MODEL WORDS --json says on that machine."""
-    from weft.cli.parser import find, parse
-    from weft.cli.plan import ask, look_up
-
     monkeypatch.setattr("weft.facts.host.probe", lambda *_: where)
     monkeypatch.setattr("weft.facts.speeds.known", lambda _: NOTHING)
     monkeypatch.setattr("weft.facts.speeds.cpu_speed", lambda *_, **__: CpuSpeed(40e9, 0.3e12))
-    command, rest = find(["plan", model, *words])
-    arguments = parse(command, rest)
-    found = look_up(arguments)
-    made: dict[str, Any] = json.loads(json.dumps(as_json(search(ask(arguments, found)), found)))
-    return made
-
-
-NOTHING = speeds.Speeds(machine="")
+    return weft_json("plan", model, *words)[1]
 
 
 @pytest.fixture(autouse=True)
@@ -113,10 +65,11 @@ HOSTS = [
 
 @pytest.mark.parametrize(("model", "names"), HOSTS, ids=lambda it: it if isinstance(it, str) else "+".join(it))
 def test_what_runs_is_what_weft_plan_says(model: str, names: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    where = host(*names)
+    where = rig(*names)
     plan, best = run(model, where), told(model, where, monkeypatch)["best"]
     ranks = best["ranks"][: best["tensor_parallel"] * best["pipeline_parallel"]]
     assert len(plan.places) == len(ranks)
+    assert plan.max_num_batched_tokens == best["max_num_batched_tokens"]
     assert {"bfloat16": "bf16", "float16": "fp16"}[plan.dtype] == best["precision"]
     for place, device, rank in zip(plan.places, plan.devices, ranks, strict=True):
         assert device == f"cuda:{rank['gpu_index']}"
@@ -128,7 +81,7 @@ def test_what_runs_is_what_weft_plan_says(model: str, names: Sequence[str], monk
 
 @pytest.mark.parametrize(("model", "names"), HOSTS, ids=lambda it: it if isinstance(it, str) else "+".join(it))
 def test_the_places_are_the_search_s_own(model: str, names: Sequence[str]) -> None:
-    where, there = host(*names), checkpoint(model)
+    where, there = rig(*names), checkpoint(model)
     config = EngineConfig(model=there.model)
     numbers = range(len(names))
     best = search(execution.question(config, there, where, this_machine(where, NOTHING), numbers)).best
@@ -137,20 +90,20 @@ def test_the_places_are_the_search_s_own(model: str, names: Sequence[str]) -> No
 
 
 def test_uneven_gpus_get_uneven_parts() -> None:
-    plan = run("Qwen3-32B", host(SIX, FOUR))
+    plan = run("Qwen3-32B", rig(SIX, FOUR))
     heads = [len(place.kv_heads) * len(place.layers) for place in plan.places]
     assert len(heads) == 2 and heads[0] > heads[1]
 
 
 def test_a_gpu_that_has_to_be_full_is_filled() -> None:
-    assert run("Qwen3-14B", host(FOUR, FOUR)).gpu_memory_utilization == (0.9, 0.9)
-    shares = run("Qwen3-32B", host(SIX, FOUR)).gpu_memory_utilization
+    assert run("Qwen3-14B", rig(FOUR, FOUR)).gpu_memory_utilization == (0.9, 0.9)
+    shares = run("Qwen3-32B", rig(SIX, FOUR)).gpu_memory_utilization
     assert max(shares) > 0.9 and min(shares) >= 0.9
-    assert run("Qwen3-14B", host(FOUR, FOUR), gpu_memory_utilization=(0.95,)).gpu_memory_utilization == (0.95, 0.95)
+    assert run("Qwen3-14B", rig(FOUR, FOUR), gpu_memory_utilization=(0.95,)).gpu_memory_utilization == (0.95, 0.95)
 
 
 def test_memory_that_others_hold_is_left_to_them(saved: Any) -> None:
-    there = host(FOUR, FOUR)
+    there = rig(FOUR, FOUR)
     used = msgspec.structs.replace(there.gpus[0], free_bytes=14 << 30)
     where = msgspec.structs.replace(there, gpus=(used, there.gpus[1]))
     # One GPU has room for the model, the other has not: no replicas.
@@ -168,26 +121,85 @@ def test_memory_that_others_hold_is_left_to_them(saved: Any) -> None:
 
 def test_one_replica_runs_and_the_others_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "weft"):
-        plan = run("Llama-3.1-8B", host(FOUR, FOUR))
+        plan = run("Llama-3.1-8B", rig(FOUR, FOUR))
     assert plan.devices == ("cuda:0",)
-    (line,) = [record.getMessage() for record in caplog.records]
+    line, steps = [record.getMessage() for record in caplog.records]
+    assert steps.startswith("max_num_batched_tokens is 1,024: a step full of a prompt takes")
     for word in ("DP 2, bf16", "2 replicas", "tokens/s in all", "GPU 0", "--device-ids", "--tensor-parallel-size"):
         assert word in line
 
 
+@pytest.mark.parametrize(
+    ("model", "names", "words"),
+    [
+        ("Qwen3-14B", [H100, H100], ("-tp", "2")),
+        ("Qwen3-14B", [FOUR, THREE], ("-pp", "2")),
+        ("Qwen3-0.6B", [FOUR], ("-tp", "1")),
+        ("Qwen3-0.6B", [], ("-tp", "2")),
+    ],
+    ids=str,
+)
+def test_steps_have_the_tokens_that_weft_plan_tells(
+    model: str, names: Sequence[str], words: Sequence[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the user cuts the model, and on a CPU."""
+    where = rig(*names)
+    flags = {{"-tp": "tensor_parallel_size", "-pp": "pipeline_parallel_size"}[words[0]]: int(words[1])}
+    best = told(model, where, monkeypatch, *words, "-dp", "1")["best"]
+    assert run(model, where, **flags).max_num_batched_tokens == best["max_num_batched_tokens"]
+    said = told(model, where, monkeypatch, *words, "-dp", "1", "--max-num-batched-tokens", "300")["best"]
+    own = run(model, where, **flags, max_num_batched_tokens=300)
+    assert own.max_num_batched_tokens == said["max_num_batched_tokens"] == 300
+
+
+@pytest.mark.parametrize("names", [[FOUR], [H100, H100], []], ids=str)
+@pytest.mark.parametrize("asked", MADE)
+@pytest.mark.parametrize("model", ["Qwen3-0.6B", "Llama-3.1-8B"])
+def test_quantised_weights_are_planned_to_the_byte(
+    model: str, asked: str, names: Sequence[str], saved: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one rank and of two, by the same flag and from the plan's file."""
+    for ranks in range(1, max(1, len(names)) + 1):
+        words = ("-q", asked, "-tp", str(ranks), "-pp", "1", "-dp", "1")
+        best = told(model, rig(*names), monkeypatch, *words)["best"]
+        sizes = [rank["weight_bytes"] for rank in best["ranks"]]
+        for flags in (
+            {"quantization": asked, "tensor_parallel_size": ranks},
+            {"plan": saved(model, rig(*names), *words)},
+        ):
+            plan = run(model, rig(*names), **flags)
+            assert [plan.weight_bytes(rank) for rank in range(ranks)] == sizes
+
+
+def test_int4_is_a_checkpoint_that_weft_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = told("Llama-3.1-8B", rig(FOUR), monkeypatch, "--precision", "int4")["model"]
+    own = told("Llama-3.1-8B", rig(FOUR), monkeypatch, "-q", "int4")["model"]
+    assert not found["runs"] and own["runs"] and not own["missing"]
+    (missing,) = found["missing"]
+    assert "GPTQ and AWQ" in missing and f"{own['weight_bytes'] / 1e9:.1f} GB" in missing
+    assert found["weight_bytes"] > own["weight_bytes"]
+
+
+def test_a_gpu_that_nobody_knows_gets_short_steps(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "weft"):
+        plan = run("Qwen3-0.6B", host(1), tensor_parallel_size=1)
+    assert plan.max_num_batched_tokens == 512
+    assert "max_num_batched_tokens is 512: unknown GPU 'H'" in caplog.text
+
+
 def test_device_ids_alone_choose_the_gpus_to_search() -> None:
-    where = host(FOUR, THREE, FOUR, SIX)
+    where = rig(FOUR, THREE, FOUR, SIX)
     assert run("Qwen3-14B", where, device_ids=(0, 2)).devices == ("cuda:0", "cuda:2")
     assert run("Qwen3-14B", where, device_ids=(3,)).devices == ("cuda:3",)
     assert run("Llama-3.1-8B", where, device_ids=(2, 0)).devices == ("cuda:2",)
 
 
 def test_lengths_stay_the_user_s() -> None:
-    plan = run("Qwen3-14B", host(FOUR, FOUR), max_model_len=4096, max_num_seqs=7)
+    plan = run("Qwen3-14B", rig(FOUR, FOUR), max_model_len=4096, max_num_seqs=7)
     assert (plan.max_model_len, plan.max_model_len_given, plan.max_num_seqs) == (4096, True, 7)
-    assert not run("Qwen3-14B", host(FOUR, FOUR)).max_model_len_given
+    assert not run("Qwen3-14B", rig(FOUR, FOUR)).max_model_len_given
     with pytest.raises(PlanError, match="32,768"):
-        run("Qwen3-32B", host(SIX, FOUR), max_model_len=32768)
+        run("Qwen3-32B", rig(SIX, FOUR), max_model_len=32768)
 
 
 @pytest.mark.parametrize(
@@ -203,15 +215,16 @@ def test_lengths_stay_the_user_s() -> None:
 )
 def test_whoever_cuts_decides(flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(execution, "searched", None)
-    there, where = checkpoint("Qwen3-8B"), host(FOUR, FOUR)
+    there, where = checkpoint("Qwen3-8B"), rig(FOUR, FOUR)
     config = EngineConfig(model="m", **flags)
-    assert plan_to_run(config, there, where) == layout(config, there, where)
+    plan = plan_to_run(config, there, where)
+    assert plan == layout(replace(config, max_num_batched_tokens=plan.max_num_batched_tokens), there, where)
     vllm = msgspec.structs.replace(where, environment={"VLLM_PP_LAYER_PARTITION": "18,18"})
     assert plan_to_run(EngineConfig(model="m"), there, vllm).stages == 2
 
 
 def test_sizes_alone_leave_the_shares_of_unlike_gpus_to_the_search() -> None:
-    where = host(FOUR, SIX)
+    where = rig(FOUR, SIX)
     two = run("Qwen3-14B", where, tensor_parallel_size=2)
     heads = [len(place.q_heads) for place in two.places]
     assert sum(heads) == 40 and heads[0] != heads[1]
@@ -225,12 +238,12 @@ def test_sizes_alone_leave_the_shares_of_unlike_gpus_to_the_search() -> None:
 
 def test_without_gpus_it_is_one_rank_and_nothing_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(execution, "searched", None)
-    assert run("Llama-3.1-8B", host()).devices == ("cpu",)
+    assert run("Llama-3.1-8B", rig()).devices == ("cpu",)
 
 
 def test_what_fits_nowhere_is_told_with_a_way_out() -> None:
     with pytest.raises(PlanError) as caught:
-        run("Llama-3.1-70B", host(FOUR, FOUR))
+        run("Llama-3.1-70B", rig(FOUR, FOUR))
     message = str(caught.value)
     assert "\n" not in message
     for word in ("Llama-3.1-70B does not fit", "RTX 4090", "GB", "weft plan", "--tensor-parallel-size"):
@@ -268,25 +281,26 @@ MIXED = [FOUR, THREE]
 
 @pytest.mark.parametrize(("model", "names"), HOSTS, ids=lambda it: it if isinstance(it, str) else "+".join(it))
 def test_a_plan_of_this_machine_is_what_runs_without_one(model: str, names: Sequence[str], saved: Any) -> None:
-    where = host(*names)
+    where = rig(*names)
     own, planned = run(model, where), run(model, where, plan=saved(model, where))
     assert (planned.places, planned.devices, planned.dtype) == (own.places, own.devices, own.dtype)
+    assert planned.max_num_batched_tokens == own.max_num_batched_tokens
     assert planned.gpu_memory_utilization == pytest.approx(own.gpu_memory_utilization, abs=1e-6)
 
 
 def test_a_plan_is_carried_out_however_it_was_made(saved: Any) -> None:
-    where = host(FOUR, FOUR, FOUR, FOUR)
+    where = rig(FOUR, FOUR, FOUR, FOUR)
     file = saved("Qwen3-14B", where, "-tp", "2", "-pp", "2", "-dp", "1", "--gpu-memory-utilization", "0.8")
     plan = run("Qwen3-14B", where, plan=file)
     assert (plan.tensor_parallel, plan.stages, len(plan.devices)) == (2, 2, 4)
     assert plan.gpu_memory_utilization == pytest.approx((0.8,) * 4, abs=1e-6)
     split = saved("Qwen3-14B", where, "--tensor-split", "5,3", "--gpus", "1xA6000+1xRTX4090")
-    plan = run("Qwen3-14B", host(SIX, FOUR), plan=split)
+    plan = run("Qwen3-14B", rig(SIX, FOUR), plan=split)
     assert [len(place.kv_heads) for place in plan.places] == [5, 3]
 
 
 def test_lengths_come_from_the_plan_where_they_were_asked_for(saved: Any) -> None:
-    where = host(FOUR, FOUR)
+    where = rig(FOUR, FOUR)
     file = saved("Qwen3-14B", where)
     plan = run("Qwen3-14B", where, plan=file)
     assert not plan.max_model_len_given and plan.max_model_len == plan.shape.max_positions
@@ -297,37 +311,37 @@ def test_lengths_come_from_the_plan_where_they_were_asked_for(saved: Any) -> Non
 
 
 def test_an_fp16_plan_is_computed_in_float16(saved: Any) -> None:
-    where = host(FOUR, FOUR)
+    where = rig(FOUR, FOUR)
     assert run("Qwen3-14B", where, plan=saved("Qwen3-14B", where, "--precision", "fp16")).dtype == "float16"
 
 
 def test_a_plan_for_a_cpu(saved: Any) -> None:
-    plan = run("Llama-3.2-1B", host(), plan=saved("Llama-3.2-1B", host(), "-tp", "2"))
+    plan = run("Llama-3.2-1B", rig(), plan=saved("Llama-3.2-1B", rig(), "-tp", "2"))
     assert plan.devices == ("cpu", "cpu") and plan.quantization == "none"
     # It says the CPU, whatever else is there.
-    assert run("Llama-3.2-1B", host(FOUR), plan=saved("Llama-3.2-1B", host())).devices == ("cpu",)
+    assert run("Llama-3.2-1B", rig(FOUR), plan=saved("Llama-3.2-1B", rig())).devices == ("cpu",)
 
 
 def test_an_fp8_cache_is_kept_as_planned(saved: Any) -> None:
-    file = saved("Qwen3-14B", host(FOUR, FOUR), "--kv-cache-dtype", "fp8")
-    plain, small = (run("Qwen3-14B", host(FOUR, FOUR), kv_cache_dtype=kind) for kind in ("auto", "fp8"))
-    planned = run("Qwen3-14B", host(FOUR, FOUR), plan=file)
+    file = saved("Qwen3-14B", rig(FOUR, FOUR), "--kv-cache-dtype", "fp8")
+    plain, small = (run("Qwen3-14B", rig(FOUR, FOUR), kv_cache_dtype=kind) for kind in ("auto", "fp8"))
+    planned = run("Qwen3-14B", rig(FOUR, FOUR), plan=file)
     assert planned.block_bytes(0) == small.block_bytes(0) == plain.block_bytes(0) // 2
 
 
 @pytest.mark.parametrize("precision", ["int8", "q8_0"])
 def test_weights_are_held_as_planned(saved: Any, precision: str) -> None:
-    file = saved("Llama-3.2-1B", host(), "--precision", precision)
-    plan = run("Llama-3.2-1B", host(), plan=file)
+    file = saved("Llama-3.2-1B", rig(), "--precision", precision)
+    plan = run("Llama-3.2-1B", rig(), plan=file)
     assert plan.quantization == precision
     planned = json.loads(Path(file).read_text())["best"]["ranks"][0]["weight_bytes"]
     assert plan.weight_bytes(0) == pytest.approx(planned, rel=0.01)
     words = (f"quantization is none and {file} has {precision}",)
-    refusal(ConfigError, *words, model="Llama-3.2-1B", where=host(), plan=file, quantization="none")
+    refusal(ConfigError, *words, model="Llama-3.2-1B", where=rig(), plan=file, quantization="none")
 
 
 def test_replicas_of_a_plan_are_told_of(saved: Any, caplog: pytest.LogCaptureFixture) -> None:
-    where = host(FOUR, FOUR)
+    where = rig(FOUR, FOUR)
     with caplog.at_level(logging.WARNING, "weft"):
         plan = run("Llama-3.1-8B", where, plan=saved("Llama-3.1-8B", where))
     assert plan.devices == ("cuda:0",)
@@ -351,7 +365,7 @@ def test_replicas_of_a_plan_are_told_of(saved: Any, caplog: pytest.LogCaptureFix
     ],
 )
 def test_flags_that_contradict_a_plan(saved: Any, flags: dict[str, Any], words: list[str]) -> None:
-    where = host(FOUR, FOUR)
+    where = rig(FOUR, FOUR)
     refusal(WeftError, "plan.json", *words, where=where, plan=saved("Qwen3-14B", where), **flags)
 
 
@@ -366,23 +380,23 @@ def test_flags_that_contradict_a_plan(saved: Any, flags: dict[str, Any], words: 
     ],
 )
 def test_flags_that_say_the_same_as_a_plan(saved: Any, flags: dict[str, Any]) -> None:
-    where = host(FOUR, FOUR)
+    where = rig(FOUR, FOUR)
     file = saved("Qwen3-14B", where)
     assert run("Qwen3-14B", where, plan=file, **flags) == run("Qwen3-14B", where, plan=file)
 
 
 def test_device_ids_carry_a_plan_to_other_gpus_of_the_kind(saved: Any) -> None:
-    file = saved("Qwen3-14B", host(FOUR, FOUR))
-    where = host(THREE, FOUR, FOUR)
+    file = saved("Qwen3-14B", rig(FOUR, FOUR))
+    where = rig(THREE, FOUR, FOUR)
     refusal(PlanError, "RTX 4090 as GPU 0", "RTX 3090", "--device-ids", where=where, plan=file)
     assert run("Qwen3-14B", where, plan=file, device_ids=(2, 1)).devices == ("cuda:2", "cuda:1")
 
 
 def test_a_machine_that_is_not_the_planned_one(saved: Any) -> None:
-    file = saved("Qwen3-14B", host(FOUR, FOUR))
-    refusal(PlanError, "uses GPU 1", "0 to 0", where=host(FOUR), plan=file)
-    refusal(PlanError, "RTX 4090", "no GPU is visible on here", where=host(), plan=file)
-    there = host(FOUR, FOUR)
+    file = saved("Qwen3-14B", rig(FOUR, FOUR))
+    refusal(PlanError, "uses GPU 1", "0 to 0", where=rig(FOUR), plan=file)
+    refusal(PlanError, "RTX 4090", "no GPU is visible on here", where=rig(), plan=file)
+    there = rig(FOUR, FOUR)
     small = msgspec.structs.replace(there.gpus[1], total_bytes=20 << 30, free_bytes=20 << 30)
     refusal(
         *(PlanError, "25.8 GB of GPU 1", "21.5 GB"),
@@ -398,13 +412,13 @@ def test_a_machine_that_is_not_the_planned_one(saved: Any) -> None:
 
 
 def test_another_model_is_refused(saved: Any) -> None:
-    where = host(FOUR, FOUR)
+    where = rig(FOUR, FOUR)
     words = ("Qwen/Qwen3-14B", "14,768,307,200", "Llama-3.1-8B")
     refusal(PlanError, *words, where=where, model="Llama-3.1-8B", plan=saved("Qwen3-14B", where))
 
 
 def test_what_weft_does_not_run_is_refused(saved: Any) -> None:
-    where = host(FOUR, FOUR)
+    where = rig(FOUR, FOUR)
     refusal(
         PlanError, "int4", "--precision of bf16", where=where, plan=saved("Qwen3-14B", where, "--precision", "int4")
     )
@@ -428,17 +442,17 @@ def test_what_weft_does_not_run_is_refused(saved: Any) -> None:
 def test_a_file_that_is_no_plan(tmp_path: Path, text: str, words: list[str]) -> None:
     file = tmp_path / "p.json"
     file.write_bytes(text.encode("latin-1"))
-    refusal(ConfigError, str(file), *words, where=host(FOUR), plan=str(file))
+    refusal(ConfigError, str(file), *words, where=rig(FOUR), plan=str(file))
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     make = "weft plan MODEL --json"
-    refusal(ConfigError, "cannot read", "No such file", make, where=host(FOUR), plan=str(tmp_path / "none"))
-    refusal(ConfigError, "cannot read", "directory", make, where=host(FOUR), plan=str(tmp_path))
+    refusal(ConfigError, "cannot read", "No such file", make, where=rig(FOUR), plan=str(tmp_path / "none"))
+    refusal(ConfigError, "cannot read", "directory", make, where=rig(FOUR), plan=str(tmp_path))
 
 
 def test_a_damaged_plan(saved: Any) -> None:
-    where = host(FOUR, FOUR)
+    where = rig(FOUR, FOUR)
     best = json.loads(Path(saved("Qwen3-14B", where)).read_text())["best"]
     refusal(
         ConfigError, "lists 1", where=where, plan=saved("Qwen3-14B", where, best={**best, "ranks": best["ranks"][:1]})
@@ -460,12 +474,10 @@ def test_a_damaged_plan(saved: Any) -> None:
 
 def test_a_plan_names_its_model(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from weft.cli.flags import engine_config
-    from weft.cli.parser import find, parse
 
-    file = saved("Qwen3-14B", host(FOUR, FOUR))
+    file = saved("Qwen3-14B", rig(FOUR, FOUR))
     for words in (["serve"], ["run", "--prompt", "x"], ["chat"], ["bench", "latency"], ["bench", "throughput"]):
-        command, rest = find([*words, "--plan", file])
-        config = engine_config(parse(command, rest))
+        config = engine_config(parsed([*words, "--plan", file]))
         assert (config.model, config.plan) == ("Qwen/Qwen3-14B", file)
 
 
@@ -477,7 +489,7 @@ def test_python_takes_a_path() -> None:
 
 
 def test_a_plan_may_be_limited_but_not_twice(saved: Any) -> None:
-    where = host(FOUR, FOUR)
+    where = rig(FOUR, FOUR)
     file = saved("Qwen3-14B", where, "--max-memory", "0=20GB,1=20GB")
     plan = run("Qwen3-14B", where, plan=file)
     assert plan.gpu_memory_utilization == pytest.approx((20e9 / (24564 << 20),) * 2, abs=1e-6)
@@ -485,8 +497,8 @@ def test_a_plan_may_be_limited_but_not_twice(saved: Any) -> None:
     refusal(ConfigError, "--device-map", "--plan", where=where, plan=file, device_map="auto")
 
 
-def test_a_bad_plan_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(["serve", "--plan", str(tmp_path / "none")]) == 1
-    err = capsys.readouterr().err
+def test_a_bad_plan_is_one_line(tmp_path: Path) -> None:
+    status, _, err = weft("serve", "--plan", str(tmp_path / "none"))
+    assert status == 1
     assert err.count("\n") == 1 and err.startswith("weft: error: cannot read the plan")
     assert plan_file.FORMAT == 1

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
 import stat
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +12,18 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.pure.exports import emit, flags, logging_as_it_was, run
-from weft.cli import main
+from tests.pure.commands import weft
+from tests.pure.exports import emit, flags, run
+from tests.pure.fake_nvml import sliced, two_consumer_cards
 from weft.export.infernet_config import known, plain, read, vram_tier
 from weft.export.targets import TARGETS
+from weft.facts import cuda
 from weft.facts.catalogue import entries
 from weft.facts.cluster import Cluster, Node, parse_gpus
 from weft.facts.gpus import GpuSpec
+from weft.facts.host import probe
+from weft.facts.machine import this_machine
+from weft.facts.speeds import Speeds
 
 SMALL = "Qwen3-8B --gpus 1xRTX4090"
 BOOK = {
@@ -128,9 +131,9 @@ def test_force_needs_files() -> None:
 
 
 @pytest.mark.parametrize("flag", ["--emit-to x", "--force", "--port 8000", "--served-model-name a"])
-def test_flags_of_emit_need_it(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(["plan", *SMALL.split(), *flag.split()]) == 2
-    assert "belongs to --emit" in capsys.readouterr().err
+def test_flags_of_emit_need_it(flag: str) -> None:
+    status, _, err = weft("plan", *SMALL.split(), *flag.split())
+    assert status == 2 and "belongs to --emit" in err
 
 
 # --- whatever the plan ---
@@ -274,11 +277,9 @@ def test_names_of_files_are_no_syntax(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16", "max_position_embeddings": 512}))
 
     def written(target: str, *more: str) -> str:
-        out, err = io.StringIO(), io.StringIO()
-        with redirect_stdout(out), redirect_stderr(err), logging_as_it_was():
-            status = main.main(["plan", str(folder), "--gpus", "1xRTX4090", "--emit", target, *more])
-        assert status == 0, err.getvalue()
-        return out.getvalue()
+        status, out, err = weft("plan", str(folder), "--gpus", "1xRTX4090", "--emit", target, *more)
+        assert status == 0, err
+        return out
 
     for target in ("weft", "vllm"):
         status, (call,), _ = run(written(target), tmp_path)
@@ -325,6 +326,37 @@ def test_visible_gpus_keep_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
     assert "CUDA_VISIBLE_DEVICES=5,7 " in emit("weft", "Qwen2.5-14B-Instruct -pp 2")[1]
     assert "CUDA_VISIBLE_DEVICES=0,1 " in emit("weft", "Qwen2.5-14B-Instruct -pp 2 --gpus 2xRTX4090")[1]
+
+
+def test_gpus_that_cuda_counts_in_its_own_order_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, machine = parse_gpus("2xRTX4090"), two_consumer_cards().install(monkeypatch)
+    names = [card.uuid for card in machine.cards]
+    monkeypatch.setattr("weft.cli.plan.hardware", lambda said: cluster)
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
+    monkeypatch.setattr(cuda, "shown", lambda: [cuda.digits(name) for name in reversed(names)])
+    assert f"CUDA_VISIBLE_DEVICES={names[1]},{names[0]} " in emit("weft", "Qwen2.5-14B-Instruct -pp 2")[1]
+
+
+@pytest.mark.parametrize("engine", ["weft", "vllm", "ollama", "transformers"])
+def test_a_slice_is_named_and_not_numbered(engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number is a whole board's: that of another one, where the slice is not on the first."""
+    machine = sliced()
+    machine.cards = machine.cards[::-1]
+    machine.install(monkeypatch)
+    here = this_machine(probe({}, tmp_path), Speeds(machine=""))
+    monkeypatch.setattr("weft.cli.plan.hardware", lambda said: here)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    status, out, err = emit(engine, "Qwen3-0.6B")
+    assert status == 0 and "CUDA_VISIBLE_DEVICES=MIG-a " in out and "MIG slice" not in err
+
+
+def test_slices_that_are_elsewhere_are_to_be_named(tmp_path: Path) -> None:
+    file = tmp_path / "slice.yaml"
+    figures = "memory: 20GB, bandwidth: 777GB/s, tflops: {bf16: 121}, capability: 8.0"
+    file.write_text(f"nodes:\n- gpus:\n  - {{name: A100 MIG 3g.20gb, {figures}}}\n")
+    status, out, err = emit("weft", f"Qwen3-0.6B --gpus {file}")
+    said = "A100 MIG 3g.20gb is a MIG slice, which has no number"
+    assert status == 0 and said in err and said in " ".join(out.replace("#", "").split())
 
 
 @pytest.mark.parametrize(

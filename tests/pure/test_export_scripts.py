@@ -10,10 +10,10 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.pure.commands import parsed
 from tests.pure.exports import VLLM, emit, flags, parts, plans, run
 from weft.cli import vllm
 from weft.cli.flags import engine_config, serve_options
-from weft.cli.parser import find, parse
 
 RAY_START = {"head", "port", "node-ip-address", "num-gpus", "address", "block"}
 
@@ -148,8 +148,7 @@ def test_weft_reads_its_own_flags(plan: str, tmp_path: Path, caplog: pytest.LogC
         status, calls, _ = run(written, tmp_path, MODEL="a/b")
         assert status == 0 and calls
         for call in calls:
-            command, rest = find(call["words"][1:])
-            arguments = parse(command, rest)
+            arguments = parsed(call["words"][1:])
             engine_config(arguments)
             assert serve_options(arguments, {}).port >= 8000
     assert [it for it in caplog.records if it.levelname == "WARNING" and "ignored" in it.message] == []
@@ -158,7 +157,7 @@ def test_weft_reads_its_own_flags(plan: str, tmp_path: Path, caplog: pytest.LogC
 def test_weft_is_told_the_planned_cut(tmp_path: Path) -> None:
     def config(plan: str) -> Any:
         call = run(parts("weft", plan)["weft"], tmp_path)[1][0]
-        return engine_config(parse(*find(call["words"][1:])))
+        return engine_config(parsed(call["words"][1:]))
 
     uneven = config("tensor-uneven")
     assert uneven.tensor_split == (3.0, 1.0) and len(uneven.gpu_memory_utilization) == 2

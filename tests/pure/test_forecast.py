@@ -9,15 +9,12 @@ from typing import Any
 
 import pytest
 
-from tests.pure.test_execution import FOUR, NOTHING, SIX, THREE, checkpoint, host
-from tests.pure.test_layout import plan as cpu_plan
+from tests.pure.machines import FOUR, NOTHING, SIX, THREE, checkpoint, expected, rig
 from tests.pure.worlds import World
 from weft.client.outputs import CompletionOutput, Metrics, RequestOutput
 from weft.config import EngineConfig
-from weft.facts.cpu import CpuSpeed
 from weft.facts.host import Host
 from weft.facts.machine import this_machine
-from weft.facts.speeds import Speeds
 from weft.planner import execution
 from weft.planner.execution import plan_to_run
 from weft.planner.forecast import (
@@ -37,19 +34,6 @@ from weft.planner.plan import Plan
 from weft.planner.search import search
 from weft.serving.foreseen import MANY, Foreseen
 
-MEASURED = Speeds(machine="", cpu=CpuSpeed(40e9, 0.3e12))
-
-
-def expected(**flags: Any) -> Forecast:
-    """Of SmolLM2-135M on a CPU."""
-    return forecast(cpu_plan(kind="dummy", **flags), cpu_host(), MEASURED)
-
-
-def cpu_host() -> Host:
-    from tests.pure.test_layout import host as plain
-
-    return plain()
-
 
 def on_gpus(model: str, where: Host, **flags: Any) -> tuple[Plan, Forecast]:
     there = checkpoint(model)
@@ -64,7 +48,7 @@ def on_gpus(model: str, where: Host, **flags: Any) -> tuple[Plan, Forecast]:
     ("model", "names"), [("Llama-3.1-8B", [FOUR]), ("Qwen3-14B", [FOUR, THREE]), ("Qwen3-32B", [SIX, FOUR])]
 )
 def test_it_is_what_weft_plan_says_of_the_same_layout(model: str, names: list[str]) -> None:
-    where, there = host(*names), checkpoint(model)
+    where, there = rig(*names), checkpoint(model)
     question = execution.question(
         EngineConfig(model="m"), there, where, this_machine(where, NOTHING), range(len(names))
     )
@@ -80,7 +64,7 @@ def test_it_is_what_weft_plan_says_of_the_same_layout(model: str, names: list[st
 
 
 def test_limits_are_the_user_s() -> None:
-    where = host(FOUR)
+    where = rig(FOUR)
     _, usual = on_gpus("Llama-3.1-8B", where)
     _, few = on_gpus("Llama-3.1-8B", where, max_num_seqs=2)
     assert few.speed(100, 100, 50).concurrency == 2 < usual.speed(100, 100, 50).concurrency
@@ -93,7 +77,7 @@ def test_limits_are_the_user_s() -> None:
     _, limited = on_gpus("Llama-3.1-8B", where, max_memory={0: "20GB"})
     assert limited.memory.ranks[0].usable_bytes == pytest.approx(20e9, abs=1e6)
     two = {"tensor_parallel_size": 2, "gpu_memory_utilization": (0.9, 0.7)}
-    _, uneven = on_gpus("Llama-3.1-8B", host(FOUR, FOUR), **two)
+    _, uneven = on_gpus("Llama-3.1-8B", rig(FOUR, FOUR), **two)
     taken = [rank.usable_bytes / rank.memory_bytes for rank in uneven.memory.ranks]
     assert taken == pytest.approx([0.9, 0.7], abs=1e-6)
 
@@ -104,7 +88,7 @@ def test_ranks_that_share_a_device_have_a_part_of_it_each() -> None:
     # Each has a torch of its own.
     assert 0.9 * one.kv_tokens < two.kv_tokens < one.kv_tokens
     assert two.speed(8, 100).single_tok_s < one.speed(8, 100).single_tok_s
-    there, where = checkpoint("Llama-3.2-1B"), host(FOUR, THREE)
+    there, where = checkpoint("Llama-3.2-1B"), rig(FOUR, THREE)
     config = EngineConfig(model="m", tensor_parallel_size=3, device_ids=(0, 1, 0))
     gpus = forecast(layout(config, there, where), where, NOTHING).cluster.gpus
     assert [gpu.name for gpu in gpus] == ["1/2 of RTX 4090", "RTX 3090", "1/2 of RTX 4090"]

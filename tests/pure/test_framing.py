@@ -16,7 +16,6 @@ from weft.core.params import SamplingParams
 from weft.core.step import Admission, StepPlan, StepResult, TokenLogprobs
 from weft.errors import Cause
 from weft.executors import framing
-from weft.executors.base import Command
 from weft.executors.framing import LENGTH, Channel, Decoder, FrameError, encode
 from weft.executors.messages import Allocate, Done, Entered, Failed, FromRank, Run, ToRank
 
@@ -52,7 +51,7 @@ results = st.builds(
     st.dictionaries(st.integers(0, 255), st.lists(logprobs, max_size=2), max_size=2),
     st.dictionaries(st.integers(0, 255), tokens, max_size=2),
 )
-to_rank = st.builds(Run, steps) | st.builds(Allocate, st.integers(0, 2**40)) | st.just(Command("ping"))
+to_rank = st.builds(Run, steps) | st.builds(Allocate, st.integers(0, 2**40))
 from_rank = (
     st.builds(Done, results)
     | st.builds(Entered, st.text())

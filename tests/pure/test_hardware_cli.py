@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.pure.commands import weft
 from tests.pure.fake_nvml import GIB, FakeNvml, bridged, eight_h100, old_driver, sliced, two_consumer_cards
-from weft import logs
-from weft.cli import main
 from weft.errors import ConfigError
 from weft.executors import links
 from weft.facts import host, nvml, speeds
@@ -33,18 +31,13 @@ CPU = Cpu(
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """A cache of its own, and logging as it was."""
+def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A cache of its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv(logs.VARIABLE, "")
-    logger = logging.getLogger("weft")
-    before = logger.handlers, logger.level, logger.propagate
-    yield
-    logger.handlers, logger.level, logger.propagate = before[0], before[1], before[2]
 
 
 @pytest.fixture
-def on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Run]:
+def on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Run]:
     """weft WORDS on a machine with these GPUs, of which all pairs work but those that `faults` names."""
     monkeypatch.setattr(speeds, "measure_cpu", lambda _: CpuSpeed(50e9, 1e12))
 
@@ -66,12 +59,7 @@ def on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFi
         monkeypatch.setattr(host, "probe", lambda: here)
         monkeypatch.setattr(links, "measure", lambda it: measured(it, faults))
 
-        def run(*words: str) -> tuple[int, str, str]:
-            status = main.main(list(words))
-            out = capsys.readouterr()
-            return status, out.out, out.err
-
-        return run
+        return weft
 
     return place
 

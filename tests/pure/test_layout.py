@@ -10,37 +10,15 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from tests.pure.machines import gpu, host, plan
 from tests.pure.shapes import SMOLLM2, shapes
 from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError, WeftError
-from weft.facts.checkpoint import Checkpoint
 from weft.facts.host import Host
 from weft.facts.shape import ModelShape
-from weft.facts.topology import Gpu, Holder
-from weft.planner.layout import layout, stage_layers
-from weft.planner.plan import Plan
-
-
-def gpu(index: int, *, free: float = 20e9, capability: tuple[int, int] = (9, 0)) -> Gpu:
-    return Gpu(
-        index=index, name="H", uuid=f"GPU-{index}", total_bytes=24 * 10**9, free_bytes=int(free), capability=capability
-    )
-
-
-def host(gpus: int | tuple[Gpu, ...] = (), **facts: Any) -> Host:
-    defaults: dict[str, Any] = {
-        "hostname": "here",
-        "cores": (0, 1, 4, 5),
-        "memory_total_bytes": 16 * 10**9,
-        "memory_free_bytes": 12 * 10**9,
-        "gpus": tuple(gpu(n) for n in range(gpus)) if isinstance(gpus, int) else gpus,
-    }
-    return Host(**(defaults | facts))
-
-
-def plan(where: Host | None = None, shape: ModelShape = SMOLLM2, kind: str = "safetensors", **flags: Any) -> Plan:
-    checkpoint = Checkpoint(model="m", path="/models/m", format=kind, shape=shape, generation={})  # type: ignore[arg-type]
-    return layout(EngineConfig(model="m", **flags), checkpoint, where or host())
+from weft.facts.topology import Holder
+from weft.planner.layout import stage_layers
+from weft.planner.plan import GPU_BACKENDS, Plan
 
 
 def refusal(*words: str, where: Host | None = None, shape: ModelShape = SMOLLM2, **flags: Any) -> None:
@@ -179,8 +157,36 @@ def test_attention_backend(caplog: pytest.LogCaptureFixture) -> None:
         == "torch"
     )
     assert not caplog.records
-    assert plan(host(environment={"VLLM_ATTENTION_BACKEND": "FLASH_ATTN"})).attention_backend == "auto"
-    assert "FLASH_ATTN" in caplog.text
+    # What vLLM alone has, and what needs a GPU that is not here.
+    for value in ("XFORMERS", "FLASH_ATTN"):
+        assert plan(host(environment={"VLLM_ATTENTION_BACKEND": value})).attention_backend == "auto"
+        assert value in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("FLASHINFER", "flashinfer"),
+        ("FLASH_ATTN", "varlen"),
+        ("FLASH_ATTN_VLLM_V1", "varlen"),
+        ("TRITON_ATTN", "triton"),
+        ("TORCH_SDPA", "torch"),
+        ("varlen", "varlen"),
+    ],
+)
+def test_attention_backends_have_vllm_s_names_too(theirs: str, ours: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert plan(host(1), attention_backend=theirs).attention_backend == ours
+    assert plan(host(1, environment={"VLLM_ATTENTION_BACKEND": theirs})).attention_backend == ours
+    assert not caplog.records
+
+
+def test_kernels_of_gpus_run_on_no_cpu() -> None:
+    for backend in GPU_BACKENDS:
+        refusal("attention_backend", backend, "auto, cpu or torch", attention_backend=backend)
+        interpreted = host(environment={"TRITON_INTERPRET": "1"})
+        assert plan(interpreted, attention_backend=backend).attention_backend == backend
+    assert plan(host(1), attention_backend="flashinfer", kv_cache_dtype="fp8").kv_cache_dtype == "fp8"
+    refusal("fp8", "varlen", where=host(1), attention_backend="varlen", kv_cache_dtype="fp8")
 
 
 # --- shares ---

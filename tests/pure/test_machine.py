@@ -20,9 +20,9 @@ from weft.facts.gpus import find_gpu
 from weft.facts.host import Host
 from weft.facts.machine import cpu_spec, plain, shared_out, this_machine
 from weft.facts.speeds import GpuSpeed, PairSpeed, Speeds
-from weft.planner.cost import kind_of
 from weft.planner.islands import islands
 from weft.planner.question import Question, Wish
+from weft.planner.replica import kind_of
 from weft.planner.search import search
 
 Make = Callable[..., Host]

@@ -10,16 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.pure.test_execution import FOUR, H100, NOTHING, SIX, host, run
-from weft.cli import main
+from tests.pure.commands import weft
+from tests.pure.machines import FOUR, H100, NOTHING, SIX, rig
+from tests.pure.test_execution import run
 from weft.errors import WeftError
 from weft.facts import catalogue
 from weft.facts.cluster import parse_gpus, parse_nodes
 from weft.planner.advice import advice
-from weft.planner.cost import replicas
 from weft.planner.deployment import Workload
 from weft.planner.notes import notes
 from weft.planner.question import Question, Wish
+from weft.planner.replica import replicas
 from weft.planner.search import Answer, Candidate, engine_profile, search
 from weft.planner.steps import Steps
 
@@ -148,16 +149,8 @@ def test_another_order_is_taken_where_it_pays() -> None:
 # --- at the command line ---
 
 
-@pytest.fixture
-def told(capsys: pytest.CaptureFixture[str]) -> Any:
-    """weft plan WORDS: exit status, standard output, standard error."""
-
-    def call(*words: str) -> tuple[int, str, str]:
-        status = main.main(["plan", *words])
-        out = capsys.readouterr()
-        return status, out.out, out.err
-
-    return call
+def told(*words: str) -> tuple[int, str, str]:
+    return weft("plan", *words)
 
 
 def half(layers: int = 32) -> dict[str, Any]:
@@ -174,7 +167,7 @@ def half(layers: int = 32) -> dict[str, Any]:
 WORDS = ("Llama-3.1-8B", "--gpus", "2xA100", "--json")
 
 
-def test_maps_are_read_from_files_and_words(told: Any, tmp_path: Path) -> None:
+def test_maps_are_read_from_files_and_words(tmp_path: Path) -> None:
     (tmp_path / "map.json").write_text(json.dumps(half(), indent=2))
     (tmp_path / "map.yaml").write_text("".join(f"{name}: cuda:{it}\n" for name, it in half().items()))
     (tmp_path / "map").write_text(json.dumps(half()))
@@ -193,7 +186,7 @@ def test_maps_are_read_from_files_and_words(told: Any, tmp_path: Path) -> None:
     assert [rank["usable_bytes"] for rank in bound["best"]["ranks"]] == [30 * 10**9, 40 << 30]
 
 
-def test_a_gpu_s_memory_is_shown_once_whatever_it_holds(told: Any) -> None:
+def test_a_gpu_s_memory_is_shown_once_whatever_it_holds() -> None:
     split = json.dumps({"": 0, "model.layers.16": 1})
     best_ = json.loads(told(*WORDS, "--device-map", split)[1])["best"]
     first, _, last = best_["ranks"]
@@ -207,7 +200,7 @@ def test_a_gpu_s_memory_is_shown_once_whatever_it_holds(told: Any) -> None:
         (["--device-map", "even"], 1, ["even", "balanced_low_0"]),
         (["--device-map", "none.json"], 2, ["cannot read none.json"]),
         (["--device-map", '{"": 0'], 2, ["neither JSON nor YAML"]),
-        (["--device-map", '{"a": 0, "b": 1, "a": 2}'], 2, ["'a' twice"]),
+        (["--device-map", '{"a": 0, "b": 1, "a": 2}'], 2, ["'a' is there twice"]),
         (["--device-map", "{0: [}"], 2, ["neither JSON nor YAML"]),
         (["--device-map", '{"": 7}'], 1, ["GPU 7", "GPUs 0 to 1"]),
         (["--device-map", '{"model.layers.0": 0}'], 1, ["leaves out", "model.layers.1 to model.layers.31"]),
@@ -237,7 +230,7 @@ def test_a_gpu_s_memory_is_shown_once_whatever_it_holds(told: Any) -> None:
         (["--tensor-split", "2,1", "--pipeline-split", "16,16"], 2, ["2 x 2 = 4 ranks", "has 2"]),
     ],
 )
-def test_bad_placements_are_one_clear_line(told: Any, words: list[str], status: int, told_: list[str]) -> None:
+def test_bad_placements_are_one_clear_line(words: list[str], status: int, told_: list[str]) -> None:
     got, out, err = told(*WORDS[:3], *words)
     assert got == status, err
     assert out == "" and err.count("\n") == 1 and err.startswith("weft: error: ")
@@ -245,7 +238,7 @@ def test_bad_placements_are_one_clear_line(told: Any, words: list[str], status: 
         assert word in err, err
 
 
-def test_what_does_not_fit_its_caps_is_no_error_but_an_answer(told: Any) -> None:
+def test_what_does_not_fit_its_caps_is_no_error_but_an_answer() -> None:
     status, out, _ = told(*WORDS, "--device-map", "balanced", "--max-memory", "0=8GB,1=8GB")
     found = json.loads(out)
     assert status == 3 and found["best"] is None and "(--max-memory)" in found["rejected"][0]["reason"]
@@ -262,45 +255,45 @@ def test_what_does_not_fit_its_caps_is_no_error_but_an_answer(told: Any) -> None
 
 
 def test_a_map_is_what_the_engine_runs() -> None:
-    got = run("Llama-3.1-8B", host(FOUR, FOUR), device_map=half())
+    got = run("Llama-3.1-8B", rig(FOUR, FOUR), device_map=half())
     assert got.devices == ("cuda:0", "cuda:1") and [len(place.layers) for place in got.places] == [16, 16]
-    turned = run("Llama-3.1-8B", host(FOUR, FOUR), device_map={name: 1 - it for name, it in half().items()})
+    turned = run("Llama-3.1-8B", rig(FOUR, FOUR), device_map={name: 1 - it for name, it in half().items()})
     assert turned.devices == ("cuda:1", "cuda:0")
-    back = run("Llama-3.1-8B", host(FOUR, FOUR), device_map={"": 0, "model.layers.16": 1})
+    back = run("Llama-3.1-8B", rig(FOUR, FOUR), device_map={"": 0, "model.layers.16": 1})
     assert back.devices == ("cuda:0", "cuda:1", "cuda:0") and [len(it.layers) for it in back.places] == [16, 1, 15]
-    assert run("Llama-3.1-8B", host(FOUR, FOUR), device_map="cuda:1").devices == ("cuda:1",)
+    assert run("Llama-3.1-8B", rig(FOUR, FOUR), device_map="cuda:1").devices == ("cuda:1",)
 
 
 def test_words_for_a_map_in_an_engine() -> None:
     for word in ("auto", "balanced"):
-        got = run("Llama-3.1-8B", host(FOUR, FOUR, FOUR), device_map=word)
+        got = run("Llama-3.1-8B", rig(FOUR, FOUR, FOUR), device_map=word)
         assert got.devices == ("cuda:0", "cuda:1", "cuda:2")
         assert [len(place.layers) for place in got.places] == [10, 12, 10]
-    assert run("Llama-3.1-8B", host(FOUR, FOUR), device_map="sequential").devices == ("cuda:0",)
-    assert run("Llama-3.1-8B", host(FOUR, FOUR, FOUR), device_map="balanced_low_0").devices == ("cuda:1", "cuda:2")
+    assert run("Llama-3.1-8B", rig(FOUR, FOUR), device_map="sequential").devices == ("cuda:0",)
+    assert run("Llama-3.1-8B", rig(FOUR, FOUR, FOUR), device_map="balanced_low_0").devices == ("cuda:1", "cuda:2")
 
 
 def test_a_cpu_is_a_device_where_there_is_no_other() -> None:
     for said in ("cpu", "balanced", {"": "cpu"}, {"model": "cpu", "lm_head": "cpu"}):
-        got = run("Llama-3.2-1B", host(), device_map=said)
+        got = run("Llama-3.2-1B", rig(), device_map=said)
         assert got.devices == ("cpu",)
-    assert run("Llama-3.2-1B", host(FOUR), device_map="cpu").devices == ("cpu",)
-    assert run("Llama-3.2-1B", host(FOUR), device_map="balanced", device="cpu").devices == ("cpu",)
+    assert run("Llama-3.2-1B", rig(FOUR), device_map="cpu").devices == ("cpu",)
+    assert run("Llama-3.2-1B", rig(FOUR), device_map="balanced", device="cpu").devices == ("cpu",)
 
 
 def test_max_memory_caps_an_engine_s_gpus() -> None:
-    got = run("Llama-3.1-8B", host(FOUR, FOUR), device_map=half(), max_memory={0: "20GB", 1: "12GiB"})
+    got = run("Llama-3.1-8B", rig(FOUR, FOUR), device_map=half(), max_memory={0: "20GB", 1: "12GiB"})
     total = 24564 << 20
     assert got.gpu_memory_utilization == (20 * 10**9 / total, (12 << 30) / total)
     assert got.max_memory == {"cuda:0": 20 * 10**9, "cuda:1": 12 << 30}
     # GPUs that are not named are not used.
-    assert run("Llama-3.1-8B", host(FOUR, FOUR), max_memory={1: "24GB"}).devices == ("cuda:1",)
-    two = run("Llama-3.1-8B", host(FOUR, FOUR, FOUR), max_memory={1: "24GB", 2: "24GB"}, tensor_parallel_size=2)
+    assert run("Llama-3.1-8B", rig(FOUR, FOUR), max_memory={1: "24GB"}).devices == ("cuda:1",)
+    two = run("Llama-3.1-8B", rig(FOUR, FOUR, FOUR), max_memory={1: "24GB", 2: "24GB"}, tensor_parallel_size=2)
     assert two.devices == ("cuda:1", "cuda:2")
-    searched = run("Qwen3-32B", host(SIX, SIX, FOUR), max_memory={0: "45GB", 1: "45GB"})
+    searched = run("Qwen3-32B", rig(SIX, SIX, FOUR), max_memory={0: "45GB", 1: "45GB"})
     assert set(searched.devices) == {"cuda:0", "cuda:1"}
     assert all(share <= 45 * 10**9 / (49140 << 20) for share in searched.gpu_memory_utilization)
-    assert run("Llama-3.1-8B", host(H100), max_memory={0: 80 * 10**9}).gpu_memory_utilization == (0.9,)
+    assert run("Llama-3.1-8B", rig(H100), max_memory={0: 80 * 10**9}).gpu_memory_utilization == (0.9,)
 
 
 @pytest.mark.parametrize(
@@ -330,7 +323,7 @@ def test_max_memory_caps_an_engine_s_gpus() -> None:
 )
 def test_bad_placements_of_an_engine(gpus: int, flags: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(WeftError) as caught:
-        run("Llama-3.2-1B", host(*[FOUR] * gpus, memory_free_bytes=10**11), **flags)
+        run("Llama-3.2-1B", rig(*[FOUR] * gpus, memory_free_bytes=10**11), **flags)
     message = str(caught.value)
     assert "\n" not in message
     for word in words:

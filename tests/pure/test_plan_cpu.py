@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -12,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft import logs
-from weft.cli import main
+from tests.pure.commands import weft
 from weft.facts import machine, speeds
 from weft.facts.catalogue import find
 from weft.facts.cluster import Cluster
@@ -164,27 +161,13 @@ def test_a_request_beyond_the_usual_cache_is_noted() -> None:
 # --- at the command line ---
 
 
-@pytest.fixture(autouse=True)
-def logging_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv(logs.VARIABLE, "")
-    logger = logging.getLogger("weft")
-    before = logger.handlers, logger.level, logger.propagate
-    yield
-    logger.handlers, logger.level, logger.propagate = before[0], before[1], before[2]
-
-
 @pytest.fixture
-def plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+def plan(monkeypatch: pytest.MonkeyPatch) -> Any:
     """weft plan WORDS on such a machine: exit status, standard output, standard error."""
     monkeypatch.setattr("weft.facts.host.probe", lambda: host())
     monkeypatch.setattr(speeds, "cpu_speed", lambda *_, **__: CpuSpeed(50e9, 1e12))
 
-    def call(words: str) -> tuple[int, str, str]:
-        status = main.main(["plan", *words.split()])
-        out = capsys.readouterr()
-        return status, out.out, out.err
-
-    return call
+    return lambda words: weft("plan", *words.split())
 
 
 def test_weft_plan_without_gpus(plan: Any) -> None:

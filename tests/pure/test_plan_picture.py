@@ -15,12 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.pure.commands import weft
 from weft.cli import plan_page, plan_picture, plan_view
-from weft.cli.parser import find, parse
-from weft.cli.plan import ask, look_up, main
 from weft.cli.plan_picture import numbers, picture
-from weft.planner.answer import as_json
-from weft.planner.search import search
 
 UNEVEN = "plan Qwen3-14B --gpus 1xRTX4090+1xRTX4080"
 EVEN = "plan Llama-3.1-70B --gpus 4xA100 --price 2"
@@ -41,10 +38,7 @@ def told(words: str) -> dict[str, Any]:
 
 @cache
 def printed(words: str) -> str:
-    command, rest = find(words.split())
-    arguments = parse(command, rest)
-    model = look_up(arguments)
-    return json.dumps(as_json(search(ask(arguments, model)), model))
+    return weft(*words.split(), "--json")[1]
 
 
 def lines(words: str, out: io.TextIOBase | None = None) -> list[str]:
@@ -300,26 +294,26 @@ def test_a_page_escapes_every_name() -> None:
 # --- the flag ---
 
 
-def run(words: str) -> int:
-    command, rest = find(words.split())
-    return main(parse(command, rest))
+def run(words: str) -> tuple[int, str, str]:
+    return weft(*words.split())
 
 
-def test_html_writes_a_file_beside_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_html_writes_a_file_beside_the_picture(tmp_path: Path) -> None:
     file = tmp_path / "plan.html"
-    assert run(f"{EVEN} --html {file}") == 0
-    got = capsys.readouterr()
-    assert "best for throughput" in got.out and got.err == f"wrote {file}\n"
+    status, out, err = run(f"{EVEN} --html {file}")
+    assert status == 0
+    assert "best for throughput" in out and err == f"wrote {file}\n"
     assert file.read_text().startswith("<!doctype html>")
-    assert run(f"{UNFIT} --html {file} --json") == 3
-    assert json.loads(capsys.readouterr().out)["best"] is None
+    status, out, _ = run(f"{UNFIT} --html {file} --json")
+    assert status == 3
+    assert json.loads(out)["best"] is None
     assert "nothing fits" in file.read_text()
 
 
-def test_html_goes_to_standard_output_for_a_dash(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(f"{EVEN} --html -") == 0
-    got = capsys.readouterr()
-    assert got.out.startswith("<!doctype html>") and got.out.endswith("</html>\n") and got.err == ""
+def test_html_goes_to_standard_output_for_a_dash() -> None:
+    status, out, err = run(f"{EVEN} --html -")
+    assert status == 0
+    assert out.startswith("<!doctype html>") and out.endswith("</html>\n") and err == ""
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 120])

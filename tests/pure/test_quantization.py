@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.pure.machines import host
 from tests.pure.shapes import SMOLLM2
-from tests.pure.test_layout import host
 from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError
 from weft.facts.checkpoint import Checkpoint
@@ -59,7 +59,8 @@ def test_a_file_is_held_as_it_lies_by_default() -> None:
         {"dtype": "float32"},
         {"dtype": "float16"},
         {"attention_backend": "torch"},
-        {"gpus": 1},
+        {"gpus": 1, "attention_backend": "torch"},
+        {"gpus": 1, "dtype": "float32"},
     ],
     ids=str,
 )
@@ -74,6 +75,15 @@ def test_or_in_what_is_computed_in(flags: dict[str, Any], caplog: pytest.LogCapt
     assert all(f"held in {got.dtype}" in line for line in said)
 
 
+@pytest.mark.parametrize(
+    "flags", [{"dtype": "bfloat16"}, {"dtype": "float16"}, {"attention_backend": "triton"}], ids=str
+)
+def test_gpus_hold_a_file_as_it_lies_too(flags: dict[str, Any]) -> None:
+    """On a card that is too old for bfloat16 as well."""
+    got = plan(stored("Q4_0"), gpus=2, tensor_parallel_size=3, device_ids=(0, 1, 0), **flags)
+    assert got.quantization == "gguf" and got.schemes == stored("Q4_0")
+
+
 def test_of_a_mix_what_has_kernels_is_kept(caplog: pytest.LogCaptureFixture) -> None:
     """A parameter is kept whole, or not at all: q, k and v are multiplied together."""
     caplog.set_level(logging.INFO, "weft")
@@ -85,13 +95,14 @@ def test_of_a_mix_what_has_kernels_is_kept(caplog: pytest.LogCaptureFixture) -> 
     ]
 
 
+@pytest.mark.parametrize("gpus", [0, 1])
 @pytest.mark.parametrize("asked", MADE)
-def test_made_at_load_it_takes_what_the_planner_says(asked: str) -> None:
+def test_made_at_load_it_takes_what_the_planner_says(asked: str, gpus: int) -> None:
     """From whatever the checkpoint is."""
     want = weight_bytes(SMOLLM2, MADE[asked])
     in_16_bits = 0 if asked == "int8" else 2 * 61 * 576
     for quantised in (None, stored("Q4_0", embedding="Q4_0")):
-        got = plan(quantised, quantization=asked)
+        got = plan(quantised, quantization=asked, gpus=gpus)
         assert got.quantization == asked
         assert got.weight_bytes(0) == want - in_16_bits
         assert (EMBEDDING in got.schemes) == (asked != "int8")
@@ -136,8 +147,12 @@ def test_rows_that_are_no_multiple_stay_in_16_bits() -> None:
 def test_what_cannot_be() -> None:
     for flags, words in (
         ({"quantization": "awq"}, "quantization is 'awq'; it must be one of auto, none, int8, int4, q4_0, q4_1, q8_0"),
-        ({"quantization": "int4", "gpus": 1}, "kernels for CPUs only; leave it out, or use --device cpu"),
-        ({"quantization": "int8", "dtype": "float16"}, "in bfloat16 or float32, not in float16"),
+        (
+            {"quantization": "int4", "gpus": 1, "attention_backend": "torch"},
+            "int4, for which --attention-backend torch",
+        ),
+        ({"quantization": "int4", "attention_backend": "torch"}, "has no kernels; leave one of them out"),
+        ({"quantization": "int8", "dtype": "float16"}, "in bfloat16 or float32 on a CPU, not in float16"),
     ):
         with pytest.raises(ConfigError) as caught:
             plan(**flags)  # type: ignore[arg-type]

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import shlex
 from pathlib import Path
 
 import pytest
 
-from weft import logs
-from weft.cli import main
+from tests.pure.commands import weft
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src/weft"
@@ -51,15 +49,8 @@ README = (ROOT / "README.md").read_text()
 
 
 @pytest.mark.parametrize(("words", "told"), re.findall(r"```text\n\$ weft (plan .*)\n((?:.*\n)+?)```", README))
-def test_plans_are_what_the_command_prints(
-    words: str, told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    logger = logging.getLogger("weft")
-    monkeypatch.setenv(logs.VARIABLE, "")
-    for name in ("handlers", "level", "propagate"):
-        monkeypatch.setattr(logger, name, getattr(logger, name))
-    main.main(shlex.split(words))
-    assert capsys.readouterr().out == told
+def test_plans_are_what_the_command_prints(words: str, told: str) -> None:
+    assert weft(*shlex.split(words))[1:] == (told, "")
 
 
 def test_the_readme_shows_plans() -> None:

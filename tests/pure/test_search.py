@@ -492,7 +492,7 @@ def test_more_requests_than_fit_are_as_fast_as_saturated() -> None:
 def test_an_idle_gpu_is_not_called_useless_beside_a_use_of_it() -> None:
     told = advice(plan("Llama-3.1-8B", "1xRTX4090+1xRTX3060", engine="weft"))
     assert told[0] == "1 of 2 GPUs is idle in this layout"
-    assert "PP 2, bf16 is predicted to give 1.2 times the throughput" in told[1]
+    assert "TP 2, bf16 is predicted to give 1.2 times the throughput" in told[1]
 
 
 def test_an_even_tensor_split_is_one_that_any_engine_makes() -> None:

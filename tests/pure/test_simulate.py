@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulations import Counted, load, run, spec, steps, told
-from test_cost import LLAMA, cut, speed
+from tests.pure.costs import cut, speed
+from tests.pure.simulations import Counted, load, run, spec, steps, told
+from weft.core.blocks import BlockPool
 from weft.core.params import SamplingParams
 from weft.core.request import Request
 from weft.facts.catalogue import find
@@ -21,7 +22,9 @@ from weft.gateway.policy import LeastConnections, RoundRobin
 from weft.planner.cost import predict
 from weft.planner.deployment import Workload
 from weft.planner.profiles import Constant, profile
+from weft.planner.replica import replicas
 from weft.simulate.ask import Ask
+from weft.simulate.blocks import CountedBlocks
 from weft.simulate.lengths import Even, Fixed, LogNormal
 from weft.simulate.replica import Stretch
 from weft.simulate.report import Report
@@ -207,8 +210,30 @@ def test_equal_requests_without_end_take_what_is_predicted(case: Case) -> None:
     assert found.output_tok_s == pytest.approx(case.users / expected.tpot_s, rel=case.within)
 
 
+@pytest.mark.parametrize(
+    ("stages", "input_len", "users", "batched_tokens"),
+    [(2, 512, 96, 2048), (2, 4096, 16, 2048), (4, 1024, 32, 512), (4, 2048, 32, 8192), (8, 1024, 64, 2048)],
+)
+def test_stages_wait_for_prompts_as_long_as_is_predicted(
+    stages: int, input_len: int, users: int, batched_tokens: int
+) -> None:
+    shape, gpus = find("Llama-3.1-70B").shape, f"{stages}xH100"
+    run = replicas(shape, cut(shape, range(stages), stages=stages), parse_gpus(gpus), profile("weft"))[0]
+    expected = run.tpot_s(users, Workload(input_len=input_len, output_len=256), batched_tokens)
+    costs = steps("Llama-3.1-70B", gpus, stages, "weft")
+    asked = load(Even(input_len // 2, input_len * 3 // 2), Even(128, 384), users=users)
+    limits = {"stages": stages, "max_num_batched_tokens": batched_tokens}
+    found = told([spec(costs, **limits)], asked, warmup_s=400 * expected, end_s=3000 * expected)
+    assert found.tpot_s is not None
+    assert found.tpot_s.mean == pytest.approx(expected, rel=0.05)
+    # Without what stages wait for each other it would be far less.
+    alone = run.round_s(users, Workload(input_len=input_len, output_len=256)).total
+    assert expected - alone > 1.3 * run.prefill_s(Workload(input_len=input_len)) * users / 256
+
+
 def test_saturated_it_writes_what_is_predicted() -> None:
-    shape, cluster, layout = LLAMA, parse_gpus("1xH100"), cut(LLAMA, [0])
+    shape, cluster = find("Llama-3.1-8B").shape, parse_gpus("1xH100")
+    layout = cut(shape, [0])
     few = msgspec.structs.replace(profile("weft"), max_num_seqs=Constant(40, "this test"))
     expected = predict(shape, layout, cluster, Workload(input_len=1024, output_len=512), few)
     assert (expected.limit, expected.saturated_concurrency) == ("max_num_seqs", 40)
@@ -337,15 +362,13 @@ def test_a_stretch_knows_which_rounds_are_over(rounds: int, first: float, growth
 
 def scheduler(stages: int, ahead: bool, blocks: int, caching: bool) -> StretchScheduler:
     return StretchScheduler(
-        num_blocks=blocks,
-        block_size=4,
+        pool=BlockPool(blocks, 4, caching=True) if caching else CountedBlocks(blocks, 4),
         max_num_seqs=6,
         max_num_batched_tokens=32,
         max_num_queued=100,
         max_model_len=64,
         stages=stages,
         policy="fcfs",
-        prefix_caching=caching,
         lookahead=ahead,
     )
 
@@ -358,7 +381,7 @@ def seen(it: StretchScheduler) -> Any:
     ]
     ready = [row.request.id for row in it._ready]
     # Of a single group the order is nothing.
-    return rows, it.stats(), ready if it.stages > 1 else sorted(ready), it.unfinished, it._promised
+    return rows, it.stats(), ready if it.stages > 1 else sorted(ready), list(it._unfinished), it.tables.promised
 
 
 @settings(deadline=None, max_examples=150)
@@ -387,7 +410,7 @@ def test_rounds_at_once_are_as_one_after_the_other(
             waiting.append(plan)
         it.finish(waiting.pop(0))
 
-    while slow.has_unfinished:
+    while slow._unfinished:
         if rounds := round(part * fast.quiet_rounds()):
             groups = len(fast.groups())
             fast.advance(rounds)
@@ -397,7 +420,7 @@ def test_rounds_at_once_are_as_one_after_the_other(
             step(fast)
             step(slow)
         assert seen(fast) == seen(slow)
-    assert not fast.has_unfinished
+    assert not fast._unfinished
     assert fast.pool.free == slow.pool.free == blocks
 
 

@@ -2,57 +2,30 @@
 
 from __future__ import annotations
 
-import json
-import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from weft import logs
-from weft.cli import main, simulate, simulate_flags
+from tests.pure.commands import weft, weft_json
+from weft.cli import simulate, simulate_flags, simulate_study
 from weft.gateway.policy import POLICIES
 
 HERE = "Llama-3.1-8B --gpus 2xH100 --engine vllm --output-len 64 --duration 40s"
 
 
-@pytest.fixture(autouse=True)
-def logging_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setenv(logs.VARIABLE, "")
-    logger = logging.getLogger("weft")
-    before = logger.handlers, logger.level, logger.propagate
-    yield
-    logger.handlers, logger.level, logger.propagate = before[0], before[1], before[2]
+def run(words: str) -> tuple[int, str, str]:
+    return weft("simulate", *words.split())
 
 
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Any:
-    """weft simulate WORDS: exit status, standard output, standard error."""
-
-    def call(words: str) -> tuple[int, str, str]:
-        status = main.main(["simulate", *words.split()])
-        out = capsys.readouterr()
-        return status, out.out, out.err
-
-    return call
-
-
-@pytest.fixture
-def told(run: Any) -> Any:
-    """weft simulate WORDS --json: exit status and the object."""
-
-    def call(words: str) -> tuple[int, dict[str, Any]]:
-        status, out, err = run(f"{words} --json")
-        assert err == "" and out.count("\n") == 1
-        return status, json.loads(out)
-
-    return call
+def told(words: str) -> tuple[int, dict[str, Any]]:
+    return weft_json("simulate", *words.split())
 
 
 # What it answers
 
 
-def test_one_load(told: Any) -> None:
+def test_one_load() -> None:
     status, found = told(f"{HERE} --rate 6 --price 2 --slo ttft_p95=1s,tpot_p95=50ms")
     assert status == 0
     (only,) = found["runs"]
@@ -67,13 +40,13 @@ def test_one_load(told: Any) -> None:
     assert only["dollars_per_million_tokens"] == pytest.approx(4 / 3600 / only["output_tok_s"] * 1e6)
 
 
-def test_the_same_words_give_the_same_answer(told: Any) -> None:
+def test_the_same_words_give_the_same_answer() -> None:
     words = f"{HERE} --rate 6 --burstiness 0.3 --input-len lognormal:600:400 --prefix-len 200 --prefixes 4"
     assert told(words) == told(words)
     assert told(words) != told(f"{words} --seed 1")
 
 
-def test_a_sweep_is_a_table_and_plots(run: Any) -> None:
+def test_a_sweep_is_a_table_and_plots() -> None:
     status, out, err = run(f"{HERE} --rates 2,8")
     assert (status, err) == (0, "")
     table = out[out.index("requests/s   ") :].split("TTFT, ms")[0]
@@ -81,13 +54,13 @@ def test_a_sweep_is_a_table_and_plots(run: Any) -> None:
     assert "TTFT, ms" in out and "TPOT, ms" in out and "o p50   + p95   x p99" in out
 
 
-def test_without_a_load_rates_are_shares_of_what_is_predicted(told: Any) -> None:
+def test_without_a_load_rates_are_shares_of_what_is_predicted() -> None:
     _, found = told(f"{HERE} --duration 8s")
     whole = 2 * found["predicted_capacity"]
     assert [it["rate"] for it in found["runs"]] == pytest.approx([whole * share for share in simulate.SHARES], rel=0.01)
 
 
-def test_lengths_that_nobody_says_vary_around_the_planner_s(told: Any, run: Any) -> None:
+def test_lengths_that_nobody_says_vary_around_the_planner_s() -> None:
     _, found = told("Llama-3.1-8B --gpus 2xH100 --rate 4 --duration 20s")
     assert (found["load"]["input_len"], found["load"]["output_len"]) == (1024, 1024)
     _, short = told("Llama-3.1-8B --gpus 2xH100 --rate 4 --duration 20s --max-model-len 100")
@@ -97,13 +70,13 @@ def test_lengths_that_nobody_says_vary_around_the_planner_s(told: Any, run: Any)
     assert said in run(f"{HERE} --rate 4")[1]
 
 
-def test_users_and_think_time(told: Any) -> None:
+def test_users_and_think_time() -> None:
     _, found = told(f"{HERE} --users 12 --think 2s")
     (only,) = found["runs"]
     assert (only["rate"], only["users"]) == (None, 12) and only["running"] < 6
 
 
-def test_a_trace_is_measured_to_its_end(told: Any, tmp_path: Path) -> None:
+def test_a_trace_is_measured_to_its_end(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     path.write_text("time,input_len,output_len\n" + "".join(f"{at},{100 + at},30\n" for at in range(20)))
     _, found = told(f"Llama-3.1-8B --gpus 1xH100 --trace {path}")
@@ -115,7 +88,7 @@ def test_a_trace_is_measured_to_its_end(told: Any, tmp_path: Path) -> None:
     assert faster["runs"][0]["window_s"] < 4
 
 
-def test_replicas_are_found(told: Any, run: Any) -> None:
+def test_replicas_are_found() -> None:
     words = "Llama-3.1-8B --gpus 2xH100 --engine vllm --rate 30 --find replicas --output-len 48 --duration 15s"
     words += " --slo ttft_p95=250ms,tpot_p95=12ms"
     status, found = told(words)
@@ -127,7 +100,7 @@ def test_replicas_are_found(told: Any, run: Any) -> None:
     assert f"found: {answer['value']} replicas ({answer['value']} GPUs) meet the objective" in run(words)[1]
 
 
-def test_a_rate_is_found(told: Any) -> None:
+def test_a_rate_is_found() -> None:
     status, found = told(f"{HERE} --duration 15s --find rate --slo ttft_p95=300ms,tpot_p95=20ms")
     assert status == 0
     value = found["find"]["value"]
@@ -136,7 +109,7 @@ def test_a_rate_is_found(told: Any) -> None:
 
 
 @pytest.mark.parametrize("what", ["replicas --rate 5", "rate"])
-def test_an_objective_that_a_lone_request_misses_is_met_by_none(told: Any, run: Any, what: str) -> None:
+def test_an_objective_that_a_lone_request_misses_is_met_by_none(what: str) -> None:
     words = f"{HERE} --find {what} --slo ttft_p95=1ms,e2e_p50=1h"
     status, found = told(words)
     assert status == 3
@@ -148,7 +121,7 @@ def test_an_objective_that_a_lone_request_misses_is_met_by_none(told: Any, run: 
     assert "nothing meets the objective: even a request alone" in run(words)[1]
 
 
-def test_a_share_of_many_replicas_is_simulated(told: Any, run: Any) -> None:
+def test_a_share_of_many_replicas_is_simulated() -> None:
     words = "Llama-3.1-8B --nodes 16x8xH100 --rate 300 --output-len 16 --duration 8s"
     _, whole = told(words)
     _, part = told(f"{words} --sample-replicas 32")
@@ -158,22 +131,22 @@ def test_a_share_of_many_replicas_is_simulated(told: Any, run: Any) -> None:
     assert "sampled: 32 of 128 equal replicas" in run(f"{words} --sample-replicas 32")[1]
 
 
-def test_step_by_step_says_the_same(told: Any) -> None:
+def test_step_by_step_says_the_same() -> None:
     words = f"{HERE} --rate 4"
     (fast,), (slow,) = (found["runs"] for _, found in (told(words), told(f"{words} --no-stretches")))
     assert fast["ttft_s"]["p95"] == pytest.approx(slow["ttft_s"]["p95"], rel=0.02)
     assert fast["output_tok_s"] == pytest.approx(slow["output_tok_s"], rel=0.001)
 
 
-def test_a_plot_is_drawn(run: Any, tmp_path: Path) -> None:
+def test_a_plot_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "load.png"
     assert run(f"{HERE} --rates 2,4 --plot {path}")[0] == 0
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_matplotlib_it_says_so_at_once(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(simulate, "find_spec", lambda name: None)
+def test_without_matplotlib_it_says_so_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulate_study, "find_spec", lambda name: None)
     status, out, err = run(f"{HERE} --rates 2,4 --plot load.png")
     assert (status, out) == (2, "") and "matplotlib, which is not installed" in err
 
@@ -212,13 +185,13 @@ def test_policies_are_those_of_the_gateway() -> None:
         ("--rate 1 --trace none.csv --lengths none.csv", 2, "leave --output-len out"),
     ],
 )
-def test_bad_words_get_one_line(run: Any, words: str, status: int, said: str) -> None:
+def test_bad_words_get_one_line(words: str, status: int, said: str) -> None:
     found, out, err = run(f"{HERE} {words}")
     assert (found, out) == (status, "")
     assert err.startswith("weft: error: ") and err.count("\n") == 1 and said in err
 
 
-def test_a_bad_line_of_a_trace_is_named(run: Any, tmp_path: Path) -> None:
+def test_a_bad_line_of_a_trace_is_named(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     path.write_text("time,input_len,output_len\n0,10,10\n1,ten,10\n")
     status, out, err = run(f"Llama-3.1-8B --gpus 1xH100 --trace {path}")
@@ -229,6 +202,6 @@ def test_a_bad_line_of_a_trace_is_named(run: Any, tmp_path: Path) -> None:
     assert "has no duration" in run(f"Llama-3.1-8B --gpus 1xH100 --trace {path}")[2]
 
 
-def test_what_does_not_fit_says_what_it_lacks(run: Any) -> None:
+def test_what_does_not_fit_says_what_it_lacks() -> None:
     status, out, err = run("Llama-3.1-70B --gpus 1xH100 --rate 1")
     assert (status, out) == (3, "") and "does not fit this hardware: one GPU, bf16: 141.1 GB of weights" in err

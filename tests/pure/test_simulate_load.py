@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulations import load, spec, told
+from tests.pure.simulations import load, spec, told
 from weft.errors import ConfigError
 from weft.simulate.ask import Ask
 from weft.simulate.find import find_rate, find_replicas

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from weft.facts.catalogue import find
 from weft.facts.cluster import parse_gpus
-from weft.planner.cost import Replica, replicas
 from weft.planner.deployment import Workload, deploy
 from weft.planner.profiles import engines, profile
+from weft.planner.replica import Replica, replicas
 from weft.planner.steps import Steps
 
 SHAPES = {name: find(name).shape for name in ("Llama-3.1-8B", "gemma-3-27b-it", "Qwen3-30B-A3B", "DeepSeek-R1")}

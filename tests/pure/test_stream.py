@@ -11,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from tokenizers import decoders
 
-from vocabularies import SPECIALS, TEXTS, byte_level, metaspace, sentencepiece_model, word_level
+from tests.pure.vocabularies import SPECIALS, TEXTS, byte_level, metaspace, sentencepiece_model, word_level
 from weft.core.params import SamplingParams
 from weft.errors import ModelError
 from weft.text import spm

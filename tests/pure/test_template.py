@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vocabularies import byte_level, word_level
+from tests.pure.vocabularies import byte_level, word_level
 from weft.errors import ConfigError, ModelError, RequestError
 from weft.text.settings import Settings
 from weft.text.template import ChatTemplate

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import processors
 
-from vocabularies import (
+from tests.pure.vocabularies import (
     SPECIALS,
     TEXTS,
     byte_level,

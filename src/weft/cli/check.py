@@ -45,7 +45,7 @@ def main(arguments: Namespace) -> int:
     if getattr(arguments, "json", False):
         print(json.dumps(as_json(arguments.check, found, predicted)))
     else:
-        yet = arguments.engine == "weft" and not_run(model.shape, precision, on_cpu=cluster.on_cpu)
+        yet = arguments.engine == "weft" and not_run(model.shape, precision)
         print(told(found, predicted, claim, "weft (which does not run it yet)" if yet else arguments.engine))
     return 0 if found.possible else plan.NOTHING_FITS
 

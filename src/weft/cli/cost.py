@@ -11,7 +11,7 @@ import msgspec
 
 from weft.cli.parser import UsageError
 from weft.cli.plan import NOTHING_FITS, ask, look_up
-from weft.cli.tables import NARROW, WIDE, table
+from weft.cli.tables import NARROW, console, table
 from weft.errors import ConfigError
 from weft.facts import api_prices
 from weft.facts.api_prices import Quote, Usage
@@ -128,9 +128,7 @@ def show(
     arguments: Namespace, question: Question, model: Model, best: Candidate, fleet: Fleet, quotes: list[Quote]
 ) -> None:
     """The comparison as a person reads it."""
-    from rich.console import Console
-
-    out = Console(width=None if sys.stdout.isatty() else WIDE, highlight=False, markup=False)
+    out = console()
     out.width = max(out.width, NARROW)
     work, band = question.workload, best.predicted.error_band
     gpus = len(set(best.layout.gpus))

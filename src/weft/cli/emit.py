@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -106,7 +107,7 @@ def deployment(
     from weft.export.deployment import Deployment, servers
 
     instance = config.serving(model.name) if config else None
-    layout = choice.candidate.layout
+    layout, visible = choice.candidate.layout, names_here(arguments)
     on_cpu, engine = choice.question.cluster.on_cpu, choice.question.engine
     found = checkpoint(arguments.model, model, layout.precision, engine, on_cpu=on_cpu)
     names = tuple(getattr(arguments, "served_model_name", ())) or (*([instance.model] if instance else ()), found.title)
@@ -120,10 +121,8 @@ def deployment(
         candidate=choice.candidate,
         checkpoint=found,
         names=tuple(dict.fromkeys(names)),
-        servers=servers(
-            choice.question, choice.candidate, port(arguments, target, instance, layout), visible(arguments)
-        ),
-        gaps=choice.gaps,
+        servers=servers(choice.question, choice.candidate, port(arguments, target, instance, layout), visible),
+        gaps=(*choice.gaps, *nameless(choice, visible)),
     )
 
 
@@ -141,8 +140,25 @@ def port(arguments: Namespace, target: Target, instance: Instance | None, layout
     return first
 
 
-def visible(arguments: Namespace) -> list[str]:
-    """The names of this machine's GPUs where the plan is for those that CUDA_VISIBLE_DEVICES leaves."""
+def names_here(arguments: Namespace) -> list[str]:
+    """The names of this machine's GPUs where the plan is for those that CUDA_VISIBLE_DEVICES leaves; UUIDs where a
+    number is no name, or another card's in CUDA's own order."""
+    from weft.facts import cuda, host
+
     if any(hasattr(arguments, name) for name in DESCRIBED):
         return []
+    there = host.probe().gpus
+    if any(gpu.slice for gpu in there) or (there and cuda.ordered_otherwise(os.environ)):
+        return [gpu.uuid for gpu in there]
     return [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+
+
+def nameless(choice: Choice, names: Sequence[str]) -> tuple[str, ...]:
+    """What to do about slices of GPUs that are elsewhere, whose names nobody here knows."""
+    gpus = choice.question.cluster.gpus
+    found = next((gpus[at].name for at in choice.candidate.layout.gpus if gpus[at].sliced), None)
+    if found is None or names:
+        return ()
+    return (
+        f"{found} is a MIG slice, which has no number: where a GPU is named, put its UUID, which nvidia-smi -L tells",
+    )

@@ -112,13 +112,22 @@ MEMORY = (
     Flag(name="kv-cache-dtype", choices=("auto", "fp8", "fp8_e4m3"), help="auto: 16 bit; fp8: half of it, on GPUs"),
     Flag(name="block-size", parse=values.size, help="tokens per KV block"),
     Flag(name="enable-prefix-caching", parse=None, help="reuse the KV blocks of prompts that begin alike"),
-    Flag(name="attention-backend", help="auto, cpu (compiled), triton (GPU) or torch (slow, right everywhere)"),
+    Flag(
+        name="attention-backend",
+        help="auto (the fastest there is), cpu (compiled), triton, flashinfer or varlen (GPUs; the last is torch's "
+        "FlashAttention, for prompts) or torch (slow, right everywhere); vLLM's names do too",
+    ),
     Flag(name="enforce-eager", parse=None, help="no CUDA graphs"),
 )
 SCHEDULING = (
     Flag(name="max-model-len", parse=values.length, help="most tokens of prompt and answer; auto: what fits"),
     Flag(name="max-num-seqs", parse=values.size, help="most requests that run at once"),
-    Flag(name="max-num-batched-tokens", parse=values.size, help="most tokens of one step"),
+    Flag(
+        name="max-num-batched-tokens",
+        parse=values.size,
+        help="most tokens of one step; left out: chosen for the model and its devices, so that answers never wait long "
+        "for others' prompts",
+    ),
     Flag(name="max-num-queued-reqs", parse=values.size, help="most requests that wait; over it: 503"),
     Flag(name="scheduling-policy", choices=("fcfs", "priority"), help="order in which requests start"),
     Flag(

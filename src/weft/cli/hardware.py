@@ -35,8 +35,11 @@ def main(arguments: Namespace) -> int:
     if described:
         from weft.cli.plan import hardware
 
-        told = hardware_file.write(hardware(said))
-        print(json.dumps(_from_yaml(told)) if as_json else told, end="\n" if as_json else "")
+        there = hardware(said)
+        if as_json:
+            print(json.dumps(hardware_file.as_told(there)))
+        else:
+            print(hardware_file.write(there), end="")
         return 0
     here = host.probe()
     found = known(here, measure=measure, refresh=refresh)
@@ -82,7 +85,7 @@ def as_told(here: Host, found: Speeds) -> dict[str, Any]:
     planned = None
     if here.gpus or found.cpu:
         try:
-            planned = _from_yaml(hardware_file.write(cluster(here, found)))
+            planned = hardware_file.as_told(cluster(here, found))
         except ConfigError as error:
             logger.warning("weft plan cannot plan for this machine: %s", error)
     return {
@@ -90,9 +93,3 @@ def as_told(here: Host, found: Speeds) -> dict[str, Any]:
         "speeds": msgspec.to_builtins(found),
         "hardware": planned,
     }
-
-
-def _from_yaml(text: str) -> Any:
-    import yaml  # type: ignore[import-untyped]
-
-    return yaml.safe_load(text)

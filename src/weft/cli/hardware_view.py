@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, TextIO
 
-from weft.cli.tables import WIDE, table
+from weft.cli.tables import console, table
 from weft.facts.host import Host
 from weft.facts.machine import plain
 from weft.facts.speeds import PairSpeed, Speeds
@@ -29,23 +28,19 @@ LEGEND = {
 
 def print_machine(here: Host, speeds: Speeds, out: TextIO | None = None) -> None:
     """Everything, on standard output."""
-    from rich.console import Console
-
-    out = out or sys.stdout
-    width = None if out.isatty() else WIDE
-    console = Console(file=out, width=width, highlight=False, markup=False, emoji=False, safe_box=True)
+    shown = console(out)
     for line in cpu_lines(here, speeds):
-        console.print(line, soft_wrap=True)
+        shown.print(line, soft_wrap=True)
     if not here.gpus:
-        console.print("no GPU is visible: weft plan and weft serve take the CPU", soft_wrap=True)
+        shown.print("no GPU is visible: weft plan and weft serve take the CPU", soft_wrap=True)
         return
-    console.print(f"\n{len(here.gpus)} GPU{'s' * (len(here.gpus) > 1)}, driver {here.driver or UNKNOWN}")
+    shown.print(f"\n{len(here.gpus)} GPU{'s' * (len(here.gpus) > 1)}, driver {here.driver or UNKNOWN}")
     for line in gpu_lines(here, speeds):
-        console.print(line, soft_wrap=True)
+        shown.print(line, soft_wrap=True)
     if here.pairs:
-        console.print(matrix(here))
+        shown.print(matrix(here))
         for line in pair_lines(here, speeds):
-            console.print(line, soft_wrap=True)
+            shown.print(line, soft_wrap=True)
 
 
 def cpu_lines(here: Host, speeds: Speeds) -> Iterator[str]:

@@ -13,7 +13,8 @@ from typing import Any, NoReturn
 from weft.cli import vllm
 from weft.cli.commands import COMMANDS, Command
 from weft.cli.flags import DEFAULTS, Flag
-from weft.errors import WeftError
+from weft.errors import WeftError, reason
+from weft.facts.yaml_text import load
 
 logger = logging.getLogger("weft.cli")
 
@@ -197,14 +198,14 @@ def words_of(flag: Flag, value: Any, path: str) -> list[str]:
 
 
 def read_yaml(path: str) -> dict[Any, Any]:
-    import yaml  # type: ignore[import-untyped]
-
     try:
-        found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read --config {path}: {error}") from None
-    except yaml.YAMLError as error:
-        raise UsageError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from None
+        raise UsageError(f"cannot read --config {path}: {reason(error)}") from None
+    try:
+        found = load(text)
+    except ValueError as error:
+        raise UsageError(f"--config {path} is not YAML: {error}") from None
     if not isinstance(found or {}, dict):
         raise UsageError(f"--config {path} must hold flags with values, as in: max-model-len: 4096")
     return found or {}

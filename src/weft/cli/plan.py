@@ -13,6 +13,7 @@ from weft.facts.cluster import Cluster, parse_gpus, parse_nodes
 from weft.facts.kv import number_bytes
 from weft.facts.model import Model
 from weft.facts.precision import canonical
+from weft.facts.schemes import MADE
 from weft.planner.deployment import Workload, lengths
 from weft.planner.objections import BF16_CAPABILITY
 from weft.planner.question import Question
@@ -51,7 +52,7 @@ def ask(arguments: Namespace, model: Model) -> Question:
     """The question that the flags make. Raises UsageError for flags that contradict each other."""
     said: dict[str, Any] = vars(arguments)
     cluster = machine.shared_out(wishes.capped(said, hardware(said)), wishes.ranks(said))
-    compared = precisions(said.get("precision"), model, cluster)
+    compared = precisions(made(said) or said.get("precision"), model, cluster)
     wish = wishes.wished(said, cluster, model, compared[0])
     kv_dtype = said.get("kv_cache_dtype")
     if kv_dtype == "auto":
@@ -71,8 +72,21 @@ def ask(arguments: Namespace, model: Model) -> Question:
         wish=wish,
         price=said.get("price", cluster.price),
         gpu_memory_utilization=said.get("gpu_memory_utilization"),
+        max_num_batched_tokens=said.get("max_num_batched_tokens"),
         remarks=wishes.remarks(said, cluster),
     )
+
+
+def made(said: dict[str, Any]) -> str | None:
+    """The precision that --quantization comes to. Raises UsageError beside what contradicts it."""
+    if "quantization" not in said:
+        return None
+    asked = said["quantization"]
+    if said["engine"] != "weft":
+        raise UsageError(f"--quantization {asked} is what weft makes; of {said['engine']} give the --precision")
+    if "precision" in said:
+        raise UsageError(f"--quantization {asked} and --precision {said['precision']} both say it; give one of them")
+    return MADE[asked]
 
 
 def precisions(named: str | None, model: Model, cluster: Cluster) -> tuple[str, ...]:

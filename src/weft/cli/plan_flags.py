@@ -6,6 +6,7 @@ from argparse import ArgumentTypeError
 
 from weft.cli import values
 from weft.cli.flags import Flag
+from weft.facts.schemes import MADE
 
 # As planner.question and planner.profiles have them; those are not for --help to read.
 OBJECTIVES = ("throughput", "latency", "cost")
@@ -68,6 +69,13 @@ CUT = (
         help="bf16 fp16 fp32 fp8 int8 int4 mxfp4 nvfp4 or a GGUF type; several with commas are "
         "compared; left out: as the model is published",
     ),
+    Flag(
+        name="quantization",
+        short="-q",
+        choices=tuple(MADE),
+        help="in the place of --precision, weights that weft serve makes of the model's own with the same flag; int4 is "
+        "q4_1",
+    ),
     Flag(name="kv-cache-dtype", help="precision of the KV cache; auto: 16 bit, or what the engine takes for the model"),
     Flag(name="tensor-parallel-size", short="-tp", parse=values.at_least(1), help="ranks that cut each layer"),
     Flag(name="pipeline-parallel-size", short="-pp", parse=values.at_least(1), help="stages that hold the layers"),
@@ -85,6 +93,12 @@ CUT = (
         "takes; left out: the engine's usual, and more where a single request needs it",
     ),
     Flag(name="max-model-len", parse=values.at_least(1), help="longest request that must fit, in tokens"),
+    Flag(
+        name="max-num-batched-tokens",
+        parse=values.at_least(1),
+        help="most tokens of one step; left out: as the engine takes, which for weft is chosen for the model and "
+        "the devices",
+    ),
 )
 LOAD = (
     Flag(name="engine", choices=ENGINES, default="weft", help="whose speed and memory to predict"),

@@ -8,6 +8,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from weft.cli.parser import UsageError
+from weft.errors import reason
 from weft.facts.model import Model
 from weft.planner.answer import as_json
 from weft.planner.search import Answer
@@ -44,5 +45,5 @@ def write(name: str, text: str) -> None:
     try:
         Path(name).write_text(text, encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise UsageError(f"cannot write {name}: {getattr(error, 'strerror', None) or error}") from None
+        raise UsageError(f"cannot write {name}: {reason(error)}") from None
     print(f"wrote {name}", file=sys.stderr)

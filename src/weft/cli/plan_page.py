@@ -31,7 +31,7 @@ def page(told: Told) -> str:
         verdict=plan_text.verdict(told),
         racks=racks,
         traffic=plan_text.traffic(told) if best else "",
-        speeds=plan_text.speeds(told) if best else "",
+        speeds=[plan_text.speeds(told), *plan_text.steps(told)] if best else [],
         binds=plan_text.binds(told),
         rejections=plan_text.rejections(told),
         priced=told["hardware"]["dollars_per_gpu_hour"] is not None,

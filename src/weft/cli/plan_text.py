@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from weft.cli.plan_picture import LINKS
-from weft.planner.words import gigabytes
+from weft.planner.words import by_type, gigabytes
 
 BEST = 3  # candidates in the table
 REJECTED = 4  # layouts of which the reason is told
@@ -25,8 +25,7 @@ def hardware_line(told: Told) -> str:
     """The GPUs by type, what joins them, and the engine."""
     hardware = told["hardware"]
     nodes = hardware["nodes"]
-    names = [name for node in nodes for name in node["gpus"]]
-    there = " + ".join(f"{names.count(name):,} x {name}" for name in dict.fromkeys(names))
+    there = by_type(name for node in nodes for name in node["gpus"])
     links = "/".join(dict.fromkeys(LINKS[node["link"]] for node in nodes if len(node["gpus"]) > 1))
     if len(nodes) > 1:
         inside = f"{links} inside, " if links else ""
@@ -69,6 +68,14 @@ def speeds(told: Told) -> str:
         f"{1000 * predicted['tpot_s_at_concurrency']:.1f} ms per token of each, {predicted['output_tok_s']:,.0f} "
         f"tok/s; predictions are within {100 * predicted['error_band']:.0f} %"
     )
+
+
+def steps(told: Told) -> list[str]:
+    """How many tokens a step of our own engine has, and why; other engines have their defaults."""
+    best = told["best"]
+    if told["engine"] != "weft":
+        return []
+    return [f"steps of up to {best['max_num_batched_tokens']:,} tokens: {best['max_num_batched_tokens_because']}"]
 
 
 def rejections(told: Told) -> list[str]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
-from weft.cli import plan_text
+from weft.cli import plan_text, tables
 from weft.cli.plan_picture import NAMES, Bar, Rack, parts_of, picture
 from weft.cli.plan_text import Told
 from weft.planner.words import gigabytes
@@ -30,7 +29,7 @@ ASCII = str.maketrans("█▓▒▚░╠╚║═├└│─·", "#=+x.|`|=|`|
 
 def print_answer(told: Told, out: TextIO | None = None) -> None:
     """Everything, on standard output; `told` is what `planner.answer.as_json` tells."""
-    console = console_of(out or sys.stdout)
+    console = tables.console(out, pipe=PIPE)
     best = told["best"]
     say(console, plan_text.model_line(told), style="bold")
     say(console, plan_text.hardware_line(told), *plan_text.remarks(told), "")
@@ -41,7 +40,7 @@ def print_answer(told: Told, out: TextIO | None = None) -> None:
             say(console, traffic)
         console.print()
         console.print(comparison(told, console.width))
-        say(console, "", plan_text.speeds(told))
+        say(console, "", plan_text.speeds(told), *plan_text.steps(told))
     reasons = plan_text.rejections(told)
     if reasons:
         say(console, "", "rejected:", *(f"  {reason}" for reason in reasons[: plan_text.REJECTED]))
@@ -51,13 +50,6 @@ def print_answer(told: Told, out: TextIO | None = None) -> None:
         say(console, "", f"what binds: {binds}")
     if told["advice"]:
         say(console, *([] if best else [""]), "what would help:", *(f"  {change}" for change in told["advice"]))
-
-
-def console_of(out: TextIO) -> Console:
-    """On `out`, as wide as the terminal, and PIPE columns where it is none."""
-    from rich.console import Console
-
-    return Console(file=out, width=None if out.isatty() else PIPE, highlight=False, markup=False, emoji=False)
 
 
 def say(console: Console, *lines: str, style: str = "") -> None:

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from itertools import pairwise
 from math import log10
 
-from weft.errors import ConfigError
+from weft.errors import ConfigError, reason
 
 MARKS = "o+x*#@"
 BETWEEN = "."
@@ -99,5 +99,5 @@ def picture(path: str, curves: Sequence[Curve], *, x: str, y: str, title: str) -
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot write the plot {path}: {getattr(error, 'strerror', None) or error}") from None
+        raise ConfigError(f"cannot write the plot {path}: {reason(error)}") from None
     return True

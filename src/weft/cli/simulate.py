@@ -7,35 +7,23 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from math import inf, isfinite
 from typing import Any
 
 import msgspec
 
 from weft.cli import simulate_view as view
-from weft.cli.parser import UsageError
-from weft.cli.plan import NOTHING_FITS, ask, look_up
-from weft.errors import ConfigError, PlanError
-from weft.facts.model import Model
+from weft.cli.plan import NOTHING_FITS, look_up
+from weft.cli.simulate_study import SHARES, asked, bare, check, questioned, studied
 from weft.planner.answer import cut_json
-from weft.planner.deployment import lengths
 from weft.planner.question import Question
 from weft.planner.search import Answer, Candidate, search
-from weft.simulate.deployment import Limits, specs
 from weft.simulate.find import Found, alone, find_rate, find_replicas, hopeless
-from weft.simulate.lengths import Even, Fixed, Lengths, parse_lengths
-from weft.simulate.load import Drawn, Load, trace_rate
-from weft.simulate.objective import parse_objective, seconds
+from weft.simulate.load import Load
 from weft.simulate.report import Report
-from weft.simulate.study import Study, Times
-from weft.simulate.trace import Row, read_trace
+from weft.simulate.study import Study
 
-DURATION_S = 600.0
-WARMUP = 0.1  # of the duration
-SHARES = (0.2, 0.4, 0.6, 0.8, 0.9, 1.0)  # of the predicted capacity: the rates that nobody has named
 SAFE = 0.7  # of the predicted capacity, about what meets an objective: where a search begins
-FINDING_RUNS = 8  # about as many as a search makes
 
 Told = Callable[[float], object]
 
@@ -69,170 +57,10 @@ def main(arguments: Namespace) -> int:
     return NOTHING_FITS if found is not None and found.value is None else 0
 
 
-def check(said: dict[str, Any]) -> None:
-    """Raises UsageError for flags that contradict each other, before anything is looked up."""
-    loads = [f"--{name}" for name in ("rate", "rates", "users") if name in said]
-    if len(loads) > 1:
-        raise UsageError(f"{loads[0]} and {loads[1]} are different loads; give one of them")
-    if "users" in said and "trace" in said:
-        raise UsageError("--users and --trace are different loads; give one of them")
-    if "think" in said and "users" not in said:
-        raise UsageError("--think is what --users do; give both")
-    drawn = [name for name in ("input-len", "output-len", "prefix-len") if name.replace("-", "_") in said]
-    for file in ("trace", "lengths"):
-        if file in said and any(name != "prefix-len" or file == "trace" for name in drawn):
-            raise UsageError(f"--{file} has the lengths itself; leave --{drawn[0]} out")
-    if "trace" in said and "lengths" in said:
-        raise UsageError("--trace has the lengths itself; leave --lengths out")
-    if "find" in said and "slo" not in said:
-        raise UsageError(f"--find {said['find']} needs an objective, as in --slo ttft_p95=1s,tpot_p95=50ms")
-    if "find" in said and "users" in said:
-        raise UsageError("--find goes with a rate of requests, not with --users")
-    if said.get("find") == "replicas":
-        if "replicas" in said:
-            raise UsageError("--find replicas finds how many; leave --replicas out")
-        if "rate" not in said and "trace" not in said:
-            raise UsageError("--find replicas needs the load, as in --rate 10 or --trace FILE")
-    if "find" in said and "rates" in said:
-        raise UsageError(f"--find {said['find']} takes one load; leave --rates out")
-    if said.get("find") == "rate" and "rate" in said:
-        raise UsageError("--find rate finds the rate; leave --rate out")
-    if "plot" in said and find_spec("matplotlib") is None:
-        raise UsageError("--plot draws with matplotlib, which is not installed (pip install matplotlib)")
-
-
-def asked(said: dict[str, Any], model: Model) -> tuple[Load, int | None]:
-    """The load, and its longest request where that is known."""
-    most = said.get("max_model_len") or model.shape.longest
-    trace = read_trace(said["trace"]) if "trace" in said else ()
-    rows = read_trace(said["lengths"]) if "lengths" in said else ()
-    input_len, output_len = drawn_lengths(said, most)
-    if said.get("prefix_len", 0) >= most:
-        raise ConfigError(f"--prefix-len is {said['prefix_len']:,}; {model.name} goes up to {most:,} tokens")
-    drawn = Drawn(
-        input_len=input_len,
-        output_len=output_len,
-        rows=rows,
-        prefixes=said["prefixes"],
-        prefix_len=said.get("prefix_len", 0),
-        most=most,
-    )
-    load = Load(
-        drawn=drawn,
-        rate=said.get("rate"),
-        burstiness=said["burstiness"],
-        users=said.get("users"),
-        think_s=seconds(said["think"], "--think") if "think" in said else 0.0,
-        trace=trace,
-        seed=said["seed"],
-    )
-    if trace and trace_rate(trace) == inf:
-        raise ConfigError(f"trace {said['trace']}: all its requests come at one time; it has no duration")
-    longest = longest_of(trace or rows) if trace or rows else longest_drawn(input_len, output_len)
-    if longest is not None and longest > most:
-        if not trace and not rows:
-            raise ConfigError(
-                f"--input-len and --output-len make up to {longest:,} tokens; {model.name} goes up to {most:,}"
-            )
-        longest = most
-    return load, longest
-
-
-def drawn_lengths(said: dict[str, Any], most: int) -> tuple[Lengths, Lengths]:
-    """Of prompts and answers, as said; else those that weft plan takes, the answers from half of that to half as much
-    again: where all are equally long, requests that begin together end together, and are followed by others that do."""
-    input_len = parse_lengths(said["input_len"], "--input-len") if "input_len" in said else None
-    output_len = parse_lengths(said["output_len"], "--output-len") if "output_len" in said else None
-    usual_in, usual_out = lengths(most_of(input_len), most_of(output_len), most)
-    high = max(usual_out, min(usual_out * 3 // 2, most - usual_in))
-    return input_len or Fixed(usual_in), output_len or Even(2 * usual_out - high, high)
-
-
-def most_of(lengths: Lengths | None) -> int | None:
-    """The longest of them, or the mean where there is none."""
-    return None if lengths is None else lengths.longest or round(lengths.mean)
-
-
-def longest_of(rows: tuple[Row, ...]) -> int:
-    return max(row.ask.input_len + row.ask.output_len for row in rows)
-
-
-def longest_drawn(input_len: Lengths, output_len: Lengths) -> int | None:
-    ends = input_len.longest, output_len.longest
-    return None if ends[0] is None or ends[1] is None else ends[0] + ends[1]
-
-
-def questioned(arguments: Namespace, model: Model, load: Load, longest: int | None) -> Question:
-    """What weft plan would be asked: the load's mean request, and room for its longest one."""
-    input_len, output_len = (max(1, round(mean)) for mean in load.mean)
-    asked = Namespace(**{**vars(arguments), "input_len": input_len, "output_len": output_len})
-    asked.__dict__.pop("concurrency", None)
-    question = ask(asked, model)
-    workload = msgspec.structs.replace(question.workload, max_model_len=question.workload.max_model_len or longest)
-    return msgspec.structs.replace(question, workload=workload)
-
-
 def nearest(answer: Answer) -> str:
     """What comes closest, and why it is not."""
     reasons = sorted(answer.rejected, key=lambda it: it.short_bytes)
     return f"{reasons[0].cut}: {reasons[0].reason}" if reasons else "no layout is left to try"
-
-
-def studied(said: dict[str, Any], question: Question, best: Candidate, load: Load) -> Study:
-    """The deployment as it is simulated."""
-    limits = Limits(
-        max_num_seqs=said.get("max_num_seqs"),
-        max_num_batched_tokens=said.get("max_num_batched_tokens"),
-        lookahead=said.get("async_scheduling"),
-        **({"max_num_queued": said["max_num_queued_reqs"]} if "max_num_queued_reqs" in said else {}),
-    )
-    found = specs(question, best, limits)
-    counted = "replicas" in said or said.get("find") == "replicas"
-    if counted and best.layout.expert_parallel > best.layout.tensor_parallel:
-        raise PlanError(
-            f"{best.cut}: its replicas share one set of experts, so that their number is part of the layout; describe "
-            "other hardware, or give --no-enable-expert-parallel"
-        )
-    if "replicas" in said:
-        found = [found[number % len(found)] for number in range(said["replicas"])]
-    sample = said.get("sample_replicas")
-    runs = FINDING_RUNS if "find" in said else len(said.get("rates", SHARES if bare(said) else (1,)))
-    return Study(
-        specs=found,
-        gpus_each=best.layout.size,
-        device="CPU" if question.cluster.on_cpu else "GPU",
-        capacity=capacity(best, load),
-        times=times(said, load),
-        policy=said["policy"],
-        price=question.price,
-        objective=parse_objective(said["slo"]) if "slo" in said else None,
-        sample=len(found) if sample == 0 else sample,
-        runs=runs,
-        prefix_caching=said.get("enable_prefix_caching"),
-        stretches=said.get("stretches", True),
-    )
-
-
-def capacity(best: Candidate, load: Load) -> float:
-    """Requests per second that one replica is predicted to answer, saturated."""
-    return best.predicted.saturated_tok_s / best.layout.data_parallel / load.mean[1]
-
-
-def times(said: dict[str, Any], load: Load) -> Times:
-    """Of a trace all is measured, of what might go on for ever not the beginning."""
-    usual = inf if load.trace else DURATION_S
-    duration_s = seconds(said["duration"], "--duration") if "duration" in said else usual
-    warmup_s = 0.0 if load.trace else WARMUP * duration_s
-    if "warmup" in said:
-        warmup_s = 0.0 if said["warmup"].strip() in ("0", "0s") else seconds(said["warmup"], "--warmup")
-    if warmup_s >= duration_s:
-        raise UsageError(f"--warmup is {warmup_s:g} s of {duration_s:g} s; it must leave something to measure")
-    return Times(duration_s=duration_s, warmup_s=warmup_s)
-
-
-def bare(said: dict[str, Any]) -> bool:
-    """Whether nobody has said how much load there is."""
-    return not any(name in said for name in ("rate", "rates", "users", "trace"))
 
 
 def swept(said: dict[str, Any], study: Study, load: Load) -> Iterator[Report]:

@@ -112,7 +112,6 @@ SERVICE = (
         parse=values.at_least(1),
         help="requests that run at once in a replica; left out: the engine's",
     ),
-    Flag(name="max-num-batched-tokens", parse=values.at_least(1), help="tokens of a step; left out: the engine's"),
     Flag(
         name="max-num-queued-reqs",
         parse=values.at_least(0),

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from weft.cli import plot
-from weft.cli.tables import WIDE, table
+from weft.cli.tables import console, table
 from weft.planner.question import Question
 from weft.planner.search import Candidate
+from weft.planner.words import by_type
 from weft.simulate.find import CLOSE, CLOSE_REPLICAS, Found
 from weft.simulate.lengths import Fixed
 from weft.simulate.load import Load
@@ -23,8 +23,7 @@ METRICS = {"TTFT": "ttft_s", "TPOT": "tpot_s", "ITL": "itl_s", "whole answer": "
 
 def hardware(question: Question) -> str:
     """The GPUs by type."""
-    names = [gpu.name for gpu in question.cluster.gpus]
-    there = " + ".join(f"{names.count(name):,} x {name}" for name in dict.fromkeys(names))
+    there = by_type(gpu.name for gpu in question.cluster.gpus)
     nodes = len(question.cluster.nodes)
     return f"{there} on {nodes:,} nodes" if nodes > 1 else there
 
@@ -50,21 +49,18 @@ def devices(count: int, study: Study) -> str:
 
 def show(study: Study, load: Load, runs: Sequence[Report], found: Found | None) -> None:
     """Everything after the heading, on standard output."""
-    from rich.console import Console
-
-    out = sys.stdout
-    console = Console(file=out, width=None if out.isatty() else WIDE, highlight=False, markup=False)
+    shown = console()
     report = found.report if found else runs[0] if len(runs) == 1 else None
     if len(runs) > 1:
-        console.print(loads(runs))
+        shown.print(loads(runs))
         for lines in plots(runs):
-            console.print("\n".join(["", *lines]), soft_wrap=True)
+            shown.print("\n".join(["", *lines]), soft_wrap=True)
     if report:
-        console.print(times(report))
-        console.print("\n".join(figures(study, report)), soft_wrap=True)
+        shown.print(times(report))
+        shown.print("\n".join(figures(study, report)), soft_wrap=True)
     if found:
-        console.print("\n".join(["", *verdict(study, found)]), soft_wrap=True)
-    console.print("\n".join(["", *confidence(study, load, runs, report)]), soft_wrap=True)
+        shown.print("\n".join(["", *verdict(study, found)]), soft_wrap=True)
+    shown.print("\n".join(["", *confidence(study, load, runs, report)]), soft_wrap=True)
 
 
 def loads(runs: Sequence[Report]) -> Any:

@@ -1,14 +1,25 @@
-"""Tables of figures for a person."""
+"""Tables of figures for a person, and what they are printed on."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import sys
+from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
 WIDE = 120  # columns of a pipe, which has no width of its own
 NARROW = 80  # columns in which figures are whole; a terminal with fewer breaks the lines
+
+
+def console(out: TextIO | None = None, *, pipe: int = WIDE) -> Console:
+    """On `out`, by default standard output: as wide as the terminal, and `pipe` columns where it is none. What is
+    printed stays as it is written."""
+    from rich.console import Console
+
+    out = out or sys.stdout
+    return Console(file=out, width=None if out.isatty() else pipe, highlight=False, markup=False, emoji=False)
 
 
 def table(*columns: str, title: str = "") -> Table:

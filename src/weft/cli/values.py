@@ -8,6 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from weft.errors import reason
+from weft.facts.yaml_text import load
+
 MULTIPLIERS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -104,7 +107,7 @@ def device_map(text: str) -> str | dict[str, Any]:
     try:
         return _unique(path.read_text(encoding="utf-8"), text)
     except (OSError, UnicodeDecodeError) as error:
-        raise ArgumentTypeError(f"cannot read {text}: {error}") from None
+        raise ArgumentTypeError(f"cannot read {text}: {reason(error)}") from None
 
 
 def max_memory(text: str) -> dict[str, Any]:
@@ -124,23 +127,11 @@ def max_memory(text: str) -> dict[str, Any]:
 
 def _unique(text: str, what: str) -> dict[str, Any]:
     """A JSON or YAML mapping from texts, each of which is there once."""
-    import yaml  # type: ignore[import-untyped]
-
-    class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        """Refuses what YAML, and Python's JSON, would take the last one of."""
-
-        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-            keys = [key.value for key, _ in node.value]
-            twice = next((key for key in keys if keys.count(key) > 1), None)
-            if twice is not None:
-                raise ArgumentTypeError(f"{what} has {twice!r} twice")
-            return dict(super().construct_mapping(node, deep))
-
     try:
         # JSON is YAML, but for tabs.
-        found = yaml.load(text.replace("\t", " "), Loader)
-    except yaml.YAMLError as error:
-        raise ArgumentTypeError(f"{what} is neither JSON nor YAML: {' '.join(str(error).split())}") from None
+        found = load(text.replace("\t", " "))
+    except ValueError as error:
+        raise ArgumentTypeError(f"{what} is neither JSON nor YAML: {error}") from None
     if not isinstance(found, dict) or not all(isinstance(key, str | int) for key in found):
         raise ArgumentTypeError(f'{what} is no map of modules to devices, as in {{"model.layers.0": 0}}')
     return {str(key): value for key, value in found.items()}

@@ -6,29 +6,33 @@ from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future
 from time import monotonic
-from typing import TYPE_CHECKING, Literal, NoReturn, cast
+from typing import Literal, NoReturn, Protocol, cast
 
+from weft.config import EngineConfig
+from weft.core.blocks import BlockPool
 from weft.core.request import Output, Request, Stats
 from weft.core.scheduler import Scheduler
-from weft.core.step import StepResult
+from weft.core.step import StepPlan, StepResult
 from weft.errors import Cause, EngineError
+from weft.planner.plan import Plan
 
-if TYPE_CHECKING:
-    from weft.config import EngineConfig
-    from weft.executors.base import Executor
-    from weft.planner.plan import Plan
+
+class Submits(Protocol):
+    """What the core needs of an executor that has started: steps are carried out in the order of their submission."""
+
+    def submit(self, step: StepPlan) -> Future[StepResult]: ...
 
 
 class EngineCore:
     """Keeps up to `depth` steps in flight on an executor that has started.
 
-    `step` does it all for a caller who may wait. A loop with other things to do calls `pump` after each
-    message and each finished step, and `finish_oldest` once the future in `pending[0]` is done.
+    Whoever drives it calls `pump` after each message and each finished step, and `finish_oldest` once the future in
+    `pending[0]` is done.
 
-    Once a step has failed, everything but `abort`, `fail_all` and `stats` raises its EngineError.
+    Once a step has failed, everything but `abort` and `stats` raises its EngineError.
     """
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, *, depth: int) -> None:
+    def __init__(self, scheduler: Scheduler, executor: Submits, *, depth: int) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.depth = depth
@@ -38,18 +42,16 @@ class EngineCore:
         self._scheduled_s: dict[str, float] = {}
 
     @classmethod
-    def start(cls, plan: Plan, num_blocks: int, executor: Executor, config: EngineConfig) -> EngineCore:
+    def start(cls, plan: Plan, num_blocks: int, executor: Submits, config: EngineConfig) -> EngineCore:
         """A core with the plan's limits and the config's policies, one step in flight per stage, or one ahead."""
         scheduler = Scheduler(
-            num_blocks=num_blocks,
-            block_size=plan.block_size,
+            pool=BlockPool(num_blocks, plan.block_size, caching=config.enable_prefix_caching),
             max_num_seqs=plan.max_num_seqs,
             max_num_batched_tokens=plan.max_num_batched_tokens,
             max_num_queued=config.max_num_queued_reqs,
             max_model_len=plan.max_model_len,
             stages=plan.stages,
             policy=cast(Literal["fcfs", "priority"], config.scheduling_policy),
-            prefix_caching=config.enable_prefix_caching,
             lookahead=plan.lookahead,
             speculation=plan.speculation,
         )
@@ -66,16 +68,6 @@ class EngineCore:
         self.scheduler.abort(ids)
         for id in ids:
             self._scheduled_s.pop(id, None)
-
-    @property
-    def has_work(self) -> bool:
-        """Whether a request is unfinished or a step in flight."""
-        return bool(self.pending) or self.scheduler.has_unfinished
-
-    def step(self) -> list[Output]:
-        """Submit what can be, wait for the oldest step in flight, if any, and return what it brought."""
-        self.pump()
-        return self.finish_oldest() if self.pending else []
 
     def pump(self) -> None:
         """Submit steps while fewer than `depth` are in flight and there is something to run. Never waits."""
@@ -102,12 +94,6 @@ class EngineCore:
             for output in outputs:
                 output.scheduled_s = self._scheduled_s.pop(output.id, None)
         return outputs
-
-    def fail_all(self) -> list[str]:
-        """Forget every request, and return their ids: for whoever tells them of the failure."""
-        ids = self.scheduler.unfinished
-        self.scheduler.abort(ids)
-        return ids
 
     def stats(self) -> Stats:
         """Gauges of now, counters since start. `steps` grows with every finished step: it is the sign of life."""

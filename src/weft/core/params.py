@@ -189,11 +189,12 @@ def _texts(name: str, value: object) -> tuple[str, ...]:
     if value is None:
         return ()
     said = "a text or a list of texts, none of them empty"
-    texts = (value,) if isinstance(value, str) else tuple(_items(name, value, said))
-    for text in texts:
+    texts = []
+    for text in (value,) if isinstance(value, str) else _items(name, value, said):
         if not isinstance(text, str) or not text:
             _refuse(name, value, said)
-    return texts  # type: ignore[return-value]
+        texts.append(text)
+    return tuple(texts)
 
 
 def _ids(name: str, value: object) -> tuple[int, ...]:

@@ -17,21 +17,19 @@ from typing import Literal
 from msgspec.structs import replace
 
 from weft.core.blocks import BlockPool
-from weft.core.request import FinishReason, Output, Request, Stats
-from weft.core.sequence import Flight, Sequence
+from weft.core.request import Output, Request, Stats
+from weft.core.sequence import Flight, Sample, Sequence
 from weft.core.speculation import Guesser
-from weft.core.step import UNKNOWN, Admission, StepPlan, StepResult, TokenLogprobs
+from weft.core.step import UNKNOWN, Admission, StepPlan, StepResult
+from weft.core.tables import Tables
 from weft.errors import QueueFullError, RequestError
 from weft.planner.plan import Speculation
-
-# A token, and its logprobs where they were asked for.
-Sample = tuple[int, TokenLogprobs | None]
 
 by_order = attrgetter("order")
 
 
 class Scheduler:
-    """Continuous batching over `num_blocks` KV blocks of `block_size` tokens.
+    """Continuous batching over the KV blocks of a `pool`.
 
     At most `max_num_seqs` requests run, a step has at most `max_num_batched_tokens` tokens, prompt and answer
     together at most `max_model_len`. Beyond those that a free slot awaits, `max_num_queued` may wait. With
@@ -48,19 +46,18 @@ class Scheduler:
     def __init__(
         self,
         *,
-        num_blocks: int,
-        block_size: int,
+        pool: BlockPool,
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_num_queued: int,
         max_model_len: int,
         stages: int,
         policy: Literal["fcfs", "priority"],
-        prefix_caching: bool,
         lookahead: bool = False,
         speculation: Speculation | None = None,
     ) -> None:
-        self.pool = BlockPool(num_blocks, block_size, caching=prefix_caching)
+        self.pool = pool
+        self.tables = Tables(pool)
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_queued = max_num_queued
@@ -82,15 +79,13 @@ class Scheduler:
         self._in_flight: deque[Flight] = deque()
         # Ids of the requests that the last scheduled step was the first for.
         self.started: list[str] = []
-        # Blocks that running requests still need for what they have not prefilled yet.
-        self._promised = 0
-        self._counters = Stats(blocks_total=num_blocks)
+        self._counters = Stats(blocks_total=pool.num_blocks)
 
     # Requests in and out
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestError where it can never run, QueueFullError where too many wait."""
-        length, blocks = len(request.prompt), self._blocks(len(request.prompt) + 1)
+        length, blocks = len(request.prompt), self.tables.blocks(len(request.prompt) + 1)
         if not length:
             raise RequestError("the prompt is empty; give at least one token", param="prompt")
         if request.id in self._unfinished:
@@ -131,15 +126,6 @@ class Scheduler:
         if self.waiting < waiting:
             self._queue = [entry for entry in self._queue if not entry[1].done]
             heapify(self._queue)
-
-    @property
-    def unfinished(self) -> list[str]:
-        """The ids of all requests, waiting or running, in order of arrival."""
-        return list(self._unfinished)
-
-    @property
-    def has_unfinished(self) -> bool:
-        return bool(self._unfinished)
 
     @property
     def waiting(self) -> int:
@@ -239,26 +225,18 @@ class Scheduler:
             # Preempted, and its last step is not back: what that brings belongs to its tokens.
             if sequence.outstanding:
                 return
-            found = self._lookup(sequence)
-            new = self._blocks(len(sequence.tokens)) - len(found)
-            if not self._has_room(new, found):
+            found = self.tables.find(sequence)
+            new = self.tables.blocks(len(sequence.tokens)) - len(found)
+            if not self.tables.has_room(new, found, len(self._running)):
                 return
             heappop(self._queue)
-            self._start(flight, sequence, found)
-            sequence.promised = new
-            self._promised += new
+            self._start(flight, sequence, found, new)
             count = min(len(sequence.tokens) - sequence.computed, budget)
             self._add_row(flight, sequence, count, found)
             budget -= count
 
-    def _has_room(self, new: int, found: list[int]) -> bool:
-        """Whether a prompt fits that has blocks in the cache and needs new ones: all of it, and a block more for
-        everybody who runs. Else the newcomer would soon be preempted, or preempt."""
-        revived = sum(self.pool.references[block] == 0 for block in found)
-        return new + revived + self._promised + len(self._running) <= self.pool.free
-
-    def _start(self, flight: Flight, sequence: Sequence, found: list[int]) -> None:
-        """Give a sequence a slot and the blocks that hold its beginning."""
+    def _start(self, flight: Flight, sequence: Sequence, found: list[int], new: int) -> None:
+        """Give a sequence a slot, the blocks that hold its beginning, and the promise of the `new` ones it needs."""
         request = sequence.request
         sequence.slot = self._slots.pop()
         self._running[request.id] = sequence
@@ -266,24 +244,20 @@ class Scheduler:
         flight.plan.admitted.append(
             Admission(sequence.slot, request.key, request.params, request.prompt, output),
         )
-        self.pool.hold(found)
-        sequence.blocks = list(found)
-        sequence.registered = len(found)
-        sequence.room = sequence.computed = len(found) * self.pool.block_size
+        self.tables.open(sequence, found, new)
         # Its pieces come anew.
         sequence.prompt_logprobs = []
         if sequence.cached is None:
             self.started.append(request.id)
             sequence.cached = sequence.computed
-            if self._may_reuse(sequence):
+            if self.tables.may_reuse(sequence):
                 self._counters.prefix_queries += sequence.prompt_length
                 self._counters.prefix_hits += sequence.cached
 
     def _guess(self, sequence: Sequence, budget: int) -> list[int]:
         """Guesses of what follows a sequence's last token, as far as tokens and blocks are to spare and it may grow."""
         assert sequence.guesser
-        spare = max(0, self.pool.free - len(self._running) - self._promised) * self.pool.block_size
-        room = sequence.room + spare - sequence.computed - 1
+        room = sequence.room + self.tables.spare(len(self._running)) - sequence.computed - 1
         most = min(budget, room, sequence.limit - len(sequence.tokens) - 1)
         return sequence.guesser.guesses(sequence.tokens, most) if most > 0 else []
 
@@ -296,7 +270,7 @@ class Scheduler:
         end = start + count
         tokens = sequence.tokens
         if end > sequence.room:
-            blocks = blocks + self._grow(sequence, end)
+            blocks = blocks + self.tables.grow(sequence, end)
         sequence.computed = end
         sequence.outstanding += 1
         plan = flight.plan
@@ -321,19 +295,7 @@ class Scheduler:
             # Its next chunk needs no result of this one.
             self._await_turn(sequence)
         if self.pool.caching and end // self.pool.block_size > sequence.registered:
-            self._register(sequence)
-
-    def _grow(self, sequence: Sequence, end: int) -> list[int]:
-        """Blocks for a sequence's tokens up to `end`; returns those that are new."""
-        new = self.pool.allocate(self._blocks(end - sequence.room))
-        sequence.blocks += new
-        sequence.room += len(new) * self.pool.block_size
-        if sequence.promised:
-            # Guesses after a prompt's last token take more than it was promised.
-            kept = min(sequence.promised, len(new))
-            sequence.promised -= kept
-            self._promised -= kept
-        return new
+            self.tables.register(sequence)
 
     def _may_go_on(self, sequence: Sequence) -> bool:
         """Whether a sequence can take part in the next step, where one of its tokens is still on its way."""
@@ -397,29 +359,12 @@ class Scheduler:
         return brought[: right + 1]
 
     def _extend(self, sequence: Sequence, brought: list[Sample]) -> Output:
-        request = sequence.request
-        tokens = sequence.tokens
-        reason: FinishReason | None = None
-        stop_reason = None
-        if len(tokens) == sequence.prompt_length:
+        if len(sequence.tokens) == sequence.prompt_length:
             self._counters.prompt_tokens += sequence.prompt_length
-        output = Output(request.id, [], [], cached_tokens=sequence.cached or 0)
-        if len(tokens) == sequence.prompt_length and request.params.prompt_logprobs is not None:
-            output.prompt_logprobs = sequence.prompt_logprobs
-        for token, logprob in brought:
-            tokens.append(token)
-            output.tokens.append(token)
-            output.logprobs.append(logprob)
-            if len(tokens) > sequence.stops_after and token in sequence.stop_ids:
-                reason = "stop"
-                stop_reason = token if token in request.params.stop_token_ids else None
-            elif len(tokens) >= sequence.limit:
-                reason = "length"
-            if reason:
-                output.finish_reason, output.stop_reason = reason, stop_reason
-                self._finish(sequence)
-                return output
-        if sequence.slot >= 0 and self._may_go_on(sequence):
+        output = sequence.take(brought)
+        if output.finish_reason:
+            self._finish(sequence)
+        elif sequence.slot >= 0 and self._may_go_on(sequence):
             self._await_turn(sequence)
         return output
 
@@ -441,47 +386,12 @@ class Scheduler:
     def _stop(self, sequence: Sequence) -> None:
         """Take back a running sequence's slot and blocks."""
         del self._running[sequence.request.id]
-        if self.pool.caching and (self.lookahead or self.speculation):
-            # A block may have been filled by a token that was not known then.
-            self._register(sequence)
-        self.pool.release(sequence.blocks)
-        self._promised -= sequence.promised
+        self.tables.close(sequence)
         self._released.append(sequence.slot)
         self._slots.append(sequence.slot)
         sequence.slot = -1
-        sequence.blocks = []
-        sequence.room = sequence.computed = sequence.promised = 0
 
     def _discard_ready(self, sequence: Sequence) -> None:
         if sequence.ready:
             sequence.ready = False
             self._ready.remove(sequence)
-
-    # Prefixes
-
-    def _blocks(self, tokens: int) -> int:
-        """Blocks that hold so many tokens."""
-        return -(-tokens // self.pool.block_size)
-
-    def _may_reuse(self, sequence: Sequence) -> bool:
-        # Logprobs of the prompt need the logits of all its positions.
-        return self.pool.caching and (
-            sequence.request.params.prompt_logprobs is None or len(sequence.tokens) > sequence.prompt_length
-        )
-
-    def _lookup(self, sequence: Sequence) -> list[int]:
-        """The cached blocks of a sequence's beginning: never its last token, whose logits are wanted."""
-        if not self._may_reuse(sequence):
-            return []
-        return self.pool.match(
-            sequence.digests((len(sequence.tokens) - 1) // self.pool.block_size, self.pool.block_size)
-        )
-
-    def _register(self, sequence: Sequence) -> None:
-        """Let others find the blocks that the scheduled tokens fill."""
-        # A token that is on its way has no digest yet.
-        full = min(sequence.computed, len(sequence.tokens)) // self.pool.block_size
-        digests = sequence.digests(full, self.pool.block_size)
-        for index in range(sequence.registered, full):
-            self.pool.register(sequence.blocks[index], digests[index])
-        sequence.registered = full

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from weft.core.blocks import block_digest
-from weft.core.request import Request
+from weft.core.request import Output, Request
 from weft.core.speculation import Guesser
 from weft.core.step import StepPlan, TokenLogprobs
 
+# A token, and its logprobs where they were asked for.
+Sample = tuple[int, TokenLogprobs | None]
+
 
 class Sequence:
-    """A request's state in the scheduler, which alone changes it."""
+    """A request's state in the scheduler, which alone changes it, its blocks through its tables."""
 
     __slots__ = (
         "_digests",
@@ -70,6 +75,25 @@ class Sequence:
             parent = known[index - 1] if index else b""
             known.append(block_digest(parent, self.tokens[index * block_size : (index + 1) * block_size]))
         return known if len(known) == count else known[:count]
+
+    def take(self, brought: Iterable[Sample]) -> Output:
+        """Go on by what was sampled for it, or to its end, where that is among it."""
+        request, tokens = self.request, self.tokens
+        output = Output(request.id, [], [], cached_tokens=self.cached or 0)
+        if len(tokens) == self.prompt_length and request.params.prompt_logprobs is not None:
+            output.prompt_logprobs = self.prompt_logprobs
+        for token, logprob in brought:
+            tokens.append(token)
+            output.tokens.append(token)
+            output.logprobs.append(logprob)
+            if len(tokens) > self.stops_after and token in self.stop_ids:
+                output.finish_reason = "stop"
+                output.stop_reason = token if token in request.params.stop_token_ids else None
+                break
+            if len(tokens) >= self.limit:
+                output.finish_reason = "length"
+                break
+        return output
 
 
 class Flight:

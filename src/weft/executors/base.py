@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
-from typing import Literal, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -12,7 +12,7 @@ from weft.errors import Cause
 from weft.planner.memory import Capacity
 from weft.planner.plan import Plan
 
-__all__ = ["Capacity", "Command", "Executor", "Ready"]
+__all__ = ["Capacity", "Executor", "Ready"]
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):
@@ -20,12 +20,6 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True):
 
     num_blocks: int
     ranks: list[Capacity]
-
-
-class Command(msgspec.Struct, frozen=True, tag=True):
-    """Anything that is not a step, for every rank."""
-
-    kind: Literal["ping"]
 
 
 class Executor(Protocol):
@@ -41,7 +35,5 @@ class Executor(Protocol):
     def start(self, plan: Plan) -> Ready: ...
 
     def submit(self, step: StepPlan) -> Future[StepResult]: ...
-
-    def broadcast(self, command: Command) -> None: ...
 
     def close(self) -> None: ...

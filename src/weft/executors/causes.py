@@ -15,6 +15,7 @@ OUT_OF_MEMORY_HINTS = {
     "allocate": "lower --gpu-memory-utilization, --kv-cache-memory-bytes or --max-num-batched-tokens",
     "step": "lower --max-num-batched-tokens or --max-num-seqs, or --gpu-memory-utilization",
 }
+STUCK = "where it was is printed above; weft hardware tests what the GPUs and their links really do"
 KILLED = "if nobody killed it, the system was out of memory: `dmesg` tells"
 
 
@@ -42,6 +43,8 @@ def obituary(returncode: int | None, words: str) -> tuple[str, str]:
     if returncode is None:
         return "closed its connection", ""
     lines = [line.strip() for line in words.splitlines() if line.strip()]
+    if any(line.startswith("Timeout (") for line in lines):  # of faulthandler: it came no further, and knew it
+        return "came no further and ended itself", STUCK
     # A crash in C ends with a long listing: its first line says what it was.
     last = next((line for line in lines if line.startswith("Fatal Python error")), lines[-1] if lines else "")
     if returncode < 0:

@@ -12,6 +12,7 @@ from typing import Any
 from weft.executors.messages import ToRank
 from weft.executors.rank import SPIN_COUNT, SPINS, WORKER, Worker, keep_to, run, worker_class
 from weft.executors.ranks import RankExecutor
+from weft.facts import cuda
 from weft.planner.plan import Plan
 
 END_S = 5.0  # a thread cannot be killed: one that is in the middle of something longer goes when that is done
@@ -21,14 +22,14 @@ class InlineExecutor(RankExecutor):
     """Each rank has a thread, also a single one: a step then runs while the core prepares the next."""
 
     def __init__(self, worker: str = WORKER) -> None:
-        super().__init__()
-        self._worker = worker
+        super().__init__(worker)
         self._groups: Any = None
         self._inboxes: list[SimpleQueue[Any]] = []
         self._threads: list[threading.Thread] = []
 
     def _launch(self, plan: Plan) -> None:
         os.environ.setdefault(SPINS, SPIN_COUNT)
+        os.environ.update(cuda.order(os.environ))
         # By name: this room does not import torch.
         self._groups = import_module("weft.comm.threads").ThreadGroups(plan)
         for place in plan.places:

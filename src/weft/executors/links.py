@@ -16,6 +16,7 @@ import msgspec
 from weft.errors import ConfigError
 from weft.executors.framing import FrameError
 from weft.executors.launch import Child, end
+from weft.facts import cuda
 from weft.facts.host import Host
 from weft.facts.speeds import GpuSpeed, PairSpeed, Verdict
 
@@ -134,8 +135,7 @@ def _examined(
     tasks: list[Task], examiner: str, start_s: float, task_s: float
 ) -> Iterator[GpuResult | PairResult | Fault]:
     """What one child finds, and last the fault that ended it, if one did."""
-    order = {} if "CUDA_DEVICE_ORDER" in os.environ else {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-    child: Child[FromExaminer] = Child(examiner, FromExaminer, env=order)
+    child: Child[FromExaminer] = Child(examiner, FromExaminer, env=cuda.order(os.environ))
     inbox: SimpleQueue[FromExaminer | None] = SimpleQueue()
     listener = threading.Thread(target=_listen, args=(child, inbox), name="weft-links", daemon=True)
     listener.start()

@@ -6,7 +6,6 @@ import msgspec
 
 from weft.core.step import StepPlan, StepResult
 from weft.errors import Cause
-from weft.executors.base import Command
 from weft.planner.memory import Capacity
 from weft.planner.plan import Plan
 
@@ -50,7 +49,7 @@ class Run(msgspec.Struct, frozen=True, tag=True):
     step: StepPlan
 
 
-ToRank = Launch | Allocate | Run | Command
+ToRank = Launch | Allocate | Run
 
 
 class Entered(msgspec.Struct, frozen=True, tag=True):
@@ -73,10 +72,6 @@ class Done(msgspec.Struct, frozen=True, tag=True):
     result: StepResult
 
 
-class Alive(msgspec.Struct, frozen=True, tag=True):
-    """The answer to a ping."""
-
-
 class Failed(msgspec.Struct, frozen=True, tag=True):
     """The rank's last word. With `lost_peer` it fails only because another has gone."""
 
@@ -84,4 +79,4 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     lost_peer: bool
 
 
-FromRank = Entered | Loaded | Allocated | Done | Alive | Failed
+FromRank = Entered | Loaded | Allocated | Done | Failed

@@ -14,6 +14,7 @@ from weft.executors.launch import Child, end
 from weft.executors.messages import Failed, FromRank, Launch, Neighbour, Shared, ToRank
 from weft.executors.rank import SPIN_COUNT, SPINS, WORKER
 from weft.executors.ranks import RankExecutor
+from weft.facts import cuda
 from weft.planner.plan import Plan
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
@@ -23,8 +24,7 @@ class ProcessExecutor(RankExecutor):
     """Ranks are children of this process. `worker` names the class that each one runs, as "module:Class"."""
 
     def __init__(self, worker: str = WORKER) -> None:
-        super().__init__()
-        self._worker = worker
+        super().__init__(worker)
         self._children: list[Child[FromRank]] = []
         self._listeners: list[threading.Thread] = []
         self._folder: str | None = None
@@ -106,8 +106,7 @@ def environment(threads: int, peer_to_peer: bool = True) -> dict[str, str]:
         # All ranks are on this host; gloo would take the interface of the host's name.
         "GLOO_SOCKET_IFNAME": LOOPBACK,
         SPINS: SPIN_COUNT,
-        # As NVML counts, and so the plan: CUDA's own order is the fastest card first.
-        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        **cuda.order(os.environ),
     }
     if not peer_to_peer:
         ours["NCCL_P2P_DISABLE"] = "1"

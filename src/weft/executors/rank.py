@@ -12,9 +12,8 @@ from typing import Any, Protocol
 import msgspec
 
 from weft.core.step import StepPlan, StepResult
-from weft.executors.base import Command
 from weft.executors.causes import cause_of, lost_peer
-from weft.executors.messages import Alive, Allocate, Allocated, Done, Entered, Failed, Loaded, Run
+from weft.executors.messages import Allocate, Allocated, Done, Entered, Failed, Loaded, Run
 from weft.planner.memory import Capacity
 
 WORKER = "weft.worker.worker:Worker"
@@ -72,8 +71,6 @@ def run(rank: int, inbox: SimpleQueue[Any], send: Callable[[msgspec.Struct], Non
                     worker.allocate(num_blocks)
                     enter("step")
                     say(Allocated())
-                case Command("ping"):
-                    say(Alive())
         later.close()
         worker.close()
     except BaseException as error:  # SystemExit too: a rank has no other way to end

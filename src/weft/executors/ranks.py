@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import atexit
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections import deque
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import TypeVar
 
+from weft import compiled
 from weft.core.step import StepPlan, StepResult
 from weft.errors import Cause, EngineError
-from weft.executors.base import Command, Ready
+from weft.executors.base import Ready
 from weft.executors.messages import Allocate, Allocated, Done, Entered, Failed, FromRank, Loaded, Run, ToRank
+from weft.executors.rank import WORKER
 from weft.planner.memory import kv_blocks
 from weft.planner.plan import Plan
 
@@ -32,13 +33,11 @@ class RankExecutor(ABC):
     """An `Executor`, but for how ranks are launched, told and ended.
 
     `failure` resolves with the first root cause as soon as a rank fails, even when no step is in flight.
-    `heard_s[rank]` is when the rank last said anything, in seconds of the monotonic clock: the output rank
-    speaks once per step, the others when they are pinged.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, worker: str = WORKER) -> None:
+        self._worker = worker
         self.failure: Future[Cause] = Future()
-        self.heard_s: list[float] = []
         self._phases: list[str] = []
         self._news: SimpleQueue[FromRank | Cause] = SimpleQueue()
         self._sending = threading.Lock()  # every rank gets the steps in the same order
@@ -48,9 +47,10 @@ class RankExecutor(ABC):
         self._suspicion: threading.Timer | None = None
 
     def start(self, plan: Plan) -> Ready:
-        ranks = len(plan.places)
-        self._phases, self.heard_s = ["start"] * ranks, [time.monotonic()] * ranks
+        self._phases = ["start"] * len(plan.places)
         atexit.register(self.close)
+        if self._worker == WORKER:
+            compile_ahead(plan)
         try:
             self._launch(plan)
             capacities = sorted((news.capacity for news in self._all(Loaded)), key=lambda c: c.rank)
@@ -76,10 +76,6 @@ class RankExecutor(ABC):
                 future.set_exception(EngineError(ended))
         return future
 
-    def broadcast(self, command: Command) -> None:
-        with self._sending:
-            self._tell(command)
-
     def close(self) -> None:
         self._finish(CLOSED)
         self._end()
@@ -103,7 +99,6 @@ class RankExecutor(ABC):
 
     def _hear(self, rank: int, message: FromRank) -> None:
         """Take in what a rank says."""
-        self.heard_s[rank] = time.monotonic()
         match message:
             case Done(result):
                 with self._lock:
@@ -156,3 +151,10 @@ class RankExecutor(ABC):
             assert isinstance(news, kind)
             heard.append(news)
         return heard
+
+
+def compile_ahead(plan: Plan) -> None:
+    """Have the CPU kernels compiled, where a rank will want them, while it imports torch and reads its weights."""
+    wanted = plan.attention_backend in ("auto", "cpu") and "cpu" in plan.devices
+    if wanted and compiled.obstacle(plan.dtype, plan.shape.head_dim, plan.shape.group) is None:
+        compiled.build_ahead(plan.dtype)

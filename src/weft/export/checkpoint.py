@@ -11,7 +11,7 @@ from weft.export.shell import Placeholder
 from weft.facts import catalogue, demo, gguf_types
 from weft.facts.model import Model
 from weft.facts.precision import canonical
-from weft.facts.schemes import MADE
+from weft.facts.schemes import asked_for
 
 # Engines turn one into another as they load; they all have these words for them.
 FLOATS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -66,7 +66,9 @@ def checkpoint(typed: str, model: Model, precision: str, engine: str, *, on_cpu:
     if precision == own or {precision, own} <= {*FLOATS}:
         return stored
     if made(precision, own, engine, on_cpu):
-        return msgspec.structs.replace(stored, quantised="none" if precision in FLOATS else precision)
+        return msgspec.structs.replace(
+            stored, quantised="none" if precision in FLOATS else asked_for(precision) or precision
+        )
     return Checkpoint(wanted=f"{called(precision)} of {title}", title=title)
 
 
@@ -74,7 +76,7 @@ def made(precision: str, own: str, engine: str, on_cpu: bool) -> bool:
     """Whether the engine makes weights of a precision from those that a checkpoint has of its own, as it loads."""
     if engine == "vllm":
         return precision == "fp8" and own in FLOATS
-    return engine == "weft" and on_cpu and precision in (*FLOATS, *MADE.values())
+    return engine == "weft" and on_cpu and (precision in FLOATS or asked_for(precision) is not None)
 
 
 def called(precision: str) -> str:

@@ -100,5 +100,5 @@ def not_yet(asked: Question, chosen: Candidate) -> list[str]:
     """What Weft's own engine lacks for its plan."""
     if asked.engine != "weft":
         return []
-    lacks = not_run(asked.shape, chosen.layout.precision, on_cpu=asked.cluster.on_cpu)
+    lacks = not_run(asked.shape, chosen.layout.precision)
     return [f"Weft plans this but does not run it yet: {lack}" for lack in lacks]

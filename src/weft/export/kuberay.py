@@ -13,7 +13,7 @@ from weft.export.files import File
 from weft.export.shell import Placeholder
 from weft.export.target import shares_experts
 from weft.export.words import Remarks, comment
-from weft.export.yaml_text import Block, dump
+from weft.facts.yaml_text import Block, dump
 from weft.planner.deployment import Layout
 from weft.planner.islands import devices
 from weft.planner.question import Question

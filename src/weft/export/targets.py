@@ -5,69 +5,28 @@ from __future__ import annotations
 from weft.export import compose, engines, infernet, kuberay, nginx, ollama, transformers, vllm, weft_serve
 from weft.export.target import Target
 
+SERVERS = ("weft", "vllm", "sglang", "trtllm", "llama.cpp")  # engines with an HTTP port of their own
+
 TARGETS = {
     target.name: target
     for target in (
+        Target("weft", "Weft", ("weft",), weft_serve.write, weft_serve.cannot),
+        Target("vllm", "vLLM", ("vllm",), vllm.write, vllm.cannot),
         Target(
-            name="weft",
-            title="Weft",
-            engines=("weft",),
-            write=weft_serve.write,
-            cannot=weft_serve.cannot,
-        ),
-        Target(
-            name="vllm",
-            title="vLLM",
-            engines=("vllm",),
-            write=vllm.write,
-            cannot=vllm.cannot,
-        ),
-        Target(
-            name="transformers",
-            title="Transformers",
-            engines=("transformers",),
-            write=transformers.write,
-            cannot=transformers.cannot,
+            "transformers",
+            "Transformers",
+            ("transformers",),
+            transformers.write,
+            transformers.cannot,
             instead=transformers.INSTEAD,
             port=0,
         ),
         Target(
-            name="ollama",
-            title="Ollama",
-            engines=("llama.cpp",),
-            write=ollama.write,
-            cannot=ollama.cannot,
-            instead=ollama.INSTEAD,
-            port=ollama.PORT,
+            "ollama", "Ollama", ("llama.cpp",), ollama.write, ollama.cannot, instead=ollama.INSTEAD, port=ollama.PORT
         ),
-        Target(
-            name="infernet",
-            title="Infernet",
-            engines=("weft", "vllm"),
-            write=infernet.write,
-            cannot=engines.cannot,
-        ),
-        Target(
-            name="nginx",
-            title="nginx",
-            engines=("weft", "vllm", "sglang", "trtllm", "llama.cpp"),
-            write=nginx.write,
-            cannot=engines.cannot,
-        ),
-        Target(
-            name="kuberay",
-            title="KubeRay",
-            engines=("vllm",),
-            write=kuberay.write,
-            cannot=kuberay.cannot,
-            port=0,
-        ),
-        Target(
-            name="compose",
-            title="Docker Compose",
-            engines=("weft", "vllm"),
-            write=compose.write,
-            cannot=compose.cannot,
-        ),
+        Target("infernet", "Infernet", ("weft", "vllm"), infernet.write, engines.cannot),
+        Target("nginx", "nginx", SERVERS, nginx.write, engines.cannot),
+        Target("kuberay", "KubeRay", ("vllm",), kuberay.write, kuberay.cannot, port=0),
+        Target("compose", "Docker Compose", ("weft", "vllm"), compose.write, compose.cannot),
     )
 }

@@ -13,6 +13,7 @@ from weft.export.shell import Placeholder
 from weft.planner.deployment import Layout
 from weft.planner.notes import notes
 from weft.planner.search import Candidate
+from weft.planner.words import by_type
 
 KEYS = "HF_TOKEN and VLLM_API_KEY are read from the environment; without VLLM_API_KEY nobody is asked for a key"
 WIDTH = 100  # columns of a comment
@@ -40,8 +41,8 @@ def comment(target: str, it: Deployment, remarks: Remarks) -> str:
 
 def plan(it: Deployment) -> str:
     """The model, the hardware, the cut, and where everything lies."""
-    layout, names = it.candidate.layout, [it.question.cluster.gpus[at].name for at in it.candidate.layout.gpus]
-    hardware = " + ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+    layout = it.candidate.layout
+    hardware = by_type(it.question.cluster.gpus[at].name for at in layout.gpus)
     where = f"{len(it.nodes)} nodes with {hardware}" if len(it.nodes) > 1 else hardware
     return (
         f"{it.checkpoint.title} in {layout.precision} on {where}: {cut(layout)}; "

@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from weft.errors import ConfigError, ModelError
+from weft.errors import ConfigError, ModelError, reason
 from weft.facts import config_json, demo, gguf, gguf_names, gguf_shape, hub, safetensors
 from weft.facts.parameters import axis_length, parameters
 from weft.facts.shape import DType, ModelShape
@@ -57,7 +57,7 @@ def resolve(
     try:
         path = _locate(model, revision, hf_token, download_dir, weights=load_format != "dummy")
     except (OSError, RuntimeError) as error:  # a directory that may not be read, a name too long, the ~ of nobody
-        raise ModelError(f"cannot read {model}: {getattr(error, 'strerror', None) or error}") from error
+        raise ModelError(f"cannot read {model}: {reason(error)}") from error
     found: Format = "safetensors" if path.is_dir() else "gguf"
     if load_format not in ("auto", "dummy", found):
         raise ModelError(f"{path} is {found}, not {load_format}; leave --load-format out, or give another model")
@@ -124,7 +124,7 @@ def _file(path: Path) -> Path:
         if gguf.is_gguf(path):
             return path
     except OSError as error:
-        raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
+        raise ModelError(f"cannot read {path}: {reason(error)}") from error
     raise ModelError(f"{path} is no model: it does not begin as a GGUF file does; give a directory or a .gguf file")
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from weft.errors import ModelError
+from weft.errors import ModelError, reason
 from weft.facts.defaults import DEFAULTS, Defaults
 from weft.facts.fields import Fields
 from weft.facts.parameters import ARCHITECTURES, RUNNABLE
@@ -59,7 +59,7 @@ def load(path: Path) -> Fields:
     try:
         return Fields(msgspec.json.decode(path.read_bytes(), type=dict[str, object]), str(path))
     except OSError as error:
-        raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
+        raise ModelError(f"cannot read {path}: {reason(error)}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ModelError(f"{path} is damaged: {error}; fetch it again") from error
 

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from weft.errors import ModelError
+from weft.errors import ModelError, reason
 from weft.facts.cache import cache_dir
 
 NAME = "demo"
@@ -56,7 +56,7 @@ def fetch(download: Download | None = None) -> Path:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise _disk_full(folder) from error
-        raise ModelError(f"cannot keep the demo model in {folder}: {error.strerror or error}; {WAYS_OUT}") from error
+        raise ModelError(f"cannot keep the demo model in {folder}: {reason(error)}; {WAYS_OUT}") from error
     return path
 
 

@@ -15,7 +15,8 @@ SUPERBLOCK = 256  # numbers along a row, of the types that end in K and of IQ4_X
 BLOCK = 32  # of the others
 # What a tensor gets whose rows are no multiple of the super-block.
 FALLBACK = {"Q2_K": "IQ4_NL", "Q3_K": "IQ4_NL", "IQ4_XS": "IQ4_NL", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
-# A mix by its name, and the type of most of its tensors.
+# A mix by its name, and the type of most of its tensors. Those with Q8_0 behind have it for what the head multiplies
+# with, as llama.cpp's --output-tensor-type makes them.
 MIXES = {
     "q2_k": "Q2_K",
     "q3_k_s": "Q3_K",
@@ -25,6 +26,8 @@ MIXES = {
     "iq4_nl": "IQ4_NL",
     "q4_0": "Q4_0",
     "q4_1": "Q4_1",
+    "q4_0+q8_0": "Q4_0",
+    "q4_1+q8_0": "Q4_1",
     "q4_k_s": "Q4_K",
     "q4_k_m": "Q4_K",
     "q5_0": "Q5_0",
@@ -34,6 +37,8 @@ MIXES = {
     "q6_k": "Q6_K",
     "q8_0": "Q8_0",
 }
+# Mixes in which layers differ.
+BY_LAYER = ("q3_k_m", "q4_k_s", "q4_k_m", "q5_k_m", "iq4_nl", "iq4_xs")
 # `general.file_type` of a GGUF file. Source: enum llama_ftype of llama.cpp's llama.h.
 FILE_TYPES = {
     0: "fp32",
@@ -77,7 +82,7 @@ def _wanted(shape: ModelShape, mix: str, parameter: Parameter, part: Part, layer
     base, layers = MIXES[mix], shape.layers
     name = parameter.name.removeprefix("layers.{layer}.").removesuffix(".weight")
     if parameter.role == "head" or (parameter.role == "embedding" and shape.tied and name == "embed"):
-        return base if base == "Q8_0" else "Q6_K"
+        return "Q8_0" if mix.endswith("q8_0") else "Q6_K"
     if name == "attention.qkv":
         fused = parameter.parts[0].source == parameter.parts[-1].source
         if fused:

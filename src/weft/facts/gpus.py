@@ -65,6 +65,11 @@ class GpuSpec(msgspec.Struct, frozen=True, kw_only=True):
     limit_bytes: int | None = None
     calibration: Calibration | None = None
 
+    @property
+    def sliced(self) -> bool:
+        """Whether it is a MIG slice, which its driver names after its board."""
+        return "MIG" in self.name.split()
+
     def __hash__(self) -> int:
         return hash((self.name, self.memory_bytes, self.bandwidth_Bps))
 

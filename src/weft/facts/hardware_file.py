@@ -16,35 +16,19 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from weft.errors import ConfigError
-from weft.facts.cluster import MOST, MOST_BPS, NETWORK, Cluster, Node, check_size, joined, network_bytes
+from weft.errors import ConfigError, reason
+from weft.facts import quantities
+from weft.facts.cluster import MOST, NETWORK, Cluster, Node, check_size, joined, network_bytes
 from weft.facts.gpus import PCIE_BPS, GpuSpec, find_gpu
+from weft.facts.quantities import Bytes, Capability, Rate, digits
+from weft.facts.yaml_text import dump, load
 
 SUFFIXES = (".yaml", ".yml")
 MOST_FILE_BYTES = 1 << 18  # a description is a page at most; YAML of megabytes takes minutes to read
-MOST_BYTES = 1e15  # of memory
-LONG = 60  # characters of what is wrong that are told
-UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 Count = Annotated[int, Meta(ge=1, le=MOST)]
 Precision = Literal["fp32", "bf16", "fp16", "fp8", "int8", "fp4"]
 Tera = dict[Precision, Annotated[float, Meta(gt=0, le=1e9)]]
-
-
-class Bytes(int):
-    """24GB, 22.5GiB"""
-
-
-class Rate(float):
-    """936GB/s, 400Gb: bytes per second."""
-
-
-class Capability(float):
-    """8.9: the two numbers that a GPU's compute capability is made of."""
-
-    @property
-    def pair(self) -> tuple[int, int]:
-        return int(self), round(10 * self) % 10
 
 
 class _Fields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -213,50 +197,35 @@ def read(path: str) -> Cluster:
             content = file.read(MOST_FILE_BYTES + 1)
         if len(content) > MOST_FILE_BYTES:
             raise ConfigError(f"{path} has more than {MOST_FILE_BYTES >> 10} KiB: that is no description of hardware")
-        told = _loaded(content.decode(), path)
+        text = content.decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+        raise ConfigError(f"cannot read {path}: {reason(error)}") from None
     try:
-        return msgspec.convert(told, _File, dec_hook=_read).cluster()
+        told = load(text)
+    except ValueError as error:
+        raise ConfigError(f"{path} is not YAML: {error}") from None
+    try:
+        return msgspec.convert(told, _File, dec_hook=quantities.read).cluster()
     except msgspec.ValidationError as error:
         raise ConfigError(f"{path}: {_plain(str(error))}") from None
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
 
 
-def _loaded(text: str, path: str) -> Any:
-    """What the YAML says. Raises ConfigError where it is none, or has a field twice, of which YAML takes the last."""
-    import yaml  # type: ignore[import-untyped]
-
-    class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        """Each field once."""
-
-        def compose_mapping_node(self, anchor: Any) -> Any:
-            node, names = super().compose_mapping_node(anchor), set()
-            for key, _ in node.value:
-                if isinstance(key, yaml.ScalarNode) and key.value in names:
-                    raise yaml.composer.ComposerError(None, None, f"{key.value!r} is there twice", key.start_mark)
-                names.add(key.value if isinstance(key, yaml.ScalarNode) else None)
-            return node
-
-    try:
-        return yaml.load(text, Loader)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
-    except RecursionError:
-        raise ConfigError(f"{path} is no description of hardware: its lists are nested too deeply") from None
-
-
 def write(cluster: Cluster) -> str:
-    """The file of which `read` makes such a cluster; figures have six digits."""
-    import yaml
+    """The file of which `read` makes such a cluster."""
+    return dump(as_told(cluster))
 
+
+def as_told(cluster: Cluster) -> dict[str, Any]:
+    """What such a file says; figures have six digits."""
     file = _File(
         nodes=tuple(_written(node, count) for node, count in _runs(cluster.nodes)),
         network=Rate(cluster.network_Bps) if len(cluster.nodes) > 1 else UNSET,
         price=cluster.price,
     )
-    return str(yaml.safe_dump(msgspec.to_builtins(file, enc_hook=_write), sort_keys=False, allow_unicode=True))
+    told: dict[str, Any] = msgspec.to_builtins(file, enc_hook=quantities.write)
+    return told
 
 
 def _written(node: Node, count: int) -> _Node:
@@ -294,46 +263,7 @@ def _flops(tera: Tera) -> dict[str, float]:
 
 
 def _tera(gpu: GpuSpec) -> Any:
-    return {precision: _digits(flops / 1e12) for precision, flops in gpu.flops.items()}
-
-
-def _digits(figure: float) -> float:
-    rounded = float(f"{figure:.6g}")
-    return int(rounded) if rounded.is_integer() else rounded
-
-
-def _read(kind: type, told: Any) -> Any:
-    """A figure of ours from what YAML makes of it; ValueError where it is none."""
-    if kind is Capability:
-        if not re.fullmatch(r"\d{1,2}(\.\d)?", str(told)):
-            raise ValueError(f"{told!r} is no compute capability, as in 8.9")
-        return Capability(told)
-    if kind is Rate:
-        with _located():
-            try:
-                return Rate(network_bytes(str(told)))
-            except ConfigError:
-                said = repr(told)[:LONG]
-                most = f"{MOST_BPS / 1e12:.0f}TB/s"
-                raise ConfigError(
-                    f"{said} is no speed above 0 with its unit, as in 936GB/s or 400Gb, of {most} at most"
-                ) from None
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)B\s*", str(told), re.IGNORECASE)
-    size = float(match[1]) * UNITS.get(match[2].lower(), 0) if match else 0.0
-    if not 1 <= size <= MOST_BYTES:
-        said = repr(told)[:LONG]
-        raise ValueError(
-            f"{said} is no size above 0 with its unit, as in 24GB or 22.5GiB, of {MOST_BYTES / 1e12:.0f}TB at most"
-        )
-    return Bytes(size)
-
-
-def _write(figure: Any) -> str | float:
-    if isinstance(figure, Capability):
-        return float(figure)
-    if isinstance(figure, Rate):
-        return f"{_digits(figure / 1e9):g}GB/s"
-    return f"{figure >> 20}MiB" if figure % (1 << 20) == 0 else f"{figure:d}B"
+    return {precision: digits(flops / 1e12) for precision, flops in gpu.flops.items()}
 
 
 def _check_name(name: str) -> None:

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import msgspec
 
-from weft.facts import cpu, nvml
+from weft.facts import cpu, cuda, nvml
 from weft.facts.cpu import Cpu
 from weft.facts.topology import Gpu, Pair
 
 # What the environment may say about a layout; the planner is pure and reads it from here.
-PLANNING_VARIABLES = ("VLLM_PP_LAYER_PARTITION", "VLLM_ATTENTION_BACKEND")
+PLANNING_VARIABLES = ("VLLM_PP_LAYER_PARTITION", "VLLM_ATTENTION_BACKEND", "TRITON_INTERPRET")
 
 
 class Host(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,7 +44,8 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
 def probe(environment: Mapping[str, str] = os.environ, root: Path = Path("/")) -> Host:
     """Look at this machine, below `root` for what the kernel tells in files; milliseconds without a GPU."""
     total, free = memory(root)
-    driver = nvml.look(environment.get("CUDA_VISIBLE_DEVICES"), root)
+    otherwise = cuda.ordered_otherwise(environment)
+    driver = nvml.look(environment.get("CUDA_VISIBLE_DEVICES"), root, otherwise=otherwise)
     omp = environment.get("OMP_NUM_THREADS", "").split(",")[0].strip()  # a list is per nesting level
     return Host(
         hostname=socket.gethostname(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from weft.errors import ModelError
+from weft.errors import ModelError, reason
 from weft.facts import catalogue, checkpoint, config_json, demo, gguf, gguf_shape, hub, safetensors
 from weft.facts.gguf_types import FILE_TYPES
 from weft.facts.model import Model
@@ -30,7 +30,7 @@ def look_up(
     try:
         path = checkpoint.local(model)
     except (OSError, RuntimeError) as error:  # a directory that may not be read, a name too long, the ~ of nobody
-        raise ModelError(f"cannot read {model}: {getattr(error, 'strerror', None) or error}") from error
+        raise ModelError(f"cannot read {model}: {reason(error)}") from error
     if path is not None:
         return _directory(model, path) if path.is_dir() else _gguf(model, path)
     known = catalogue.look_up(model)

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from weft.facts import cuda
 from weft.facts.topology import Ancestor, Clocks, Gpu, Holder, NvLinks, Pair, Pcie, Slice, multiprocessors
 
 T = TypeVar("T")
@@ -54,8 +55,9 @@ class Driver(msgspec.Struct, frozen=True):
     pairs: tuple[Pair, ...] = ()
 
 
-def look(visible: str | None = None, root: Path = Path("/")) -> Driver:
-    """The GPUs that CUDA would show under CUDA_VISIBLE_DEVICES=`visible` (None: unset). None without a driver."""
+def look(visible: str | None = None, root: Path = Path("/"), *, otherwise: bool = False) -> Driver:
+    """The GPUs that CUDA would show under CUDA_VISIBLE_DEVICES=`visible` (None: unset), numbered along the PCI bus, or
+    `otherwise` as CUDA in this process does. None without a driver."""
     if visible is not None and not visible.strip():
         return Driver()
     try:
@@ -83,7 +85,7 @@ def look(visible: str | None = None, root: Path = Path("/")) -> Driver:
                 continue
             handles |= {gpu.uuid: board for gpu in there}
             found += there
-        chosen = choose(found, visible)
+        chosen = (as_cuda_shows(found) if otherwise and len(found) > 1 else None) or choose(found, visible)
         pairs = tuple(probe.pair(a, b, handles[a.uuid], handles[b.uuid]) for a, b in combinations(chosen, 2))
         version = _text(probe.ask(nvml.nvmlSystemGetDriverVersion, default=""))
         return Driver(version, chosen, pairs) if found else Driver()
@@ -308,8 +310,27 @@ def choose(found: Iterable[Gpu], visible: str | None) -> tuple[Gpu, ...]:
     the first one, and nothing else (NVIDIA's MIG user guide, "CUDA Device Enumeration").
     """
     chosen = list(found) if visible is None else _named(list(found), visible)
-    chosen = [gpu for gpu in chosen if gpu.slice][:1] or chosen
-    return tuple(msgspec.structs.replace(gpu, index=n) for n, gpu in enumerate(chosen))
+    return renumbered([gpu for gpu in chosen if gpu.slice][:1] or chosen)
+
+
+def as_cuda_shows(found: Iterable[Gpu]) -> tuple[Gpu, ...] | None:
+    """Those of `found` that CUDA itself shows this process, in its order; None, and a warning, where it does not
+    say."""
+    shown, known = cuda.shown(), {cuda.digits(gpu.uuid): gpu for gpu in found}
+    if shown is None or not known.keys() >= set(shown):
+        logger.warning(
+            "CUDA does not tell its order of the GPUs, and %s leaves that to it: they are taken along the PCI bus; if "
+            "they differ, set %s=%s",
+            cuda.ORDER,
+            cuda.ORDER,
+            cuda.BUS,
+        )
+        return None
+    return renumbered([known[uuid] for uuid in shown])
+
+
+def renumbered(gpus: Iterable[Gpu]) -> tuple[Gpu, ...]:
+    return tuple(msgspec.structs.replace(gpu, index=n) for n, gpu in enumerate(gpus))
 
 
 def _named(found: list[Gpu], visible: str) -> list[Gpu]:

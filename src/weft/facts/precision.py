@@ -152,7 +152,7 @@ def weights(shape: ModelShape, precision: str, place: Place | None = None) -> We
     """
     precision, place = canonical(precision), place or whole(shape)
     layers = range(place.layers.start, place.layers.stop)
-    alike = precision not in gguf_types.MIXES  # in all layers
+    alike = precision not in gguf_types.BY_LAYER  # all layers
     kinds = {"embedding": 0, "linear": 0, "expert": 0, "head": 0, "others": 0}
     for parameter in parameters(shape):
         kind = parameter.role if parameter.role in kinds else "others"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from weft.errors import ModelError
+from weft.errors import ModelError, reason
 from weft.facts.tensor import TensorInfo, check_bounds
 
 LENGTH_BYTES = 8  # the header's length, little-endian, comes first
@@ -48,7 +48,7 @@ def read(path: Path) -> dict[str, TensorInfo]:
                 )
             header = file.read(length)
     except OSError as error:
-        raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
+        raise ModelError(f"cannot read {path}: {reason(error)}") from error
     tensors = decode(header, str(path))
     start = LENGTH_BYTES + length
     tensors = {name: msgspec.structs.replace(info, offset=start + info.offset) for name, info in tensors.items()}
@@ -109,7 +109,7 @@ def _read_indexed(folder: Path) -> dict[str, TensorInfo]:
     try:
         weight_map = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
     except OSError as error:
-        raise ModelError(f"cannot read {index}: {error.strerror or error}") from error
+        raise ModelError(f"cannot read {index}: {reason(error)}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ModelError(f"{index} is damaged ({error}); fetch it again") from error
     names, files = sorted(set(weight_map.values())), {}

@@ -46,9 +46,16 @@ SCHEMES = {
     "Q4_0": Scheme(bits=4, group=32, lowest="middle"),
 }
 # What can be asked for, of any checkpoint, and what is made of it in the words of `facts.precision`. Groups of 128, as
-# GPTQ and AWQ choose with the help of examples, are too coarse for weights that are rounded by themselves.
-MADE = {"int8": "int8", "int4": "q4_1", "q4_0": "q4_0", "q4_1": "q4_1", "q8_0": "q8_0"}
+# GPTQ and AWQ choose with the help of examples, are too coarse for weights that are rounded by themselves; and a head
+# that is rounded to 4 bits costs more than its bytes are worth.
+MADE = {"int8": "int8", "int4": "q4_1+q8_0", "q4_0": "q4_0+q8_0", "q4_1": "q4_1+q8_0", "q8_0": "q8_0"}
 QUANTIZATIONS = ("auto", "none", *MADE)
+
+
+def asked_for(precision: str) -> str | None:
+    """The word of MADE for weights of a precision, those of a GGUF file without its head counted; None where there is
+    none."""
+    return next((word for word, made in reversed(MADE.items()) if precision in (made, made.partition("+")[0])), None)
 
 
 def scheme_of(shape: ModelShape, precision: str, parameter: Parameter, part: Part) -> str | None:

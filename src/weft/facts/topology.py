@@ -86,9 +86,10 @@ class Slice(msgspec.Struct, frozen=True):
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     """One visible GPU (or the one MIG slice that CUDA shows a process). `index` is N of "cuda:N" in this process: its
-    place in CUDA_VISIBLE_DEVICES, or else in the order of the PCI bus, which workers ask CUDA for too
-    (CUDA_DEVICE_ORDER). `capability` is (major, minor). `bus` is its PCI address as /sys writes it. `clocks` is
-    None for a slice; this and what follows also where the driver does not tell."""
+    place in CUDA_VISIBLE_DEVICES, or else in the order of the PCI bus, which workers ask CUDA for too, or in the one
+    that the user asks it for (CUDA_DEVICE_ORDER; `facts/cuda.py`). `capability` is (major, minor). `bus` is its PCI
+    address as /sys writes it. `clocks` is None for a slice; this and what follows also where the driver does not
+    tell."""
 
     index: int
     name: str

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-import uuid
 from collections.abc import AsyncGenerator, Sequence
 from typing import cast
 
@@ -15,10 +13,10 @@ from weft.client.frontend import PromptLike
 from weft.client.outputs import CompletionOutput, Logprob
 from weft.errors import RequestError
 from weft.serving.logprobs import completion_logprobs
-from weft.serving.openai_types import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, StreamOptions
+from weft.serving.openai_answer import OpenAIAnswer
+from weft.serving.openai_types import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, Usage
 from weft.serving.sampling import said
 from weft.serving.service import Answer, Service
-from weft.serving.sse import DONE, event, reply
 
 
 async def completions(request: Request) -> Response:
@@ -37,15 +35,7 @@ async def completions(request: Request) -> Response:
     special = wire.add_special_tokens is not False
     prompts = [await service.prompt(prompt, special=special) for prompt in split_prompts(wire.prompt)]
     answer = service.answer(prompts, sampling, priority=wire.priority)
-    writing = Writing(service, answer, model, wire, scoring)
-    return await reply(
-        request,
-        answer,
-        stream=bool(wire.stream),
-        events=writing.events,
-        whole=writing.whole,
-        keepalive_s=service.options.keepalive_interval,
-    )
+    return await Writing(service, answer, model, wire, scoring).reply(request)
 
 
 def split_prompts(prompt: str | list[str | int | list[int]]) -> list[PromptLike]:
@@ -60,41 +50,41 @@ def split_prompts(prompt: str | list[str | int | list[int]]) -> list[PromptLike]
     return [cast(list[int], prompt)] if kinds == {int} else cast(list[PromptLike], prompt)
 
 
-class Writing:
+class Writing(OpenAIAnswer[CompletionChoice]):
     """One completion request on its way out: a choice's number is prompt number * n + choice number."""
 
     def __init__(self, service: Service, answer: Answer, model: str, wire: CompletionRequest, scoring: bool) -> None:
-        self._frontend = service.frontend
-        self._answer = answer
-        self._id = f"cmpl-{uuid.uuid4().hex}"
-        self._created = int(time.time())
-        self._model = model
-        self._options = wire.stream_options or StreamOptions()
+        super().__init__(service, answer, model, wire, "cmpl")
         self._echo = bool(wire.echo)
         self._scoring = scoring
         self._top = wire.logprobs
         self._lengths: dict[int, int] = {}  # characters that each choice has had, while streaming
 
-    async def whole(self) -> Completion:
-        await self._answer.finish()
+    def _whole(self) -> Completion:
         choices = [
             self._choice(at, job, made) for at, job in enumerate(self._answer.jobs) for made in job.output.outputs
         ]
-        return self._completion(choices, usage=True)
+        return self._chunk(choices, self._usage())
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
+    async def _pieces(self) -> AsyncGenerator[CompletionChoice, None]:
         if self._echo:
             for at, job in enumerate(self._answer.jobs):
                 for made in job.output.outputs:
-                    yield self._event(self._piece(at, Delta(made.index, self._prompt_text(job), [])))
+                    yield self._piece(at, Delta(made.index, self._prompt_text(job), []))
         async for at, news in self._answer:
             if self._scoring:
                 news = Delta(news.index, "", [], finish_reason="length")
             if news.text or news.finish_reason or self._top is not None:
-                yield self._event(self._piece(at, news))
-        if self._options.include_usage:
-            yield event(self._completion([], usage=True))
-        yield DONE
+                yield self._piece(at, news)
+
+    def _chunk(self, choices: list[CompletionChoice], usage: Usage | None) -> Completion:
+        return Completion(id=self._id, created=self._created, model=self._model, choices=choices, usage=usage)
+
+    def _usage(self) -> Usage:
+        usage = super()._usage()
+        if self._scoring:
+            usage.total_tokens, usage.completion_tokens = usage.prompt_tokens, 0
+        return usage
 
     def _choice(self, at: int, job: Collector, made: CompletionOutput) -> CompletionChoice:
         ids: Sequence[int] = made.token_ids
@@ -125,16 +115,6 @@ class Writing:
             finish_reason=news.finish_reason,
             stop_reason=news.stop_reason,
         )
-
-    def _event(self, choice: CompletionChoice) -> bytes:
-        counted = self._options.include_usage and self._options.continuous_usage_stats
-        return event(self._completion([choice], usage=bool(counted)))
-
-    def _completion(self, choices: list[CompletionChoice], *, usage: bool) -> Completion:
-        counted = self._answer.usage if usage else None
-        if counted is not None and self._scoring:
-            counted.total_tokens, counted.completion_tokens = counted.prompt_tokens, 0
-        return Completion(id=self._id, created=self._created, model=self._model, choices=choices, usage=counted)
 
     def _logprobs(
         self, ids: Sequence[int], positions: Sequence[dict[int, Logprob] | None], offset: int

@@ -10,7 +10,7 @@ import ssl
 import stat
 from pathlib import Path
 
-from weft.errors import ConfigError
+from weft.errors import ConfigError, reason
 from weft.serving.options import ServeOptions
 
 BACKLOG = 2048  # connections that wait to be accepted; uvicorn's own
@@ -81,7 +81,7 @@ def _bind_path(path: str) -> socket.socket:
         listener.bind(path)
     except OSError as error:
         listener.close()
-        raise ConfigError(f"cannot listen on {path}: {error.strerror or error}; give another --uds") from None
+        raise ConfigError(f"cannot listen on {path}: {reason(error)}; give another --uds") from None
     return listener
 
 

@@ -17,7 +17,7 @@ import uvicorn
 from weft.client.frontend import Frontend, Words
 from weft.client.remote import AsyncEngine
 from weft.config import EngineConfig
-from weft.errors import ConfigError
+from weft.errors import ConfigError, PlanError
 from weft.executors.base import Ready
 from weft.facts.checkpoint import Checkpoint, resolve
 from weft.facts.host import Host, probe
@@ -79,23 +79,26 @@ async def _serve(
     host = probe()
     plan = plan_to_run(config, checkpoint, host)
     known = None if options.disable_log_stats else _seen(plan, host)
+    # While the engine starts, which takes longer: all is there to tell before the first request comes.
+    foreseeing = asyncio.create_task(asyncio.to_thread(_foresee, plan, host, known)) if known else None
     starting = time.monotonic()
     engine = await AsyncEngine.start(plan, config)
     try:
         for line in capacity_lines(plan, engine.ready.num_blocks):
             log.info(line)
+        expected = await foreseeing if foreseeing else None
+        if expected:
+            log.info(_beside(expected, engine.ready))
         frontend = Frontend.of(config, checkpoint, words, max_model_len=engine.plan.max_model_len)
         log.info("the engine is ready (%.2f s)", time.monotonic() - starting)
         capacity = config.max_num_seqs + config.max_num_queued_reqs
         service = Service(engine, frontend, options, model=config.model, capacity=capacity)
+        service.foreseen = Foreseen(expected) if expected else None
         server = Server(service, listener, engine.died)
         address = listen.address(listener, options)
         listen.begin(listener, options)
         log.info("serving %s at %s (%.2f s)", ", ".join(service.names), address, time.monotonic() - began)
-        foreseeing = asyncio.create_task(_foresee(service, engine.ready, plan, host, known)) if known else None
-        await server.run()
-        if foreseeing:
-            foreseeing.cancel()
+        await server.until_ended()
         failure = engine.failure
     finally:
         await engine.close()
@@ -131,7 +134,7 @@ class Server(uvicorn.Server):
         self._drain: asyncio.Task[None] | None = None
         self._interrupted = False
 
-    async def run(self) -> None:  # type: ignore[override]
+    async def until_ended(self) -> None:
         """Serve until a signal, or the engine's death."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -203,23 +206,21 @@ async def _log_stats(service: Service) -> None:
         before = now
 
 
-async def _foresee(service: Service, ready: Ready, plan: Plan, host: Host, known: Speeds) -> None:
-    """Tell what the planner expected of this engine's memory, and have the service tell of the first requests. Beside
-    the server, which must not wait for it."""
-
-    def look() -> tuple[Forecast, str]:
-        from weft.planner.forecast import forecast, started
-
-        expected = forecast(plan, host, known)
-        return expected, started(expected, ready.ranks, ready.num_blocks)
+def _foresee(plan: Plan, host: Host, known: Speeds) -> Forecast | None:
+    from weft.planner.forecast import forecast
 
     try:
-        expected, line = await asyncio.to_thread(look)
-    except ConfigError as error:  # a GPU that nobody knows
+        return forecast(plan, host, known)
+    except (ConfigError, PlanError) as error:  # a GPU that nobody knows
         log.info("no predictions: %s", error)
-        return
-    log.info(line)
-    service.foreseen = Foreseen(expected)
+        return None
+
+
+def _beside(expected: Forecast, ready: Ready) -> str:
+    """What the ranks reported, beside what the planner expected of them."""
+    from weft.planner.forecast import started
+
+    return started(expected, ready.ranks, ready.num_blocks)
 
 
 def _seen(plan: Plan, host: Host) -> Speeds | None:

@@ -6,9 +6,9 @@ import msgspec
 
 from weft.config import EngineConfig
 from weft.errors import PlanError
-from weft.planner.cost import replicas
 from weft.planner.footprint import BLOCK
 from weft.planner.question import Question
+from weft.planner.replica import replicas
 from weft.planner.search import Candidate, engine_profile
 from weft.planner.steps import Steps
 from weft.simulate.replica import Spec
@@ -19,7 +19,6 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     schedules a step before the one under way is over, where there is no pipeline."""
 
     max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
     max_num_queued: int = EngineConfig.max_num_queued_reqs
     lookahead: bool | None = None
 
@@ -40,15 +39,14 @@ def specs(question: Question, candidate: Candidate, limits: Limits) -> list[Spec
     for replica, memory in zip(runs, candidate.memory.replicas, strict=True):
         key = id(replica), id(memory)
         if key not in known:
-            batches = [profile.batch(rank.memory_bytes) for rank in memory.ranks]
-            tokens = limits.max_num_batched_tokens or min(tokens for tokens, _ in batches)
-            sequences = limits.max_num_seqs or by_stage * min(sequences for _, sequences in batches)
+            most = min(profile.batch(rank.memory_bytes)[1] for rank in memory.ranks)
+            sequences = limits.max_num_seqs or by_stage * most
             known[key] = Spec(
                 steps=steps.setdefault(id(replica), Steps(replica)),
                 num_blocks=memory.kv_tokens // BLOCK,
                 block_size=BLOCK,
                 max_num_seqs=sequences,
-                max_num_batched_tokens=tokens,
+                max_num_batched_tokens=memory.batched_tokens,
                 max_num_queued=limits.max_num_queued,
                 max_model_len=question.workload.max_model_len or question.shape.longest,
                 stages=stages,

@@ -9,11 +9,13 @@ from math import inf, sqrt
 
 import msgspec
 
+from weft.core.blocks import BlockPool
 from weft.core.params import SamplingParams
 from weft.core.request import Request
 from weft.core.step import StepPlan
 from weft.planner.steps import Steps, StepSeconds
 from weft.simulate.ask import Ask
+from weft.simulate.blocks import CountedBlocks
 from weft.simulate.scheduler import StretchScheduler
 from weft.simulate.tally import Answer, Tally
 
@@ -74,16 +76,17 @@ class Replica:
         # A lone request may outgrow a small cache, and ends there.
         self.longest = min(spec.max_model_len, spec.num_blocks * spec.block_size)
         self.most = spec.max_num_queued + spec.max_num_seqs  # requests that it takes
+        # Without a prefix cache one block is as good as any other.
+        size = spec.num_blocks, spec.block_size
+        pool = BlockPool(*size, caching=True) if prefix_caching else CountedBlocks(*size)
         self.scheduler = StretchScheduler(
-            num_blocks=spec.num_blocks,
-            block_size=spec.block_size,
+            pool=pool,
             max_num_seqs=spec.max_num_seqs,
             max_num_batched_tokens=spec.max_num_batched_tokens,
             max_num_queued=spec.max_num_queued,
             max_model_len=spec.max_model_len,
             stages=spec.stages,
             policy="fcfs",
-            prefix_caching=prefix_caching,
             lookahead=spec.lookahead,
         )
         self._steps, self._tally, self._stretches = spec.steps, tally, stretches

@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
 from weft.core.request import Output
 from weft.core.scheduler import Scheduler
 from weft.core.sequence import Sequence
 from weft.core.step import StepPlan, StepResult
-from weft.simulate.blocks import CountedBlocks
 
 
 class StretchScheduler(Scheduler):
     """A round is one step of every group of requests that takes turns in the stages: without a pipeline, one step. With
     `lookahead` there is one group, of which a step is under way when the next one is scheduled.
 
-    What a request is answered with is its own key, again and again: requests with one key have one content. Without a
-    prefix cache blocks are counted only.
+    What a request is answered with is its own key, again and again: requests with one key have one content.
     """
-
-    def __init__(self, *, num_blocks: int, block_size: int, prefix_caching: bool, **limits: Any) -> None:
-        kept = num_blocks if prefix_caching else 0
-        super().__init__(num_blocks=kept, block_size=block_size, prefix_caching=prefix_caching, **limits)
-        if not prefix_caching:
-            self.pool = CountedBlocks(num_blocks, block_size)
 
     def finish(self, plan: StepPlan) -> list[Output]:
         """Apply the result of the oldest step in flight, which is `plan`."""
@@ -62,7 +53,7 @@ class StretchScheduler(Scheduler):
         rounds -= 2 if self.lookahead else self.stages > 1
         if rounds < 1:
             return 0
-        enough = len(running) * self._blocks(rounds) <= self.pool.free
+        enough = len(running) * self.tables.blocks(rounds) <= self.pool.free
         return rounds if enough else self._rounds_with_room(rounds)
 
     def advance(self, rounds: int) -> list[str]:
@@ -78,9 +69,9 @@ class StretchScheduler(Scheduler):
             sequence.tokens += [sequence.request.key] * rounds
             sequence.computed += rounds
             if sequence.computed > sequence.room:
-                self._grow(sequence, sequence.computed)
+                self.tables.grow(sequence, sequence.computed)
             if caching and sequence.computed // size > sequence.registered:
-                self._register(sequence)
+                self.tables.register(sequence)
             if len(sequence.tokens) >= sequence.limit:
                 ended.append(sequence)
         # All of the last step have their blocks before any gives them back.
@@ -109,12 +100,12 @@ class StretchScheduler(Scheduler):
         # What others write may come to be what its prompt begins with.
         if self.pool.caching and any(it.request.key == first.request.key for it in self._running.values()):
             return False
-        found = self._lookup(first)
-        return not self._has_room(self._blocks(len(first.tokens)) - len(found), found)
+        found = self.tables.find(first)
+        return not self.tables.has_room(self.tables.blocks(len(first.tokens)) - len(found), found, len(self._running))
 
     def _new_blocks(self, rounds: int) -> int:
         """Blocks that so many more tokens of each need."""
-        return sum(self._blocks(max(0, it.computed + rounds - it.room)) for it in self._running.values())
+        return sum(self.tables.blocks(max(0, it.computed + rounds - it.room)) for it in self._running.values())
 
     def _rounds_with_room(self, rounds: int) -> int:
         """The most rounds, up to these, that the free blocks suffice for."""

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import msgspec
 
-from weft.errors import ConfigError
+from weft.errors import ConfigError, reason
 from weft.simulate.ask import Ask, Contents
 
 MOST_ERROR_CHARS = 60
@@ -77,26 +77,28 @@ def _lines(path: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """Each request's columns, their names in lower case, with the number of its line."""
     try:
         with Path(path).open(encoding="utf-8-sig", newline="") as file:
-            first = file.readline()
-            while first and not first.strip():
-                first = file.readline()
+            first = next((line for line in file if line.strip()), "")
             file.seek(0)
-            if first.lstrip().startswith("{"):
-                for number, text in enumerate(file, 1):
-                    if text.strip():
-                        yield number, _object(text, f"{path}, line {number}")
-            else:
-                reader = csv.reader(file, skipinitialspace=True)
-                names = [name.strip().lower() for name in next(reader, [])]
-                for fields in reader:
-                    if any(fields):
-                        if len(fields) != len(names):
-                            raise ConfigError(
-                                f"{path}, line {reader.line_num}: {len(fields)} fields under {len(names)} columns"
-                            )
-                        yield reader.line_num, dict(zip(names, fields, strict=True))
+            yield from (_objects if first.lstrip().startswith("{") else _table)(file, path)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(f"cannot read the trace {path}: {error}") from None
+        raise ConfigError(f"cannot read the trace {path}: {reason(error)}") from None
+
+
+def _objects(file: TextIO, path: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """One JSON object a line."""
+    for number, text in enumerate(file, 1):
+        if text.strip():
+            yield number, _object(text, f"{path}, line {number}")
+
+
+def _table(file: TextIO, path: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """CSV under a line of names."""
+    reader = csv.reader(file, skipinitialspace=True)
+    names = [name.strip().lower() for name in next(reader, [])]
+    for fields in filter(any, reader):
+        if len(fields) != len(names):
+            raise ConfigError(f"{path}, line {reader.line_num}: {len(fields)} fields under {len(names)} columns")
+        yield reader.line_num, dict(zip(names, fields, strict=True))
 
 
 def _object(text: str, where: str) -> Mapping[str, Any]:

@@ -1,0 +1,56 @@
+"""What attention is asked for in tests, and batches for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from weft.kernels.base import AttentionShape
+from weft.kernels.batch import Batch
+
+
+def shaped(
+    dtype: torch.dtype, head_dim: int = 64, q_heads: int = 4, kv_heads: int = 2, **others: Any
+) -> AttentionShape:
+    """The shape of a small model, with `others` of its fields."""
+    shape = AttentionShape(
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        windows=(None,),
+        scale=head_dim**-0.5,
+        dtype=dtype,
+        kept=dtype,
+        block_size=16,
+        rows=8,
+        tokens=512,
+        length=512,
+    )
+    return replace(shape, **others)
+
+
+def ragged(counts: list[int], contexts: list[int], block_size: int, seed: int) -> tuple[Batch, int]:
+    """A batch whose rows have shuffled blocks of their own, and the number of blocks."""
+    generator = torch.Generator().manual_seed(seed)
+    needs = [-(-c // block_size) for c in contexts]
+    order = torch.randperm(sum(needs), generator=generator).to(torch.int32)
+    tables = torch.zeros(len(counts), max(needs), dtype=torch.int32)
+    positions, slots, used = [], [], 0
+    for row, (count, context, need) in enumerate(zip(counts, contexts, needs, strict=True)):
+        tables[row, :need] = order[used : used + need]
+        used += need
+        for position in range(context - count, context):
+            positions.append(position)
+            slots.append(int(tables[row, position // block_size]) * block_size + position % block_size)
+    batch = Batch(
+        tokens=torch.zeros(sum(counts), dtype=torch.int32),
+        positions=torch.tensor(positions, dtype=torch.int32),
+        slots=torch.tensor(slots),
+        row_starts=torch.tensor([0, *torch.tensor(counts).cumsum(0)], dtype=torch.int32),
+        context=torch.tensor(contexts, dtype=torch.int32),
+        tables=tables,
+        decodes=next((row for row, count in enumerate(counts) if count > 1), len(counts)),
+    )
+    return batch, sum(needs)

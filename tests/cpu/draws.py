@@ -1,0 +1,74 @@
+"""Rows for the samplers, and how far what was drawn is from what should have been."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+from weft.core.params import SamplingParams
+from weft.worker.chooser import Settings, TorchChooser, TritonChooser
+from weft.worker.filters import weigh
+from weft.worker.random import BLOCK, block_sums, exponentials, seeds
+
+CPU = torch.device("cpu")
+MASK = 2**64 - 1
+TIE = 1e-5  # of a time: what rounding may turn round
+PARAMS = [
+    SamplingParams(temperature=0.6),
+    SamplingParams(temperature=0.0),
+    SamplingParams(),
+    SamplingParams(temperature=1.3, top_p=0.9),
+    SamplingParams(temperature=0.8, top_k=40, top_p=0.95),
+    SamplingParams(top_k=3),
+    SamplingParams(min_p=0.05, top_k=1000),
+    SamplingParams(top_k=1),
+]
+
+
+def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:
+    """Standard deviations above the mean, over the cells that a draw can reach."""
+    reached = probabilities > 0
+    assert not counts[~reached].any()
+    hoped = probabilities[reached] * counts.sum()
+    degrees = reached.sum() - 1
+    return float((((counts[reached] - hoped) ** 2 / hoped).sum() - degrees) / math.sqrt(2 * degrees))
+
+
+def chosen(
+    logits: torch.Tensor, params: list[SamplingParams], positions: np.ndarray, device: torch.device = CPU
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What Triton chooses for rows with these parameters, in turn, and what torch does on a CPU."""
+    rows = len(logits)
+    slots, found = np.arange(rows)[::-1].copy(), []
+    for chooser, there in ((TritonChooser(rows, device), device), (TorchChooser(rows), CPU)):
+        for row, slot in enumerate(slots):
+            chooser.admit(int(slot), params[row % len(params)], key_of(row))
+        arrays = [slots, positions, *chooser.arrays(slots)]
+        tensors = [torch.from_numpy(array).to(there) for array in arrays]
+        found.append(chooser.choose(logits.to(there), slots, positions, tensors).cpu())
+    return found[0], found[1]
+
+
+def key_of(row: int) -> int:
+    return row * 0x9E3779B97F4A7C15 & MASK
+
+
+def far_apart(
+    got: torch.Tensor, want: torch.Tensor, logits: torch.Tensor, params: list[SamplingParams], positions: np.ndarray
+) -> list[int]:
+    """Rows whose tokens differ, though not by the rounding of two times that are almost the same."""
+    rows = []
+    for row in (got != want).nonzero().flatten().tolist():
+        it = Settings(1)
+        it.admit(0, params[row % len(params)], key_of(row))
+        weights = weigh(logits[row : row + 1].float(), it.columns)
+        sums = block_sums(weights)[0].double()
+        times = exponentials(torch.from_numpy(seeds(it.keys, positions[row : row + 1])), len(sums) + BLOCK)[0]
+        block, place = divmod(int(got[row]), BLOCK)
+        inside = weights[0, block * BLOCK : (block + 1) * BLOCK].double()
+        races = (sums / times[: len(sums)], block), (inside / times[len(sums) : len(sums) + len(inside)], place)
+        if any(scores[winner] < scores.max() * (1 - TIE) for scores, winner in races):
+            rows.append(row)
+    return rows

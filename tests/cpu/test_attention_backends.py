@@ -1,0 +1,361 @@
+"""Attention by FlashInfer and by torch's varlen attention, neither of which runs here: against a copy of what they take
+and give, which computes in plain torch. tests/gpu has the real ones."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.cpu import checkpoints, fake_flashinfer, fake_varlen
+from tests.cpu.attention import ragged, shaped
+from weft import LLM, SamplingParams, kernels
+from weft.errors import ConfigError
+from weft.kernels import choose, contest, flashinfer, usable, varlen
+from weft.kernels.base import Attention, AttentionShape, HeadNorm, Kernels, KVCache
+from weft.kernels.batch import Batch
+from weft.kernels.plain import PlainKernels
+from weft.worker import graphs, worker
+
+pytest.importorskip("triton", reason="needs triton, whose kernels do the rest")
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter")
+
+CPU = torch.device("cpu")
+FP8 = torch.float8_e4m3fn
+PLAIN = PlainKernels()
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Both are here, and the CPU is a card that computes in fp32 too: what is compared then is exact."""
+    monkeypatch.setitem(sys.modules, "flashinfer", fake_flashinfer.module())
+    monkeypatch.setattr(flashinfer, "installed", lambda: "0.6.12.post1")
+    monkeypatch.setattr(flashinfer, "HEAD_DIMS", (16, 64, 128))
+    monkeypatch.setattr(flashinfer, "WORKSPACE_BYTES", 1 << 10)
+    monkeypatch.setattr(usable, "FLASH_DTYPES", (torch.float32, torch.float16))
+    monkeypatch.setattr(usable, "off_gpu", lambda device: None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    use(monkeypatch, fake_varlen.varlen_attn)
+
+
+def use(monkeypatch: pytest.MonkeyPatch, function: Callable[..., torch.Tensor]) -> None:
+    names = frozenset(inspect.signature(function).parameters)
+    monkeypatch.setattr(varlen, "function", lambda: (function, names))
+
+
+MADE: dict[str, Callable[[AttentionShape], Attention]] = {
+    "flashinfer": lambda shape: flashinfer.FlashInferAttention(CPU, shape),
+    "varlen": lambda shape: varlen.VarlenAttention(CPU, shape, paged=False),
+    "varlen, paged": lambda shape: varlen.VarlenAttention(CPU, shape, paged=True),
+}
+CASES = [
+    # counts, contexts, q_heads, kv_heads, head_dim, block_size, window
+    ([1], [1], 2, 1, 64, 16, None),
+    ([1, 1, 1], [5, 70, 200], 9, 3, 64, 16, None),
+    ([40, 7], [40, 7], 6, 3, 64, 16, None),  # whole prompts
+    ([1, 40, 7, 1], [130, 40, 90, 33], 6, 2, 128, 16, None),  # a chunk, a hit, one token after them
+    ([1, 50, 3], [300, 120, 10], 8, 1, 64, 32, 17),
+    ([20], [90], 7, 7, 64, 4, 1),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=[str(c[0]) for c in CASES])
+@pytest.mark.parametrize("kind", MADE)
+def test_attention_is_the_plain_one(kind: str, case: tuple) -> None:
+    counts, contexts, q_heads, kv_heads, head_dim, block_size, window = case
+    others = {"windows": (None, window), "block_size": block_size}
+    attention = MADE[kind](shaped(torch.float32, head_dim, q_heads, kv_heads, **others))
+    for seed in (1, 2):  # the second step has other rows
+        batch, blocks = ragged(counts, contexts, block_size, seed=seed)
+        torch.manual_seed(seed)
+        cache = KVCache(*(torch.randn(blocks, block_size, kv_heads, head_dim) for _ in range(2)))
+        q = torch.randn(sum(counts), q_heads, head_dim)
+        attention.prepare(batch)
+        for seen in (window, None):  # layers of both kinds
+            got = attention.attend(q, cache, batch, head_dim**-0.5, seen)
+            torch.testing.assert_close(got, PLAIN.attend(q, cache, batch, head_dim**-0.5, seen), atol=2e-4, rtol=2e-4)
+        contexts = contexts[::-1] if counts == counts[::-1] else contexts
+
+
+def test_flashinfer_reads_an_fp8_cache() -> None:
+    attention = MADE["flashinfer"](shaped(torch.float16, kept=FP8))
+    batch, blocks = ragged([1, 20], [40, 30], 16, seed=3)
+    torch.manual_seed(3)
+    cache = KVCache(*(torch.randn(blocks, 16, 2, 64).to(FP8) for _ in range(2)))
+    q = torch.randn(21, 4, 64, dtype=torch.float16)
+    attention.prepare(batch)
+    wide = KVCache(cache.keys.float(), cache.values.float())
+    want = PLAIN.attend(q.float(), wide, batch, 0.125, None)
+    torch.testing.assert_close(attention.attend(q, cache, batch, 0.125, None).float(), want, atol=4e-3, rtol=4e-3)
+
+
+def test_torch_2_11_has_no_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, fake_varlen.varlen_attn_of_2_11)
+    assert not varlen.third(CPU, shaped(torch.float32))
+    test_attention_is_the_plain_one("varlen", CASES[3])
+
+
+def test_what_is_beyond_the_gathering_memory_is_triton_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(varlen, "MOST_GATHERED", 169)
+    calls: list[int] = []
+
+    def counted(*given: object, **more: object) -> torch.Tensor:
+        calls.append(1)
+        return fake_varlen.varlen_attn(*given, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(varlen, "function", lambda: (counted, frozenset({"enable_gqa"})))
+    for contexts, count in (([40, 129], 2), ([40, 130], 0)):
+        calls.clear()
+        case = ([40, 7], contexts, 6, 3, 64, 16, None)
+        attention = MADE["varlen"](shaped(torch.float32, 64, 6, 3))
+        batch, blocks = ragged(case[0], contexts, 16, seed=1)
+        cache = KVCache(*(torch.randn(blocks, 16, 3, 64) for _ in range(2)))
+        q = torch.randn(47, 6, 64)
+        attention.prepare(batch)
+        for _ in range(2):
+            got = attention.attend(q, cache, batch, 0.125, None)
+        torch.testing.assert_close(got, PLAIN.attend(q, cache, batch, 0.125, None), atol=2e-4, rtol=2e-4)
+        assert len(calls) == count
+
+
+def test_the_copy_takes_what_torch_takes() -> None:
+    real = pytest.importorskip("torch.nn.attention.varlen", reason="needs torch 2.10 or later")
+    names, known = (list(inspect.signature(f.varlen_attn).parameters) for f in (fake_varlen, real))
+    if "block_table" not in known:
+        pytest.skip("needs torch 2.12 or later, whose function is copied")
+    assert names == known
+
+
+# --- whole engines ---
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two layers that see everything and three with a window."""
+    return checkpoints.make("qwen2-window", tmp_path_factory.mktemp("attention"))
+
+
+PROMPTS = [[1, 5, 9, 33, 7], list(range(3, 40)), [4], [40, 41, 42] * 6]
+
+
+def answers(path: Path, **how: object) -> list[list[int]]:
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    with LLM(str(path), dtype="float32", skip_tokenizer_init=True, executor="inline", **how) as llm:
+        first, again = (llm.generate(PROMPTS, params) for _ in range(2))  # the second from the prefix cache
+        assert again[1].num_cached_tokens >= 32
+    assert [it.outputs[0].token_ids for it in first] == [it.outputs[0].token_ids for it in again]
+    return [it.outputs[0].token_ids for it in first]
+
+
+@pytest.fixture(scope="module")
+def plain(checkpoint: Path) -> list[list[int]]:
+    return answers(checkpoint, attention_backend="torch")
+
+
+class Composed(PlainKernels):
+    """Attention of another kind beside the plain kernels: Triton's would take minutes in its interpreter."""
+
+    def __init__(self, device: torch.device, attention: Attention) -> None:
+        self.prepare, self.attend = attention.prepare, attention.attend  # type: ignore[method-assign]
+
+    def rotate_and_store(
+        self, qkv: torch.Tensor, q_heads: int, rope: torch.Tensor, cache: KVCache, batch: Batch, norm: HeadNorm | None
+    ) -> torch.Tensor:
+        real = batch.slots >= 0  # the others fill a graph up
+        part = replace(batch, positions=batch.positions[real], slots=batch.slots[real])
+        q = qkv.new_zeros(len(qkv), q_heads, cache.keys.shape[-1])
+        q[real] = super().rotate_and_store(qkv[real], q_heads, rope, cache, part, norm)
+        return q
+
+
+def decode(
+    q: torch.Tensor,
+    cache: KVCache,
+    batch: Batch,
+    rows: int,
+    scale: float,
+    window: int | None,
+    processors: int,
+    out: torch.Tensor,
+) -> None:
+    """What Triton's kernel does."""
+    starts, context, tables = batch.row_starts[: rows + 1], batch.context[:rows], batch.tables[:rows]
+    part = replace(batch, row_starts=starts, context=context, tables=tables)
+    out[:rows] = PLAIN.attend(q[:rows], cache, part, scale, window)
+
+
+@pytest.fixture
+def composed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels.triton, "made", lambda device, attention=None: Composed(device, attention))
+    monkeypatch.setattr(varlen.attention, "decode", decode)
+
+
+@pytest.mark.usefixtures("composed")
+@pytest.mark.parametrize(
+    "how",
+    [{"max_num_batched_tokens": 24}, {"tensor_parallel_size": 2}, {"async_scheduling": True}],
+    ids=["chunks", "tp2", "ahead"],
+)
+@pytest.mark.parametrize("backend", ["flashinfer", "varlen"])
+def test_an_engine_gives_the_same_tokens(checkpoint: Path, plain: list[list[int]], backend: str, how: dict) -> None:
+    assert answers(checkpoint, attention_backend=backend, **how) == plain
+
+
+@pytest.mark.usefixtures("composed")
+@pytest.mark.parametrize("backend", ["flashinfer", "varlen"])
+def test_graphs_give_the_same_tokens(
+    checkpoint: Path, plain: list[list[int]], backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A capture is a function that is called again: what it has been told apart from its tensors stays as it was."""
+
+    def capture() -> Callable[[Callable[[], None]], Callable[[], None]]:
+        return lambda run: (run(), run)[1]
+
+    monkeypatch.setattr(worker.Worker, "_captures", True)
+    monkeypatch.setattr(worker, "CudaGraphs", capture)
+    monkeypatch.setattr(graphs, "sizes", lambda most: [1, 2, 4])
+    assert answers(checkpoint, attention_backend=backend, max_num_seqs=4) == plain
+
+
+# --- what cannot be ---
+
+
+def refused(backend: str, *words: str, **others: object) -> None:
+    shape = shaped(torch.float16, **{"head_dim": 64, **others})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError) as caught:
+        choose(backend, CPU, shape)
+    message = str(caught.value)
+    assert "\n" not in message and "--attention-backend torch" in message
+    assert all(word in message for word in words), message
+
+
+def test_flashinfer_refuses_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused("flashinfer", "80", "64, 128", head_dim=80)
+    monkeypatch.setattr(usable, "FLASH_DTYPES", (torch.bfloat16,))
+    refused("flashinfer", "float16")
+    monkeypatch.setattr(flashinfer, "installed", lambda: "0.4.1")
+    refused("flashinfer", "flashinfer-python 0.4.1", "0.5")
+    monkeypatch.setattr(flashinfer, "installed", lambda: None)
+    refused("flashinfer", "pip install weft[cuda]")
+
+
+@pytest.mark.parametrize("backend", ["flashinfer", "varlen"])
+def test_neither_runs_on_a_cpu(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(flashinfer, "installed", lambda: "0.6.12")
+    monkeypatch.setattr(varlen, "function", lambda: (fake_varlen.varlen_attn, frozenset()))
+    refused(backend, "GPUs", "cpu")
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    refused(backend, "GPUs", "cpu", "TRITON_INTERPRET=1")  # by Triton's, which the rest is
+
+
+def test_flashinfer_whose_kernels_cannot_be_built_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*given: object, **more: object) -> None:
+        raise RuntimeError("Ninja build failed:\n[1/2] nvcc ...\nsh: nvcc: not found\n")
+
+    monkeypatch.setattr(sys.modules["flashinfer"], "BatchDecodeWithPagedKVCacheWrapper", broken)
+    refused("flashinfer", "cannot be built", "nvcc: not found")
+    with caplog.at_level("INFO", "weft"):
+        assert flashinfer.made(CPU, shaped(torch.float16), required=False) is None
+    assert "Triton's take their place" in caplog.text
+
+
+def test_varlen_refuses_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused("varlen", "260", "256", head_dim=260)
+    refused("varlen", "FP8", kept=FP8)
+    monkeypatch.setattr(usable, "FLASH_DTYPES", (torch.bfloat16,))
+    refused("varlen", "float16")
+    monkeypatch.setattr(varlen, "function", lambda: None)
+    refused("varlen", torch.__version__, "2.11")
+
+
+def test_the_version_is_the_package_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    try:
+        assert flashinfer.installed() == importlib.metadata.version("flashinfer-python")
+    except importlib.metadata.PackageNotFoundError:
+        assert flashinfer.installed() is None
+
+
+# --- the faster of two ---
+
+
+def both(shape: AttentionShape) -> list[Kernels]:
+    return [choose(backend, CPU, shape) for backend in ("flashinfer", "triton")]
+
+
+@pytest.mark.parametrize(("times", "won"), [((2e-6, 3e-6), "flashinfer"), ((3e-6, 2e-6), "triton")])
+def test_the_faster_one_is_taken_and_both_figures_are_told(
+    times: tuple[float, float], won: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    shape = shaped(torch.float32, rows=3, length=40)
+    left, outs = list(times), []
+
+    def clock(run: Callable[[], object]) -> float:
+        outs.append(run())
+        return left.pop(0)
+
+    with caplog.at_level(logging.INFO, "weft"):
+        assert contest.fastest(both(shape), CPU, shape, clock) == won
+    torch.testing.assert_close(*outs)  # the same rows of the same cache
+    assert f"3 rows over 40 tokens: flashinfer {times[0] * 1e6:.0f} us, triton {times[1] * 1e6:.0f} us" in caplog.text
+    assert f"--attention-backend {won} is used" in caplog.text
+
+
+def test_what_cannot_be_measured_is_not_kept(caplog: pytest.LogCaptureFixture) -> None:
+    shape = shaped(torch.float32, rows=3, length=40)
+
+    def clock(run: Callable[[], object]) -> float:
+        raise torch.OutOfMemoryError("CUDA out of memory\nand more")
+
+    assert contest.fastest(both(shape), CPU, shape, clock) is None
+    assert "(CUDA out of memory)" in caplog.text
+    contest.keep(contest.note(CPU, shape, "0.6"), None)
+    assert contest.winner(contest.note(CPU, shape, "0.6")) is None
+
+
+@pytest.mark.parametrize("won", ["flashinfer", "triton"])
+def test_the_winner_is_known_at_the_next_start(won: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then a library that has lost is not even imported; another version of it, or other heads, are another contest."""
+    shape, held = shaped(torch.float32), []
+
+    def fastest(found: Sequence[Kernels], *given: object) -> str:
+        held.append(1)
+        return won
+
+    monkeypatch.setattr(contest, "fastest", fastest)
+    assert kernels._on_gpu("auto", CPU, shape).name == won
+    if won == "triton":
+        monkeypatch.setattr(flashinfer, "made", None)
+    assert kernels._on_gpu("auto", CPU, shape).name == won
+    assert len(held) == 1
+    assert contest.winner(contest.note(CPU, shape, "0.6.13")) is None
+    assert contest.winner(contest.note(CPU, replace(shape, kv_heads=1), "0.6.12.post1")) is None
+
+
+@pytest.mark.parametrize("content", [b"", b"torch", b"\xff\xfe", b"{}"])
+def test_a_damaged_note_is_none(content: bytes) -> None:
+    note = contest.note(CPU, shaped(torch.float32), "0.6")
+    contest.keep(note, "triton")
+    assert note and contest.winner(note) == "triton"
+    note.write_bytes(content)
+    assert contest.winner(note) is None
+
+
+def test_auto_says_nothing_where_it_is_not_installed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(flashinfer, "installed", lambda: None)
+    assert kernels._on_gpu("auto", CPU, shaped(torch.float32)).name == "triton"
+    assert not caplog.records

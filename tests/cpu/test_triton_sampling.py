@@ -1,0 +1,238 @@
+"""The sampler's Triton kernels, in Triton's interpreter, against the ones in torch and the reference of one row."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.cpu import checkpoints
+from tests.cpu.draws import CPU, MASK, PARAMS, chi_square, chosen, far_apart
+from tests.cpu.test_sampler import EOS, Row, check_logprobs, expected, grid, row_of, sampled
+from weft import LLM
+from weft.core.params import SamplingParams
+from weft.worker import chooser, chunks, filters
+from weft.worker.filters import weigh
+from weft.worker.random import BLOCK, block_sums, exponentials, race, seeds
+from weft.worker.rows import Rows
+from weft.worker.sampler import Sampler
+from weft.worker.staging import Staging
+
+pytest.importorskip("triton", reason="needs triton")
+
+import triton
+import triton.language as tl
+
+from weft.kernels.triton import sampling
+
+# Masked logits over a low temperature are beyond float32: -inf is right, and numpy says so all the same.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+
+
+@triton.jit
+def _first_times(keys, positions, out, COUNT: tl.constexpr):
+    row = tl.program_id(0)
+    index = tl.arange(0, COUNT)
+    key = tl.load(keys + row).to(tl.uint64, bitcast=True)
+    stream = sampling._mix(sampling._mix(key) + tl.load(positions + row).to(tl.uint64) * sampling.STEP)
+    tl.store(out + row * COUNT + index, sampling._times(stream, index))
+
+
+def test_its_random_numbers_are_those_of_torch() -> None:
+    keys = np.array([0, 1, 7, 2**63, MASK, 0x9E3779B97F4A7C15], dtype=np.uint64)
+    positions = np.array([0, 1, 2**31, 5, 17, 10**6])
+    out = torch.empty(len(keys), 1024, dtype=torch.float64)
+    _first_times[(len(keys),)](torch.from_numpy(keys.view(np.int64)), torch.from_numpy(positions), out, COUNT=1024)
+    torch.testing.assert_close(out, exponentials(torch.from_numpy(seeds(keys, positions)), 1024), rtol=1e-13, atol=0)
+
+
+def test_floats_have_places() -> None:
+    """-inf, negatives, zeros, positives, inf, NaN: in this order, and back."""
+
+    @triton.jit
+    def _there_and_back(x, places, numbers, COUNT: tl.constexpr):
+        index = tl.arange(0, COUNT)
+        place = sampling._place(tl.load(x + index))
+        tl.store(places + index, place)
+        tl.store(numbers + index, sampling._number(place))
+
+    tiny, big = 1e-45, 3.4e38
+    x = torch.tensor([-math.inf, -big, -1.0, -tiny, -0.0, 0.0, tiny, 1.0, 1.5, 2.0, 7.0, 1e10, big, 3.4e38, math.inf])
+    x = torch.cat([x, torch.tensor([math.nan])])
+    places, numbers = torch.empty(16, dtype=torch.int32), torch.empty(16)
+    _there_and_back[(1,)](x, places, numbers, COUNT=16)
+    assert (places.diff() >= 0).all() and places[4] == places[5] and places[3] < places[4] < places[6]
+    assert places[15] == 2**31 - 1 > places[14]
+    assert torch.equal(numbers[:15], x[:15]) and numbers[15].isnan()
+
+
+@pytest.mark.parametrize(
+    ("rows", "vocab", "spread", "dtype"),
+    [
+        (16, 7, 2.0, torch.float16),
+        (16, BLOCK, 3.0, torch.bfloat16),
+        (40, 3 * BLOCK - 1, 0.5, torch.float32),
+        (16, 20_011, 4.0, torch.bfloat16),
+        (1, 20_000, 1.0, torch.float16),
+    ],
+    ids=str,
+)
+def test_its_tokens_are_those_of_torch(rows: int, vocab: int, spread: float, dtype: torch.dtype) -> None:
+    logits = (torch.randn(rows, vocab, generator=torch.Generator().manual_seed(vocab)) * spread).to(dtype)
+    positions = np.arange(rows) * 3 + 1
+    got, want = chosen(logits, PARAMS, positions)
+    assert far_apart(got, want, logits, PARAMS, positions) == []
+    assert (got != want).sum() <= 1
+    assert len(set(got.tolist())) > min(rows, vocab) // 4
+
+
+@given(
+    vocab=st.sampled_from([7, BLOCK, 5 * BLOCK + 3, 40 * BLOCK + 1]),
+    seed=st.integers(0, 10**6),
+    temperature=st.sampled_from([1e-3, 0.3, 1.0, 50.0]),
+    min_p=st.sampled_from([0.0, 0.0173, 0.211, 1.0]),
+    top_k=st.sampled_from([0, 2, 5, 50, 1300, 10**6]),
+    top_p=st.sampled_from([1.0, 0.99713, 0.9371, 0.513, 1e-9]),
+)
+@settings(max_examples=12)
+def test_what_its_filters_leave_is_what_torchs_leave(
+    vocab: int, seed: int, temperature: float, min_p: float, top_k: int, top_p: float
+) -> None:
+    """Logits are multiples of an eighth: ties everywhere, and all of them kept or none."""
+    logits = grid(vocab, 3, seed)
+    logits[2, 1 :: 1 + seed % 3] = -math.inf
+    columns = np.array([[temperature, math.log(min_p) if min_p else -math.inf, top_k, top_p]])
+    tops, sums, floors = sampling.survey(
+        logits, torch.zeros(3, dtype=torch.int64), torch.from_numpy(columns), filtered=True
+    )
+    best = logits.amax(-1, keepdim=True)
+    weights = weigh(logits, columns.repeat(3, 0))
+    # What is less likely than any float32 is left by the one and 0 for the other.
+    possible = (logits - best) / temperature > -80
+    assert torch.equal((logits >= floors[:, None]) & possible, (weights > 0) & possible)
+    peaks = (tops ^ ((tops >> 31) & 0x7FFFFFFF)).view(torch.float32)
+    mass = sums * ((peaks - best) / temperature).exp()
+    want = block_sums(weights / weights.sum(-1, keepdim=True))
+    torch.testing.assert_close(mass / mass.sum(-1, keepdim=True), want)
+
+
+def test_rows_that_are_no_distribution() -> None:
+    vocab = 2 * BLOCK + 40
+    plain = torch.randn(vocab, generator=torch.Generator().manual_seed(0)) * 3
+    rows = [plain.clone() for _ in range(6)]
+    rows[1][300] = math.nan
+    rows[2][:] = -math.inf
+    rows[3][[17, 400]] = math.inf
+    rows[4][[500, 301]] = math.nan
+    rows[4][2] = math.inf
+    rows[5][:] = math.nan
+    logits = torch.stack(rows)
+    for params, want in (
+        (SamplingParams(), [0] * 5),
+        (SamplingParams(temperature=0.3, top_p=0.5, top_k=7, min_p=0.01), [0] * 5),
+        (SamplingParams(temperature=0), [300, 0, 17, 301, 0]),
+    ):
+        got, torchs = chosen(logits, [params], np.arange(6))
+        assert got[1:].tolist() == want
+        assert torch.equal(got, torchs)
+
+
+def test_greedy_takes_the_lowest_id_among_equals() -> None:
+    logits = torch.full((2, 1000), -0.0)
+    logits[0, [700, 270, 999]] = 3.0
+    logits[1, 3:] = 0.0
+    for params in (SamplingParams(temperature=0), SamplingParams(top_k=1)):
+        assert chosen(logits.bfloat16(), [params], np.arange(2))[0].tolist() == [270, 0]
+
+
+def test_filters_cannot_take_the_last_token_away() -> None:
+    logits = torch.full((3, 600), -math.inf)
+    logits[:, 555] = torch.tensor([3.0, -1e30, torch.finfo(torch.float32).min])
+    strict = SamplingParams(temperature=1e-4, top_k=2, top_p=1e-9, min_p=1.0)
+    assert chosen(logits, [strict], np.arange(3))[0].tolist() == [555] * 3
+
+
+def test_logits_may_lie_apart() -> None:
+    wide = torch.randn(3, 700, generator=torch.Generator().manual_seed(2))
+    positions = np.arange(3)
+    for view in (wide[:, :600], wide.T.contiguous().T):
+        assert torch.equal(*chosen(view, PARAMS, positions))
+        assert torch.equal(chosen(view, PARAMS, positions)[0], chosen(view.contiguous(), PARAMS, positions)[0])
+
+
+def test_frequencies_are_those_of_the_distribution() -> None:
+    draws = 120
+    logits = torch.full((draws, 300), -math.inf)
+    logits[:, [3, 100, 255, 256, 299]] = torch.tensor([0.1, 0.2, 0.3, 0.25, 0.15]).log()
+    counts = np.bincount(chosen(logits, [SamplingParams()], np.arange(draws))[0].numpy(), minlength=300)
+    assert abs(chi_square(counts, logits[0].double().exp().numpy())) < 4
+
+
+@given(data=st.data(), vocab=st.sampled_from([7, BLOCK, 2 * BLOCK + 3]), seed=st.integers(0, 10**6))
+@settings(max_examples=15)
+def test_a_sampler_with_it_gives_the_tokens_of_the_reference(data: st.DataObject, vocab: int, seed: int) -> None:
+    """All that can be asked for, and new requests in slots that had others."""
+    sampler = Sampler(vocab, 3, CPU, (EOS,), fused=True)
+    for step in range(2):
+        rows = data.draw(st.lists(row_of(vocab), min_size=1, max_size=3))
+        slots = data.draw(st.permutations(range(3)))[: len(rows)]
+        for slot, row in zip(slots, rows, strict=True):
+            sampler.release(slot)
+            sampler.admit(row.admission(slot))
+        logits = grid(vocab, len(rows), seed + step)
+        late = sampled(sampler, logits, slots, [row.position for row in rows])
+        for row, values, token, logprobs in zip(rows, logits.tolist(), *late.result(), strict=True):
+            assert token == expected(row, values)
+            if row.params.logprobs is not None:
+                check_logprobs(logprobs, values, token, min(row.params.logprobs, vocab))
+
+
+def test_a_steady_step_tells_the_device_of_nothing_but_slots_and_positions() -> None:
+    sampler = Sampler(50, 4, CPU, (EOS,), fused=True)
+    for slot in range(4):
+        sampler.admit(Row(slot, SamplingParams(top_p=0.5), [1], []).admission(slot))
+    sizes = []
+    for position in (1, 2, 3):
+        if position == 3:
+            sampler.admit(Row(9, SamplingParams(), [1], []).admission(2))
+        order = sampler.order([0, 1, 2, 3], [position] * 4)
+        sampler.sample(grid(50, 4, 0), order, [torch.from_numpy(array) for array in order.arrays])
+        sizes.append(sum(array.nbytes for array in order.arrays))
+    assert sizes == [2 * 32 + 4 * 48, 2 * 32, 2 * 32 + 48]
+
+
+def test_a_step_has_one_copy_to_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its rows ask for: what is not in it would come from memory that a GPU makes the host wait for."""
+    calls: Counter[str] = Counter()
+
+    def counted(owner: type, name: str) -> None:
+        call = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *given: (calls.update([name]), call(*given))[1])
+
+    def alone(*given: object) -> NoReturn:
+        raise AssertionError("an array goes to the device on its own")
+
+    counted(Staging, "put")
+    counted(Rows, "batch")
+    for module in (chooser, chunks, filters):
+        monkeypatch.setattr(module, "sent", alone)
+    path = checkpoints.make("llama", tmp_path)
+    wishes = [{"logprobs": 2}, {"temperature": 0.0}, {"top_p": 0.9, "logprobs": 0}, {"repetition_penalty": 1.2}]
+    params = [SamplingParams(max_tokens=2 + i % 2, ignore_eos=True, **it) for i, it in enumerate(wishes)]
+    common = {"skip_tokenizer_init": True, "executor": "inline", "dtype": "float32", "kv_cache_memory_bytes": 10**6}
+    with LLM(str(path), attention_backend="triton", **common) as llm:
+        llm.generate([[3, 4], [5], [6], [7]], params)
+    assert calls["put"] == calls["batch"] >= 4
+
+
+def test_race_of_one_block() -> None:
+    """A vocabulary of one token has one answer."""
+    assert chosen(torch.zeros(2, 1), [SamplingParams()], np.arange(2))[0].tolist() == [0, 0]
+    assert race(torch.ones(2, 1), torch.tensor([1, 2])).tolist() == [0, 0]

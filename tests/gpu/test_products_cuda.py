@@ -1,0 +1,128 @@
+"""Products with quantised weights as compiled for the card, bfloat16 included; and the bandwidth they reach."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.cpu.test_quantised import random
+from weft.facts.place import Span
+from weft.facts.schemes import SCHEMES, UNIT
+from weft.kernels.triton import made, products
+from weft.quant.quantised import Quantised
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU on this machine")
+
+CUDA = torch.device("cuda")
+# Of a product's largest number: what the weights are rounded to before they are multiplied, and what comes out.
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+WIDE = (4096, Span(0, 14336), 14336)
+
+
+def there(weight: Quantised) -> Quantised:
+    lowest = None if weight.lowest is None else weight.lowest.to(CUDA)
+    return replace(weight, values=weight.values.to(CUDA), scales=weight.scales.to(CUDA), lowest=lowest)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("type", SCHEMES)
+@pytest.mark.parametrize(
+    ("rows", "cols", "width"),
+    [(33, Span(0, 576), 576), (1, Span(0, 32), 32), (70, Span(160, 1408), 1664), WIDE],
+    ids=str,
+)
+def test_products(type: str, dtype: torch.dtype, rows: int, cols: Span, width: int) -> None:
+    weight = there(random(type, rows, cols, width, dtype=dtype))
+    bias = torch.randn(rows, device=CUDA).to(dtype)
+    exact = weight.dequantise().double()
+    kernels = made(CUDA)
+    product, table = kernels.matrix(weight, bias), kernels.table(weight)
+    for tokens in (1, 2, 16, 17, 33, 100, 256, 257, 700):
+        x = torch.randn(tokens, len(cols), device=CUDA).to(dtype)
+        want = x.double() @ exact.T + bias.double()
+        got = product(x)
+        assert (got.double() - want).abs().max() <= TOLERANCE[dtype] * want.abs().max(), tokens
+        assert torch.equal(product(x), got), "equal batches give equal bits"
+    numbers = torch.tensor([0, rows - 1, rows // 2, 0], device=CUDA)
+    torch.testing.assert_close(table.rows(numbers), weight.dequantise(dtype)[numbers], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 300])
+def test_a_product_is_captured(tokens: int) -> None:
+    product = made(CUDA).matrix(there(random("Q4_1", 4096, Span(0, 4096), 4096)), None)
+    x = torch.randn(tokens, 4096, device=CUDA, dtype=torch.bfloat16)
+    product(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = product(x)
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    torch.testing.assert_close(out, product(x), rtol=0, atol=0)
+
+
+def test_bandwidth() -> None:
+    """Printed, not judged (pytest -s): microseconds of a product, and the weights' bytes per second, beside bfloat16's.
+    Each runs over copies that no cache holds."""
+    kernels = made(CUDA)
+    for rows, cols in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)):
+        for type in (None, *SCHEMES):
+            plain = torch.randn(rows, cols, device=CUDA, dtype=torch.bfloat16)
+            weight = plain if type is None else made_up(type, rows, cols)
+            copies = [
+                kernels.matrix(weight if at == 0 else clone(weight), None) for at in range(2**29 // weight.nbytes + 1)
+            ]
+            found = []
+            for tokens in (1, 4, 16, 32, 64, 128, 256, 512, 2048):
+                x = torch.randn(tokens, cols, device=CUDA, dtype=torch.bfloat16)
+                seconds = timed([lambda product=product, x=x: product(x) for product in copies])
+                found.append(f"{tokens}: {seconds * 1e6:.1f} us {weight.nbytes / seconds / 1e9:,.0f} GB/s")
+            print(f"\n[{rows}, {cols}] {type or 'bfloat16'}: {', '.join(found)}", end="")
+
+
+def made_up(type: str, rows: int, cols: int) -> Quantised:
+    weight = Quantised.empty(type, rows, Span(0, cols), torch.bfloat16, CUDA)
+    weight.values.random_(0, 256)
+    weight.scales.fill_(0.01)
+    if weight.lowest is not None:
+        weight.lowest.fill_(0)
+    assert cols % UNIT == 0
+    return weight
+
+
+def clone(weight: torch.Tensor | Quantised) -> torch.Tensor | Quantised:
+    if isinstance(weight, torch.Tensor):
+        return weight.clone()
+    lowest = None if weight.lowest is None else weight.lowest.clone()
+    return replace(weight, values=weight.values.clone(), scales=weight.scales.clone(), lowest=lowest)
+
+
+def timed(calls: list[Callable[[], torch.Tensor]]) -> float:
+    """Seconds of one of them, in a captured graph of all, as the engine decodes."""
+    for call in calls[:3]:
+        call()
+    graph, begin, end = torch.cuda.CUDAGraph(), *(torch.cuda.Event(enable_timing=True) for _ in range(2))
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    torch.cuda.synchronize()
+    begin.record()
+    for _ in range(10):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3 / 10 / len(calls)
+
+
+def test_the_scratch_is_bounded() -> None:
+    weight = made_up("Q4_0", 65536, 8192)
+    product = made(CUDA).matrix(weight, None)
+    x = torch.randn(products.MANY, 8192, device=CUDA, dtype=torch.bfloat16)
+    product(x)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = product(x)
+    assert torch.cuda.max_memory_allocated() - before <= 2 * out.nbytes + products.SCRATCH_BYTES

@@ -1,0 +1,56 @@
+"""Commands as the shell would see them, run in this process."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+from weft import logs
+from weft.cli import main
+from weft.cli.parser import find, parse
+
+# For a process that shall find this package, installed or not.
+HERE = {**os.environ, "PYTHONPATH": str(Path(main.__file__).parents[2])}
+
+
+def weft(*words: str) -> tuple[int, str, str]:
+    """Exit status, standard output and standard error of weft WORDS."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err), logging_as_it_was():
+        status = main.main(words)
+    return status, out.getvalue(), err.getvalue()
+
+
+def weft_json(*words: str) -> tuple[int, dict[str, Any]]:
+    """Exit status and object of weft WORDS --json, which says nothing else."""
+    status, out, err = weft(*words, "--json")
+    assert err == "" and out.count("\n") == 1, err
+    return status, json.loads(out)
+
+
+def parsed(words: str | Sequence[str]) -> Namespace:
+    """What weft WORDS says; one text is split at its blanks."""
+    command, rest = find(words.split() if isinstance(words, str) else words)
+    return parse(command, rest)
+
+
+@contextmanager
+def logging_as_it_was() -> Iterator[None]:
+    """What runs inside starts as if nobody had named a level, and may configure our logger."""
+    logger, wanted = logging.getLogger("weft"), os.environ.pop(logs.VARIABLE, None)
+    handlers, level, propagate = logger.handlers, logger.level, logger.propagate
+    try:
+        yield
+    finally:
+        logger.handlers, logger.propagate = handlers, propagate
+        logger.setLevel(level)
+        os.environ.pop(logs.VARIABLE, None)
+        if wanted is not None:
+            os.environ[logs.VARIABLE] = wanted

@@ -1,0 +1,39 @@
+"""Layouts of the tests, and what is predicted of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from weft.facts.cluster import Cluster, parse_gpus
+from weft.facts.shape import ModelShape
+from weft.planner.cost import Prediction, predict
+from weft.planner.deployment import Layout, Workload, deploy
+from weft.planner.profiles import profile
+
+
+def cut(
+    shape: ModelShape,
+    order: Sequence[int],
+    *,
+    tensor: int = 1,
+    stages: int = 1,
+    precision: str = "bf16",
+    experts: bool = False,
+) -> Layout:
+    each, rest = divmod(shape.layers, stages)
+    return deploy(
+        shape,
+        tensor_weights=[1.0] * tensor,
+        stage_layers=[each + (stage < rest) for stage in range(stages)],
+        gpus=order,
+        precision=precision,
+        kv_dtype="bf16",
+        expert_parallel=experts,
+    )
+
+
+def speed(
+    shape: ModelShape, layout: Layout, cluster: Cluster | str, engine: str = "vllm", **workload: int | None
+) -> Prediction:
+    cluster = parse_gpus(cluster) if isinstance(cluster, str) else cluster
+    return predict(shape, layout, cluster, Workload(**workload), profile(engine))

@@ -1,0 +1,80 @@
+"""Machines of the tests, and what would run on them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.pure.shapes import SMOLLM2
+from weft.config import EngineConfig
+from weft.facts import catalogue
+from weft.facts.checkpoint import Checkpoint
+from weft.facts.cpu import CpuSpeed
+from weft.facts.host import Host
+from weft.facts.shape import ModelShape
+from weft.facts.speeds import Speeds
+from weft.facts.topology import Gpu
+from weft.planner.forecast import Forecast, forecast
+from weft.planner.layout import layout
+from weft.planner.plan import Plan
+
+CARDS = {  # memory in MiB, compute capability
+    "NVIDIA GeForce RTX 4090": (24564, (8, 9)),
+    "NVIDIA GeForce RTX 3090": (24576, (8, 6)),
+    "NVIDIA RTX A6000": (49140, (8, 6)),
+    "NVIDIA H100 80GB HBM3": (81559, (9, 0)),
+    "Tesla T4": (15360, (7, 5)),
+}
+FOUR, THREE, SIX, H100, T4 = CARDS
+
+NOTHING = Speeds(machine="")
+MEASURED = Speeds(machine="", cpu=CpuSpeed(40e9, 0.3e12))
+
+
+def gpu(index: int, *, free: float = 20e9, capability: tuple[int, int] = (9, 0)) -> Gpu:
+    return Gpu(
+        index=index, name="H", uuid=f"GPU-{index}", total_bytes=24 * 10**9, free_bytes=int(free), capability=capability
+    )
+
+
+def host(gpus: int | tuple[Gpu, ...] = (), **facts: Any) -> Host:
+    defaults: dict[str, Any] = {
+        "hostname": "here",
+        "cores": (0, 1, 4, 5),
+        "memory_total_bytes": 16 * 10**9,
+        "memory_free_bytes": 12 * 10**9,
+        "gpus": tuple(gpu(n) for n in range(gpus)) if isinstance(gpus, int) else gpus,
+    }
+    return Host(**(defaults | facts))
+
+
+def plan(where: Host | None = None, shape: ModelShape = SMOLLM2, kind: str = "safetensors", **flags: Any) -> Plan:
+    checkpoint = Checkpoint(model="m", path="/models/m", format=kind, shape=shape, generation={})  # type: ignore[arg-type]
+    return layout(EngineConfig(model="m", **flags), checkpoint, where or host())
+
+
+def rig(*names: str, **facts: Any) -> Host:
+    """A machine with those GPUs, none in use."""
+    gpus = tuple(
+        Gpu(
+            index=index,
+            name=name,
+            uuid=f"GPU-{index}",
+            total_bytes=CARDS[name][0] << 20,
+            free_bytes=CARDS[name][0] << 20,
+            capability=CARDS[name][1],
+        )
+        for index, name in enumerate(names)
+    )
+    roomy = {"cores": tuple(range(16)), "memory_total_bytes": 64 << 30, "memory_free_bytes": 60 << 30}
+    return host(gpus, **(roomy | facts))
+
+
+def checkpoint(name: str) -> Checkpoint:
+    model = catalogue.look_up(name)
+    assert model is not None
+    return Checkpoint(model=model.name, path="/models/m", format="dummy", shape=model.shape, generation={})  # type: ignore[arg-type]
+
+
+def expected(**flags: Any) -> Forecast:
+    """Of SmolLM2-135M on a CPU."""
+    return forecast(plan(kind="dummy", **flags), host(), MEASURED)
