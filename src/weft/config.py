@@ -48,6 +48,6 @@ class EngineConfig:
     max_num_queued_reqs: int = 1024
     scheduling_policy: str = "fcfs"  # fcfs, priority
     async_scheduling: bool | None = None  # schedule a step before the last one's tokens are known; None: on GPUs
-    attention_backend: str = "auto"  # auto, torch, cpu, triton
+    attention_backend: str = "auto"  # auto, torch, cpu, triton, flashinfer, varlen
     speculative_config: dict[str, Any] | None = None  # as vLLM's: {"method": "ngram"} or {"model": NAME}, and more
     enforce_eager: bool = False  # no CUDA graphs

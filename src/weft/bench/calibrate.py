@@ -16,7 +16,7 @@ from weft.facts.cpu import last_cache_bytes
 from weft.facts.gpus import GpuSpec
 from weft.facts.host import Host, probe
 from weft.facts.shape import ModelShape
-from weft.planner.forecast import precision_of
+from weft.planner.quantization import precision_of
 
 if TYPE_CHECKING:
     from weft.llm import LLM
@@ -31,7 +31,7 @@ BATCHED_TOKENS = {"cpu": 8192, "gpu": 32_768}
 # two fastest agree within this share.
 REPEATS, MOST_REPEATS, AGREE = 3, 6, 0.05
 PREFILL_OUTPUT = 2  # tokens; the first one is timed
-QUANTISED = {"cpu": ("int4", "int8", "q4_0", "q8_0"), "gpu": ()}  # what the engine makes of weights at load
+QUANTISED = ("int4", "int8", "q4_0", "q8_0")  # what the engine makes of weights at load
 FAR = 0.25  # a mean error from which the measurement is not to be believed
 
 
@@ -78,7 +78,7 @@ def subjects(gpu: GpuSpec) -> tuple[Subject, ...]:
     nbytes = min(max(STREAM_S * gpu.bandwidth_Bps, smallest), gpu.memory_bytes / 16)
     thin = of_size("thin", nbytes, layers=32, vocab=16_384)
     wide = of_size("wide", 2 * nbytes, layers=8, vocab=65_536)
-    return (Subject(TINY), Subject(thin), Subject(wide), *(Subject(wide, kind) for kind in QUANTISED[gpu.kind]))
+    return (Subject(TINY), Subject(thin), Subject(wide), *(Subject(wide, kind) for kind in QUANTISED))
 
 
 def loads(gpu: GpuSpec, subject: Subject | None) -> tuple[Load, ...]:
@@ -123,7 +123,13 @@ def measure(llm: LLM, name: str, asked: Sequence[Load], tell: Callable[[Point], 
         while len(times) < REPEATS or (times[1] > times[0] * (1 + AGREE) and len(times) < MOST_REPEATS):
             times = sorted([*times, seconds_of(llm, load, number * MOST_REPEATS + len(times))])
         seconds = times[0]
-        point = Point(model=name, shape=plan.shape, precision=precision_of(plan), load=load, seconds=seconds)
+        point = Point(
+            model=name,
+            shape=plan.shape,
+            precision=precision_of(plan.quantization, plan.schemes, plan.dtype),
+            load=load,
+            seconds=seconds,
+        )
         points.append(point)
         tell(point)
     return points

@@ -17,10 +17,10 @@ from weft.bench.calibrate import Point
 from weft.facts.calibration import Calibration, Measured, Quantised
 from weft.facts.cluster import Cluster, Node
 from weft.facts.gpus import GpuSpec
-from weft.planner.cost import Replica
 from weft.planner.deployment import Workload, deploy
-from weft.planner.execution import PRECISIONS
 from weft.planner.profiles import calibrated, profile
+from weft.planner.quantization import PRECISIONS
+from weft.planner.replica import Replica
 
 # The constants, and how far off the planner's own figures may be (natural logarithm) before a fit is held back: wide
 # where the points tell them anyway. `overlap` is no logarithm, but the share itself.

@@ -9,15 +9,15 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from statistics import median
 from types import FrameType
-from typing import Any, cast
+from typing import Any
 
 from weft.client.collector import Collector
+from weft.core.blocks import BlockPool
 from weft.core.engine import EngineCore
 from weft.core.params import SamplingParams
 from weft.core.request import Request
 from weft.core.scheduler import Scheduler
 from weft.core.step import StepPlan, StepResult
-from weft.executors.base import Executor
 
 PROMPT, ANSWER, BLOCK = 128, 100_000, 16  # tokens; nobody ends while it is measured
 ROUNDS = 5  # of which the median counts
@@ -34,15 +34,13 @@ def request(number: int, prompt: int = PROMPT) -> Request:
 def scheduler(running: int, *, lookahead: bool) -> Scheduler:
     """One with room for `running` requests and their answers, as an engine makes it."""
     return Scheduler(
-        num_blocks=running * (PROMPT + ANSWER) // BLOCK,
-        block_size=BLOCK,
+        pool=BlockPool(running * (PROMPT + ANSWER) // BLOCK, BLOCK, caching=True),
         max_num_seqs=running,
         max_num_batched_tokens=running * PROMPT,
         max_num_queued=running,
         max_model_len=PROMPT + ANSWER,
         stages=1,
         policy="fcfs",
-        prefix_caching=True,
         lookahead=lookahead,
     )
 
@@ -79,7 +77,7 @@ class Round:
     """All that the core and the caller's side do for a step of `batch` requests, short of text; a call is one step."""
 
     def __init__(self, batch: int, *, lookahead: bool = False) -> None:
-        self._core = EngineCore(scheduler(batch, lookahead=lookahead), cast(Executor, Instant()), depth=1 + lookahead)
+        self._core = EngineCore(scheduler(batch, lookahead=lookahead), Instant(), depth=1 + lookahead)
         self._jobs: dict[str, Collector] = {}
         for number in range(batch):
             asked = request(number)
@@ -89,7 +87,8 @@ class Round:
             self()
 
     def __call__(self) -> None:
-        for output in self._core.step():
+        self._core.pump()
+        for output in self._core.finish_oldest():
             self._jobs[output.id].add(output, 0.0)
 
 

@@ -12,7 +12,7 @@ from weft.comm.base import Comm, Links, Solo
 from weft.comm.distributed import DistributedComm, peers_may_vanish
 from weft.comm.line import Edge, SharedLine
 from weft.comm.shared import SharedComm
-from weft.comm.symmetric import joined
+from weft.comm.trial import joined
 from weft.planner.plan import Plan
 
 # A rank that dies is noticed by the executor, at once; one that loads for long is not dead.
@@ -51,13 +51,18 @@ def connect(
         torch.cuda.set_device(device)
     with peers_may_vanish():
         size = len(plan.places)
-        dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=NEVER)
+        meeting = dist.FileStore(store, size)
+        dist.init_process_group("gloo", store=meeting, rank=rank, world_size=size, timeout=NEVER)
         # Every rank makes every group, in the same order, and keeps its own.
         if plan.tensor_parallel > 1 and not shares:
             groups = [dist.new_group(ranks, backend=backend, timeout=NEVER) for ranks in stages]
-            group = groups[place.stage]
-            reads = backend == "nccl" and plan.peer_to_peer
-            tensor = joined(group, device, getattr(torch, plan.dtype)) if reads else DistributedComm(group, device)
+            group, ranks = groups[place.stage], stages[place.stage]
+            if backend == "nccl" and plan.peer_to_peer:
+                devices = [plan.devices[r] for r in ranks]
+                dtype = getattr(torch, plan.dtype)
+                tensor = joined(group, device, dtype, store=meeting, ranks=ranks, devices=devices)
+            else:
+                tensor = DistributedComm(group, device)
         if plan.stages > 1 and not lined:
             groups = [dist.new_group(ranks, backend=backend, timeout=NEVER) for ranks in lines]
             pipeline = DistributedComm(groups[place.tp_rank], device)

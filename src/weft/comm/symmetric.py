@@ -1,81 +1,78 @@
 """SymmetricComm: GPUs of one host that read each other's memory, for the small sums of a decode step.
 
 A sum over NCCL costs some tens of microseconds whatever its size. Where every GPU can read the others' memory, each
-adds up all parts by itself (one shot), or a slice of them (two shots): torch's symmetric memory has both.
+adds up all parts by itself (one shot), or a slice of them (two shots): torch's symmetric memory has both. A kernel that
+has more to do with the sum reads the parts itself.
 """
 
 from __future__ import annotations
 
-import logging
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from weft.comm.distributed import DistributedComm, peers_may_vanish
-
-logger = logging.getLogger("weft")
+from weft.comm.distributed import DistributedComm
+from weft.comm.parts import PLACES, Parts
 
 # One shot reads (size - 1) times the message, two shots twice: beyond these NCCL's rings are as good. Limits as vLLM's
 # and SGLang's custom all-reduces have them, for up to 8 GPUs on NVLink.
-ONE_SHOT_BYTES, TWO_SHOT_BYTES = 512 << 10, 8 << 20
+ONE_SHOT_BYTES, TWO_SHOT_BYTES, MOST_RANKS = 512 << 10, 8 << 20, 8
+# One shot too, so the same limit: what is larger has each rank read more than two shots and a norm of their own would.
+LAID_BYTES = ONE_SHOT_BYTES
 ALIGNMENT = 16  # bytes; the kernels read so much at a time
+SHOT_DTYPES = (torch.bfloat16, torch.float32)  # torch's two sums know no others
+# Of torch's signals, one of those that its sums leave alone: they take as many as they have blocks, 24 at most. There
+# are 64 for 8 ranks.
+MEETING = 32
 
 
 class SymmetricComm(DistributedComm):
-    """As its base, whose NCCL sums what is large, or not of `dtype`."""
+    """As its base, whose NCCL sums what is large, or of another dtype than its buffer. `buffer` has room for BUFFER
+    bytes; `handle` is what torch's rendezvous made of it."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype) -> None:
-        import torch.distributed._symmetric_memory as symmetric
-
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, buffer: torch.Tensor, handle: Any) -> None:
         super().__init__(group, device)
         self._name = group.group_name
-        self._buffer = symmetric.empty(TWO_SHOT_BYTES // dtype.itemsize, dtype=dtype, device=device)
-        symmetric.rendezvous(self._buffer, group)
+        count, size = TWO_SHOT_BYTES // buffer.itemsize, LAID_BYTES // buffer.itemsize
+        self._shots, mine = buffer[:count], buffer[count:]
+        places = [
+            [handle.get_buffer(rank, (size,), buffer.dtype, count + turn * size) for rank in range(self.size)]
+            for turn in range(PLACES)
+        ]
+        if places[0][self.rank].data_ptr() != mine.data_ptr():
+            raise RuntimeError("torch finds the buffer where it does not lie")
+        self.parts = Parts(places, self.rank, lambda: handle.barrier(MEETING))
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        if x.dtype != self._buffer.dtype or x.nbytes > TWO_SHOT_BYTES or x.nbytes % ALIGNMENT:
+        self.parts.begin()
+        shots = x.dtype == self._shots.dtype and x.dtype in SHOT_DTYPES
+        if not shots or x.nbytes > TWO_SHOT_BYTES or x.nbytes % ALIGNMENT:
             return super().sum(x)
-        part = self._buffer[: x.numel()]
+        part = self._shots[: x.numel()]
         part.copy_(x.reshape(-1))
         if x.nbytes <= ONE_SHOT_BYTES:
             return torch.ops.symm_mem.one_shot_all_reduce(part, "sum", self._name).view(x.shape)  # type: ignore[no-any-return]
         torch.ops.symm_mem.two_shot_all_reduce_(part, "sum", self._name)
         return x.copy_(part.view(x.shape))
 
-
-def joined(group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype) -> DistributedComm:
-    """The group with symmetric memory where all of its ranks find that this works, else with NCCL alone: drivers say
-    that GPUs can read each other where they cannot (virtual machines, IOMMU)."""
-    plain, made, reason = DistributedComm(group, device), None, ""
-
-    def all_say(yes: bool) -> bool:
-        with peers_may_vanish():
-            return plain.sum(torch.tensor([float(yes)], device=device)).item() == plain.size
-
-    try:
-        made = SymmetricComm(group, device, dtype)
-    except (RuntimeError, ImportError, AttributeError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    # Its sums wait for every rank on the device, without an end: none begins where another cannot.
-    if all_say(made is not None) and made is not None:
-        works = adds_up(made, dtype)
-        reason = "" if works else "its sums are wrong"
-        if all_say(works):
-            return made
-    if plain.rank == 0:
-        logger.info("Sums go through NCCL alone: symmetric memory %s", reason or "does not work on another rank")
-    return plain
+    def lay(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Where all ranks' parts of a sum lie, as `Parts.lay`, for a kernel that adds them up; None where `sum` is as
+        good."""
+        if x.dtype != self.parts.dtype or x.nbytes > LAID_BYTES:
+            return None
+        return self.parts.lay(x)[0]
 
 
-def adds_up(comm: SymmetricComm, dtype: torch.dtype) -> bool:
-    """Whether sums of both kinds are right, again and again: a part that is read too early shows in the second. Wrong
-    ones end nothing, for the other ranks would wait for this one in the next."""
-    device, right = comm._buffer.device, True
-    for count in (64, ONE_SHOT_BYTES // dtype.itemsize, TWO_SHOT_BYTES // dtype.itemsize):
-        for turn in range(3):
-            # Small whole numbers: exact in every dtype.
-            mine = torch.arange(count, device=device).remainder(7).add(comm.rank + turn).to(dtype)
-            want = torch.arange(count, device=device).remainder(7).add(turn) * comm.size
-            want = (want + comm.size * (comm.size - 1) // 2).to(dtype)
-            right = torch.equal(comm.sum(mine.clone()), want) and right
-    return right
+def buffer(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Memory for a SymmetricComm. Raises RuntimeError or ImportError where torch has none for the device."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    return symmetric.empty((TWO_SHOT_BYTES + PLACES * LAID_BYTES) // dtype.itemsize, dtype=dtype, device=device)
+
+
+def meet(group: dist.ProcessGroup, device: torch.device, memory: torch.Tensor) -> SymmetricComm:
+    """Have all ranks reach each other's memory; returns when all have."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    return SymmetricComm(group, device, memory, symmetric.rendezvous(memory, group))

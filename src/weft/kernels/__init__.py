@@ -4,23 +4,56 @@ from __future__ import annotations
 
 import torch
 
-from weft.kernels.base import Kernels
+from weft.kernels.base import Attention, AttentionShape, Kernels
 from weft.kernels.plain import PlainKernels
-from weft.planner.plan import ATTENTION_BACKENDS
+from weft.planner.plan import ATTENTION_BACKENDS, GPU_BACKENDS
 
 
-def choose(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int, group: int) -> Kernels:
+def choose(backend: str, device: torch.device, shape: AttentionShape) -> Kernels:
     """The kernels for a device, `backend` one of ATTENTION_BACKENDS: `auto` takes the fastest that runs there, and
-    says so where it had to fall back. `group` is query heads per KV head."""
+    says so where it had to fall back. Raises ConfigError where another cannot be used."""
     assert backend in ATTENTION_BACKENDS, backend
     if backend in ("auto", "cpu") and device.type == "cpu":
         from weft.kernels.native import NativeKernels, available
 
-        if available(dtype, head_dim, group, required=backend == "cpu"):
-            return NativeKernels(dtype)
-    if backend == "triton" or (backend == "auto" and device.type == "cuda"):
+        if available(shape.dtype, shape.head_dim, shape.group, required=backend == "cpu"):
+            return NativeKernels(shape.dtype)
+    if backend in GPU_BACKENDS or (backend == "auto" and device.type == "cuda"):
         from weft.kernels import triton
 
-        if triton.available(device, required=backend == "triton"):
-            return triton.made(device)
+        if triton.available(device, required=backend != "auto"):
+            return _on_gpu(backend, device, shape)
     return PlainKernels()
+
+
+def _on_gpu(backend: str, device: torch.device, shape: AttentionShape) -> Kernels:
+    """Triton's kernels, with attention by another library where that is wanted, or is faster."""
+    from weft.kernels import flashinfer, triton, varlen
+
+    if backend == "auto":
+        return _fastest(device, shape)
+    attention: Attention | None = None
+    if backend == "varlen":
+        attention = varlen.made(device, shape)
+    elif backend == "flashinfer":
+        attention = flashinfer.made(device, shape, required=True)
+    return triton.made(device, attention)
+
+
+def _fastest(device: torch.device, shape: AttentionShape) -> Kernels:
+    """With FlashInfer's attention where it is installed and was, or now is, faster."""
+    from weft.kernels import contest, flashinfer, triton
+
+    ours, version = triton.made(device), flashinfer.installed()
+    if version is None:
+        return ours
+    note = contest.note(device, shape, version)
+    best = contest.winner(note)
+    attention = None if best == ours.name else flashinfer.made(device, shape, required=False)
+    if attention is None:
+        return ours
+    theirs = triton.made(device, attention)
+    if best is None:
+        best = contest.fastest((theirs, ours), device, shape)
+        contest.keep(note, best)
+    return theirs if best == theirs.name else ours

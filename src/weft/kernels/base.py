@@ -26,6 +26,29 @@ class KVCache:
         return self.keys.shape[1]
 
 
+@dataclass(frozen=True, kw_only=True)
+class AttentionShape:
+    """What the layers of a rank attend with: this rank's heads, `windows` each that a layer has, `kept` the dtype of
+    the cache; and the most of everything: `rows` of a decode step, `tokens` of a step, `length` of a row."""
+
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    windows: tuple[int | None, ...]
+    scale: float
+    dtype: torch.dtype
+    kept: torch.dtype
+    block_size: int
+    rows: int
+    tokens: int
+    length: int
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.q_heads // self.kv_heads
+
+
 @dataclass(frozen=True)
 class HeadNorm:
     """RMS norm over head_dim of each query and key head, before the rotation (Qwen3): two [head_dim] weights."""
@@ -73,10 +96,23 @@ class DenseLayer:
 Stage = Callable[[torch.Tensor, torch.Tensor, Sequence[KVCache], Batch], torch.Tensor]
 
 
-class Kernels(Protocol):
-    """Inputs are bf16, fp16 or fp32 and contiguous along their last dim; sums are fp32 inside."""
+class Attention(Protocol):
+    """Attention over paged KV."""
 
     name: str
+
+    def prepare(self, batch: Batch) -> None:
+        """What all layers of a step share, worked out once: the next calls of `attend` are for this batch. Never
+        recorded in a graph: of a `fixed` batch it tells the same calls of other rows."""
+        ...
+
+    def attend(self, q: torch.Tensor, cache: KVCache, batch: Batch, scale: float, window: int | None) -> torch.Tensor:
+        """Causal attention of every row over its own context, all rows in one call: [T, q_heads * head_dim]."""
+        ...
+
+
+class Kernels(Attention, Protocol):
+    """Inputs are bf16, fp16 or fp32 and contiguous along their last dim; sums are fp32 inside."""
 
     def matrix(self, weight: torch.Tensor | Quantised, bias: torch.Tensor | None) -> Product:
         """A product with weight [out, in], which may be packed anew: the caller does not keep it."""
@@ -98,6 +134,12 @@ class Kernels(Protocol):
         """residual += x in place; RMS norm of the sum."""
         ...
 
+    def sum_add_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, comm: Comm
+    ) -> torch.Tensor:
+        """residual += the sum of x over the ranks, in place; RMS norm of that, the same bits on every rank."""
+        ...
+
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """[T, 2F] -> [T, F]: silu of the first half times the second."""
         ...
@@ -107,8 +149,4 @@ class Kernels(Protocol):
     ) -> torch.Tensor:
         """Rotate q and k of qkv [T, (q + 2 kv heads) * head_dim] by the table rows of their positions, after
         `norm` where there is one; write k and v to the batch's slots; return q [T, q_heads, head_dim]."""
-        ...
-
-    def attend(self, q: torch.Tensor, cache: KVCache, batch: Batch, scale: float, window: int | None) -> torch.Tensor:
-        """Causal attention of every row over its own context, all rows in one call: [T, q_heads * head_dim]."""
         ...

@@ -33,6 +33,11 @@ class PlainKernels:
     def add_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return self.norm(residual.add_(x), weight, eps)
 
+    def sum_add_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, comm: Comm
+    ) -> torch.Tensor:
+        return self.add_norm(comm.sum(x), residual, weight, eps)
+
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
@@ -50,6 +55,9 @@ class PlainKernels:
         cache.keys.flatten(0, 1).index_copy_(0, batch.slots, _rotate(k, cos, sin))
         cache.values.flatten(0, 1).index_copy_(0, batch.slots, v)
         return _rotate(q, cos, sin)
+
+    def prepare(self, batch: Batch) -> None:
+        """Nothing that a call would not find out by itself."""
 
     def attend(self, q: torch.Tensor, cache: KVCache, batch: Batch, scale: float, window: int | None) -> torch.Tensor:
         """Decode rows are padded to the longest context, the rest to the longest chunk as well: two groups,

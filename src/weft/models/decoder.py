@@ -58,7 +58,8 @@ class Decoder:
         for layer, cache in zip(self.layers, caches, strict=True):
             x = self._run(layer, x, residual, rope, cache, batch)
         assert x is not None
-        return residual.add_(x)
+        # Without a norm: that is of the rows to be sampled. So each step ends with a sum of its own (comm/parts.py).
+        return residual.add_(self.comm.sum(x))
 
     def _run(
         self,
@@ -69,16 +70,17 @@ class Decoder:
         cache: KVCache,
         batch: Batch,
     ) -> torch.Tensor:
-        """One layer. `x` is what the layer before has still to add to `residual`, None at the start of a stage."""
-        kernels, comm = self.kernels, self.comm
+        """One layer. `x` is this rank's part of what the layer before has still to add to `residual`, None at the start
+        of a stage; what comes out is the same of this layer."""
+        kernels, comm, eps = self.kernels, self.comm, self.eps
         if x is None:
-            x = kernels.norm(residual, layer.attention_norm, self.eps)
+            x = kernels.norm(residual, layer.attention_norm, eps)
         else:
-            x = kernels.add_norm(x, residual, layer.attention_norm, self.eps)
+            x = kernels.sum_add_norm(x, residual, layer.attention_norm, eps, comm)
         q = kernels.rotate_and_store(layer.qkv(x), layer.q_heads, rope, cache, batch, layer.head_norm)
-        x = comm.sum(layer.out(kernels.attend(q, cache, batch, layer.scale, layer.window)))
-        x = kernels.add_norm(x, residual, layer.mlp_norm, self.eps)
-        return comm.sum(layer.down(kernels.silu_mul(layer.gate_up(x))))
+        x = layer.out(kernels.attend(q, cache, batch, layer.scale, layer.window))
+        x = kernels.sum_add_norm(x, residual, layer.mlp_norm, eps, comm)
+        return layer.down(kernels.silu_mul(layer.gate_up(x)))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """[S, hidden] -> [S, vocab] on the output rank, None on the other ranks of the last stage."""

@@ -11,6 +11,7 @@ from weft.facts import gguf_types
 from weft.facts.cluster import Cluster, Node, usual_link
 from weft.facts.gpus import GpuSpec, gpus
 from weft.facts.precision import weight_bytes
+from weft.facts.schemes import MADE
 from weft.planner.cost import predict
 from weft.planner.cuts import Cut
 from weft.planner.footprint import Footprint, footprint
@@ -37,10 +38,15 @@ RESOURCES: dict[Resource, str] = {
     "links": "twice the link bandwidth",
 }
 WORTH = 1.05  # gains below it are not worth a line
-# What a checkpoint of another precision is called, those closest to the original first.
-CHECKPOINTS = {"fp8": "an FP8", "int8": "a GPTQ int8", "int4": "an AWQ or GPTQ int4"}
-PUBLISHED = {"GptOssForCausalLM": {"mxfp4": "the published MXFP4"}}
-GGUF_CHECKPOINTS = {"q8_0": "a Q8_0 GGUF", "q4_k_m": "a Q4_K_M GGUF"}
+# What weights of another precision are called, those closest to the original first.
+CHECKPOINTS = {
+    "fp8": "an FP8 checkpoint",
+    "int8": "a GPTQ int8 checkpoint",
+    "int4": "an AWQ or GPTQ int4 checkpoint",
+}
+PUBLISHED = {"GptOssForCausalLM": {"mxfp4": "the published MXFP4 checkpoint"}}
+GGUF_CHECKPOINTS = {"q8_0": "a Q8_0 GGUF checkpoint", "q4_k_m": "a Q4_K_M GGUF checkpoint"}
+OWN = {MADE[word]: f"--quantization {word}" for word in ("int8", "int4")}  # which Weft makes of what there is
 FP8_CACHE = ("vllm", "sglang", "trtllm")  # engines that can keep KV in FP8
 MOST_NODES = 64  # of a cluster that is tried
 
@@ -125,9 +131,7 @@ def _to_fit(answer: Answer) -> Iterator[str]:
     for precision, name in _smaller_checkpoints(question):
         found = _roomiest(msgspec.structs.replace(question, precisions=(precision,)))
         if found:
-            fits[precision] = (
-                f"{name} checkpoint fits as {found[0]} with {_to_spare(*found)}{_yet(question, precision)}"
-            )
+            fits[precision] = f"{name} fits as {found[0]} with {_to_spare(*found)}{_yet(question, precision)}"
     # The closest to the original, the smallest, and one that the engine runs.
     smallest = sorted(fits, key=lambda it: weight_bytes(question.shape, it))[:1]
     running = [it for it in fits if not _yet(question, it)][:1]
@@ -184,19 +188,21 @@ def _to_spare(cut: Cut, memory: Footprint) -> str:
 
 def _smaller_checkpoints(question: Question) -> Iterator[tuple[str, str]]:
     """(precision, name) of those that take fewer bytes than what was asked for, in its own kind of file; Weft reads
-    GGUF for any."""
+    GGUF for any, and makes some itself."""
     in_gguf = question.engine == "llama.cpp" or any(it in gguf_types.MIXES for it in question.precisions)
     now = min(weight_bytes(question.shape, it) for it in question.precisions)
     both = question.engine == "weft" and not in_gguf
     published = PUBLISHED.get(question.shape.architecture, CHECKPOINTS)
-    for precision, name in (GGUF_CHECKPOINTS if in_gguf else published | (GGUF_CHECKPOINTS if both else {})).items():
+    for precision, name in (
+        GGUF_CHECKPOINTS if in_gguf else published | (GGUF_CHECKPOINTS | OWN if both else {})
+    ).items():
         if weight_bytes(question.shape, precision) < now:
             yield precision, name
 
 
 def _yet(question: Question, precision: str) -> str:
     """A warning, where the engine is our own and does not run what it plans."""
-    run = question.engine != "weft" or runs(precision, on_cpu=question.cluster.on_cpu)
+    run = question.engine != "weft" or runs(precision)
     return "" if run else "; Weft does not run it yet"
 
 
@@ -277,7 +283,9 @@ def _to_improve(answer: Answer, best: Candidate) -> Iterator[str]:
     gains = _worth(question, faster) >= WORTH * now
     idle = there - len(set(best.layout.gpus))
     if question.wish != Wish():
-        free = search(msgspec.structs.replace(question, wish=Wish())).best or best
+        # Who asked for nothing but dealing experts out has seen that half of all layouts.
+        other = Wish(expert_parallel=False) if question.wish == Wish(expert_parallel=True) else Wish()
+        free = search(msgspec.structs.replace(question, wish=other)).best or best
         if _worth(question, free) >= WORTH * now:
             gain = f"{ways(_worth(question, free) / now)} the {_measure(question)}"
             yield f"left to itself the plan is {free.cut}, with {gain}"
@@ -292,11 +300,11 @@ def _to_improve(answer: Answer, best: Candidate) -> Iterator[str]:
     if wide and question.engine in FP8_CACHE and not question.cluster.on_cpu:
         changed = search(_as(question, best, kv_dtype="fp8"))
         yield from _gain("an FP8 KV cache (--kv-cache-dtype fp8)", question, best, changed, now)
-    for precision, name in _smaller_checkpoints(question):
+    # What the engine runs comes first.
+    for precision, name in sorted(_smaller_checkpoints(question), key=lambda it: bool(_yet(question, it[0]))):
         changed = search(_as(question, best, precisions=(precision,)))
         if changed.best and _worth(question, changed.best) >= WORTH * now:
-            told = f"{name} checkpoint"
-            yield from (line + _yet(question, precision) for line in _gain(told, question, best, changed, now))
+            yield from (line + _yet(question, precision) for line in _gain(name, question, best, changed, now))
             break
     # What other hardware gives is no merit of letting go of a layout or a limit that was dictated.
     most = max(best, free, key=lambda it: _worth(question, it))

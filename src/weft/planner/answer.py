@@ -13,7 +13,6 @@ from weft.facts.place import Place
 from weft.facts.precision import weight_bytes
 from weft.facts.shape import ModelShape
 from weft.planner.advice import advice, binding
-from weft.planner.cost import slowest_link
 from weft.planner.cuts import Cut
 from weft.planner.deployment import Layout
 from weft.planner.footprint import RankMemory, ReplicaMemory
@@ -22,6 +21,7 @@ from weft.planner.notes import notes
 from weft.planner.objections import not_run
 from weft.planner.plan_file import FORMAT
 from weft.planner.question import Question
+from weft.planner.replica import slowest_link
 from weft.planner.search import Answer, Candidate, engine_profile, output_tok_s
 
 
@@ -56,7 +56,7 @@ def as_json(answer: Answer, model: Model) -> dict[str, Any]:
 
 def model_json(question: Question, model: Model, precision: str) -> dict[str, Any]:
     shape = question.shape
-    missing = not_run(shape, precision, on_cpu=question.cluster.on_cpu)
+    missing = not_run(shape, precision)
     return {
         "name": model.name,
         "architecture": shape.architecture,
@@ -126,6 +126,8 @@ def candidate_json(question: Question, candidate: Candidate) -> dict[str, Any]:
             "memory_bytes": fullest.memory_bytes,
         },
         "kv_tokens": memory.kv_tokens,
+        "max_num_batched_tokens": memory.replicas[0].batched_tokens,
+        "max_num_batched_tokens_because": memory.replicas[0].batched_reason,
         "max_concurrency": round(memory.max_concurrency(question.workload.longest), 2),
         "longest_request": memory.longest,
         "predicted": {

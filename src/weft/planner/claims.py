@@ -16,6 +16,7 @@ from weft.facts.shape import ModelShape
 from weft.planner.deployment import Layout, deploy
 from weft.planner.islands import devices
 from weft.planner.stages import Seat, read_bytes, stage_layers
+from weft.planner.words import by_type
 
 RESERVED_BYTES = 1.5e9  # of each GPU: context, workspace and activations of any engine
 TOKENS = 2048  # of the one request, where the claim names no length
@@ -170,8 +171,7 @@ def _held(shape: ModelShape, precision: str, tokens: int, place: Place) -> int:
 
 
 def _of(cluster: Cluster) -> str:
-    names = [device.gpu.name for device in devices(cluster)]
-    return " + ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+    return by_type(device.gpu.name for device in devices(cluster))
 
 
 def _too_large(weight: int, cache: int, tokens: int, usable: Sequence[float], cluster: Cluster) -> str:

@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from weft.config import EngineConfig
-from weft.errors import PlanError
+from weft.errors import ConfigError, PlanError
 from weft.facts.cluster import Cluster, Node
 from weft.facts.host import Host
-from weft.facts.shape import DType
 from weft.planner.layout import check, compute_dtype, device_kind, layout
 from weft.planner.max_memory import capped, of_devices, read
 from weft.planner.placement import placed, spread_of
 from weft.planner.plan import Plan
+from weft.planner.profiles import OURS, profile
+from weft.planner.quantization import PRECISIONS, precision_held
 from weft.planner.speculation import speculation
 
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("weft")
 
-PRECISIONS: dict[DType, str] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}  # in the planner's words
 # Fields of a config that say how to cut the model; where one is set, the search has nothing to decide.
 CUTS = ("tensor_parallel_size", "tensor_split", "pipeline_parallel_size", "pipeline_split")
 
@@ -53,12 +53,14 @@ def cut_to_run(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Plan
         from weft.planner import plan_file, planned
 
         file = plan_file.read(config.plan)
-        plan = layout(planned.carried_out(file, config, checkpoint, host), checkpoint, host)
+        config = planned.carried_out(file, config, checkpoint, host)
+        plan = layout(config, checkpoint, host)
         planned.check_carried_out(file, plan)
-        return linked(plan, host)
-    config = placed(config, checkpoint.shape, host, PRECISIONS[compute_dtype(config, checkpoint, host, ())])
+        return linked(stepping(plan, config, host), host)
+    dtype, devices = compute_dtype(config, checkpoint, host, ()), [device_kind(config, host)]
+    config = placed(config, checkpoint.shape, host, precision_held(config, checkpoint, dtype, devices))
     if device_kind(config, host) == "cpu" or (is_cut(config, host) and not leaves_shares_open(config, host)):
-        return linked(layout(config, checkpoint, host), host)
+        return linked(stepping(layout(config, checkpoint, host), config, host), host)
     from weft.facts.machine import this_machine
     from weft.facts.speeds import known
 
@@ -68,7 +70,25 @@ def cut_to_run(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Plan
         # Who says the sizes has them tried, whatever the search thinks of it.
         if not is_cut(config, host):
             raise
-    return linked(layout(config, checkpoint, host), host)
+    return linked(stepping(layout(config, checkpoint, host), config, host), host)
+
+
+def stepping(plan: Plan, config: EngineConfig, host: Host) -> Plan:
+    """The plan with as many tokens in a step as `planner.batch` chooses for it, where they are still open."""
+    if config.max_num_batched_tokens is not None:
+        return plan
+    if plan.devices[0] == "cpu":
+        tokens, why = plan.max_num_batched_tokens, profile(OURS, on_cpu=True).max_num_batched_tokens.source
+    else:
+        from weft.facts.speeds import known
+        from weft.planner.forecast import step_choice
+
+        try:
+            tokens, why = step_choice(plan, host, known(host))
+        except ConfigError as error:  # a GPU that nobody knows
+            tokens, why = plan.max_num_batched_tokens, str(error)
+    _tell_steps(tokens, why)
+    return msgspec.structs.replace(plan, max_num_batched_tokens=tokens)
 
 
 def linked(plan: Plan, host: Host) -> Plan:
@@ -130,10 +150,13 @@ def searched(config: EngineConfig, checkpoint: Checkpoint, host: Host, cluster: 
     best = answer.best
     if best is None:
         raise PlanError(_nothing_fits(answer))
-    seats = best.layout.gpus[: best.layout.size]
+    seats, memory = best.layout.gpus[: best.layout.size], best.memory.replicas[0]
     _tell(answer, best, numbers)
+    if config.max_num_batched_tokens is None:
+        _tell_steps(memory.batched_tokens, memory.batched_reason)
     return replace(
         config,
+        max_num_batched_tokens=memory.batched_tokens,
         tensor_parallel_size=best.layout.tensor_parallel,
         tensor_split=best.layout.tensor_weights,
         pipeline_parallel_size=best.layout.pipeline_parallel,
@@ -157,7 +180,8 @@ def question(
         tensor, stages = config.tensor_parallel_size or 1, config.pipeline_parallel_size or 1
         wish = Wish(tensor_parallel=tensor, pipeline_parallel=stages, expert_parallel=False)
     shape, most = checkpoint.shape, config.max_model_len
-    dtype = compute_dtype(config, checkpoint, host, [f"cuda:{number}" for number in numbers])
+    devices = [f"cuda:{number}" for number in numbers]
+    dtype = compute_dtype(config, checkpoint, host, devices)
     input_len, output_len = lengths(None, None, most or shape.longest)
     share = config.gpu_memory_utilization
     return Question(
@@ -165,7 +189,7 @@ def question(
         shape=shape,
         cluster=cluster,
         engine="weft",
-        precisions=(PRECISIONS[dtype],),
+        precisions=(precision_held(config, checkpoint, dtype, devices),),
         kv_dtype=PRECISIONS[dtype] if config.kv_cache_dtype == "auto" else "fp8",
         workload=Workload(input_len=input_len, output_len=output_len, max_model_len=most),
         wish=wish,
@@ -212,6 +236,10 @@ def _tell(answer: Answer, best: Candidate, numbers: Sequence[int]) -> None:
         best.predicted.saturated_tok_s,
         where,
     )
+
+
+def _tell_steps(tokens: int, why: str) -> None:
+    logger.info("max_num_batched_tokens is %s: %s", f"{tokens:,}", why)
 
 
 def _nothing_fits(answer: Answer) -> str:

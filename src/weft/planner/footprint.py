@@ -15,9 +15,11 @@ from weft.facts.kv import kv_bytes, kv_bytes_per_token
 from weft.facts.place import Place, Span
 from weft.facts.precision import WeightBytes, canonical, weights
 from weft.facts.shape import ModelShape
+from weft.planner.batch import KV_SHARE, Choice, choices, chosen
 from weft.planner.deployment import Layout, Workload
 from weft.planner.memory import CPU_KV_BYTES, CPU_KV_SHARE, LOGITS_BYTES, step_bytes
 from weft.planner.profiles import Profile
+from weft.planner.replica import Replica
 from weft.planner.work import Kind, kinds
 
 BLOCK = 16  # tokens of a KV block, EngineConfig.block_size
@@ -54,11 +56,18 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplicaMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """One replica: its ranks in order. `kv_tokens` of requests of `length` tokens fit on every rank."""
+    """One replica: its ranks in order. `kv_tokens` of requests of `length` tokens fit on every rank beside a step of at
+    most `batched_tokens`, which are as many for the reason given."""
 
     ranks: tuple[RankMemory, ...]
     kv_tokens: int
     length: int
+    batched_tokens: int
+    batched_reason: str
+
+    def takes_more(self, other: ReplicaMemory) -> bool:
+        """Whether it needs more of a GPU than the same ranks with other settings."""
+        return any(it.usable_bytes > its.usable_bytes for it, its in zip(self.ranks, other.ranks, strict=True))
 
 
 class Footprint(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,19 +138,46 @@ def footprint(
 ) -> Footprint:
     """What every rank of `layout` on `cluster` holds under an engine. `workload` gives the length that must fit."""
     workload, precision = workload or Workload(), canonical(layout.precision)
-    marks = layout.marks(cluster)
+    marks, longest = layout.marks(cluster), workload.max_model_len or shape.max_positions
     # Replicas differ in nothing but which experts they hold, and on what; a large cluster has many that are equal.
-    known: dict[tuple[tuple[int, int], ...], ReplicaMemory] = {}
-    replicas = []
+    known: dict[object, ReplicaMemory] = {}
+    found = []
     for number, ranks in enumerate(layout.replicas()):
         key = tuple(marks[ranks])
         if key not in known:
             seats = [(place, cluster.gpus[index], index) for place, index in layout.replica(number)]
-            known[key] = replica_memory(shape, precision, layout.kv_dtype, seats, profile, workload.longest)
-        replicas.append(known[key])
-    return Footprint(
-        shape=shape, layout=layout, replicas=tuple(replicas), window_cache=bool(profile.window_cache.value)
-    )
+            tried: list[Choice] = []
+            if profile.hold_up_ms.value:
+                tried = list(choices(Replica(shape, layout, cluster, profile, number, {}), profile, longest))
+            known[key] = _chosen(shape, precision, layout.kv_dtype, seats, profile, workload.longest, tried)
+        found.append(known[key])
+    return Footprint(shape=shape, layout=layout, replicas=tuple(found), window_cache=bool(profile.window_cache.value))
+
+
+def _chosen(
+    shape: ModelShape,
+    precision: str,
+    kv_dtype: str,
+    seats: Sequence[tuple[Place, GpuSpec, int]],
+    profile: Profile,
+    length: int,
+    tried: Sequence[Choice],
+) -> ReplicaMemory:
+    """One replica with the first of these choices that leaves the KV cache what it has beside the last, the smallest,
+    but for KV_SHARE of it; without any, with what the engine takes by itself."""
+
+    def beside(one: Profile) -> ReplicaMemory:
+        return replica_memory(shape, precision, kv_dtype, seats, one, length)
+
+    if not tried:
+        return beside(profile)
+    least = beside(chosen(profile, tried[-1]))
+    if least.kv_tokens >= length:
+        for choice in tried[:-1]:
+            memory = beside(chosen(profile, choice))
+            if memory.kv_tokens >= max(length, (1 - KV_SHARE) * least.kv_tokens) and not memory.takes_more(least):
+                return memory
+    return least
 
 
 def replica_memory(
@@ -177,7 +213,13 @@ def replica_memory(
     held = requests(shape, kv_dtype, [place for place, _, _ in seats], ranks, length, window_cache)
     # A request that fits to the byte does so whatever its length is a multiple of.
     tokens = max(int(held * length) // BLOCK * BLOCK, length if held >= 1 else 0)
-    return ReplicaMemory(ranks=tuple(ranks), kv_tokens=tokens, length=length)
+    return ReplicaMemory(
+        ranks=tuple(ranks),
+        kv_tokens=tokens,
+        length=length,
+        batched_tokens=min(profile.batch(gpu.memory_bytes)[0] for _, gpu, _ in seats),
+        batched_reason=profile.max_num_batched_tokens.source,
+    )
 
 
 def _pooled(ranks: Sequence[RankMemory], rooms: int) -> list[RankMemory]:
@@ -344,7 +386,7 @@ def _sum_of_weights(shape: ModelShape, precision: str, share: Place, held: tuple
     parts = [(_weights_of(shape, precision, share), 1)]
     inner = msgspec.structs.replace(share, stage=1, stages=3)
     for (has_experts, _, itself), count in held:
-        layer = itself if precision in gguf_types.MIXES else _first_like(shape, has_experts)
+        layer = itself if precision in gguf_types.BY_LAYER else _first_like(shape, has_experts)
         one = msgspec.structs.replace(inner, layers=Span(layer, layer + 1))
         parts.append((_weights_of(shape, precision, one), count))
     names = WeightBytes.__struct_fields__

@@ -13,17 +13,16 @@ from weft.config import EngineConfig
 from weft.facts.cluster import Cluster, Node
 from weft.facts.host import Host
 from weft.facts.machine import part, this_machine
-from weft.facts.precision import canonical
-from weft.facts.schemes import MADE
 from weft.facts.shape import DTYPE_BYTES
 from weft.facts.speeds import Speeds
+from weft.planner.batch import Choice
 from weft.planner.cost import Prediction, predict
 from weft.planner.deployment import Layout, Workload
-from weft.planner.execution import PRECISIONS
 from weft.planner.footprint import Footprint, activation_bytes, footprint
 from weft.planner.memory import Capacity
 from weft.planner.plan import Plan
 from weft.planner.profiles import Profile
+from weft.planner.quantization import PRECISIONS, precision_of
 from weft.planner.question import Question
 from weft.planner.search import engine_profile
 from weft.planner.words import gigabytes
@@ -70,10 +69,30 @@ class Forecast:
 def forecast(plan: Plan, host: Host, known: Speeds) -> Forecast:
     """`host` as it was before the engine started, `known` what `execution.seen` says of it. Raises ConfigError for a
     GPU of which nothing is known."""
+    layout, cluster, profile = laid_out(plan, host, known, plan.max_num_batched_tokens)
+    steps = tuple(
+        activation_bytes(
+            plan.shape, place, plan.max_num_batched_tokens, plan.max_num_seqs, profile, DTYPE_BYTES[plan.dtype]
+        )
+        for place in plan.places
+    )
+    return Forecast(plan, layout, cluster, profile, footprint(plan.shape, layout, cluster, profile), steps)
+
+
+def step_choice(plan: Plan, host: Host, known: Speeds) -> Choice:
+    """The most tokens of a step that `planner.batch` chooses for a plan, whatever it has. Raises as `forecast`."""
+    layout, cluster, profile = laid_out(plan, host, known, None)
+    length = Workload(max_model_len=plan.max_model_len if plan.max_model_len_given else None)
+    (memory,) = footprint(plan.shape, layout, cluster, profile, length).replicas
+    return Choice(memory.batched_tokens, memory.batched_reason)
+
+
+def laid_out(plan: Plan, host: Host, known: Speeds, batched_tokens: int | None) -> tuple[Layout, Cluster, Profile]:
+    """A plan as the search has its candidates, with the devices of its ranks and our engine's constants on them."""
     on_cpu = plan.devices[0] == "cpu"
     here = msgspec.structs.replace(host, gpus=(), pairs=()) if on_cpu else host
     kept = PRECISIONS[plan.dtype] if plan.kv_cache_dtype == "auto" else plan.kv_cache_dtype
-    precision = precision_of(plan)
+    precision = precision_of(plan.quantization, plan.schemes, plan.dtype)
     devices = [0 if on_cpu else int(device[5:]) for device in plan.devices]
     cluster = parted(limited(this_machine(here, known), plan, devices), devices)
     layout = Layout(
@@ -98,26 +117,10 @@ def forecast(plan: Plan, host: Host, known: Speeds) -> Forecast:
             # Other shares are limits, or those of GPUs that one request has to fill: the same rule finds them again.
             gpu_memory_utilization=shares.pop() if len(shares) == 1 else None,
             max_num_seqs=plan.max_num_seqs,
-            max_num_batched_tokens=plan.max_num_batched_tokens,
+            max_num_batched_tokens=batched_tokens,
         )
     )
-    steps = tuple(
-        activation_bytes(
-            plan.shape, place, plan.max_num_batched_tokens, plan.max_num_seqs, profile, DTYPE_BYTES[plan.dtype]
-        )
-        for place in plan.places
-    )
-    return Forecast(plan, layout, cluster, profile, footprint(plan.shape, layout, cluster, profile), steps)
-
-
-def precision_of(plan: Plan) -> str:
-    """What the planner calls the precision of a plan's weights; of a GGUF file's mix, that of most of its tensors."""
-    if plan.quantization in MADE:
-        return MADE[plan.quantization]
-    if not plan.schemes:
-        return PRECISIONS[plan.dtype]
-    ((kind, _),) = Counter(plan.schemes.values()).most_common(1)
-    return canonical(kind.lower())
+    return layout, cluster, profile
 
 
 def limited(cluster: Cluster, plan: Plan, devices: Sequence[int]) -> Cluster:

@@ -19,8 +19,9 @@ from weft.planner.fills import parameter_dims
 from weft.planner.max_memory import of_devices, read
 from weft.planner.place import column_unit, places
 from weft.planner.placement import check_flags
-from weft.planner.plan import ATTENTION_BACKENDS, Plan
-from weft.planner.quantization import check_cuts, quantised_tensors, quantization_of
+from weft.planner.plan import ATTENTION_BACKENDS, GPU_BACKENDS, Plan
+from weft.planner.profiles import OURS, profile
+from weft.planner.quantization import check_cuts, quantised_tensors, quantization_of, tell_dequantised
 from weft.planner.split import split
 from weft.planner.words import gigabytes
 
@@ -30,11 +31,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger("weft")
 
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")  # the last two are one
-BATCHED_TOKENS = 2048  # of one step: prompts are cut to it, so that decodes never wait long behind one
 VLLM_BACKENDS = {
     "torch_sdpa": "torch",
+    "cpu_attn": "cpu",
     "triton_attn": "triton",
+    "flash_attn": "varlen",
 }  # of its names for attention backends, those that we have under another
+FP8_BACKENDS = ("auto", "triton", "flashinfer")  # that read an FP8 cache
 FP8_CAPABILITY = (8, 9)  # of a GPU that has e4m3 numbers
 BF16_CAPABILITY = (8, 0)  # of a GPU that computes in bfloat16
 DTYPES: dict[str, DType] = {
@@ -49,7 +52,8 @@ DTYPES: dict[str, DType] = {
 def layout(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Plan:
     """The plan for `checkpoint` on `host` under `config`. Pure: the same values give the same plan.
 
-    What the config leaves open: one rank; whole layers per stage so that the slowest stage is the fastest
+    What the config leaves open: one rank; the fewest tokens of a step that such a device is ever given
+    (`planner.execution` chooses more where it can); whole layers per stage so that the slowest stage is the fastest
     possible, its head counted; GPUs in their order where there are any, else the CPU. Raises ConfigError for
     a value out of its range and PlanError for a layout that this model or this machine cannot have, each
     with what is possible.
@@ -59,12 +63,14 @@ def layout(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Plan:
     config = with_environment(config, host)
     weights = tensor_weights(config)
     device = device_kind(config, host)
+    check_backend(config, host, device)
     ranks = len(weights) * stage_count(config, shape)
     caps = of_devices(config.max_memory, len(host.gpus), on_cpu=device == "cpu", ids=config.device_ids)
     devices = rank_devices(config, host, device, ranks, caps)
     dtype = compute_dtype(config, checkpoint, host, devices)
     stages = list(config.pipeline_split or stage_layers(shape, stage_count(config, shape)))
     schemes = quantised_tensors(config, checkpoint, dtype, devices)
+    tell_dequantised(config, checkpoint, dtype, schemes)
     unit = column_unit(shape, MADE.get(config.quantization, "bf16"))
     ranked = places(shape, weights, stages, ffn_unit=unit)
     check_cuts(shape, ranked, schemes)
@@ -79,12 +85,13 @@ def layout(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Plan:
         schemes=schemes,
         places=ranked,
         devices=devices,
+        uuids=tuple(host.gpus[int(name[5:])].uuid for name in devices if name != "cpu"),
         cores=rank_cores(host, ranks),
         max_threads=host.threads,
         max_model_len=model_length(config, shape),
         max_model_len_given=config.max_model_len is not None,
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens or BATCHED_TOKENS,
+        max_num_batched_tokens=config.max_num_batched_tokens or profile(OURS, on_cpu=device == "cpu").batch(0)[0],
         block_size=config.block_size,
         kv_cache_bytes=config.kv_cache_memory_bytes,
         gpu_memory_utilization=utilization(config, host, devices, caps),
@@ -126,7 +133,7 @@ def check(config: EngineConfig) -> None:
         "device": (config.device, ("auto", "cpu", "cuda")),
         "scheduling_policy": (config.scheduling_policy, ("fcfs", "priority")),
         "executor": (config.executor or "inline", ("inline", "processes")),
-        "attention_backend": (config.attention_backend, ATTENTION_BACKENDS),
+        "attention_backend": (own_backend(config.attention_backend), ATTENTION_BACKENDS),
         "kv_cache_dtype": (config.kv_cache_dtype, KV_CACHE_DTYPES),
     }
     for name, (choice, known) in choices.items():
@@ -168,16 +175,29 @@ def with_environment(config: EngineConfig, host: Host) -> EngineConfig:
                 f"{config.pipeline_parallel_size}; make them agree or unset the variable"
             )
         config = replace(config, pipeline_split=stages)
-    wanted = host.environment.get("VLLM_ATTENTION_BACKEND", "").lower()
+    wanted = host.environment.get("VLLM_ATTENTION_BACKEND", "")
     if wanted and config.attention_backend == "auto":
-        backend = VLLM_BACKENDS.get(wanted, wanted)
-        if backend in ATTENTION_BACKENDS:
+        backend = own_backend(wanted)
+        if backend in ATTENTION_BACKENDS and not (backend in GPU_BACKENDS and device_kind(config, host) == "cpu"):
             return replace(config, attention_backend=backend)
         # It is set for vLLM, which may well run beside us: no reason to stop.
         logger.warning(
-            "VLLM_ATTENTION_BACKEND is %s, which Weft does not have: it takes its own choice", wanted.upper()
+            "VLLM_ATTENTION_BACKEND is %s, which Weft does not have here: it takes its own choice", wanted.upper()
         )
-    return config
+    return replace(config, attention_backend=own_backend(config.attention_backend))
+
+
+def own_backend(name: str) -> str:
+    """An attention backend in our words, from those or from vLLM's, which are upper case."""
+    word = name.lower().removesuffix("_vllm_v1")
+    return VLLM_BACKENDS.get(word, word)
+
+
+def check_backend(config: EngineConfig, host: Host, device: str) -> None:
+    """Raises ConfigError for kernels of GPUs on a CPU, unless Triton's interpreter is on."""
+    backend = config.attention_backend
+    if device == "cpu" and backend in GPU_BACKENDS and host.environment.get("TRITON_INTERPRET") != "1":
+        raise ConfigError(f"attention_backend is {backend}, which runs on GPUs; on a CPU it is auto, cpu or torch")
 
 
 def tensor_weights(config: EngineConfig) -> tuple[float, ...]:
@@ -309,7 +329,7 @@ def kv_cache_dtype(config: EngineConfig, host: Host, devices: Sequence[str]) -> 
     """auto, or fp8 where the GPUs have it."""
     if config.kv_cache_dtype == "auto":
         return "auto"
-    if devices[0] == "cpu" or config.attention_backend not in ("auto", "triton"):
+    if devices[0] == "cpu" or config.attention_backend not in FP8_BACKENDS:
         where = "on a CPU" if devices[0] == "cpu" else f"with --attention-backend {config.attention_backend}"
         raise ConfigError(f"kv_cache_dtype {config.kv_cache_dtype} needs the Triton kernels of a GPU; {where} use auto")
     used = {int(device[5:]) for device in devices}

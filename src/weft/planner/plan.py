@@ -11,7 +11,8 @@ from weft.facts.shape import DType, ModelShape
 from weft.planner.fills import weight_bytes
 from weft.planner.place import Place
 
-ATTENTION_BACKENDS = ("auto", "torch", "cpu", "triton")
+GPU_BACKENDS = ("triton", "flashinfer", "varlen")
+ATTENTION_BACKENDS = ("auto", "torch", "cpu", *GPU_BACKENDS)
 
 
 class Draft(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,7 +36,8 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """A model, cut across ranks, with the limits that it runs under. Sizes are bytes, lengths tokens.
 
-    `places`, `devices` and `cores` have one entry per rank, in rank order; a device is "cpu" or "cuda:N";
+    `places`, `devices` and `cores` have one entry per rank, in rank order; a device is "cpu" or "cuda:N", and `uuids`
+    are what the driver calls those GPUs (none for a CPU);
     `cores` are the CPU numbers that the rank's threads may use, `max_threads` the most that they may be
     (OMP_NUM_THREADS), None for one per core. `peer_to_peer` is False where GPUs were found not to reach each other's
     memory as they should: all that passes between them goes through the host's. `checkpoint` is a directory or a
@@ -54,6 +56,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     schemes: dict[str, str] = {}
     places: tuple[Place, ...]
     devices: tuple[str, ...]
+    uuids: tuple[str, ...] = ()
     cores: tuple[tuple[int, ...], ...]
     max_threads: int | None = None
     max_model_len: int

@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from weft.errors import ConfigError
+from weft.errors import ConfigError, reason
 
 FORMAT = 1  # of what weft plan --json prints; grows when a field that is read here changes its meaning
 
@@ -45,6 +45,7 @@ class Best(msgspec.Struct, frozen=True, kw_only=True):
     tensor_split: tuple[float, ...]
     pipeline_split: tuple[int, ...]
     kv_tokens: int
+    max_num_batched_tokens: int | None = None  # of files that were written before there was a choice
     ranks: tuple[Rank, ...]
 
 
@@ -107,7 +108,7 @@ def read(path: str) -> PlanFile:
     try:
         text = Path(path).read_bytes()
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read the plan {path}: {getattr(error, 'strerror', None) or error}; {make}") from None
+        raise ConfigError(f"cannot read the plan {path}: {reason(error)}; {make}") from None
     try:
         kind = msgspec.json.decode(text, type=_Any)
     except msgspec.ValidationError as error:

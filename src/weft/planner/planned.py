@@ -16,12 +16,12 @@ from weft.facts.host import Host
 from weft.facts.kv import number_bytes
 from weft.facts.parameters import params
 from weft.facts.precision import canonical
-from weft.facts.schemes import MADE
+from weft.facts.schemes import MADE, asked_for
 from weft.facts.tensor import ENCODINGS
-from weft.planner.execution import PRECISIONS
 from weft.planner.layout import DTYPES
 from weft.planner.plan import Plan
 from weft.planner.plan_file import PlanFile, Rank
+from weft.planner.quantization import PRECISIONS
 from weft.planner.words import gigabytes
 
 if TYPE_CHECKING:
@@ -57,6 +57,8 @@ def carried_out(plan: PlanFile, config: EngineConfig, checkpoint: Checkpoint, ho
         wanted["max_model_len"] = plan.workload.max_model_len
     for name, value in wanted.items():
         _check_flag(plan, name, getattr(config, name), value)
+    if config.max_num_batched_tokens is None:
+        wanted["max_num_batched_tokens"] = best.max_num_batched_tokens
     if on_gpus:
         wanted["device_ids"] = config.device_ids or tuple(rank.gpu_index for rank in ranks)
         wanted["gpu_memory_utilization"] = _shares(plan, config)
@@ -127,11 +129,11 @@ def _check_runs(plan: PlanFile, checkpoint: Checkpoint) -> None:
             "with --no-enable-expert-parallel"
         )
     stored = checkpoint.format == "gguf" and precision in gguf_types.MIXES
-    if not stored and precision not in (*COMPUTED, *MADE.values()):
+    if not stored and precision not in COMPUTED and not asked_for(precision):
         known = ", ".join((*COMPUTED, *dict.fromkeys(MADE.values())))
         raise PlanError(
             f"{plan.path} is a plan for {precision} weights, which Weft does not make of {checkpoint.model}; plan "
-            f"again with --precision of {known}"
+            f"again with --precision of {known}, or with --quantization"
         )
 
 
@@ -142,7 +144,8 @@ def _weights(precision: str, checkpoint: Checkpoint) -> dict[str, object]:
         # What is quantised would be held as it lies.
         return {"dtype": COMPUTED[precision], **({"quantization": "none"} if stored else {})}
     own = {kind.lower() for kind, _ in stored.most_common(1)}
-    return {"quantization": precision} if precision in MADE.values() and precision not in own else {}
+    asked = asked_for(precision)
+    return {"quantization": asked} if asked and precision not in own else {}
 
 
 def _check_machine(plan: PlanFile, config: EngineConfig, host: Host) -> bool:

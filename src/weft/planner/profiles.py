@@ -16,6 +16,7 @@ from weft.errors import ConfigError
 from weft.facts.calibration import Calibration
 from weft.facts.gpus import GpuSpec
 from weft.facts.kernels import Kernels, kernels_of
+from weft.facts.precision import NAMES
 
 OURS = "weft"  # the engine that can be calibrated
 # Of a calibration's mean error: models are less alike than those that it was fitted on.
@@ -93,6 +94,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     experts_matmul_unpacked: Constant
     hot_rank: Constant
     bubble: Constant
+    stages_wait: Constant
     graphs: Constant
     utilization: Constant
     utilization_most: Constant
@@ -104,6 +106,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     small_GiB: Constant
     small_num_seqs: Constant
     small_num_batched_tokens: Constant
+    hold_up_ms: Constant
     max_num_seqs_by_stage: Constant
     window_cache: Constant
     pipelined: Constant
@@ -214,16 +217,22 @@ def _quantised(found: Profile, it: Calibration) -> Profile:
     """With the precisions that were measured: theirs come before the tables' rules."""
     weights = tuple(
         WeightsRule(
-            precisions=(precision,),
+            precisions=_alike(precision),
             share=Constant(rates.weights_Bps.value / it.weights_Bps.value, it.source),
         )
         for precision, rates in it.quantised.items()
     )
     math = tuple(
-        MathRule(precisions=(precision,), flops="bf16", share=rates.matmul_flops.value / it.matmul_flops.value)
+        MathRule(precisions=_alike(precision), flops="bf16", share=rates.matmul_flops.value / it.matmul_flops.value)
         for precision, rates in it.quantised.items()
     )
     return msgspec.structs.replace(found, weights=(*weights, *found.weights), math=(*math, *found.math))
+
+
+def _alike(precision: str) -> tuple[str, ...]:
+    """A precision, and what differs from it in its head only."""
+    base = precision.partition("+")[0]
+    return tuple(name for name in NAMES if name.partition("+")[0] == base)
 
 
 def _kernels(gpu: GpuSpec, it: Calibration) -> Kernels:

@@ -12,13 +12,17 @@ from weft.errors import ConfigError, PlanError
 from weft.facts.axes import owned
 from weft.facts.parameters import Parameter, Part, layers_of, parameters
 from weft.facts.place import Place
+from weft.facts.precision import canonical
 from weft.facts.schemes import MADE, SCHEMES, UNIT, scheme_of
-from weft.facts.shape import DType, ModelShape
+from weft.facts.shape import DTYPE_BYTES, DType, ModelShape
+from weft.planner.plan import GPU_BACKENDS
 
 if TYPE_CHECKING:
     from weft.facts.checkpoint import Checkpoint
 
 logger = logging.getLogger("weft")
+
+PRECISIONS: dict[DType, str] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}  # in the planner's words
 
 
 def quantised_tensors(
@@ -26,27 +30,34 @@ def quantised_tensors(
 ) -> dict[str, str]:
     """The scheme of each tensor of the checkpoint that is held quantised, by its name there.
 
-    "auto" holds a file's quantised tensors as they lie in it where there are kernels for that, which is on CPUs and in
-    bfloat16, and says which it does not. Raises ConfigError where what is asked for cannot be.
+    "auto" holds a file's quantised tensors as they lie in it where there are kernels for that and 16 bits are computed
+    in. Raises ConfigError where what is asked for cannot be.
     """
-    asked = config.quantization
+    asked, computed = config.quantization, _computed_in(config.attention_backend, devices)
     if asked in MADE:
-        return _made(checkpoint.shape, asked, dtype, devices)
-    stored = checkpoint.quantised
-    if asked == "none" or not stored:
+        _check_made(asked, dtype, computed)
+        return _made(checkpoint.shape, asked)
+    if asked == "none" or dtype not in computed or DTYPE_BYTES[dtype] > 2:
         return {}
-    if dtype != "bfloat16" or config.attention_backend == "torch" or not _on_cpus(devices):
-        where = "on GPUs" if not _on_cpus(devices) else f"in {dtype} or by torch"
-        logger.info("There are no kernels for quantised weights %s: they are held in %s", where, dtype)
-        return {}
-    kept = _whole_parameters(checkpoint.shape, stored)
-    lost = Counter(kind for name, kind in stored.items() if name not in kept)
-    if lost:
-        kinds = ", ".join(f"{count} of {kind}" for kind, count in sorted(lost.items()))
-        logger.warning(
-            "Of %d quantised tensors these are held in %s, for lack of kernels: %s", len(stored), dtype, kinds
-        )
-    return kept
+    return _whole_parameters(checkpoint.shape, checkpoint.quantised)
+
+
+def tell_dequantised(config: EngineConfig, checkpoint: Checkpoint, dtype: DType, kept: Mapping[str, str]) -> None:
+    """Say which of a file's quantised tensors are not held as they lie in it, where nobody asked for that."""
+    lost = Counter(kind for name, kind in checkpoint.quantised.items() if name not in kept)
+    if config.quantization != "auto" or not lost:
+        return
+    if config.attention_backend == "torch" or (dtype == "float32" and not kept):
+        why = "with --attention-backend torch" if config.attention_backend == "torch" else f"in {dtype}"
+        logger.info("Quantised weights are not multiplied as they are %s: they are held in %s", why, dtype)
+        return
+    kinds = ", ".join(f"{count} of {kind}" for kind, count in sorted(lost.items()))
+    logger.warning(
+        "Of %d quantised tensors these are held in %s, for lack of kernels: %s",
+        len(checkpoint.quantised),
+        dtype,
+        kinds,
+    )
 
 
 def quantization_of(config: EngineConfig, schemes: Mapping[str, str]) -> str:
@@ -54,6 +65,22 @@ def quantization_of(config: EngineConfig, schemes: Mapping[str, str]) -> str:
     if not schemes:
         return "none"
     return config.quantization if config.quantization in MADE else "gguf"
+
+
+def precision_of(quantization: str, schemes: Mapping[str, str], dtype: DType) -> str:
+    """What the planner calls such weights; of a GGUF file's mix, what most of its tensors are."""
+    if quantization in MADE:
+        return MADE[quantization]
+    if not schemes:
+        return PRECISIONS[dtype]
+    ((kind, _),) = Counter(schemes.values()).most_common(1)
+    return canonical(kind.lower())
+
+
+def precision_held(config: EngineConfig, checkpoint: Checkpoint, dtype: DType, devices: Sequence[str]) -> str:
+    """The same of what an engine would hold."""
+    schemes = quantised_tensors(config, checkpoint, dtype, devices)
+    return precision_of(quantization_of(config, schemes), schemes, dtype)
 
 
 def check_cuts(shape: ModelShape, places: Sequence[Place], schemes: Mapping[str, str]) -> None:
@@ -72,18 +99,28 @@ def check_cuts(shape: ModelShape, places: Sequence[Place], schemes: Mapping[str,
                 )
 
 
-def _on_cpus(devices: Sequence[str]) -> bool:
-    return all(device == "cpu" for device in devices)
+def _computed_in(backend: str, devices: Sequence[str]) -> tuple[DType, ...]:
+    """What the kernels compute in that multiply quantised weights; nothing where there are none."""
+    if backend == "torch":
+        return ()
+    if backend in GPU_BACKENDS or any(device != "cpu" for device in devices):
+        return "bfloat16", "float16", "float32"
+    return "bfloat16", "float32"
 
 
-def _made(shape: ModelShape, asked: str, dtype: DType, devices: Sequence[str]) -> dict[str, str]:
-    """What `asked` makes of a model, whatever it is stored in."""
-    if not _on_cpus(devices):
+def _check_made(asked: str, dtype: DType, computed: Sequence[str]) -> None:
+    if not computed:
         raise ConfigError(
-            f"quantization is {asked}, for which there are kernels for CPUs only; leave it out, or use --device cpu"
+            f"quantization is {asked}, for which --attention-backend torch has no kernels; leave one of them out"
         )
-    if dtype == "float16":
-        raise ConfigError(f"quantization {asked} computes in bfloat16 or float32, not in float16; give another --dtype")
+    if dtype not in computed:
+        raise ConfigError(
+            f"quantization {asked} computes in {' or '.join(computed)} on a CPU, not in {dtype}; give another --dtype"
+        )
+
+
+def _made(shape: ModelShape, asked: str) -> dict[str, str]:
+    """What `asked` makes of a model, whatever it is stored in."""
     found = ((name, scheme_of(shape, MADE[asked], parameter, part)) for name, parameter, part in _tensors(shape))
     return {name: scheme for name, scheme in found if scheme is not None}
 

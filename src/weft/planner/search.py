@@ -10,6 +10,7 @@ from weft.errors import PlanError
 from weft.facts.gpus import GpuSpec
 from weft.facts.place import Span, whole
 from weft.facts.precision import canonical
+from weft.planner.batch import shortest
 from weft.planner.cost import Prediction, predict
 from weft.planner.cuts import Cut, Draft, drafts, rearranged
 from weft.planner.deployment import Layout, deploy
@@ -24,7 +25,7 @@ from weft.planner.stages import Seat, stage_layers
 from weft.planner.words import gigabytes
 
 SPLIT_GAIN = 1.5  # by as much differ two predictions of the same that are 20 % off, one up and one down
-REARRANGED = 3  # candidates of which other orders of the stages are tried
+REARRANGED = 4  # candidates of which other orders of the stages are tried
 DEPTHS = 6  # pipeline depths that are costed for one size of tensor parallelism: the shallowest that fit
 
 
@@ -184,6 +185,8 @@ def engine_profile(question: Question) -> Profile:
     for name in ("max_num_seqs", "max_num_batched_tokens"):
         if (most := getattr(question, name)) is not None:
             asked[name] = Constant(most, f"--{name.replace('_', '-')}")
+    if question.max_num_batched_tokens is not None:
+        asked["hold_up_ms"] = Constant(0.0, "the user's own choice")
     return msgspec.structs.replace(found, **asked)
 
 
@@ -310,7 +313,11 @@ def _own_bytes(question: Question, draft: Draft, weights: Sequence[float]) -> li
     cut = msgspec.structs.replace(draft.cut, data_parallel=1, expert_parallel=1)
     layers = _even(question.shape.layers, cut.pipeline_parallel)
     layout = _deployed(question, Draft(cut, draft.replicas[:1]), weights, layers)
-    return [rank.other_bytes for rank in _footprint(question, layout).ranks]
+    engine = shortest(engine_profile(question))
+    return [
+        rank.other_bytes
+        for rank in footprint(question.shape, layout, question.cluster, engine, question.workload).ranks
+    ]
 
 
 def _even(layers: int, stages: int) -> tuple[int, ...]:

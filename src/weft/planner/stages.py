@@ -75,7 +75,7 @@ def _layers(
     known: dict[object, tuple[float, float]] = {}
     for layer in range(shape.layers):
         # GGUF's mixes give some layers more bits than others.
-        kind = layer if precision in gguf_types.MIXES else (shape.has_experts(layer), shape.window(layer))
+        kind = layer if precision in gguf_types.BY_LAYER else (shape.has_experts(layer), shape.window(layer))
         if kind not in known:
             place = msgspec.structs.replace(rank, layers=Span(layer, layer + 1), stage=1, stages=3)
             held = weights(shape, precision, place)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from operator import mul
 from typing import NamedTuple
 
-from weft.planner.cost import Replica, Stage
+from weft.planner.replica import Replica, Stage
 from weft.planner.roofline import Rank, pairs
 from weft.planner.work import Attention, Work
 

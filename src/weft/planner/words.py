@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
+
 
 def gigabytes(count: float) -> str:
     """Decimal units: 1 GB is 10**9 bytes."""
@@ -11,3 +14,8 @@ def gigabytes(count: float) -> str:
 def ways(factor: float) -> str:
     """ "twice", "1.4 times"."""
     return "twice" if 1.95 <= factor < 2.05 else f"{factor:.1f} times" if factor < 9.95 else f"{factor:.0f} times"
+
+
+def by_type(names: Iterable[str]) -> str:
+    """ "8 x H100-SXM", "2 x RTX 4090 + 1 x RTX 3090"."""
+    return " + ".join(f"{number:,} x {name}" for name, number in Counter(names).items())

@@ -83,7 +83,7 @@ def kinds(shape: ModelShape, precision: str, layers: Span) -> tuple[tuple[Kind, 
     found: Counter[Kind] = Counter()
     for layer in range(layers.start, layers.stop):
         # GGUF's mixes give some layers more bits than others.
-        itself = layer if precision in gguf_types.MIXES else 0
+        itself = layer if precision in gguf_types.BY_LAYER else 0
         found[shape.has_experts(layer), shape.window(layer), itself] += 1
     return tuple(found.items())
 

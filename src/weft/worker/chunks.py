@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from weft.worker.staging import sent
+
 # Figures that are worked on at once. On a CPU, per thread: what is made of them stays in its cache, and in memory
 # that the allocator has at hand, since fresh pages cost more than the arithmetic. On a GPU: enough to fill it, and
 # at about 45 bytes each while top-p sorts them, little of its memory.
@@ -21,9 +23,10 @@ def chunks(rows: int, tensor: torch.Tensor) -> Iterator[slice]:
     return (slice(begin, begin + step) for begin in range(0, rows, step))
 
 
-def pick(tensor: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
-    """Rows by their ascending numbers: a view where they lie together, else a copy."""
+def pick(tensor: torch.Tensor, rows: np.ndarray, there: torch.Tensor | None = None) -> torch.Tensor:
+    """Rows by their ascending numbers, which may be `there` on the device: a view where they lie together, else a
+    copy."""
     first, last = int(rows[0]), int(rows[-1])
     if last - first + 1 == len(rows):
         return tensor[first : last + 1]
-    return tensor.index_select(0, torch.from_numpy(rows).to(tensor.device, non_blocking=True))
+    return tensor.index_select(0, sent(rows, tensor.device) if there is None else there)

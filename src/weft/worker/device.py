@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from weft.errors import ConfigError
 from weft.facts import host
+from weft.facts.cuda import BUS, ORDER, digits
 from weft.planner.plan import Plan
 
 
@@ -19,7 +22,21 @@ def prepare(plan: Plan, rank: int) -> torch.device:
     device = torch.device(plan.devices[rank])
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        if plan.uuids:
+            shown = [str(torch.cuda.get_device_properties(n).uuid) for n in range(torch.cuda.device_count())]
+            check_number(device.index, plan.uuids[rank], shown)
     return device
+
+
+def check_number(number: int, uuid: str, shown: Sequence[str]) -> None:
+    """Raises ConfigError where CUDA, which shows GPUs with these UUIDs, has the plan's at another number: it was in use
+    in this process before the order was said."""
+    names = [digits(name) for name in shown]
+    if digits(uuid) in names and names[number] != digits(uuid):
+        raise ConfigError(
+            f"GPU {number} is cuda:{names.index(digits(uuid))} in this process, which used CUDA before it was told to "
+            f"count along the PCI bus; set {ORDER}={BUS} from the beginning, or take executor='processes'"
+        )
 
 
 def free_bytes(plan: Plan, rank: int, device: torch.device, activation_bytes: int) -> int:

@@ -59,12 +59,12 @@ class Drafter:
             texts = [text for text in texts if text.position < rows.reach(text.slot)]
             if not texts:
                 break
-            hidden = self._worker.hidden(rows.batch(one_token_each(texts)))
-            logits = self._worker.model.logits(hidden)
+            order = sampler.order([text.slot for text in texts], [text.position + 1 for text in texts])
+            batch, there = rows.batch(one_token_each(texts), more=order.arrays)
+            logits = self._worker.model.logits(self._worker.hidden(batch))
             assert logits is not None
-            slots, after = [text.slot for text in texts], [text.position + 1 for text in texts]
             # Their result is not taken: nothing is sampled for good.
-            for text, token in zip(texts, sampler.sample(logits.float(), slots, after).tokens.tolist(), strict=True):
+            for text, token in zip(texts, sampler.sample(logits, order, there).tokens.tolist(), strict=True):
                 found[text.slot].append(token)
                 text.token, text.position = token, text.position + 1
         return found

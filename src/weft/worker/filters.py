@@ -11,10 +11,11 @@ import torch
 
 from weft.worker.chunks import pick
 from weft.worker.random import block_sums
+from weft.worker.staging import sent
 
 # Columns of a row's settings, in float64.
-TEMPERATURE, MIN_P, TOP_K, TOP_P = range(4)
-NEUTRAL = (1.0, 0.0, 0.0, 1.0)
+TEMPERATURE, LOG_MIN_P, TOP_K, TOP_P = range(4)
+NEUTRAL = (1.0, -np.inf, 0.0, 1.0)
 
 NUCLEUS = 64  # tokens; most answers' top-p fits, and finding them takes a quarter of a sort
 
@@ -26,27 +27,28 @@ def weigh(logits: torch.Tensor, settings: np.ndarray) -> torch.Tensor:
     0 or at least V keeping all tokens. Top-p is of the mass that min-p and top-k leave. [R, V] float32 out.
     """
     vocab, device = logits.shape[1], logits.device
-    columns = torch.from_numpy(settings).to(device, non_blocking=True)
+    columns = sent(settings, device)
     temperature = columns[:, TEMPERATURE, None].float()
     best = logits.amax(-1, keepdim=True)
     # Not `exp`: on a CPU it takes twenty times as long where results are denormal, as low temperatures make them.
     weights = (logits - best).div_(temperature).softmax(-1)
 
     floor = torch.full_like(best, -torch.inf)
-    if settings[:, MIN_P].any():
-        floor = best + temperature * columns[:, MIN_P, None].log().float()
+    least_likely = bool((settings[:, LOG_MIN_P] > -np.inf).any())
+    if least_likely:
+        floor = best + temperature * columns[:, LOG_MIN_P, None].float()
     few = np.flatnonzero((settings[:, TOP_K] > 0) & (settings[:, TOP_K] < vocab))
     if few.size:
-        at = torch.from_numpy(few).to(device, non_blocking=True)
+        at = sent(few, device)
         values = pick(logits, few).topk(int(settings[few, TOP_K].max())).values
         last = values.gather(1, columns[at, TOP_K, None].long() - 1)
         floor[at] = torch.maximum(floor[at], last)
-    if few.size or settings[:, MIN_P].any():
+    if few.size or least_likely:
         weights.mul_(logits >= floor)
 
     nucleus = np.flatnonzero(settings[:, TOP_P] < 1)
     if nucleus.size:
-        at = torch.from_numpy(nucleus).to(device, non_blocking=True)
+        at = sent(nucleus, device)
         least = torch.zeros_like(best)
         least[at] = _last_in_nucleus(pick(weights, nucleus), columns[at, TOP_P, None])
         weights.mul_(weights >= least)

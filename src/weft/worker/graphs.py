@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,6 +14,8 @@ logger = logging.getLogger("weft")
 
 # Forward of a stage: a batch, and what the stage before sent, to [T, hidden].
 Forward = Callable[[Batch, torch.Tensor | None], torch.Tensor]
+# What a batch needs before each of its forwards that is no work of the GPU's, and so in no graph.
+Prepare = Callable[[Batch], None]
 Replay = Callable[[], None]
 # Runs a function in such a way that it can be run again, on the same tensors.
 Capture = Callable[[Callable[[], None]], Replay]
@@ -49,6 +51,7 @@ class Graphs:
         forward: Forward,
         capture: Capture,
         *,
+        prepare: Prepare,
         rows: int,
         width: int,
         incoming: tuple[int, torch.dtype] | None,
@@ -56,6 +59,7 @@ class Graphs:
         alone: bool = True,
     ) -> None:
         self._forward, self._capture, self._alone = forward, capture, alone
+        self._prepare = prepare
         self._sizes = sizes(rows)
         self._captured: dict[int, Captured] = {}
         # All graphs read the same tensors, each the beginning of them.
@@ -73,12 +77,13 @@ class Graphs:
     def run(self, batch: Batch, incoming: torch.Tensor | None) -> torch.Tensor:
         """[R, hidden], as `forward` gives it; valid until the next run."""
         size = next((size for size in self._sizes if size >= batch.rows), None)
-        if size is None or batch.decodes < batch.rows:
-            return self._forward(batch, incoming)
-        if size not in self._captured and not self._capture_size(size):
+        decodes = batch.decodes == batch.rows
+        if size is None or not decodes or not (size in self._captured or self._capture_size(size)):
+            self._prepare(batch)
             return self._forward(batch, incoming)
         captured = self._captured[size]
         fill(captured.batch, batch)
+        self._prepare(replace(captured.batch, host=batch.host and batch.host.padded(size)))
         if incoming is not None:
             assert captured.incoming is not None
             captured.incoming[: batch.rows].copy_(incoming)
@@ -100,6 +105,7 @@ class Graphs:
 
         fill(batch, begin(batch, 0))
         try:
+            self._prepare(batch)
             run()  # kernels are compiled, and libraries take their memory, before anything is captured
             out.clear()
             replay = self._capture(run)
@@ -132,6 +138,7 @@ def blank(rows: int, width: int, device: torch.device) -> Batch:
         context=zeros(rows),
         tables=zeros(rows, width),
         decodes=rows,
+        fixed=True,
     )
 
 
@@ -145,6 +152,7 @@ def begin(batch: Batch, rows: int) -> Batch:
         context=batch.context[:rows],
         tables=batch.tables[:rows],
         decodes=rows,
+        fixed=True,
     )
 
 

@@ -11,10 +11,10 @@ from weft.worker.chunks import chunks
 def score(logits: torch.Tensor, targets: torch.Tensor, top: int) -> torch.Tensor:
     """Of each row's target: logprob, rank, then `top` ids, best first, and their logprobs.
 
-    [R, V] float32 and [R] int64 in, [R, 2 + 2 * top] float64 out, so that ids and figures leave the device
+    [R, V] of any float type and [R] int64 in, [R, 2 + 2 * top] float64 out, so that ids and figures leave the device
     together. Ranks count the tokens that are strictly likelier.
     """
-    return torch.cat([_score(logits[rows], targets[rows], top) for rows in chunks(len(targets), logits)])
+    return torch.cat([_score(logits[rows].float(), targets[rows], top) for rows in chunks(len(targets), logits)])
 
 
 def unpack(row: list[float], top: int) -> TokenLogprobs:

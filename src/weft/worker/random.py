@@ -18,13 +18,11 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-BLOCK = 256  # tokens; near the square root of common vocabularies
+from weft.kernels import streams
+from weft.kernels.streams import BLOCK
 
-# SplitMix64 (Steele, Lea, Flood 2014): the step of its counter and the multipliers of its finaliser, as
-# signed 64-bit integers. Products wrap, in numpy's arrays and in torch.
-STEP = 0x9E3779B97F4A7C15 - 2**64
-FIRST = 0xBF58476D1CE4E5B9 - 2**64
-SECOND = 0x94D049BB133111EB - 2**64
+# As signed 64-bit integers: products wrap, in numpy's arrays and in torch.
+STEP, FIRST, SECOND = (number - 2**64 for number in (streams.STEP, streams.FIRST, streams.SECOND))
 
 Integers = TypeVar("Integers", np.ndarray, torch.Tensor)
 

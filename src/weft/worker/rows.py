@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from weft.core.step import UNKNOWN, Admission, StepPlan
-from weft.kernels.batch import Batch
+from weft.kernels.batch import Batch, Lengths
 from weft.worker.staging import Staging
 
 
@@ -47,9 +48,11 @@ class Rows:
     def release(self, slot: int) -> None:
         self.wishes.pop(slot, None)
 
-    def batch(self, step: StepPlan, last: torch.Tensor | None = None) -> Batch:
+    def batch(
+        self, step: StepPlan, last: torch.Tensor | None = None, more: Sequence[np.ndarray] = ()
+    ) -> tuple[Batch, list[torch.Tensor]]:
         """Take the step's new blocks into the tables, and lay its tokens out; those that are UNKNOWN come from `last`,
-        [slots] int32, the token that each slot sampled last."""
+        [slots] int32, the token that each slot sampled last. `more` arrays travel with it."""
         fresh = self._grow(step)
         slots, starts, counts = (np.array(x, dtype=np.int64) for x in (step.slots, step.starts, step.counts))
         context = starts + counts
@@ -70,11 +73,13 @@ class Rows:
         else:
             new = np.array(fresh, dtype=np.int64)
             arrays += [slots, new, self.tables.reshape(-1)[new]]
-        places_, unknown_, unknown_slots, tokens_, positions_, row_starts_, context_, *rest = self._staging.put(arrays)
+        there = self._staging.put([*more, *arrays])
+        more_, arrays_ = there[: len(more)], there[len(more) :]
+        places_, unknown_, unknown_slots, tokens_, positions_, row_starts_, context_, *rest = arrays_
         if len(unknown):
             assert last is not None
             tokens_ = tokens_.index_copy(0, unknown_, last[unknown_slots])
-        return Batch(
+        batch = Batch(
             tokens=tokens_,
             positions=positions_,
             slots=places_,
@@ -82,7 +87,9 @@ class Rows:
             context=context_,
             tables=rest[0] if self._mirror is None else self._mirrored(width, *rest),
             decodes=int(np.argmax(counts > 1)) if counts.max() > 1 else len(counts),
+            host=Lengths(row_starts, context),
         )
+        return batch, more_
 
     def _mirrored(self, width: int, slots: torch.Tensor, new: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
         """The tables of these slots on the device, where `blocks` have come to the places `new`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +18,24 @@ from weft.core.step import Admission
 
 LEAST = torch.finfo(torch.float32).min
 FIRST = np.zeros(1, dtype=np.int64)
+NO_IDS = np.zeros(0, dtype=np.int64)
+
+Array = TypeVar("Array", np.ndarray, torch.Tensor)
+
+
+class Edits(NamedTuple, Generic[Array]):
+    """What is to be done to a step's logits, in this order. What ends in `at` is places in all of them, laid row after
+    row."""
+
+    biased_at: Array
+    bias: Array
+    seen_at: Array
+    repetition: Array
+    cost: Array
+    limited_at: Array  # that some rows are limited to
+    limited: Array  # those rows
+    forbidden_at: Array
+    saved_at: Array  # one of each row with masks: where nothing else is left it comes, less likely than any other
 
 
 class Seen:
@@ -84,13 +103,41 @@ class Wishes:
             self.output.append(token)
 
 
+def joined(arrays: list[np.ndarray]) -> np.ndarray:
+    """float32, also where there are none."""
+    return np.concatenate([np.zeros(0, dtype=np.float32), *arrays])
+
+
+def shape(logits: torch.Tensor, edits: Edits[torch.Tensor]) -> None:
+    """Change `logits` [R, V] float32, contiguous, in place: bias, penalties (repetition, then frequency and presence),
+    masks.
+
+    Masks come last, where vLLM has them first: nothing before them can undo them, and so nothing does.
+    """
+    flat = logits.view(-1)
+    if len(edits.biased_at):
+        flat.index_add_(0, edits.biased_at, edits.bias)
+    if len(edits.seen_at):
+        values = flat.index_select(0, edits.seen_at)
+        values = torch.where(values > 0, values / edits.repetition, values * edits.repetition)
+        flat.index_copy_(0, edits.seen_at, values - edits.cost)
+    if len(edits.limited):
+        kept = flat.index_select(0, edits.limited_at)
+        logits.index_fill_(0, edits.limited, -torch.inf)
+        flat.index_copy_(0, edits.limited_at, kept)
+    if len(edits.forbidden_at):
+        flat.index_fill_(0, edits.forbidden_at, -torch.inf)
+    if len(edits.saved_at):
+        flat.index_copy_(0, edits.saved_at, flat.index_select(0, edits.saved_at).clamp(min=LEAST))
+
+
 class Shaping:
     """The wishes of every slot. `stop_ids` are the model's own end tokens, which min_tokens holds back too,
     unless ignore_eos takes their meaning away. Ids outside the vocabulary are left out: the client refuses
     them by name, and here they would be another row's."""
 
-    def __init__(self, vocab: int, device: torch.device, stop_ids: Iterable[int]) -> None:
-        self.vocab, self.device, self.stop_ids = vocab, device, tuple(stop_ids)
+    def __init__(self, vocab: int, stop_ids: Iterable[int]) -> None:
+        self.vocab, self.stop_ids = vocab, tuple(stop_ids)
         self._wishes: dict[int, Wishes] = {}
 
     def admit(self, admission: Admission) -> None:
@@ -117,53 +164,40 @@ class Shaping:
     def release(self, slot: int) -> None:
         self._wishes.pop(slot, None)
 
-    def any(self, slots: Iterable[int]) -> bool:
-        return not self._wishes.keys().isdisjoint(slots)
-
-    def apply(self, logits: torch.Tensor, slots: Sequence[int], positions: Sequence[int]) -> None:
-        """Change `logits` [R, V] in place: bias, penalties (repetition, then frequency and presence), masks.
-
-        Masks come last, where vLLM has them first: nothing before them can undo them, and so nothing does.
-        """
+    def edits(self, slots: Sequence[int], positions: Sequence[int]) -> Edits[np.ndarray] | None:
+        """What these rows wish, None where they have no wishes."""
+        if self._wishes.keys().isdisjoint(slots):
+            return None
         rows = [(r, wishes) for r, slot in enumerate(slots) if (wishes := self._wishes.get(slot))]
-        flat = logits.view(-1)
-        if biased := [(r, wishes) for r, wishes in rows if len(wishes.bias)]:
-            where = self._index([(r, wishes.bias_ids) for r, wishes in biased])
-            flat.index_add_(0, where, self._put([wishes.bias for _, wishes in biased]))
-        if penalised := [(r, wishes.seen) for r, wishes in rows if wishes.seen]:
-            self._penalise(flat, penalised)
-        masked = [(r, wishes.allowed, wishes.forbidden(positions[r])) for r, wishes in rows]
-        if masked := [(r, allowed, never) for r, allowed, never in masked if allowed is not None or len(never)]:
-            self._mask(flat, masked)
+        biased = [(r, wishes) for r, wishes in rows if len(wishes.bias)]
+        seen = [(r, wishes.seen) for r, wishes in rows if wishes.seen]
+        limited = [(r, wishes.allowed) for r, wishes in rows if wishes.allowed is not None]
+        forbidden = {r: ids for r, wishes in rows if len(ids := wishes.forbidden(positions[r]))}
+        # The first allowed token, or id 0.
+        saved = [
+            (r, FIRST if wishes.allowed is None else wishes.allowed[:1])
+            for r, wishes in rows
+            if wishes.allowed is not None or r in forbidden
+        ]
+        return Edits(
+            biased_at=self._places([(r, wishes.bias_ids) for r, wishes in biased]),
+            bias=joined([wishes.bias for _, wishes in biased]),
+            seen_at=self._places([(r, it.ids) for r, it in seen]),
+            repetition=joined([np.full(len(it.ids), it.repetition, dtype=np.float32) for _, it in seen]),
+            cost=joined([it.cost for _, it in seen]),
+            limited_at=self._places(limited),
+            limited=np.array([r for r, _ in limited], dtype=np.int64),
+            forbidden_at=self._places([*forbidden.items()]),
+            saved_at=self._places(saved),
+        )
 
     def of(self, slots: Sequence[int]) -> list[Wishes | None]:
         """Whose tokens are sampled: a slot may be another request's by the time that they are known."""
         return [self._wishes.get(slot) for slot in slots]
 
-    def _penalise(self, flat: torch.Tensor, rows: list[tuple[int, Seen]]) -> None:
-        where = self._index([(r, seen.ids) for r, seen in rows])
-        factor = self._put([np.full(len(seen.ids), seen.repetition, dtype=np.float32) for _, seen in rows])
-        values = flat.index_select(0, where)
-        values = torch.where(values > 0, values / factor, values * factor)
-        flat.index_copy_(0, where, values - self._put([seen.cost for _, seen in rows]))
-
-    def _mask(self, flat: torch.Tensor, rows: list[tuple[int, np.ndarray | None, np.ndarray]]) -> None:
-        if limited := [(r, allowed) for r, allowed, _ in rows if allowed is not None]:
-            where = self._index(limited)
-            kept = flat.index_select(0, where)
-            flat.view(-1, self.vocab).index_fill_(0, self._put([np.array([r for r, _ in limited])]), -torch.inf)
-            flat.index_copy_(0, where, kept)
-        flat.index_fill_(0, self._index([(r, never) for r, _, never in rows]), -torch.inf)
-        # Where nothing is left, the first allowed token (or id 0) comes: less likely than any other, but there.
-        where = self._index([(r, FIRST if allowed is None else allowed[:1]) for r, allowed, _ in rows])
-        flat.index_copy_(0, where, flat.index_select(0, where).clamp(min=LEAST))
-
-    def _index(self, rows: list[tuple[int, np.ndarray]]) -> torch.Tensor:
+    def _places(self, rows: list[tuple[int, np.ndarray]]) -> np.ndarray:
         """Where each row's ids lie in the flat logits."""
-        return self._put([r * self.vocab + ids for r, ids in rows])
-
-    def _put(self, arrays: list[np.ndarray]) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate(arrays)).to(self.device, non_blocking=True)
+        return np.concatenate([NO_IDS, *(r * self.vocab + ids for r, ids in rows)])
 
     def _ids(self, ids: Iterable[int]) -> np.ndarray:
         return np.array([token for token in ids if token < self.vocab], dtype=np.int64)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-ALIGNMENT = 8  # bytes; the widest element
+ALIGNMENT = 16  # bytes: Triton compiles anew for a tensor that begins anywhere else
 BUFFERS = 3  # one being filled, and one for each step that may be on its way
 
 
@@ -21,7 +21,8 @@ class Staging:
         self._turn = 0
 
     def put(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
-        """The arrays as tensors on the device, of the same dtypes and dims."""
+        """The arrays as tensors on the device, of the same dtypes and dims. Once per step: more would wait for steps
+        that have not ended."""
         if self._device.type == "cpu":
             return [torch.from_numpy(array) for array in arrays]
         ends = np.cumsum([-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays]).tolist()
@@ -50,3 +51,9 @@ class Staging:
 
     def _made(self, size: int) -> tuple[torch.Tensor, torch.cuda.Event]:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()
+
+
+def sent(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """One array on its own, through pinned memory of torch's: on a GPU the host does not wait here either."""
+    tensor = torch.from_numpy(array)
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)

@@ -7,13 +7,14 @@ import socket
 import time
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from weft.comm import Links
 from weft.core.params import SamplingParams
 from weft.core.step import Admission, StepPlan, StepResult, TokenLogprobs
 from weft.kernels import choose
-from weft.kernels.base import KVCache
+from weft.kernels.base import AttentionShape, KVCache
 from weft.kernels.batch import Batch
 from weft.layers import rope
 from weft.models.decoder import Decoder
@@ -25,12 +26,16 @@ from weft.worker import device as devices
 from weft.worker.drafter import Drafter
 from weft.worker.graphs import CudaGraphs, Graphs, sizes
 from weft.worker.rows import Rows
-from weft.worker.sampler import Sampler
+from weft.worker.sampler import Order, Sampler
 
 logger = logging.getLogger("weft")
 
 WARM_GRAPHS = 4  # of the smallest batches, captured before the first request
 GRAPH_BYTES = 8 << 20  # of the driver's, for one graph; a prior, to be measured
+# All that a sampler can be asked for at once: the widest moment of its memory as well. And what leaves logits in the
+# model's own dtype, for which kernels are compiled by themselves.
+DEMANDING = SamplingParams(top_k=50, top_p=0.9, repetition_penalty=1.1, logprobs=20)
+PLAIN = SamplingParams(top_k=50, top_p=0.9)
 PROMPT_LOGPROBS_CHUNK = 256  # positions whose logits are held at once: 256 x 151,936 floats are 156 MB
 
 
@@ -61,17 +66,18 @@ class Worker:
         tensors = allocate(plan, self.place, self.device)
         held = sum(tensor.nbytes for tensor in tensors.values())
         load(plan, self.place, tensors)
-        self.kernels = choose(plan.attention_backend, self.device, self.dtype, shape.head_dim, shape.group)
-        if plan.schemes and self.kernels.name != "cpu":
+        self.kernels = choose(plan.attention_backend, self.device, self._attention_shape())
+        if plan.schemes and self.kernels.name == "torch":
             held = weight_bytes(shape, self.place, plan.dtype)
-            logger.warning("Only the compiled kernels multiply quantised weights: they are held in %s", plan.dtype)
+            logger.warning("The kernels of torch do not multiply quantised weights: they are held in %s", plan.dtype)
         self.model = Decoder(shape, plan.places, self.rank, tensors, self.links.tensor, self.kernels)
         if self.device.type != "cpu":
             # Where the peak is measured, with all that a step needs.
             self.rope = self._rope(plan.max_model_len)
         self.sampler: Sampler | None = None
         if self.rank == plan.output_rank:
-            self.sampler = Sampler(shape.vocab, plan.max_num_seqs, self.device, shape.eos)
+            fused = self.kernels.name not in ("cpu", "torch")
+            self.sampler = Sampler(shape.vocab, plan.max_num_seqs, self.device, shape.eos, fused=fused)
         eager, block_bytes = self._measure(), plan.block_bytes(self.rank)
         if self.sampler and plan.speculation and plan.speculation.draft:
             self.drafter = Drafter(plan)
@@ -103,13 +109,14 @@ class Worker:
             # No longer than a text can be: some models' own length is a million tokens.
             self.rope = self._rope(min(self.plan.max_model_len, num_blocks * self.plan.block_size))
         tokens = min(16, self.plan.max_model_len, self.plan.max_num_batched_tokens, num_blocks * self.plan.block_size)
-        for counts in ([tokens], [1]):
-            self._rehearse(counts)
+        self._rehearse([tokens])
+        self._rehearse([1], PLAIN)
         if self._captures:
             incoming = None if self.place.first else (self.plan.shape.hidden, self.dtype)
             self.graphs = Graphs(
                 self._forward,
                 CudaGraphs(),
+                prepare=self.kernels.prepare,
                 rows=self.plan.max_num_seqs,
                 width=self.rows.tables.shape[1],
                 incoming=incoming,
@@ -129,7 +136,10 @@ class Worker:
                 self.sampler.admit(admission)
         if not step.slots:
             return StepResult(step.id, [], [], {}) if self.sampler else None
-        batch = self.rows.batch(step, self.last)
+        picks, slots, positions = sampled_positions(step)
+        order = self.sampler.order(slots, positions) if self.sampler and slots else None
+        wanted = order.arrays if order else [np.array(slots, dtype=np.int64)]
+        batch, there = self.rows.batch(step, self.last, [np.array(picks, dtype=np.int64), *wanted])
         incoming = None
         if not self.place.first:
             dims = (len(step.tokens), self.plan.shape.hidden)
@@ -140,7 +150,7 @@ class Worker:
             return None
         if self.drafter:
             self.drafter.follow(batch)
-        return self._finish(step, hidden)
+        return self._finish(step, hidden, order, there)
 
     @property
     def _captures(self) -> bool:
@@ -160,7 +170,10 @@ class Worker:
     @torch.inference_mode()
     def hidden(self, batch: Batch, incoming: torch.Tensor | None = None) -> torch.Tensor:
         """[T, hidden] after this rank's layers, valid until the next call; `incoming` is from the stage before."""
-        return self.graphs.run(batch, incoming) if self.graphs else self._forward(batch, incoming)
+        if self.graphs:
+            return self.graphs.run(batch, incoming)
+        self.kernels.prepare(batch)
+        return self._forward(batch, incoming)
 
     def _forward(self, batch: Batch, incoming: torch.Tensor | None) -> torch.Tensor:
         return self.model.hidden(incoming, self.rope, self.caches, batch)
@@ -170,22 +183,25 @@ class Worker:
         if self.sampler:
             self.sampler.release(slot)
 
-    def _finish(self, step: StepPlan, hidden: torch.Tensor) -> StepResult | Callable[[], StepResult] | None:
-        """Sample, and score prompts where asked. Every rank of the last stage comes here: the head is cut."""
+    def _finish(
+        self, step: StepPlan, hidden: torch.Tensor, order: Order | None, there: list[torch.Tensor]
+    ) -> StepResult | Callable[[], StepResult] | None:
+        """Sample, and score prompts where asked. Every rank of the last stage comes here: the head is cut. `there` are
+        the indices of the tokens to sample after, and then the order's arrays; without a sampler their slots alone."""
         prompt_logprobs = self._score_prompts(step, hidden) if self.rows.wishes else {}
-        picks, slots, positions = sampled_positions(step)
-        if not picks:
+        picks, *rest = there
+        if not len(picks):
             return StepResult(step.id, [], [], prompt_logprobs) if self.sampler else None
         # Every token wanted, the usual decode step: nothing to pick out.
         if len(picks) < len(hidden):
-            hidden = hidden[torch.tensor(picks).to(self.device, non_blocking=True)]
+            hidden = hidden.index_select(0, picks)
         logits = self.model.logits(hidden)
         if self.sampler is None:
-            self._remember(slots, None)
+            self._remember(rest[0], None)
             return None
-        assert logits is not None
-        sampled = self.sampler.sample(logits.float(), slots, positions)
-        self._remember(slots, sampled.tokens)
+        assert logits is not None and order is not None
+        sampled = self.sampler.sample(logits, order, rest)
+        self._remember(rest[0], sampled.tokens)
 
         def result() -> StepResult:
             tokens, logprobs = sampled.result()
@@ -197,14 +213,16 @@ class Worker:
             return found
         return result() if self.device.type == "cpu" else result
 
-    def _remember(self, slots: list[int], tokens: torch.Tensor | None) -> None:
+    def _remember(self, slots: torch.Tensor, tokens: torch.Tensor | None) -> None:
         """Keep what was sampled for the step after, on every rank: only the output rank has it, as [R] int64."""
         if self.last is None:
             return
-        # As floats, which every kind of group can sum: exact for any vocabulary below 16 million.
-        given = self.last.new_zeros(len(slots), dtype=torch.float32) if tokens is None else tokens.float()
-        shared = self.links.tensor.sum(given) if self.links.tensor.size > 1 else given
-        self.last[torch.tensor(slots).to(self.device, non_blocking=True)] = shared.to(self.last.dtype)
+        if self.links.tensor.size > 1:
+            # As floats, which every kind of group can sum: exact for any vocabulary below 16 million.
+            given = self.last.new_zeros(len(slots), dtype=torch.float32) if tokens is None else tokens.float()
+            tokens = self.links.tensor.sum(given)
+        assert tokens is not None
+        self.last.index_copy_(0, slots, tokens.to(self.last.dtype))
 
     def _score_prompts(self, step: StepPlan, hidden: torch.Tensor) -> dict[int, list[TokenLogprobs]]:
         """For rows that want it: the logprob of each prompt token that follows a position of this step."""
@@ -219,17 +237,38 @@ class Worker:
                     logits = self.model.logits(hidden[begin + at : begin + at + len(chunk)])
                     if self.sampler:
                         assert logits is not None
-                        scored = self.sampler.prompt_logprobs(logits.float(), chunk, wish.top)
+                        scored = self.sampler.prompt_logprobs(logits, chunk, wish.top)
                         scores.setdefault(slot, []).extend(scored)
             begin += count
         return scores
 
     def _caches(self, num_blocks: int) -> list[KVCache]:
         dims = (num_blocks, self.plan.block_size, len(self.place.kv_heads), self.plan.shape.head_dim)
-        kept = torch.float8_e4m3fn if self.plan.kv_dtype == "fp8" else self.dtype
         return [
-            KVCache(*(devices.zeros(dims, kept, self.device) for _ in range(2))) for _ in range(len(self.place.layers))
+            KVCache(*(devices.zeros(dims, self._kept, self.device) for _ in range(2)))
+            for _ in range(len(self.place.layers))
         ]
+
+    @property
+    def _kept(self) -> torch.dtype:
+        """What keys and values are cached in."""
+        return torch.float8_e4m3fn if self.plan.kv_dtype == "fp8" else self.dtype
+
+    def _attention_shape(self) -> AttentionShape:
+        plan, place, shape = self.plan, self.place, self.plan.shape
+        return AttentionShape(
+            q_heads=len(place.q_heads),
+            kv_heads=len(place.kv_heads),
+            head_dim=shape.head_dim,
+            windows=tuple(dict.fromkeys(map(shape.window, range(place.layers.start, place.layers.stop)))),
+            scale=shape.head_dim**-0.5,
+            dtype=self.dtype,
+            kept=self._kept,
+            block_size=plan.block_size,
+            rows=plan.max_num_seqs,
+            tokens=plan.max_num_batched_tokens,
+            length=plan.max_model_len,
+        )
 
     def _rope(self, rows: int) -> torch.Tensor:
         """Cosines and sines of the first `rows` positions: [rows, head_dim] float32."""
@@ -261,7 +300,7 @@ class Worker:
         self.caches = []
         return peak
 
-    def _rehearse(self, counts: list[int]) -> None:
+    def _rehearse(self, counts: list[int], params: SamplingParams = DEMANDING) -> None:
         """Run one step of made-up prompts with these lengths, in slots and blocks that nobody holds yet."""
         size, blocks, first = self.plan.block_size, [], 0
         for count in counts:
@@ -269,8 +308,6 @@ class Worker:
             blocks.append(list(range(first, first + need)))
             first += need
         slots = list(range(len(counts)))
-        # All that a sampler can be asked for at once: the widest moment of its memory as well.
-        params = SamplingParams(top_k=50, top_p=0.9, repetition_penalty=1.1, logprobs=20)
         step = StepPlan(
             id=-1,
             released=[],

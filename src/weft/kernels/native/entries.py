@@ -8,9 +8,7 @@ from typing import Any
 
 import torch
 
-from weft.kernels.native.build import build
-
-NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
+from weft.compiled import build
 
 POINTER, SIZE, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
@@ -20,19 +18,23 @@ class Entries:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self._compiled, self._suffix = ctypes.CDLL(str(build(NAMES[dtype]))), NAMES[dtype]
-        self.norm = self._entry("norm", *[POINTER] * 4, SIZE, SIZE, REAL)
-        self.silu_mul = self._entry("silu_mul", *[POINTER] * 2, SIZE, SIZE)
-        self.rotate_and_store = self._entry("rotate_and_store", *[POINTER] * 9, REAL, *[SIZE] * 5)
-        self.attend = self._entry("attend", *[POINTER] * 7, *[SIZE] * 7, REAL)
+        self._suffix = str(dtype).removeprefix("torch.")
+        self._compiled = ctypes.CDLL(str(build(self._suffix)))
+        self.norm = self._threaded("norm", *[POINTER] * 4, SIZE, SIZE, REAL)
+        self.silu_mul = self._threaded("silu_mul", *[POINTER] * 2, SIZE, SIZE)
+        self.rotate_and_store = self._threaded("rotate_and_store", *[POINTER] * 9, REAL, *[SIZE] * 5)
+        self.attend = self._threaded("attend", *[POINTER] * 7, *[SIZE] * 7, REAL)
+        self.pack_dense = self._threaded("pack_dense", *[POINTER] * 2, *[SIZE] * 2)
+        self.stage = self._threaded("stage", POINTER, SIZE, *[POINTER] * 2)
+        self.product = self._threaded("product", *[POINTER] * 2, SIZE, POINTER)
         self.panel_size = self._entry("panel_size", SIZE, result=SIZE)
-        self.pack_dense = self._entry("pack_dense", *[POINTER] * 2, *[SIZE] * 2)
         self.workspace_bytes = self._entry("workspace_bytes", POINTER, *[SIZE] * 2, result=SIZE)
-        self.stage = self._entry("stage", POINTER, SIZE, *[POINTER] * 2)
-        self.pack_values = self._shared("pack_values", *[POINTER] * 2, *[SIZE] * 3)
-        self.pack_groups = self._shared("pack_groups", *[POINTER] * 2, *[SIZE] * 3)
         self.rows_of = self._entry("rows_of", *[POINTER] * 2, SIZE, POINTER)
-        self.product = self._entry("product", *[POINTER] * 2, SIZE, POINTER)
+        self.pack_values = threaded(self._shared("pack_values", *[POINTER] * 2, *[SIZE] * 4))
+        self.pack_groups = self._shared("pack_groups", *[POINTER] * 2, *[SIZE] * 3)
+
+    def _threaded(self, name: str, *arguments: Any) -> Callable[..., Any]:
+        return threaded(self._entry(name, *arguments, SIZE))
 
     def _entry(self, name: str, *arguments: Any, result: Any = None) -> Callable[..., Any]:
         return self._shared(f"{name}_{self._suffix}", *arguments, result=result)
@@ -42,3 +44,8 @@ class Entries:
         function = getattr(self._compiled, f"weft_{name}")
         function.argtypes, function.restype = arguments, result
         return function
+
+
+def threaded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """With as many threads as torch would take, which is what it asks for last."""
+    return lambda *arguments: function(*arguments, torch.get_num_threads())

@@ -44,6 +44,11 @@ class NativeKernels:
         self._entries.norm(x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), *x.shape, eps)
         return out
 
+    def sum_add_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, comm: Comm
+    ) -> torch.Tensor:
+        return self.add_norm(comm.sum(x), residual, weight, eps)
+
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(tokens, width)
@@ -73,6 +78,9 @@ class NativeKernels:
             cache.block_size,
         )
         return q
+
+    def prepare(self, batch: Batch) -> None:
+        """Nothing that a call would not find out by itself."""
 
     def attend(self, q: torch.Tensor, cache: KVCache, batch: Batch, scale: float, window: int | None) -> torch.Tensor:
         tokens, q_heads, head_dim = q.shape

@@ -5,36 +5,28 @@ Triton itself is imported when they are made.
 
 from __future__ import annotations
 
-import logging
 import os
 from importlib.util import find_spec
 
 import torch
 
-from weft.errors import ConfigError
-from weft.kernels.base import Kernels
-
-logger = logging.getLogger("weft")
+from weft.kernels.base import Attention, Kernels
+from weft.kernels.usable import off_gpu, processors, usable
 
 
 def available(device: torch.device, *, required: bool = False) -> bool:
     """Whether they run on the device; with `required` the reason that they cannot is a ConfigError."""
-    reason = None
+    obstacle = None
     if find_spec("triton") is None:
-        reason = "the package triton is not installed"
-    elif device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        reason = f"they run on GPUs, not on {device.type} (TRITON_INTERPRET=1 interprets them, for tests)"
-    if reason is None:
-        return True
-    if required:
-        raise ConfigError(f"the Triton kernels cannot be used: {reason}; --attention-backend torch always works")
-    logger.warning("The Triton kernels cannot be used: %s. The slower torch kernels take their place.", reason)
-    return False
+        obstacle = "the package triton is not installed"
+    elif os.environ.get("TRITON_INTERPRET") != "1" and (obstacle := off_gpu(device)):
+        obstacle += " (TRITON_INTERPRET=1 interprets them, for tests)"
+    instead = "The slower torch kernels take their place"
+    return usable("the Triton kernels", obstacle, required=required, instead=instead)
 
 
-def made(device: torch.device) -> Kernels:
-    """The kernels for a device."""
+def made(device: torch.device, attention: Attention | None = None) -> Kernels:
+    """The kernels for a device, with `attention` in place of their own."""
     from weft.kernels.triton.kernels import TritonKernels
 
-    cuda = device.type == "cuda"
-    return TritonKernels(torch.cuda.get_device_properties(device).multi_processor_count if cuda else 1)
+    return TritonKernels(processors(device), attention)

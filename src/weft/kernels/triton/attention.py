@@ -12,10 +12,10 @@ import triton.language as tl
 
 from weft.kernels.base import KVCache
 from weft.kernels.batch import Batch
+from weft.kernels.triton.tuning import DECODE, PREFILL, Tuning
 
 LOG2_E = 1.4426950408889634
 LEAST = 16  # of each side of the smallest matrix product
-DECODE_TILE, PREFILL_TILE, PREFILL_ROWS = 64, 64, 128  # keys at a time; queries times heads of a program
 HEAD_BYTES = 256  # of the widest head whose tiles of those sizes fit the 99 KiB that any GPU since Ampere has
 MOST_SPLITS = 32
 
@@ -48,6 +48,31 @@ def _weigh(scores, seen, top, total, mixed, values, place, there, columns, insid
     return peak, total * fade + tl.sum(weights, 1), mixed
 
 
+@triton.jit
+def _mix(
+    query, keys, values, table, begin, stop, last, window, kv_head, kv_heads, head_dim, scale,
+    WINDOWED: tl.constexpr, KV_BLOCK: tl.constexpr, ROWS: tl.constexpr, HEAD: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """[ROWS, HEAD] of values, weighed for query [ROWS, HEAD] over the positions from `begin`, the first of a tile, to
+    `stop`, and [ROWS] logarithms to base 2 of the weights' sums. A row sees positions up to its `last` [ROWS], of those
+    the last `window`; one that sees none gets zeros."""
+    columns = tl.arange(0, HEAD)
+    inside = columns < head_dim
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    mixed = tl.zeros([ROWS, HEAD], tl.float32)
+    for at in range(begin, stop, TILE):
+        scores, position, place, there = _scores(
+            query, keys, table, at, stop, kv_head, kv_heads, head_dim, columns, inside, scale, KV_BLOCK, TILE
+        )
+        seen = there[None, :] & (position[None, :] <= last[:, None])
+        if WINDOWED:
+            seen = seen & (position[None, :] > last[:, None] - window)
+        top, total, mixed = _weigh(scores, seen, top, total, mixed, values, place, there, columns, inside)
+    total = tl.where(total == 0.0, 1.0, total)
+    return mixed / total[:, None], top + tl.log2(total)
+
+
 # Figures that differ from step to step are no reason to compile anew.
 @triton.jit(do_not_specialize=["table_width", "window", "splits"])
 def _decode(
@@ -58,37 +83,29 @@ def _decode(
     row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     group = q_heads // kv_heads
     length = tl.load(context + row)
-    first = 0
+    begin = 0
     if WINDOWED:
-        first = tl.maximum(0, length - window)
+        begin = tl.maximum(0, length - window) // TILE * TILE
     # Whole tiles to each split, so that nothing is read twice.
-    begin = first // TILE * TILE
     share = tl.cdiv(tl.cdiv(length - begin, TILE), splits) * TILE
     start = begin + split * share
     stop = tl.minimum(start + share, length)
     members, columns = tl.arange(0, GROUP), tl.arange(0, HEAD)
     mine, inside = members < group, columns < head_dim
     heads = row.to(tl.int64) * q_heads + kv_head * group + members
-    query = tl.load(q + heads[:, None] * head_dim + columns[None, :], mine[:, None] & inside[None, :], other=0.0)
-    top = tl.full([GROUP], float("-inf"), tl.float32)
-    total = tl.zeros([GROUP], tl.float32)
-    mixed = tl.zeros([GROUP, HEAD], tl.float32)
-    table = tables + row.to(tl.int64) * table_width
-    for at in range(start, stop, TILE):
-        scores, position, place, there = _scores(
-            query, keys, table, at, stop, kv_head, kv_heads, head_dim, columns, inside, scale, KV_BLOCK, TILE
-        )
-        seen = there & (position >= first)
-        top, total, mixed = _weigh(scores, seen[None, :], top, total, mixed, values, place, there, columns, inside)
+    kept = mine[:, None] & inside[None, :]
+    query = tl.load(q + heads[:, None] * head_dim + columns[None, :], kept, other=0.0)
     # A row without a context fills up a captured batch: zeros.
-    total = tl.where(total == 0.0, 1.0, total)
-    result = mixed / total[:, None]
+    last = tl.full([GROUP], length - 1, tl.int32)
+    result, logs = _mix(
+        query, keys, values, tables + row.to(tl.int64) * table_width, start, stop, last, window, kv_head,
+        kv_heads, head_dim, scale, WINDOWED, KV_BLOCK, GROUP, HEAD, TILE,
+    )  # fmt: skip
     if SPLIT:
         at_part = heads * splits + split
-        tl.store(out + at_part[:, None] * head_dim + columns[None, :], result, mine[:, None] & inside[None, :])
-        tl.store(sums + at_part, top + tl.log2(total), mine)
+        tl.store(out + at_part[:, None] * head_dim + columns[None, :], result, kept)
+        tl.store(sums + at_part, logs, mine)
     else:
-        kept = mine[:, None] & inside[None, :]
         tl.store(out + heads[:, None] * head_dim + columns[None, :], result.to(out.dtype.element_ty), kept)
 
 
@@ -118,13 +135,12 @@ def tiles(head_dim: int, dtype: torch.dtype) -> tuple[int, int]:
 
 def decode(
     q: torch.Tensor, cache: KVCache, batch: Batch, rows: int, scale: float, window: int | None, processors: int,
-    out: torch.Tensor,
+    out: torch.Tensor, tuning: Tuning = DECODE,
 ) -> None:  # fmt: skip
     """The first `rows` rows, of one token each: q [rows, q_heads, head_dim] into out [rows, q_heads * head_dim]."""
     _, q_heads, head_dim = q.shape
     kv_heads = cache.keys.shape[2]
-    # Two programs a processor hide each other's waiting; a split costs a pass over its result.
-    splits = min(MOST_SPLITS, triton.next_power_of_2(triton.cdiv(2 * processors, rows * kv_heads)))
+    splits = min(MOST_SPLITS, triton.next_power_of_2(triton.cdiv(tuning.programs * processors, rows * kv_heads)))
     head, part = tiles(head_dim, q.dtype)
     parts, sums = out, out
     if splits > 1:
@@ -150,8 +166,9 @@ def decode(
         KV_BLOCK=cache.block_size,
         GROUP=max(LEAST, triton.next_power_of_2(q_heads // kv_heads)),
         HEAD=head,
-        TILE=max(LEAST, DECODE_TILE // part),
-        num_warps=4,
+        TILE=max(LEAST, tuning.tile // part),
+        num_warps=tuning.warps,
+        num_stages=tuning.stages,
     )
     if splits > 1:
         _join[(rows * q_heads,)](parts, sums, out, splits, head_dim, SPLITS=splits, HEAD=head, num_warps=2)
@@ -186,37 +203,28 @@ def _prefill(
         places = ((start + token).to(tl.int64) * q_heads + kv_head * GROUP + member) * head_dim
         kept = real[:, None] & inside[None, :]
         query = tl.load(q + places[:, None] + columns[None, :], kept, other=0.0)
-        at_position = length - count + token
         stop = length - count + tl.minimum(first + QUERIES, count)
         begin = 0
         if WINDOWED:
             begin = tl.maximum(0, length - count + first - window + 1) // TILE * TILE
-        top = tl.full([ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        mixed = tl.zeros([ROWS, HEAD], tl.float32)
-        table = tables + row.to(tl.int64) * table_width
-        for at in range(begin, stop, TILE):
-            scores, position, place, there = _scores(
-                query, keys, table, at, stop, kv_head, kv_heads, head_dim, columns, inside, scale, KV_BLOCK, TILE
-            )
-            seen = there[None, :] & (position[None, :] <= at_position[:, None])
-            if WINDOWED:
-                seen = seen & (position[None, :] > at_position[:, None] - window)
-            top, total, mixed = _weigh(scores, seen, top, total, mixed, values, place, there, columns, inside)
-        result = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
+        result, _ = _mix(
+            query, keys, values, tables + row.to(tl.int64) * table_width, begin, stop, length - count + token, window,
+            kv_head, kv_heads, head_dim, scale, WINDOWED, KV_BLOCK, ROWS, HEAD, TILE,
+        )  # fmt: skip
         tl.store(out + places[:, None] + columns[None, :], result.to(out.dtype.element_ty), kept)
 
 
 def prefill(
-    q: torch.Tensor, cache: KVCache, batch: Batch, first_row: int, scale: float, window: int | None, out: torch.Tensor
-) -> None:
+    q: torch.Tensor, cache: KVCache, batch: Batch, first_row: int, scale: float, window: int | None, out: torch.Tensor,
+    tuning: Tuning = PREFILL,
+) -> None:  # fmt: skip
     """The rows from `first_row` on, of any number of tokens: q [T, q_heads, head_dim] into out [T, q_heads * head_dim],
     of which only those rows' tokens are touched. Rows before them have one token each."""
     tokens, q_heads, head_dim = q.shape
     kv_heads, rows = cache.keys.shape[2], batch.rows - first_row
     group = q_heads // kv_heads
     head, part = tiles(head_dim, q.dtype)
-    lanes = max(PREFILL_ROWS // part, LEAST, triton.next_power_of_2(group))
+    lanes = max(tuning.rows // part, LEAST, triton.next_power_of_2(group))
     queries = lanes // group
     _prefill[((tokens - first_row) // queries + rows, kv_heads)](
         q,
@@ -240,6 +248,27 @@ def prefill(
         QUERIES=queries,
         ROWS=lanes,
         HEAD=head,
-        TILE=max(LEAST, PREFILL_TILE // part),
-        num_warps=8,
+        TILE=max(LEAST, tuning.tile // part),
+        num_warps=tuning.warps,
+        num_stages=tuning.stages,
     )
+
+
+class TritonAttention:
+    """See `Attention`. `processors` is the number of the device's multiprocessors."""
+
+    name = "triton"
+
+    def __init__(self, processors: int) -> None:
+        self._processors = processors
+
+    def prepare(self, batch: Batch) -> None:
+        """Nothing that a program would not find out by itself."""
+
+    def attend(self, q: torch.Tensor, cache: KVCache, batch: Batch, scale: float, window: int | None) -> torch.Tensor:
+        out = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
+        if batch.decodes:
+            decode(q, cache, batch, batch.decodes, scale, window, self._processors, out)
+        if batch.decodes < batch.rows:
+            prefill(q, cache, batch, batch.decodes, scale, window, out)
+        return out

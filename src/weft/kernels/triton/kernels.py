@@ -7,27 +7,34 @@ from collections.abc import Sequence
 import torch
 
 from weft.comm import Comm
-from weft.kernels.base import DenseLayer, HeadNorm, KVCache, Product, Stage
+from weft.comm.symmetric import SymmetricComm
+from weft.kernels.base import Attention, DenseLayer, HeadNorm, KVCache, Product, Stage, Table
 from weft.kernels.batch import Batch
-from weft.kernels.triton import attention, pointwise
+from weft.kernels.triton import pointwise, products, reduce
+from weft.kernels.triton.attention import TritonAttention
 from weft.quant.dense import product
 from weft.quant.quantised import Quantised
-from weft.quant.table import Table
+from weft.quant.table import Table as DenseTable
 
 
 class TritonKernels:
-    """See `Kernels`. `processors` is the number of the device's multiprocessors, which the work is spread over."""
+    """See `Kernels`. `processors` is the number of the device's multiprocessors, which the work is spread over;
+    `attention` another one's, in place of our own."""
 
-    name = "triton"
-
-    def __init__(self, processors: int) -> None:
+    def __init__(self, processors: int, attention: Attention | None = None) -> None:
         self._processors = processors
+        self._attention = attention or TritonAttention(processors)
+        self.name = self._attention.name
 
     def matrix(self, weight: torch.Tensor | Quantised, bias: torch.Tensor | None) -> Product:
+        if isinstance(weight, Quantised):
+            return products.quantised(weight, bias, self._processors)
         return product(weight, bias)
 
     def table(self, weight: torch.Tensor | Quantised) -> Table:
-        return Table(weight)
+        if isinstance(weight, Quantised):
+            return products.quantised(weight, None, self._processors)
+        return DenseTable(weight)
 
     def fuse(self, layers: Sequence[DenseLayer], comm: Comm) -> Stage | None:
         return None
@@ -38,6 +45,14 @@ class TritonKernels:
     def add_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return pointwise.norm(x, residual, weight, eps)
 
+    def sum_add_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, comm: Comm
+    ) -> torch.Tensor:
+        laid = comm.lay(x) if isinstance(comm, SymmetricComm) else None
+        if laid is None:
+            return self.add_norm(comm.sum(x), residual, weight, eps)
+        return reduce.sum_add_norm(laid, residual, weight, eps)
+
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         return pointwise.silu_mul(gate_up)
 
@@ -46,10 +61,8 @@ class TritonKernels:
     ) -> torch.Tensor:
         return pointwise.rotate_and_store(qkv, q_heads, rope, cache, batch, norm)
 
+    def prepare(self, batch: Batch) -> None:
+        self._attention.prepare(batch)
+
     def attend(self, q: torch.Tensor, cache: KVCache, batch: Batch, scale: float, window: int | None) -> torch.Tensor:
-        out = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
-        if batch.decodes:
-            attention.decode(q, cache, batch, batch.decodes, scale, window, self._processors, out)
-        if batch.decodes < batch.rows:
-            attention.prefill(q, cache, batch, batch.decodes, scale, window, out)
-        return out
+        return self._attention.attend(q, cache, batch, scale, window)

@@ -13,6 +13,15 @@ COLUMNS = 1024  # of the MLP that one program of silu_mul takes
 
 
 @triton.jit
+def rms_normed(value, weight, columns, inside, width, eps):
+    """Of one row, rounded as the plain kernels round it."""
+    exact = value.to(tl.float32)
+    scaled = exact * tl.rsqrt(tl.sum(exact * exact, 0) / width + eps)
+    gain = tl.load(weight + columns, inside, other=0.0).to(tl.float32)
+    return (scaled.to(value.dtype).to(tl.float32) * gain).to(value.dtype)
+
+
+@triton.jit
 def _rms_norm(x, residual, weight, out, width, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -23,10 +32,7 @@ def _rms_norm(x, residual, weight, out, width, eps, ADD: tl.constexpr, BLOCK: tl
         # Rounded as it is kept: the norm sees what the next layer sees.
         value = (value.to(tl.float32) + held.to(tl.float32)).to(held.dtype)
         tl.store(residual + row * width + columns, value, inside)
-    exact = value.to(tl.float32)
-    scaled = exact * tl.rsqrt(tl.sum(exact * exact, 0) / width + eps)
-    gain = tl.load(weight + columns, inside, other=0.0).to(tl.float32)
-    tl.store(out + row * width + columns, (scaled.to(value.dtype).to(tl.float32) * gain).to(value.dtype), inside)
+    tl.store(out + row * width + columns, rms_normed(value, weight, columns, inside, width, eps), inside)
 
 
 def norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -42,9 +48,14 @@ def norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, e
         eps,
         ADD=residual is not None,
         BLOCK=block,
-        num_warps=8 if block >= 4096 else 4,
+        num_warps=norm_warps(block),
     )
     return out
+
+
+def norm_warps(block: int) -> int:
+    """For a program that takes a row of so many columns."""
+    return 8 if block >= 4096 else 4
 
 
 @triton.jit

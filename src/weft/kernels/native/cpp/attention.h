@@ -1,4 +1,4 @@
-// Attention over paged KV: which of the two ways a cache lies and is read, and the threads' part in it.
+// Attention over paged KV: which of the two ways a cache lies and is read, and the team's part in it.
 #pragma once
 
 #include <vector>
@@ -25,30 +25,26 @@ void store(const T *key, const T *value, T *keys, T *values, int64_t slot, int64
     std::memcpy(values + at, value, head_dim * sizeof(T));
 }
 
-// This thread's tiles. What comes after meets first.
 template <class Way, class T>
-void take_tiles(const Team &team, const Paged<T> &a, const std::vector<Tile> &tiles) {
+void run_by(const Paged<T> &a, const std::vector<Tile> &tiles, int64_t first, int64_t last) {
     Way way(a);  // some 300 KB of the thread's stack
+    // The one after the last most likely comes next: its keys are on their way when it begins.
+    for (int64_t i = first; i < last; i++) way.run(tiles[i], tiles[std::min<int64_t>(i + 1, tiles.size() - 1)]);
+}
+
+// Tiles [first, last).
+template <class T> void run_tiles(const Paged<T> &a, const std::vector<Tile> &tiles, int64_t first, int64_t last) {
+#ifdef __AVX512BF16__
+    if constexpr (sizeof(T) == 2)
+        if (in_pairs(a.block_size, a.head_dim)) return run_by<PairedAttention>(a, tiles, first, last);
+#endif
+    run_by<RowAttention<T>>(a, tiles, first, last);
+}
+
+// All of them by the whole team, then then() once.
+template <class T> void attend(Team &team, const Paged<T> &a, const std::vector<Tile> &tiles, Then then) {
     int64_t count = tiles.size();
     // All heads of some tokens lie side by side in the cache. With few tokens they are all that there is to share out.
     int64_t grain = count >= 8 * team.size * a.kv_heads ? a.kv_heads : 1;
-    int64_t i = team.take(grain);
-    while (i < count) {
-        // One ahead, so that its keys are on their way when it begins.
-        int64_t then = team.take(grain), end = std::min(i + grain, count);
-        for (; i < end; i++) {
-            int64_t after = i + 1 < end ? i + 1 : then;
-            way.run(tiles[i], tiles[after < count ? after : i]);
-        }
-        i = then;
-    }
-}
-
-template <class T>
-void attend(const Team &team, const Paged<T> &a, const std::vector<Tile> &tiles) {
-#ifdef __AVX512BF16__
-    if constexpr (sizeof(T) == 2)
-        if (in_pairs(a.block_size, a.head_dim)) return take_tiles<PairedAttention>(team, a, tiles);
-#endif
-    take_tiles<RowAttention<T>>(team, a, tiles);
+    team.each(count, grain, [&](int64_t first, int64_t last) { run_tiles(a, tiles, first, last); }, then);
 }

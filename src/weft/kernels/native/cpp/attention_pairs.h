@@ -199,8 +199,7 @@ class PairedAttention {
     template <int... N>
     void strip(bool scores, int64_t i, int64_t queries, int64_t count, const TileGroups &now, const TileGroups &next,
                std::integer_sequence<int, N...>) {
-        auto one = [&]<int M>() { scores ? score<M>(i, now, next) : mix<M>(i, count, now, next); };
-        ((queries == N + 1 && (one.template operator()<N + 1>(), true)) || ...);
+        ((queries == N + 1 && (scores ? score<N + 1>(i, now, next) : mix<N + 1>(i, count, now, next), true)) || ...);
     }
 
     void strips(bool scores, int64_t queries, int64_t count, const TileGroups &now, const TileGroups &next) {

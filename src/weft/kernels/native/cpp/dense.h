@@ -11,6 +11,7 @@
 #endif
 
 #include "numbers.h"
+#include "team.h"
 
 constexpr int64_t PANEL = 32;  // output rows that are packed together
 
@@ -23,19 +24,19 @@ template <class T> inline int64_t panel_size(int64_t cols) {
 }
 
 // weight [rows, cols] to its panels.
-template <class T> void pack_dense(const T *weight, T *to, int64_t rows, int64_t cols) {
+template <class T> void pack_dense(const T *weight, T *to, int64_t rows, int64_t cols, int64_t threads) {
     int64_t panels = (rows + PANEL - 1) / PANEL, size = panel_size<T>(cols);
-#pragma omp parallel for
-    for (int64_t p = 0; p < panels; p++) {
-        T *panel = to + p * size;
-        for (int64_t c = 0; c < (cols + DEPTH<T> - 1) / DEPTH<T>; c++)
-            for (int64_t r = 0; r < PANEL; r++)
-                for (int64_t d = 0; d < DEPTH<T>; d++) {
-                    int64_t row = p * PANEL + r, col = c * DEPTH<T> + d;
-                    panel[(c * PANEL + r) * DEPTH<T> + d] =
-                        row < rows && col < cols ? weight[row * cols + col] : narrow<T>(0);
-                }
-    }
+    auto pack = [&](int64_t first, int64_t last) {
+        for (int64_t p = first; p < last; p++)
+            for (int64_t c = 0; c < (cols + DEPTH<T> - 1) / DEPTH<T>; c++)
+                for (int64_t r = 0; r < PANEL; r++)
+                    for (int64_t d = 0; d < DEPTH<T>; d++) {
+                        int64_t row = p * PANEL + r, col = c * DEPTH<T> + d;
+                        to[p * size + (c * PANEL + r) * DEPTH<T> + d] =
+                            row < rows && col < cols ? weight[row * cols + col] : narrow<T>(0);
+                    }
+    };
+    together(threads, rows * cols > SMALL, [&](Team &team) { team.each(panels, pack); });
 }
 
 // One row of weights as it was: out [cols].

@@ -8,41 +8,51 @@
 #include "rows.h"
 #include "stage.h"
 
+// In files of their own, which are compiled at the same time.
+extern template void run_tiles(const Paged<WEFT_TYPE> &, const std::vector<Tile> &, int64_t, int64_t);
+extern template void quantised<4>(const Packed &, const WEFT_TYPE *, int64_t, const char *, int64_t, WEFT_TYPE *, int64_t, int64_t);
+extern template void quantised<8>(const Packed &, const WEFT_TYPE *, int64_t, const char *, int64_t, WEFT_TYPE *, int64_t, int64_t);
+
 namespace {
 
 template <class T>
-void norm(const T *x, T *residual, const T *weight, T *out, int64_t rows, int64_t width, float eps) {
-    together(rows >= 8, [&](const Team &team) {
-        Range mine = team.share(rows);
-        for (int64_t r = mine.first; r < mine.last; r++)
-            norm_row(x + r * width, residual ? residual + r * width : nullptr, weight, out + r * width, width, eps);
+void norm(const T *x, T *residual, const T *weight, T *out, int64_t rows, int64_t width, float eps,
+          int64_t threads) {
+    together(threads, rows >= 8, [&](Team &team) {
+        team.each(rows, [&](int64_t first, int64_t last) {
+            for (int64_t r = first; r < last; r++)
+                norm_row(x + r * width, residual ? residual + r * width : nullptr, weight, out + r * width, width, eps);
+        });
     });
 }
 
-template <class T> void silu_mul(const T *gate_up, T *out, int64_t rows, int64_t width) {
-    together(rows >= 4, [&](const Team &team) {
-        Range mine = team.share(rows);
-        for (int64_t r = mine.first; r < mine.last; r++)
-            silu_mul_row(gate_up + r * 2 * width, gate_up + (r * 2 + 1) * width, out + r * width, width);
+template <class T> void silu_mul(const T *gate_up, T *out, int64_t rows, int64_t width, int64_t threads) {
+    together(threads, rows >= 4, [&](Team &team) {
+        team.each(rows, [&](int64_t first, int64_t last) {
+            for (int64_t r = first; r < last; r++)
+                silu_mul_row(gate_up + r * 2 * width, gate_up + (r * 2 + 1) * width, out + r * width, width);
+        });
     });
 }
 
 template <class T>
 void rotate_and_store(const Heads<T> &heads, const T *qkv, T *q, T *keys, T *values, const float *table,
-                      const int32_t *positions, const int64_t *slots, int64_t tokens, int64_t block_size) {
-    together(tokens >= 4, [&](const Team &team) {
-        Range mine = team.share(tokens);
-        for (int64_t t = mine.first; t < mine.last; t++)
-            rotate(heads, qkv + t * heads.width(), q + t * heads.q_heads * heads.head_dim,
-                   table + int64_t(positions[t]) * heads.head_dim, [&](int64_t head, const T *key, const T *value) {
-                       store(key, value, keys, values, slots[t], head, block_size, heads.kv_heads, heads.head_dim);
-                   });
+                      const int32_t *positions, const int64_t *slots, int64_t tokens, int64_t block_size,
+                      int64_t threads) {
+    together(threads, tokens >= 4, [&](Team &team) {
+        team.each(tokens, [&](int64_t first, int64_t last) {
+            for (int64_t t = first; t < last; t++)
+                rotate(heads, qkv + t * heads.width(), q + t * heads.q_heads * heads.head_dim,
+                       table + int64_t(positions[t]) * heads.head_dim, [&](int64_t head, const T *key, const T *value) {
+                           store(key, value, keys, values, slots[t], head, block_size, heads.kv_heads, heads.head_dim);
+                       });
+        });
     });
 }
 
-template <class T> void attend(const Paged<T> &attention, int64_t rows) {
+template <class T> void attend(const Paged<T> &attention, int64_t rows, int64_t threads) {
     std::vector<Tile> tiles = tiles_of(attention.row_starts, rows, attention.group(), attention.kv_heads);
-    together(work_of(attention, rows) > SMALL, [&](const Team &team) { attend(team, attention, tiles); });
+    together(threads, work_of(attention, rows) > SMALL, [&](Team &team) { attend(team, attention, tiles, nothing); });
 }
 
 }  // namespace
@@ -53,46 +63,46 @@ template <class T> void attend(const Paged<T> &attention, int64_t rows) {
 #define EXPORT(T, NAME) EXPORT_AS(T, NAME)
 #define EXPORT_AS(T, NAME)                                                                                              \
     ENTRY void weft_norm_##NAME(const T *x, T *residual, const T *weight, T *out, int64_t rows, int64_t width,       \
-                                float eps) {                                                                         \
-        norm(x, residual, weight, out, rows, width, eps);                                                            \
+                                float eps, int64_t threads) {                                                        \
+        norm(x, residual, weight, out, rows, width, eps, threads);                                                            \
     }                                                                                                                \
-    ENTRY void weft_silu_mul_##NAME(const T *gate_up, T *out, int64_t rows, int64_t width) {                         \
-        silu_mul(gate_up, out, rows, width);                                                                         \
+    ENTRY void weft_silu_mul_##NAME(const T *gate_up, T *out, int64_t rows, int64_t width, int64_t threads) {        \
+        silu_mul(gate_up, out, rows, width, threads);                                                                         \
     }                                                                                                                \
     ENTRY void weft_rotate_and_store_##NAME(                                                                         \
         const T *qkv, T *q, T *keys, T *values, const float *table, const int32_t *positions, const int64_t *slots,  \
         const T *q_norm, const T *k_norm, float eps, int64_t tokens, int64_t q_heads, int64_t kv_heads,              \
-        int64_t head_dim, int64_t block_size) {                                                                      \
+        int64_t head_dim, int64_t block_size, int64_t threads) {                                                                      \
         rotate_and_store(Heads<T>{q_heads, kv_heads, head_dim, q_norm, k_norm, eps}, qkv, q, keys, values, table,    \
-                         positions, slots, tokens, block_size);                                                      \
+                         positions, slots, tokens, block_size, threads);                                                      \
     }                                                                                                                \
     ENTRY void weft_attend_##NAME(const T *q, const T *keys, const T *values, T *out, const int32_t *row_starts,     \
                                   const int32_t *context, const int32_t *tables, int64_t table_width, int64_t rows,  \
                                   int64_t block_size, int64_t q_heads, int64_t kv_heads, int64_t head_dim,           \
-                                  int64_t window, float scale) {                                                     \
+                                  int64_t window, float scale, int64_t threads) {                                                     \
         attend(Paged<T>{q, keys, values, out, row_starts, context, tables, table_width, block_size, q_heads,     \
                             kv_heads, head_dim, window, q_heads * head_dim, scale},                                  \
-               rows);                                                                                                \
+               rows, threads);                                                                                                \
     }                                                                                                                \
     ENTRY int64_t weft_panel_size_##NAME(int64_t cols) { return panel_size<T>(cols); }                               \
-    ENTRY void weft_pack_dense_##NAME(const T *weight, T *to, int64_t rows, int64_t cols) {                          \
-        pack_dense(weight, to, rows, cols);                                                                          \
+    ENTRY void weft_pack_dense_##NAME(const T *weight, T *to, int64_t rows, int64_t cols, int64_t threads) {                          \
+        pack_dense(weight, to, rows, cols, threads);                                                                          \
     }                                                                                                                \
     ENTRY void weft_rows_of_##NAME(const Matrix *m, const int64_t *rows, int64_t count, T *out) {                    \
         rows_of(*m, rows, count, out);                                                                               \
     }                                                                                                                \
-    ENTRY void weft_product_##NAME(const Matrix *m, const T *x, int64_t tokens, T *out) {                            \
-        product(*m, x, tokens, out);                                                                                 \
+    ENTRY void weft_product_##NAME(const Matrix *m, const T *x, int64_t tokens, T *out, int64_t threads) {                            \
+        product(*m, x, tokens, out, threads);                                                                                 \
     }                                                                                                                \
     ENTRY int64_t weft_workspace_bytes_##NAME(const Layer *layers, int64_t count, int64_t tokens) {                  \
         return Workspace<T>(layers, count, tokens, nullptr).bytes;                                                            \
     }                                                                                                                \
-    ENTRY void weft_stage_##NAME(const Layer *layers, int64_t count, const Step *step, char *workspace) {            \
-        stage<T>(layers, count, *step, workspace);                                                                   \
+    ENTRY void weft_stage_##NAME(const Layer *layers, int64_t count, const Step *step, char *workspace, int64_t threads) {            \
+        stage<T>(layers, count, *step, workspace, threads);                                                                   \
     }
 
-ENTRY void weft_pack_values(const char *values, char *to, int64_t rows, int64_t blocks, int64_t bits) {
-    (bits == 4 ? pack_values<4> : pack_values<8>)(values, to, rows, blocks);
+ENTRY void weft_pack_values(const char *values, char *to, int64_t rows, int64_t blocks, int64_t bits, int64_t threads) {
+    (bits == 4 ? pack_values<4> : pack_values<8>)(values, to, rows, blocks, threads);
 }
 ENTRY void weft_pack_groups(const char *from, char *to, int64_t rows, int64_t groups, int64_t size) {
     pack_groups(from, to, rows, groups, size);

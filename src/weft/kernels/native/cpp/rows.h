@@ -4,7 +4,8 @@
 #include "numbers.h"
 #include "paged.h"
 
-template <class T> void norm_row(const T *x, T *residual, const T *weight, T *out, int64_t width, float eps) {
+template <class T>
+[[gnu::noinline]] void norm_row(const T *x, T *residual, const T *weight, T *out, int64_t width, float eps) {
     const T *source = x;
     if (residual) {
 #pragma omp simd
@@ -21,7 +22,7 @@ template <class T> void norm_row(const T *x, T *residual, const T *weight, T *ou
         out[i] = narrow<T>(widen(narrow<T>(widen(source[i]) * scale)) * widen(weight[i]));
 }
 
-template <class T> void silu_mul_row(const T *gate, const T *up, T *out, int64_t width) {
+template <class T> [[gnu::noinline]] void silu_mul_row(const T *gate, const T *up, T *out, int64_t width) {
     constexpr int64_t PIECE = 256;
     alignas(64) float piece[PIECE];
     for (int64_t at = 0; at < width; at += PIECE) {

@@ -45,6 +45,7 @@ template <class T> struct Workspace {
     T *gate_up;  // [CHUNK, 2 * inner]
     T *inner;    // [CHUNK, inner]
     char *prepared;
+    int64_t widest = 0;  // elements of a token's row
 
     // In `memory`, whose address is a multiple of 64; null to ask for `bytes` only.
     Workspace(const Layer *layers, int64_t count, int64_t tokens, char *memory) {
@@ -57,6 +58,7 @@ template <class T> struct Workspace {
             for (const Matrix *m : {&l->qkv, &l->out, &l->gate_up, &l->down})
                 scratch = std::max(scratch, scratch_bytes<T>(*m, tokens));
         }
+        widest = std::max(wide, qkv_rows);
         auto take = [&](auto *&place, int64_t count) {
             place = reinterpret_cast<std::remove_reference_t<decltype(place)>>(memory + bytes);
             bytes += (count * int64_t(sizeof *place) + 63) / 64 * 64;
@@ -70,110 +72,140 @@ template <class T> struct Workspace {
     }
 };
 
+// Elements of a step's rows, at their widest, that one thread goes through sooner than all would meet.
+constexpr int64_t LITTLE = 1 << 14;
+
+// The team goes from one product to the next. What is done to the rows in between is a phase of its own, or, where it is
+// little, done by the thread that ends the phase before.
 template <class T> class Stage {
     const Step &step;
     const Workspace<T> &space;
     const std::vector<Tile> &tiles;
+    const bool little;
     std::atomic<bool> failed{false};
 
     T *residual() const { return static_cast<T *>(step.residual); }
 
-    // residual += x, where there is something in it; x = norm(residual).
-    void norm(const Team &team, const void *weight, int64_t hidden, float eps, bool add) const {
-        Range mine = team.share(step.tokens);
-        for (int64_t t = mine.first; t < mine.last; t++) {
-            T *x = space.x + t * hidden, *r = residual() + t * hidden;
-            norm_row<T>(add ? x : r, add ? r : nullptr, static_cast<const T *>(weight), x, hidden, eps);
-        }
-        team.meet();
+    // out = x W^T for `tokens` rows, then then() once. Where there is little, x has been prepared.
+    void multiplied(Team &team, const Matrix &m, const T *x, int64_t tokens, T *out, Then then) const {
+        product(team, m, x, tokens, out, space.prepared, little, then);
     }
 
-    // x summed over the ranks. False where that failed, and all is over.
-    bool sum(const Team &team, int64_t hidden) {
-        team.meet();
-        if (!step.sum && !step.shared) return true;
-        if (team.rank == 0) {
-            if (step.shared)
-                step.shared->sum(space.x, step.tokens * hidden);
-            else
-                failed = step.sum() != 0;
-        }
-        team.meet();
+    void prepare(const Matrix &m, const T *x, int64_t first, int64_t last) const {
+        if (little) prepare_rows(m, x, space.prepared, first, last);
+    }
+
+    // space.x summed over the ranks. False where that failed, and all is over.
+    bool sum(Team &team, int64_t hidden) {
+        if (step.shared)
+            team.each(1, [&](int64_t, int64_t) { step.shared->sum(space.x, step.tokens * hidden); });
+        else if (step.sum)
+            team.lead([&] { failed = step.sum() != 0; });
         return !failed;
     }
 
-    bool attention(const Team &team, const Layer &l) {
+    // residual += x, where there is something in it; x = norm(residual), for a product with `next`.
+    void norm(const void *weight, const Matrix &next, float eps, bool add, int64_t first, int64_t last) const {
+        int64_t hidden = next.cols;
+        for (int64_t t = first; t < last; t++) {
+            T *x = space.x + t * hidden, *r = residual() + t * hidden;
+            norm_row<T>(add ? x : r, add ? r : nullptr, static_cast<const T *>(weight), x, hidden, eps);
+        }
+        prepare(next, space.x, first, last);
+    }
+
+    // The last rows of space.x, from token `at` on, become x W^T; all are summed over the ranks and go through
+    // rows(first, last).
+    bool join(Team &team, const Matrix &m, const T *x, int64_t at, Pieces rows) {
+        bool at_once = little && !step.shared && !step.sum;
+        multiplied(team, m, x, step.tokens - at, space.x + at * m.rows, [&] {
+            if (at_once) rows(int64_t(0), step.tokens);
+        });
+        if (at_once) return true;
+        if (!sum(team, m.rows)) return false;
+        team.each(step.tokens, rows);
+        return true;
+    }
+
+    bool attention(Team &team, const Layer &l, Pieces rows) {
         int64_t width = l.qkv.rows;
         T *keys = static_cast<T *>(l.keys), *values = static_cast<T *>(l.values);
-        product(team, l.qkv, space.x, step.tokens, space.qkv, space.prepared);
-        team.meet();
         Heads<T> heads{l.q_heads, l.kv_heads, l.head_dim, static_cast<const T *>(l.q_norm),
                        static_cast<const T *>(l.k_norm), l.head_eps};
-        Range mine = team.share(step.tokens);
-        for (int64_t t = mine.first; t < mine.last; t++)
-            rotate(heads, space.qkv + t * width, space.qkv + t * width,
-                   step.angles + int64_t(step.positions[t]) * l.head_dim,
-                   [&](int64_t head, const T *key, const T *value) {
-                       store(key, value, keys, values, step.slots[t], head, step.block_size, l.kv_heads, l.head_dim);
-                   });
-        // A row may read what another one has stored in this step.
-        team.meet();
-        attend(team, Paged<T>{space.qkv, keys, values, space.mixed, step.row_starts, step.context, step.tables,
-                            step.table_width, step.block_size, l.q_heads, l.kv_heads, l.head_dim, l.window, width,
-                            l.scale},
-               tiles);
-        team.meet();
-        product(team, l.out, space.mixed, step.tokens, space.x, space.prepared);
-        return sum(team, l.out.rows);
+        auto rotated = [&](int64_t first, int64_t last) {
+            for (int64_t t = first; t < last; t++)
+                rotate(heads, space.qkv + t * width, space.qkv + t * width,
+                       step.angles + int64_t(step.positions[t]) * l.head_dim,
+                       [&](int64_t head, const T *key, const T *value) {
+                           store(key, value, keys, values, step.slots[t], head, step.block_size, l.kv_heads, l.head_dim);
+                       });
+        };
+        multiplied(team, l.qkv, space.x, step.tokens, space.qkv, [&] {
+            if (little) rotated(0, step.tokens);
+        });
+        // All before attention: a row may read what another one stores in this step.
+        if (!little) team.each(step.tokens, rotated);
+        Paged<T> paged{space.qkv, keys, values, space.mixed, step.row_starts, step.context, step.tables,
+                       step.table_width, step.block_size, l.q_heads, l.kv_heads, l.head_dim, l.window, width, l.scale};
+        attend(team, paged, tiles, [&] { prepare(l.out, space.mixed, 0, step.tokens); });
+        return join(team, l.out, space.mixed, 0, rows);
     }
 
-    bool mlp(const Team &team, const Layer &l) {
+    bool mlp(Team &team, const Layer &l, Pieces rows) {
         int64_t hidden = l.down.rows, width = l.down.cols;
-        for (int64_t at = 0; at < step.tokens; at += CHUNK) {
+        for (int64_t at = 0;; at += CHUNK) {
             int64_t count = std::min(CHUNK, step.tokens - at);
-            if (at) team.meet();  // others may still read what the chunk before has prepared
-            product(team, l.gate_up, space.x + at * hidden, count, space.gate_up, space.prepared);
-            team.meet();
-            silu_mul(team, count, width);
-            team.meet();
-            product(team, l.down, space.inner, count, space.x + at * hidden, space.prepared);
-        }
-        return sum(team, hidden);
-    }
-
-    // By columns: there may be fewer tokens than threads.
-    void silu_mul(const Team &team, int64_t tokens, int64_t width) const {
-        Range mine = team.share((width + PANEL - 1) / PANEL);
-        int64_t first = mine.first * PANEL, count = std::min(mine.last * PANEL, width) - first;
-        for (int64_t t = 0; t < tokens; t++) {
-            const T *gate = space.gate_up + t * 2 * width + first;
-            silu_mul_row(gate, gate + width, space.inner + t * width + first, count);
+            // By columns: there may be fewer tokens than threads.
+            auto activated = [&](int64_t first, int64_t last) {
+                int64_t from = first * PANEL, columns = std::min(last * PANEL, width) - from;
+                for (int64_t t = 0; t < count; t++) {
+                    const T *gate = space.gate_up + t * 2 * width + from;
+                    silu_mul_row(gate, gate + width, space.inner + t * width + from, columns);
+                }
+            };
+            int64_t panels = (width + PANEL - 1) / PANEL;
+            multiplied(team, l.gate_up, space.x + at * hidden, count, space.gate_up, [&] {
+                if (!little) return;
+                activated(0, panels);
+                prepare(l.down, space.inner, 0, count);
+            });
+            if (!little) team.each(panels, activated);
+            if (at + count == step.tokens) return join(team, l.down, space.inner, at, rows);
+            multiplied(team, l.down, space.inner, count, space.x + at * hidden, nothing);
         }
     }
 
 public:
     Stage(const Step &step, const Workspace<T> &space, const std::vector<Tile> &tiles)
-        : step(step), space(space), tiles(tiles) {}
+        : step(step), space(space), tiles(tiles),
+          little(step.tokens <= CHUNK && step.tokens * space.widest <= LITTLE) {}
 
-    void run(const Team &team, const Layer *layers, int64_t count) {
+    void run(Team &team, const Layer *layers, int64_t count) {
+        const Layer *end = layers + count;
         int64_t hidden = layers->out.rows;
-        for (const Layer *l = layers; l < layers + count; l++) {
-            norm(team, l->attention_norm, hidden, l->eps, l != layers);
-            if (!attention(team, *l)) return;
-            norm(team, l->mlp_norm, hidden, l->eps, true);
-            if (!mlp(team, *l)) return;
+        team.each(step.tokens, [&](int64_t first, int64_t last) {
+            norm(layers->attention_norm, layers->qkv, layers->eps, false, first, last);
+        });
+        for (const Layer *l = layers; l < end; l++) {
+            auto before_mlp = [&](int64_t first, int64_t last) {
+                norm(l->mlp_norm, l->gate_up, l->eps, true, first, last);
+            };
+            auto after_mlp = [&](int64_t first, int64_t last) {
+                const Layer *next = l + 1;
+                if (next < end) return norm(next->attention_norm, next->qkv, next->eps, true, first, last);
+                for (int64_t i = first * hidden; i < last * hidden; i++)
+                    residual()[i] = narrow<T>(widen(residual()[i]) + widen(space.x[i]));
+            };
+            if (!attention(team, *l, before_mlp) || !mlp(team, *l, after_mlp)) return;
         }
-        Range mine = team.share(step.tokens * hidden);
-        for (int64_t i = mine.first; i < mine.last; i++)
-            residual()[i] = narrow<T>(widen(residual()[i]) + widen(space.x[i]));
     }
 };
 
 // step.residual through all layers; `memory` of as many bytes as a Workspace says.
-template <class T> void stage(const Layer *layers, int64_t count, const Step &step, char *memory) {
+template <class T> void stage(const Layer *layers, int64_t count, const Step &step, char *memory, int64_t threads) {
     Workspace<T> space(layers, count, step.tokens, memory);
     std::vector<Tile> tiles = tiles_of(step.row_starts, step.rows, layers->q_heads / layers->kv_heads, layers->kv_heads);
     Stage<T> stage(step, space, tiles);
     int64_t weights = layers->qkv.rows * layers->qkv.cols + layers->gate_up.rows * layers->gate_up.cols;
-    together(weights * step.tokens > SMALL, [&](const Team &team) { stage.run(team, layers, count); });
+    together(threads, weights * step.tokens > SMALL, [&](Team &team) { stage.run(team, layers, count); });
 }

@@ -1,75 +1,115 @@
-// A team of threads that does a step together: who does what, and where they wait for each other.
+// A team of threads that does a step together: who does what, and how nobody waits for a thread that has no core.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
-#ifdef _OPENMP
-#include <omp.h>
-#endif
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+#include <vector>
 
-constexpr int SPINS = 1500;  // looks for somebody else, some 20 to 50 us, before one sleeps
+#include "patience.h"
+#include "pool.h"
+#include "work.h"
 
-// Between two looks.
-inline void breathe() {
-#if defined(__x86_64__)
-    _mm_pause();
-#endif
-}
-
-// Where all threads meet. A thread looks for the others for a while, then sleeps until they have come: between two
-// products they differ by less, unless somebody else has their core.
-class Meeting {
-    std::atomic<int> come{0};
-    std::atomic<int> turn{0};
+// What a team shares. Its work is a row of phases, each in pieces: a phase is over when its pieces are done, whoever did
+// them, and the next begins. A thread that comes late finds fewer pieces, or none, and passes on.
+class Board {
+    // Of one thread's own range of pieces, those taken: the phase in the upper half, their number in the lower.
+    struct alignas(64) Taken {
+        std::atomic<uint64_t> word{0};
+    };
+    std::vector<Taken> taken;
+    alignas(64) std::atomic<int64_t> done{0};  // pieces of this phase
+    Signal over;                               // phases
 
 public:
-    alignas(64) std::atomic<int64_t> taken{0};  // since all met last
+    explicit Board(int size) : taken(size) {}
 
-    void wait(int size) {
-        int now = turn.load(std::memory_order_relaxed);
-        if (come.fetch_add(1, std::memory_order_acq_rel) + 1 == size) {
-            come.store(0, std::memory_order_relaxed);
-            taken.store(0, std::memory_order_relaxed);
-            turn.store(now + 1, std::memory_order_release);
-            if (size > 1) turn.notify_all();
-            return;
+    // Of the pieces [first, last) that are `owner`'s in a phase the next one; -1 where there is none left.
+    int64_t take(uint32_t phase, int owner, int64_t first, int64_t last) {
+        std::atomic<uint64_t> &word = taken[owner].word;
+        uint64_t seen = word.load(std::memory_order_relaxed);
+        for (;;) {
+            uint32_t then = uint32_t(seen >> 32);
+            int64_t piece = first + (then == phase ? int64_t(uint32_t(seen)) : 0);
+            if (then > phase || piece >= last) return -1;
+            uint64_t mine = uint64_t(phase) << 32 | uint64_t(piece - first + 1);
+            if (word.compare_exchange_weak(seen, mine, std::memory_order_relaxed)) return piece;
         }
-        for (int i = 0; i < SPINS; i++) {
-            if (turn.load(std::memory_order_acquire) != now) return;
-            breathe();
-        }
-        while (turn.load(std::memory_order_acquire) == now) turn.wait(now, std::memory_order_acquire);
+    }
+
+    // So many of a phase's pieces are done; whether they were the last, and the phase can end.
+    bool report(int64_t count, int64_t pieces) {
+        if (!count || done.fetch_add(count, std::memory_order_acq_rel) + count < pieces) return false;
+        done.store(0, std::memory_order_relaxed);
+        return true;
+    }
+
+    void end(uint32_t phase) { over.set(phase); }
+    void wait(uint32_t phase) {
+        over.wait([&](uint32_t now) { return now >= phase; });
     }
 };
 
-struct Range {
-    int64_t first, last;
-};
+// One thread of a team. All of them go through the same phases.
+class Team {
+    static constexpr int64_t PIECES = 8;  // of a thread's range: what may be waited for is one of them
+    uint32_t phase = 0;
+    Board &board;
 
-// One thread of a team.
-struct Team {
-    int rank, size;
-    Meeting *meeting;
+public:
+    const int rank, size;
 
-    void meet() const { meeting->wait(size); }
-    // This thread's part of `count` things, all of nearly the same size.
-    Range share(int64_t count) const { return {count * rank / size, count * (rank + 1) / size}; }
-    // The first of the next `count` things that nobody has taken since all met last.
-    int64_t take(int64_t count) const { return meeting->taken.fetch_add(count, std::memory_order_relaxed); }
+    Team(int rank, int size, Board &board) : board(board), rank(rank), size(size) {}
+
+    // Runs work(first, last) for all of `count` things, `grain` at a time, then then() once; returns when all is done.
+    // Each thread has a range of its own, which it goes through in order, and then helps the others.
+    void each(int64_t count, int64_t grain, Pieces work, Then then) {
+        if (size == 1) {
+            if (count) work(int64_t(0), count);
+            return then();
+        }
+        if (!count) return lead(then);
+        int64_t pieces = (count + grain - 1) / grain, mine = 0;
+        phase++;
+        for (int i = 0; i < size; i++) {
+            int owner = (rank + i) % size;
+            int64_t first = pieces * owner / size, last = pieces * (owner + 1) / size;
+            for (int64_t piece; (piece = board.take(phase, owner, first, last)) >= 0; mine++)
+                work(piece * grain, std::min((piece + 1) * grain, count));
+        }
+        if (board.report(mine, pieces)) {
+            then();
+            board.end(phase);
+        }
+        board.wait(phase);
+    }
+
+    // In pieces of which each thread's range has some.
+    void each(int64_t count, Pieces work, Then then = nothing) {
+        each(count, std::max<int64_t>(1, count / (PIECES * size)), work, then);
+    }
+
+    // Runs work() in the thread that called, while the others wait.
+    void lead(Then work) {
+        phase++;
+        if (rank == 0) {
+            work();
+            board.end(phase);
+        }
+        board.wait(phase);
+    }
 };
 
 constexpr int64_t SMALL = 1 << 18;  // multiply-adds that one thread does sooner than two would meet, some 20 us
 
-// Runs work(team) on every thread of a new team: on one alone where `parallel` is false.
-template <class Work> void together(bool parallel, const Work &work) {
-    Meeting meeting;
-#ifdef _OPENMP
-#pragma omp parallel if (parallel)
-    work(Team{omp_get_thread_num(), omp_get_num_threads(), &meeting});
-#else
-    work(Team{0, 1, &meeting});
-#endif
+// Runs work(team) on every thread of a new team of up to `threads`: on one alone where `parallel` is false.
+inline void together(int64_t threads, bool parallel, Work<Team &> work) {
+    int size = parallel ? int(threads) : 1;
+    Board board(size);
+    auto part = [&](int rank) {
+        Team team(rank, size, board);
+        work(team);
+    };
+    if (size == 1) return part(0);
+    Pool::mine().call(size, part);
 }

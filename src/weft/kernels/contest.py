@@ -1,0 +1,140 @@
+"""A contest: which of two kernels attends faster to a model's decode rows, measured where they will run.
+
+The outcome is kept for the next start, which then imports no library that has lost, and answers as this one does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from weft import __version__
+from weft.errors import WeftError
+from weft.facts.cache import cache_dir, cache_path
+from weft.kernels.base import AttentionShape, Kernels, KVCache
+from weft.kernels.batch import Batch
+from weft.planner.plan import GPU_BACKENDS
+
+logger = logging.getLogger("weft")
+
+ROWS, CONTEXT = 32, 1024  # a batch whose cache, 134 MB with 8 heads of 128, is beyond the L2 of any GPU
+CALLS, REPEATS = 8, 7  # of a layer in a graph, and of the graph
+
+# Seconds that one call of a function takes.
+Clock = Callable[[Callable[[], object]], float]
+
+
+def seconds(run: Callable[[], object]) -> float:
+    """Of a call on the current GPU, in a graph, as decode steps run: the median over REPEATS replays."""
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    run()
+    torch.cuda.synchronize()
+    # Other threads of the process may be at work on their own devices.
+    with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+        for _ in range(CALLS):
+            run()
+    graph.replay()
+    times = []
+    for _ in range(REPEATS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3 / CALLS)
+    return median(times)
+
+
+def decodes(shape: AttentionShape, device: torch.device, contexts: list[int]) -> tuple[torch.Tensor, KVCache, Batch]:
+    """Queries, a cache and a batch of rows with one token each, random but for where they lie."""
+    rows, needs = len(contexts), [-(-context // shape.block_size) for context in contexts]
+    order = torch.randperm(sum(needs), generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    tables = torch.zeros(rows, max(needs), dtype=torch.int32)
+    for row, blocks in enumerate(order.split(needs)):
+        tables[row, : len(blocks)] = blocks
+    dims = (sum(needs), shape.block_size, shape.kv_heads, shape.head_dim)
+    cache = KVCache(*(torch.randn(dims, dtype=shape.dtype, device=device).to(shape.kept) for _ in range(2)))
+    context = torch.tensor(contexts, dtype=torch.int32, device=device)
+    index = torch.arange(rows + 1, dtype=torch.int32, device=device)
+    batch = Batch(
+        tokens=index[:rows],
+        positions=context - 1,
+        slots=index[:rows].long(),
+        row_starts=index,
+        context=context,
+        tables=tables.to(device),
+        decodes=rows,
+        fixed=True,
+    )
+    return torch.randn(rows, shape.q_heads, shape.head_dim, dtype=shape.dtype, device=device), cache, batch
+
+
+def timed(
+    kernels: Kernels, shape: AttentionShape, given: tuple[torch.Tensor, KVCache, Batch], clock: Clock = seconds
+) -> float:
+    """Seconds of a layer's attention, of the first kind of window."""
+    kernels.prepare(given[2])
+    return clock(partial(kernels.attend, *given, shape.scale, shape.windows[0]))
+
+
+def note(device: torch.device, shape: AttentionShape, rival: str) -> Path | None:
+    """Where the winner is kept for this GPU, these heads and these versions; `rival` is the other library's. None where
+    there is no home for a cache."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    told = repr((name, shape, rival, torch.__version__, __version__))
+    try:
+        return cache_path() / f"attention-{hashlib.sha256(told.encode()).hexdigest()[:16]}"
+    except RuntimeError:
+        return None
+
+
+def winner(at: Path | None) -> str | None:
+    """Who won before."""
+    try:
+        found = at.read_text().strip() if at else ""
+    except (OSError, ValueError):
+        return None
+    if found not in GPU_BACKENDS:
+        return None
+    logger.info("Attention by %s, which was the faster one when it was measured (%s)", found, at)
+    return found
+
+
+def keep(at: Path | None, found: str | None) -> None:
+    """Have it known at the next start; where it cannot be written it is measured again."""
+    if at is None or found is None:
+        return
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w", dir=cache_dir(), prefix="attention-", suffix=".part", delete=False
+        ) as file:
+            file.write(found)
+        os.replace(file.name, at)
+    except (OSError, WeftError) as error:
+        logger.debug("the faster attention cannot be kept: %s", error)
+
+
+def fastest(both: Sequence[Kernels], device: torch.device, shape: AttentionShape, clock: Clock = seconds) -> str | None:
+    """Which takes the least time for a layer's decode rows, None where that cannot be measured. Ranks need not agree:
+    each attends with its own heads, and what they sum is the same number of tensors either way."""
+    rows, context = min(ROWS, shape.rows), min(CONTEXT, shape.length)
+    try:
+        given = decodes(shape, device, [context] * rows)
+        times = {kernels.name: timed(kernels, shape, given, clock) for kernels in both}
+    except Exception as error:
+        # Memory that is not there, a kernel that this GPU has no code for: it is only an offer.
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        logger.warning("Which attention is faster cannot be measured (%s): Triton's is used", lines[0][:200])
+        return None
+    found = min(times, key=times.__getitem__)
+    told = ", ".join(f"{name} {took * 1e6:.0f} us" for name, took in times.items())
+    logger.info("Attention of %d rows over %d tokens: %s: --attention-backend %s is used", rows, context, told, found)
+    return found

@@ -1,0 +1,265 @@
+"""Products with quantised weights, which are read as they lie and dequantised in registers.
+
+A program takes some rows of W and some of x, and a part of the columns where there would be fewer programs than the
+device has room for; the parts are added by a second kernel, always in the same order. For many rows of x, W is
+dequantised once, some rows at a time, for the library's own product.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from weft.facts.schemes import UNIT
+from weft.quant.quantised import Quantised
+
+# By the rows of x that a program takes, 16 being the tensor cores' least: of W rows, and units of UNIT columns at once;
+# warps. Chosen by the instructions that are compiled for a number of W (5 with 16 rows), to be measured.
+TILES = {16: (64, 4, 2), 32: (64, 4, 4), 64: (64, 4, 4), 128: (128, 2, 8)}
+MOST = {2: 128, 4: 32}  # rows of x, by the bytes of a number: with more the tiles exceed 99 KiB
+PROGRAMS = 4  # on a multiprocessor, which hide each other's waiting
+PART_UNITS = 16  # of a program's columns at least: fewer, and it is over before its loads overlap
+# Rows of x from which W is dequantised to memory instead. That moves 4.5 bytes more for each number of W (4 bits read,
+# 16 written and read again), 4.5 / B seconds. Dequantised by each program anew, a product reaches perhaps two fifths of
+# the tensor cores' F, the library's four fifths: it takes 2.5 / F seconds longer for each number and row of x. The two
+# are equal at 1.8 F / B rows: 280 on an A100 (312 TFLOPS, 2.0 TB/s), 370 on an H200 (990, 4.8), 300 on an RTX 4090
+# (165, 1.0). Not yet measured.
+MANY = 257
+SCRATCH_BYTES = 64 << 20  # of W, dequantised at once
+BLOCK = 1024  # sums that a program of the second kernel makes
+TABLE_ROWS, TABLE_UNITS = 4, 16  # that a program dequantises to memory
+
+
+@triton.jit
+def _number(words, at: tl.constexpr, mask, BITS: tl.constexpr):
+    """Number `at` of each word in float32, plus 16 if it is of 4 bits and 256 if of 8: it becomes the upper end of a
+    mantissa, which takes fewer instructions than a conversion."""
+    low: tl.constexpr = at * BITS
+    high: tl.constexpr = 23 - BITS
+    if low < high:
+        moved = words << (high - low)
+    else:
+        moved = words >> (low - high)
+    one: tl.constexpr = 0x41800000 if BITS == 4 else 0x43800000
+    return ((moved & mask) | one).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _weights(
+    words, scales, lowest, row, mine, first, stop, units, groups, lacking, BITS: tl.constexpr, GROUP: tl.constexpr,
+    LOWEST: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """[ROWS, UNITS * 32] of W in KIND: the rows `row` where `mine`, UNITS units from `first` on, zeros from `stop`."""
+    word, unit = first * BITS + tl.arange(0, UNITS * BITS), first + tl.arange(0, UNITS)
+    packed = tl.load(
+        words + row[:, None] * (units * BITS) + word[None, :], mine[:, None] & (word < stop * BITS)[None, :], other=0
+    )
+    there = row[:, None] * groups + ((unit + lacking) // (GROUP // 32))[None, :]
+    inside = mine[:, None] & (unit < stop)[None, :]
+    scale = tl.load(scales + there, inside, other=0.0).to(tl.float32)
+    # w = scale * (what _number gives) + rest
+    added: tl.constexpr = 16 if BITS == 4 else 256
+    if LOWEST == "middle":
+        rest = scale * (-added - 2 ** (BITS - 1))
+    elif LOWEST == "zero":
+        # Two to a load: Triton lays tiles out for the narrowest number in them, and one of 8 bits spoils that of x.
+        both = tl.load(lowest + there // 2, inside, other=0).to(tl.int32)
+        rest = scale * (-added - (both >> (there % 2 * 8) & 255).to(tl.float32))
+    else:
+        rest = tl.load(lowest + there, inside, other=0.0).to(tl.float32) - scale * added
+    scale = tl.reshape(tl.broadcast_to(scale[:, :, None], [ROWS, UNITS, BITS]), [ROWS, UNITS * BITS])
+    rest = tl.reshape(tl.broadcast_to(rest[:, :, None], [ROWS, UNITS, BITS]), [ROWS, UNITS * BITS])
+    # The sign is that of a count, 0. An instruction has room for one constant of two: the other stays in a register,
+    # unless the compiler knows it, and then it is loaded again each time.
+    mask = (0x00780000 if BITS == 4 else 0x007F8000) | (units >> 31)
+    n0 = (_number(packed, 0, mask, BITS) * scale + rest).to(KIND)
+    n1 = (_number(packed, 1, mask, BITS) * scale + rest).to(KIND)
+    n2 = (_number(packed, 2, mask, BITS) * scale + rest).to(KIND)
+    n3 = (_number(packed, 3, mask, BITS) * scale + rest).to(KIND)
+    if BITS == 8:
+        both = tl.join(tl.join(n0, n2), tl.join(n1, n3))
+    else:
+        n4 = (_number(packed, 4, mask, BITS) * scale + rest).to(KIND)
+        n5 = (_number(packed, 5, mask, BITS) * scale + rest).to(KIND)
+        n6 = (_number(packed, 6, mask, BITS) * scale + rest).to(KIND)
+        n7 = (_number(packed, 7, mask, BITS) * scale + rest).to(KIND)
+        both = tl.join(tl.join(tl.join(n0, n4), tl.join(n2, n6)), tl.join(tl.join(n1, n5), tl.join(n3, n7)))
+    return tl.reshape(both, [ROWS, UNITS * 32])
+
+
+@triton.jit(do_not_specialize=["tokens", "lacking", "share"])
+def _multiply(
+    x, words, scales, lowest, bias, out, tokens, rows, units, groups, lacking, share, BITS: tl.constexpr,
+    GROUP: tl.constexpr, LOWEST: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):  # fmt: skip
+    row, part = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(2)
+    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    mine, asked = row < rows, token < tokens
+    total = tl.zeros([ROWS, TOKENS], tl.float32)
+    stop = tl.minimum(units, (part + 1) * share)
+    for first in range(part * share, stop, UNITS):
+        column = first * 32 + tl.arange(0, UNITS * 32)
+        value = tl.load(
+            x + token.to(tl.int64)[None, :] * (units * 32) + column[:, None],
+            asked[None, :] & (column < stop * 32)[:, None],
+            other=0.0,
+        )
+        weight = _weights(
+            words, scales, lowest, row.to(tl.int64), mine, first, stop, units, groups, lacking, BITS, GROUP, LOWEST,
+            ROWS, UNITS, x.dtype.element_ty,
+        )  # fmt: skip
+        total = tl.dot(weight, value, total, input_precision="ieee")
+    if BIAS:
+        total += tl.load(bias + row, mine, other=0.0).to(tl.float32)[:, None]
+    place = (part.to(tl.int64) * tokens + token)[None, :] * rows + row[:, None]
+    tl.store(out + place, total.to(out.dtype.element_ty), mine[:, None] & asked[None, :])
+
+
+@triton.jit(do_not_specialize=["count", "parts"])
+def _add(sums, bias, out, count, rows, parts, BIAS: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    total = tl.zeros([BLOCK], tl.float32)
+    for part in range(parts):
+        total += tl.load(sums + part * count + at, inside, other=0.0)
+    if BIAS:
+        total += tl.load(bias + at % rows, inside, other=0.0).to(tl.float32)
+    tl.store(out + at, total.to(out.dtype.element_ty), inside)
+
+
+@triton.jit(do_not_specialize=["count", "begin", "lacking"])
+def _dequantise(
+    words, scales, lowest, numbers, out, count, begin, units, groups, lacking, BITS: tl.constexpr, GROUP: tl.constexpr,
+    LOWEST: tl.constexpr, PICK: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr,
+):  # fmt: skip
+    place, first = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * UNITS
+    mine, column = place < count, first * 32 + tl.arange(0, UNITS * 32)
+    row = (begin + place).to(tl.int64)
+    if PICK:
+        row = tl.load(numbers + place, mine, other=0)
+    weight = _weights(
+        words, scales, lowest, row, mine, first, units, units, groups, lacking, BITS, GROUP, LOWEST, ROWS, UNITS,
+        out.dtype.element_ty,
+    )  # fmt: skip
+    target = place.to(tl.int64)[:, None] * (units * 32) + column[None, :]
+    tl.store(out + target, weight, mine[:, None] & (column < units * 32)[None, :])
+
+
+@dataclass(frozen=True)
+class QuantisedMatrix:
+    """x [T, cols] -> x W^T + bias [T, rows]; and W's rows, for an embedding. Numbers of 4 bits lie in the order of
+    their columns (`in_order`), so that they come out of a word as x has them."""
+
+    weight: Quantised
+    bias: torch.Tensor | None
+    processors: int
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._multiplied(x) if x.shape[0] < MANY else self._dequantised(x)
+
+    def rows(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Rows of W: [N] int64 -> [N, cols]."""
+        out = torch.empty(len(numbers), self.weight.shape[1], dtype=self.weight.dtype, device=numbers.device)
+        self._write(out, 0, numbers)
+        return out
+
+    def _multiplied(self, x: torch.Tensor) -> torch.Tensor:
+        (rows, cols), tokens = self.weight.shape, x.shape[0]
+        out, units = x.new_empty(tokens, rows), cols // UNIT
+        taken = min(MOST[x.element_size()], max(min(TILES), triton.next_power_of_2(tokens)))
+        taken_rows, taken_units, warps = TILES[taken]
+        grid = triton.cdiv(rows, taken_rows), triton.cdiv(tokens, taken)
+        wanted = triton.cdiv(PROGRAMS * self.processors, grid[0] * grid[1])
+        share = max(PART_UNITS, triton.cdiv(units, wanted * taken_units) * taken_units)
+        parts = triton.cdiv(units, share)
+        sums = out if parts == 1 else x.new_empty((parts, tokens, rows), dtype=torch.float32)
+        bias = out if self.bias is None else self.bias
+        _multiply[(*grid, parts)](
+            x,
+            *self._tensors,
+            bias,
+            sums,
+            tokens,
+            rows,
+            units,
+            self.weight.scales.shape[1],
+            self.weight.lacking // UNIT,
+            share,
+            **self._constants,
+            BIAS=parts == 1 and self.bias is not None,
+            ROWS=taken_rows,
+            UNITS=taken_units,
+            TOKENS=taken,
+            num_warps=warps,
+        )
+        if parts > 1:
+            _add[(triton.cdiv(out.numel(), BLOCK),)](
+                sums, bias, out, out.numel(), rows, parts, BIAS=self.bias is not None, BLOCK=BLOCK
+            )
+        return out
+
+    def _dequantised(self, x: torch.Tensor) -> torch.Tensor:
+        rows, cols = self.weight.shape
+        pieces = triton.cdiv(rows * cols * x.element_size(), SCRATCH_BYTES)
+        step = triton.cdiv(rows, pieces)
+        scratch = x.new_empty(step, cols)
+        if pieces == 1:
+            self._write(scratch, 0)
+            return F.linear(x, scratch, self.bias)
+        out = x.new_empty(x.shape[0], rows)
+        for first in range(0, rows, step):
+            some = slice(first, min(first + step, rows))
+            piece = scratch[: some.stop - first]
+            self._write(piece, first)
+            out[:, some] = F.linear(x, piece, None if self.bias is None else self.bias[some])
+        return out
+
+    def _write(self, out: torch.Tensor, begin: int, numbers: torch.Tensor | None = None) -> None:
+        """Rows of W into `out` [N, cols]: `numbers`, or those from `begin` on."""
+        count, units = len(out), out.shape[1] // UNIT
+        _dequantise[(triton.cdiv(count, TABLE_ROWS), triton.cdiv(units, TABLE_UNITS))](
+            *self._tensors,
+            out if numbers is None else numbers,
+            out,
+            count,
+            begin,
+            units,
+            self.weight.scales.shape[1],
+            self.weight.lacking // UNIT,
+            **self._constants,
+            PICK=numbers is not None,
+            ROWS=TABLE_ROWS,
+            UNITS=TABLE_UNITS,
+        )
+
+    @property
+    def _tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Words, scales, lowest."""
+        it = self.weight
+        return it.values.view(torch.int32), it.scales, it.scales if it.lowest is None else it.lowest
+
+    @property
+    def _constants(self) -> dict[str, int | str]:
+        scheme = self.weight.scheme
+        return {"BITS": scheme.bits, "GROUP": scheme.group, "LOWEST": scheme.lowest}
+
+
+def quantised(weight: Quantised, bias: torch.Tensor | None, processors: int) -> QuantisedMatrix:
+    """A quantised weight [rows, cols] as the kernels want it; numbers of 4 bits are copied, once."""
+    if weight.scheme.bits == 4:
+        weight = replace(weight, values=in_order(weight.values))
+    if weight.scheme.lowest == "zero" and weight.lowest is not None:
+        flat = weight.lowest.flatten()
+        weight = replace(weight, lowest=F.pad(flat, (0, len(flat) % 2)).view(torch.int16))
+    return QuantisedMatrix(weight, bias, processors)
+
+
+def in_order(nibbles: torch.Tensor) -> torch.Tensor:
+    """Nibbles as `Quantised` has them to those of columns 2i (low) and 2i + 1 (high) in byte i: [rows, cols / 2]."""
+    even, odd = nibbles.unflatten(1, (-1, UNIT // 4, 2)).unbind(3)
+    return torch.cat((even & 15 | odd << 4, even >> 4 | odd & 240), dim=2).flatten(1)

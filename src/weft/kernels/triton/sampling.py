@@ -1,0 +1,287 @@
+"""Sampling: a token per row straight from logits as the model gives them, without a copy of them and without a sort.
+
+`worker/random.py` tells of the race and `worker/filters.py` of the filters. All blocks of all rows are looked at side
+by side; then the greatest logit and the sum of weights of every block are known, which is what the first race takes.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from weft.kernels import streams
+
+BLOCK = streams.BLOCK
+SURVEY_BLOCKS = 16  # that one program looks at
+FILTER_BLOCKS = 32  # that a row's program reads, or leaves unread, at once
+
+STEP = tl.constexpr(streams.STEP)
+FIRST = tl.constexpr(streams.FIRST)
+SECOND = tl.constexpr(streams.SECOND)
+LOWEST = tl.constexpr(-(2**31))  # below the place of any float
+HIGHEST = tl.constexpr(2**31 - 1)  # the place of NaN, which greedy takes for the greatest
+
+
+@triton.jit
+def _place(x):
+    """Where float32 numbers stand among all of them: int32, the same for -0 and 0."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return tl.where(x == x, bits ^ ((bits >> 31) & HIGHEST), HIGHEST)
+
+
+@triton.jit
+def _number(place):
+    """The float32 at a place."""
+    return (place ^ ((place >> 31) & HIGHEST)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _finite(x):
+    return (x > float("-inf")) & (x < float("inf"))
+
+
+@triton.jit
+def _mix(x):
+    x = (x ^ (x >> 30)) * FIRST
+    x = (x ^ (x >> 27)) * SECOND
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _times(stream, index):
+    """What `random.exponentials` has at `index` of a stream, in float64."""
+    bits = _mix(stream + (index + 1).to(tl.uint64) * STEP) >> 12
+    return -tl.log((bits.to(tl.float64) + 0.5) * 2.0**-52)
+
+
+@triton.jit
+def _weights(x, best, temperature):
+    """exp((x - best) / temperature), where no x is above its best; temperature 0 stands for none."""
+    # Beside what is not finite nothing can be drawn; any number will do.
+    base = tl.where(_finite(best), best, 0.0)
+    return tl.exp((x - base) / tl.where(temperature > 0, temperature, 1.0))
+
+
+@triton.jit
+def _tile(logits, block, vocab, BLOCK: tl.constexpr):
+    """Logits of some blocks of a row, [blocks, BLOCK] float32, -inf beyond its end."""
+    tokens = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    return tl.load(logits + tokens, tokens < vocab, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def _survey(
+    logits, stride, vocab, slots, settings, tops, sums, floors, blocks, BLOCK: tl.constexpr, BLOCKS: tl.constexpr
+):
+    """Of each block: the place of its greatest logit, and the sum of its weights, that one's being 1."""
+    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCKS
+    temperature = tl.load(settings + tl.load(slots + row) * 4).to(tl.float32)
+    block = first + tl.arange(0, BLOCKS)
+    x = _tile(logits + row * stride, block, vocab, BLOCK)
+    top = tl.max(_place(x), 1)
+    total = tl.sum(_weights(x, _number(top)[:, None], temperature), 1)
+    tl.store(tops + row * blocks + block, top, block < blocks)
+    tl.store(sums + row * blocks + block, total, block < blocks)
+    if first == 0:
+        tl.store(floors + row, float("-inf"))
+
+
+@triton.jit
+def _list(top, low, listed, ALL: tl.constexpr):
+    """List the blocks that have anything from the place `low` up: how many they are."""
+    wanted = top >= low
+    tl.debug_barrier()  # whoever reads the last list is done
+    tl.store(listed + tl.cumsum(wanted.to(tl.int32), 0) - 1, tl.arange(0, ALL), wanted)
+    tl.debug_barrier()
+    return tl.sum(wanted.to(tl.int32), 0)
+
+
+@triton.jit
+def _tally(
+    logits, vocab, tops, listed, count, pivot, best, temperature,
+    MASS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Of the logits in listed blocks from the place `pivot` up: the sum of their weights, or their number, in float64,
+    and the least of their places; then the greatest place of the others. What has none of them is not read."""
+    total = tl.full((), 0.0, tl.float64)
+    above = tl.full((), HIGHEST, tl.int32)
+    below = tl.full((), LOWEST, tl.int32)
+    for first in range(0, count, BLOCKS):
+        index = first + tl.arange(0, BLOCKS)
+        block = tl.load(listed + index, index < count, other=vocab)  # beyond the end
+        top = tl.max(tl.load(tops + block, index < count, other=LOWEST), 0)
+        if top >= pivot:
+            x = _tile(logits, block, vocab, BLOCK)
+            place = _place(x)
+            counts = place >= pivot
+            if MASS:
+                total += tl.sum(tl.where(counts, _weights(x, best, temperature), 0.0)).to(tl.float64)
+            else:
+                total += tl.sum(counts.to(tl.int32)).to(tl.float64)
+            above = tl.minimum(above, tl.min(tl.where(counts, place, HIGHEST)))
+            below = tl.maximum(below, tl.max(tl.where(counts, LOWEST, place)))
+        else:
+            below = tl.maximum(below, top)
+    return total, above, below
+
+
+@triton.jit
+def _middle(low, high):
+    """Rounded up, and without an overflow."""
+    return (low | high) - ((low ^ high) >> 1)
+
+
+@triton.jit
+def _last(
+    logits, vocab, tops, listed, count, low, goal, best, temperature,
+    MASS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """The greatest place from which up the weights in listed blocks, or their number, reach `goal`; or `low`, if it is
+    below that.
+
+    Places are halved, so 32 passes are enough whatever the logits are; both ends move on to places that are taken,
+    which ends it sooner: bfloat16 has half as many bits.
+    """
+    high = _place(best)
+    while low < high:
+        pivot = _middle(low, high)
+        total, above, below = _tally(logits, vocab, tops, listed, count, pivot, best, temperature, MASS, BLOCK, BLOCKS)
+        if total >= goal:
+            low = above
+        else:
+            high = tl.maximum(low, below)
+    return low
+
+
+@triton.jit
+def _last_top(top, number, low):
+    """The place of the last of the greatest tops, a `number` of them, or `low`: so many logits are there or above."""
+    high = tl.max(top, 0)
+    while low < high:
+        pivot = _middle(low, high)
+        if tl.sum((top >= pivot).to(tl.int32), 0) >= number:
+            low = pivot
+        else:
+            high = pivot - 1
+    return low
+
+
+@triton.jit
+def _filter(
+    logits, stride, vocab, slots, settings, tops, sums, floors, blocks, lists,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ALL: tl.constexpr,
+):  # fmt: skip
+    """The least logit of a row that min-p, top-k and top-p leave, and its blocks' sums without what they do not."""
+    row = tl.program_id(0).to(tl.int64)
+    mine = settings + tl.load(slots + row) * 4
+    temperature, log_min_p = tl.load(mine).to(tl.float32), tl.load(mine + 1).to(tl.float32)
+    top_k, top_p = tl.load(mine + 2), tl.load(mine + 3)
+    logits, listed, tops, sums = logits + row * stride, lists + row * blocks, tops + row * blocks, sums + row * blocks
+    every = tl.arange(0, ALL)
+    top = tl.load(tops + every, every < blocks, other=LOWEST)
+    best = _number(tl.max(top, 0))
+    limited = (top_k > 0) & (top_k < vocab)
+    filtered = limited | (log_min_p > float("-inf")) | (top_p < 1)
+    if (temperature > 0) & filtered & _finite(best):
+        low = _place(best + temperature * log_min_p)
+        if limited:
+            low = _last_top(top, top_k, low)
+        count = _list(top, low, listed, ALL)
+        if limited:
+            low = _last(logits, vocab, tops, listed, count, low, top_k, best, temperature, False, BLOCK, BLOCKS)
+        if top_p < 1:
+            total, _, _ = _tally(logits, vocab, tops, listed, count, low, best, temperature, True, BLOCK, BLOCKS)
+            # The whole vocabulary together, if it were that unlikely, would be half of what top-p leaves out.
+            low = tl.maximum(low, _place(best + temperature * tl.log((1 - top_p) / 2 / vocab).to(tl.float32)))
+            count = _list(top, low, listed, ALL)
+            goal = total * top_p
+            low = _last(logits, vocab, tops, listed, count, low, goal, best, temperature, True, BLOCK, BLOCKS)
+        tl.store(floors + row, _number(low))
+        tl.store(sums + every, 0.0, (every < blocks) & (top < low))
+        count = _list(top, low, listed, ALL)
+        for first in range(0, count, BLOCKS):
+            index = first + tl.arange(0, BLOCKS)
+            block = tl.load(listed + index, index < count, other=vocab)
+            peak = tl.load(tops + block, index < count, other=LOWEST)
+            x = _tile(logits, block, vocab, BLOCK)
+            kept = tl.where(_place(x) >= low, _weights(x, _number(peak)[:, None], temperature), 0.0)
+            tl.store(sums + block, tl.sum(kept, 1), index < count)
+
+
+@triton.jit
+def _draw(
+    logits, stride, vocab, slots, positions, settings, keys, tops, sums, floors, blocks, chosen,
+    BLOCK: tl.constexpr, ALL: tl.constexpr,
+):  # fmt: skip
+    """A row's two races; of a greedy one the first of its greatest logits."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row)
+    temperature = tl.load(settings + slot * 4).to(tl.float32)
+    key = tl.load(keys + slot).to(tl.uint64, bitcast=True)
+    stream = _mix(_mix(key) + tl.load(positions + row).to(tl.uint64) * STEP)
+    block, member = tl.arange(0, ALL), tl.arange(0, BLOCK)
+    top = tl.load(tops + row * blocks + block, block < blocks, other=LOWEST)
+    best = _number(tl.max(top, 0))
+    won = tl.argmax(top, 0)
+    if temperature > 0:
+        total = tl.load(sums + row * blocks + block, block < blocks, other=0.0)
+        total *= _weights(_number(top), best, temperature)
+        won = tl.argmax(tl.where(block < blocks, total.to(tl.float64) / _times(stream, block), -1.0), 0)
+    token = won * BLOCK + member
+    x = tl.load(logits + row * stride + token, token < vocab, other=float("-inf")).to(tl.float32)
+    place = _place(x)
+    found = tl.argmax(place, 0)
+    if temperature > 0:
+        kept = (token < vocab) & (x >= tl.load(floors + row))
+        weights = tl.where(kept, _weights(x, _number(tl.max(place, 0)), temperature), 0.0)
+        found = tl.argmax(weights.to(tl.float64) / _times(stream, blocks + member), 0)
+        if not _finite(best):
+            won, found = won * 0, found * 0
+    tl.store(chosen + row, (won * BLOCK + found).to(tl.int64))
+
+
+def survey(
+    logits: torch.Tensor, slots: torch.Tensor, settings: torch.Tensor, *, filtered: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of each row's blocks the place of the greatest logit, [R, B] int32, and the sum of weights, [R, B] float32; of
+    each row the least logit that its filters leave, [R] float32. See `choose` for what it is given."""
+    rows, vocab = logits.shape
+    blocks = triton.cdiv(vocab, BLOCK)
+    tops = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)
+    sums = torch.empty(rows, blocks, dtype=torch.float32, device=logits.device)
+    floors = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    given = (logits, logits.stride(0), vocab, slots, settings, tops, sums, floors, blocks)
+    grid = (rows, triton.cdiv(blocks, SURVEY_BLOCKS))
+    _survey[grid](*given, BLOCK=BLOCK, BLOCKS=SURVEY_BLOCKS, num_warps=8)
+    if filtered:
+        every, lists = triton.next_power_of_2(blocks), torch.empty_like(tops)
+        _filter[(rows,)](*given, lists, BLOCK=BLOCK, BLOCKS=FILTER_BLOCKS, ALL=every, num_warps=16)
+    return tops, sums, floors
+
+
+def choose(
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    settings: torch.Tensor,
+    keys: torch.Tensor,
+    *,
+    filtered: bool,
+) -> torch.Tensor:
+    """One token per row: [R] int64, from `logits` [R, V] of any float type.
+
+    `slots` [R] and `positions` [R], both int64, say whose row it is and where its token will stand; by slot `settings`
+    [S, 4] float64 has temperature (0: greedy), the logarithm of min-p, top-k and top-p, and `keys` [S] int64 the bits
+    of the streams' keys. Without `filtered` no row asks for min-p, top-k or top-p.
+    """
+    rows, vocab = logits.shape
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    chosen = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    if rows:
+        tops, sums, floors = survey(logits, slots, settings, filtered=filtered)
+        blocks = tops.shape[1]
+        given = (logits, logits.stride(0), vocab, slots, positions, settings, keys, tops, sums, floors, blocks, chosen)
+        _draw[(rows,)](*given, BLOCK=BLOCK, ALL=triton.next_power_of_2(blocks), num_warps=8)
+    return chosen

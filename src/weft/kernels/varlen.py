@@ -1,0 +1,162 @@
+"""torch's varlen attention for prompts, which is FlashAttention: the second version, or, where flash-attn-3 is
+installed and the GPU is a Hopper, the third.
+
+The third reads keys and values where they lie in the blocks. The second reads them one after the other: the contexts of
+a step's prompts are gathered for it, into memory that is taken once; a step with more of them than that holds, and rows
+of one token, are Triton's. torch has this with windows since 2.11, with block tables since 2.12
+(`torch.nn.attention.varlen`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from weft.kernels.base import AttentionShape, KVCache
+from weft.kernels.batch import Batch, spread
+from weft.kernels.triton import attention
+from weft.kernels.usable import no_flash, processors, usable
+
+logger = logging.getLogger("weft")
+
+WIDEST_HEAD, HEAD_UNIT = 256, 8  # of FlashAttention
+HOPPER = 9  # its capability, which the third version is for
+MOST_GATHERED = 1 << 16  # tokens: 268 MB of keys and values of 8 heads of 128
+
+
+@cache
+def function() -> tuple[Any, frozenset[str]] | None:
+    """torch's function and the names of its parameters, None where there is none that knows windows."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    names = frozenset(inspect.signature(varlen_attn).parameters)
+    return (varlen_attn, names) if {"window_size", "scale"} <= names else None
+
+
+def obstacle(device: torch.device, shape: AttentionShape) -> str | None:
+    """Why it cannot be used there."""
+    if function() is None:
+        return f"torch {torch.__version__} has no varlen attention with windows, which came with 2.11"
+    if shape.head_dim > WIDEST_HEAD or shape.head_dim % HEAD_UNIT:
+        return f"its heads have up to {WIDEST_HEAD} dims, in multiples of {HEAD_UNIT}, this model's {shape.head_dim}"
+    if shape.kept != shape.dtype:
+        return "it reads no FP8 KV cache"
+    return no_flash(device, shape.dtype)
+
+
+def made(device: torch.device, shape: AttentionShape) -> VarlenAttention:
+    """torch's varlen attention. Raises ConfigError where it cannot be used."""
+    usable("torch's varlen kernels", obstacle(device, shape), required=True, instead="")
+    return VarlenAttention(device, shape, paged=third(device, shape))
+
+
+def third(device: torch.device, shape: AttentionShape) -> bool:
+    """Whether the third version is there, which reads blocks: then torch takes it from now on."""
+    found = function()
+    if found is None or "block_table" not in found[1] or device.type != "cuda":
+        return False
+    if torch.cuda.get_device_capability(device)[0] != HOPPER or find_spec("flash_attn_interface") is None:
+        return False
+    try:
+        torch.nn.attention.activate_flash_attention_impl("FA3")
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        logger.warning("flash-attn-3 is installed but cannot be used (%s); torch's own FlashAttention is", error)
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """A batch's rows of several tokens, for all layers: `starts` and `ends` [R+1] int32, where their queries and their
+    contexts begin one after the other, the longest of each, and `places` [K] int64, the slots of the contexts where
+    they have to be gathered."""
+
+    starts: torch.Tensor
+    ends: torch.Tensor
+    most_queries: int
+    most_keys: int
+    places: torch.Tensor | None
+
+
+class VarlenAttention:
+    """See `Attention`. With `paged`, keys and values are read in their blocks."""
+
+    name = "varlen"
+
+    def __init__(self, device: torch.device, shape: AttentionShape, *, paged: bool) -> None:
+        found = function()
+        assert found is not None
+        self._varlen, names = found
+        self._group = {"enable_gqa": shape.group > 1} if "enable_gqa" in names else {}
+        self._paged, self._processors, self._block_size = paged, processors(device), shape.block_size
+        self._triton = attention.TritonAttention(self._processors)
+        self._prompts: Prompts | None = None
+        most = 0 if paged else min(MOST_GATHERED, max(shape.tokens, shape.length))
+        self._gathered = [
+            torch.empty(most, shape.kv_heads, shape.head_dim, dtype=shape.dtype, device=device) for _ in range(2)
+        ]
+
+    def prepare(self, batch: Batch) -> None:
+        self._prompts, first = None, batch.decodes
+        lengths = batch.lengths() if first < batch.rows else None
+        if lengths is None:
+            return
+        contexts, starts = lengths.context[first:], lengths.row_starts[first:]
+        total = int(contexts.sum())
+        if not self._paged and total > len(self._gathered[0]):
+            return
+        self._prompts = Prompts(
+            starts=batch.row_starts[first:] - first,  # rows before have one token each
+            ends=F.pad(batch.context[first:].cumsum(0), (1, 0)).int(),
+            most_queries=int((starts[1:] - starts[:-1]).max()),
+            most_keys=int(contexts.max()),
+            places=None if self._paged else self._places(batch, total),
+        )
+
+    def attend(self, q: torch.Tensor, cache: KVCache, batch: Batch, scale: float, window: int | None) -> torch.Tensor:
+        prompts, first = self._prompts, batch.decodes
+        if prompts is None:
+            return self._triton.attend(q, cache, batch, scale, window)
+        if prompts.places is None:
+            keys, values = cache.keys, cache.values
+            where = {"seqused_k": batch.context[first:], "block_table": batch.tables[first:]}
+        else:
+            keys, values = (
+                torch.index_select(source.flatten(0, 1), 0, prompts.places, out=held[: len(prompts.places)])
+                for source, held in zip((cache.keys, cache.values), self._gathered, strict=True)
+            )
+            where = {}
+        mixed = self._varlen(
+            q[first:],
+            keys,
+            values,
+            prompts.starts,
+            prompts.ends if prompts.places is not None else None,
+            prompts.most_queries,
+            prompts.most_keys,
+            scale=scale,
+            window_size=(-1 if window is None else window - 1, 0),  # keys before a query's own, and after it
+            **self._group,
+            **where,
+        ).flatten(1)
+        if not first:
+            return mixed
+        out = torch.empty_like(q).flatten(1)
+        attention.decode(q, cache, batch, first, scale, window, self._processors, out)
+        out[first:] = mixed
+        return out
+
+    def _places(self, batch: Batch, total: int) -> torch.Tensor:
+        """The slots of the prompts' contexts, `total` in all."""
+        rows, positions = spread(batch.context[batch.decodes :], total)
+        blocks = batch.tables[batch.decodes + rows, positions // self._block_size].long()
+        return blocks * self._block_size + positions % self._block_size

@@ -1,0 +1,85 @@
+"""Batch: how many tokens a step has at most, chosen for a model on its devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import msgspec
+
+from weft.planner.profiles import Constant, Profile
+from weft.planner.replica import Replica
+
+FULL = 0.1  # of each token's time: a step whose double would save less has the multipliers busy
+KV_SHARE = 0.03  # of the KV cache that the smallest step leaves: so much may go to the activations of a larger one
+
+
+class Choice(NamedTuple):
+    """The tokens of a step, and why."""
+
+    tokens: int
+    reason: str
+
+
+def chosen(profile: Profile, choice: Choice) -> Profile:
+    """The profile with this choice, whatever the memory."""
+    figure = Constant(choice.tokens, choice.reason)
+    return msgspec.structs.replace(
+        profile, max_num_batched_tokens=figure, small_num_batched_tokens=figure, hold_up_ms=Constant(0.0, "chosen")
+    )
+
+
+def shortest(profile: Profile) -> Profile:
+    """The profile with the fewest tokens that a step is ever given, where there is a choice."""
+    least = profile.small_num_batched_tokens
+    return chosen(profile, Choice(int(least.value), least.source)) if profile.hold_up_ms.value else profile
+
+
+def choices(replica: Replica, profile: Profile, longest: int) -> Iterator[Choice]:
+    """What a step of this replica may have, the best choice first; the caller takes the first whose activations leave
+    the KV cache all but KV_SHARE of what it has beside the smallest, which comes last.
+
+    A step reads prompts beside the next tokens of everybody who is being answered, and those wait for all of it. So
+    the best is the largest power of two with which a step that is full of one prompt takes `hold_up_ms` at most.
+    Smaller ones gain nobody anything: each streams the weights again, and launches its kernels one by one where steps
+    without prompts replay a graph. Larger ones stop answers for a time that their readers notice. In a pipeline the
+    best is the smallest that keeps the multipliers busy, since the steps behind a long one wait for it in every stage.
+
+    They are busy where twice the tokens save less than FULL of each token's time: below that, weights (of experts, of
+    which a token meets a few only) are streamed faster than they are multiplied with, and prompts in smaller steps
+    would hold answers up for longer in all; so it is never less. It is at least `small_num_batched_tokens`, and twice
+    `max_num_seqs`, so that everybody's next token leaves room for prompts; and at most `max_num_batched_tokens`, or
+    what `max_num_seqs` requests of the `longest` length bring.
+
+    One figure for everything: who waits for all answers alone loses nothing by it, since beside a step as long as
+    that its launches are less than a hundredth.
+    """
+    limit_s, sequences = profile.hold_up_ms.value * 1e-3, int(profile.max_num_seqs.value)
+    piped = len(replica.stages) > 1
+    least = max(int(profile.small_num_batched_tokens.value), _power(2 * sequences))
+    most = max(least, min(int(profile.max_num_batched_tokens.value), _power(sequences * longest)))
+    found = [(least, replica.read_s(least, longest))]
+    why = "no larger one is taken"
+    while 2 * found[-1][0] <= most:
+        tokens, took_s = found[-1]
+        twice_s = replica.read_s(2 * tokens, longest)
+        if (piped or twice_s > limit_s) and twice_s > 2 * (1 - FULL) * took_s:
+            why = f"answers wait {_told(limit_s)} at most for it"
+            if piped:
+                why = "larger ones keep the stages waiting for each other"
+            elif took_s > limit_s:
+                why = f"answers were to wait {_told(limit_s)} at most for it, but smaller ones waste too much"
+            break
+        found.append((2 * tokens, twice_s))
+    for tokens, took_s in reversed(found):
+        yield Choice(tokens, f"a step full of a prompt takes {_told(took_s)}, and {why}")
+        why = f"a larger one takes more than {KV_SHARE:.0%} of the KV cache"
+
+
+def _told(seconds: float) -> str:
+    return f"{1000 * seconds:,.0f} ms"
+
+
+def _power(count: int) -> int:
+    """The least power of two that is not below."""
+    return 1 << max(0, count - 1).bit_length()
