@@ -75,14 +75,16 @@ def build(dtype: str) -> Path:
     return library
 
 
-def build_ahead(dtype: str) -> None:
-    """Begin to build in a thread of its own. Whoever calls `build` waits for it, and hears why it could not."""
+def build_ahead(dtype: str) -> threading.Thread:
+    """Begin to build, in a thread of its own. Whoever calls `build` waits for it, and hears why it could not."""
 
     def run() -> None:
         with contextlib.suppress(Exception):
             build(dtype)
 
-    threading.Thread(target=run, name="weft-compile", daemon=True).start()
+    thread = threading.Thread(target=run, name="weft-compile", daemon=True)
+    thread.start()
+    return thread
 
 
 def _compile(compiler: str, flags: Iterable[str], scratch: Path) -> Path:
@@ -106,26 +108,24 @@ def _run(commands: list[list[str]]) -> None:
                     os.killpg(process.pid, signal.SIGKILL)
 
     atexit.register(stop)
-    try:
+    with contextlib.ExitStack() as after:
+        after.callback(atexit.unregister, stop)
         for command in commands:
-            running.append(
-                subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                    start_new_session=True,
-                )
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
             )
+            running.append(after.enter_context(process))
+            after.callback(stop)
         for command, process in zip(commands, running, strict=True):
             words = process.communicate()[0]
             if process.returncode:
                 lines = words.strip().splitlines() or [f"exit status {process.returncode}"]
                 raise subprocess.SubprocessError(f"{command[0]} could not build them: {lines[0]}")
-    finally:
-        stop()
-        atexit.unregister(stop)
 
 
 def _cpu() -> str:

@@ -10,8 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.cpu.attention import ragged
 from tests.cpu.test_kernels import native
+from tests.cpu.test_quantised import random
+from weft.comm import Solo
 from weft.compiled import SOURCES
+from weft.facts.place import Span
+from weft.kernels.base import DenseLayer, KVCache
+from weft.kernels.native.matrix import NativeMatrix
 
 
 def test_a_late_thread_is_not_waited_for_and_nothing_is_done_twice(tmp_path: Path) -> None:
@@ -44,5 +50,55 @@ def test_any_number_of_threads_gives_the_same_bits(tokens: int) -> None:
         torch.set_num_threads(count)
         product = kernels.matrix(weight)(x)
         results.append((product, kernels.silu_mul(product), kernels.norm(x, weight[0], 1e-5)))
+    for others in results[1:]:
+        assert all(torch.equal(*pair) for pair in zip(results[0], others, strict=True))
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("type", [None, "Q4_1"])
+@pytest.mark.parametrize(
+    ("counts", "contexts"),
+    [([1], [40]), ([1, 1, 1], [3, 64, 17]), ([1, 20, 300], [7, 20, 310])],
+    ids=["decode", "decodes", "mixed"],
+)
+def test_all_layers_of_a_stage_give_the_same_bits(type: str | None, counts: list[int], contexts: list[int]) -> None:
+    """Whether what is done between the products is little or much, in chunks or at once."""
+    hidden, q_heads, kv_heads, head_dim, inner = 256, 8, 2, 32, 416
+    kernels, dtype = native(torch.bfloat16), torch.bfloat16
+    torch.manual_seed(6)
+
+    def matrix(rows: int, cols: int) -> NativeMatrix:
+        return kernels.matrix(
+            torch.randn(rows, cols).to(dtype) if type is None else random(type, rows, Span(0, cols), cols)
+        )
+
+    layers = [
+        DenseLayer(
+            attention_norm=torch.rand(hidden).to(dtype),
+            qkv=matrix((q_heads + 2 * kv_heads) * head_dim, hidden),
+            head_norm=None,
+            out=matrix(hidden, q_heads * head_dim),
+            mlp_norm=torch.rand(hidden).to(dtype),
+            gate_up=matrix(2 * inner, hidden),
+            down=matrix(hidden, inner),
+            q_heads=q_heads,
+            window=None,
+            scale=head_dim**-0.5,
+            eps=1e-5,
+        )
+        for _ in range(2)
+    ]
+    batch, blocks = ragged(counts, contexts, 16, seed=7)
+    residual = torch.randn(sum(counts), hidden).to(dtype)
+    angles = torch.rand(512, head_dim)
+    stored = torch.randn(2, blocks, 16, kv_heads, head_dim).to(dtype)
+    results = []
+    for count in (1, 2, 3, 7):
+        torch.set_num_threads(count)
+        caches = [KVCache(*stored.clone()) for _ in layers]
+        stage = kernels.fuse(layers, Solo())
+        assert stage is not None
+        results.append((stage(residual.clone(), angles, caches, batch), caches[1].keys, caches[1].values))
+    assert results[0][0].isfinite().all() and not torch.equal(results[0][0], residual)
     for others in results[1:]:
         assert all(torch.equal(*pair) for pair in zip(results[0], others, strict=True))

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.pure.machines import host
+from tests.pure.machines import H100, NOTHING, checkpoint, host, rig
 from tests.pure.shapes import SMOLLM2
 from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError
@@ -18,6 +18,7 @@ from weft.facts.precision import weight_bytes
 from weft.facts.schemes import MADE, SCHEMES
 from weft.facts.shape import ModelShape
 from weft.facts.tensor import ENCODINGS
+from weft.planner.execution import plan_to_run
 from weft.planner.layout import layout
 from weft.planner.plan import Plan
 
@@ -142,6 +143,15 @@ def test_rows_that_are_no_multiple_stay_in_16_bits() -> None:
     got = plan(shape=odd, quantization="int8")
     assert {name.split(".")[-2] for name in got.schemes} == {"o_proj", "down_proj"}
     assert got.weight_bytes(0) == weight_bytes(odd, "int8")
+
+
+def test_a_search_over_gpus_counts_what_will_be_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.facts.speeds.known", lambda _: NOTHING)
+    there, where = checkpoint("Llama-3.3-70B-Instruct"), rig(H100)
+    with pytest.raises(PlanError, match="one GPU, bf16: 141.1 GB"):
+        plan_to_run(EngineConfig(model="m"), there, where)
+    got = plan_to_run(EngineConfig(model="m", quantization="int8"), there, where)
+    assert (got.stages, got.tensor_parallel, got.quantization) == (1, 1, "int8")
 
 
 def test_what_cannot_be() -> None:

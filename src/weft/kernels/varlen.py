@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -76,15 +76,15 @@ def third(device: torch.device, shape: AttentionShape) -> bool:
 
 @dataclass(frozen=True)
 class Prompts:
-    """A batch's rows of several tokens, for all layers: `starts` and `ends` [R+1] int32, where their queries and their
-    contexts begin one after the other, the longest of each, and `places` [K] int64, the slots of the contexts where
-    they have to be gathered."""
+    """A batch's rows of several tokens, for all layers: `starts` [R+1] int32, where their queries begin, and the most
+    queries and keys of one; where the keys have to be gathered, `places` [K] int64, their slots, and `key_starts` [R+1]
+    int32, where each row's then begin."""
 
     starts: torch.Tensor
-    ends: torch.Tensor
     most_queries: int
     most_keys: int
-    places: torch.Tensor | None
+    key_starts: torch.Tensor | None = None
+    places: torch.Tensor | None = None
 
 
 class VarlenAttention:
@@ -114,13 +114,15 @@ class VarlenAttention:
         total = int(contexts.sum())
         if not self._paged and total > len(self._gathered[0]):
             return
-        self._prompts = Prompts(
+        prompts = Prompts(
             starts=batch.row_starts[first:] - first,  # rows before have one token each
-            ends=F.pad(batch.context[first:].cumsum(0), (1, 0)).int(),
             most_queries=int((starts[1:] - starts[:-1]).max()),
             most_keys=int(contexts.max()),
-            places=None if self._paged else self._places(batch, total),
         )
+        if not self._paged:
+            key_starts = F.pad(batch.context[first:].cumsum(0), (1, 0)).int()
+            prompts = replace(prompts, key_starts=key_starts, places=self._places(batch, total))
+        self._prompts = prompts
 
     def attend(self, q: torch.Tensor, cache: KVCache, batch: Batch, scale: float, window: int | None) -> torch.Tensor:
         prompts, first = self._prompts, batch.decodes
@@ -140,7 +142,7 @@ class VarlenAttention:
             keys,
             values,
             prompts.starts,
-            prompts.ends if prompts.places is not None else None,
+            prompts.key_starts,
             prompts.most_queries,
             prompts.most_keys,
             scale=scale,
