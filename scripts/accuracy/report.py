@@ -132,8 +132,9 @@ def provenance() -> Iterator[str]:
     yield "| GPU | weights | per kernel | products | decode attention | prefill attention | source |"
     yield "|---|--:|--:|--:|--:|--:|---|"
     for it in kernels.table():
+        name = it.gpu or ("any CPU" if it.cpu else "any other")
         yield (
-            f"| {it.gpu or 'any other'} | {it.weights:.0%} | {it.kernel_us:g} us | {it.matmul:.0%} "
+            f"| {name} | {it.weights:.0%} | {it.kernel_us:g} us | {it.matmul:.0%} "
             f"| {it.decode_attention:.0%} | {it.prefill_attention:.0%} | {it.source} |"
         )
     yield "\n## Links\n"

@@ -44,7 +44,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     max_model_len: int | None = None
     max_num_seqs: int = 256
-    max_num_batched_tokens: int | None = None
+    max_num_batched_tokens: int | None = None  # None: chosen for the model and its devices (planner.batch)
     max_num_queued_reqs: int = 1024
     scheduling_policy: str = "fcfs"  # fcfs, priority
     async_scheduling: bool | None = None  # schedule a step before the last one's tokens are known; None: on GPUs

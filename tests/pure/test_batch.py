@@ -17,7 +17,9 @@ from weft.planner.batch import FULL, KV_SHARE, Choice, choices, chosen
 from weft.planner.deployment import Workload
 from weft.planner.footprint import ReplicaMemory, footprint
 from weft.planner.profiles import Constant, Profile, profile
+from weft.planner.question import Question
 from weft.planner.replica import Replica, replicas
+from weft.planner.search import engine_profile
 
 WEFT = profile("weft")
 LIMIT_S = WEFT.hold_up_ms.value * 1e-3
@@ -128,4 +130,10 @@ def test_who_says_so_gets_it_and_other_engines_keep_their_own() -> None:
     found = memory("Qwen3-8B", parse_gpus("1xH200"), fixed)
     assert (found.batched_tokens, found.batched_reason) == (3000, "--max-num-batched-tokens")
     assert memory("Qwen3-8B", parse_gpus("1xH200"), profile("vllm")).batched_tokens == 8192
+    asked = Question(
+        model="m", shape=find("Qwen3-8B").shape, cluster=parse_gpus("1xRTX4090"), engine="vllm", precisions=("bf16",)
+    )
+    for engine in ("weft", "vllm"):
+        own = engine_profile(msgspec.structs.replace(asked, engine=engine, max_num_batched_tokens=10_000))
+        assert memory("Qwen3-8B", asked.cluster, own).batched_tokens == 10_000
     assert memory("Qwen3-8B", parse_gpus("1xRTX4090"), profile("vllm")).batched_tokens == 2048

@@ -210,6 +210,29 @@ def test_why_nothing_fits_is_said_once() -> None:
     assert status == 3 and out.count("by 59.5 GB") == 1 and "1 x H200-SXM in its place fits it" in out
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--engine vllm", "--quantization int4 is what weft makes"),
+        ("--precision bf16", "--quantization int4 and --precision bf16 both say it"),
+        ("--max-num-batched-tokens 0", "max-num-batched-tokens"),
+    ],
+)
+def test_what_contradicts_a_quantization(words: str, told: str) -> None:
+    status, out, err = run("Llama-3.1-8B", "--gpus", "1xH100", "-q", "int4", *words.split())
+    assert (status, out, err.count("\n")) == (2, "", 1) and told in err
+
+
+def test_a_plan_tells_how_many_tokens_a_step_has() -> None:
+    best = plan("Qwen3-8B --gpus 1xH200")[1]["best"]
+    assert best["max_num_batched_tokens"] == 8192
+    assert (
+        f"steps of up to 8,192 tokens: {best['max_num_batched_tokens_because']}\n"
+        in run("Qwen3-8B", "--gpus", "1xH200")[1]
+    )
+    assert "steps of up to" not in run("Qwen3-8B", "--gpus", "1xH200", "--engine", "vllm")[1]
+
+
 def test_gpt_oss_is_told_of_its_own_checkpoint() -> None:
     advice = plan("gpt-oss-120b --gpus 1xH100 --precision bf16 --engine vllm")[1]["advice"]
     assert advice[0].startswith("the published MXFP4 checkpoint fits as one GPU, mxfp4") and "int4" not in str(advice)

@@ -108,8 +108,7 @@ def deployment(
 
     instance = config.serving(model.name) if config else None
     layout, visible = choice.candidate.layout, names_here(arguments)
-    on_cpu, engine = choice.question.cluster.on_cpu, choice.question.engine
-    found = checkpoint(arguments.model, model, layout.precision, engine, on_cpu=on_cpu)
+    found = checkpoint(arguments.model, model, layout.precision, choice.question.engine)
     names = tuple(getattr(arguments, "served_model_name", ())) or (*([instance.model] if instance else ()), found.title)
     for name in names:
         if not name.strip() or not name.isprintable() or name.startswith("-"):

@@ -73,8 +73,7 @@ CUT = (
         name="quantization",
         short="-q",
         choices=tuple(MADE),
-        help="in the place of --precision, weights that weft serve makes of the model's own with the same flag; int4 is "
-        "q4_1",
+        help="instead of --precision: what weft serve makes of the model's own weights with this flag; int4 is q4_1",
     ),
     Flag(name="kv-cache-dtype", help="precision of the KV cache; auto: 16 bit, or what the engine takes for the model"),
     Flag(name="tensor-parallel-size", short="-tp", parse=values.at_least(1), help="ranks that cut each layer"),

@@ -58,25 +58,25 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
         return self.name or "REPLACE_WITH_" + re.sub(r"\W+", "_", self.wanted).upper()
 
 
-def checkpoint(typed: str, model: Model, precision: str, engine: str, *, on_cpu: bool = False) -> Checkpoint:
+def checkpoint(typed: str, model: Model, precision: str, engine: str) -> Checkpoint:
     """What `engine` loads for `model`, as the user typed it, in `precision`."""
     own, path = canonical(model.precision), Path(typed).expanduser()
     title = path.name.removesuffix(".gguf") if path.exists() else model.name
     stored = _stored(typed, model, own, engine, title)
     if precision == own or {precision, own} <= {*FLOATS}:
         return stored
-    if made(precision, own, engine, on_cpu):
+    if made(precision, own, engine):
         return msgspec.structs.replace(
             stored, quantised="none" if precision in FLOATS else asked_for(precision) or precision
         )
     return Checkpoint(wanted=f"{called(precision)} of {title}", title=title)
 
 
-def made(precision: str, own: str, engine: str, on_cpu: bool) -> bool:
+def made(precision: str, own: str, engine: str) -> bool:
     """Whether the engine makes weights of a precision from those that a checkpoint has of its own, as it loads."""
     if engine == "vllm":
         return precision == "fp8" and own in FLOATS
-    return engine == "weft" and on_cpu and (precision in FLOATS or asked_for(precision) is not None)
+    return engine == "weft" and (precision in FLOATS or asked_for(precision) is not None)
 
 
 def called(precision: str) -> str:

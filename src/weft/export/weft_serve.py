@@ -71,6 +71,7 @@ def arguments(it: Deployment, server: Server) -> Flags:
         flags["device-ids"] = ",".join(f"{list(dict.fromkeys(gpus)).index(gpu)}" for gpu in gpus)
     flags["enable-expert-parallel"] = layout.expert_parallel > 1
     flags["max-model-len"] = it.max_model_len
+    flags["max-num-batched-tokens"] = it.candidate.memory.replicas[0].batched_tokens
     if on_cpu(it):
         flags["device"] = "cpu"
         flags["kv-cache-memory-bytes"] = max(rank.kv_room_bytes for rank in it.candidate.memory.ranks)

@@ -12,15 +12,16 @@ from weft.facts import gguf_types
 from weft.facts.cluster import Cluster
 from weft.facts.gpus import GpuSpec
 from weft.facts.kv import kv_bytes, kv_bytes_per_token
-from weft.facts.place import Place, Span
-from weft.facts.precision import WeightBytes, canonical, weights
+from weft.facts.place import Place
+from weft.facts.precision import WeightBytes, canonical
 from weft.facts.shape import ModelShape
 from weft.planner.batch import KV_SHARE, Choice, choices, chosen
 from weft.planner.deployment import Layout, Workload
+from weft.planner.held import rank_weights
 from weft.planner.memory import CPU_KV_BYTES, CPU_KV_SHARE, LOGITS_BYTES, step_bytes
 from weft.planner.profiles import Profile
 from weft.planner.replica import Replica
-from weft.planner.work import Kind, kinds
+from weft.planner.work import kinds
 
 BLOCK = 16  # tokens of a KV block, EngineConfig.block_size
 MIB = 1 << 20
@@ -298,7 +299,7 @@ def rank_memory(
     that leave the most room for KV."""
     share = (profile.utilization_most if at_most else profile.utilization).value
     tokens, sequences = profile.batch(0 if at_most else gpu.memory_bytes)
-    held = _weights(shape, precision, place)
+    held = rank_weights(shape, precision, place)
     if profile.own_activations.value and precision in gguf_types.MIXES:
         # Our own engine holds the vectors, of which a GGUF file has 32 bits, in what it computes in.
         held = msgspec.structs.replace(held, others=held.others * ACTIVATION_BYTES // FLOAT_BYTES)
@@ -363,45 +364,6 @@ def requests(
     else:
         needs = {(rank.kv_room_bytes, length * rank.kv_bytes_per_token) for rank in ranks}
     return min(max(0, room) / need for room, need in needs)
-
-
-@lru_cache(maxsize=8192)
-def _weights(shape: ModelShape, precision: str, place: Place) -> WeightBytes:
-    """A rank's weights. Ranks that hold as many experts, and stages as many layers of each kind, hold as many bytes."""
-    share = msgspec.structs.replace(
-        place,
-        rank=0,
-        tp_rank=0,
-        stage=0 if place.first else 1,
-        stages=3 - place.first - place.last,
-        layers=Span(0, 0),
-        experts=Span(0, len(place.experts)),
-    )
-    return _sum_of_weights(shape, precision, share, kinds(shape, precision, place.layers))
-
-
-@lru_cache(maxsize=4096)
-def _sum_of_weights(shape: ModelShape, precision: str, share: Place, held: tuple[tuple[Kind, int], ...]) -> WeightBytes:
-    """Summed over layers by kind: of those there are few, and few ways to share them."""
-    parts = [(_weights_of(shape, precision, share), 1)]
-    inner = msgspec.structs.replace(share, stage=1, stages=3)
-    for (has_experts, _, itself), count in held:
-        layer = itself if precision in gguf_types.BY_LAYER else _first_like(shape, has_experts)
-        one = msgspec.structs.replace(inner, layers=Span(layer, layer + 1))
-        parts.append((_weights_of(shape, precision, one), count))
-    names = WeightBytes.__struct_fields__
-    return WeightBytes(**{name: sum(getattr(part, name) * count for part, count in parts) for name in names})
-
-
-@lru_cache(maxsize=4096)
-def _first_like(shape: ModelShape, has_experts: bool) -> int:
-    """The first layer with, or without, experts."""
-    return next(layer for layer in range(shape.layers) if shape.has_experts(layer) == has_experts)
-
-
-@lru_cache(maxsize=4096)
-def _weights_of(shape: ModelShape, precision: str, place: Place) -> WeightBytes:
-    return weights(shape, precision, place)
 
 
 @lru_cache(maxsize=4096)

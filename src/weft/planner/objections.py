@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from weft.facts import gguf_types
 from weft.facts.parameters import RUNNABLE
-from weft.facts.schemes import MADE
 from weft.facts.precision import weight_bytes
 from weft.facts.schemes import MADE
 from weft.facts.shape import ModelShape

@@ -185,8 +185,9 @@ def engine_profile(question: Question) -> Profile:
     for name in ("max_num_seqs", "max_num_batched_tokens"):
         if (most := getattr(question, name)) is not None:
             asked[name] = Constant(most, f"--{name.replace('_', '-')}")
-    if question.max_num_batched_tokens is not None:
-        asked["hold_up_ms"] = Constant(0.0, "the user's own choice")
+            asked[name.replace("max", "small", 1)] = asked[name]  # whatever the memory
+    if "max_num_batched_tokens" in asked:
+        asked["hold_up_ms"] = Constant(0.0, "--max-num-batched-tokens")
     return msgspec.structs.replace(found, **asked)
 
 

@@ -75,6 +75,7 @@ def draft_plan(plan: Plan) -> Plan:
         schemes={},
         places=places(draft.shape, (1.0,), (draft.shape.layers,)),
         devices=(plan.devices[rank],),
+        uuids=plan.uuids[rank : rank + 1],
         cores=(plan.cores[rank],),
         gpu_memory_utilization=plan.gpu_memory_utilization[rank : rank + 1],
         speculation=None,

@@ -8,10 +8,12 @@
 #include "rows.h"
 #include "stage.h"
 
-// In files of their own, which are compiled at the same time.
-extern template void run_tiles(const Paged<WEFT_TYPE> &, const std::vector<Tile> &, int64_t, int64_t);
-extern template void quantised<4>(const Packed &, const WEFT_TYPE *, int64_t, const char *, int64_t, WEFT_TYPE *, int64_t, int64_t);
-extern template void quantised<8>(const Packed &, const WEFT_TYPE *, int64_t, const char *, int64_t, WEFT_TYPE *, int64_t, int64_t);
+// In tiles.cpp, which is compiled at the same time.
+#define T WEFT_TYPE
+extern template void run_tiles(const Paged<T> &, const std::vector<Tile> &, int64_t, int64_t);
+extern template void quantised<4>(const Packed &, const T *, int64_t, const char *, int64_t, T *, int64_t, int64_t);
+extern template void quantised<8>(const Packed &, const T *, int64_t, const char *, int64_t, T *, int64_t, int64_t);
+#undef T
 
 namespace {
 

@@ -45,17 +45,16 @@ class alignas(64) Signal {
     std::atomic<uint32_t> number{0}, sleepers{0};
 
 #ifdef __linux__
-    void sleep(uint32_t seen) {
-        // Not for ever: whoever is stopped in between is woken by nobody.
+    void sleep(uint32_t seen, bool briefly) {
         timespec second{1, 0};
-        syscall(SYS_futex, &number, FUTEX_WAIT, seen, &second, nullptr, 0);
+        syscall(SYS_futex, &number, FUTEX_WAIT, seen, briefly ? &second : nullptr, nullptr, 0);
     }
     void wake() { syscall(SYS_futex, &number, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0); }
 #else
     pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
     pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 
-    void sleep(uint32_t seen) {
+    void sleep(uint32_t seen, bool) {
         pthread_mutex_lock(&mutex);
         if (number.load() == seen) pthread_cond_wait(&changed, &mutex);
         pthread_mutex_unlock(&mutex);
@@ -66,6 +65,16 @@ class alignas(64) Signal {
         pthread_mutex_unlock(&mutex);
     }
 #endif
+
+    template <class Come> uint32_t asleep(const Come &come, bool briefly) {
+        for (;;) {
+            uint32_t seen = number.load(std::memory_order_acquire);
+            if (come(seen)) return seen;
+            sleepers.fetch_add(1);
+            sleep(seen, briefly);
+            sleepers.fetch_sub(1);
+        }
+    }
 
 public:
     uint32_t value() const { return number.load(); }
@@ -81,15 +90,14 @@ public:
         if (number.fetch_sub(1) == 1 && sleepers.load()) wake();
     }
 
-    // Its value once come(value).
+    // Its value once come(value), in the midst of a step. Not asleep for ever: another process may be stopped between its
+    // change and its waking us.
     template <class Come> uint32_t wait(const Come &come) {
         uint32_t seen;
         auto there = [&] { return come(seen = number.load(std::memory_order_acquire)); };
-        while (!look_for(there)) {
-            sleepers.fetch_add(1);
-            sleep(seen);
-            sleepers.fetch_sub(1);
-        }
-        return seen;
+        return look_for(there) ? seen : asleep(come, true);
     }
+
+    // The same for what may take long: without a look, and asleep until then.
+    template <class Come> uint32_t sleep_until(const Come &come) { return asleep(come, false); }
 };

@@ -1,0 +1,8 @@
+// The half of the work that is attention and quantised products: compiled beside native.cpp, not after it.
+#include "attention.h"
+#include "quantised.h"
+
+#define T WEFT_TYPE
+template void run_tiles(const Paged<T> &, const std::vector<Tile> &, int64_t, int64_t);
+template void quantised<4>(const Packed &, const T *, int64_t, const char *, int64_t, T *, int64_t, int64_t);
+template void quantised<8>(const Packed &, const T *, int64_t, const char *, int64_t, T *, int64_t, int64_t);

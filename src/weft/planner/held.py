@@ -1,0 +1,52 @@
+"""Held: the weights of one rank, summed once for all ranks that hold as much."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import msgspec
+
+from weft.facts import gguf_types
+from weft.facts.place import Place, Span
+from weft.facts.precision import WeightBytes, weights
+from weft.facts.shape import ModelShape
+from weft.planner.work import Kind, kinds
+
+
+@lru_cache(maxsize=8192)
+def rank_weights(shape: ModelShape, precision: str, place: Place) -> WeightBytes:
+    """A rank's weights. Ranks that hold as many experts, and stages as many layers of each kind, hold as many bytes."""
+    share = msgspec.structs.replace(
+        place,
+        rank=0,
+        tp_rank=0,
+        stage=0 if place.first else 1,
+        stages=3 - place.first - place.last,
+        layers=Span(0, 0),
+        experts=Span(0, len(place.experts)),
+    )
+    return _sum_of_weights(shape, precision, share, kinds(shape, precision, place.layers))
+
+
+@lru_cache(maxsize=4096)
+def _sum_of_weights(shape: ModelShape, precision: str, share: Place, held: tuple[tuple[Kind, int], ...]) -> WeightBytes:
+    """Summed over layers by kind: of those there are few, and few ways to share them."""
+    parts = [(_weights_of(shape, precision, share), 1)]
+    inner = msgspec.structs.replace(share, stage=1, stages=3)
+    for (has_experts, _, itself), count in held:
+        layer = itself if precision in gguf_types.BY_LAYER else _first_like(shape, has_experts)
+        one = msgspec.structs.replace(inner, layers=Span(layer, layer + 1))
+        parts.append((_weights_of(shape, precision, one), count))
+    names = WeightBytes.__struct_fields__
+    return WeightBytes(**{name: sum(getattr(part, name) * count for part, count in parts) for name in names})
+
+
+@lru_cache(maxsize=4096)
+def _first_like(shape: ModelShape, has_experts: bool) -> int:
+    """The first layer with, or without, experts."""
+    return next(layer for layer in range(shape.layers) if shape.has_experts(layer) == has_experts)
+
+
+@lru_cache(maxsize=4096)
+def _weights_of(shape: ModelShape, precision: str, place: Place) -> WeightBytes:
+    return weights(shape, precision, place)
