@@ -4,12 +4,15 @@ and give, which computes in plain torch. tests/gpu has the real ones."""
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import inspect
 import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
 import pytest
@@ -84,6 +87,24 @@ def test_attention_is_the_plain_one(kind: str, case: tuple) -> None:
             got = attention.attend(q, cache, batch, head_dim**-0.5, seen)
             torch.testing.assert_close(got, PLAIN.attend(q, cache, batch, head_dim**-0.5, seen), atol=2e-4, rtol=2e-4)
         contexts = contexts[::-1] if counts == counts[::-1] else contexts
+
+
+@pytest.mark.parametrize(
+    ("q_heads", "kv_heads", "rows", "reserved"),
+    [
+        (32, 8, 256, 33 * 128),  # a prompt's tiles on 132 multiprocessors
+        (40, 8, 512, 671 * 16),
+        (64, 8, 512, 767 * 16),
+        (64, 2, 256, 383 * 64),
+    ],
+)
+def test_flashinfer_s_workspace_holds_what_it_sets_aside(
+    q_heads: int, kv_heads: int, rows: int, reserved: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or its plan fails. As PrefillPlan of 0.5 to 0.7.0 counts, tiles times their rows for each query head."""
+    monkeypatch.setattr(flashinfer, "WORKSPACE_BYTES", 128 << 20)
+    shape = shaped(torch.float16, 128, q_heads, kv_heads, rows=rows)
+    assert flashinfer.workspace_bytes(shape, 132) >= q_heads * reserved * (128 + 1) * 4
 
 
 def test_flashinfer_reads_an_fp8_cache() -> None:
@@ -359,3 +380,24 @@ def test_auto_says_nothing_where_it_is_not_installed(
     monkeypatch.setattr(flashinfer, "installed", lambda: None)
     assert kernels._on_gpu("auto", CPU, shaped(torch.float32)).name == "triton"
     assert not caplog.records
+
+
+# --- the table of all of them ---
+
+
+def test_a_table_goes_on_where_none_can_be_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """scripts/gpu_check attention: a card that lacks memory for one table has it for the next."""
+    path = Path(__file__).parents[2] / "scripts/attention"
+    loader = SourceFileLoader("attention_script", str(path))
+    script = importlib.util.module_from_spec(importlib.util.spec_from_loader(loader.name, loader))
+    loader.exec_module(script)
+
+    def broken(*words: str) -> torch.Tensor:
+        raise RuntimeError(*words)
+
+    script.compare("decode", "GB/s", 1.0, {"ours": broken, "theirs": partial(broken, "no code\nfor this GPU")})
+    assert [line.split() for line in capsys.readouterr().out.splitlines() if line] == [
+        ["decode"],
+        ["ours", "RuntimeError:"],
+        ["theirs", "RuntimeError:", "no", "code"],
+    ]

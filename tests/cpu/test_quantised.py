@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.cpu.matrices import random
 from tests.cpu.test_kernels import native
 from tests.cpu.test_weights import SHAPE, UNEVEN, plan_for
 from tests.pure.gguf_files import write_model
@@ -29,20 +30,6 @@ from weft.weights.stored import Stored
 CPU = torch.device("cpu")
 TEXT = Path(__file__).parents[2] / "LICENSE"  # English that does not change
 KEPT = [name for name in SCHEMES if name.startswith("Q")]
-
-
-def random(
-    type: str, rows: int, cols: Span, width: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16
-) -> Quantised:
-    """Columns of a random matrix, quantised."""
-    weight = torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
-    into = Quantised.empty(type, rows, cols, dtype, CPU)
-
-    def read(r: Span, c: Span, out: torch.Tensor) -> None:
-        out.copy_(weight[r.start : r.stop, c.start : c.stop])
-
-    quantise(read, Span(0, rows), cols, width, 1, into)
-    return into
 
 
 # --- what is made ---

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from tests.cpu import checkpoints
 from weft import LLM, SamplingParams
@@ -18,6 +19,7 @@ from weft.facts.checkpoint import resolve
 from weft.planner.execution import plan_to_run
 from weft.planner.memory import fit_length
 from weft.planner.plan import Plan
+from weft.planner.speculation import draft_plan
 from weft.worker.worker import Worker
 
 PROMPTS = [[1, 5, 9, 33, 7], [40, 41, 42] * 9, [1, 150], list(range(3, 40))]
@@ -132,6 +134,15 @@ def test_graphs_of_the_draft_stay_beside_those_of_its_model(model: str, monkeypa
     monkeypatch.setattr(Worker, "_measure", measured)
     capacity = Worker(drafted(model), 0, Links(tensor=Solo(), pipeline=Solo())).load()
     assert capacity.activation_bytes == 5000 + 130
+
+
+def test_the_draft_s_gpu_is_that_of_the_output_rank(model: str) -> None:
+    """By name as well, or its worker takes the first rank's for its own and finds CUDA's order wrong."""
+    plan = drafted(model, pipeline_parallel_size=2)
+    plan = replace(plan, devices=("cuda:0", "cuda:1"), uuids=("GPU-00", "GPU-11"))
+    draft = draft_plan(plan)
+    assert (draft.devices, draft.uuids) == (("cuda:1",), ("GPU-11",))
+    assert draft_plan(drafted(model)).uuids == ()  # on a CPU
 
 
 def test_the_memory_that_a_length_needs_counts_the_draft(model: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.cpu import tiny
-from tests.cpu.test_quantised import random
+from tests.cpu.matrices import random
 from weft import LLM, SamplingParams
 from weft.facts.place import Span
 from weft.facts.schemes import SCHEMES
@@ -85,8 +85,7 @@ def test_rows_of_a_table(type: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("type", SCHEMES)
 def test_it_takes_no_more_than_was_planned(type: str) -> None:
     weight = random(type, 70, Span(160, 1408), 1664)
-    kept = products.quantised(weight, None, 1).weight
-    assert kept.nbytes == weight.nbytes == SCHEMES[type].nbytes(70, Span(160, 1408))
+    assert products.quantised(weight, None, 1).nbytes == weight.nbytes == SCHEMES[type].nbytes(70, Span(160, 1408))
 
 
 def test_nibbles_in_order() -> None:

@@ -67,6 +67,21 @@ def test_packed_weights_are_not_held_twice(tmp_path: Path, monkeypatch: pytest.M
     assert len(alive) == 4 * plan.shape.layers + 2 and not any(alive)
 
 
+def test_the_memory_of_the_kernels_is_given_back_too(tmp_path: Path) -> None:
+    """FlashInfer's workspace is 200 MB."""
+    path = str(tiny.write(tmp_path / "tiny"))
+    plan = layout(EngineConfig(model=path, load_format="dummy"), resolve(path, load_format="dummy"), host.probe())
+    threads = torch.get_num_threads()
+    worker = Worker(plan, 0, Links(Solo(), Solo()))
+    try:
+        worker.load()
+        kernels = weakref.ref(worker.kernels)
+    finally:
+        worker.close()
+        torch.set_num_threads(threads)
+    assert kernels() is None
+
+
 def test_fewer_rows_of_the_table_are_the_same_rows() -> None:
     """Also where its base depends on the longest text, as in dynamic scaling."""
     for kind in (Rope(), Rope(kind="dynamic", factor=4.0), Rope(kind="yarn", factor=4.0, original_max_positions=64)):

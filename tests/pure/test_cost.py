@@ -15,8 +15,10 @@ from weft.facts.cluster import Cluster, Node, parse_gpus, parse_nodes
 from weft.facts.gpus import find_gpu, gpus
 from weft.facts.precision import weight_bytes
 from weft.facts.shape import ModelShape
+from weft.planner.cost import predict
+from weft.planner.deployment import Workload
 from weft.planner.footprint import footprint
-from weft.planner.profiles import engines, profile
+from weft.planner.profiles import Constant, engines, profile
 from weft.planner.work import work
 
 LLAMA, QWEN_72B = find("Llama-3.1-8B").shape, find("Qwen2.5-72B-Instruct").shape
@@ -131,6 +133,26 @@ def test_concurrency_ends_where_the_cache_does() -> None:
 def test_the_engines_own_limit_is_named() -> None:
     assert speed(LLAMA, cut(LLAMA, [0]), "1xB200", "weft", output_len=64, input_len=64).limit == "max_num_seqs"
     assert speed(LLAMA, cut(LLAMA, [0]), "1xB200", "weft", concurrency=3).limit == "concurrency"
+
+
+def test_shorter_steps_take_longer_to_the_first_token_and_answer_less() -> None:
+    found = []
+    for most in (1, 16, 64, 256, 1024):
+        said = msgspec.structs.replace(
+            profile("weft"), max_num_batched_tokens=Constant(most, ""), hold_up_ms=Constant(0, "")
+        )
+        found.append(predict(LLAMA, cut(LLAMA, [0]), parse_gpus("1xH100"), Workload(), said))
+    assert [it.ttft_s for it in found] == sorted((it.ttft_s for it in found), reverse=True)
+    assert [it.saturated_tok_s for it in found] == sorted(it.saturated_tok_s for it in found)
+    assert found[0].ttft_s > 1000 / found[0].single_tok_s  # a step for each token of the prompt
+    assert found[0].saturated_concurrency == 1.0
+
+
+def test_more_prompts_come_to_a_step_than_a_float_can_count() -> None:
+    """Poisson's terms: of hundreds of requests with one token each."""
+    gpt2 = find("gpt2").shape
+    found = speed(gpt2, cut(gpt2, [0, 1], stages=2), "2xH100", "weft", input_len=1, output_len=1)
+    assert found.saturated_concurrency >= 256 and 0 < found.saturated_tok_s < 1e6
 
 
 def test_longer_prompts_take_longer_to_the_first_token_and_to_every_one() -> None:

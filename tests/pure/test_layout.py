@@ -180,6 +180,14 @@ def test_attention_backends_have_vllm_s_names_too(theirs: str, ours: str, caplog
     assert not caplog.records
 
 
+def test_kernels_of_a_cpu_run_on_no_gpu(caplog: pytest.LogCaptureFixture) -> None:
+    """Torch's would take their place, many times slower, and nobody would know why."""
+    refusal("attention_backend is cpu", "on GPUs it is auto, triton", where=host(1), attention_backend="CPU_ATTN")
+    assert plan(host(1), attention_backend="cpu", device="cpu").attention_backend == "cpu"
+    assert plan(host(1, environment={"VLLM_ATTENTION_BACKEND": "CPU"})).attention_backend == "auto"
+    assert "VLLM_ATTENTION_BACKEND is CPU" in caplog.text
+
+
 def test_kernels_of_gpus_run_on_no_cpu() -> None:
     for backend in GPU_BACKENDS:
         refusal("attention_backend", backend, "auto, cpu or torch", attention_backend=backend)

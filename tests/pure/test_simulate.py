@@ -231,6 +231,24 @@ def test_stages_wait_for_prompts_as_long_as_is_predicted(
     assert expected - alone > 1.3 * run.prefill_s(Workload(input_len=input_len)) * users / 256
 
 
+@pytest.mark.parametrize(("stages", "most"), [(1, 16), (1, 64), (1, 300), (2, 64)])
+def test_short_steps_answer_as_few_as_is_predicted(stages: int, most: int) -> None:
+    """Each streams the weights, and has room for few prompts beside the answers: most requests wait."""
+    shape, gpus = find("Llama-3.1-8B").shape, f"{stages}xH100"
+    said = msgspec.structs.replace(
+        profile("weft"), max_num_batched_tokens=Constant(most, "this test"), hold_up_ms=Constant(0, "this test")
+    )
+    work = Workload(input_len=1024, output_len=256, concurrency=96)
+    expected = predict(shape, cut(shape, range(stages), stages=stages), parse_gpus(gpus), work, said)
+    assert expected.limit == "max_num_batched_tokens" and expected.concurrency < 96
+    costs, limits = steps("Llama-3.1-8B", gpus, stages, "weft"), {"stages": stages, "max_num_batched_tokens": most}
+    end_s = 10 * 96 * 256 / expected.saturated_tok_s
+    found = told([spec(costs, **limits)], load(Fixed(1024), Fixed(256), users=96), warmup_s=end_s / 2, end_s=end_s)
+    assert found.tpot_s is not None
+    assert found.output_tok_s == pytest.approx(expected.saturated_tok_s, rel=0.06)
+    assert found.tpot_s.mean == pytest.approx(expected.tpot_s, rel=0.12)
+
+
 def test_saturated_it_writes_what_is_predicted() -> None:
     shape, cluster = find("Llama-3.1-8B").shape, parse_gpus("1xH100")
     layout = cut(shape, [0])

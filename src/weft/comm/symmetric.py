@@ -28,8 +28,8 @@ MEETING = 32
 
 
 class SymmetricComm(DistributedComm):
-    """As its base, whose NCCL sums what is large, or of another dtype than its buffer. `buffer` has room for BUFFER
-    bytes; `handle` is what torch's rendezvous made of it."""
+    """As its base, whose NCCL sums what is large, or of another dtype than its buffer. `buffer` is what the function of
+    that name gives; `handle` is what torch's rendezvous made of it."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, buffer: torch.Tensor, handle: Any) -> None:
         super().__init__(group, device)

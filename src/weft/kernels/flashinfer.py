@@ -23,9 +23,9 @@ logger = logging.getLogger("weft")
 
 PACKAGE, OLDEST = "flashinfer-python", (0, 5)
 HEAD_DIMS = (64, 128, 256)  # those that its kernels are tested with
-# Partial results of contexts that are split among programs: what it recommends, and what a prompt's tiles can need, of
-# which two run on each multiprocessor (its scheduler.cuh, PrefillPlan).
-WORKSPACE_BYTES, TILE_ROWS, TILES_PER_PROCESSOR = 128 << 20, 128, 2
+# Partial results of contexts that are split among programs, of which two run on each multiprocessor, and the rows of
+# their tiles, queries times heads of a group (its scheduler.cuh, PrefillPlan).
+WORKSPACE_BYTES, TILE_ROWS, TILES_PER_PROCESSOR = 128 << 20, (16, 64, 128), 2
 PLAN_BYTES = 8 << 20  # of a plan on the device, as its wrappers take by themselves
 DECODE, PREFILL = "decode", "prefill"
 
@@ -86,9 +86,7 @@ class FlashInferAttention:
         self._decoder = flashinfer.BatchDecodeWithPagedKVCacheWrapper
         self._prefiller = flashinfer.BatchPrefillWithPagedKVCacheWrapper
         self._device, self._shape = device, shape
-        tiles = TILES_PER_PROCESSOR * processors(device) * shape.group
-        size = WORKSPACE_BYTES + tiles * TILE_ROWS * shape.head_dim * torch.float32.itemsize
-        self._workspace = torch.zeros(size, dtype=torch.uint8, device=device)
+        self._workspace = torch.zeros(workspace_bytes(shape, processors(device)), dtype=torch.uint8, device=device)
         self._wrappers: dict[tuple[str, int | None, int | None], Any] = {}
         self._plans: dict[tuple[str, int | None], torch.Tensor] = {}
         # What the wrappers of graphs read, whatever their size and window: rows and their blocks are the same.
@@ -188,6 +186,17 @@ class FlashInferAttention:
         """On the host, which plans with them, where a GPU fetches them by itself."""
         tensor = torch.from_numpy(figures.astype(np.int32))
         return tensor.pin_memory() if self._device.type == "cuda" else tensor
+
+
+def workspace_bytes(shape: AttentionShape, processors: int) -> int:
+    """What it recommends beside what a prompt's tiles can need; or what it sets aside for decode rows of a graph, each
+    with a tile and a part of one, up to version 0.7.0 for all query heads: where they are many, more than that."""
+    programs, group = TILES_PER_PROCESSOR * processors, shape.group
+    tile = next((rows for rows in TILE_ROWS if group <= rows), TILE_ROWS[-1])
+    of_row = (shape.head_dim + 1) * torch.float32.itemsize  # a result and the logarithm of its weights' sum
+    prompts = programs * group * TILE_ROWS[-1] * of_row
+    decodes = max(programs // shape.kv_heads, -(-shape.rows * group // tile) + shape.rows) * tile
+    return max(WORKSPACE_BYTES + prompts, decodes * shape.q_heads * of_row)
 
 
 def used_blocks(tables: torch.Tensor, context: torch.Tensor, block_size: int, total: int) -> torch.Tensor:

@@ -19,7 +19,7 @@ from weft.planner.replica import replicas
 from weft.planner.roofline import Seconds
 
 SEEN = 0.6  # of its answer is in the cache, on average over requests that run together and end at different times
-Limit = Literal["kv_cache", "max_num_seqs", "concurrency"]
+Limit = Literal["kv_cache", "max_num_seqs", "max_num_batched_tokens", "concurrency"]
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,8 +52,7 @@ def predict(
     """The speed of `layout` under `workload`; `memory` is its footprint where the caller has it already."""
     memory = memory or footprint(shape, layout, cluster, profile, workload)
     runs = replicas(shape, layout, cluster, profile)
-    context = workload.input_len + SEEN * workload.output_len
-    limits = _limits(memory, profile, context)
+    limits = _limits(memory, profile, workload)
     full = [room for room, _ in limits]
     # Least connections give every replica as many, whatever its speed: a faster one answers more of them.
     share = inf if workload.concurrency is None else max(1.0, workload.concurrency / len(runs))
@@ -65,28 +64,36 @@ def predict(
     rates = {it: it[0].throughput(it[1], workload, it[2]) for it in set(saturated)}
     alone = {run: run.round_s(1, workload).total for run in set(runs)}
     fastest = min(alone, key=lambda run: (alone[run], runs.index(run)))
-    slowest, batch, _ = max(tpots, key=lambda it: (tpots[it], -runs.index(it[0])))
+    slowest, batch, most = max(tpots, key=lambda it: (tpots[it], -runs.index(it[0])))
     return Prediction(
         single_tok_s=1 / alone[fastest],
-        ttft_s=fastest.prompt_s(workload),
-        tpot_s=sum(asked) / sum(batch / tpots[run, batch, most] for run, batch, most in at_once),
+        ttft_s=fastest.prompt_s(workload, steps[runs.index(fastest)]),
+        tpot_s=sum(asked) / sum(it[1] / tpots[it] for it in at_once),
         concurrency=sum(asked) if workload.concurrency is None else min(sum(asked), workload.concurrency),
         saturated_tok_s=sum(rates[it] for it in saturated),
         saturated_concurrency=sum(full),
         limit=limits[0][1] if asked == full else "concurrency",
         step=slowest.round_s(batch, workload),
-        prefill_s=slowest.prefill_s(workload),
+        prefill_s=slowest.prefill_s(workload, most),
         error_band=profile.error.value,
     )
 
 
-def _limits(memory: Footprint, profile: Profile, context: float) -> list[tuple[float, Limit]]:
-    """The most requests that each replica runs at once, and why."""
-    stages = memory.layout.pipeline_parallel if profile.max_num_seqs_by_stage.value else 1
+def _limits(memory: Footprint, profile: Profile, workload: Workload) -> list[tuple[float, Limit]]:
+    """The most requests that each replica runs at once, and why. A step has the next token of each, and beside them
+    what is to be read of prompts in the meantime for as many to stay under way."""
+    stages = memory.layout.pipeline_parallel
+    steps = stages if profile.pipelined.value else 1
+    context = workload.input_len + SEEN * workload.output_len
     known: dict[int, tuple[float, Limit]] = {}
     for replica in memory.replicas:
         if id(replica) not in known:
-            most = stages * min(profile.batch(rank.memory_bytes)[1] for rank in replica.ranks)
-            held = max(1.0, replica.kv_tokens / context)
-            known[id(replica)] = (held, "kv_cache") if held < most else (most, "max_num_seqs")
+            most = min(profile.batch(rank.memory_bytes)[1] for rank in replica.ranks)
+            told = steps * replica.batched_tokens / (1 + workload.input_len / workload.output_len)
+            found: list[tuple[float, Limit]] = [
+                (max(1.0, replica.kv_tokens / context), "kv_cache"),
+                (most * (stages if profile.max_num_seqs_by_stage.value else 1), "max_num_seqs"),
+                (max(1.0, told), "max_num_batched_tokens"),
+            ]
+            known[id(replica)] = min(found, key=lambda it: it[0])
     return [known[id(replica)] for replica in memory.replicas]

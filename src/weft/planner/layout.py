@@ -178,7 +178,7 @@ def with_environment(config: EngineConfig, host: Host) -> EngineConfig:
     wanted = host.environment.get("VLLM_ATTENTION_BACKEND", "")
     if wanted and config.attention_backend == "auto":
         backend = own_backend(wanted)
-        if backend in ATTENTION_BACKENDS and not (backend in GPU_BACKENDS and device_kind(config, host) == "cpu"):
+        if backend in ATTENTION_BACKENDS and not misplaced(backend, device_kind(config, host)):
             return replace(config, attention_backend=backend)
         # It is set for vLLM, which may well run beside us: no reason to stop.
         logger.warning(
@@ -193,11 +193,20 @@ def own_backend(name: str) -> str:
     return VLLM_BACKENDS.get(word, word)
 
 
+def misplaced(backend: str, device: str) -> bool:
+    """Whether it is for GPUs and the ranks run on the CPU, or the other way round."""
+    return backend in GPU_BACKENDS if device == "cpu" else backend == "cpu"
+
+
 def check_backend(config: EngineConfig, host: Host, device: str) -> None:
-    """Raises ConfigError for kernels of GPUs on a CPU, unless Triton's interpreter is on."""
-    backend = config.attention_backend
-    if device == "cpu" and backend in GPU_BACKENDS and host.environment.get("TRITON_INTERPRET") != "1":
-        raise ConfigError(f"attention_backend is {backend}, which runs on GPUs; on a CPU it is auto, cpu or torch")
+    """Raises ConfigError for kernels of GPUs on a CPU, unless Triton's interpreter is on, and of a CPU on GPUs."""
+    backend, interprets = config.attention_backend, host.environment.get("TRITON_INTERPRET") == "1"
+    if not misplaced(backend, device) or (interprets and device == "cpu"):
+        return
+    there, here, known = "GPUs", "a CPU", "auto, cpu or torch"
+    if device == "cuda":
+        there, here, known = here, there, f"auto, {', '.join(GPU_BACKENDS)} or torch"
+    raise ConfigError(f"attention_backend is {backend}, which runs on {there}; on {here} it is {known}")
 
 
 def tensor_weights(config: EngineConfig) -> tuple[float, ...]:

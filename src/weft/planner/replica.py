@@ -7,7 +7,7 @@ slowest rank and the sums between its ranks.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from math import exp, factorial
+from math import ceil, exp, inf, lgamma, log
 from typing import TypeVar
 
 from weft.facts.cluster import Cluster, Home
@@ -171,7 +171,15 @@ class Replica:
             found[turn] = found.get(turn, nothing) + step
         return list(found.values())
 
-    def _prompts(self, length: int) -> list[float]:
+    def _prompts(self, length: int, most: float) -> list[float]:
+        """What a prompt keeps each stage busy for, read in steps of `most` tokens: each of them streams the weights."""
+        whole = self._whole(length)
+        if most >= length:
+            return whole
+        step = max(1, int(most))
+        return [max(at_once, it * length / step) for at_once, it in zip(whole, self._whole(step), strict=True)]
+
+    def _whole(self, length: int) -> list[float]:
         if length not in self._read:
             known: dict[object, float] = {}
             for stage in self.stages:
@@ -180,19 +188,21 @@ class Replica:
             self._read[length] = [known[stage.key] for stage in self.stages]
         return self._read[length]
 
-    def prefill_s(self, workload: Workload) -> float:
-        """What the prompt of one request keeps the slowest stage from answering; every GPU, without a pipeline."""
-        times = self._prompts(workload.input_len)
+    def prefill_s(self, workload: Workload, most: float = inf) -> float:
+        """What the prompt of one request, read in steps of `most` tokens, keeps the slowest stage from answering; every
+        GPU, without a pipeline."""
+        times = self._prompts(workload.input_len, most)
         return max(self._in_turn(times, 0.0)) if self.profile.pipelined.value else sum(times)
 
     def read_s(self, tokens: int, longest: int) -> float:
         """A step that is full of prompts of so many tokens at most, through all stages."""
         length = min(tokens, longest)
-        return sum(self._prompts(length)) * tokens / length + self.profile.step_us.value * 1e-6
+        return sum(self._whole(length)) * tokens / length + self.profile.step_us.value * 1e-6
 
-    def prompt_s(self, workload: Workload) -> float:
-        """From a request to its first token, with nothing else to do."""
-        return sum(self._prompts(workload.input_len)) + self.profile.step_us.value * 1e-6
+    def prompt_s(self, workload: Workload, most: float = inf) -> float:
+        """From a request to its first token, in steps of `most` tokens, with nothing else to do."""
+        steps = ceil(workload.input_len / most) if most < workload.input_len else 1
+        return sum(self._prompts(workload.input_len, most)) + steps * self.profile.step_us.value * 1e-6
 
     def tpot_s(self, batch: float, workload: Workload, batched_tokens: int) -> float:
         """Each of the others' prompts is read once in the time of an answer."""
@@ -216,21 +226,22 @@ class Replica:
         two, and more. What of a prompt is more than `batched_tokens` goes through the stages right behind its
         beginning.
         """
-        groups, times = self._groups(batch), self._prompts(workload.input_len)
-        slowest = max(self._in_turn(times, 0.0)) if self.profile.pipelined.value else sum(times)
+        groups = self._groups(batch)
+        room = max(1.0, batched_tokens - batch / groups)  # that answers leave to prompts in a step
+        times, slowest = self._prompts(workload.input_len, room), self.prefill_s(workload, room)
         busy_s = slowest * prompts / workload.output_len
         if groups == 1 or not self.profile.stages_wait.value:
             return busy_s
         one, all_groups = (it.total for it in self._rounds(batch, workload))
         each = prompts / workload.output_len / groups  # prompts that come to a step
-        fit = max(1.0, batched_tokens - batch / groups) / workload.input_len  # of those, in it
+        fit = room / workload.input_len  # of those, in it
         spare, waiting, number, share = max(0.0, all_groups - one), 0.0, 0, 1 - exp(-each)
         while share > RARE:
             whole = min(1.0, max(0.0, fit - number))
             waiting += groups * share / (1 + (groups - 1) * share) * max(0.0, whole * sum(times) - spare)
             waiting += groups * share * (1 - whole) * slowest
             number, spare = number + 1, 0.0
-            share -= exp(-each) * each**number / factorial(number)
+            share -= exp(number * log(each) - each - lgamma(number + 1))  # whose factors alone may overflow
         return max(busy_s, waiting)
 
 

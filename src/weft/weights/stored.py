@@ -51,7 +51,7 @@ class Stored:
         row_bytes = info.dims[1] // encoding.elements * encoding.nbytes
         data = _mapped(info, rows.start * row_bytes, len(rows) * row_bytes, whole=len(cols) == info.dims[1])
         blocks = data.view(len(rows), -1, encoding.nbytes)
-        blocks = blocks[:, cols.start // encoding.elements : cols.stop // encoding.elements]
+        blocks = blocks[:, cols.start // encoding.elements : cols.stop // encoding.elements].to(into.device)
         if info.interleaved:
             ordered = torch.empty_like(blocks)
             _copy_rows(blocks, ordered, info.interleaved)

@@ -14,7 +14,7 @@ from weft.worker.chunks import pick
 from weft.worker.device import ToHost
 from weft.worker.logprobs import score, unpack
 from weft.worker.shaping import Edits, Shaping, Wishes, shape
-from weft.worker.staging import Staging
+from weft.worker.staging import sent
 
 NO_LOGPROBS = -1
 Result = tuple[list[int], list[TokenLogprobs | None]]
@@ -57,7 +57,6 @@ class Sampler:
         self._shaping = Shaping(vocab, stop_ids)
         self._chooser: Chooser = TritonChooser(slots, device) if fused else TorchChooser(slots)
         self._tops = np.full(slots, NO_LOGPROBS, dtype=np.int64)
-        self._staging = Staging(device)
 
     def admit(self, admission: Admission) -> None:
         """A request takes a slot, with the output that it had before a preemption, if any."""
@@ -98,7 +97,8 @@ class Sampler:
         if order.scored.size:
             # Logprobs are the model's own: from before anything is changed.
             raw = pick(logits, order.scored, scored)
-        if edits:
+        # Requests may wish for nothing at this position: such logits stay as they are, and as narrow.
+        if any(map(len, edits)):
             if raw is not None and logits.dtype == torch.float32:
                 raw = raw.clone()
             logits = logits.float().contiguous()
@@ -125,9 +125,11 @@ class Sampler:
     @torch.inference_mode()
     def prompt_logprobs(self, logits: torch.Tensor, targets: Sequence[int], top: int) -> list[TokenLogprobs]:
         """Of tokens that are given: row t of `logits` [T, vocab] foresaw `targets[t]`."""
+        if not targets:
+            return []
         top = min(top, self.vocab)
-        wanted = self._staging.put([np.array(targets, dtype=np.int64)])[0]
-        return [unpack(row, top) for row in score(logits, wanted, top).tolist()] if targets else []
+        wanted = sent(np.array(targets, dtype=np.int64), logits.device)
+        return [unpack(row, top) for row in score(logits, wanted, top).tolist()]
 
 
 def unpacked(figures: list[float], count: int, rows: list[int], tops: list[int]) -> list[TokenLogprobs | None]:

@@ -163,7 +163,7 @@ class Worker:
         if self.drafter:
             self.drafter.close()
         self.caches = []
-        self.model = None  # type: ignore[assignment]
+        self.model = self.kernels = None  # type: ignore[assignment]
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -282,7 +282,8 @@ class Worker:
         rows = min(plan.max_num_seqs, plan.max_num_batched_tokens)
         tokens = min(plan.max_num_batched_tokens, rows * plan.max_model_len)
         if self.device.type == "cpu":
-            return step_bytes(plan.shape, self.place, tokens, rows, self.dtype.itemsize)
+            sampled = min(tokens, rows * (1 + self._guesses))
+            return step_bytes(plan.shape, self.place, tokens, sampled, self.dtype.itemsize)
         counts = [tokens // rows + (r < tokens % rows) for r in range(rows)]
         self.caches = self._caches(sum(-(-count // plan.block_size) for count in counts))
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -300,8 +301,14 @@ class Worker:
         self.caches = []
         return peak
 
+    @property
+    def _guesses(self) -> int:
+        """The most that a row of a step may have, each of which is sampled after."""
+        return self.plan.speculation.tokens if self.plan.speculation else 0
+
     def _rehearse(self, counts: list[int], params: SamplingParams = DEMANDING) -> None:
-        """Run one step of made-up prompts with these lengths, in slots and blocks that nobody holds yet."""
+        """Run one step of made-up prompts with these lengths, in slots and blocks that nobody holds yet, and with as
+        many guesses as may be."""
         size, blocks, first = self.plan.block_size, [], 0
         for count in counts:
             need = -(-count // size)
@@ -318,7 +325,7 @@ class Worker:
             tokens=[0] * sum(counts),
             blocks=blocks,
             samples=[True] * len(counts),
-            guesses=[0] * len(counts),
+            guesses=[min(self._guesses, count - 1) for count in counts],
         )
         self.execute(step)
         for slot in slots:

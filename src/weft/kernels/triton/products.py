@@ -7,22 +7,24 @@ dequantised once, some rows at a time, for the library's own product.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from weft.facts.schemes import UNIT
+from weft.facts.schemes import UNIT, Scheme
 from weft.quant.quantised import Quantised
 
-# By the rows of x that a program takes, 16 being the tensor cores' least: of W rows, and units of UNIT columns at once;
-# warps. Chosen by the instructions that are compiled for a number of W (5 with 16 rows), to be measured.
-TILES = {16: (64, 4, 2), 32: (64, 4, 4), 64: (64, 4, 4), 128: (128, 2, 8)}
+# By the rows of x that a program takes, 16 being the tensor cores' least: rows of W, units of UNIT columns at once, and
+# warps. Chosen by what is compiled: with 16 rows 5 instructions for a number of W, and registers for 20 warps on a
+# multiprocessor. Not yet measured.
+TILES = {16: (64, 2, 2), 32: (64, 4, 4), 64: (64, 4, 4), 128: (128, 2, 8)}
 MOST = {2: 128, 4: 32}  # rows of x, by the bytes of a number: with more the tiles exceed 99 KiB
-PROGRAMS = 4  # on a multiprocessor, which hide each other's waiting
-PART_UNITS = 16  # of a program's columns at least: fewer, and it is over before its loads overlap
+WARPS = 16  # wanted on a multiprocessor, which hide each other's waiting
+PART_UNITS = 8  # of a program's columns at least: fewer, and it is over before its loads overlap
+SUMS_SHARE = 0.5  # of W's bytes that sums of parts may cost, written and read, before processors stay idle instead
 # Rows of x from which W is dequantised to memory instead. That moves 4.5 bytes more for each number of W (4 bits read,
 # 16 written and read again), 4.5 / B seconds. Dequantised by each program anew, a product reaches perhaps two fifths of
 # the tensor cores' F, the library's four fifths: it takes 2.5 / F seconds longer for each number and row of x. The two
@@ -35,8 +37,8 @@ TABLE_ROWS, TABLE_UNITS = 4, 16  # that a program dequantises to memory
 
 
 @triton.jit
-def _number(words, at: tl.constexpr, mask, BITS: tl.constexpr):
-    """Number `at` of each word in float32, plus 16 if it is of 4 bits and 256 if of 8: it becomes the upper end of a
+def _number(words, scale, rest, at: tl.constexpr, mask, BITS: tl.constexpr, KIND: tl.constexpr):
+    """Number `at` of each word, q, as scale * (q + 16 or, of 8 bits, 256) + rest: its bits become the upper ones of a
     mantissa, which takes fewer instructions than a conversion."""
     low: tl.constexpr = at * BITS
     high: tl.constexpr = 23 - BITS
@@ -45,7 +47,7 @@ def _number(words, at: tl.constexpr, mask, BITS: tl.constexpr):
     else:
         moved = words >> (low - high)
     one: tl.constexpr = 0x41800000 if BITS == 4 else 0x43800000
-    return ((moved & mask) | one).to(tl.float32, bitcast=True)
+    return (((moved & mask) | one).to(tl.float32, bitcast=True) * scale + rest).to(KIND)
 
 
 @triton.jit
@@ -61,7 +63,6 @@ def _weights(
     there = row[:, None] * groups + ((unit + lacking) // (GROUP // 32))[None, :]
     inside = mine[:, None] & (unit < stop)[None, :]
     scale = tl.load(scales + there, inside, other=0.0).to(tl.float32)
-    # w = scale * (what _number gives) + rest
     added: tl.constexpr = 16 if BITS == 4 else 256
     if LOWEST == "middle":
         rest = scale * (-added - 2 ** (BITS - 1))
@@ -73,22 +74,22 @@ def _weights(
         rest = tl.load(lowest + there, inside, other=0.0).to(tl.float32) - scale * added
     scale = tl.reshape(tl.broadcast_to(scale[:, :, None], [ROWS, UNITS, BITS]), [ROWS, UNITS * BITS])
     rest = tl.reshape(tl.broadcast_to(rest[:, :, None], [ROWS, UNITS, BITS]), [ROWS, UNITS * BITS])
-    # The sign is that of a count, 0. An instruction has room for one constant of two: the other stays in a register,
-    # unless the compiler knows it, and then it is loaded again each time.
+    # Of a count the sign is 0. An instruction has room for one constant of two: the other stays in a register, unless
+    # the compiler knows it, and then it is loaded again each time.
     mask = (0x00780000 if BITS == 4 else 0x007F8000) | (units >> 31)
-    n0 = (_number(packed, 0, mask, BITS) * scale + rest).to(KIND)
-    n1 = (_number(packed, 1, mask, BITS) * scale + rest).to(KIND)
-    n2 = (_number(packed, 2, mask, BITS) * scale + rest).to(KIND)
-    n3 = (_number(packed, 3, mask, BITS) * scale + rest).to(KIND)
+    n0 = _number(packed, scale, rest, 0, mask, BITS, KIND)
+    n1 = _number(packed, scale, rest, 1, mask, BITS, KIND)
+    n2 = _number(packed, scale, rest, 2, mask, BITS, KIND)
+    n3 = _number(packed, scale, rest, 3, mask, BITS, KIND)
     if BITS == 8:
-        both = tl.join(tl.join(n0, n2), tl.join(n1, n3))
+        weight = tl.join(tl.join(n0, n2), tl.join(n1, n3))
     else:
-        n4 = (_number(packed, 4, mask, BITS) * scale + rest).to(KIND)
-        n5 = (_number(packed, 5, mask, BITS) * scale + rest).to(KIND)
-        n6 = (_number(packed, 6, mask, BITS) * scale + rest).to(KIND)
-        n7 = (_number(packed, 7, mask, BITS) * scale + rest).to(KIND)
-        both = tl.join(tl.join(tl.join(n0, n4), tl.join(n2, n6)), tl.join(tl.join(n1, n5), tl.join(n3, n7)))
-    return tl.reshape(both, [ROWS, UNITS * 32])
+        n4 = _number(packed, scale, rest, 4, mask, BITS, KIND)
+        n5 = _number(packed, scale, rest, 5, mask, BITS, KIND)
+        n6 = _number(packed, scale, rest, 6, mask, BITS, KIND)
+        n7 = _number(packed, scale, rest, 7, mask, BITS, KIND)
+        weight = tl.join(tl.join(tl.join(n0, n4), tl.join(n2, n6)), tl.join(tl.join(n1, n5), tl.join(n3, n7)))
+    return tl.reshape(weight, [ROWS, UNITS * 32])
 
 
 @triton.jit(do_not_specialize=["tokens", "lacking", "share"])
@@ -150,12 +151,21 @@ def _dequantise(
     tl.store(out + target, weight, mine[:, None] & (column < units * 32)[None, :])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class QuantisedMatrix:
-    """x [T, cols] -> x W^T + bias [T, rows]; and W's rows, for an embedding. Numbers of 4 bits lie in the order of
-    their columns (`in_order`), so that they come out of a word as x has them."""
+    """x [T, cols] -> x W^T + bias [T, rows]; and W's rows, for an embedding.
 
-    weight: Quantised
+    `words` are W's numbers, [rows, cols * bits / 32] int32, those of 4 bits in the order of their columns (`in_order`),
+    so that they come out of a word as x has them. `scales` and `lowest` are as in `Quantised`, but for zero points: two
+    of them are an int16. `lowest` is anything where there is none. The first group lacks `lacking` units.
+    """
+
+    words: torch.Tensor
+    scales: torch.Tensor
+    lowest: torch.Tensor
+    scheme: Scheme
+    lacking: int
+    dtype: torch.dtype
     bias: torch.Tensor | None
     processors: int
 
@@ -164,31 +174,44 @@ class QuantisedMatrix:
 
     def rows(self, numbers: torch.Tensor) -> torch.Tensor:
         """Rows of W: [N] int64 -> [N, cols]."""
-        out = torch.empty(len(numbers), self.weight.shape[1], dtype=self.weight.dtype, device=numbers.device)
+        out = torch.empty(len(numbers), self.shape[1], dtype=self.dtype, device=numbers.device)
         self._write(out, 0, numbers)
         return out
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(rows, cols) of W."""
+        return self.words.shape[0], self.words.shape[1] * 32 // self.scheme.bits
+
+    @property
+    def nbytes(self) -> int:
+        """Of W."""
+        middle = self.scheme.lowest == "middle"
+        return self.words.nbytes + self.scales.nbytes + (0 if middle else self.lowest.nbytes)
+
     def _multiplied(self, x: torch.Tensor) -> torch.Tensor:
-        (rows, cols), tokens = self.weight.shape, x.shape[0]
+        (rows, cols), tokens = self.shape, x.shape[0]
         out, units = x.new_empty(tokens, rows), cols // UNIT
         taken = min(MOST[x.element_size()], max(min(TILES), triton.next_power_of_2(tokens)))
         taken_rows, taken_units, warps = TILES[taken]
         grid = triton.cdiv(rows, taken_rows), triton.cdiv(tokens, taken)
-        wanted = triton.cdiv(PROGRAMS * self.processors, grid[0] * grid[1])
-        share = max(PART_UNITS, triton.cdiv(units, wanted * taken_units) * taken_units)
+        parts = self._parts(tokens, grid[0] * grid[1], warps)
+        share = max(PART_UNITS, triton.cdiv(units, parts * taken_units) * taken_units)
         parts = triton.cdiv(units, share)
         sums = out if parts == 1 else x.new_empty((parts, tokens, rows), dtype=torch.float32)
         bias = out if self.bias is None else self.bias
         _multiply[(*grid, parts)](
             x,
-            *self._tensors,
+            self.words,
+            self.scales,
+            self.lowest,
             bias,
             sums,
             tokens,
             rows,
             units,
-            self.weight.scales.shape[1],
-            self.weight.lacking // UNIT,
+            self.scales.shape[1],
+            self.lacking,
             share,
             **self._constants,
             BIAS=parts == 1 and self.bias is not None,
@@ -203,8 +226,14 @@ class QuantisedMatrix:
             )
         return out
 
+    def _parts(self, tokens: int, tiles: int, warps: int) -> int:
+        """Into how many parts the columns are to be cut, where whole ones make so many programs."""
+        wanted = triton.cdiv(WARPS * self.processors, tiles * warps)
+        cheap = int(SUMS_SHARE * self.nbytes) // (2 * 4 * tokens * self.shape[0])
+        return min(wanted, max(cheap, triton.cdiv(self.processors, tiles)))
+
     def _dequantised(self, x: torch.Tensor) -> torch.Tensor:
-        rows, cols = self.weight.shape
+        rows, cols = self.shape
         pieces = triton.cdiv(rows * cols * x.element_size(), SCRATCH_BYTES)
         step = triton.cdiv(rows, pieces)
         scratch = x.new_empty(step, cols)
@@ -223,14 +252,16 @@ class QuantisedMatrix:
         """Rows of W into `out` [N, cols]: `numbers`, or those from `begin` on."""
         count, units = len(out), out.shape[1] // UNIT
         _dequantise[(triton.cdiv(count, TABLE_ROWS), triton.cdiv(units, TABLE_UNITS))](
-            *self._tensors,
+            self.words,
+            self.scales,
+            self.lowest,
             out if numbers is None else numbers,
             out,
             count,
             begin,
             units,
-            self.weight.scales.shape[1],
-            self.weight.lacking // UNIT,
+            self.scales.shape[1],
+            self.lacking,
             **self._constants,
             PICK=numbers is not None,
             ROWS=TABLE_ROWS,
@@ -238,25 +269,27 @@ class QuantisedMatrix:
         )
 
     @property
-    def _tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Words, scales, lowest."""
-        it = self.weight
-        return it.values.view(torch.int32), it.scales, it.scales if it.lowest is None else it.lowest
-
-    @property
     def _constants(self) -> dict[str, int | str]:
-        scheme = self.weight.scheme
-        return {"BITS": scheme.bits, "GROUP": scheme.group, "LOWEST": scheme.lowest}
+        return {"BITS": self.scheme.bits, "GROUP": self.scheme.group, "LOWEST": self.scheme.lowest}
 
 
 def quantised(weight: Quantised, bias: torch.Tensor | None, processors: int) -> QuantisedMatrix:
-    """A quantised weight [rows, cols] as the kernels want it; numbers of 4 bits are copied, once."""
-    if weight.scheme.bits == 4:
-        weight = replace(weight, values=in_order(weight.values))
-    if weight.scheme.lowest == "zero" and weight.lowest is not None:
-        flat = weight.lowest.flatten()
-        weight = replace(weight, lowest=F.pad(flat, (0, len(flat) % 2)).view(torch.int16))
-    return QuantisedMatrix(weight, bias, processors)
+    """A quantised weight [rows, cols] as the kernels want it; numbers of 4 bits and zero points are copied, once."""
+    lowest = weight.scales if weight.lowest is None else weight.lowest
+    if lowest.dtype == torch.uint8:
+        flat = lowest.flatten()
+        lowest = F.pad(flat, (0, len(flat) % 2)).view(torch.int16)
+    values = in_order(weight.values) if weight.scheme.bits == 4 else weight.values
+    return QuantisedMatrix(
+        words=values.view(torch.int32),
+        scales=weight.scales,
+        lowest=lowest,
+        scheme=weight.scheme,
+        lacking=weight.lacking // UNIT,
+        dtype=weight.dtype,
+        bias=bias,
+        processors=processors,
+    )
 
 
 def in_order(nibbles: torch.Tensor) -> torch.Tensor:

@@ -63,44 +63,45 @@ template <class T> void attend(const Paged<T> &attention, int64_t rows, int64_t 
 
 // Twice, so that NAME is a macro's value and not its name.
 #define EXPORT(T, NAME) EXPORT_AS(T, NAME)
-#define EXPORT_AS(T, NAME)                                                                                              \
-    ENTRY void weft_norm_##NAME(const T *x, T *residual, const T *weight, T *out, int64_t rows, int64_t width,       \
-                                float eps, int64_t threads) {                                                        \
-        norm(x, residual, weight, out, rows, width, eps, threads);                                                            \
-    }                                                                                                                \
-    ENTRY void weft_silu_mul_##NAME(const T *gate_up, T *out, int64_t rows, int64_t width, int64_t threads) {        \
-        silu_mul(gate_up, out, rows, width, threads);                                                                         \
-    }                                                                                                                \
-    ENTRY void weft_rotate_and_store_##NAME(                                                                         \
-        const T *qkv, T *q, T *keys, T *values, const float *table, const int32_t *positions, const int64_t *slots,  \
-        const T *q_norm, const T *k_norm, float eps, int64_t tokens, int64_t q_heads, int64_t kv_heads,              \
-        int64_t head_dim, int64_t block_size, int64_t threads) {                                                                      \
-        rotate_and_store(Heads<T>{q_heads, kv_heads, head_dim, q_norm, k_norm, eps}, qkv, q, keys, values, table,    \
-                         positions, slots, tokens, block_size, threads);                                                      \
-    }                                                                                                                \
-    ENTRY void weft_attend_##NAME(const T *q, const T *keys, const T *values, T *out, const int32_t *row_starts,     \
-                                  const int32_t *context, const int32_t *tables, int64_t table_width, int64_t rows,  \
-                                  int64_t block_size, int64_t q_heads, int64_t kv_heads, int64_t head_dim,           \
-                                  int64_t window, float scale, int64_t threads) {                                                     \
-        attend(Paged<T>{q, keys, values, out, row_starts, context, tables, table_width, block_size, q_heads,     \
-                            kv_heads, head_dim, window, q_heads * head_dim, scale},                                  \
-               rows, threads);                                                                                                \
-    }                                                                                                                \
-    ENTRY int64_t weft_panel_size_##NAME(int64_t cols) { return panel_size<T>(cols); }                               \
-    ENTRY void weft_pack_dense_##NAME(const T *weight, T *to, int64_t rows, int64_t cols, int64_t threads) {                          \
-        pack_dense(weight, to, rows, cols, threads);                                                                          \
-    }                                                                                                                \
-    ENTRY void weft_rows_of_##NAME(const Matrix *m, const int64_t *rows, int64_t count, T *out) {                    \
-        rows_of(*m, rows, count, out);                                                                               \
-    }                                                                                                                \
-    ENTRY void weft_product_##NAME(const Matrix *m, const T *x, int64_t tokens, T *out, int64_t threads) {                            \
-        product(*m, x, tokens, out, threads);                                                                                 \
-    }                                                                                                                \
-    ENTRY int64_t weft_workspace_bytes_##NAME(const Layer *layers, int64_t count, int64_t tokens) {                  \
-        return Workspace<T>(layers, count, tokens, nullptr).bytes;                                                            \
-    }                                                                                                                \
-    ENTRY void weft_stage_##NAME(const Layer *layers, int64_t count, const Step *step, char *workspace, int64_t threads) {            \
-        stage<T>(layers, count, *step, workspace, threads);                                                                   \
+#define EXPORT_AS(T, NAME)                                                                                             \
+    ENTRY void weft_norm_##NAME(const T *x, T *residual, const T *weight, T *out, int64_t rows, int64_t width,         \
+                                float eps, int64_t threads) {                                                          \
+        norm(x, residual, weight, out, rows, width, eps, threads);                                                     \
+    }                                                                                                                  \
+    ENTRY void weft_silu_mul_##NAME(const T *gate_up, T *out, int64_t rows, int64_t width, int64_t threads) {          \
+        silu_mul(gate_up, out, rows, width, threads);                                                                  \
+    }                                                                                                                  \
+    ENTRY void weft_rotate_and_store_##NAME(                                                                           \
+        const T *qkv, T *q, T *keys, T *values, const float *table, const int32_t *positions, const int64_t *slots,    \
+        const T *q_norm, const T *k_norm, float eps, int64_t tokens, int64_t q_heads, int64_t kv_heads,                \
+        int64_t head_dim, int64_t block_size, int64_t threads) {                                                       \
+        rotate_and_store(Heads<T>{q_heads, kv_heads, head_dim, q_norm, k_norm, eps}, qkv, q, keys, values, table,      \
+                         positions, slots, tokens, block_size, threads);                                               \
+    }                                                                                                                  \
+    ENTRY void weft_attend_##NAME(const T *q, const T *keys, const T *values, T *out, const int32_t *row_starts,       \
+                                  const int32_t *context, const int32_t *tables, int64_t table_width, int64_t rows,    \
+                                  int64_t block_size, int64_t q_heads, int64_t kv_heads, int64_t head_dim,             \
+                                  int64_t window, float scale, int64_t threads) {                                      \
+        attend(Paged<T>{q, keys, values, out, row_starts, context, tables, table_width, block_size, q_heads,           \
+                            kv_heads, head_dim, window, q_heads * head_dim, scale},                                    \
+               rows, threads);                                                                                         \
+    }                                                                                                                  \
+    ENTRY int64_t weft_panel_size_##NAME(int64_t cols) { return panel_size<T>(cols); }                                 \
+    ENTRY void weft_pack_dense_##NAME(const T *weight, T *to, int64_t rows, int64_t cols, int64_t threads) {           \
+        pack_dense(weight, to, rows, cols, threads);                                                                   \
+    }                                                                                                                  \
+    ENTRY void weft_rows_of_##NAME(const Matrix *m, const int64_t *rows, int64_t count, T *out) {                      \
+        rows_of(*m, rows, count, out);                                                                                 \
+    }                                                                                                                  \
+    ENTRY void weft_product_##NAME(const Matrix *m, const T *x, int64_t tokens, T *out, int64_t threads) {             \
+        product(*m, x, tokens, out, threads);                                                                          \
+    }                                                                                                                  \
+    ENTRY int64_t weft_workspace_bytes_##NAME(const Layer *layers, int64_t count, int64_t tokens) {                    \
+        return Workspace<T>(layers, count, tokens, nullptr).bytes;                                                     \
+    }                                                                                                                  \
+    ENTRY void weft_stage_##NAME(const Layer *layers, int64_t count, const Step *step, char *workspace,                \
+                                 int64_t threads) {                                                                    \
+        stage<T>(layers, count, *step, workspace, threads);                                                            \
     }
 
 ENTRY void weft_pack_values(const char *values, char *to, int64_t rows, int64_t blocks, int64_t bits, int64_t threads) {

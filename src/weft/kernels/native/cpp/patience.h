@@ -1,6 +1,8 @@
 // Waiting for another thread: looking for a while, then asleep.
 #pragma once
 
+#include <sched.h>
+
 #include <atomic>
 #include <cstdint>
 #include <ctime>
@@ -16,22 +18,19 @@
 #endif
 
 constexpr int64_t PATIENCE_NS = 40000;  // how long to look before one sleeps
-constexpr int LOOKS = 64;               // between two glances at the clock
 
-// Looks for something for a while; whether it came. Between two products threads differ by less, unless somebody else
-// has their core.
-template <class Come> bool look_for(const Come &come) {
+// Looks for something for a while, with `rest` after each look and a glance at the clock after `looks` of them; whether
+// it came.
+template <class Come, class Rest> bool look_for(const Come &come, int looks, const Rest &rest) {
     auto now = [] {
         timespec time;
         clock_gettime(CLOCK_MONOTONIC, &time);
         return int64_t(time.tv_sec) * 1000000000 + time.tv_nsec;
     };
     for (int64_t end = 0;;) {
-        for (int i = 0; i < LOOKS; i++) {
+        for (int i = 0; i < looks; i++) {
             if (come()) return true;
-#ifdef __x86_64__
-            _mm_pause();
-#endif
+            rest();
         }
         int64_t time = now();
         if (!end) end = time + PATIENCE_NS;
@@ -39,8 +38,14 @@ template <class Come> bool look_for(const Come &come) {
     }
 }
 
-// A number that one thread changes and others wait for; on Linux it may be a thread of another process, where the memory
-// is shared. All zero is its beginning.
+inline void breathe() {
+#ifdef __x86_64__
+    _mm_pause();
+#endif
+}
+
+// A number that one thread changes and others wait for; on Linux it may be a thread of another process, where the
+// memory is shared. All zero is its beginning.
 class alignas(64) Signal {
     std::atomic<uint32_t> number{0}, sleepers{0};
 
@@ -66,16 +71,6 @@ class alignas(64) Signal {
     }
 #endif
 
-    template <class Come> uint32_t asleep(const Come &come, bool briefly) {
-        for (;;) {
-            uint32_t seen = number.load(std::memory_order_acquire);
-            if (come(seen)) return seen;
-            sleepers.fetch_add(1);
-            sleep(seen, briefly);
-            sleepers.fetch_sub(1);
-        }
-    }
-
 public:
     uint32_t value() const { return number.load(); }
 
@@ -90,14 +85,28 @@ public:
         if (number.fetch_sub(1) == 1 && sleepers.load()) wake();
     }
 
-    // Its value once come(value), in the midst of a step. Not asleep for ever: another process may be stopped between its
-    // change and its waking us.
+    // Its value once come(value). In the midst of a step, where threads differ by less than our patience, unless
+    // somebody else has their core; not asleep for ever: another process may be stopped between its change and its
+    // waking us.
     template <class Come> uint32_t wait(const Come &come) {
-        uint32_t seen;
-        auto there = [&] { return come(seen = number.load(std::memory_order_acquire)); };
-        return look_for(there) ? seen : asleep(come, true);
+        return wait(come, true, [&](const auto &there) { return look_for(there, 64, breathe); });
     }
 
-    // The same for what may take long: without a look, and asleep until then.
-    template <class Come> uint32_t sleep_until(const Come &come) { return asleep(come, false); }
+    // The same between calls: whoever else wants our core may have it at once.
+    template <class Come> uint32_t wait_idle(const Come &come) {
+        return wait(come, false, [&](const auto &there) { return look_for(there, 4, sched_yield); });
+    }
+
+private:
+    template <class Come, class Look> uint32_t wait(const Come &come, bool briefly, const Look &look) {
+        uint32_t seen;
+        auto there = [&] { return come(seen = number.load(std::memory_order_acquire)); };
+        if (!look(there))
+            while (!there()) {
+                sleepers.fetch_add(1);
+                sleep(seen, briefly);
+                sleepers.fetch_sub(1);
+            }
+        return seen;
+    }
 };

@@ -26,7 +26,7 @@ class Pool {
 
     void help(int rank) {
         for (uint32_t last = 0;;) {
-            last = opened.sleep_until([&](uint32_t now) { return now != last; });
+            last = opened.wait_idle([&](uint32_t now) { return now != last; });
             if (over) return;
             inside.enter();
             // Either the caller sees that we are inside, or we see that it has closed the call.

@@ -75,8 +75,8 @@ template <class T> struct Workspace {
 // Elements of a step's rows, at their widest, that one thread goes through sooner than all would meet.
 constexpr int64_t LITTLE = 1 << 14;
 
-// The team goes from one product to the next. What is done to the rows in between is a phase of its own, or, where it is
-// little, done by the thread that ends the phase before.
+// The team goes from one product to the next. What is done to the rows in between is a phase of its own, or, where it
+// is little, done by the thread that ends the phase before.
 template <class T> class Stage {
     const Step &step;
     const Workspace<T> &space;
@@ -137,7 +137,8 @@ template <class T> class Stage {
                 rotate(heads, space.qkv + t * width, space.qkv + t * width,
                        step.angles + int64_t(step.positions[t]) * l.head_dim,
                        [&](int64_t head, const T *key, const T *value) {
-                           store(key, value, keys, values, step.slots[t], head, step.block_size, l.kv_heads, l.head_dim);
+                           store(key, value, keys, values, step.slots[t], head, step.block_size, l.kv_heads,
+                                 l.head_dim);
                        });
         };
         multiplied(team, l.qkv, space.x, step.tokens, space.qkv, [&] {

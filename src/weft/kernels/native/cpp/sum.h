@@ -7,8 +7,8 @@
 #include "numbers.h"
 #include "patience.h"
 
-// As in native/stage.py. The memory has a Signal per rank in its first `head` bytes, the turns that it has come to, then two
-// turns of a slot per rank: a rank that is ahead writes to the next while others still read the last.
+// As in native/stage.py. The memory has a Signal per rank in its first `head` bytes, the turns that it has come to, then
+// two turns of a slot per rank: a rank that is ahead writes to the next while others still read the last.
 struct Shared {
     char *memory;
     int64_t rank, size, head, slot_bytes;

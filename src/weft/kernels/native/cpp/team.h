@@ -10,8 +10,8 @@
 #include "pool.h"
 #include "work.h"
 
-// What a team shares. Its work is a row of phases, each in pieces: a phase is over when its pieces are done, whoever did
-// them, and the next begins. A thread that comes late finds fewer pieces, or none, and passes on.
+// What a team shares. Its work is a row of phases, each in pieces: a phase is over when its pieces are done, whoever
+// did them, and the next begins. A thread that comes late finds fewer pieces, or none, and passes on.
 class Board {
     // Of one thread's own range of pieces, those taken: the phase in the upper half, their number in the lower.
     struct alignas(64) Taken {
@@ -69,17 +69,18 @@ public:
             return then();
         }
         if (!count) return lead(then);
-        int64_t pieces = (count + grain - 1) / grain, mine = 0;
+        int64_t pieces = (count + grain - 1) / grain;
         phase++;
         for (int i = 0; i < size; i++) {
             int owner = (rank + i) % size;
-            int64_t first = pieces * owner / size, last = pieces * (owner + 1) / size;
+            int64_t first = pieces * owner / size, last = pieces * (owner + 1) / size, mine = 0;
             for (int64_t piece; (piece = board.take(phase, owner, first, last)) >= 0; mine++)
                 work(piece * grain, std::min((piece + 1) * grain, count));
-        }
-        if (board.report(mine, pieces)) {
-            then();
-            board.end(phase);
+            // Before a look at the next one's range: it is whoever comes last that all wait for.
+            if (board.report(mine, pieces)) {
+                then();
+                return board.end(phase);
+            }
         }
         board.wait(phase);
     }

@@ -1,0 +1,25 @@
+"""Random matrices, quantised."""
+
+from __future__ import annotations
+
+import torch
+
+from weft.facts.place import Span
+from weft.quant.quantised import Quantised
+from weft.weights.quantised import quantise
+
+CPU = torch.device("cpu")
+
+
+def random(
+    type: str, rows: int, cols: Span, width: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16
+) -> Quantised:
+    """Columns of a random matrix, quantised."""
+    weight = torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
+    into = Quantised.empty(type, rows, cols, dtype, CPU)
+
+    def read(r: Span, c: Span, out: torch.Tensor) -> None:
+        out.copy_(weight[r.start : r.stop, c.start : c.stop])
+
+    quantise(read, Span(0, rows), cols, width, 1, into)
+    return into
