@@ -322,6 +322,21 @@ def test_a_plan_for_a_cpu(saved: Any) -> None:
     assert run("Llama-3.2-1B", rig(FOUR), plan=saved("Llama-3.2-1B", rig())).devices == ("cpu",)
 
 
+def test_a_cpu_has_the_kv_cache_that_was_planned(saved: Any) -> None:
+    """Whatever share of the memory the engine would take by itself: of one of two replicas, or below a cap."""
+    for words in ((), ("-tp", "2"), ("-dp", "2"), ("--max-memory", "cpu=4GB"), ("--pipeline-split", "10,6")):
+        file = saved("Llama-3.2-1B", rig(), *words)
+        best = json.loads(Path(file).read_text())["best"]
+        plan = run("Llama-3.2-1B", rig(), plan=file)
+        assert plan.kv_cache_bytes is not None
+        most = max(plan.block_bytes(place.rank) for place in plan.places)
+        planned = best["kv_tokens"] / best["data_parallel"]
+        assert plan.kv_cache_bytes // most * plan.block_size == pytest.approx(planned, abs=plan.block_size)
+    assert run("Llama-3.2-1B", rig(), plan=file, kv_cache_memory_bytes=10**9).kv_cache_bytes == 10**9
+    full = rig(memory_free_bytes=5 << 30)
+    refusal(PlanError, "plan.json takes", "5.4 GB", "are free", model="Llama-3.2-1B", where=full, plan=file)
+
+
 def test_an_fp8_cache_is_kept_as_planned(saved: Any) -> None:
     file = saved("Qwen3-14B", rig(FOUR, FOUR), "--kv-cache-dtype", "fp8")
     plain, small = (run("Qwen3-14B", rig(FOUR, FOUR), kv_cache_dtype=kind) for kind in ("auto", "fp8"))

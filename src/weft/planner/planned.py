@@ -62,14 +62,16 @@ def carried_out(plan: PlanFile, config: EngineConfig, checkpoint: Checkpoint, ho
     if on_gpus:
         wanted["device_ids"] = config.device_ids or tuple(rank.gpu_index for rank in ranks)
         wanted["gpu_memory_utilization"] = _shares(plan, config)
+    elif config.kv_cache_memory_bytes is None:
+        wanted["kv_cache_memory_bytes"] = max(rank.kv_bytes for rank in ranks)
     if best.data_parallel > 1:
         logger.warning(
-            "%s has %d replicas (%s); Weft runs one of them yet, %s: start the others as servers of their own, with "
-            "--device-ids",
+            "%s has %d replicas (%s); Weft runs one of them yet, %s: start the others as servers of their own%s",
             plan.path,
             best.data_parallel,
             best.name,
             devices(ranks) if on_gpus else "on the CPU",
+            ", with --device-ids" if on_gpus else "",
         )
     return replace(config, **wanted)  # type: ignore[arg-type]
 
@@ -154,6 +156,12 @@ def _check_machine(plan: PlanFile, config: EngineConfig, host: Host) -> bool:
     if any(rank.node != ranks[0].node for rank in ranks):
         raise PlanError(f"{plan.path} lays one replica over several machines; Weft runs on one yet: plan with --gpus")
     if all(plan.hardware.types[rank.gpu].kind == "cpu" for rank in ranks):
+        need = sum(rank.weight_bytes + rank.kv_bytes for rank in ranks)
+        if config.kv_cache_memory_bytes is None and need > host.memory_free_bytes:
+            raise PlanError(
+                f"{plan.path} takes {gigabytes(need)} for weights and KV cache; of the memory of {host.hostname} "
+                f"{gigabytes(host.memory_free_bytes)} are free: plan again here, or give --kv-cache-memory-bytes"
+            )
         return False
     if not host.gpus:
         raise PlanError(
