@@ -45,7 +45,7 @@ def chosen(
     for chooser, there in ((TritonChooser(rows, device), device), (TorchChooser(rows), CPU)):
         for row, slot in enumerate(slots):
             chooser.admit(int(slot), params[row % len(params)], key_of(row))
-        arrays = [slots, positions, *chooser.arrays(slots)]
+        arrays = [slots, positions, *chooser.arrays()]
         tensors = [torch.from_numpy(array).to(there) for array in arrays]
         found.append(chooser.choose(logits.to(there), slots, positions, tensors).cpu())
     return found[0], found[1]

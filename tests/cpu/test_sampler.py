@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from tests.cpu.draws import CPU, MASK, chi_square
 from weft.core.params import SamplingParams
 from weft.core.step import Admission
 from weft.worker import chunks
+from weft.worker import sampler as sampler_module
 from weft.worker.filters import weigh
 from weft.worker.random import BLOCK, exponentials, race, seeds
 from weft.worker.sampler import Sampled, Sampler
@@ -423,6 +425,25 @@ def test_a_slot_keeps_nothing_of_who_was_there_before() -> None:
             sampler.release(0)
         sampler.admit(row.admission(0))
         assert sampled(sampler, logits, [0], [1]).result() == ([expected(row, logits[0].tolist())], [None])
+
+
+def test_wishes_with_nothing_to_do_leave_the_logits_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A min_tokens that is reached, bad words that have not begun: logits of 16 bits are not widened for them."""
+
+    def refuse(*_: object) -> NoReturn:
+        raise AssertionError("the logits are changed")
+
+    monkeypatch.setattr(sampler_module, "shape", refuse)
+    rows = [
+        Row(0, SamplingParams(min_tokens=2), [3], [7, 8]),
+        Row(1, SamplingParams(bad_word_ids=((5, 6),)), [3], []),
+        Row(2, SamplingParams(presence_penalty=1.0), [3], []),
+        Row(3, SamplingParams(min_tokens=3), [3], [7, 8]),
+    ]
+    sampler, logits = sampler_of(50, rows), grid(50, 4, 0).bfloat16()
+    assert sample(sampler, logits[:3], rows[:3]) == [*map(expected, rows[:3], logits[:3].tolist())]
+    with pytest.raises(AssertionError, match="are changed"):
+        sample(sampler, logits[3:], rows[3:], [3])
 
 
 def test_no_rows_give_no_tokens() -> None:

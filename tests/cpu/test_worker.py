@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from tests.cpu import tiny
 from tests.cpu.attention import shaped
@@ -19,6 +20,9 @@ from weft.kernels import choose
 from weft.kernels.base import Kernels, Product
 from weft.layers import rope
 from weft.planner.layout import layout
+from weft.planner.memory import LOGITS_BYTES
+from weft.planner.plan import Speculation
+from weft.worker.sampler import Order, Sampler
 from weft.worker.worker import Worker
 
 
@@ -80,6 +84,35 @@ def test_the_memory_of_the_kernels_is_given_back_too(tmp_path: Path) -> None:
         worker.close()
         torch.set_num_threads(threads)
     assert kernels() is None
+
+
+def test_what_is_measured_samples_after_every_guess(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The logits of a step in which everybody guesses are the largest that it has: without them a full batch that
+    begins to guess would find no memory."""
+    checkpoint = resolve(str(tiny.write(tmp_path / "tiny")), load_format="dummy")
+    config = EngineConfig(model=str(checkpoint.path), load_format="dummy", max_num_seqs=3)
+    plan = layout(config, checkpoint, host.probe())
+    guessing = replace(plan, speculation=Speculation(tokens=4, lookup_min=2, lookup_max=4))
+    orders: list[list[int]] = []
+
+    def spy(sampler: Sampler, slots: list[int], positions: list[int]) -> Order:
+        orders.append(slots)
+        return order(sampler, slots, positions)
+
+    order = Sampler.order
+    monkeypatch.setattr(Sampler, "order", spy)
+    threads = torch.get_num_threads()
+    found = []
+    for it in (plan, guessing):
+        worker = Worker(it, 0, Links(Solo(), Solo()))
+        try:
+            found.append(worker.load().activation_bytes)
+            worker.allocate(3)
+        finally:
+            worker.close()
+            torch.set_num_threads(threads)
+    assert found[1] - found[0] == LOGITS_BYTES * 3 * 4 * plan.shape.vocab
+    assert orders == [[0], [0], [0] * 5, [0]]
 
 
 def test_fewer_rows_of_the_table_are_the_same_rows() -> None:

@@ -234,6 +234,7 @@ def test_config_file(tmp_path: Path) -> None:
         ("- a", "must hold flags"),
         ("a: [", "not YAML"),
         ("seed: 1\nseed: 2", "'seed' is there twice"),
+        ("max-model-len: 8\nmax_model_len: 9", "'max-model-len' and 'max_model_len', which are one flag"),
         ("enable-prefix-caching: 3", "true or false"),
         ("port: true", "takes a value"),
         ("port: many", "--port"),

@@ -317,6 +317,7 @@ def test_notes(words: str, told: str | None) -> None:
         ("--gpus 1xH100", 2, ["which model"]),
         ("--check nonsense", 1, ["nonsense", "MODEL PRECISION on NxGPU"]),
         ("gpt2 --check nonsense", 2, ["leave out model"]),
+        ("-q int4 --check nonsense", 2, ["leave out quantization"]),
         ("gpt2 --gpus 1xH100 --json --html -", 2, ["--json and --html"]),
         ("gpt2 --gpus 1xH100 --html /nowhere/plan.html", 2, ["/nowhere/plan.html", "No such file"]),
     ],

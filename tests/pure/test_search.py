@@ -274,6 +274,20 @@ def test_more_bandwidth_is_never_slower(model: str, gpu: GpuSpec, count: int, en
     assert all(now[cut] > speed for cut, speed in then.items())
 
 
+@pytest.mark.parametrize(("one", "other"), [("RTX4080", "RTX4090"), ("RTX4090", "A6000")])
+def test_who_samples_is_not_the_user_s_to_know(one: str, other: str) -> None:
+    """The first rank of a stage holds the logits too: on the smaller of two unlike GPUs they would cost KV cache."""
+    there, back = (
+        best(plan("Qwen3-14B", f"1x{a}+1x{b}", engine="weft", wish=Wish(tensor_parallel=2)))
+        for a, b in ((one, other), (other, one))
+    )
+    assert there.layout.tensor_parallel == back.layout.tensor_parallel == 2
+    assert there.predicted.saturated_tok_s == pytest.approx(back.predicted.saturated_tok_s, rel=0.01)
+    # Who says the shares says whose they are.
+    said = Wish(tensor_parallel=2, tensor_split=(1.0, 2.0))
+    assert best(plan("Qwen3-14B", f"1x{one}+1x{other}", engine="weft", wish=said)).layout.gpus == (0, 1)
+
+
 @FEW
 @given(MODELS, st.permutations([find_gpu("RTX 4090"), find_gpu("RTX 4090"), find_gpu("RTX 3090")]))
 def test_the_order_of_gpus_changes_little(model: str, found: list[GpuSpec]) -> None:

@@ -27,7 +27,7 @@ from weft.planner.search import search
 from weft.planner.words import gigabytes
 
 # They are the claim's to say.
-SAID_BY_CLAIM = ("model", "gpus", "nodes", "network", "precision")
+SAID_BY_CLAIM = ("model", "gpus", "nodes", "network", "precision", "quantization")
 
 
 def main(arguments: Namespace) -> int:

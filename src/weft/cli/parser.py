@@ -130,7 +130,7 @@ def add(group: argparse._ArgumentGroup, flag: Flag) -> None:
 def default_text(flag: Flag) -> str:
     """ " (default: X)" where there is one worth telling."""
     value = flag.default if flag.default is not None else DEFAULTS.get(flag.dest)
-    if value is None or value in ("", (), {}) or callable(value):
+    if value is None or value in ("", (), {}) or callable(value) or (flag.choices and value not in flag.choices):
         return ""
     if isinstance(value, bool):
         value = "on" if value else "off"
@@ -167,8 +167,11 @@ def with_config_file(command: Command, argv: list[str]) -> list[str]:
     flags = {name: flag for flag in command.flags for name in (flag.name, flag.dest, flag.name.replace("-", "_"))}
     given = {word.partition("=")[0] for word in argv if word.startswith("-")}
     ahead: list[str] = []
+    spelt: dict[Flag, Any] = {}
     for key, value in read_yaml(path).items():
         flag = flags.get(str(key))
+        if flag is not None and spelt.setdefault(flag, key) != key:
+            raise UsageError(f"{path} has {spelt[flag]!r} and {key!r}, which are one flag; give one of them")
         if flag is None:
             stripped, warnings = vllm.strip([f"--{dashes('--' + str(key))[2:]}"], frozenset())
             if stripped:

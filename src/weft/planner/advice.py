@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Literal
 
 import msgspec
@@ -127,15 +128,18 @@ def _to_fit(answer: Answer) -> Iterator[str]:
             yield f"with --max-model-len {length} it fits: that many tokens of KV are left"
         else:
             yield f"prompt and answer of up to {length:,} tokens together fit: that much KV is left"
-    fits = {}
-    for precision, name in _smaller_checkpoints(question):
+    smaller = dict(_smaller_checkpoints(question))
+
+    @cache
+    def fits(precision: str) -> str | None:
         found = _roomiest(msgspec.structs.replace(question, precisions=(precision,)))
-        if found:
-            fits[precision] = f"{name} fits as {found[0]} with {_to_spare(*found)}{_yet(question, precision)}"
-    # The closest to the original, the smallest, and one that the engine runs.
-    smallest = sorted(fits, key=lambda it: weight_bytes(question.shape, it))[:1]
-    running = [it for it in fits if not _yet(question, it)][:1]
-    yield from (fits[it] for it in dict.fromkeys([*list(fits)[:1], *smallest, *running]))
+        return found and f"{smaller[precision]} fits as {found[0]} with {_to_spare(*found)}{_yet(question, precision)}"
+
+    # The closest to the original, the smallest, and one that the engine runs; no more are tried than that takes.
+    running = [it for it in smaller if not _yet(question, it)]
+    orders = (smaller, sorted(smaller, key=lambda it: weight_bytes(question.shape, it)), running)
+    told = dict.fromkeys(next(filter(None, map(fits, order)), None) for order in orders)
+    yield from filter(None, told)
     if question.wish != Wish():
         found = _roomiest(msgspec.structs.replace(question, wish=Wish()))
         if found:

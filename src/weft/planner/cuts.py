@@ -128,13 +128,18 @@ def _crosswise(
 
 
 def rearranged(question: Question, draft: Draft) -> Iterator[Draft]:
-    """The same cut in other orders, where the stages of a pipeline lie on different GPUs and the user has not said what
-    each holds: every order of a few types, else the fastest first and last; each replica with stages of all types,
-    instead of replicas that differ; and where some stay idle, those of one type rather than those of another."""
+    """The same cut in other orders, where the user has not said what each GPU holds. Of a pipeline on different GPUs:
+    every order of a few types, else the fastest first and last; each replica with stages of all types, instead of
+    replicas that differ; and where some stay idle, those of one type rather than those of another. Of ranks on
+    different GPUs: the roomiest first, since the first of them samples too."""
     wish, cut = question.wish, draft.cut
     said = wish.devices or wish.spread or wish.pipeline_split or wish.tensor_split
     members = [stage for replica in draft.replicas for stage in replica]
     everything = groups(islands(question.cluster), cut.tensor_parallel)
+    if cut.pipeline_parallel == 1 and not said:
+        roomy = [(tuple(sorted(stage, key=lambda it: -it.gpu.takes(1.0))),) for (stage,) in draft.replicas]
+        if roomy != list(draft.replicas):
+            yield Draft(cut, tuple(roomy))
     if cut.pipeline_parallel == 1 or said or len({_sorts(stage) for stage in everything + members}) == 1:
         return
     choices = {frozenset(members): members}

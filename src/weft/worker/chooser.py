@@ -23,8 +23,8 @@ class Chooser(Protocol):
         """A request with the key of its random stream takes a slot."""
         ...
 
-    def arrays(self, slots: np.ndarray) -> list[np.ndarray]:
-        """What it needs on the device, beside slots and positions, to choose for these rows."""
+    def arrays(self) -> list[np.ndarray]:
+        """What the device has to be told before the next choice, beside slots and positions."""
         ...
 
     def choose(
@@ -59,7 +59,7 @@ class TorchChooser:
     def admit(self, slot: int, params: SamplingParams, key: int) -> None:
         self._settings.admit(slot, params, key)
 
-    def arrays(self, slots: np.ndarray) -> list[np.ndarray]:
+    def arrays(self) -> list[np.ndarray]:
         return []
 
     def choose(
@@ -100,7 +100,7 @@ class TritonChooser:
         self._filtered[slot] = filters and not params.greedy
         self._news.add(slot)
 
-    def arrays(self, slots: np.ndarray) -> list[np.ndarray]:
+    def arrays(self) -> list[np.ndarray]:
         new = np.array([*self._news], dtype=np.int64)
         self._news.clear()
         return [new, self._settings.columns[new], self._settings.keys[new].view(np.int64)]

@@ -80,7 +80,7 @@ class Sampler:
             positions=positions_,
             wishes=self._shaping.of(slots) if edits else [],
             scored=scored,
-            arrays=[slots_, positions_, scored, *(edits or ()), *self._chooser.arrays(slots_)],
+            arrays=[slots_, positions_, scored, *(edits or ()), *self._chooser.arrays()],
             edits=len(edits or ()),
         )
 

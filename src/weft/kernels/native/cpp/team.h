@@ -13,6 +13,8 @@
 // What a team shares. Its work is a row of phases, each in pieces: a phase is over when its pieces are done, whoever
 // did them, and the next begins. A thread that comes late finds fewer pieces, or none, and passes on.
 class Board {
+    static constexpr int SOON = 100;  // looks, some 2 us
+
     // Of one thread's own range of pieces, those taken: the phase in the upper half, their number in the lower.
     struct alignas(64) Taken {
         std::atomic<uint64_t> word{0};
@@ -45,6 +47,13 @@ public:
     }
 
     void end(uint32_t phase) { over.set(phase); }
+
+    bool over_soon(uint32_t phase) const {
+        for (int i = 0; i < SOON; i++, breathe())
+            if (over.value() >= phase) return true;
+        return false;
+    }
+
     void wait(uint32_t phase) {
         over.wait([&](uint32_t now) { return now >= phase; });
     }
@@ -54,6 +63,7 @@ public:
 class Team {
     static constexpr int64_t PIECES = 8;  // of a thread's range: what may be waited for is one of them
     uint32_t phase = 0;
+    bool others_late = false;  // in the phase before
     Board &board;
 
 public:
@@ -70,18 +80,26 @@ public:
         }
         if (!count) return lead(then);
         int64_t pieces = (count + grain - 1) / grain;
+        bool were_late = others_late;
+        others_late = false;
         phase++;
-        for (int i = 0; i < size; i++) {
-            int owner = (rank + i) % size;
-            int64_t first = pieces * owner / size, last = pieces * (owner + 1) / size, mine = 0;
-            for (int64_t piece; (piece = board.take(phase, owner, first, last)) >= 0; mine++)
+        // A range, as far as it has not been done; whether that was the end of the phase.
+        auto go_through = [&](int owner) {
+            int64_t first = pieces * owner / size, last = pieces * (owner + 1) / size, done = 0;
+            for (int64_t piece; (piece = board.take(phase, owner, first, last)) >= 0; done++)
                 work(piece * grain, std::min((piece + 1) * grain, count));
-            // Before a look at the next one's range: it is whoever comes last that all wait for.
-            if (board.report(mine, pieces)) {
-                then();
-                return board.end(phase);
-            }
-        }
+            others_late = others_late || (owner != rank && done);
+            if (!board.report(done, pieces)) return false;
+            then();
+            board.end(phase);
+            return true;
+        };
+        if (go_through(rank)) return;
+        // Others are about to be through as well, and would lose more by a piece taken from them than it takes, unless
+        // they are late: then they were most likely late before.
+        if (!were_late && board.over_soon(phase)) return;
+        for (int i = 1; i < size; i++)
+            if (go_through((rank + i) % size)) return;
         board.wait(phase);
     }
 
