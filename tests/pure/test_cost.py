@@ -130,6 +130,17 @@ def test_concurrency_ends_where_the_cache_does() -> None:
     assert asked.tpot_s == full.tpot_s
 
 
+def test_more_requests_at_once_get_more_up_to_what_is_saturated() -> None:
+    """With long prompts and short answers too, of which reading takes the most."""
+    work = {"input_len": 6000, "output_len": 200}
+    found = [speed(LLAMA, cut(LLAMA, [0]), "1xRTX4090", "weft", concurrency=n, **work) for n in (1, 2, 4, 6, 7, 100)]
+    rates = [it.output_tok_s for it in found]
+    assert rates == sorted(rates) and rates[-1] == rates[-2] == found[0].saturated_tok_s
+    # One on two replicas leaves one of them idle.
+    two = speed(LLAMA, cut(LLAMA, [0, 1]), "2xRTX4090", "weft", concurrency=1, **work)
+    assert two.output_tok_s == pytest.approx(rates[0])
+
+
 def test_the_engines_own_limit_is_named() -> None:
     assert speed(LLAMA, cut(LLAMA, [0]), "1xB200", "weft", output_len=64, input_len=64).limit == "max_num_seqs"
     assert speed(LLAMA, cut(LLAMA, [0]), "1xB200", "weft", concurrency=3).limit == "concurrency"

@@ -19,7 +19,7 @@ from weft.facts.model import Model
 from weft.planner import economics
 from weft.planner.economics import Fleet, Mix
 from weft.planner.question import Question
-from weft.planner.search import Candidate, output_tok_s, search
+from weft.planner.search import Candidate, search
 
 SELLERS = 5  # of those that sell the model itself, the cheapest
 HOURS_PER_MONTH = 365.25 * 24 / 12
@@ -48,7 +48,7 @@ def main(arguments: Namespace) -> int:
 def rented(question: Question, best: Candidate) -> Fleet:
     """The candidate as GPUs that are paid for by the hour."""
     assert question.price is not None
-    tokens = output_tok_s(question, best.predicted)
+    tokens = best.predicted.output_tok_s
     return Fleet(
         dollars_per_hour=question.price * len(set(best.layout.gpus)),
         requests_per_s=tokens / question.workload.output_len,

@@ -25,7 +25,6 @@ from weft.planner.search import (
     Rejected,
     engine_profile,
     fitting,
-    output_tok_s,
     request_s,
     search,
 )
@@ -362,7 +361,7 @@ def _worth(question: Question, candidate: Candidate) -> float:
     predicted = candidate.predicted
     if question.objective == "latency":
         return 1 / request_s(question, predicted)
-    rate = output_tok_s(question, predicted)
+    rate = predicted.output_tok_s
     return rate / len(set(candidate.layout.gpus)) if question.objective == "cost" else rate
 
 

@@ -22,7 +22,7 @@ from weft.planner.objections import not_run
 from weft.planner.plan_file import FORMAT
 from weft.planner.question import Question
 from weft.planner.replica import slowest_link
-from weft.planner.search import Answer, Candidate, engine_profile, output_tok_s
+from weft.planner.search import Answer, Candidate, engine_profile
 
 
 def as_json(answer: Answer, model: Model) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def candidate_json(question: Question, candidate: Candidate) -> dict[str, Any]:
             "ttft_s": predicted.ttft_s,
             "tpot_s_at_concurrency": predicted.tpot_s,
             "concurrency": predicted.concurrency,
-            "output_tok_s": output_tok_s(question, predicted),
+            "output_tok_s": predicted.output_tok_s,
             "saturated_tok_s": predicted.saturated_tok_s,
             "saturated_concurrency": predicted.saturated_concurrency,
             "limited_by": predicted.limit,
@@ -228,7 +228,7 @@ def dollars_per_million(question: Question, candidate: Candidate) -> float | Non
     if question.price is None:
         return None
     rent = question.price * len(set(candidate.layout.gpus)) / 3600
-    return rent / output_tok_s(question, candidate.predicted) * 1e6
+    return rent / candidate.predicted.output_tok_s * 1e6
 
 
 def provenance(question: Question, model: Model) -> dict[str, Any]:

@@ -24,15 +24,16 @@ Limit = Literal["kv_cache", "max_num_seqs", "max_num_batched_tokens", "concurren
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     """The speed of a deployment. `single_tok_s` is one request alone, `ttft_s` its first token; `tpot_s` is the mean
-    time per token of a request with `concurrency` requests at once, and `saturated_tok_s` what the whole deployment
-    answers with `saturated_concurrency`, which `limit` limits. `step` is where a round of the slowest replica
-    goes at `concurrency`; `prefill_s` is the reading of one prompt on its slowest stage. The error band is
-    relative: 0.2 is 20 % up or down."""
+    time per token of a request with `concurrency` requests at once, which get `output_tok_s` all together, their
+    prompts read in between; `saturated_tok_s` is what the whole deployment answers with `saturated_concurrency`, which
+    `limit` limits. `step` is where a round of the slowest replica goes at `concurrency`; `prefill_s` is the reading of
+    one prompt on its slowest stage. The error band is relative: 0.2 is 20 % up or down."""
 
     single_tok_s: float
     ttft_s: float
     tpot_s: float
     concurrency: float
+    output_tok_s: float
     saturated_tok_s: float
     saturated_concurrency: float
     limit: Limit
@@ -61,15 +62,18 @@ def predict(
     steps = [replica.batched_tokens for replica in memory.replicas]
     at_once, saturated = list(zip(runs, asked, steps, strict=True)), list(zip(runs, full, steps, strict=True))
     tpots = {it: it[0].tpot_s(it[1], workload, it[2]) for it in set(at_once)}
-    rates = {it: it[0].throughput(it[1], workload, it[2]) for it in set(saturated)}
+    rates = {it: it[0].throughput(it[1], workload, it[2]) for it in {*at_once, *saturated}}
     alone = {run: run.round_s(1, workload).total for run in set(runs)}
     fastest = min(alone, key=lambda run: (alone[run], runs.index(run)))
+    # Of fewer requests than replicas some have none.
+    concurrency = sum(asked) if workload.concurrency is None else min(sum(asked), workload.concurrency)
     slowest, batch, most = max(tpots, key=lambda it: (tpots[it], -runs.index(it[0])))
     return Prediction(
         single_tok_s=1 / alone[fastest],
         ttft_s=fastest.prompt_s(workload, steps[runs.index(fastest)]),
         tpot_s=sum(asked) / sum(it[1] / tpots[it] for it in at_once),
-        concurrency=sum(asked) if workload.concurrency is None else min(sum(asked), workload.concurrency),
+        concurrency=concurrency,
+        output_tok_s=sum(rates[it] for it in at_once) * (concurrency / sum(asked)),
         saturated_tok_s=sum(rates[it] for it in saturated),
         saturated_concurrency=sum(full),
         limit=limits[0][1] if asked == full else "concurrency",

@@ -148,7 +148,7 @@ def merit(question: Question, candidate: Candidate) -> tuple[float, ...]:
     if question.objective == "latency":
         main = request_s(question, predicted)
     else:
-        main = 1 / output_tok_s(question, predicted)
+        main = 1 / predicted.output_tok_s
         if question.objective == "cost":
             main *= len(set(layout.gpus))
         if layout.size == layout.expert_parallel == 1:
@@ -166,13 +166,6 @@ def request_s(question: Question, predicted: Prediction) -> float:
         return predicted.ttft_s + question.workload.output_len / predicted.single_tok_s
     alone = predicted.ttft_s + question.workload.output_len * predicted.tpot_s
     return alone * max(1.0, asked / predicted.concurrency)
-
-
-def output_tok_s(question: Question, predicted: Prediction) -> float:
-    """Tokens per second of the whole deployment at the concurrency that was asked for, or saturated."""
-    if predicted.limit != "concurrency":  # more than fit at once are as good as any number
-        return predicted.saturated_tok_s
-    return predicted.concurrency / predicted.tpot_s
 
 
 def engine_profile(question: Question) -> Profile:
