@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.pure.commands import weft, weft_json
-from weft.cli import simulate, simulate_flags, simulate_study
+from weft.cli import plot, simulate, simulate_flags
 from weft.gateway.policy import POLICIES
 
 HERE = "Llama-3.1-8B --gpus 2xH100 --engine vllm --output-len 64 --duration 40s"
@@ -146,9 +146,18 @@ def test_a_plot_is_drawn(tmp_path: Path) -> None:
 
 
 def test_without_matplotlib_it_says_so_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(simulate_study, "find_spec", lambda name: None)
+    monkeypatch.setattr(plot, "find_spec", lambda name: None)
     status, out, err = run(f"{HERE} --rates 2,4 --plot load.png")
     assert (status, out) == (2, "") and "matplotlib, which is not installed" in err
+
+
+@pytest.mark.parametrize(
+    ("path", "words"), [("/nowhere/x.png", "there is no directory /nowhere"), ("x.foo", ".foo is no kind of picture")]
+)
+def test_a_plot_that_cannot_be_written_is_refused_before_the_run(path: str, words: str) -> None:
+    pytest.importorskip("matplotlib")
+    status, out, err = run(f"{HERE} --rates 2,4 --plot {path}")
+    assert (status, out) == (2, "") and words in err
 
 
 def test_policies_are_those_of_the_gateway() -> None:

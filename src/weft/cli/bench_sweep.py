@@ -13,7 +13,7 @@ from weft.bench.summary import warnings
 from weft.cli.bench_serve import Point, measure, prepare, save, target
 from weft.cli.bench_view import aligned, number
 from weft.cli.parser import UsageError
-from weft.cli.plot import Curve, picture, terminal
+from weft.cli.plot import Curve, check, picture, terminal
 
 CURVES = {  # title of a plot, its unit, and its curves by name
     "times": ("ms", {"median TTFT": "median_ttft_ms", "p95 TTFT": "p95_ttft_ms", "p95 TPOT": "p95_tpot_ms"}),
@@ -24,6 +24,8 @@ CURVES = {  # title of a plot, its unit, and its curves by name
 def main(arguments: Namespace) -> int:
     """Measure every point and print table and plots; 1 where a point got no answer at all."""
     by, loads = points(arguments)
+    if path := getattr(arguments, "plot", None):
+        check(path)
     plan = prepare(arguments)
     results: list[dict[str, Any]] = []
     with target(arguments) as there:
@@ -38,12 +40,9 @@ def main(arguments: Namespace) -> int:
         print(json.dumps(whole))
     else:
         print("\n".join(report(by, results)))
-    if path := getattr(arguments, "plot", None):
+    if path:
         unit, names = CURVES["times"]
-        if not picture(
-            path, curves(by, results, names), x=axis(by), y=unit, title=f"{model}, {loads_in_words(results)}"
-        ):
-            print(f"no {path}: matplotlib is not installed (pip install matplotlib)", file=sys.stderr)
+        picture(path, curves(by, results, names), x=axis(by), y=unit, title=f"{model}, {loads_in_words(results)}")
     return 0 if all(result["completed"] for result in results) else 1
 
 

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import pairwise
 from math import log10
+from pathlib import Path
 
+from weft.cli.parser import UsageError
 from weft.errors import ConfigError, reason
 
 MARKS = "o+x*#@"
@@ -76,10 +78,21 @@ def terminal(curves: Sequence[Curve], *, x: str, y: str, width: int = 64, height
     return [*lines, "   ".join(f"{MARKS[n % len(MARKS)]} {curve.name}" for n, curve in enumerate(curves))]
 
 
-def picture(path: str, curves: Sequence[Curve], *, x: str, y: str, title: str) -> bool:
-    """Write the curves to a file of the kind that its name ends in; False where matplotlib is not installed."""
+def check(path: str) -> None:
+    """Raises UsageError where no picture can be written to a file of this name."""
     if find_spec("matplotlib") is None:
-        return False
+        raise UsageError("--plot draws with matplotlib, which is not installed (pip install matplotlib)")
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    file, kinds = Path(path).absolute(), sorted(FigureCanvasBase.get_supported_filetypes())
+    if not file.parent.is_dir():
+        raise UsageError(f"--plot {path}: there is no directory {file.parent}")
+    if file.suffix and file.suffix[1:].lower() not in kinds:
+        raise UsageError(f"--plot {path}: {file.suffix} is no kind of picture; give one of {' '.join(kinds)}")
+
+
+def picture(path: str, curves: Sequence[Curve], *, x: str, y: str, title: str) -> None:
+    """Write the curves to a file of the kind that its name ends in."""
     # Figure and not pyplot, which asks for a display.
     from matplotlib.figure import Figure
 
@@ -100,4 +113,3 @@ def picture(path: str, curves: Sequence[Curve], *, x: str, y: str, title: str) -
         figure.savefig(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot write the plot {path}: {reason(error)}") from None
-    return True

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from importlib.util import find_spec
 from math import inf
 from typing import Any
 
 import msgspec
 
+from weft.cli import plot
 from weft.cli.parser import UsageError
 from weft.cli.plan import ask
 from weft.errors import ConfigError, PlanError
@@ -57,8 +57,8 @@ def check(said: dict[str, Any]) -> None:
         raise UsageError(f"--find {said['find']} takes one load; leave --rates out")
     if said.get("find") == "rate" and "rate" in said:
         raise UsageError("--find rate finds the rate; leave --rate out")
-    if "plot" in said and find_spec("matplotlib") is None:
-        raise UsageError("--plot draws with matplotlib, which is not installed (pip install matplotlib)")
+    if "plot" in said:
+        plot.check(said["plot"])
 
 
 def asked(said: dict[str, Any], model: Model) -> tuple[Load, int | None]:
