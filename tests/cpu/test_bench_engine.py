@@ -60,7 +60,7 @@ def test_calibrate_then_plan(
     assert main.main(["bench", "calibrate", "--device", "cpu", "--json", "--save"]) == 0
     (told,) = json.loads(capsys.readouterr().out)
     assert told["points"] == len(told["measurements"]) == 2 + 4 + 4 + 3 and told["precision"] == "bf16"
-    assert told["quantised"].keys() == {"q4_1"}
+    assert told["quantised"].keys() == {"q4_1+q8_0"}
     assert {it["kind"] for it in told["measurements"]} == {"decode", "prefill"}
     (kept,) = calibration.known(speeds.calibrated_machine(host.probe()))
     assert kept.device == told["device"] and 0 < kept.runtime_MiB.value < 4096
