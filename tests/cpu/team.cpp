@@ -30,6 +30,16 @@ void each_once(int threads, int64_t count) {
     CHECK(over == PHASES);
 }
 
+// More pieces than are counted for a thread's range: larger ones, and all of them.
+void many(int threads) {
+    const int64_t count = Board::MOST * threads * 2 + 5;
+    std::atomic<int64_t> all{0};
+    together(threads, true, [&](Team &team) {
+        team.each(count, 1, [&](int64_t first, int64_t last) { all += last - first; }, nothing);
+    });
+    CHECK(all == count);
+}
+
 // A thread that comes when all is over is not waited for, and finds nothing to do.
 void late(int threads) {
     std::atomic<bool> here{false}, over{false};
@@ -87,5 +97,5 @@ void short_calls(int threads) {
 int main() {
     for (int threads : {1, 2, 3, 8})
         for (int64_t count : {0, 1, 2, 7, 100, 1000}) each_once(threads, count);
-    for (int threads : {2, 5}) late(threads), slow(threads), short_calls(threads);
+    for (int threads : {2, 5}) late(threads), slow(threads), short_calls(threads), many(threads);
 }

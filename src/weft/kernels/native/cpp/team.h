@@ -14,8 +14,9 @@
 // did them, and the next begins. A thread that comes late finds fewer pieces, or none, and passes on.
 class Board {
     static constexpr int SOON = 100;  // looks, some 2 us
+    static constexpr int BITS = 20;   // of a count of pieces; the phase has the rest of a word
 
-    // Of one thread's own range of pieces, those taken: the phase in the upper half, their number in the lower.
+    // Of one thread's own range of pieces, how many are taken from its front and from its back, in this phase.
     struct alignas(64) Taken {
         std::atomic<uint64_t> word{0};
     };
@@ -24,18 +25,23 @@ class Board {
     Signal over;                               // phases
 
 public:
+    static constexpr int64_t MOST = (1 << BITS) - 1;  // pieces of a range
+
     explicit Board(int size) : taken(size) {}
 
-    // Of the pieces [first, last) that are `owner`'s in a phase the next one; -1 where there is none left.
-    int64_t take(uint32_t phase, int owner, int64_t first, int64_t last) {
+    // Of the pieces [first, last) that are `owner`'s in a phase the next one, or the last where another thread helps, so
+    // that the owner goes on through its range in order; -1 where there is none left.
+    int64_t take(uint32_t phase, int owner, bool helps, int64_t first, int64_t last) {
         std::atomic<uint64_t> &word = taken[owner].word;
         uint64_t seen = word.load(std::memory_order_relaxed);
         for (;;) {
-            uint32_t then = uint32_t(seen >> 32);
-            int64_t piece = first + (then == phase ? int64_t(uint32_t(seen)) : 0);
-            if (then > phase || piece >= last) return -1;
-            uint64_t mine = uint64_t(phase) << 32 | uint64_t(piece - first + 1);
-            if (word.compare_exchange_weak(seen, mine, std::memory_order_relaxed)) return piece;
+            uint32_t then = uint32_t(seen >> 2 * BITS);
+            uint64_t counts = then == phase ? seen : 0;
+            int64_t front = counts >> BITS & MOST, back = counts & MOST;
+            if (then > phase || front + back >= last - first) return -1;
+            uint64_t mine = uint64_t(phase) << 2 * BITS | uint64_t(front + !helps) << BITS | uint64_t(back + helps);
+            if (word.compare_exchange_weak(seen, mine, std::memory_order_relaxed))
+                return helps ? last - 1 - back : first + front;
         }
     }
 
@@ -79,6 +85,7 @@ public:
             return then();
         }
         if (!count) return lead(then);
+        grain = std::max(grain, count / (size * Board::MOST) + 1);
         int64_t pieces = (count + grain - 1) / grain;
         bool were_late = others_late;
         others_late = false;
@@ -86,7 +93,7 @@ public:
         // A range, as far as it has not been done; whether that was the end of the phase.
         auto go_through = [&](int owner) {
             int64_t first = pieces * owner / size, last = pieces * (owner + 1) / size, done = 0;
-            for (int64_t piece; (piece = board.take(phase, owner, first, last)) >= 0; done++)
+            for (int64_t piece; (piece = board.take(phase, owner, owner != rank, first, last)) >= 0; done++)
                 work(piece * grain, std::min((piece + 1) * grain, count));
             others_late = others_late || (owner != rank && done);
             if (!board.report(done, pieces)) return false;
