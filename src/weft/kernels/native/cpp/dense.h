@@ -46,8 +46,8 @@ template <class T> void dense_row(const T *data, int64_t row, int64_t cols, T *o
         out[c] = panel[(c / DEPTH<T> * PANEL + row % PANEL) * DEPTH<T> + c % DEPTH<T>];
 }
 
-// The sums of one tile, [N][PANEL]. `ahead` is what will be read next, `lines` cache lines of it fetched meanwhile.
-template <int N> void dense_tile(const float *panel, const float *x, int64_t cols, float *sums, const char *) {
+// The sums of one tile, [N][PANEL]. `ahead` is what will be read next: `rate` / 256 bytes of it are fetched per column.
+template <int N> void dense_tile(const float *panel, const float *x, int64_t cols, float *sums, const char *, int64_t) {
     float sum[N][PANEL] = {};
     for (int64_t c = 0; c < cols; c++)
         for (int n = 0; n < N; n++)
@@ -65,7 +65,8 @@ inline __m512bh twice(const bf16 *pair) {
     return (__m512bh)_mm512_set1_epi32(bits);
 }
 
-template <int N> void dense_tile(const bf16 *panel, const bf16 *x, int64_t cols, float *sums, const char *ahead) {
+template <int N>
+void dense_tile(const bf16 *panel, const bf16 *x, int64_t cols, float *sums, const char *ahead, int64_t rate) {
     // Few tokens leave registers free: columns then go to sums of their own, or each product would wait for the last.
     constexpr int WAYS = N == 1 ? 4 : N <= 3 ? 2 : 1;
     __m512 sum[WAYS][N][2];
@@ -82,8 +83,9 @@ template <int N> void dense_tile(const bf16 *panel, const bf16 *x, int64_t cols,
         for (int w = 0; w < WAYS; w++) {
             const bf16 *at = panel + (c + 2 * w) * PANEL;
             __m512bh low = (__m512bh)_mm512_loadu_si512(at), high = (__m512bh)_mm512_loadu_si512(at + PANEL);
-            _mm_prefetch(ahead + (c + 2 * w) * PANEL * 2, _MM_HINT_T0);
-            _mm_prefetch(ahead + (c + 2 * w) * PANEL * 2 + 64, _MM_HINT_T0);
+            const char *line = ahead + ((c + 2 * w) * rate >> 8);
+            _mm_prefetch(line, _MM_HINT_T0);
+            _mm_prefetch(line + 64, _MM_HINT_T0);
 #pragma GCC unroll 12
             for (int n = 0; n < N; n++) {
                 __m512bh both = twice(row[n / 3] + n % 3 * cols + c + 2 * w);
@@ -113,7 +115,8 @@ template <int N> void dense_tile(const bf16 *panel, const bf16 *x, int64_t cols,
 #else
 constexpr int TOKENS = 4;
 
-template <int N> void dense_tile(const bf16 *panel, const bf16 *x, int64_t cols, float *sums, const char *) {
+template <int N>
+void dense_tile(const bf16 *panel, const bf16 *x, int64_t cols, float *sums, const char *, int64_t) {
     float sum[N][PANEL] = {};
     for (int64_t c = 0; c < cols; c += 2) {
         uint32_t pair[PANEL];
@@ -137,8 +140,8 @@ template <int N> void dense_tile(const bf16 *panel, const bf16 *x, int64_t cols,
 // The tile of N tokens, N known only now.
 template <class T, int... N>
 void dense_tile(int64_t tokens, const T *panel, const T *x, int64_t cols, float *sums, const char *ahead,
-                std::integer_sequence<int, N...>) {
-    ((tokens == N + 1 && (dense_tile<N + 1>(panel, x, cols, sums, ahead), true)) || ...);
+                int64_t rate, std::integer_sequence<int, N...>) {
+    ((tokens == N + 1 && (dense_tile<N + 1>(panel, x, cols, sums, ahead, rate), true)) || ...);
 }
 
 template <class T, class Out>
@@ -152,8 +155,10 @@ void dense(const T *data, const T *bias, int64_t rows, int64_t cols, const T *x,
         for (int64_t b = 0; b < blocks; b++) {
             // Blocks of nearly the same size: a last one of two tokens would take as long as one of four.
             int64_t t = tokens * b / blocks, n = tokens * (b + 1) / blocks - t;
-            const char *ahead = reinterpret_cast<const char *>(panel + (blocks == 1 ? 2048 : size));
-            dense_tile(n, panel, x + t * cols, cols, sums, ahead, std::make_integer_sequence<int, TOKENS>());
+            // Each block fetches its share of the panel to come: the first alone would wait for all of it.
+            const char *ahead = reinterpret_cast<const char *>(panel + (blocks == 1 ? 2048 : size + size * b / blocks));
+            int64_t rate = 256 * PANEL * int64_t(sizeof(T)) / blocks;
+            dense_tile(n, panel, x + t * cols, cols, sums, ahead, rate, std::make_integer_sequence<int, TOKENS>());
             for (int64_t i = 0; i < n; i++) {
                 float *sum = sums + i * PANEL;
                 if (bias)
