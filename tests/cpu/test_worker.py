@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,34 +24,45 @@ from weft.kernels.base import Kernels, Product
 from weft.layers import rope
 from weft.planner.layout import layout
 from weft.planner.memory import LOGITS_BYTES
-from weft.planner.plan import Speculation
+from weft.planner.plan import Plan, Speculation
 from weft.worker.sampler import Order, Sampler
 from weft.worker.worker import Worker
 
 
-def test_the_rotary_table_is_no_longer_than_a_text_can_be(tmp_path: Path) -> None:
-    """A model of a million positions would take half a gigabyte per rank for a cache of some thousand tokens."""
-    path = str(tiny.write(tmp_path / "tiny"))
-    plan = layout(EngineConfig(model=path, load_format="dummy"), resolve(path, load_format="dummy"), host.probe())
+@contextmanager
+def alone(plan: Plan) -> Iterator[Worker]:
+    """A worker with nobody beside it, not loaded yet; this process keeps its threads."""
     threads = torch.get_num_threads()
     worker = Worker(plan, 0, Links(Solo(), Solo()))
     try:
-        worker.load()
-        worker.allocate(3)
-        assert worker.rope.shape == (3 * plan.block_size, plan.shape.head_dim)
-        worker.allocate(1000)
-        assert worker.rope.shape == (plan.max_model_len, plan.shape.head_dim)
+        yield worker
     finally:
         worker.close()
         torch.set_num_threads(threads)
 
 
+def tiny_plan(folder: Path, **flags: Any) -> Plan:
+    path = str(tiny.write(folder / "tiny"))
+    return layout(
+        EngineConfig(model=path, load_format="dummy", **flags), resolve(path, load_format="dummy"), host.probe()
+    )
+
+
+def test_the_rotary_table_is_no_longer_than_a_text_can_be(tmp_path: Path) -> None:
+    """A model of a million positions would take half a gigabyte per rank for a cache of some thousand tokens."""
+    plan = tiny_plan(tmp_path)
+    with alone(plan) as worker:
+        worker.load()
+        worker.allocate(3)
+        assert worker.rope.shape == (3 * plan.block_size, plan.shape.head_dim)
+        worker.allocate(1000)
+        assert worker.rope.shape == (plan.max_model_len, plan.shape.head_dim)
+
+
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs torch with oneDNN")
 def test_packed_weights_are_not_held_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU a bf16 matrix is packed for its product: the original goes with its layer, not with the last one."""
-    path = str(tiny.write(tmp_path / "tiny"))
-    config = EngineConfig(model=path, load_format="dummy", dtype="bfloat16")
-    plan = layout(config, resolve(path, load_format="dummy"), host.probe())
+    plan = tiny_plan(tmp_path, dtype="bfloat16")
     originals: list[weakref.ref[torch.Tensor]] = []
     alive: list[int] = []
 
@@ -60,38 +74,25 @@ def test_packed_weights_are_not_held_twice(tmp_path: Path, monkeypatch: pytest.M
     kernels = type(choose("auto", torch.device("cpu"), shaped(torch.bfloat16)))
     product = kernels.matrix
     monkeypatch.setattr(kernels, "matrix", spy)
-    threads = torch.get_num_threads()
-    worker = Worker(plan, 0, Links(Solo(), Solo()))
-    try:
+    with alone(plan) as worker:
         worker.load()
-    finally:
-        worker.close()
-        torch.set_num_threads(threads)
     # Four to a layer, the embedding and the head.
     assert len(alive) == 4 * plan.shape.layers + 2 and not any(alive)
 
 
 def test_the_memory_of_the_kernels_is_given_back_too(tmp_path: Path) -> None:
     """FlashInfer's workspace is 200 MB."""
-    path = str(tiny.write(tmp_path / "tiny"))
-    plan = layout(EngineConfig(model=path, load_format="dummy"), resolve(path, load_format="dummy"), host.probe())
-    threads = torch.get_num_threads()
-    worker = Worker(plan, 0, Links(Solo(), Solo()))
-    try:
+    plan = tiny_plan(tmp_path)
+    with alone(plan) as worker:
         worker.load()
         kernels = weakref.ref(worker.kernels)
-    finally:
-        worker.close()
-        torch.set_num_threads(threads)
     assert kernels() is None
 
 
 def test_what_is_measured_samples_after_every_guess(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The logits of a step in which everybody guesses are the largest that it has: without them a full batch that
     begins to guess would find no memory."""
-    checkpoint = resolve(str(tiny.write(tmp_path / "tiny")), load_format="dummy")
-    config = EngineConfig(model=str(checkpoint.path), load_format="dummy", max_num_seqs=3)
-    plan = layout(config, checkpoint, host.probe())
+    plan = tiny_plan(tmp_path, max_num_seqs=3)
     guessing = replace(plan, speculation=Speculation(tokens=4, lookup_min=2, lookup_max=4))
     orders: list[list[int]] = []
 
@@ -101,16 +102,11 @@ def test_what_is_measured_samples_after_every_guess(tmp_path: Path, monkeypatch:
 
     order = Sampler.order
     monkeypatch.setattr(Sampler, "order", spy)
-    threads = torch.get_num_threads()
     found = []
     for it in (plan, guessing):
-        worker = Worker(it, 0, Links(Solo(), Solo()))
-        try:
+        with alone(it) as worker:
             found.append(worker.load().activation_bytes)
             worker.allocate(3)
-        finally:
-            worker.close()
-            torch.set_num_threads(threads)
     assert found[1] - found[0] == LOGITS_BYTES * 3 * 4 * plan.shape.vocab
     assert orders == [[0], [0], [0] * 5, [0]]
 
