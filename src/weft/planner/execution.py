@@ -121,8 +121,13 @@ def is_cut(config: EngineConfig, host: Host) -> bool:
     """Whether the user says how to cut the model, or lets ranks share a GPU."""
     if any(getattr(config, name) is not None for name in CUTS) or host.environment.get("VLLM_PP_LAYER_PARTITION"):
         return True
+    return not names_each_once(config, host)
+
+
+def names_each_once(config: EngineConfig, host: Host) -> bool:
+    """Whether the GPUs that `device_ids` names are here, and none is named twice."""
     ids = config.device_ids or ()
-    return len(set(ids)) < len(ids) or any(not 0 <= number < len(host.gpus) for number in ids)
+    return len(set(ids)) == len(ids) and all(0 <= number < len(host.gpus) for number in ids)
 
 
 def leaves_shares_open(config: EngineConfig, host: Host) -> bool:
@@ -131,10 +136,8 @@ def leaves_shares_open(config: EngineConfig, host: Host) -> bool:
     said = {name for name in CUTS if getattr(config, name) is not None}
     if not said or said - sizes or host.environment.get("VLLM_PP_LAYER_PARTITION"):
         return False
-    ids = config.device_ids or tuple(range(len(host.gpus)))
-    if len(set(ids)) < len(ids) or any(not 0 <= number < len(host.gpus) for number in ids):
-        return False
-    return len({host.gpus[number].name for number in ids}) > 1
+    ids = config.device_ids or range(len(host.gpus))
+    return names_each_once(config, host) and len({host.gpus[number].name for number in ids}) > 1
 
 
 def searched(config: EngineConfig, checkpoint: Checkpoint, host: Host, cluster: Cluster) -> EngineConfig:
