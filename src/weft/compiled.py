@@ -29,7 +29,7 @@ FLAGS = (
 )
 TYPES = {"bfloat16": "bf16", "float32": "float"}  # in C++
 WIDEST_HEAD = 256  # as in paged.h: WIDEST
-WIDEST_GROUP = 96  # as in paged.h: QUERIES
+WIDEST_GROUP = 96  # as in tiles.h: QUERIES
 
 
 def obstacle(dtype: str, head_dim: int, group: int) -> str | None:

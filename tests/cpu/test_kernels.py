@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.cpu.attention import ragged, shaped
+from tests.cpu.programs import passes
 from weft.compiled import build
 from weft.kernels import choose
 from weft.kernels.base import HeadNorm, Kernels, KVCache
@@ -88,6 +91,49 @@ def test_attention_over_paged_kv_is_exact(kind: str, case: tuple, dtype: torch.d
     got = kernels.attend(q, written(kernels, cache), batch, head_dim**-0.5, window)
     want = attend_by_loop(q, cache, batch, head_dim**-0.5, window)
     torch.testing.assert_close(got.double(), want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+def test_rows_that_begin_alike_are_read_together_and_everything_once(tmp_path: Path) -> None:
+    passes("tiles", tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("window", [None, 50, 200])
+@pytest.mark.usefixtures("threads")
+def test_rows_that_share_blocks_get_what_rows_with_copies_of_them_get(dtype: torch.dtype, window: int | None) -> None:
+    kernels, block_size = native(dtype), 16
+    # Rows of one token that begin alike, some of them for longer, in any order, beside others; one has several tokens.
+    contexts = [150, 400, 33, 129, 260, 500, 64, 65, 280, 300, 170, 430, 77, 20]
+    counts = [1] * (len(contexts) - 1) + [6]
+    apart, blocks = ragged(counts, contexts, block_size, seed=3)
+    tables = apart.tables.clone()
+    for row, like, shared in (
+        (3, 0, 128),
+        (4, 1, 256),
+        (8, 1, 256),
+        (9, 8, 272),
+        (5, 4, 256),
+        (7, 6, 48),
+        (11, 1, 384),
+    ):
+        tables[row, : shared // block_size] = tables[like, : shared // block_size]
+    together = replace(apart, tables=tables)
+    torch.manual_seed(4)
+    q_heads, kv_heads, head_dim = 6, 2, 64
+    cache = KVCache(*(torch.randn(blocks, block_size, kv_heads, head_dim).to(dtype) for _ in range(2)))
+    copies = KVCache(cache.keys.clone(), cache.values.clone())
+    for row, context in enumerate(contexts):
+        used = -(-context // block_size)
+        copies.keys[apart.tables[row, :used]] = cache.keys[tables[row, :used]]
+        copies.values[apart.tables[row, :used]] = cache.values[tables[row, :used]]
+    q = torch.randn(sum(counts), q_heads, head_dim).to(dtype) * 3
+    for threads in (1, 2):  # with few, more rows are read together
+        torch.set_num_threads(threads)
+        got = kernels.attend(q, written(kernels, cache), together, head_dim**-0.5, window)
+        want = kernels.attend(q, written(kernels, copies), apart, head_dim**-0.5, window)
+        assert torch.equal(got, want)
+    exact = attend_by_loop(q, cache, together, head_dim**-0.5, window)
+    torch.testing.assert_close(got.double(), exact, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

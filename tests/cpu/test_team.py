@@ -2,41 +2,23 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.cpu.attention import ragged
+from tests.cpu.programs import passes
 from tests.cpu.test_kernels import native
 from tests.cpu.test_quantised import random
 from weft.comm import Solo
-from weft.compiled import SOURCES
 from weft.facts.place import Span
 from weft.kernels.base import DenseLayer, KVCache
 from weft.kernels.native.matrix import NativeMatrix
 
 
 def test_a_late_thread_is_not_waited_for_and_nothing_is_done_twice(tmp_path: Path) -> None:
-    compiler = shutil.which("c++") or shutil.which("g++")
-    if compiler is None:
-        pytest.skip("no C++ compiler")
-    program = tmp_path / "team"
-    source = Path(__file__).with_name("team.cpp")
-    command = [compiler, "-std=c++17", "-O1", "-pthread", "-Wall", "-I", SOURCES, source, "-o", program]
-    subprocess.run(command, check=True)
-    done = subprocess.run([program], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+    passes("team", tmp_path)
 
 
 @pytest.mark.usefixtures("threads")

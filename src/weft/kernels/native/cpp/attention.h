@@ -1,8 +1,6 @@
 // Attention over paged KV: which of the two ways a cache lies and is read, and the team's part in it.
 #pragma once
 
-#include <vector>
-
 #include "attention_pairs.h"
 #include "attention_rows.h"
 #include "numbers.h"
@@ -26,23 +24,23 @@ void store(const T *key, const T *value, T *keys, T *values, int64_t slot, int64
 }
 
 template <class Way, class T>
-void run_by(const Paged<T> &a, const std::vector<Tile> &tiles, int64_t first, int64_t last) {
+void run_by(const Paged<T> &a, const Tiles &tiles, int64_t first, int64_t last) {
     Way way(a);  // some 300 KB of the thread's stack
     // The one after the last most likely comes next: its keys are on their way when it begins.
-    for (int64_t i = first; i < last; i++) way.run(tiles[i], tiles[std::min<int64_t>(i + 1, tiles.size() - 1)]);
+    for (int64_t i = first; i < last; i++) way.run(tiles[i], tiles[std::min(i + 1, tiles.size() - 1)]);
 }
 
 // Tiles [first, last).
-template <class T> void run_tiles(const Paged<T> &a, const std::vector<Tile> &tiles, int64_t first, int64_t last) {
+template <class T> void run_tiles(const Paged<T> &a, const Tiles &tiles, int64_t first, int64_t last) {
 #ifdef __AVX512BF16__
     if constexpr (sizeof(T) == 2)
-        if (in_pairs(a.block_size, a.head_dim)) return run_by<PairedAttention>(a, tiles, first, last);
+        if (in_pairs(a.rows.block_size, a.head_dim)) return run_by<PairedAttention>(a, tiles, first, last);
 #endif
     run_by<RowAttention<T>>(a, tiles, first, last);
 }
 
 // All of them by the whole team, then then() once.
-template <class T> void attend(Team &team, const Paged<T> &a, const std::vector<Tile> &tiles, Then then) {
+template <class T> void attend(Team &team, const Paged<T> &a, const Tiles &tiles, Then then) {
     int64_t count = tiles.size();
     // All heads of some tokens lie side by side in the cache. With few tokens they are all that there is to share out.
     int64_t grain = count >= 8 * team.size * a.kv_heads ? a.kv_heads : 1;

@@ -16,8 +16,7 @@
 #include "paged.h"
 
 constexpr int64_t GROUP = 16;   // positions to a vector
-constexpr int64_t GROUPS = 4;   // to a tile of keys
-constexpr int64_t TILE = GROUP * GROUPS;
+constexpr int64_t GROUPS = KEYS / GROUP;
 constexpr int STRIP = 6;        // queries that share a loaded vector of keys or values: 24 sums, 4 vectors, a query
 
 // Whether a cache lies so.
@@ -57,39 +56,40 @@ inline __m512 power_of_two(__m512 x, __mmask16 some) {
     return _mm512_maskz_scalef_ps(some, p, whole);
 }
 
-// The keys and values of one tile.
-struct TileGroups {
+// The keys and values that are worked on at once.
+struct KeyGroups {
     const bf16 *keys[GROUPS], *values[GROUPS];
 };
 
 class PairedAttention {
     struct Scratch {
         alignas(64) float sums[QUERIES * WIDEST];
-        alignas(64) float scores[QUERIES * TILE];
-        alignas(64) bf16 weights[QUERIES * TILE];  // the scores' powers, rounded
+        alignas(64) float scores[QUERIES * KEYS];
+        alignas(64) bf16 weights[QUERIES * KEYS];  // the scores' powers, rounded
         alignas(64) bf16 tail[GROUP * WIDEST];     // the last group's values, zero where there is none yet
         alignas(64) float total[QUERIES * LANES];  // of the weights, lane by lane
         float against[QUERIES];                    // the score, times log2(e), that weighs 1
         const bf16 *query[QUERIES];
+        int64_t position[QUERIES];
     };
 
     const Paged<bf16> &a;
     Scratch s;
 
-    // The groups of the keys from `at` on, a multiple of TILE; what lies past `end` is that of the last one.
-    TileGroups groups(const Tile &tile, int64_t at, int64_t end) const {
-        TileGroups found;
+    // The groups of a part's keys from `at` on, a multiple of KEYS; what lies past its end is that of the last one.
+    KeyGroups groups(const Part &part, int64_t at) const {
+        KeyGroups found;
         for (int64_t g = 0; g < GROUPS; g++) {
-            int64_t position = std::min(at + g * GROUP, end - 1);
-            int64_t where = group_at(a.slot(tile.row, position), tile.head, a.block_size, a.kv_heads, a.head_dim);
+            int64_t position = std::min(at + g * GROUP, part.end - 1);
+            int64_t where = group_at(a.rows.slot(part.row, position), part.head, a.rows.block_size, a.kv_heads, a.head_dim);
             found.keys[g] = a.keys + where;
             found.values[g] = a.values + where;
         }
         return found;
     }
 
-    // Scores of N queries and a tile, while the next tile's keys are fetched.
-    template <int N> void score(int64_t i, const TileGroups &now, const TileGroups &next) {
+    // Scores of N queries and KEYS keys, while the next ones are fetched.
+    template <int N> void score(int64_t i, const KeyGroups &now, const KeyGroups &next) {
         __m512 sum[N][GROUPS];
 #pragma GCC unroll 6
         for (int n = 0; n < N; n++)
@@ -112,11 +112,11 @@ class PairedAttention {
 #pragma GCC unroll 6
         for (int n = 0; n < N; n++)
 #pragma GCC unroll 4
-            for (int g = 0; g < GROUPS; g++) _mm512_store_ps(s.scores + (i + n) * TILE + g * GROUP, sum[n][g]);
+            for (int g = 0; g < GROUPS; g++) _mm512_store_ps(s.scores + (i + n) * KEYS + g * GROUP, sum[n][g]);
     }
 
-    // sums += weights * values for N queries, C vectors of dims at a time, while the next tile's are fetched.
-    template <int N, int C> void mix(int64_t i, int64_t d, int64_t count, const TileGroups &now, const TileGroups &next) {
+    // sums += weights * values for N queries, C vectors of dims at a time, while the next values are fetched.
+    template <int N, int C> void mix(int64_t i, int64_t d, int64_t count, const KeyGroups &now, const KeyGroups &next) {
         __m512 sum[N][C];
         float *sums = s.sums + i * a.head_dim + d;
 #pragma GCC unroll 6
@@ -134,7 +134,7 @@ class PairedAttention {
                 }
 #pragma GCC unroll 6
                 for (int n = 0; n < N; n++) {
-                    __m512bh w = both(s.weights + (i + n) * TILE + g * GROUP + j);
+                    __m512bh w = both(s.weights + (i + n) * KEYS + g * GROUP + j);
 #pragma GCC unroll 4
                     for (int c = 0; c < C; c++) sum[n][c] = _mm512_dpbf16_ps(sum[n][c], values[c], w);
                 }
@@ -145,26 +145,26 @@ class PairedAttention {
             for (int c = 0; c < C; c++) _mm512_store_ps(sums + n * a.head_dim + c * 16, sum[n][c]);
     }
 
-    template <int N> void mix(int64_t i, int64_t count, const TileGroups &now, const TileGroups &next) {
+    template <int N> void mix(int64_t i, int64_t count, const KeyGroups &now, const KeyGroups &next) {
         int64_t d = 0;
         for (; d + 64 <= a.head_dim; d += 64) mix<N, 4>(i, d, count, now, next);
         for (; d < a.head_dim; d += 16) mix<N, 1>(i, d, count, now, next);
     }
 
-    // Online softmax of query i, which sees keys [from, to) of the tile: scores become weights. They are powers
+    // Online softmax of query i, which sees keys [from, to) of these: scores become weights. They are powers
     // against a score that was once the highest; a new one takes its place, and what was summed is rescaled, only
     // where it is higher by more than SLACK: until then the weights are no more than 2^SLACK.
     void soften(int64_t i, int64_t from, int64_t to) {
         constexpr float LOG2E = 1.44269504f, SLACK = 8;
         if (from == to) {
-            std::memset(s.weights + i * TILE, 0, TILE * sizeof(bf16));
+            std::memset(s.weights + i * KEYS, 0, KEYS * sizeof(bf16));
             return;
         }
-        float *row = s.scores + i * TILE;
+        float *row = s.scores + i * KEYS;
         __m512 scale = _mm512_set1_ps(a.scale * LOG2E), x[GROUPS];
 #pragma GCC unroll 4
         for (int g = 0; g < GROUPS; g++) x[g] = _mm512_mul_ps(_mm512_load_ps(row + g * GROUP), scale);
-        uint64_t seen = ~uint64_t(0) >> (TILE - to) & ~uint64_t(0) << from;
+        uint64_t seen = ~uint64_t(0) >> (KEYS - to) & ~uint64_t(0) << from;
         __m512 high = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
 #pragma GCC unroll 4
         for (int g = 0; g < GROUPS; g++) high = _mm512_mask_max_ps(high, __mmask16(seen >> g * GROUP), high, x[g]);
@@ -184,7 +184,7 @@ class PairedAttention {
         _mm512_store_ps(s.total + i * LANES, total);
 #pragma GCC unroll 4
         for (int g = 0; g < GROUPS; g += 2)
-            _mm512_store_si512(s.weights + i * TILE + g * GROUP, (__m512i)_mm512_cvtne2ps_pbh(w[g + 1], w[g]));
+            _mm512_store_si512(s.weights + i * KEYS + g * GROUP, (__m512i)_mm512_cvtne2ps_pbh(w[g + 1], w[g]));
     }
 
     // What query i has summed, times 2^x.
@@ -197,14 +197,14 @@ class PairedAttention {
     }
 
     template <int... N>
-    void strip(bool scores, int64_t i, int64_t queries, int64_t count, const TileGroups &now, const TileGroups &next,
+    void strip(bool scores, int64_t i, int64_t queries, int64_t count, const KeyGroups &now, const KeyGroups &next,
                std::integer_sequence<int, N...>) {
         ((queries == N + 1 && (scores ? score<N + 1>(i, now, next) : mix<N + 1>(i, count, now, next), true)) || ...);
     }
 
-    void strips(bool scores, int64_t queries, int64_t count, const TileGroups &now, const TileGroups &next) {
-        for (int64_t i = 0; i < queries; i += STRIP)
-            strip(scores, i, std::min<int64_t>(STRIP, queries - i), count, now, i ? now : next,
+    void strips(bool scores, const Part &part, int64_t count, const KeyGroups &now, const KeyGroups &next) {
+        for (int64_t i = 0; i < part.queries; i += STRIP)
+            strip(scores, part.first + i, std::min<int64_t>(STRIP, part.queries - i), count, now, i ? now : next,
                   std::make_integer_sequence<int, STRIP>());
     }
 
@@ -217,29 +217,14 @@ class PairedAttention {
             for (int64_t d = whole; d < whole + a.head_dim * 2; d += 2) s.tail[d] = values[d];
     }
 
-public:
-    explicit PairedAttention(const Paged<bf16> &a) : a(a) {}
-
-    // The queries of a tile over all keys that they see; `after` is the tile that comes next, or the same.
-    void run(const Tile &tile, const Tile &after) {
-        Seen seen = a.seen(tile);
-        int64_t queries = (tile.last - tile.first) * a.group();
-        std::memset(s.sums, 0, queries * a.head_dim * sizeof(float));
-        std::memset(s.total, 0, queries * LANES * sizeof(float));
-        for (int64_t i = 0; i < queries; i++) {
-            s.query[i] = a.q + a.place(tile, i, a.q_width);
-            s.against[i] = -std::numeric_limits<float>::max();
-        }
-        int64_t begin = seen.begin / TILE * TILE;
-        TileGroups now = groups(tile, begin, seen.end);
-        for (int64_t at = begin; at < seen.end; at += TILE) {
-            int64_t count = std::min(TILE, seen.end - at);
-            TileGroups next = at + TILE < seen.end ? groups(tile, at + TILE, seen.end) : first_of(after), kept = next;
-            strips(true, queries, count, now, next);
-            for (int64_t i = 0; i < queries; i++) {
-                int64_t position = seen.position + i / a.group();
-                int64_t to = std::clamp<int64_t>(position + 1 - at, 0, count);
-                int64_t from = a.window ? std::clamp<int64_t>(position - a.window + 1 - at, 0, to) : 0;
+    // The queries of a part over its keys, of which `now` are the first; `after` are those of the part that comes next.
+    void over(const Part &part, KeyGroups now, const KeyGroups &after) {
+        for (int64_t at = part.begin; at < part.end; at += KEYS) {
+            int64_t count = std::min(KEYS, part.end - at);
+            KeyGroups next = at + KEYS < part.end ? groups(part, at + KEYS) : after;
+            strips(true, part, count, now, next);
+            for (int64_t i = part.first; i < part.first + part.queries; i++) {
+                auto [from, to] = a.seen(s.position[i], at, count);
                 soften(i, from, to);
             }
             if (int64_t rest = count % GROUP) {
@@ -247,20 +232,33 @@ public:
                 copy_first(now.values[count / GROUP], rest);
                 now.values[count / GROUP] = s.tail;
             }
-            strips(false, queries, count, now, next);
-            now = kept;
+            strips(false, part, count, now, next);
+            now = next;
+        }
+    }
+
+public:
+    explicit PairedAttention(const Paged<bf16> &a) : a(a) {}
+
+    // The queries of a tile over all keys that they see; `after` is the tile that comes next, or the same.
+    void run(const Tile &tile, const Tile &after) {
+        int64_t queries = tile.count * a.queries(tile);
+        std::memset(s.sums, 0, queries * a.head_dim * sizeof(float));
+        std::memset(s.total, 0, queries * LANES * sizeof(float));
+        for (int64_t i = 0; i < queries; i++) {
+            s.query[i] = a.q + a.place(tile, i, a.q_width);
+            s.position[i] = a.position(tile, i);
+            s.against[i] = -std::numeric_limits<float>::max();
+        }
+        for (int64_t i = 0; i <= tile.count; i++) {
+            Part part = a.part(tile, i), next = i < tile.count ? a.part(tile, i + 1) : a.first_part(after);
+            if (part.begin < part.end) over(part, groups(part, part.begin), groups(next, next.begin));
         }
         for (int64_t i = 0; i < queries; i++) {
             bf16 *to = a.out + a.place(tile, i, a.q_heads * a.head_dim);
             float share = 1.0f / _mm512_reduce_add_ps(_mm512_load_ps(s.total + i * LANES));
             for (int64_t d = 0; d < a.head_dim; d++) to[d] = narrow<bf16>(s.sums[i * a.head_dim + d] * share);
         }
-    }
-
-private:
-    TileGroups first_of(const Tile &tile) const {
-        Seen seen = a.seen(tile);
-        return groups(tile, seen.begin / TILE * TILE, seen.end);
     }
 };
 #endif

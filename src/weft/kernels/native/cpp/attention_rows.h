@@ -6,7 +6,6 @@
 #include "numbers.h"
 #include "paged.h"
 
-constexpr int64_t KEYS = 64;   // keys per tile
 constexpr int64_t LINE = 64;   // bytes that come from memory at once
 constexpr int64_t ROWS = 6;    // queries that share a loaded vector of keys or values
 constexpr int64_t FEW = 16;    // below so many queries, keys are not worth transposing
@@ -54,6 +53,7 @@ template <class T> class RowAttention {
         alignas(64) float values[KEYS * WIDEST];
         float highest[QUERIES], total[QUERIES];
         const T *query[QUERIES], *key[KEYS], *value[KEYS];  // where they lie
+        int64_t position[QUERIES];
     };
 
     const Paged<T> &a;
@@ -67,35 +67,17 @@ public:
 
     // The queries of a tile over all keys that they see.
     void run(const Tile &tile, const Tile &) {
-        auto [position, begin, end] = a.seen(tile);
-        int64_t count = (tile.last - tile.first) * a.group(), width = padded();
-        bool few = count < FEW;
+        int64_t count = tile.count * a.queries(tile), width = padded();
         std::memset(s.sums, 0, count * width * sizeof(float));
         for (int64_t i = 0; i < count; i++) {
             s.query[i] = a.q + a.place(tile, i, a.q_width);
+            s.position[i] = a.position(tile, i);
             s.highest[i] = -std::numeric_limits<float>::infinity();
             s.total[i] = 0;
-            if (!few)
+            if (!few(tile))
                 for (int64_t d = 0; d < a.head_dim; d++) s.queries[i * width + d] = widen(s.query[i][d]);
         }
-        fetch(tile, begin, std::min(KEYS, end - begin));
-        for (int64_t at = begin; at < end; at += KEYS) {
-            int64_t n = std::min(KEYS, end - at);
-            find(tile, at, n);
-            // The next tile comes while this one is worked on: without that, memory is waited for line by line.
-            fetch(tile, at + KEYS, std::min(KEYS, end - at - KEYS));
-            if (few) {
-                for (int64_t j = 0; j < n; j++)
-                    for (int64_t i = 0; i < count; i++) s.scores[i * KEYS + j] = dot(s.query[i], s.key[j], a.head_dim);
-                soften(count, position, at, n);
-                mix_few(count, n);
-            } else {
-                widen_tile(n);
-                score(count);
-                soften(count, position, at, n);
-                mix(count, n);
-            }
-        }
+        for (int64_t i = 0; i <= tile.count; i++) over(a.part(tile, i), few(tile));
         for (int64_t i = 0; i < count; i++) {
             T *to = a.out + a.place(tile, i, a.q_heads * a.head_dim);
             float share = 1.0f / s.total[i];
@@ -104,25 +86,51 @@ public:
     }
 
 private:
+    // By a row's own queries, so that what it gets does not hang on who shares its keys.
+    bool few(const Tile &tile) const { return a.queries(tile) < FEW; }
+
+    // The queries of a part over its keys.
+    void over(const Part &part, bool few) {
+        fetch(part, part.begin);
+        for (int64_t at = part.begin; at < part.end; at += KEYS) {
+            int64_t n = std::min(KEYS, part.end - at), last = part.first + part.queries;
+            find(part, at, n);
+            // The next keys come while these are worked on: without that, memory is waited for line by line.
+            fetch(part, at + KEYS);
+            if (few) {
+                for (int64_t j = 0; j < n; j++)
+                    for (int64_t i = part.first; i < last; i++)
+                        s.scores[i * KEYS + j] = dot(s.query[i], s.key[j], a.head_dim);
+                soften(part.first, last, at, n);
+                mix_few(part.first, last, n);
+            } else {
+                widen_keys(n);
+                score(part.first, last);
+                soften(part.first, last, at, n);
+                mix(part.first, last, n);
+            }
+        }
+    }
+
     // Where a key lies in its cache, and a value in its own.
-    int64_t offset(const Tile &tile, int64_t position) const {
-        return (a.slot(tile.row, position) * a.kv_heads + tile.head) * a.head_dim;
+    int64_t offset(const Part &part, int64_t position) const {
+        return (a.rows.slot(part.row, position) * a.kv_heads + part.head) * a.head_dim;
     }
 
     // The places of n keys and values, from position `at` on.
-    void find(const Tile &tile, int64_t at, int64_t n) {
+    void find(const Part &part, int64_t at, int64_t n) {
         for (int64_t j = 0; j < n; j++) {
-            int64_t where = offset(tile, at + j);
+            int64_t where = offset(part, at + j);
             s.key[j] = a.keys + where;
             s.value[j] = a.values + where;
         }
     }
 
-    // Ask for them ahead of time. Inlined always: GCC takes a function that only prefetches for one without
-    // effect, and drops it.
-    __attribute__((always_inline)) void fetch(const Tile &tile, int64_t at, int64_t n) const {
-        for (int64_t j = 0; j < n; j++) {
-            int64_t where = offset(tile, at + j);
+    // Ask for those from position `at` on ahead of time. Inlined always: GCC takes a function that only prefetches for
+    // one without effect, and drops it.
+    __attribute__((always_inline)) void fetch(const Part &part, int64_t at) const {
+        for (int64_t position = at; position < std::min(at + KEYS, part.end); position++) {
+            int64_t where = offset(part, position);
             for (int64_t d = 0; d < a.head_dim; d += int64_t(LINE / sizeof(T))) {
                 __builtin_prefetch(a.keys + where + d);
                 __builtin_prefetch(a.values + where + d);
@@ -130,8 +138,8 @@ private:
         }
     }
 
-    // The tile's keys, transposed, and values as floats: worth it where many queries read them.
-    void widen_tile(int64_t n) {
+    // The keys, transposed, and values as floats: worth it where many queries read them.
+    void widen_keys(int64_t n) {
         int64_t width = padded();
         for (int64_t j = 0; j < n; j++) {
             for (int64_t d = 0; d < a.head_dim; d++) s.keys[d * KEYS + j] = widen(s.key[j][d]);
@@ -140,23 +148,20 @@ private:
         }
     }
 
-    // Columns past the tile's n hold what an earlier tile left; their scores are never read.
-    void score(int64_t count) {
-        int64_t width = padded(), i = 0;
-        for (; i + ROWS <= count; i += ROWS)
+    // Columns past the n keys hold what earlier ones left; their scores are never read.
+    void score(int64_t i, int64_t last) {
+        int64_t width = padded();
+        for (; i + ROWS <= last; i += ROWS)
             score_strip<ROWS>(s.queries + i * width, s.keys, s.scores + i * KEYS, a.head_dim, width);
-        for (; i < count; i++) score_strip<1>(s.queries + i * width, s.keys, s.scores + i * KEYS, a.head_dim, width);
+        for (; i < last; i++) score_strip<1>(s.queries + i * width, s.keys, s.scores + i * KEYS, a.head_dim, width);
     }
 
     // Online softmax: scores become weights against the highest score so far; what was summed is rescaled.
-    void soften(int64_t count, int64_t first, int64_t at, int64_t n) {
+    void soften(int64_t first, int64_t last, int64_t at, int64_t n) {
         int64_t width = padded();
-        for (int64_t i = 0; i < count; i++) {
+        for (int64_t i = first; i < last; i++) {
             float *row = s.scores + i * KEYS;
-            int64_t position = first + i / a.group();
-            // The keys of this tile that the query sees: [from, to).
-            int64_t to = std::clamp<int64_t>(position + 1 - at, 0, n);
-            int64_t from = a.window ? std::clamp<int64_t>(position - a.window + 1 - at, 0, to) : 0;
+            auto [from, to] = a.seen(s.position[i], at, n);
             for (int64_t j = 0; j < from; j++) row[j] = 0;
             for (int64_t j = to; j < n; j++) row[j] = 0;
             if (from == to) continue;
@@ -177,18 +182,17 @@ private:
         }
     }
 
-    void mix(int64_t count, int64_t n) {
-        int64_t width = padded(), i = 0;
-        for (; i + ROWS <= count; i += ROWS)
+    void mix(int64_t i, int64_t last, int64_t n) {
+        int64_t width = padded();
+        for (; i + ROWS <= last; i += ROWS)
             mix_strip<ROWS>(s.scores + i * KEYS, s.values, s.sums + i * width, width, n);
-        for (; i < count; i++) mix_strip<1>(s.scores + i * KEYS, s.values, s.sums + i * width, width, n);
+        for (; i < last; i++) mix_strip<1>(s.scores + i * KEYS, s.values, s.sums + i * width, width, n);
     }
 
-    void mix_few(int64_t count, int64_t n) {
-        int64_t i = 0;
-        for (; i + 4 <= count; i += 4) mix_rows<4>(i, n);
-        for (; i + 3 <= count; i += 3) mix_rows<3>(i, n);
-        for (; i < count; i++) mix_rows<1>(i, n);
+    void mix_few(int64_t i, int64_t last, int64_t n) {
+        for (; i + 4 <= last; i += 4) mix_rows<4>(i, n);
+        for (; i + 3 <= last; i += 3) mix_rows<3>(i, n);
+        for (; i < last; i++) mix_rows<1>(i, n);
     }
 
     // sums[i..i+N] += weights * values, each value widened in a register and used N times.

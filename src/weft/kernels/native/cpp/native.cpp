@@ -10,7 +10,7 @@
 
 // In tiles.cpp, which is compiled at the same time.
 #define T WEFT_TYPE
-extern template void run_tiles(const Paged<T> &, const std::vector<Tile> &, int64_t, int64_t);
+extern template void run_tiles(const Paged<T> &, const Tiles &, int64_t, int64_t);
 extern template void quantised<4>(const Packed &, const T *, int64_t, const char *, int64_t, T *, int64_t, int64_t);
 extern template void quantised<8>(const Packed &, const T *, int64_t, const char *, int64_t, T *, int64_t, int64_t);
 #undef T
@@ -52,9 +52,9 @@ void rotate_and_store(const Heads<T> &heads, const T *qkv, T *q, T *keys, T *val
     });
 }
 
-template <class T> void attend(const Paged<T> &attention, int64_t rows, int64_t threads) {
-    std::vector<Tile> tiles = tiles_of(attention.row_starts, rows, attention.group(), attention.kv_heads);
-    together(threads, work_of(attention, rows) > SMALL, [&](Team &team) { attend(team, attention, tiles, nothing); });
+template <class T> void attend(const Paged<T> &attention, int64_t threads) {
+    Tiles tiles(attention.rows, attention.group(), attention.kv_heads, threads);
+    together(threads, attention.work() > SMALL, [&](Team &team) { attend(team, attention, tiles, nothing); });
 }
 
 }  // namespace
@@ -82,9 +82,9 @@ template <class T> void attend(const Paged<T> &attention, int64_t rows, int64_t 
                                   const int32_t *context, const int32_t *tables, int64_t table_width, int64_t rows,    \
                                   int64_t block_size, int64_t q_heads, int64_t kv_heads, int64_t head_dim,             \
                                   int64_t window, float scale, int64_t threads) {                                      \
-        attend(Paged<T>{q, keys, values, out, row_starts, context, tables, table_width, block_size, q_heads,           \
-                            kv_heads, head_dim, window, q_heads * head_dim, scale},                                    \
-               rows, threads);                                                                                         \
+        Rows all{row_starts, context, tables, rows, table_width, block_size};                                          \
+        attend(Paged<T>{q, keys, values, out, all, q_heads, kv_heads, head_dim, window, q_heads * head_dim, scale},    \
+               threads);                                                                                               \
     }                                                                                                                  \
     ENTRY int64_t weft_panel_size_##NAME(int64_t cols) { return panel_size<T>(cols); }                                 \
     ENTRY void weft_pack_dense_##NAME(const T *weight, T *to, int64_t rows, int64_t cols, int64_t threads) {           \

@@ -1,67 +1,80 @@
-// What attention is asked: the queries of a step's rows over their paged keys and values, cut into tiles.
+// What attention is asked: the queries of a step's rows, and where their keys and values lie in the cache.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
-#include <vector>
+#include <utility>
 
-constexpr int64_t QUERIES = 96;  // query vectors per tile at most: tokens x heads of one group
+#include "tiles.h"
+
 constexpr int64_t WIDEST = 256;  // head_dim at most
 constexpr int64_t LANES = 16;    // floats to a vector
 
-// Tokens [first, last) of one row, and the query heads of one KV head.
-struct Tile {
-    int64_t row, head, first, last;
-};
-
-// Positions: of a tile's first query, and of the keys [begin, end) that its queries see.
-struct Seen {
-    int64_t position, begin, end;
+// Of a tile: queries [first, first + queries), and the keys [begin, end) of `row` that they go over together.
+struct Part {
+    int64_t row, head, first, queries, begin, end;
 };
 
 template <class T> struct Paged {
     const T *q, *keys, *values;
     T *out;
-    const int32_t *row_starts, *context, *tables;
-    int64_t table_width, block_size, q_heads, kv_heads, head_dim, window;
+    Rows rows;
+    int64_t q_heads, kv_heads, head_dim, window;
     int64_t q_width;  // from one token's queries to the next one's
     float scale;
 
     int64_t group() const { return q_heads / kv_heads; }
 
-    Seen seen(const Tile &tile) const {
-        int64_t position = context[tile.row] - row_starts[tile.row + 1] + tile.first;
-        return {position, window ? std::max<int64_t>(0, position - window + 1) : 0, position + tile.last - tile.first};
+    // Query vectors of each row of a tile: one row's follow the other's.
+    int64_t queries(const Tile &tile) const { return (tile.last - tile.first) * group(); }
+
+    // A tile's parts, `tile.count` + 1 of them: what its rows share, which may be nothing, then the rest of each row.
+    // Keys begin at a multiple of KEYS; not all of them are seen by all queries.
+    Part part(const Tile &tile, int64_t number) const {
+        int64_t each = queries(tile), member = std::max<int64_t>(number - 1, 0), row = tile.rows[member];
+        if (number) {
+            int64_t begin = first_seen(position(tile, member * each));
+            int64_t end = rows.context[row] - rows.tokens(row) + tile.last;
+            return {row, tile.head, member * each, each, std::max(begin, tile.shared), end};
+        }
+        int64_t begin = tile.shared;
+        for (int64_t i = 0; i < tile.count * each; i += each) begin = std::min(begin, first_seen(position(tile, i)));
+        return {row, tile.head, 0, tile.count * each, begin, tile.shared};
+    }
+
+    // The first one that there is something in.
+    Part first_part(const Tile &tile) const {
+        Part shared = part(tile, 0);
+        return shared.begin < shared.end ? shared : part(tile, 1);
+    }
+
+    // Of query i of a tile in its row.
+    int64_t position(const Tile &tile, int64_t i) const {
+        int64_t each = queries(tile), row = tile.rows[i / each];
+        return rows.context[row] - rows.tokens(row) + tile.first + i % each / group();
+    }
+
+    // Of n keys from position `at` on, which the query at `position` sees: [from, to).
+    std::pair<int64_t, int64_t> seen(int64_t position, int64_t at, int64_t n) const {
+        int64_t to = std::clamp<int64_t>(position + 1 - at, 0, n);
+        return {window ? std::clamp<int64_t>(position - window + 1 - at, 0, to) : 0, to};
+    }
+
+    // Where a query's keys begin.
+    int64_t first_seen(int64_t position) const {
+        return window ? std::max<int64_t>(0, position - window + 1) / KEYS * KEYS : 0;
     }
 
     // Where query i of a tile lies in q or in out, whose tokens are `width` apart.
     int64_t place(const Tile &tile, int64_t i, int64_t width) const {
-        return (tile.first + i / group()) * width + (tile.head * group() + i % group()) * head_dim;
+        int64_t each = queries(tile), token = rows.starts[tile.rows[i / each]] + tile.first + i % each / group();
+        return token * width + (tile.head * group() + i % group()) * head_dim;
     }
 
-    // The place of a row's position among all of the cache's.
-    int64_t slot(int64_t row, uint32_t position) const {
-        uint32_t size = block_size;
-        return int64_t(tables[row * table_width + position / size]) * size + position % size;
+    // Multiply-adds of it all, for scores as for values.
+    int64_t work() const {
+        int64_t pairs = 0;
+        for (int64_t row = 0; row < rows.count; row++) pairs += rows.tokens(row) * rows.context[row];
+        return pairs * q_heads * head_dim;
     }
 };
-
-// A step's work, in pieces that threads take as they come free.
-inline std::vector<Tile> tiles_of(const int32_t *row_starts, int64_t rows, int64_t group, int64_t kv_heads) {
-    int64_t step = std::max<int64_t>(1, QUERIES / group);
-    std::vector<Tile> tiles;
-    // From each row's end: the tiles with the most keys first, so that no thread starts one when others are done.
-    for (int64_t row = 0; row < rows; row++)
-        for (int64_t last = row_starts[row + 1]; last > row_starts[row]; last -= step)
-            for (int64_t head = 0; head < kv_heads; head++)
-                tiles.push_back({row, head, std::max<int64_t>(last - step, row_starts[row]), last});
-    return tiles;
-}
-
-// Multiply-adds of it all, for scores as for values.
-template <class T> int64_t work_of(const Paged<T> &a, int64_t rows) {
-    int64_t pairs = 0;
-    for (int64_t row = 0; row < rows; row++)
-        pairs += int64_t(a.row_starts[row + 1] - a.row_starts[row]) * a.context[row];
-    return pairs * a.q_heads * a.head_dim;
-}

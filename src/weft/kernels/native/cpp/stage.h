@@ -2,7 +2,6 @@
 #pragma once
 
 #include <atomic>
-#include <vector>
 
 #include "attention.h"
 #include "matrix.h"
@@ -31,6 +30,8 @@ struct Step {
     int64_t tokens, rows, table_width, block_size;
     const Shared *shared;
     int32_t (*sum)();
+
+    Rows all_rows() const { return {row_starts, context, tables, rows, table_width, block_size}; }
 };
 
 // Tokens that go through an MLP at a time: what lies between its products then stays in the cache.
@@ -80,7 +81,7 @@ constexpr int64_t LITTLE = 1 << 14;
 template <class T> class Stage {
     const Step &step;
     const Workspace<T> &space;
-    const std::vector<Tile> &tiles;
+    const Tiles &tiles;
     const bool little;
     std::atomic<bool> failed{false};
 
@@ -146,8 +147,8 @@ template <class T> class Stage {
         });
         // All before attention: a row may read what another one stores in this step.
         if (!little) team.each(step.tokens, rotated);
-        Paged<T> paged{space.qkv, keys, values, space.mixed, step.row_starts, step.context, step.tables,
-                       step.table_width, step.block_size, l.q_heads, l.kv_heads, l.head_dim, l.window, width, l.scale};
+        Paged<T> paged{space.qkv, keys, values, space.mixed, step.all_rows(), l.q_heads, l.kv_heads, l.head_dim, l.window,
+                       width, l.scale};
         attend(team, paged, tiles, [&] { prepare(l.out, space.mixed, 0, step.tokens); });
         return join(team, l.out, space.mixed, 0, rows);
     }
@@ -177,7 +178,7 @@ template <class T> class Stage {
     }
 
 public:
-    Stage(const Step &step, const Workspace<T> &space, const std::vector<Tile> &tiles)
+    Stage(const Step &step, const Workspace<T> &space, const Tiles &tiles)
         : step(step), space(space), tiles(tiles),
           little(step.tokens <= CHUNK && step.tokens * space.widest <= LITTLE) {}
 
@@ -205,7 +206,7 @@ public:
 // step.residual through all layers; `memory` of as many bytes as a Workspace says.
 template <class T> void stage(const Layer *layers, int64_t count, const Step &step, char *memory, int64_t threads) {
     Workspace<T> space(layers, count, step.tokens, memory);
-    std::vector<Tile> tiles = tiles_of(step.row_starts, step.rows, layers->q_heads / layers->kv_heads, layers->kv_heads);
+    Tiles tiles(step.all_rows(), layers->q_heads / layers->kv_heads, layers->kv_heads, threads);
     Stage<T> stage(step, space, tiles);
     int64_t weights = layers->qkv.rows * layers->qkv.cols + layers->gate_up.rows * layers->gate_up.cols;
     together(threads, weights * step.tokens > SMALL, [&](Team &team) { stage.run(team, layers, count); });

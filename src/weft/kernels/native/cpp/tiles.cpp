@@ -3,6 +3,6 @@
 #include "quantised.h"
 
 #define T WEFT_TYPE
-template void run_tiles(const Paged<T> &, const std::vector<Tile> &, int64_t, int64_t);
+template void run_tiles(const Paged<T> &, const Tiles &, int64_t, int64_t);
 template void quantised<4>(const Packed &, const T *, int64_t, const char *, int64_t, T *, int64_t, int64_t);
 template void quantised<8>(const Packed &, const T *, int64_t, const char *, int64_t, T *, int64_t, int64_t);
