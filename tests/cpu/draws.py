@@ -7,8 +7,9 @@ import math
 import numpy as np
 import torch
 
+from tests.cpu.kernels import native
 from weft.core.params import SamplingParams
-from weft.worker.chooser import Settings, TorchChooser, TritonChooser
+from weft.worker.chooser import Chooser, NativeChooser, Settings, TorchChooser, TritonChooser
 from weft.worker.filters import weigh
 from weft.worker.random import BLOCK, block_sums, exponentials, seeds
 
@@ -36,13 +37,22 @@ def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:
     return float((((counts[reached] - hoped) ** 2 / hoped).sum() - degrees) / math.sqrt(2 * degrees))
 
 
+def chooser_of(kind: str, slots: int, dtype: torch.dtype = torch.float32, device: torch.device = CPU) -> Chooser:
+    """The one of Triton, or that of the compiled CPU kernels for a model of this dtype."""
+    return NativeChooser(slots, native(dtype)) if kind == "native" else TritonChooser(slots, device)
+
+
 def chosen(
-    logits: torch.Tensor, params: list[SamplingParams], positions: np.ndarray, device: torch.device = CPU
+    logits: torch.Tensor,
+    params: list[SamplingParams],
+    positions: np.ndarray,
+    device: torch.device = CPU,
+    kind: str = "triton",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What Triton chooses for rows with these parameters, in turn, and what torch does on a CPU."""
+    """What a chooser chooses for rows with these parameters, in turn, and what torch does on a CPU."""
     rows = len(logits)
     slots, found = np.arange(rows)[::-1].copy(), []
-    for chooser, there in ((TritonChooser(rows, device), device), (TorchChooser(rows), CPU)):
+    for chooser, there in ((chooser_of(kind, rows, logits.dtype, device), device), (TorchChooser(rows), CPU)):
         for row, slot in enumerate(slots):
             chooser.admit(int(slot), params[row % len(params)], key_of(row))
         arrays = [slots, positions, *chooser.arrays()]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import types
+from importlib.machinery import ModuleSpec
 from typing import Any
 
 import torch
@@ -156,6 +157,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Paged):
 def module() -> types.ModuleType:
     """What `import flashinfer` gives."""
     made = types.ModuleType("flashinfer")
+    made.__spec__ = ModuleSpec("flashinfer", None)
     made.BatchDecodeWithPagedKVCacheWrapper = BatchDecodeWithPagedKVCacheWrapper  # type: ignore[attr-defined]
     made.BatchPrefillWithPagedKVCacheWrapper = BatchPrefillWithPagedKVCacheWrapper  # type: ignore[attr-defined]
     return made

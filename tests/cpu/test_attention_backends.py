@@ -26,6 +26,9 @@ from weft.kernels import choose, contest, flashinfer, usable, varlen
 from weft.kernels.base import Attention, AttentionShape, HeadNorm, Kernels, KVCache
 from weft.kernels.batch import Batch
 from weft.kernels.plain import PlainKernels
+from weft.kernels.triton import attention
+from weft.kernels.triton.tuning import Tuning
+from weft.planner import backends
 from weft.worker import graphs, worker
 
 pytest.importorskip("triton", reason="needs triton, whose kernels do the rest")
@@ -42,9 +45,9 @@ def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Both are here, and the CPU is a card that computes in fp32 too: what is compared then is exact."""
     monkeypatch.setitem(sys.modules, "flashinfer", fake_flashinfer.module())
     monkeypatch.setattr(flashinfer, "installed", lambda: "0.6.12.post1")
-    monkeypatch.setattr(flashinfer, "HEAD_DIMS", (16, 64, 128))
+    monkeypatch.setattr(backends, "FLASHINFER_HEADS", (16, 64, 128))
     monkeypatch.setattr(flashinfer, "WORKSPACE_BYTES", 1 << 10)
-    monkeypatch.setattr(usable, "FLASH_DTYPES", (torch.float32, torch.float16))
+    monkeypatch.setattr(backends, "FLASH_DTYPES", ("float32", "float16"))
     monkeypatch.setattr(usable, "off_gpu", lambda device: None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     use(monkeypatch, fake_varlen.varlen_attn)
@@ -207,6 +210,7 @@ def decode(
     window: int | None,
     processors: int,
     out: torch.Tensor,
+    tuning: Tuning,
 ) -> None:
     """What Triton's kernel does."""
     starts, context, tables = batch.row_starts[: rows + 1], batch.context[:rows], batch.tables[:rows]
@@ -217,7 +221,7 @@ def decode(
 @pytest.fixture
 def composed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels.triton, "made", lambda device, attention=None: Composed(device, attention))
-    monkeypatch.setattr(varlen.attention, "decode", decode)
+    monkeypatch.setattr(attention, "decode", decode)
 
 
 @pytest.mark.usefixtures("composed")
@@ -261,7 +265,7 @@ def refused(backend: str, *words: str, **others: object) -> None:
 
 def test_flashinfer_refuses_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     refused("flashinfer", "80", "64, 128", head_dim=80)
-    monkeypatch.setattr(usable, "FLASH_DTYPES", (torch.bfloat16,))
+    monkeypatch.setattr(backends, "FLASH_DTYPES", ("bfloat16",))
     refused("flashinfer", "float16")
     monkeypatch.setattr(flashinfer, "installed", lambda: "0.4.1")
     refused("flashinfer", "flashinfer-python 0.4.1", "0.5")
@@ -295,7 +299,7 @@ def test_flashinfer_whose_kernels_cannot_be_built_says_so(
 def test_varlen_refuses_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     refused("varlen", "260", "256", head_dim=260)
     refused("varlen", "FP8", kept=FP8)
-    monkeypatch.setattr(usable, "FLASH_DTYPES", (torch.bfloat16,))
+    monkeypatch.setattr(backends, "FLASH_DTYPES", ("bfloat16",))
     refused("varlen", "float16")
     monkeypatch.setattr(varlen, "function", lambda: None)
     refused("varlen", torch.__version__, "2.11")

@@ -9,7 +9,7 @@ import torch
 
 from tests.pure.gguf_files import random_blocks
 from weft.facts.tensor import ENCODINGS
-from weft.weights.dequantise import BLOCKS, dequantise
+from weft.weights.blocks import BLOCKS, dequantise
 
 
 def test_every_quantised_type_is_here() -> None:

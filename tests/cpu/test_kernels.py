@@ -10,23 +10,15 @@ import pytest
 import torch
 
 from tests.cpu.attention import ragged, shaped
+from tests.cpu.kernels import native
 from tests.cpu.programs import passes
 from weft.compiled import build
 from weft.kernels import choose
 from weft.kernels.base import HeadNorm, Kernels, KVCache
 from weft.kernels.batch import Batch
-from weft.kernels.native import NativeKernels
 from weft.kernels.plain import PlainKernels
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
-
-
-def native(dtype: torch.dtype) -> NativeKernels:
-    try:
-        build(str(dtype).removeprefix("torch."))
-    except FileNotFoundError as error:
-        pytest.skip(str(error))
-    return NativeKernels(dtype)
 
 
 def written(kernels: Kernels, cache: KVCache) -> KVCache:

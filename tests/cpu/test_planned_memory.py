@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,15 @@ from weft.executors.inline import InlineExecutor
 from weft.facts import host
 from weft.facts.checkpoint import resolve
 from weft.facts.cluster import parse_gpus
+from weft.facts.cpu import CpuSpeed
+from weft.facts.speeds import Speeds
 from weft.planner.deployment import Workload, deploy
+from weft.planner.execution import plan_to_run
 from weft.planner.footprint import activation_bytes, footprint
+from weft.planner.forecast import forecast
 from weft.planner.layout import layout
+from weft.planner.memory import Capacity, kv_blocks
+from weft.planner.plan import Plan
 from weft.planner.profiles import profile
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -27,6 +34,17 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp3": {"tensor_parallel_size": 3},
     "pp2": {"pipeline_parallel_size": 2},
 }
+
+
+def started(plan: Plan) -> Sequence[Capacity]:
+    """What the ranks of a plan report."""
+    threads = torch.get_num_threads()
+    executor = InlineExecutor()
+    try:
+        return executor.start(plan).ranks
+    finally:
+        executor.close()
+        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize(
@@ -63,14 +81,7 @@ def test_planned_bytes_are_the_allocated_ones(
             layout(config, checkpoint, host.probe())
         return
     plan = layout(config, checkpoint, host.probe())
-    threads = torch.get_num_threads()
-    executor = InlineExecutor()
-    try:
-        real = executor.start(plan).ranks
-    finally:
-        executor.close()
-        torch.set_num_threads(threads)
-
+    real = started(plan)
     kv = "fp32" if dtype == "float32" else "bf16"
     same = deploy(
         plan.shape,
@@ -90,3 +101,30 @@ def test_planned_bytes_are_the_allocated_ones(
         assert activation_bytes(plan.shape, place, 256, 32, weft, width) == pytest.approx(
             theirs.activation_bytes, rel=0.1
         )
+
+
+@pytest.mark.parametrize("how", ["ngram", "draft"])
+@pytest.mark.parametrize("cut", ["whole", "tp2", "pp2"])
+def test_planned_bytes_of_guessing_are_the_allocated_ones(tmp_path: Path, cut: str, how: str) -> None:
+    """A draft model is held whole by the rank that samples, beside its share of the large one."""
+    path = str(tiny.write(tmp_path / "tiny"))
+    config = EngineConfig(
+        model=path,
+        load_format="dummy",
+        dtype="float32",
+        device="cpu",
+        kv_cache_memory_bytes=1 << 20,
+        max_num_batched_tokens=256,
+        max_num_seqs=32,
+        speculative_config={"method": "ngram"} if how == "ngram" else {"model": path},
+        **LAYOUTS[cut],
+    )
+    here = host.probe()
+    plan = plan_to_run(config, resolve(path, load_format="dummy"), here)
+    found = forecast(plan, here, Speeds(machine="", cpu=CpuSpeed(40e9, 0.3e12)))
+    real = started(plan)
+    assert found.weight_bytes == sum(rank.weight_bytes for rank in real)
+    for planned, step, rank in zip(found.memory.ranks, found.step_bytes, real, strict=True):
+        assert planned.kv_bytes_per_token * plan.block_size == rank.block_bytes
+        assert planned.activation_bytes == step == pytest.approx(rank.activation_bytes, rel=0.1)
+    assert found.kv_tokens == kv_blocks(plan, real) * plan.block_size

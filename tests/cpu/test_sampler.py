@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.cpu.draws import CPU, MASK, chi_square
+from tests.cpu.draws import MASK, chi_square
 from weft.core.params import SamplingParams
 from weft.core.step import Admission
 from weft.worker import chunks
@@ -176,7 +176,7 @@ def grid(vocab: int, rows: int, seed: int) -> torch.Tensor:
 
 
 def sampler_of(vocab: int, rows: list[Row], first: int = 0) -> Sampler:
-    sampler = Sampler(vocab, first + len(rows), CPU, (EOS,))
+    sampler = Sampler(vocab, first + len(rows), (EOS,))
     for slot, row in enumerate(rows, first):
         sampler.admit(row.admission(slot))
     return sampler
@@ -414,7 +414,7 @@ def test_nan_stays_in_its_row() -> None:
 
 
 def test_a_slot_keeps_nothing_of_who_was_there_before() -> None:
-    sampler = Sampler(50, 1, CPU, (EOS,))
+    sampler = Sampler(50, 1, (EOS,))
     logits = grid(50, 1, 0)
     full = SamplingParams(top_k=2, top_p=0.5, min_p=0.2, logprobs=3, logit_bias={5: 100.0}, presence_penalty=2.0)
     row = Row(8, SamplingParams(), [1], [])
@@ -447,7 +447,7 @@ def test_wishes_with_nothing_to_do_leave_the_logits_as_they_are(monkeypatch: pyt
 
 
 def test_no_rows_give_no_tokens() -> None:
-    assert sampled(Sampler(50, 1, CPU), torch.empty(0, 50), [], []).result() == ([], [])
+    assert sampled(Sampler(50, 1), torch.empty(0, 50), [], []).result() == ([], [])
 
 
 # Logprobs.
@@ -479,7 +479,7 @@ def test_logprobs_are_the_models_own(data: st.DataObject, vocab: int, seed: int)
 
 @pytest.mark.parametrize("top", [0, 1, 5, 20])
 def test_prompt_logprobs(top: int) -> None:
-    sampler, logits = Sampler(11, 1, CPU), grid(11, 90, 4)
+    sampler, logits = Sampler(11, 1), grid(11, 90, 4)
     targets = [random.Random(t).randrange(11) for t in range(90)]
     found = sampler.prompt_logprobs(logits, targets, top)
     for values, target, logprobs in zip(logits.tolist(), targets, found, strict=True):
@@ -502,7 +502,7 @@ def test_only_its_result_waits_for_the_device_and_once(monkeypatch: pytest.Monke
         Row(1, SamplingParams(top_p=0.9, top_k=20, min_p=0.1, **shaping), [1], [2]),  # type: ignore[arg-type]
         Row(2, SamplingParams(top_p=0.9, logprobs=0), [1], [2]),
     ]
-    sampler = Sampler(1000, 3, meta, (EOS,))
+    sampler = Sampler(1000, 3, (EOS,))
     for slot, row in enumerate(rows):
         sampler.admit(row.admission(slot))
     monkeypatch.setattr(torch.Tensor, "tolist", tolist)
@@ -514,7 +514,7 @@ def test_only_its_result_waits_for_the_device_and_once(monkeypatch: pytest.Monke
 
 def test_a_token_that_comes_late_is_not_noted_for_who_has_the_slot_by_then() -> None:
     """On a GPU the next step may give an aborted request's slot away before the last one's tokens have arrived."""
-    sampler, params = Sampler(8, 2, CPU), SamplingParams(temperature=0, repetition_penalty=2.0)
+    sampler, params = Sampler(8, 2), SamplingParams(temperature=0, repetition_penalty=2.0)
     logits = torch.arange(1.0, 9.0)[None]
     sampler.admit(Admission(0, 1, params, [0], []))
     late = sampled(sampler, logits, [0], [1])

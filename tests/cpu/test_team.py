@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.cpu.attention import ragged
+from tests.cpu.kernels import native
 from tests.cpu.programs import passes
-from tests.cpu.test_kernels import native
 from tests.cpu.test_quantised import random
 from weft.comm import Solo
 from weft.facts.place import Span

@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cpu import checkpoints
-from tests.cpu.draws import CPU, MASK, PARAMS, chi_square, chosen, far_apart
-from tests.cpu.test_sampler import EOS, Row, check_logprobs, expected, grid, row_of, sampled
+from tests.cpu.draws import MASK, chooser_of
+from tests.cpu.test_sampler import EOS, Row, grid
 from weft import LLM
 from weft.core.params import SamplingParams
 from weft.worker import chooser, chunks, filters
 from weft.worker.filters import weigh
-from weft.worker.random import BLOCK, block_sums, exponentials, race, seeds
+from weft.worker.random import BLOCK, block_sums, exponentials, seeds
 from weft.worker.rows import Rows
 from weft.worker.sampler import Sampler
 from weft.worker.staging import Staging
@@ -73,26 +73,6 @@ def test_floats_have_places() -> None:
     assert torch.equal(numbers[:15], x[:15]) and numbers[15].isnan()
 
 
-@pytest.mark.parametrize(
-    ("rows", "vocab", "spread", "dtype"),
-    [
-        (16, 7, 2.0, torch.float16),
-        (16, BLOCK, 3.0, torch.bfloat16),
-        (40, 3 * BLOCK - 1, 0.5, torch.float32),
-        (16, 20_011, 4.0, torch.bfloat16),
-        (1, 20_000, 1.0, torch.float16),
-    ],
-    ids=str,
-)
-def test_its_tokens_are_those_of_torch(rows: int, vocab: int, spread: float, dtype: torch.dtype) -> None:
-    logits = (torch.randn(rows, vocab, generator=torch.Generator().manual_seed(vocab)) * spread).to(dtype)
-    positions = np.arange(rows) * 3 + 1
-    got, want = chosen(logits, PARAMS, positions)
-    assert far_apart(got, want, logits, PARAMS, positions) == []
-    assert (got != want).sum() <= 1
-    assert len(set(got.tolist())) > min(rows, vocab) // 4
-
-
 @given(
     vocab=st.sampled_from([7, BLOCK, 5 * BLOCK + 3, 40 * BLOCK + 1]),
     seed=st.integers(0, 10**6),
@@ -123,79 +103,8 @@ def test_what_its_filters_leave_is_what_torchs_leave(
     torch.testing.assert_close(mass / mass.sum(-1, keepdim=True), want)
 
 
-def test_rows_that_are_no_distribution() -> None:
-    vocab = 2 * BLOCK + 40
-    plain = torch.randn(vocab, generator=torch.Generator().manual_seed(0)) * 3
-    rows = [plain.clone() for _ in range(6)]
-    rows[1][300] = math.nan
-    rows[2][:] = -math.inf
-    rows[3][[17, 400]] = math.inf
-    rows[4][[500, 301]] = math.nan
-    rows[4][2] = math.inf
-    rows[5][:] = math.nan
-    logits = torch.stack(rows)
-    for params, want in (
-        (SamplingParams(), [0] * 5),
-        (SamplingParams(temperature=0.3, top_p=0.5, top_k=7, min_p=0.01), [0] * 5),
-        (SamplingParams(temperature=0), [300, 0, 17, 301, 0]),
-    ):
-        got, torchs = chosen(logits, [params], np.arange(6))
-        assert got[1:].tolist() == want
-        assert torch.equal(got, torchs)
-
-
-def test_greedy_takes_the_lowest_id_among_equals() -> None:
-    logits = torch.full((2, 1000), -0.0)
-    logits[0, [700, 270, 999]] = 3.0
-    logits[1, 3:] = 0.0
-    for params in (SamplingParams(temperature=0), SamplingParams(top_k=1)):
-        assert chosen(logits.bfloat16(), [params], np.arange(2))[0].tolist() == [270, 0]
-
-
-def test_filters_cannot_take_the_last_token_away() -> None:
-    logits = torch.full((3, 600), -math.inf)
-    logits[:, 555] = torch.tensor([3.0, -1e30, torch.finfo(torch.float32).min])
-    strict = SamplingParams(temperature=1e-4, top_k=2, top_p=1e-9, min_p=1.0)
-    assert chosen(logits, [strict], np.arange(3))[0].tolist() == [555] * 3
-
-
-def test_logits_may_lie_apart() -> None:
-    wide = torch.randn(3, 700, generator=torch.Generator().manual_seed(2))
-    positions = np.arange(3)
-    for view in (wide[:, :600], wide.T.contiguous().T):
-        assert torch.equal(*chosen(view, PARAMS, positions))
-        assert torch.equal(chosen(view, PARAMS, positions)[0], chosen(view.contiguous(), PARAMS, positions)[0])
-
-
-def test_frequencies_are_those_of_the_distribution() -> None:
-    draws = 120
-    logits = torch.full((draws, 300), -math.inf)
-    logits[:, [3, 100, 255, 256, 299]] = torch.tensor([0.1, 0.2, 0.3, 0.25, 0.15]).log()
-    counts = np.bincount(chosen(logits, [SamplingParams()], np.arange(draws))[0].numpy(), minlength=300)
-    assert abs(chi_square(counts, logits[0].double().exp().numpy())) < 4
-
-
-@given(data=st.data(), vocab=st.sampled_from([7, BLOCK, 2 * BLOCK + 3]), seed=st.integers(0, 10**6))
-@settings(max_examples=15)
-def test_a_sampler_with_it_gives_the_tokens_of_the_reference(data: st.DataObject, vocab: int, seed: int) -> None:
-    """All that can be asked for, and new requests in slots that had others."""
-    sampler = Sampler(vocab, 3, CPU, (EOS,), fused=True)
-    for step in range(2):
-        rows = data.draw(st.lists(row_of(vocab), min_size=1, max_size=3))
-        slots = data.draw(st.permutations(range(3)))[: len(rows)]
-        for slot, row in zip(slots, rows, strict=True):
-            sampler.release(slot)
-            sampler.admit(row.admission(slot))
-        logits = grid(vocab, len(rows), seed + step)
-        late = sampled(sampler, logits, slots, [row.position for row in rows])
-        for row, values, token, logprobs in zip(rows, logits.tolist(), *late.result(), strict=True):
-            assert token == expected(row, values)
-            if row.params.logprobs is not None:
-                check_logprobs(logprobs, values, token, min(row.params.logprobs, vocab))
-
-
 def test_a_steady_step_tells_the_device_of_nothing_but_slots_and_positions() -> None:
-    sampler = Sampler(50, 4, CPU, (EOS,), fused=True)
+    sampler = Sampler(50, 4, (EOS,), chooser_of("triton", 4))
     for slot in range(4):
         sampler.admit(Row(slot, SamplingParams(top_p=0.5), [1], []).admission(slot))
     sizes = []
@@ -230,9 +139,3 @@ def test_a_step_has_one_copy_to_the_device(tmp_path: Path, monkeypatch: pytest.M
     with LLM(str(path), attention_backend="triton", **common) as llm:
         llm.generate([[3, 4], [5], [6], [7]], params)
     assert calls["put"] == calls["batch"] >= 4
-
-
-def test_race_of_one_block() -> None:
-    """A vocabulary of one token has one answer."""
-    assert chosen(torch.zeros(2, 1), [SamplingParams()], np.arange(2))[0].tolist() == [0, 0]
-    assert race(torch.ones(2, 1), torch.tensor([1, 2])).tolist() == [0, 0]

@@ -28,7 +28,7 @@ from weft.planner.fills import fills, parameter_dims, rank_parameters
 from weft.planner.place import Place, Span, places
 from weft.planner.plan import Plan
 from weft.weights import stored
-from weft.weights.dequantise import BLOCKS
+from weft.weights.blocks import BLOCKS
 from weft.weights.load import load
 
 SHAPE = ModelShape(
@@ -186,20 +186,20 @@ def test_numbers_off_their_own_grid(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + content[8 + length :])
     agrees(plan_for(SHAPE, tmp_path, "safetensors"), truth)
     # Most processors forgive that most of the time, so look at where the numbers are read from.
-    assert stored._typed(torch.zeros(9, dtype=torch.uint8)[1:], torch.float32).data_ptr() % 4 == 0
+    assert stored.typed(torch.zeros(9, dtype=torch.uint8)[1:], torch.float32).data_ptr() % 4 == 0
 
 
 def test_a_rank_maps_its_own_rows_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_file(random_weights(SHAPE, torch.bfloat16), tmp_path / "model.safetensors")
     plan = plan_for(SHAPE, tmp_path, "safetensors", dtype="bfloat16")
     mapped: list[tuple[TensorInfo, int, int]] = []
-    original = stored._mapped
+    original = stored.mapped
 
     def record(info: TensorInfo, start: int, nbytes: int, *, whole: bool) -> torch.Tensor:
         mapped.append((info, start, nbytes))
         return original(info, start, nbytes, whole=whole)
 
-    monkeypatch.setattr(stored, "_mapped", record)
+    monkeypatch.setattr(stored, "mapped", record)
     for place in plan.places:
         mapped.clear()
         targets = loaded(plan, place)

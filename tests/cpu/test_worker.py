@@ -22,9 +22,12 @@ from weft.facts.shape import Rope
 from weft.kernels import choose
 from weft.kernels.base import Kernels, Product
 from weft.layers import rope
+from weft.models.decoder import Decoder
+from weft.planner import memory
 from weft.planner.layout import layout
 from weft.planner.memory import LOGITS_BYTES
 from weft.planner.plan import Plan, Speculation
+from weft.worker import worker as worker_module
 from weft.worker.sampler import Order, Sampler
 from weft.worker.worker import Worker
 
@@ -92,6 +95,7 @@ def test_the_memory_of_the_kernels_is_given_back_too(tmp_path: Path) -> None:
 def test_what_is_measured_samples_after_every_guess(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The logits of a step in which everybody guesses are the largest that it has: without them a full batch that
     begins to guess would find no memory."""
+    monkeypatch.setattr(memory, "SCORED", 1)
     plan = tiny_plan(tmp_path, max_num_seqs=3)
     guessing = replace(plan, speculation=Speculation(tokens=4, lookup_min=2, lookup_max=4))
     orders: list[list[int]] = []
@@ -109,6 +113,28 @@ def test_what_is_measured_samples_after_every_guess(tmp_path: Path, monkeypatch:
             worker.allocate(3)
     assert found[1] - found[0] == LOGITS_BYTES * 3 * 4 * plan.shape.vocab
     assert orders == [[0], [0], [0] * 5, [0]]
+
+
+def test_what_is_measured_holds_the_logits_of_a_prompt_that_is_scored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of few requests fewer are sampled after than a prompt has tokens: the engine would find no memory for them."""
+    plan = tiny_plan(tmp_path, max_num_seqs=1)
+    held: list[int] = []
+    logits = Decoder.logits
+
+    def spy(model: Decoder, hidden: torch.Tensor) -> torch.Tensor | None:
+        held.append(len(hidden))
+        return logits(model, hidden)
+
+    with alone(plan) as worker:
+        reported = worker.load().activation_bytes
+        worker.allocate(4)
+        monkeypatch.setattr(Decoder, "logits", spy)
+        monkeypatch.setattr(worker_module, "SCORED", 5)
+        worker._rehearse([13], worker_module.SCORING)
+    assert held == [5, 5, 2, 1]  # twelve of the prompt, and the one that is sampled
+    assert reported > LOGITS_BYTES * min(memory.SCORED, plan.max_num_batched_tokens) * plan.shape.vocab
 
 
 def test_fewer_rows_of_the_table_are_the_same_rows() -> None:

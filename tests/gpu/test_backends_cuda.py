@@ -15,7 +15,7 @@ from tests.cpu.attention import ragged, shaped
 from tests.cpu.test_attention_backends import CASES
 from tests.gpu.test_triton_cuda import CUDA, LONG, TOLERANCE, there
 from weft import LLM, SamplingParams
-from weft.kernels import choose, contest, flashinfer, varlen
+from weft.kernels import choose, contest, flashinfer, samples, varlen
 from weft.kernels.base import Kernels, KVCache
 from weft.kernels.batch import Batch
 from weft.kernels.plain import PlainKernels
@@ -128,7 +128,7 @@ def test_how_long_they_take(backend: str, capsys: pytest.CaptureFixture[str]) ->
     others, ours = (choose(name, CUDA, shape) for name in (backend, "triton"))
     lines = []
     for rows, context in ((1, 4096), (32, 1024), (256, 1024)):
-        given = contest.decodes(shape, CUDA, [context] * rows)
+        given = samples.decodes(shape, CUDA, [context] * rows)
         times = [contest.timed(kernels, shape, given) for kernels in (others, ours)]
         lines.append(f"{rows} x {context}: {others.name} {times[0] * 1e6:.1f} us, triton {times[1] * 1e6:.1f} us")
     with capsys.disabled():

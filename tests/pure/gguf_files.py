@@ -94,18 +94,23 @@ def random_blocks(rng: np.random.Generator, rows: int, cols: int, type: str) -> 
     """Random bytes of a quantised type, its scales neither NaN nor infinite."""
     encoding = ENCODINGS[type]
     blocks = rng.integers(0, 256, (rows, cols // encoding.elements, encoding.nbytes), dtype=np.uint8)
-    scales = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}.get(type, (0,))
-    for at in scales:
+    scales = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2)}
+    scales |= {"Q6_K": (208,)}
+    for at in scales.get(type, (0,)):
         blocks[..., at + 1] &= 0xBB  # leaves a bit of a half's exponent unset
     return blocks.reshape(rows, -1)
 
 
-def write_model(path: Path, shape: ModelShape, type: str = "F32", seed: int = 0) -> dict[str, np.ndarray]:
-    """A whole model with matrices of `type`; its values as float32 under Hugging Face's names, in their order."""
+def write_model(
+    path: Path, shape: ModelShape, type: str = "F32", seed: int = 0, others: Mapping[str, str] | None = None
+) -> dict[str, np.ndarray]:
+    """A whole model with matrices of `type`, but for `others` by the last part of their names; its values as float32
+    under Hugging Face's names, in their order."""
     rng = np.random.default_rng(seed)
-    ggml_type = gguf.GGMLQuantizationType[type]
-    truth, stored = {}, {}
+    usual, truth, stored = type, {}, {}
     for name, dims in sources(shape):
+        type = (others or {}).get(name.split(".")[-2], usual)
+        ggml_type = gguf.GGMLQuantizationType[type]
         moved = shape.architecture == "LlamaForCausalLM" and (".q_proj." in name or ".k_proj." in name)
         values = rng.standard_normal(dims, dtype=np.float32)
         data: np.ndarray | Stored = interleave(values, shape.head_dim) if moved else values

@@ -43,6 +43,7 @@ def host(gpus: int | tuple[Gpu, ...] = (), **facts: Any) -> Host:
         "memory_total_bytes": 16 * 10**9,
         "memory_free_bytes": 12 * 10**9,
         "gpus": tuple(gpu(n) for n in range(gpus)) if isinstance(gpus, int) else gpus,
+        "packages": {"triton": "3.6.0", "flashinfer-python": "0.6.12"},
     }
     return Host(**(defaults | facts))
 

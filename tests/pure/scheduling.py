@@ -30,7 +30,7 @@ LIMITS: dict[str, Any] = {
     "lookahead": False,
     "speculation": None,
 }
-DRAFT = Draft(checkpoint="", load_format="dummy", shape=SMOLLM2)
+DRAFT = Draft(model="draft", checkpoint="", load_format="dummy", shape=SMOLLM2)
 AHEAD: list[dict[str, Any]] = [
     {},
     {"lookahead": True},

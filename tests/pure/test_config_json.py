@@ -168,7 +168,7 @@ def test_sizes_of_the_wrong_type(key: str, value: object) -> None:
         ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "high_freq_factor": 1.0}}, "must be above low_freq_factor"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; it must be 1"),
         ({"rope_parameters": {"a": {"rope_type": "default"}, "b": {}}}, "rope_parameters differs between"),
-        ({"quantization_config": {"quant_method": "awq"}}, "the weights are quantised with awq, .* GGUF file"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "the weights are quantised with hqq, .* GGUF file"),
     ],
 )
 def test_what_cannot_be(change: dict[str, Any], message: str) -> None:

@@ -17,8 +17,9 @@ from weft.errors import ConfigError, PlanError, WeftError
 from weft.facts.host import Host
 from weft.facts.shape import ModelShape
 from weft.facts.topology import Holder
+from weft.planner.backends import GPU_BACKENDS
 from weft.planner.layout import stage_layers
-from weft.planner.plan import GPU_BACKENDS, Plan
+from weft.planner.plan import Plan
 
 
 def refusal(*words: str, where: Host | None = None, shape: ModelShape = SMOLLM2, **flags: Any) -> None:
@@ -195,6 +196,32 @@ def test_kernels_of_gpus_run_on_no_cpu() -> None:
         assert plan(interpreted, attention_backend=backend).attention_backend == backend
     assert plan(host(1), attention_backend="flashinfer", kv_cache_dtype="fp8").kv_cache_dtype == "fp8"
     refusal("fp8", "varlen", where=host(1), attention_backend="varlen", kv_cache_dtype="fp8")
+
+
+def test_kernels_that_are_not_installed_are_refused_before_weights_are_read(caplog: pytest.LogCaptureFixture) -> None:
+    """As the ranks would refuse them, which have read all weights by then."""
+    bare = host(1, packages={"triton": "3.6.0"})
+    refusal("FlashInfer's kernels", "pip install weft[cuda]", where=bare, attention_backend="flashinfer")
+    old = host(1, packages={"triton": "3.6.0", "flashinfer-python": "0.4.1"})
+    refusal("flashinfer-python 0.4.1", "0.5", where=old, attention_backend="flashinfer")
+    for backend in GPU_BACKENDS:
+        refusal("the package triton is not installed", where=host(1, packages={}), attention_backend=backend)
+    # Set for vLLM, which may have it where we do not.
+    here = host(1, packages={"triton": "3.6.0"}, environment={"VLLM_ATTENTION_BACKEND": "FLASHINFER"})
+    assert plan(here).attention_backend == "auto" and "FLASHINFER" in caplog.text
+    fp8 = host(1, environment={"VLLM_ATTENTION_BACKEND": "FLASH_ATTN"})
+    assert plan(fp8, kv_cache_dtype="fp8").attention_backend == "auto" and "FLASH_ATTN" in caplog.text
+
+
+def test_kernels_that_cannot_run_a_model_are_refused_before_weights_are_read() -> None:
+    turing = host((gpu(0, capability=(7, 5)),))
+    for backend in ("flashinfer", "varlen"):
+        refusal("7.5", "8.0", "--attention-backend torch", where=turing, attention_backend=backend, dtype="float16")
+        refusal("float32", where=host(1), attention_backend=backend, dtype="float32")
+    for backend, dims in (("flashinfer", 80), ("varlen", 260)):
+        shape = msgspec.structs.replace(SMOLLM2, head_dim=dims)
+        refusal(str(dims), where=host(1), shape=shape, attention_backend=backend)
+    refusal("bfloat16 and float32, not float16", attention_backend="cpu", dtype="float16")
 
 
 # --- shares ---

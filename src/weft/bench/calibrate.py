@@ -126,7 +126,7 @@ def measure(llm: LLM, name: str, asked: Sequence[Load], tell: Callable[[Point], 
         point = Point(
             model=name,
             shape=plan.shape,
-            precision=precision_of(plan.quantization, plan.schemes, plan.dtype),
+            precision=precision_of(plan.shape, plan.quantization, plan.schemes, plan.dtype),
             load=load,
             seconds=seconds,
         )

@@ -58,7 +58,9 @@ def main(arguments: Namespace) -> int:
 
 
 def predicted_of(llm: LLM, asks: Sequence[Ask]) -> dict[str, float] | None:
-    """What the planner expects of these requests; None on hardware of which it knows nothing."""
+    """What the planner expects of these requests; None on hardware of which it knows nothing, and with guesses."""
+    if llm.plan.speculation:
+        return None
     try:
         return predicted(llm.forecast(), asks)
     except ConfigError as error:

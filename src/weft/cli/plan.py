@@ -16,8 +16,10 @@ from weft.facts.precision import canonical
 from weft.facts.schemes import MADE
 from weft.planner.deployment import Workload, lengths
 from weft.planner.objections import BF16_CAPABILITY
+from weft.planner.plan import Draft, Speculation
 from weft.planner.question import Question
 from weft.planner.search import search
+from weft.planner.speculation import speculation
 
 NOTHING_FITS = 3  # exit status: nothing fits, or a claim is impossible
 
@@ -73,6 +75,7 @@ def ask(arguments: Namespace, model: Model) -> Question:
         price=said.get("price", cluster.price),
         gpu_memory_utilization=said.get("gpu_memory_utilization"),
         max_num_batched_tokens=said.get("max_num_batched_tokens"),
+        speculation=guessing(arguments, model),
         remarks=wishes.remarks(said, cluster),
     )
 
@@ -87,6 +90,22 @@ def made(said: dict[str, Any]) -> str | None:
     if "precision" in said:
         raise UsageError(f"--quantization {asked} and --precision {said['precision']} both say it; give one of them")
     return MADE[asked]
+
+
+def guessing(arguments: Namespace, model: Model) -> Speculation | None:
+    """How --speculative-config has our engine guess ahead. Raises UsageError for another engine, ConfigError for what
+    is none and ModelError for a draft model that is not known."""
+    said: dict[str, Any] | None = getattr(arguments, "speculative_config", None)
+    if said is None:
+        return None
+    if arguments.engine != "weft":
+        raise UsageError(f"--speculative-config is planned for weft's engine, not for {arguments.engine}; leave it out")
+
+    def find(name: str) -> Draft:
+        named = Namespace(**{**vars(arguments), "model": name, "revision": None})
+        return Draft(model=name, checkpoint="", load_format="dummy", shape=look_up(named).shape)
+
+    return speculation(said, model.name, model.shape, find)
 
 
 def precisions(named: str | None, model: Model, cluster: Cluster) -> tuple[str, ...]:

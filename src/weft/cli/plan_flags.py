@@ -99,6 +99,14 @@ CUT = (
         "the devices",
     ),
 )
+SPECULATION = Flag(
+    name="speculative-config",
+    short="-sc",
+    parse=values.mapping,
+    metavar="JSON",
+    help='count what guessing ahead takes, as weft serve has it: {"method": "ngram"} or {"model": NAME}; what it gains '
+    "is not predicted",
+)
 LOAD = (
     Flag(name="engine", choices=ENGINES, default="weft", help="whose speed and memory to predict"),
     Flag(name="objective", choices=OBJECTIVES, default="throughput", help="what the best layout is best at"),
@@ -138,7 +146,7 @@ EXPORT = (
 PLAN = (
     ("model", NAMED),
     ("hardware", HARDWARE),
-    ("layout", CUT),
+    ("layout", (*CUT, SPECULATION)),
     ("workload", LOAD),
     ("answer", TOLD),
     ("export", EXPORT),

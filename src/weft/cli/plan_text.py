@@ -62,11 +62,12 @@ def speeds(told: Told) -> str:
     running = predicted["concurrency"]
     requests = "one request" if running < 1.5 else f"{running:,.0f} requests"
     asked = work["concurrency"]
+    guesses = " without guesses" if told["speculative_config"] else ""
     waiting = f" (the others of {asked:,} wait)" if asked != "max" and round(running) < asked else ""
     return (
         f"with {requests} of {work['input_len']:,} + {work['output_len']:,} tokens at once{waiting}: "
         f"{1000 * predicted['tpot_s_at_concurrency']:.1f} ms per token of each, {predicted['output_tok_s']:,.0f} "
-        f"tok/s; predictions are within {100 * predicted['error_band']:.0f} %"
+        f"tok/s{guesses}; predictions are within {100 * predicted['error_band']:.0f} %"
     )
 
 

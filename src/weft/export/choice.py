@@ -67,6 +67,9 @@ def in_its_words(question: Question, target: Target) -> tuple[Question, list[str
     if question.kv_dtype and number_bytes(question.kv_dtype) < 2 and not engines.narrow_cache(asked):
         gaps.append(f"{target.title} keeps no {question.kv_dtype} KV cache here; this is with one in 16 bits")
         asked = msgspec.structs.replace(asked, kv_dtype=None)
+    if question.speculation and engine != "weft":
+        gaps.append(f"what guessing ahead takes is planned for Weft's engine: this is without it, for {engine}")
+        asked = msgspec.structs.replace(asked, speculation=None)
     return asked, gaps
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from weft.export import hosts
 from weft.export.checkpoint import FLOATS
 from weft.export.deployment import Deployment, Server
@@ -11,8 +13,9 @@ from weft.export.shell import Flags, Value, command, script, together
 from weft.export.target import crowded, shares_experts, spans_nodes
 from weft.export.words import KEYS, Remarks, comment
 from weft.facts.kv import number_bytes
+from weft.planner import speculation
+from weft.planner.backends import FP8_CAPABILITY, KV_CACHE_DTYPES
 from weft.planner.deployment import Layout, deploy
-from weft.planner.layout import FP8_CAPABILITY, KV_CACHE_DTYPES
 from weft.planner.question import Question
 
 SHORT = 4  # characters of a weight that is taken as it was typed
@@ -83,6 +86,8 @@ def arguments(it: Deployment, server: Server) -> Flags:
         flags["quantization"] = it.checkpoint.quantised
     if number_bytes(layout.kv_dtype) < 2:
         flags["kv-cache-dtype"] = "fp8"
+    if it.question.speculation:
+        flags["speculative-config"] = json.dumps(speculation.write(it.question.speculation))
     return flags
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 from weft.errors import ModelError
@@ -25,3 +26,10 @@ def cache_dir() -> Path:
             f"cannot make the cache directory {folder}: {error.strerror}; set XDG_CACHE_HOME to one that can be written"
         ) from error
     return folder
+
+
+def write(path: Path, content: bytes) -> None:
+    """Write a file of the cache, whole or not at all. Raises OSError, and what `cache_dir` raises."""
+    with tempfile.NamedTemporaryFile(dir=cache_dir(), prefix=path.stem, suffix=".part", delete=False) as file:
+        file.write(content)
+    os.replace(file.name, path)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import tempfile
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from math import isfinite
@@ -13,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from weft.errors import WeftError
-from weft.facts.cache import cache_dir, cache_path
+from weft.facts.cache import cache_path, write
 
 logger = logging.getLogger("weft")
 
@@ -143,10 +141,7 @@ def keep(machine: str, calibration: Calibration) -> Path:
     others = [it for it in known(machine) if it.device != calibration.device]
     text = msgspec.json.format(msgspec.json.encode(_File(machine, (*others, calibration))))
     try:
-        folder = cache_dir()
-        with tempfile.NamedTemporaryFile(dir=folder, prefix="calibration-", suffix=".part", delete=False) as file:
-            file.write(text)
-        os.replace(file.name, path(machine))
+        write(path(machine), text)
     except (OSError, RuntimeError) as error:
         raise WeftError(f"cannot keep the calibration: {error}; set XDG_CACHE_HOME to a directory elsewhere") from error
     return path(machine)

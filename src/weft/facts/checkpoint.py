@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 
 from weft.errors import ConfigError, ModelError, reason
-from weft.facts import config_json, demo, gguf, gguf_names, gguf_shape, hub, safetensors
+from weft.facts import config_json, demo, gguf, gguf_names, gguf_shape, hub, packed, safetensors
 from weft.facts.parameters import axis_length, parameters
 from weft.facts.shape import DType, ModelShape
 from weft.facts.tensor import ENCODINGS, TensorInfo
@@ -24,7 +24,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     holds the shape, and the tokeniser where there is one, but no weights are read from it.
 
     `generation` is the sampling that the model recommends, in generation_config.json's words; `quantised` are the types
-    of the tensors that are stored so, under Hugging Face's names.
+    of the tensors that are stored so, under Hugging Face's names; of a dummy those that its config promises.
     """
 
     model: str
@@ -69,16 +69,32 @@ def resolve(
     else:
         index = {} if dummy else safetensors.read_directory(path)
         shape, generation = config_json.read(path, dtype(index)), config_json.sampling(path)
+        index = _joined(index, shape)
     _check_shape(shape, str(path))
     stored = {} if dummy else _whole(index, shape, str(path))
+    shape = shape if dummy else packed.described(shape, stored)
     return Checkpoint(
         model=model,
         path=str(path),
         format="dummy" if dummy else found,
         shape=shape,
         generation=generation,
-        quantised={name: info.type for name, info in stored.items() if ENCODINGS[info.type].elements > 1},
+        quantised=packed.stored(shape) if dummy else {name: it.type for name, it in stored.items() if _quantised(it)},
     )
+
+
+def _quantised(info: TensorInfo) -> bool:
+    return isinstance(info, packed.Packed) or ENCODINGS[info.type].elements > 1
+
+
+def described(shape: ModelShape, index: Mapping[str, TensorInfo]) -> ModelShape:
+    """The shape with what the weights of safetensors files are really stored in, as far as they are there."""
+    return packed.described(shape, _joined(index, shape))
+
+
+def _joined(index: Mapping[str, TensorInfo], shape: ModelShape) -> Mapping[str, TensorInfo]:
+    """The tensors of safetensors files, with packed matrices as one."""
+    return index if shape.published is None else packed.joined(index, shape.published)
 
 
 def _locate(model: str, revision: str | None, token: str | None, folder: str | None, *, weights: bool) -> Path:
@@ -177,8 +193,9 @@ def tensors(path: str, format: Format, shape: ModelShape) -> dict[str, TensorInf
     """
     if format == "dummy":
         return {}
-    index = _translated(gguf.read(path), shape) if format == "gguf" else safetensors.read_directory(Path(path))
-    return _whole(index, shape, path)
+    if format == "gguf":
+        return _whole(_translated(gguf.read(path), shape), shape, path)
+    return _whole(_joined(safetensors.read_directory(Path(path)), shape), shape, path)
 
 
 def _whole(index: Mapping[str, TensorInfo], shape: ModelShape, path: str) -> dict[str, TensorInfo]:
@@ -187,12 +204,17 @@ def _whole(index: Mapping[str, TensorInfo], shape: ModelShape, path: str) -> dic
     for name, dims in sources(shape):
         info = index.get(name)
         if info is None:
+            if packed_as := _packed_parts(index, name):
+                raise ModelError(
+                    f"{path} holds {packed_as} in the place of {name}: its weights are quantised, but not as its "
+                    "config.json says (quantization_config); fetch it again"
+                )
             raise ModelError(f"{path} lacks tensor {name} of {list(dims)}; fetch it again, or give a whole model")
         if info.dims != dims:
             raise ModelError(
                 f"{info.file}: tensor {name} is {list(info.dims)}; the model's shape asks for {list(dims)}"
             )
-        if info.type not in ENCODINGS:
+        if info.type not in ENCODINGS and not isinstance(info, packed.Packed):
             raise ModelError(f"{info.file}: tensor {name} is {info.type}; Weft reads {', '.join(ENCODINGS)}")
         tensors[name] = info
     extra = f"model.layers.{shape.layers}."
@@ -201,6 +223,12 @@ def _whole(index: Mapping[str, TensorInfo], shape: ModelShape, path: str) -> dic
             f"{path} holds tensor {more}, but its config says {shape.layers} layers; give the config of these weights"
         )
     return tensors
+
+
+def _packed_parts(index: Mapping[str, TensorInfo], name: str) -> str | None:
+    """A tensor that holds the numbers of another one, packed."""
+    layer = name.removesuffix("weight")
+    return next((layer + names[0] for names in packed.NAMES.values() if layer + names[0] in index), None)
 
 
 def _translated(header: gguf.Gguf, shape: ModelShape) -> dict[str, TensorInfo]:

@@ -7,12 +7,14 @@ from pathlib import Path
 import msgspec
 
 from weft.errors import ModelError, reason
+from weft.facts import packed, published
 from weft.facts.defaults import DEFAULTS, Defaults
 from weft.facts.fields import Fields
 from weft.facts.parameters import ARCHITECTURES, RUNNABLE
 from weft.facts.shape import DType, Experts, Latent, ModelShape, Rope
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
+QUANTIZE = "quantize_config.json"  # AutoGPTQ's own, from before it was written into config.json
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
 DTYPES: dict[str, DType] = {"bfloat16": "bfloat16", "float16": "float16", "half": "float16", "float32": "float32"}
 THETA = 10000.0
@@ -29,7 +31,7 @@ def read(folder: Path, own: DType = "bfloat16", *, run: bool = True) -> ModelSha
     Its end tokens are those of config.json and of generation_config.json together. Raises ModelError, in one
     line, for what is missing, wrong, impossible or unknown, and with `run` for what the engine does not compute.
     """
-    config = load(folder / CONFIG)
+    config = of(folder)
     generation = folder / GENERATION
     more = load(generation).ids("eos_token_id") if generation.exists() else ()
     model = shape(config, own, run=run)
@@ -52,6 +54,14 @@ def sampling(folder: Path) -> dict[str, float | int | bool]:
     if "do_sample" in fields:
         found["do_sample"] = fields.flag("do_sample")
     return found
+
+
+def of(folder: Path) -> Fields:
+    """A directory's config.json, with what lies beside it of how the weights are quantised."""
+    config, own = load(folder / CONFIG), folder / QUANTIZE
+    if quantization(config) is not None or not own.exists():
+        return config
+    return Fields({**config.values, "quantization_config": {"quant_method": "gptq", **load(own).values}}, config.where)
 
 
 def load(path: Path) -> Fields:
@@ -109,7 +119,7 @@ def shape(config: Fields, own: DType = "bfloat16", *, run: bool = True) -> Model
     ffn = config.integer_or("intermediate_size", None) or default.ffn_of_hidden * hidden
     if not ffn:
         ffn = config.integer("intermediate_size")
-    return ModelShape(
+    model = ModelShape(
         architecture=name,
         layers=layers,
         hidden=hidden,
@@ -133,6 +143,9 @@ def shape(config: Fields, own: DType = "bfloat16", *, run: bool = True) -> Model
         bos=config.integer_or("bos_token_id", default.bos, minimum=0),
         eos=config.ids("eos_token_id", default.eos),
     )
+    quantised = quantization(config)
+    readable = quantised is not None and published.obstacle(quantised) is None
+    return packed.configured(model, quantised) if quantised is not None and readable else model
 
 
 def latent(config: Fields) -> Latent | None:
@@ -172,12 +185,20 @@ def experts(config: Fields, layers: int, ffn: int) -> Experts | None:
     )
 
 
+def quantization(config: Fields) -> Fields | None:
+    """How the weights are quantised; None where they are not."""
+    found = config.nested("quantization_config") or config.nested("compression_config")
+    return found if found is not None and found.values else None
+
+
 def precision(config: Fields) -> str | None:
     """What `quantization_config` says of the weights, in the words of `facts.precision`; None where they are not
     quantised. Raises ModelError for a method that Weft does not know the bytes of."""
-    quantised = config.nested("quantization_config") or config.nested("compression_config")
-    if quantised is None or not quantised.values:
+    quantised = quantization(config)
+    if quantised is None:
         return None
+    if published.obstacle(quantised) is None:
+        return published.read(quantised).precision
     method = quantised.text_or("quant_method", None)
     inner = quantised.nested("config_groups")
     groups = [value for value in inner.values.values() if isinstance(value, dict)] if inner else []
@@ -208,12 +229,11 @@ def _refuse(config: Fields, name: str) -> None:
             f"{config.where}: {name} is known to `weft plan`, but the engine does not run it yet; it runs "
             f"{', '.join(RUNNABLE)}"
         )
-    quantised = config.nested("quantization_config") or config.nested("compression_config")
-    if quantised is not None and quantised.values:
-        method = quantised.text_or("quant_method", "an unknown method")
+    quantised = quantization(config)
+    if quantised is not None and (what := published.obstacle(quantised)):
         raise ModelError(
-            f"{config.where}: the weights are quantised with {method}, which Weft does not read; use the "
-            "unquantised checkpoint or a GGUF file"
+            f"{config.where}: the weights are quantised with {what}, which Weft does not read ({published.READ}); use "
+            "one of those, the unquantised checkpoint or a GGUF file"
         )
     if config.text_or("hidden_act", "silu") not in ("silu", "swish", None):
         raise config.wrong("hidden_act", "silu")

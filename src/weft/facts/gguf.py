@@ -27,24 +27,29 @@ SMALLEST_TENSOR = 8 + 4 + 8 + 4 + 8  # bytes: the length of an empty name, one d
 SMALLEST_FILE = 4 + 4 + 8 + 8
 
 # Tensor types by number: those that Weft reads, and others, whose sizes are all that the planner asks for.
-TYPES = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 12: "Q4_K", 13: "Q5_K"}
-TYPES |= {14: "Q6_K", 30: "BF16"}
-OTHER_TYPES = {9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S"}
-OTHER_TYPES |= {20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64"}
-OTHER_TYPES |= {28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4"}
+TYPES = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K"}
+TYPES |= {13: "Q5_K", 14: "Q6_K", 20: "IQ4_NL", 23: "IQ4_XS", 30: "BF16"}
+OTHER_TYPES = {9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S"}
+OTHER_TYPES |= {
+    24: "I8",
+    25: "I16",
+    26: "I32",
+    27: "I64",
+    28: "F64",
+    29: "IQ1_M",
+    34: "TQ1_0",
+    35: "TQ2_0",
+    39: "MXFP4",
+}
 SIZES = ENCODINGS | {
     "Q8_1": Encoding(32, 40),
-    "Q2_K": Encoding(256, 84),
-    "Q3_K": Encoding(256, 110),
     "Q8_K": Encoding(256, 292),
     "IQ2_XXS": Encoding(256, 66),
     "IQ2_XS": Encoding(256, 74),
     "IQ3_XXS": Encoding(256, 98),
     "IQ1_S": Encoding(256, 50),
-    "IQ4_NL": Encoding(32, 18),
     "IQ3_S": Encoding(256, 110),
     "IQ2_S": Encoding(256, 82),
-    "IQ4_XS": Encoding(256, 136),
     "I8": Encoding(1, 1),
     "I16": Encoding(1, 2),
     "I32": Encoding(1, 4),

@@ -37,8 +37,11 @@ MIXES = {
     "q6_k": "Q6_K",
     "q8_0": "Q8_0",
 }
+# Behind a mix's name: its tensors as our own engine holds them (facts.schemes).
+HELD = " held"
 # Mixes in which layers differ.
 BY_LAYER = ("q3_k_m", "q4_k_s", "q4_k_m", "q5_k_m", "iq4_nl", "iq4_xs")
+BY_LAYER += tuple(mix + HELD for mix in BY_LAYER)
 # `general.file_type` of a GGUF file. Source: enum llama_ftype of llama.cpp's llama.h.
 FILE_TYPES = {
     0: "fp32",

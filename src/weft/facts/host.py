@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator, Mapping
+from importlib import metadata
+from importlib.util import find_spec
 from math import ceil
 from pathlib import Path
 
@@ -17,12 +19,16 @@ from weft.facts.topology import Gpu, Pair
 # What the environment may say about a layout; the planner is pure and reads it from here.
 PLANNING_VARIABLES = ("VLLM_PP_LAYER_PARTITION", "VLLM_ATTENTION_BACKEND", "TRITON_INTERPRET")
 
+# What attention on GPUs may be computed with, by the name of its package: the module that is imported.
+KERNEL_PACKAGES = {"triton": "triton", "flashinfer-python": "flashinfer"}
+
 
 class Host(msgspec.Struct, frozen=True, kw_only=True):
     """`cores` are the CPU numbers open to this process: its affinity mask, cut to a container's CPU quota.
     `threads` is OMP_NUM_THREADS, an upper limit per rank. Memory is in bytes and within the container's
     limit; free counts what the kernel can reclaim. `environment` holds the PLANNING_VARIABLES that are set. `pairs`
-    are every two of the `gpus`; `driver` is their driver's version, "" without one. `cpu` is the whole machine's."""
+    are every two of the `gpus`; `driver` is their driver's version, "" without one. `cpu` is the whole machine's.
+    `packages` are the versions of those KERNEL_PACKAGES that are installed."""
 
     hostname: str
     cores: tuple[int, ...]
@@ -34,6 +40,7 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
     driver: str = ""
     cpu: Cpu | None = None
     environment: dict[str, str] = {}
+    packages: dict[str, str] = {}
 
     @property
     def computing(self) -> tuple[int, ...]:
@@ -58,7 +65,19 @@ def probe(environment: Mapping[str, str] = os.environ, root: Path = Path("/")) -
         driver=driver.version,
         cpu=cpu.look(root),
         environment={name: environment[name] for name in PLANNING_VARIABLES if environment.get(name)},
+        packages=packages(),
     )
+
+
+def packages() -> dict[str, str]:
+    """Versions of the KERNEL_PACKAGES; nothing is imported. "" is one that does not tell."""
+    found = {}
+    for package in (name for name, module in KERNEL_PACKAGES.items() if find_spec(module)):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = ""
+    return found
 
 
 def usable_cores(root: Path = Path("/")) -> tuple[int, ...]:

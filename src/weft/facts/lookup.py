@@ -53,10 +53,11 @@ def _directory(model: str, folder: Path) -> Model:
     """From its config.json, and from the headers of its weights where those are there."""
     has_weights = any(folder.glob("*.safetensors"))
     index = safetensors.read_directory(folder) if has_weights else {}
-    shape = config_json.read(folder, checkpoint.dtype(index), run=False)
-    config = config_json.load(folder / config_json.CONFIG)
+    shape = checkpoint.described(config_json.read(folder, checkpoint.dtype(index), run=False), index)
+    config = config_json.of(folder)
     stored = sum(info.nbytes for info in index.values()) if has_weights else None
-    return _model(model, shape, config_json.precision(config) or PRECISIONS[shape.dtype], config.where, stored)
+    precision = shape.published.precision if shape.published else config_json.precision(config)
+    return _model(model, shape, precision or PRECISIONS[shape.dtype], config.where, stored)
 
 
 def _gguf(model: str, path: Path) -> Model:

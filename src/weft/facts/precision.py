@@ -17,7 +17,8 @@ from weft.facts import gguf_types
 from weft.facts.axes import axis_length, owned
 from weft.facts.parameters import Parameter, Part, parameters
 from weft.facts.place import Place, Span, whole
-from weft.facts.schemes import UNIT
+from weft.facts.published import ORDERED, ROW, Published
+from weft.facts.schemes import ALL, UNIT, scheme_of
 from weft.facts.shape import ModelShape
 
 
@@ -96,8 +97,36 @@ def canonical(name: str) -> str:
     raise ConfigError(f"unknown precision {name!r}; {hint}known: {', '.join(NAMES)}")
 
 
+def as_held(precision: str) -> str:
+    """What our own engine makes of a precision as it loads: of a GGUF file's types, and of what GPTQ and AWQ publish,
+    what it has kernels for, and 16 bits of vectors. For `part_format` and what is summed of it."""
+    return precision + gguf_types.HELD if precision in (*gguf_types.MIXES, "int8", "int4") else precision
+
+
+def as_published(shape: ModelShape, precision: str) -> Published | None:
+    """How the model's own checkpoint has its weights, where the precision is that one's."""
+    published = shape.published
+    return published if published and published.precision == precision.removesuffix(gguf_types.HELD) else None
+
+
+def by_layer(shape: ModelShape, precision: str) -> bool:
+    """Whether layers that compute the same may be stored in different ways; `precision` as for `part_format`."""
+    published = as_published(shape, precision)
+    return bool(published and published.exceptions) or precision in gguf_types.BY_LAYER
+
+
 def part_format(shape: ModelShape, precision: str, parameter: Parameter, part: Part, layer: int) -> Format:
-    """How one tensor of the model is stored; `precision` as `canonical` gives it."""
+    """How one tensor of the model is stored; `precision` as `canonical` or `as_held` gives it."""
+    held, precision = precision.endswith(gguf_types.HELD), precision.removesuffix(gguf_types.HELD)
+    published = as_published(shape, precision)
+    if held and (published or precision in gguf_types.MIXES):
+        name = scheme_of(shape, precision, parameter, layer)
+        if name is None:
+            return BF16
+        scheme = ALL[name]
+        return Format(bits=scheme.bits, block_cols=scheme.group, block_bytes=scheme.group_bits / 8)
+    if published:
+        return _published_format(published, parameter, part, layer)
     if precision in gguf_types.MIXES:
         kind = gguf_types.type_of(shape, precision, parameter, part, layer)
         return Format(bits=gguf_types.BITS[kind])
@@ -112,11 +141,23 @@ def part_format(shape: ModelShape, precision: str, parameter: Parameter, part: P
     return MATRICES[precision]
 
 
+def _published_format(published: Published, parameter: Parameter, part: Part, layer: int) -> Format:
+    """As it lies in the file."""
+    name = published.of(part.source.format(layer=layer, expert=0), parameter.role).removesuffix(ORDERED)
+    if name not in ALL:
+        return BF16
+    scheme = ALL[name]
+    zero = 0 if scheme.lowest == "middle" else scheme.bits / 8
+    return Format(bits=scheme.bits, block_cols=scheme.group, block_bytes=2 + zero)
+
+
 def scale_columns(shape: ModelShape, precision: str) -> int:
     """Columns of a matrix of the model that share a scale; 1 where each number stands for itself."""
     precision = canonical(precision)
     if precision == "fp8" and shape.architecture in FP8_IN_BLOCKS:
         return FP8_BLOCKS.block_cols
+    if published := as_published(shape, precision):
+        return published.group if published.group < ROW else 1
     return MATRICES[precision].block_cols if precision in MATRICES else 1
 
 
@@ -150,9 +191,13 @@ def weights(shape: ModelShape, precision: str, place: Place | None = None) -> We
 
     A tied head counts where it is stored: with the embedding, and again on a last stage without one.
     """
-    precision, place = canonical(precision), place or whole(shape)
+    return summed(shape, canonical(precision), place or whole(shape))
+
+
+def summed(shape: ModelShape, precision: str, place: Place) -> WeightBytes:
+    """The same; `precision` as `canonical` or `as_held` gives it."""
     layers = range(place.layers.start, place.layers.stop)
-    alike = precision not in gguf_types.BY_LAYER  # all layers
+    alike = not by_layer(shape, precision)  # all layers
     kinds = {"embedding": 0, "linear": 0, "expert": 0, "head": 0, "others": 0}
     for parameter in parameters(shape):
         kind = parameter.role if parameter.role in kinds else "others"

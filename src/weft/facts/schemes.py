@@ -6,14 +6,17 @@ What a scheme computes is in `quant` and in the kernels. A matrix is stored alon
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import cache
 from typing import Literal
 
 import msgspec
 
 from weft.facts import gguf_types
 from weft.facts.axes import axis_length
-from weft.facts.parameters import Parameter, Part
+from weft.facts.parameters import Parameter
 from weft.facts.place import Span
+from weft.facts.published import BITS, GROUPS, Method, scheme_name
 from weft.facts.shape import ModelShape
 
 UNIT = 32  # columns that are never parted: what a kernel multiplies at once, and the smallest group
@@ -21,8 +24,8 @@ UNIT = 32  # columns that are never parted: what a kernel multiplies at once, an
 
 class Scheme(msgspec.Struct, frozen=True, kw_only=True):
     """Numbers are w = scale * q + lowest, q of `bits` bits without a sign, the scale of 16 bits and one for each
-    `group` columns. `lowest` is stored as 16 bits ("minimum"), or is scale * -zero, `zero` of as many bits as q
-    ("zero"), or is scale * -2^(bits - 1) ("middle")."""
+    `group` columns. `lowest` is stored as 16 bits ("minimum"), or is scale * -zero, `zero` a byte ("zero"), or is
+    scale * -2^(bits - 1) ("middle")."""
 
     bits: int
     group: int
@@ -31,25 +34,66 @@ class Scheme(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def group_bits(self) -> int:
         """What a group takes beside its numbers."""
-        return 16 + {"middle": 0, "zero": self.bits, "minimum": 16}[self.lowest]
+        return 16 + {"middle": 0, "zero": 8, "minimum": 16}[self.lowest]
 
     def nbytes(self, rows: int, cols: Span) -> int:
         """Bytes of so many rows and of these columns, in multiples of UNIT, of a matrix."""
         return rows * (len(cols) * self.bits + cols.blocks(self.group) * self.group_bits) // 8
 
+    def holds(self, other: Scheme) -> bool:
+        """Whether all that the other can say can be said in this one."""
+        finer = self.bits >= other.bits and other.group % self.group == 0
+        return finer and self.lowest in ("minimum", other.lowest)
 
-# GGUF's types are held bit for bit.
+
+# What there are kernels for. Those that have the name of a GGUF type are this type, bit for bit.
 SCHEMES = {
     "INT8": Scheme(bits=8, group=128, lowest="zero"),
     "Q8_0": Scheme(bits=8, group=32, lowest="middle"),
+    "Q8_MIN": Scheme(bits=8, group=32, lowest="minimum"),
     "Q4_1": Scheme(bits=4, group=32, lowest="minimum"),
     "Q4_0": Scheme(bits=4, group=32, lowest="middle"),
 }
+# What GGUF's types come to once they are unpacked, from the one that takes the fewest bits there. The values of IQ4 are
+# 16 of 8 bits; a scale is one of a block times a whole number where blocks have several.
+STORED = {
+    "Q4_0": SCHEMES["Q4_0"],
+    "Q4_1": SCHEMES["Q4_1"],
+    "Q5_0": Scheme(bits=5, group=32, lowest="middle"),
+    "Q5_1": Scheme(bits=5, group=32, lowest="minimum"),
+    "Q8_0": SCHEMES["Q8_0"],
+    "Q2_K": Scheme(bits=2, group=16, lowest="minimum"),
+    "Q3_K": Scheme(bits=3, group=16, lowest="middle"),
+    "Q4_K": Scheme(bits=4, group=32, lowest="minimum"),
+    "Q5_K": Scheme(bits=5, group=32, lowest="minimum"),
+    "Q6_K": Scheme(bits=6, group=16, lowest="middle"),
+    "IQ4_NL": SCHEMES["Q8_0"],
+    "IQ4_XS": SCHEMES["Q8_0"],
+}
+# Rounded anew instead, since there are no kernels for groups of 16: 8 bits in groups of 32 lose a fifth of what the
+# 6 bits of Q6_K have lost before, and less than rounding x to 8 bits does (docs/benchmarks.md).
+ROUNDED = dict.fromkeys(("Q2_K", "Q3_K", "Q6_K"), SCHEMES["Q8_0"])
+# What GPTQ, AWQ and compressed-tensors publish, bit for bit; their files have zero points of `bits` bits.
+PUBLISHED = {
+    scheme_name(bits, group, symmetric): Scheme(bits=bits, group=group, lowest="middle" if symmetric else "zero")
+    for bits in BITS
+    for group in GROUPS
+    for symmetric in (False, True)
+}
+ALL = SCHEMES | PUBLISHED
 # What can be asked for, of any checkpoint, and what is made of it in the words of `facts.precision`. Groups of 128, as
 # GPTQ and AWQ choose with the help of examples, are too coarse for weights that are rounded by themselves; and a head
 # that is rounded to 4 bits costs more than its bytes are worth.
 MADE = {"int8": "int8", "int4": "q4_1+q8_0", "q4_0": "q4_0+q8_0", "q4_1": "q4_1+q8_0", "q8_0": "q8_0"}
-QUANTIZATIONS = ("auto", "none", *MADE)
+# What vLLM calls that which GPTQ, AWQ and compressed-tensors publish; the kernels are ours whatever its word.
+METHODS: dict[str, Method] = {
+    "gptq": "gptq",
+    "awq": "awq",
+    "compressed-tensors": "compressed-tensors",
+    "gptq_marlin": "gptq",
+    "awq_marlin": "awq",
+}
+QUANTIZATIONS = ("auto", "none", *MADE, *METHODS)
 
 
 def asked_for(precision: str) -> str | None:
@@ -58,11 +102,32 @@ def asked_for(precision: str) -> str | None:
     return next((word for word, made in reversed(MADE.items()) if precision in (made, made.partition("+")[0])), None)
 
 
-def scheme_of(shape: ModelShape, precision: str, parameter: Parameter, part: Part) -> str | None:
-    """The scheme that a tensor gets in a precision of MADE; None where it stays in 16 bits."""
-    if part.cols is None or axis_length(shape, part.cols) % UNIT:
+def held_as(types: Iterable[str]) -> str | None:
+    """The smallest scheme that holds what is stored in all of these types, as the parts of one parameter are; None
+    where one of them is no quantised type of GGUF's, unless all are one of PUBLISHED."""
+    return _held_as(frozenset(types))
+
+
+@cache
+def _held_as(types: frozenset[str]) -> str | None:
+    if len(types) == 1 and types <= PUBLISHED.keys():
+        return min(types)
+    if not types <= STORED.keys():
         return None
+    stored = [ROUNDED.get(kind, STORED[kind]) for kind in types]
+    fit = (name for name, scheme in SCHEMES.items() if all(map(scheme.holds, stored)))
+    return min(fit, key=lambda name: SCHEMES[name].nbytes(1, Span(0, 256)))
+
+
+def scheme_of(shape: ModelShape, precision: str, parameter: Parameter, layer: int = 0) -> str | None:
+    """The scheme that a parameter gets in a precision of MADE, from a GGUF file in one of its mixes, or from its own
+    checkpoint where GPTQ, AWQ or compressed-tensors made that; None where it stays in 16 bits."""
+    cols = parameter.parts[0].cols
+    if cols is None or axis_length(shape, cols) % UNIT:
+        return None
+    if shape.published and precision == shape.published.precision:
+        names = (part.source.format(layer=layer, expert=0) for part in parameter.parts)
+        return held_as(shape.published.of(name, parameter.role) for name in names)
     if precision == "int8":
         return "INT8" if parameter.role == "linear" else None
-    kind = gguf_types.type_of(shape, precision, parameter, part, 0)
-    return kind if kind in SCHEMES else None
+    return held_as(gguf_types.type_of(shape, precision, parameter, part, layer) for part in parameter.parts)

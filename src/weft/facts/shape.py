@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from weft.facts.published import Published
+
 DType = Literal["bfloat16", "float16", "float32"]
 DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -76,7 +78,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     `windows[layer]` is that layer's sliding window in tokens (a query sees itself and the window-1 before
     it), or None for full attention. `dtype` is the checkpoint's own. `eos` holds every id that ends an
     answer (config and generation_config together), `bos` the id that starts a text, if any. With `experts`,
-    `ffn` is the width of the layers that have none.
+    `ffn` is the width of the layers that have none. `published` is how its weights are stored, where GPTQ, AWQ or
+    compressed-tensors quantised them.
     """
 
     architecture: str
@@ -99,6 +102,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     experts: Experts | None = None
     mla: Latent | None = None
     dtype: DType = "bfloat16"
+    published: Published | None = None
     bos: int | None = None
     eos: tuple[int, ...] = ()
 

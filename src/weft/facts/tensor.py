@@ -26,9 +26,13 @@ ENCODINGS: dict[str, Encoding] = {
     "Q5_0": Encoding(32, 22),
     "Q5_1": Encoding(32, 24),
     "Q8_0": Encoding(32, 34),
+    "Q2_K": Encoding(256, 84),
+    "Q3_K": Encoding(256, 110),
     "Q4_K": Encoding(256, 144),
     "Q5_K": Encoding(256, 176),
     "Q6_K": Encoding(256, 210),
+    "IQ4_NL": Encoding(32, 18),
+    "IQ4_XS": Encoding(256, 136),
 }
 
 

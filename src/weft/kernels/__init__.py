@@ -6,7 +6,8 @@ import torch
 
 from weft.kernels.base import Attention, AttentionShape, Kernels
 from weft.kernels.plain import PlainKernels
-from weft.planner.plan import ATTENTION_BACKENDS, GPU_BACKENDS
+from weft.planner.backends import ATTENTION_BACKENDS, GPU_BACKENDS
+from weft.quant.rounding import Rounding, round_into
 
 
 def choose(backend: str, device: torch.device, shape: AttentionShape) -> Kernels:
@@ -26,17 +27,28 @@ def choose(backend: str, device: torch.device, shape: AttentionShape) -> Kernels
     return PlainKernels()
 
 
+def rounding(backend: str, device: torch.device, shape: AttentionShape) -> Rounding:
+    """What rounds weights for these kernels, which need not be compiled yet."""
+    if backend in ("auto", "cpu") and device.type == "cpu":
+        from weft.kernels.native.rounding import made
+
+        return made(shape.dtype, shape.head_dim, shape.group)
+    return round_into
+
+
 def _on_gpu(backend: str, device: torch.device, shape: AttentionShape) -> Kernels:
     """Triton's kernels, with attention by another library where that is wanted, or is faster."""
     from weft.kernels import flashinfer, triton, varlen
 
     if backend == "auto":
         return _fastest(device, shape)
-    attention: Attention | None = None
+    attention: Attention | None
     if backend == "varlen":
         attention = varlen.made(device, shape)
     elif backend == "flashinfer":
         attention = flashinfer.made(device, shape, required=True)
+    else:
+        attention = triton.own_attention(device, shape)
     return triton.made(device, attention)
 
 
@@ -44,10 +56,11 @@ def _fastest(device: torch.device, shape: AttentionShape) -> Kernels:
     """With FlashInfer's attention where it is installed and was, or now is, faster."""
     from weft.kernels import contest, flashinfer, triton
 
-    ours, version = triton.made(device), flashinfer.installed()
+    own, version = triton.own_attention(device, shape), flashinfer.installed()
+    ours = triton.made(device, own)
     if version is None:
         return ours
-    note = contest.note(device, shape, version)
+    note = contest.note(device, shape, version, own.tunings)
     best = contest.winner(note)
     attention = None if best == ours.name else flashinfer.made(device, shape, required=False)
     if attention is None:

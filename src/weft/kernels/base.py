@@ -110,6 +110,11 @@ class Attention(Protocol):
         """Causal attention of every row over its own context, all rows in one call: [T, q_heads * head_dim]."""
         ...
 
+    def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Callable[[], object]]:
+        """Calls that between them launch all that is compiled for steps within the shape's limits beside what every step
+        launches. They may run at once, each in a thread."""
+        ...
+
 
 class Kernels(Attention, Protocol):
     """Inputs are bf16, fp16 or fp32 and contiguous along their last dim; sums are fp32 inside."""

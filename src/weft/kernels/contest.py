@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
-import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,10 +16,10 @@ import torch
 
 from weft import __version__
 from weft.errors import WeftError
-from weft.facts.cache import cache_dir, cache_path
-from weft.kernels.base import AttentionShape, Kernels, KVCache
-from weft.kernels.batch import Batch
-from weft.planner.plan import GPU_BACKENDS
+from weft.facts.cache import cache_path, write
+from weft.kernels.base import AttentionShape, Kernels
+from weft.kernels.samples import Sample, decodes
+from weft.planner.backends import GPU_BACKENDS
 
 logger = logging.getLogger("weft")
 
@@ -53,43 +51,17 @@ def seconds(run: Callable[[], object]) -> float:
     return median(times)
 
 
-def decodes(shape: AttentionShape, device: torch.device, contexts: list[int]) -> tuple[torch.Tensor, KVCache, Batch]:
-    """Queries, a cache and a batch of rows with one token each, random but for where they lie."""
-    rows, needs = len(contexts), [-(-context // shape.block_size) for context in contexts]
-    order = torch.randperm(sum(needs), generator=torch.Generator().manual_seed(0)).to(torch.int32)
-    tables = torch.zeros(rows, max(needs), dtype=torch.int32)
-    for row, blocks in enumerate(order.split(needs)):
-        tables[row, : len(blocks)] = blocks
-    dims = (sum(needs), shape.block_size, shape.kv_heads, shape.head_dim)
-    cache = KVCache(*(torch.randn(dims, dtype=shape.dtype, device=device).to(shape.kept) for _ in range(2)))
-    context = torch.tensor(contexts, dtype=torch.int32, device=device)
-    index = torch.arange(rows + 1, dtype=torch.int32, device=device)
-    batch = Batch(
-        tokens=index[:rows],
-        positions=context - 1,
-        slots=index[:rows].long(),
-        row_starts=index,
-        context=context,
-        tables=tables.to(device),
-        decodes=rows,
-        fixed=True,
-    )
-    return torch.randn(rows, shape.q_heads, shape.head_dim, dtype=shape.dtype, device=device), cache, batch
-
-
-def timed(
-    kernels: Kernels, shape: AttentionShape, given: tuple[torch.Tensor, KVCache, Batch], clock: Clock = seconds
-) -> float:
+def timed(kernels: Kernels, shape: AttentionShape, given: Sample, clock: Clock = seconds) -> float:
     """Seconds of a layer's attention, of the first kind of window."""
     kernels.prepare(given[2])
     return clock(partial(kernels.attend, *given, shape.scale, shape.windows[0]))
 
 
-def note(device: torch.device, shape: AttentionShape, rival: str) -> Path | None:
-    """Where the winner is kept for this GPU, these heads and these versions; `rival` is the other library's. None where
-    there is no home for a cache."""
+def note(device: torch.device, shape: AttentionShape, *rivals: object) -> Path | None:
+    """Where the winner is kept for this GPU, these heads and these versions; `rivals` are the other library's and our
+    sizes. None where there is no home for a cache."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    told = repr((name, shape, rival, torch.__version__, __version__))
+    told = repr((name, shape, rivals, torch.__version__, __version__))
     try:
         return cache_path() / f"attention-{hashlib.sha256(told.encode()).hexdigest()[:16]}"
     except RuntimeError:
@@ -113,11 +85,7 @@ def keep(at: Path | None, found: str | None) -> None:
     if at is None or found is None:
         return
     try:
-        with tempfile.NamedTemporaryFile(
-            "w", dir=cache_dir(), prefix="attention-", suffix=".part", delete=False
-        ) as file:
-            file.write(found)
-        os.replace(file.name, at)
+        write(at, found.encode())
     except (OSError, WeftError) as error:
         logger.debug("the faster attention cannot be kept: %s", error)
 

@@ -8,21 +8,20 @@ paged KV, keys and values as they lie in our cache (its layout NHD, any block si
 from __future__ import annotations
 
 import logging
-import re
-from importlib import metadata
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from weft.facts.host import packages
 from weft.kernels.base import AttentionShape, KVCache
 from weft.kernels.batch import Batch, Lengths, spread
 from weft.kernels.usable import no_flash, processors, usable
+from weft.planner import backends
 
 logger = logging.getLogger("weft")
 
-PACKAGE, OLDEST = "flashinfer-python", (0, 5)
-HEAD_DIMS = (64, 128, 256)  # those that its kernels are tested with
 # Partial results of contexts that are split among programs, of which two run on each multiprocessor, and the rows of
 # their tiles, queries times heads of a group (its scheduler.cuh, PrefillPlan).
 WORKSPACE_BYTES, TILE_ROWS, TILES_PER_PROCESSOR = 128 << 20, (16, 64, 128), 2
@@ -32,22 +31,12 @@ DECODE, PREFILL = "decode", "prefill"
 
 def installed() -> str | None:
     """The version that is here."""
-    try:
-        return metadata.version(PACKAGE)
-    except metadata.PackageNotFoundError:
-        return None
+    return packages().get(backends.FLASHINFER)
 
 
 def obstacle(device: torch.device, shape: AttentionShape) -> str | None:
     """Why it cannot be used there."""
-    version = installed()
-    if version is None:
-        return f"the package {PACKAGE} is not installed (pip install weft[cuda])"
-    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < OLDEST:
-        return f"{PACKAGE} {version} is older than {'.'.join(map(str, OLDEST))}"
-    if shape.head_dim not in HEAD_DIMS:
-        return f"its heads have {', '.join(map(str, HEAD_DIMS))} dims, and this model's {shape.head_dim}"
-    return no_flash(device, shape.dtype)
+    return backends.no_flashinfer(installed(), shape.head_dim) or no_flash(device, shape.dtype)
 
 
 def made(device: torch.device, shape: AttentionShape, *, required: bool) -> FlashInferAttention | None:
@@ -55,7 +44,7 @@ def made(device: torch.device, shape: AttentionShape, *, required: bool) -> Flas
     `required`, and else a line of the log where the package is there."""
     if installed() is None and not required:
         return None
-    what, instead = "FlashInfer's kernels", "Triton's take their place"
+    what, instead = backends.KERNELS["flashinfer"], "Triton's take their place"
     if not usable(what, obstacle(device, shape), required=required, instead=instead):
         return None
     logger.info("FlashInfer %s: what it has no kernels of yet it compiles now, which takes a minute", installed())
@@ -133,6 +122,9 @@ class FlashInferAttention:
         if first < batch.rows:
             self._wrapper(PREFILL, window, batch).run(q[first:], kept, out=out[first:])
         return out.flatten(1)
+
+    def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Callable[[], object]]:
+        return ()  # `compile` had them built
 
     def _plan(self, kind: str, batch: Batch, *rows: np.ndarray | torch.Tensor, **more: bool) -> None:
         """Plan these rows of a batch for every window, with the figures that the wrapper's `plan` takes of them."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 
 from weft.comm import Comm
-from weft.kernels.base import DenseLayer, HeadNorm, KVCache, Product, Stage
+from weft.kernels.base import AttentionShape, DenseLayer, HeadNorm, KVCache, Product, Stage
 from weft.kernels.batch import Batch
 from weft.quant.dense import product
 from weft.quant.quantised import Quantised
@@ -17,6 +17,9 @@ from weft.quant.table import Table
 
 class PlainKernels:
     name = "torch"
+
+    def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Callable[[], object]]:
+        return ()
 
     def matrix(self, weight: torch.Tensor | Quantised, bias: torch.Tensor | None) -> Product:
         return product(weight, bias)

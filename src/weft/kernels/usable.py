@@ -7,11 +7,9 @@ import logging
 import torch
 
 from weft.errors import ConfigError
+from weft.planner import backends
 
 logger = logging.getLogger("weft")
-
-FLASH_CAPABILITY = (8, 0)  # of a GPU that FlashAttention's second version, in torch as in FlashInfer, is written for
-FLASH_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def usable(what: str, obstacle: str | None, *, required: bool, instead: str) -> bool:
@@ -20,7 +18,7 @@ def usable(what: str, obstacle: str | None, *, required: bool, instead: str) -> 
     if obstacle is None:
         return True
     if required:
-        raise ConfigError(f"{what} cannot be used: {obstacle}; --attention-backend torch always works")
+        raise ConfigError(backends.refusal(what, obstacle))
     logger.warning("%s cannot be used: %s. %s.", what[0].upper() + what[1:], obstacle, instead)
     return False
 
@@ -32,15 +30,11 @@ def off_gpu(device: torch.device) -> str | None:
 
 def no_flash(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why FlashAttention does not run there."""
-    obstacle = off_gpu(device)
-    if obstacle is None and dtype not in FLASH_DTYPES:
-        obstacle = f"they compute in bfloat16 and float16, not in {str(dtype).removeprefix('torch.')}"
-    if obstacle is None and device.type == "cuda":
-        capability = torch.cuda.get_device_capability(device)
-        if capability < FLASH_CAPABILITY:
-            obstacle = f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}, "
-            obstacle += f"and they need {FLASH_CAPABILITY[0]}.{FLASH_CAPABILITY[1]}"
-    return obstacle
+    if obstacle := off_gpu(device):
+        return obstacle
+    gpus = [device] if device.type == "cuda" else []
+    cards = [(torch.cuda.get_device_name(it), torch.cuda.get_device_capability(it)) for it in gpus]
+    return backends.no_flash(str(dtype).removeprefix("torch."), cards)
 
 
 def processors(device: torch.device) -> int:

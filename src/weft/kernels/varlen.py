@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
@@ -19,14 +20,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from weft.kernels import triton
 from weft.kernels.base import AttentionShape, KVCache
 from weft.kernels.batch import Batch, spread
-from weft.kernels.triton import attention
-from weft.kernels.usable import no_flash, processors, usable
+from weft.kernels.usable import no_flash, usable
+from weft.planner import backends
 
 logger = logging.getLogger("weft")
 
-WIDEST_HEAD, HEAD_UNIT = 256, 8  # of FlashAttention
 HOPPER = 9  # its capability, which the third version is for
 MOST_GATHERED = 1 << 16  # tokens: 268 MB of keys and values of 8 heads of 128
 
@@ -46,16 +47,14 @@ def obstacle(device: torch.device, shape: AttentionShape) -> str | None:
     """Why it cannot be used there."""
     if function() is None:
         return f"torch {torch.__version__} has no varlen attention with windows, which came with 2.11"
-    if shape.head_dim > WIDEST_HEAD or shape.head_dim % HEAD_UNIT:
-        return f"its heads have up to {WIDEST_HEAD} dims, in multiples of {HEAD_UNIT}, this model's {shape.head_dim}"
     if shape.kept != shape.dtype:
         return "it reads no FP8 KV cache"
-    return no_flash(device, shape.dtype)
+    return backends.no_varlen(shape.head_dim) or no_flash(device, shape.dtype)
 
 
 def made(device: torch.device, shape: AttentionShape) -> VarlenAttention:
     """torch's varlen attention. Raises ConfigError where it cannot be used."""
-    usable("torch's varlen kernels", obstacle(device, shape), required=True, instead="")
+    usable(backends.KERNELS["varlen"], obstacle(device, shape), required=True, instead="")
     return VarlenAttention(device, shape, paged=third(device, shape))
 
 
@@ -97,8 +96,8 @@ class VarlenAttention:
         assert found is not None
         self._varlen, names = found
         self._group = {"enable_gqa": shape.group > 1} if "enable_gqa" in names else {}
-        self._paged, self._processors, self._block_size = paged, processors(device), shape.block_size
-        self._triton = attention.TritonAttention(self._processors)
+        self._paged, self._block_size = paged, shape.block_size
+        self._triton = triton.own_attention(device, shape)
         self._prompts: Prompts | None = None
         most = 0 if paged else min(MOST_GATHERED, max(shape.tokens, shape.length))
         self._gathered = [
@@ -153,9 +152,12 @@ class VarlenAttention:
         if not first:
             return mixed
         out = torch.empty_like(q).flatten(1)
-        attention.decode(q, cache, batch, first, scale, window, self._processors, out)
+        self._triton.decode(q, cache, batch, scale, window, out)
         out[first:] = mixed
         return out
+
+    def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Callable[[], object]]:
+        return self._triton.launches(shape, device)
 
     def _places(self, batch: Batch, total: int) -> torch.Tensor:
         """The slots of the prompts' contexts, `total` in all."""

@@ -12,6 +12,7 @@ from weft.facts.model import Model
 from weft.facts.place import Place
 from weft.facts.precision import weight_bytes
 from weft.facts.shape import ModelShape
+from weft.planner import speculation
 from weft.planner.advice import advice, binding
 from weft.planner.cuts import Cut
 from weft.planner.deployment import Layout
@@ -42,6 +43,7 @@ def as_json(answer: Answer, model: Model) -> dict[str, Any]:
             "max_model_len": question.workload.longest,
             "max_model_len_given": question.workload.max_model_len is not None,
         },
+        "speculative_config": speculation.write(question.speculation) if question.speculation else None,
         "best": best_json(question, best) if best else None,
         "candidates": [candidate_json(question, candidate) for candidate in answer.candidates],
         "rejected": [
@@ -56,7 +58,9 @@ def as_json(answer: Answer, model: Model) -> dict[str, Any]:
 
 def model_json(question: Question, model: Model, precision: str) -> dict[str, Any]:
     shape = question.shape
-    missing = not_run(shape, precision)
+    missing, how = not_run(shape, precision), question.speculation
+    if how and how.draft:
+        missing += [f"as a draft model, {it}" for it in not_run(how.draft.shape, "bf16")]
     return {
         "name": model.name,
         "architecture": shape.architecture,

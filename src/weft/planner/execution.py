@@ -13,13 +13,13 @@ from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError
 from weft.facts.cluster import Cluster, Node
 from weft.facts.host import Host
-from weft.planner.layout import check, compute_dtype, device_kind, layout
+from weft.planner.layout import check, check_weights_fit, compute_dtype, device_kind, layout
 from weft.planner.max_memory import capped, of_devices, read
 from weft.planner.placement import placed, spread_of
-from weft.planner.plan import Plan
+from weft.planner.plan import Plan, Speculation
 from weft.planner.profiles import OURS, profile
 from weft.planner.quantization import PRECISIONS, precision_held
-from weft.planner.speculation import speculation
+from weft.planner.speculation import fetched, speculation
 
 if TYPE_CHECKING:
     from weft.facts.checkpoint import Checkpoint
@@ -40,37 +40,48 @@ def plan_to_run(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Pla
     Raises ConfigError and PlanError as `planner.layout.layout`, and where a plan file cannot be carried out here or
     nothing fits.
     """
-    plan = cut_to_run(config, checkpoint, host)
-    if config.speculative_config is None:
-        return plan
-    return msgspec.structs.replace(plan, lookahead=False, speculation=speculation(config.speculative_config, plan))
-
-
-def cut_to_run(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Plan:
-    """The model's own part of it."""
     check(config)
     if config.plan is not None:
         from weft.planner import plan_file, planned
 
         file = plan_file.read(config.plan)
         config = planned.carried_out(file, config, checkpoint, host)
-        plan = layout(config, checkpoint, host)
+        plan = laid_out(config, checkpoint, host, speculating(config, checkpoint))
         planned.check_carried_out(file, plan)
-        return linked(stepping(plan, config, host), host)
+        return plan
+    how = speculating(config, checkpoint)
     dtype, devices = compute_dtype(config, checkpoint, host, ()), [device_kind(config, host)]
     config = placed(config, checkpoint.shape, host, precision_held(config, checkpoint, dtype, devices))
     if device_kind(config, host) == "cpu" or (is_cut(config, host) and not leaves_shares_open(config, host)):
-        return linked(stepping(layout(config, checkpoint, host), config, host), host)
+        return laid_out(config, checkpoint, host, how)
     from weft.facts.machine import this_machine
     from weft.facts.speeds import known
 
     try:
-        config = searched(config, checkpoint, host, this_machine(host, known(host)))
+        config = searched(config, checkpoint, host, this_machine(host, known(host)), how)
     except PlanError:
         # Who says the sizes has them tried, whatever the search thinks of it.
         if not is_cut(config, host):
             raise
-    return linked(stepping(layout(config, checkpoint, host), config, host), host)
+    return laid_out(config, checkpoint, host, how)
+
+
+def speculating(config: EngineConfig, checkpoint: Checkpoint) -> Speculation | None:
+    """How the engine guesses ahead, with its draft model found."""
+    if config.speculative_config is None:
+        return None
+    return speculation(
+        config.speculative_config, config.model, checkpoint.shape, lambda name: fetched(name, checkpoint.format)
+    )
+
+
+def laid_out(config: EngineConfig, checkpoint: Checkpoint, host: Host, how: Speculation | None) -> Plan:
+    """The plan of a config that says how the model is cut."""
+    plan = layout(config, checkpoint, host)
+    if how is not None:
+        plan = msgspec.structs.replace(plan, lookahead=False, speculation=how)
+        check_weights_fit(plan, host)
+    return linked(stepping(plan, config, host), host)
 
 
 def stepping(plan: Plan, config: EngineConfig, host: Host) -> Plan:
@@ -140,7 +151,9 @@ def leaves_shares_open(config: EngineConfig, host: Host) -> bool:
     return names_each_once(config, host) and len({host.gpus[number].name for number in ids}) > 1
 
 
-def searched(config: EngineConfig, checkpoint: Checkpoint, host: Host, cluster: Cluster) -> EngineConfig:
+def searched(
+    config: EngineConfig, checkpoint: Checkpoint, host: Host, cluster: Cluster, how: Speculation | None = None
+) -> EngineConfig:
     """The config with the best layout on this machine's GPUs (of `device_ids`, where those are given) in it. Of several
     replicas it is the first one. Raises PlanError where nothing fits."""
     from weft.planner.search import search
@@ -149,7 +162,7 @@ def searched(config: EngineConfig, checkpoint: Checkpoint, host: Host, cluster: 
     if config.max_memory is not None:
         of_devices(config.max_memory, len(host.gpus), on_cpu=False, ids=config.device_ids)  # or ConfigError
         cluster = capped(cluster, read(config.max_memory))
-    answer = search(question(config, checkpoint, host, part_of(cluster, numbers), numbers))
+    answer = search(question(config, checkpoint, host, part_of(cluster, numbers), numbers, how))
     best = answer.best
     if best is None:
         raise PlanError(_nothing_fits(answer))
@@ -171,7 +184,12 @@ def searched(config: EngineConfig, checkpoint: Checkpoint, host: Host, cluster: 
 
 
 def question(
-    config: EngineConfig, checkpoint: Checkpoint, host: Host, cluster: Cluster, numbers: Sequence[int]
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    host: Host,
+    cluster: Cluster,
+    numbers: Sequence[int],
+    how: Speculation | None = None,
 ) -> Question:
     """What `weft plan MODEL` asks, with the user's limits; `numbers` are the host's of the cluster's GPUs."""
     from weft.planner.deployment import Workload, lengths
@@ -199,6 +217,7 @@ def question(
         gpu_memory_utilization=None if share == EngineConfig(model="").gpu_memory_utilization else min(share),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
+        speculation=how,
     )
 
 

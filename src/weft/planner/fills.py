@@ -9,7 +9,7 @@ import msgspec
 
 from weft.facts.parameters import Parameter, Part, axis_length, owned, parameter_dims, rank_parameters
 from weft.facts.place import Place, Span
-from weft.facts.schemes import SCHEMES
+from weft.facts.schemes import ALL
 from weft.facts.shape import DTYPE_BYTES, ModelShape
 
 __all__ = ["Fill", "fills", "owned", "parameter_dims", "rank_parameters", "scheme_of", "weight_bytes"]
@@ -76,5 +76,5 @@ def weight_bytes(shape: ModelShape, place: Place, dtype: str, schemes: Mapping[s
         if scheme is None or cols is None:
             total += DTYPE_BYTES[dtype] * prod(dims)
         else:
-            total += SCHEMES[scheme].nbytes(prod(dims[:-1]), owned(shape, place, cols))
+            total += ALL[scheme].nbytes(prod(dims[:-1]), owned(shape, place, cols))
     return total

@@ -8,15 +8,15 @@ from functools import lru_cache
 
 import msgspec
 
-from weft.facts import gguf_types
 from weft.facts.cluster import Cluster
 from weft.facts.gpus import GpuSpec
 from weft.facts.kv import kv_bytes, kv_bytes_per_token
-from weft.facts.place import Place
+from weft.facts.place import Place, whole
 from weft.facts.precision import WeightBytes, canonical
-from weft.facts.shape import ModelShape
+from weft.facts.shape import DTYPE_BYTES, DType, ModelShape
 from weft.planner.batch import KV_SHARE, Choice, choices, chosen
 from weft.planner.deployment import Layout, Workload
+from weft.planner.guessing import draft_bytes, drafting, guesses
 from weft.planner.held import rank_weights
 from weft.planner.memory import CPU_KV_BYTES, CPU_KV_SHARE, LOGITS_BYTES, step_bytes
 from weft.planner.profiles import Profile
@@ -25,14 +25,12 @@ from weft.planner.work import kinds
 
 BLOCK = 16  # tokens of a KV block, EngineConfig.block_size
 MIB = 1 << 20
-ACTIVATION_BYTES = 2  # engines compute in 16 bits
-FLOAT_BYTES = 4
 
 
 class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
     """One rank's GPU, in bytes. `usable_bytes` is what the engine takes of `memory_bytes` for everything, at most
     `limit_bytes` where the user set one; `kv_room_bytes` is what of it is left for KV, below 0 where the rest does not
-    fit."""
+    fit. `draft_bytes` are the weights of a draft model, whose KV is a part of `kv_bytes_per_token`."""
 
     gpu: str
     memory_bytes: int
@@ -43,12 +41,13 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
     runtime_bytes: int
     kv_room_bytes: int
     kv_bytes_per_token: int
+    draft_bytes: int = 0
     limit_bytes: int | None = None
 
     @property
     def other_bytes(self) -> int:
         """All but weights and KV."""
-        return self.activation_bytes + self.graph_bytes + self.runtime_bytes
+        return self.activation_bytes + self.graph_bytes + self.runtime_bytes + self.draft_bytes
 
     @property
     def fits(self) -> bool:
@@ -198,7 +197,7 @@ def replica_memory(
     for place, gpu, _ in seats:
         key = place.tp_rank, place.first, place.last, kinds(shape, precision, place.layers), id(gpu)
         if key not in known:
-            known[key] = _with_room(shape, precision, kv_dtype, place, gpu, profile, length, window_cache)
+            known[key] = _with_room(shape, precision, kv_dtype, place, gpu, profile, length)
         ranks.append(known[key])
     if seats[0][1].kind == "cpu":
         room = sum(rank.kv_room_bytes for rank in ranks)
@@ -208,7 +207,7 @@ def replica_memory(
     for number in (it for it, count in Counter(number for _, _, number in seats).items() if count > 1):
         at = [position for position, seat in enumerate(seats) if seat[2] == number]
         places, gpu = [seats[position][0] for position in at], seats[at[0]][1]
-        together = _sharing(shape, precision, kv_dtype, places, gpu, profile, length, window_cache)
+        together = _sharing(shape, precision, kv_dtype, places, gpu, profile, length)
         for position, rank in zip(at, together, strict=True):
             ranks[position] = rank
     held = requests(shape, kv_dtype, [place for place, _, _ in seats], ranks, length, window_cache)
@@ -242,11 +241,11 @@ def _sharing(
     gpu: GpuSpec,
     profile: Profile,
     length: int,
-    window_cache: bool,
 ) -> list[RankMemory]:
     """Several ranks on one GPU: each holds its own, and what is left for KV is shared out; `usable_bytes` are those of
     all of them."""
-    need, room, ranks = sum(_need(shape, kv_dtype, place, length, window_cache) for place in places), -1, []
+    need = sum(_need(shape, precision, kv_dtype, place, length, profile) for place in places)
+    room, ranks = -1, []
     for at_most in (False, True):
         if room < need:
             ranks = [rank_memory(shape, precision, kv_dtype, it, gpu, profile, at_most=at_most) for it in places]
@@ -256,11 +255,12 @@ def _sharing(
     return [msgspec.structs.replace(rank, kv_room_bytes=it) for rank, it in zip(ranks, rooms, strict=True)]
 
 
-def _need(shape: ModelShape, kv_dtype: str, place: Place, length: int, window_cache: bool) -> int:
-    """KV of one request of `length` tokens on a rank. With `window_cache` a layer keeps no more than its window."""
-    if window_cache and shape.windows:
+def _need(shape: ModelShape, precision: str, kv_dtype: str, place: Place, length: int, profile: Profile) -> int:
+    """KV of one request of `length` tokens on a rank. With a window's cache a layer keeps no more than its window."""
+    if profile.window_cache.value and shape.windows:
         return _kv_bytes(shape, length, kv_dtype, place)
-    return length * kv_bytes_per_token(shape, kv_dtype, place)
+    draft = draft_bytes(profile.speculation, place, computed_in(precision), kv_dtype)
+    return length * (kv_bytes_per_token(shape, kv_dtype, place) + draft.kv_per_token)
 
 
 def _with_room(
@@ -271,11 +271,10 @@ def _with_room(
     gpu: GpuSpec,
     profile: Profile,
     length: int,
-    window_cache: bool,
 ) -> RankMemory:
     """A rank with the engine's usual settings, or with so much of the others that a request of `length` fits."""
     rank = rank_memory(shape, precision, kv_dtype, place, gpu, profile)
-    need = _need(shape, kv_dtype, place, length, window_cache)
+    need = _need(shape, precision, kv_dtype, place, length, profile)
     if rank.kv_room_bytes >= need:
         return rank
     rank = rank_memory(shape, precision, kv_dtype, place, gpu, profile, at_most=True)
@@ -299,15 +298,14 @@ def rank_memory(
     that leave the most room for KV."""
     share = (profile.utilization_most if at_most else profile.utilization).value
     tokens, sequences = profile.batch(0 if at_most else gpu.memory_bytes)
-    held = rank_weights(shape, precision, place)
-    if profile.own_activations.value and precision in gguf_types.MIXES:
-        # Our own engine holds the vectors, of which a GGUF file has 32 bits, in what it computes in.
-        held = msgspec.structs.replace(held, others=held.others * ACTIVATION_BYTES // FLOAT_BYTES)
-    activations = activation_bytes(shape, place, tokens, sequences, profile)
-    graphs = int(profile.graphs_MiB.value * MIB)
+    held = rank_weights(shape, profile.held(precision), place)
+    activations = activation_bytes(shape, place, tokens, sequences, profile, DTYPE_BYTES[computed_in(precision)])
+    draft = draft_bytes(profile.speculation, place, computed_in(precision), kv_dtype)
+    # A draft's steps are graphs of their own.
+    graphs = int(profile.graphs_MiB.value * MIB) * (2 if draft.weights else 1)
     ranks = max(place.tp_size, min(place.stages, 2))
     runtime = int((profile.runtime_MiB.value + profile.nccl_MiB.at(ranks)) * MIB)
-    fixed = held.total + activations + graphs + runtime
+    fixed = held.total + activations + graphs + runtime + draft.weights
     left = gpu.memory_bytes - gpu.held_bytes - fixed
     if gpu.kind == "cpu" and profile.name == "weft" and not at_most:
         room = left // CPU_KV_SHARE if left > 0 else left
@@ -326,9 +324,15 @@ def rank_memory(
         graph_bytes=graphs,
         runtime_bytes=runtime,
         kv_room_bytes=room,
-        kv_bytes_per_token=kv_bytes_per_token(shape, kv_dtype, place),
+        kv_bytes_per_token=kv_bytes_per_token(shape, kv_dtype, place) + draft.kv_per_token,
+        draft_bytes=draft.weights,
         limit_bytes=gpu.limit_bytes,
     )
+
+
+def computed_in(precision: str) -> DType:
+    """What engines compute in beside weights of a precision; float16 takes as many bytes as bfloat16."""
+    return "float32" if precision == "fp32" else "bfloat16"
 
 
 def activation_bytes(
@@ -337,11 +341,14 @@ def activation_bytes(
     tokens: int,
     rows: int,
     profile: Profile,
-    number_bytes: int = ACTIVATION_BYTES,
+    number_bytes: int,
 ) -> int:
-    """What a step of `tokens` tokens takes beside weights and KV, of which `rows` sequences sample."""
+    """What a step of `tokens` tokens takes beside weights and KV, of which `rows` sequences sample. A draft model's
+    steps come after those of the large one, in the same memory."""
     if profile.own_activations.value:
-        return step_bytes(shape, place, tokens, min(rows, tokens), number_bytes)
+        how = profile.speculation
+        own, draft = step_bytes(shape, place, tokens, rows, number_bytes, guesses=guesses(how)), drafting(how, place)
+        return max(own, step_bytes(draft, whole(draft), tokens, rows, number_bytes)) if draft else own
     factors = profile.activations_experts if shape.experts else profile.activations_dense
     hidden = shape.q_heads * shape.head_dim if not shape.mla else shape.hidden
     passes = int(2 * tokens * hidden * factors.at(place.tp_size))

@@ -28,6 +28,7 @@ from weft.planner.search import engine_profile
 from weft.planner.words import gigabytes
 
 USUAL_SHARE = EngineConfig(model="").gpu_memory_utilization[0]
+GUESSED = " (with guesses, whose worth is not predicted)"
 HINT = "weft bench calibrate measures what this machine really does"
 
 
@@ -45,8 +46,8 @@ class Forecast:
 
     @property
     def weight_bytes(self) -> int:
-        """Of all ranks."""
-        return sum(rank.weights.total for rank in self.memory.ranks)
+        """Of all ranks, a draft model's too."""
+        return sum(rank.weights.total + rank.draft_bytes for rank in self.memory.ranks)
 
     @property
     def kv_tokens(self) -> int:
@@ -55,6 +56,11 @@ class Forecast:
         if given is None:
             return self.memory.kv_tokens // size * size
         return min(given // (rank.kv_bytes_per_token * size) for rank in self.memory.ranks) * size
+
+    @property
+    def tells_speed(self) -> bool:
+        """Whether the speed is known: guesses are worth what the texts make of them."""
+        return self.plan.speculation is None
 
     def speed(self, input_len: float, output_len: float, concurrency: float = 1) -> Prediction:
         """With so many requests at once, of these lengths in tokens."""
@@ -92,7 +98,7 @@ def laid_out(plan: Plan, host: Host, known: Speeds, batched_tokens: int | None) 
     on_cpu = plan.devices[0] == "cpu"
     here = msgspec.structs.replace(host, gpus=(), pairs=()) if on_cpu else host
     kept = PRECISIONS[plan.dtype] if plan.kv_cache_dtype == "auto" else plan.kv_cache_dtype
-    precision = precision_of(plan.quantization, plan.schemes, plan.dtype)
+    precision = precision_of(plan.shape, plan.quantization, plan.schemes, plan.dtype)
     devices = [0 if on_cpu else int(device[5:]) for device in plan.devices]
     cluster = parted(limited(this_machine(here, known), plan, devices), devices)
     layout = Layout(
@@ -118,6 +124,7 @@ def laid_out(plan: Plan, host: Host, known: Speeds, batched_tokens: int | None) 
             gpu_memory_utilization=shares.pop() if len(shares) == 1 else None,
             max_num_seqs=plan.max_num_seqs,
             max_num_batched_tokens=batched_tokens,
+            speculation=plan.speculation,
         )
     )
     return layout, cluster, profile
@@ -162,6 +169,11 @@ def started(expected: Forecast, ranks: Sequence[Capacity], num_blocks: int) -> s
 
 def answered(expected: Forecast, *, input_len: int, output_len: int, ttft_s: float, tok_s: float) -> str:
     """After a request that was alone: `tok_s` are its tokens per second after the first."""
+    if not expected.tells_speed:
+        first, then = milliseconds(ttft_s), f"{rate(tok_s)} tokens/s"
+        return (
+            f"one request of {input_len:,} + {output_len:,} tokens: the first token after {first}, then {then}{GUESSED}"
+        )
     speed = expected.speed(input_len, output_len)
     far = far_off(expected, ttft_s, speed.ttft_s) or far_off(expected, tok_s, speed.single_tok_s)
     return (
@@ -175,22 +187,23 @@ def crowded(
     expected: Forecast, *, requests: int, input_len: float, output_len: float, concurrency: float, tok_s: float
 ) -> str:
     """After many requests, of which `concurrency` ran at once on average: `tok_s` are the tokens of all per second."""
+    told = f"{requests:,} requests, {concurrency:.0f} at once, of {input_len:,.0f} + {output_len:,.0f} tokens: "
+    told += f"{rate(tok_s)} tokens/s in all"
+    if not expected.tells_speed:
+        return told + GUESSED
     speed = expected.speed(input_len, output_len, concurrency)
     planned = speed.concurrency / speed.tpot_s
-    return (
-        f"{requests:,} requests, {concurrency:.0f} at once, of {input_len:,.0f} + {output_len:,.0f} tokens: "
-        f"{rate(tok_s)} tokens/s in all{beside(tok_s, planned, rate)}{hint(far_off(expected, tok_s, planned))}"
-    )
+    return f"{told}{beside(tok_s, planned, rate)}{hint(far_off(expected, tok_s, planned))}"
 
 
 def predicted_json(expected: Forecast, input_len: int, output_len: int) -> dict[str, Any]:
-    """For one request of these lengths: bytes of all ranks, seconds, tokens per second."""
+    """For one request of these lengths: bytes of all ranks, seconds, tokens per second; None what is not known."""
     speed = expected.speed(input_len, output_len)
     return {
         "weight_bytes": expected.weight_bytes,
         "kv_tokens": expected.kv_tokens,
-        "ttft_s": round(speed.ttft_s, 4),
-        "decode_tok_s": round(speed.single_tok_s, 2),
+        "ttft_s": round(speed.ttft_s, 4) if expected.tells_speed else None,
+        "decode_tok_s": round(speed.single_tok_s, 2) if expected.tells_speed else None,
         "error_band": speed.error_band,
     }
 

@@ -6,16 +6,16 @@ from functools import lru_cache
 
 import msgspec
 
-from weft.facts import gguf_types
 from weft.facts.place import Place, Span
-from weft.facts.precision import WeightBytes, weights
+from weft.facts.precision import WeightBytes, by_layer, summed
 from weft.facts.shape import ModelShape
 from weft.planner.work import Kind, kinds
 
 
 @lru_cache(maxsize=8192)
 def rank_weights(shape: ModelShape, precision: str, place: Place) -> WeightBytes:
-    """A rank's weights. Ranks that hold as many experts, and stages as many layers of each kind, hold as many bytes."""
+    """A rank's weights; `precision` as `canonical` or `as_held` of `facts.precision` gives it. Ranks that hold as many
+    experts, and stages as many layers of each kind, hold as many bytes."""
     share = msgspec.structs.replace(
         place,
         rank=0,
@@ -34,7 +34,7 @@ def _sum_of_weights(shape: ModelShape, precision: str, share: Place, held: tuple
     parts = [(_weights_of(shape, precision, share), 1)]
     inner = msgspec.structs.replace(share, stage=1, stages=3)
     for (has_experts, _, itself), count in held:
-        layer = itself if precision in gguf_types.BY_LAYER else _first_like(shape, has_experts)
+        layer = itself if by_layer(shape, precision) else _first_like(shape, has_experts)
         one = msgspec.structs.replace(inner, layers=Span(layer, layer + 1))
         parts.append((_weights_of(shape, precision, one), count))
     names = WeightBytes.__struct_fields__
@@ -49,4 +49,4 @@ def _first_like(shape: ModelShape, has_experts: bool) -> int:
 
 @lru_cache(maxsize=4096)
 def _weights_of(shape: ModelShape, precision: str, place: Place) -> WeightBytes:
-    return weights(shape, precision, place)
+    return summed(shape, precision, place)

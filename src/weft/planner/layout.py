@@ -13,15 +13,17 @@ from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError
 from weft.facts.host import Host
 from weft.facts.parameters import parameters
-from weft.facts.schemes import MADE, QUANTIZATIONS
+from weft.facts.schemes import QUANTIZATIONS
 from weft.facts.shape import DTYPE_BYTES, DType, ModelShape
+from weft.planner.backends import ATTENTION_BACKENDS, KV_CACHE_DTYPES, kv_cache_dtype, own_backend, with_backend
 from weft.planner.fills import parameter_dims
 from weft.planner.max_memory import of_devices, read
 from weft.planner.place import column_unit, places
 from weft.planner.placement import check_flags
-from weft.planner.plan import ATTENTION_BACKENDS, GPU_BACKENDS, Plan
+from weft.planner.plan import Plan
 from weft.planner.profiles import OURS, profile
-from weft.planner.quantization import check_cuts, quantised_tensors, quantization_of, tell_dequantised
+from weft.planner.quantization import check_cuts, cut_as, quantised_tensors, quantization_of, tell_dequantised
+from weft.planner.speculation import draft_plan
 from weft.planner.split import split
 from weft.planner.words import gigabytes
 
@@ -30,15 +32,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("weft")
 
-KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")  # the last two are one
-VLLM_BACKENDS = {
-    "torch_sdpa": "torch",
-    "cpu_attn": "cpu",
-    "triton_attn": "triton",
-    "flash_attn": "varlen",
-}  # of its names for attention backends, those that we have under another
-FP8_BACKENDS = ("auto", "triton", "flashinfer")  # that read an FP8 cache
-FP8_CAPABILITY = (8, 9)  # of a GPU that has e4m3 numbers
 BF16_CAPABILITY = (8, 0)  # of a GPU that computes in bfloat16
 DTYPES: dict[str, DType] = {
     "bfloat16": "bfloat16",
@@ -60,18 +53,18 @@ def layout(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Plan:
     """
     check(config)
     shape = checkpoint.shape
-    config = with_environment(config, host)
+    config = with_partition(config, host)
     weights = tensor_weights(config)
     device = device_kind(config, host)
-    check_backend(config, host, device)
     ranks = len(weights) * stage_count(config, shape)
     caps = of_devices(config.max_memory, len(host.gpus), on_cpu=device == "cpu", ids=config.device_ids)
     devices = rank_devices(config, host, device, ranks, caps)
     dtype = compute_dtype(config, checkpoint, host, devices)
+    config = with_backend(config, shape, dtype, host, devices)
     stages = list(config.pipeline_split or stage_layers(shape, stage_count(config, shape)))
     schemes = quantised_tensors(config, checkpoint, dtype, devices)
     tell_dequantised(config, checkpoint, dtype, schemes)
-    unit = column_unit(shape, MADE.get(config.quantization, "bf16"))
+    unit = column_unit(shape, cut_as(config, shape, schemes))
     ranked = places(shape, weights, stages, ffn_unit=unit)
     check_cuts(shape, ranked, schemes)
     plan = Plan(
@@ -81,7 +74,7 @@ def layout(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Plan:
         shape=shape,
         dtype=dtype,
         kv_cache_dtype=kv_cache_dtype(config, host, devices),
-        quantization=quantization_of(config, schemes),
+        quantization=quantization_of(config, shape, schemes),
         schemes=schemes,
         places=ranked,
         devices=devices,
@@ -159,8 +152,8 @@ def check(config: EngineConfig) -> None:
             )
 
 
-def with_environment(config: EngineConfig, host: Host) -> EngineConfig:
-    """The config with what it leaves open taken from the environment's variables, where those say it."""
+def with_partition(config: EngineConfig, host: Host) -> EngineConfig:
+    """The config with the layers of each stage from the environment, where it leaves them open and that says it."""
     partition = host.environment.get("VLLM_PP_LAYER_PARTITION")
     if partition and config.pipeline_split is None:
         try:
@@ -175,38 +168,7 @@ def with_environment(config: EngineConfig, host: Host) -> EngineConfig:
                 f"{config.pipeline_parallel_size}; make them agree or unset the variable"
             )
         config = replace(config, pipeline_split=stages)
-    wanted = host.environment.get("VLLM_ATTENTION_BACKEND", "")
-    if wanted and config.attention_backend == "auto":
-        backend = own_backend(wanted)
-        if backend in ATTENTION_BACKENDS and not misplaced(backend, device_kind(config, host)):
-            return replace(config, attention_backend=backend)
-        # It is set for vLLM, which may well run beside us: no reason to stop.
-        logger.warning(
-            "VLLM_ATTENTION_BACKEND is %s, which Weft does not have here: it takes its own choice", wanted.upper()
-        )
-    return replace(config, attention_backend=own_backend(config.attention_backend))
-
-
-def own_backend(name: str) -> str:
-    """An attention backend in our words, from those or from vLLM's, which are upper case."""
-    word = name.lower().removesuffix("_vllm_v1")
-    return VLLM_BACKENDS.get(word, word)
-
-
-def misplaced(backend: str, device: str) -> bool:
-    """Whether it is for GPUs and the ranks run on the CPU, or the other way round."""
-    return backend in GPU_BACKENDS if device == "cpu" else backend == "cpu"
-
-
-def check_backend(config: EngineConfig, host: Host, device: str) -> None:
-    """Raises ConfigError for kernels of GPUs on a CPU, unless Triton's interpreter is on, and of a CPU on GPUs."""
-    backend, interprets = config.attention_backend, host.environment.get("TRITON_INTERPRET") == "1"
-    if not misplaced(backend, device) or (interprets and device == "cpu"):
-        return
-    there, here, known = "GPUs", "a CPU", "auto, cpu or torch"
-    if device == "cuda":
-        there, here, known = here, there, f"auto, {', '.join(GPU_BACKENDS)} or torch"
-    raise ConfigError(f"attention_backend is {backend}, which runs on {there}; on {here} it is {known}")
+    return config
 
 
 def tensor_weights(config: EngineConfig) -> tuple[float, ...]:
@@ -316,14 +278,16 @@ def compute_dtype(config: EngineConfig, checkpoint: Checkpoint, host: Host, devi
     """The dtype that the model computes in.
 
     "auto" is the checkpoint's own, but bfloat16 for a float32 checkpoint (half the bytes to read per token;
-    ask for float32 to keep it) and for a GGUF file, whose types are for storage; float16 in place of
-    bfloat16 where a GPU is too old to compute in it.
+    ask for float32 to keep it), for a GGUF file, whose types are for storage, and on a CPU for weights that GPTQ or
+    AWQ quantised, which its kernels do not multiply in float16; float16 in place of bfloat16 where a GPU is too old to
+    compute in it.
     """
     used = {int(device[5:]) for device in devices if device.startswith("cuda:")}
     old = [gpu for gpu in host.gpus if gpu.index in used and gpu.capability < BF16_CAPABILITY]
     if config.dtype == "auto":
         own: DType = "bfloat16" if checkpoint.format == "gguf" else checkpoint.shape.dtype
-        dtype: DType = "bfloat16" if own == "float32" else own
+        on_cpu = checkpoint.shape.published is not None and device_kind(config, host) == "cpu"
+        dtype: DType = "bfloat16" if own == "float32" or on_cpu else own
         return "float16" if old and dtype == "bfloat16" else dtype
     dtype = DTYPES[config.dtype]
     if old and dtype == "bfloat16":
@@ -332,23 +296,6 @@ def compute_dtype(config: EngineConfig, checkpoint: Checkpoint, host: Host, devi
             "bfloat16; use --dtype float16"
         )
     return dtype
-
-
-def kv_cache_dtype(config: EngineConfig, host: Host, devices: Sequence[str]) -> str:
-    """auto, or fp8 where the GPUs have it."""
-    if config.kv_cache_dtype == "auto":
-        return "auto"
-    if devices[0] == "cpu" or config.attention_backend not in FP8_BACKENDS:
-        where = "on a CPU" if devices[0] == "cpu" else f"with --attention-backend {config.attention_backend}"
-        raise ConfigError(f"kv_cache_dtype {config.kv_cache_dtype} needs the Triton kernels of a GPU; {where} use auto")
-    used = {int(device[5:]) for device in devices}
-    old = next((gpu for gpu in host.gpus if gpu.index in used and gpu.capability < FP8_CAPABILITY), None)
-    if old is not None:
-        raise ConfigError(
-            f"{old.name} (compute capability {old.capability[0]}.{old.capability[1]}) has no FP8; "
-            "use kv_cache_dtype auto"
-        )
-    return "fp8"
 
 
 def rank_cores(host: Host, ranks: int) -> tuple[tuple[int, ...], ...]:
@@ -388,6 +335,9 @@ def check_weights_fit(plan: Plan, host: Host) -> None:
     need: Counter[str] = Counter()
     for place, device in zip(plan.places, plan.devices, strict=True):
         need[device] += plan.weight_bytes(place.rank)
+    if plan.speculation and plan.speculation.draft:
+        draft = draft_plan(plan)
+        need[draft.devices[0]] += draft.weight_bytes(0)
     for device, size in need.items():
         if device == "cpu":
             free, where, holders = host.memory_free_bytes, f"the memory of {host.hostname}", ""

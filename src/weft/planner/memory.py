@@ -18,6 +18,7 @@ CPU_KV_SHARE = 4  # and at most one part in so many of the free memory
 HIDDEN_COPIES = 3  # residual, norm and output
 FFN_COPIES = 3  # gate, up and their product
 LOGITS_BYTES = 2 * 4  # float32, twice: as they come and as they are sampled from
+SCORED = 64  # positions of a prompt whose logits are held at once, where a request wants its prompt's logprobs
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,13 +39,16 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     load_s: float
 
 
-def step_bytes(shape: ModelShape, place: Place, tokens: int, rows: int, number_bytes: int) -> int:
+def step_bytes(
+    shape: ModelShape, place: Place, tokens: int, sequences: int, number_bytes: int, *, guesses: int = 0
+) -> int:
     """What our own step of `tokens` tokens takes beside weights and KV, where it cannot be measured: the widest
-    moment of a layer for each token, and on the rank that samples the logits of `rows` rows."""
+    moment of a layer for each token, and on the rank that samples the logits that it holds at once: after the last
+    token of each of `sequences` and after each of its `guesses`, or after SCORED tokens of a prompt."""
     attention = (len(place.q_heads) * 2 + len(place.kv_heads) * 2) * shape.head_dim
     width = HIDDEN_COPIES * shape.hidden + max(attention, FFN_COPIES * len(place.ffn))
-    samples = place.last and place.tp_rank == 0
-    return tokens * width * number_bytes + LOGITS_BYTES * rows * shape.vocab * samples
+    rows = min(tokens, max(SCORED, sequences * (1 + guesses))) if place.last and place.tp_rank == 0 else 0
+    return tokens * width * number_bytes + LOGITS_BYTES * rows * shape.vocab
 
 
 def kv_blocks(plan: Plan, capacities: Sequence[Capacity]) -> int:

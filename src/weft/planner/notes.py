@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from weft.facts.precision import scale_columns
+from weft.facts.kv import kv_bytes_per_token
+from weft.facts.parameters import RUNNABLE
+from weft.facts.precision import as_published, scale_columns, weight_bytes
+from weft.facts.schemes import MADE
 from weft.planner.memory import CPU_KV_BYTES, CPU_KV_SHARE
 from weft.planner.objections import EVEN
 from weft.planner.question import Question
@@ -21,6 +24,8 @@ def notes(question: Question, best: Candidate | None) -> list[str]:
         *_too_long(question),
         *_held(question),
         *_on_cpu(question, best),
+        *_guessing(question, best),
+        *(_published(question, best) if best else ()),
         *question.remarks,
         *_capped(question),
         *(_padding(question, best) if best else ()),
@@ -64,6 +69,45 @@ def _on_cpu(question: Question, best: Candidate | None) -> Iterator[str]:
         yield (
             f"the request that must fit needs {gigabytes(room)} of KV cache, and by itself weft serve takes "
             f"{gigabytes(usual)} on this CPU: give it --kv-cache-memory-bytes {most}"
+        )
+
+
+def _guessing(question: Question, best: Candidate | None) -> Iterator[str]:
+    """What speculation takes is counted; what it brings depends on what is asked."""
+    how = question.speculation
+    if how is None:
+        return
+    yield (
+        f"speculation: every speed here is without it. A step confirms 1 to {1 + how.tokens} tokens of a request, as "
+        "many as were guessed right, which depends on the texts: weft bench serve measures it"
+    )
+    if how.draft and best:
+        *_, rank = best.layout.places[: best.layout.size : best.layout.tensor_parallel]
+        memory = best.memory.replicas[0].ranks[rank.rank]
+        own = kv_bytes_per_token(question.shape, best.layout.kv_dtype, rank)
+        yield (
+            f"the draft model {how.draft.model} runs whole on rank {rank.rank} of each replica, which samples: "
+            f"{gigabytes(memory.draft_bytes)} of weights, and {memory.kv_bytes_per_token - own:,} of the "
+            f"{memory.kv_bytes_per_token:,} bytes that a token's KV takes there"
+        )
+
+
+def _published(question: Question, best: Candidate) -> Iterator[str]:
+    """What has to be there for our own engine to run it, and what it does with it."""
+    shape, precision = question.shape, best.layout.precision
+    if question.engine != "weft" or shape.architecture not in RUNNABLE:
+        return
+    own = as_published(shape, precision)
+    if own and own.ordered:
+        yield (
+            "the columns of a group lie apart in this checkpoint (desc_act), for which Weft has no kernels: it holds "
+            "the weights in 16 bits, and that is counted"
+        )
+    if precision == "int4" and own is None:
+        made = MADE[precision]
+        yield (
+            "int4 is what GPTQ and AWQ publish, in groups of 128: weft serve is to be given such a checkpoint; of "
+            f"16-bit weights --quantization int4 makes {made} as it loads, {gigabytes(weight_bytes(shape, made))}"
         )
 
 

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from weft.facts import gguf_types
 from weft.facts.parameters import RUNNABLE
-from weft.facts.precision import weight_bytes
 from weft.facts.schemes import MADE
 from weft.facts.shape import ModelShape
 from weft.planner.cuts import Draft
 from weft.planner.profiles import engines, runs_on_cpu
 from weft.planner.question import Question
-from weft.planner.words import gigabytes
 
 # Engines that cut heads evenly, and those that know no tensor parallelism.
 EVEN = ("vllm", "trtllm", "sglang")
 SHARING = ("weft", "transformers")  # run several stages on one GPU
 LAYERS_ONLY = ("llama.cpp", "transformers")
 # Precisions that Weft's own engine computes with, the latter in their bits (facts.schemes).
-WHOLE, KEPT = ("bf16", "fp16", "fp32"), ("int8", "q8_0", "q4_0", "q4_1", "q4_0+q8_0", "q4_1+q8_0")
+WHOLE, KEPT = ("bf16", "fp16", "fp32"), ("int8", "int4", "q8_0", "q4_0", "q4_1", "q4_0+q8_0", "q4_1+q8_0")
 # The oldest GPUs that compute in bfloat16, and so have kernels that unpack 8 and 4 bit floats to it.
 BF16_CAPABILITY = (8, 0)
 NEED_BF16 = ("bf16", "fp8", "mxfp4", "nvfp4")
@@ -108,13 +106,7 @@ def not_run(shape: ModelShape, precision: str) -> list[str]:
     missing = []
     if shape.architecture not in RUNNABLE:
         missing.append(f"{shape.architecture} (it runs {', '.join(RUNNABLE)})")
-    if precision == "int4":
-        made = MADE[precision]
-        missing.append(
-            f"int4 checkpoints, as GPTQ and AWQ publish them (--quantization int4 makes {made} of 16-bit weights as it "
-            f"loads, {gigabytes(weight_bytes(shape, made))}: weft plan --quantization int4)"
-        )
-    elif not runs(precision):
+    if not runs(precision):
         kept = ", ".join((*WHOLE, *KEPT))
         missing.append(f"{precision} weights (it runs {kept}; a GGUF file's other types are held in 16 bits)")
     return missing

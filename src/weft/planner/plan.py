@@ -11,13 +11,11 @@ from weft.facts.shape import DType, ModelShape
 from weft.planner.fills import weight_bytes
 from weft.planner.place import Place
 
-GPU_BACKENDS = ("triton", "flashinfer", "varlen")
-ATTENTION_BACKENDS = ("auto", "torch", "cpu", *GPU_BACKENDS)
-
 
 class Draft(msgspec.Struct, frozen=True, kw_only=True):
-    """A small model that guesses for the large one, whole on the output rank."""
+    """A small model that guesses for the large one, whole on the output rank. `checkpoint` as in `Plan`."""
 
+    model: str
     checkpoint: str
     load_format: Literal["safetensors", "gguf", "dummy"]
     shape: ModelShape

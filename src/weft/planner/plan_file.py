@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -79,6 +79,7 @@ class PlanFile(msgspec.Struct, frozen=True, kw_only=True):
     hardware: Hardware
     workload: Workload
     best: Best | None
+    speculative_config: dict[str, Any] | None = None
     path: str = ""
 
     @property

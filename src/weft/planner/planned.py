@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import Counter
 from collections.abc import Sequence
@@ -15,9 +16,9 @@ from weft.facts.gpus import spec_of
 from weft.facts.host import Host
 from weft.facts.kv import number_bytes
 from weft.facts.parameters import params
-from weft.facts.precision import canonical
+from weft.facts.precision import as_published, canonical
 from weft.facts.schemes import MADE, asked_for
-from weft.facts.tensor import ENCODINGS
+from weft.planner import speculation
 from weft.planner.layout import DTYPES
 from weft.planner.plan import Plan
 from weft.planner.plan_file import PlanFile, Rank
@@ -49,6 +50,7 @@ def carried_out(plan: PlanFile, config: EngineConfig, checkpoint: Checkpoint, ho
         "tensor_split": best.tensor_split,
         "pipeline_split": best.pipeline_split,
         "device": "cuda" if on_gpus else "cpu",
+        "speculative_config": plan.speculative_config,
     }
     wanted |= _weights(canonical(best.precision), checkpoint)
     if number_bytes(best.kv_cache_dtype) == 1:
@@ -131,6 +133,7 @@ def _check_runs(plan: PlanFile, checkpoint: Checkpoint) -> None:
             "with --no-enable-expert-parallel"
         )
     stored = checkpoint.format == "gguf" and precision in gguf_types.MIXES
+    stored = stored or as_published(checkpoint.shape, precision) is not None
     if not stored and precision not in COMPUTED and not asked_for(precision):
         known = ", ".join((*COMPUTED, *dict.fromkeys(MADE.values())))
         raise PlanError(
@@ -141,11 +144,13 @@ def _check_runs(plan: PlanFile, checkpoint: Checkpoint) -> None:
 
 def _weights(precision: str, checkpoint: Checkpoint) -> dict[str, object]:
     """What the config has to say for weights to be held in a precision."""
-    stored = Counter(info.type for info in checkpoint.tensors().values() if ENCODINGS[info.type].elements > 1)
+    stored = checkpoint.quantised
     if precision in COMPUTED:
         # What is quantised would be held as it lies.
         return {"dtype": COMPUTED[precision], **({"quantization": "none"} if stored else {})}
-    own = {kind.lower() for kind, _ in stored.most_common(1)}
+    if as_published(checkpoint.shape, precision):
+        return {}
+    own = {kind.lower() for kind, _ in Counter(stored.values()).most_common(1)}
     asked = asked_for(precision)
     return {"quantization": asked} if asked and precision not in own else {}
 
@@ -209,6 +214,9 @@ def _check_flag(plan: PlanFile, name: str, said: object, planned: object) -> Non
     same = said in (None, "auto", planned)
     if name == "dtype":
         same = same or DTYPES.get(str(said)) == planned
+    if name == "speculative_config" and not same:
+        assert isinstance(said, dict)
+        same = isinstance(planned, dict) and speculation.read(said) == speculation.read(planned)
     if name == "tensor_split" and not same:
         assert isinstance(said, tuple) and isinstance(planned, tuple)
         ratios = [[weight / sum(weights) for weight in weights] for weights in (said, planned)]
@@ -220,6 +228,8 @@ def _check_flag(plan: PlanFile, name: str, said: object, planned: object) -> Non
 
 
 def _told(value: object) -> str:
+    if isinstance(value, dict):
+        return json.dumps(value)
     return ",".join(f"{part:g}" for part in value) if isinstance(value, tuple) else str(value)
 
 

@@ -16,7 +16,8 @@ from weft.errors import ConfigError
 from weft.facts.calibration import Calibration
 from weft.facts.gpus import GpuSpec
 from weft.facts.kernels import Kernels, kernels_of
-from weft.facts.precision import NAMES
+from weft.facts.precision import NAMES, as_held
+from weft.planner.plan import Speculation
 
 OURS = "weft"  # the engine that can be calibrated
 # Of a calibration's mean error: models are less alike than those that it was fitted on.
@@ -78,7 +79,7 @@ class KvRule(_For, frozen=True, kw_only=True):
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """The constants of one engine; `facts/data/engines.toml` says what each is. `measured` are the kernels of GPUs on
-    which it was calibrated."""
+    which it was calibrated, `speculation` is how the user has it guess ahead."""
 
     name: str
     step_us: Constant
@@ -120,6 +121,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     math: tuple[MathRule, ...] = ()
     kv: tuple[KvRule, ...] = ()
     measured: tuple[Kernels, ...] = ()
+    speculation: Speculation | None = None
 
     def batch(self, memory_bytes: int) -> tuple[int, int]:
         """The most tokens of a step, and the most sequences that run at once, on cards of so much memory; 0 is the
@@ -129,6 +131,10 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
             tokens = min(tokens, self.small_num_batched_tokens.value)
             sequences = min(sequences, self.small_num_seqs.value)
         return int(tokens), int(sequences)
+
+    def held(self, precision: str) -> str:
+        """What the engine holds of weights in a precision: others compute with a GGUF file's blocks as they are."""
+        return as_held(precision) if self.name == OURS else precision
 
     def kernels(self, gpu: GpuSpec) -> Kernels:
         """What kernels reach on a GPU: as measured, else as the tables say."""

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 
 from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError
+from weft.facts import gguf_types
 from weft.facts.axes import owned
-from weft.facts.parameters import Parameter, Part, layers_of, parameters
+from weft.facts.parameters import Parameter, layers_of, parameters
 from weft.facts.place import Place
-from weft.facts.precision import canonical
-from weft.facts.schemes import MADE, SCHEMES, UNIT, scheme_of
+from weft.facts.published import ORDERED
+from weft.facts.schemes import MADE, METHODS, UNIT, held_as, scheme_of
 from weft.facts.shape import DTYPE_BYTES, DType, ModelShape
-from weft.planner.plan import GPU_BACKENDS
+from weft.planner.backends import GPU_BACKENDS
 
 if TYPE_CHECKING:
     from weft.facts.checkpoint import Checkpoint
@@ -30,67 +31,115 @@ def quantised_tensors(
 ) -> dict[str, str]:
     """The scheme of each tensor of the checkpoint that is held quantised, by its name there.
 
-    "auto" holds a file's quantised tensors as they lie in it where there are kernels for that and 16 bits are computed
-    in. Raises ConfigError where what is asked for cannot be.
+    "auto" holds a file's quantised tensors in the schemes that `facts.schemes` names for their types, where there are
+    kernels for that and 16 bits are computed in. Raises ConfigError where what is asked for cannot be.
     """
     asked, computed = config.quantization, _computed_in(config.attention_backend, devices)
-    if asked in MADE:
+    _check_method(asked, checkpoint.shape)
+    if makes(asked, checkpoint.shape):
         _check_made(asked, dtype, computed)
         return _made(checkpoint.shape, asked)
     if asked == "none" or dtype not in computed or DTYPE_BYTES[dtype] > 2:
         return {}
-    return _whole_parameters(checkpoint.shape, checkpoint.quantised)
+    return held_tensors(checkpoint.shape, checkpoint.quantised)
+
+
+def makes(asked: str, shape: ModelShape) -> bool:
+    """Whether weights are rounded anew: not where the checkpoint has been quantised to what is asked for."""
+    return asked in MADE and (shape.published is None or shape.published.precision != MADE[asked])
+
+
+def cut_as(config: EngineConfig, shape: ModelShape, schemes: Mapping[str, str]) -> str:
+    """A precision whose groups of columns are cut where the weights' are."""
+    if makes(config.quantization, shape):
+        return MADE[config.quantization]
+    return shape.published.precision if shape.published and schemes else "bf16"
 
 
 def tell_dequantised(config: EngineConfig, checkpoint: Checkpoint, dtype: DType, kept: Mapping[str, str]) -> None:
-    """Say which of a file's quantised tensors are not held as they lie in it, where nobody asked for that."""
-    lost = Counter(kind for name, kind in checkpoint.quantised.items() if name not in kept)
-    if config.quantization != "auto" or not lost:
+    """Say what a file's quantised tensors are held as, where that is not what they are and nobody asked for it."""
+    others = Counter((kind, kept.get(name, "")) for name, kind in checkpoint.quantised.items())
+    lost = {kind: count for (kind, scheme), count in others.items() if not scheme}
+    if config.quantization == "none" or makes(config.quantization, checkpoint.shape):
+        return
+    if kept and config.dtype == "auto" and dtype != checkpoint.shape.dtype and checkpoint.format != "gguf":
+        logger.info(
+            "%s weights, and %s for all that is not quantised: the kernels here have no %s, which the checkpoint is in",
+            checkpoint.shape.published.precision if checkpoint.shape.published else "quantised",
+            dtype,
+            checkpoint.shape.dtype,
+        )
+    told = [
+        f"{count} of {kind} as {scheme}" for (kind, scheme), count in sorted(others.items()) if scheme not in ("", kind)
+    ]
+    if told:
+        logger.info("Of %d quantised tensors these are held otherwise: %s", len(checkpoint.quantised), ", ".join(told))
+    if not lost:
         return
     if config.attention_backend == "torch" or (dtype == "float32" and not kept):
         why = "with --attention-backend torch" if config.attention_backend == "torch" else f"in {dtype}"
         logger.info("Quantised weights are not multiplied as they are %s: they are held in %s", why, dtype)
         return
-    kinds = ", ".join(f"{count} of {kind}" for kind, count in sorted(lost.items()))
-    logger.warning(
-        "Of %d quantised tensors these are held in %s, for lack of kernels: %s",
-        len(checkpoint.quantised),
-        dtype,
-        kinds,
-    )
+    for why in sorted({_why(kind) for kind in lost}):
+        kinds = (f"{lost[kind]} of {kind.removesuffix(ORDERED)}" for kind in sorted(lost) if _why(kind) == why)
+        logger.warning(
+            "Of %d quantised tensors these are held in %s, %s: %s",
+            len(checkpoint.quantised),
+            dtype,
+            why,
+            ", ".join(kinds),
+        )
 
 
-def quantization_of(config: EngineConfig, schemes: Mapping[str, str]) -> str:
-    """What a plan says of its weights: "none", what was asked for, or "gguf" for those that are held as they lie."""
+def _why(kind: str) -> str:
+    """Why tensors of a type are not held quantised."""
+    if kind.endswith(ORDERED):
+        return "since the columns of a group lie apart (desc_act), for which there are no kernels"
+    return "as others are that they are multiplied together with" if held_as([kind]) else "for lack of kernels"
+
+
+def quantization_of(config: EngineConfig, shape: ModelShape, schemes: Mapping[str, str]) -> str:
+    """What a plan says of its weights: "none", what was asked for, or who quantised them, "gguf", "gptq" and the like.
+    """
     if not schemes:
         return "none"
-    return config.quantization if config.quantization in MADE else "gguf"
+    if makes(config.quantization, shape):
+        return config.quantization
+    return shape.published.method if shape.published else "gguf"
 
 
-def precision_of(quantization: str, schemes: Mapping[str, str], dtype: DType) -> str:
-    """What the planner calls such weights; of a GGUF file's mix, what most of its tensors are."""
+def precision_of(shape: ModelShape, quantization: str, schemes: Mapping[str, str], dtype: DType) -> str:
+    """What the planner calls such weights; of a GGUF file, the mix that is held most like it."""
     if quantization in MADE:
         return MADE[quantization]
     if not schemes:
         return PRECISIONS[dtype]
-    ((kind, _),) = Counter(schemes.values()).most_common(1)
-    return canonical(kind.lower())
+    if shape.published:
+        return shape.published.precision
+    # A parameter's first part stands for it.
+    tensors = [(it, layer, schemes.get(names[0])) for names, it, layer in _matrices(shape)]
+
+    def alike(mix: str) -> int:
+        return sum(scheme_of(shape, mix, it, layer) == scheme for it, layer, scheme in tensors)
+
+    return max(gguf_types.MIXES, key=alike)
 
 
 def precision_held(config: EngineConfig, checkpoint: Checkpoint, dtype: DType, devices: Sequence[str]) -> str:
     """The same of what an engine would hold."""
     schemes = quantised_tensors(config, checkpoint, dtype, devices)
-    return precision_of(quantization_of(config, schemes), schemes, dtype)
+    return precision_of(checkpoint.shape, quantization_of(config, checkpoint.shape, schemes), schemes, dtype)
 
 
 def check_cuts(shape: ModelShape, places: Sequence[Place], schemes: Mapping[str, str]) -> None:
     """Raises PlanError where a rank's columns of a quantised matrix begin or end within what a kernel multiplies at
     once."""
-    for name, _, part in _tensors(shape):
-        if name not in schemes or part.cols is None:
+    for (name, *_), parameter, _ in _matrices(shape):
+        axis = parameter.parts[0].cols
+        if name not in schemes or axis is None:
             continue
         for place in places:
-            cols = owned(shape, place, part.cols)
+            cols = owned(shape, place, axis)
             if cols.start % UNIT or cols.stop % UNIT:
                 raise PlanError(
                     f"rank {place.rank} would hold columns {cols.start} to {cols.stop} of {name}, which is quantised "
@@ -108,6 +157,16 @@ def _computed_in(backend: str, devices: Sequence[str]) -> tuple[DType, ...]:
     return "bfloat16", "float32"
 
 
+def _check_method(asked: str, shape: ModelShape) -> None:
+    """Raises ConfigError for the name of a method that the checkpoint was not quantised with."""
+    own = shape.published.method if shape.published else "none of these"
+    if METHODS.get(asked, own) != own:
+        raise ConfigError(
+            f"quantization is {asked}, and the checkpoint was quantised with {own}; leave it out, or give int8 or int4 "
+            "to have its weights rounded as they are read"
+        )
+
+
 def _check_made(asked: str, dtype: DType, computed: Sequence[str]) -> None:
     if not computed:
         raise ConfigError(
@@ -121,26 +180,20 @@ def _check_made(asked: str, dtype: DType, computed: Sequence[str]) -> None:
 
 def _made(shape: ModelShape, asked: str) -> dict[str, str]:
     """What `asked` makes of a model, whatever it is stored in."""
-    found = ((name, scheme_of(shape, MADE[asked], parameter, part)) for name, parameter, part in _tensors(shape))
-    return {name: scheme for name, scheme in found if scheme is not None}
+    found = ((names, scheme_of(shape, MADE[asked], parameter, layer)) for names, parameter, layer in _matrices(shape))
+    return {name: scheme for names, scheme in found if scheme is not None for name in names}
 
 
-def _whole_parameters(shape: ModelShape, stored: Mapping[str, str]) -> dict[str, str]:
-    """Those stored tensors that have kernels, and whose parameters' other parts are of the same type."""
-    kinds: dict[tuple[str, str], set[str]] = {}
-    home = {}
-    for name, parameter, part in _tensors(shape):
-        home[name] = (parameter.name, name.partition("layers.")[2].partition(".")[0])
-        kinds.setdefault(home[name], set()).add(stored.get(name, ""))
-        if part.cols is None:
-            kinds[home[name]].add("")
-    return {name: kind for name, kind in stored.items() if kind in SCHEMES and kinds[home[name]] == {kind}}
+def held_tensors(shape: ModelShape, stored: Mapping[str, str]) -> dict[str, str]:
+    """What stored tensors are held as, those of one parameter alike."""
+    found = ((names, held_as(stored.get(name, "") for name in names)) for names, _, _ in _matrices(shape))
+    return {name: scheme for names, scheme in found if scheme is not None for name in names}
 
 
-def _tensors(shape: ModelShape) -> Iterator[tuple[str, Parameter, Part]]:
-    """Each tensor of a checkpoint, with the parameter that it is a part of; a tied head's comes with both."""
+def _matrices(shape: ModelShape) -> Iterator[tuple[list[str], Parameter, int]]:
+    """Each parameter of a layer that is a matrix, with the tensors of a checkpoint that are its parts."""
     for parameter in parameters(shape):
-        layers = layers_of(shape, parameter, range(shape.layers)) if parameter.where == "layer" else [0]
-        for layer in layers:
-            for part in parameter.parts:
-                yield part.source.format(layer=layer, expert=0), parameter, part
+        if parameter.parts[0].cols is None:
+            continue
+        for layer in layers_of(shape, parameter, range(shape.layers)) if parameter.where == "layer" else [0]:
+            yield [part.source.format(layer=layer, expert=0) for part in parameter.parts], parameter, layer

@@ -10,6 +10,7 @@ from weft.facts.cluster import Cluster
 from weft.facts.shape import ModelShape
 from weft.planner.deployment import Workload
 from weft.planner.device_map import Spread
+from weft.planner.plan import Speculation
 
 Objective = Literal["throughput", "latency", "cost"]
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
@@ -34,6 +35,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     """One model on one cluster. `precisions` are compared with each other; `kv_dtype` None is what the engine
     takes by itself; `price` is dollars for one GPU and hour; `gpu_memory_utilization`, `max_num_seqs` and
     `max_num_batched_tokens` None are the engine's own.
+    `speculation` is how our own engine guesses ahead, whose memory is counted.
     `remarks` are what a reader of the answer has to know of how it was asked."""
 
     model: str
@@ -49,4 +51,5 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     gpu_memory_utilization: float | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
+    speculation: Speculation | None = None
     remarks: tuple[str, ...] = ()

@@ -116,7 +116,7 @@ class Replica:
                 gpu = gpus[index]
                 if gpu not in ranks:
                     ranks[gpu] = Rank(gpu, profile, precision)
-                it = work(shape, precision, layout.kv_dtype, place)
+                it = work(shape, profile.held(precision), layout.kv_dtype, place)
                 distinct[id(ranks[gpu]), id(it)] = ranks[gpu], it
             indices = [index for _, index in group]
             sums = link(gpus, nodes, indices, cluster, profile)

@@ -181,7 +181,7 @@ def engine_profile(question: Question) -> Profile:
             asked[name.replace("max", "small", 1)] = asked[name]  # whatever the memory
     if "max_num_batched_tokens" in asked:
         asked["hold_up_ms"] = Constant(0.0, "--max-num-batched-tokens")
-    return msgspec.structs.replace(found, **asked)
+    return msgspec.structs.replace(found, speculation=question.speculation, **asked)
 
 
 def kv_dtype(question: Question, precision: str) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from msgspec.structs import replace
 
 from weft.errors import ConfigError
 from weft.facts import checkpoint
+from weft.facts.shape import ModelShape
 from weft.planner.place import places
 from weft.planner.plan import Draft, Plan, Speculation
 
@@ -17,9 +18,23 @@ KNOWN = ("method", "model", "num_speculative_tokens", "prompt_lookup_min", "prom
 METHODS = ("ngram", "draft_model")
 
 
-def speculation(said: Mapping[str, Any], plan: Plan) -> Speculation:
-    """What `said` means for a plan: {"method": "ngram"}, or {"model": NAME} for a draft model, which is looked up and
-    fetched like any other. Raises ConfigError and ModelError."""
+def speculation(said: Mapping[str, Any], model: str, shape: ModelShape, find: Callable[[str], Draft]) -> Speculation:
+    """What `said` means for a model of this name and shape: {"method": "ngram"}, or {"model": NAME} for a draft model,
+    which `find` looks up. Raises ConfigError, and what `find` raises."""
+    speculation, name = read(said)
+    if name is None:
+        return speculation
+    draft = find(name)
+    if draft.shape.vocab != shape.vocab:
+        raise ConfigError(
+            f"the draft model {name} has {draft.shape.vocab:,} tokens in its vocabulary and {model} {shape.vocab:,}; "
+            "a draft has to share its model's tokeniser"
+        )
+    return replace(speculation, draft=draft)
+
+
+def read(said: Mapping[str, Any]) -> tuple[Speculation, str | None]:
+    """The figures, and the name of a draft model. Raises ConfigError."""
     unknown = sorted(set(said) - set(KNOWN))
     if unknown:
         raise ConfigError(f"speculative_config has no {unknown[0]!r}; it has {', '.join(KNOWN)}")
@@ -37,8 +52,15 @@ def speculation(said: Mapping[str, Any], plan: Plan) -> Speculation:
     shortest = count(said, "prompt_lookup_min", min(2, longest), 32)
     if shortest > longest:
         raise ConfigError(f"speculative_config: prompt_lookup_min {shortest} is above prompt_lookup_max {longest}")
-    draft = drafting(str(model), plan) if model else None
-    return Speculation(tokens=tokens, lookup_min=shortest, lookup_max=longest, draft=draft)
+    return Speculation(tokens=tokens, lookup_min=shortest, lookup_max=longest), str(model) if model else None
+
+
+def write(how: Speculation) -> dict[str, Any]:
+    """As `read` takes it."""
+    tokens = {"num_speculative_tokens": how.tokens}
+    if how.draft:
+        return {"model": how.draft.model, **tokens}
+    return {"method": "ngram", **tokens, "prompt_lookup_min": how.lookup_min, "prompt_lookup_max": how.lookup_max}
 
 
 def count(said: Mapping[str, Any], name: str, default: int, most: int) -> int:
@@ -50,16 +72,10 @@ def count(said: Mapping[str, Any], name: str, default: int, most: int) -> int:
     return value
 
 
-def drafting(model: str, plan: Plan) -> Draft:
-    """The draft model, which must know the same tokens."""
-    found = checkpoint.resolve(model, load_format="dummy" if plan.load_format == "dummy" else "auto")
-    theirs, ours = found.shape.vocab, plan.shape.vocab
-    if theirs != ours:
-        raise ConfigError(
-            f"the draft model {model} has {theirs:,} tokens in its vocabulary and {plan.model} {ours:,}; "
-            "a draft has to share its model's tokeniser"
-        )
-    return Draft(checkpoint=str(found.path), load_format=found.format, shape=found.shape)
+def fetched(model: str, load_format: str) -> Draft:
+    """A draft model whose weights are fetched like any other's; `load_format` is that of the large one."""
+    found = checkpoint.resolve(model, load_format="dummy" if load_format == "dummy" else "auto")
+    return Draft(model=model, checkpoint=str(found.path), load_format=found.format, shape=found.shape)
 
 
 def draft_plan(plan: Plan) -> Plan:

@@ -7,10 +7,9 @@ from functools import lru_cache
 
 import msgspec
 
-from weft.facts import gguf_types
 from weft.facts.kv import kv_bytes
 from weft.facts.place import Place, Span
-from weft.facts.precision import WeightBytes, weights
+from weft.facts.precision import WeightBytes, by_layer, weights
 from weft.facts.shape import ModelShape
 from weft.planner.partition import Stage, partition
 from weft.planner.place import column_unit, places
@@ -75,7 +74,7 @@ def _layers(
     known: dict[object, tuple[float, float]] = {}
     for layer in range(shape.layers):
         # GGUF's mixes give some layers more bits than others.
-        kind = layer if precision in gguf_types.BY_LAYER else (shape.has_experts(layer), shape.window(layer))
+        kind = layer if by_layer(shape, precision) else (shape.has_experts(layer), shape.window(layer))
         if kind not in known:
             place = msgspec.structs.replace(rank, layers=Span(layer, layer + 1), stage=1, stages=3)
             held = weights(shape, precision, place)

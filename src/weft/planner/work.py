@@ -7,12 +7,11 @@ from functools import lru_cache
 
 import msgspec
 
-from weft.facts import gguf_types
 from weft.facts.axes import owned
 from weft.facts.kv import layer_bytes_per_token
 from weft.facts.parameters import Parameter, parameters
 from weft.facts.place import Place, Span
-from weft.facts.precision import OTHERS, parameter_bytes
+from weft.facts.precision import OTHERS, by_layer, parameter_bytes
 from weft.facts.shape import ModelShape
 
 
@@ -65,7 +64,8 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
 
 @lru_cache(maxsize=8192)
 def work(shape: ModelShape, precision: str, kv_dtype: str, place: Place) -> Work:
-    """The work of a rank; `precision` as `facts.precision.canonical` gives it. Equal shares have the same object."""
+    """The work of a rank; `precision` as `canonical` or `as_held` of `facts.precision` gives it. Equal shares have the
+    same object."""
     # What counts is how much a rank holds, not which: ranks of a stage, and stages, do equal work.
     names = ("q_heads", "kv_heads", "ffn", "vocab", "experts", "expert_ffn", "shared_ffn")
     spans = {name: Span(0, len(getattr(place, name))) for name in names}
@@ -83,7 +83,7 @@ def kinds(shape: ModelShape, precision: str, layers: Span) -> tuple[tuple[Kind, 
     found: Counter[Kind] = Counter()
     for layer in range(layers.start, layers.stop):
         # GGUF's mixes give some layers more bits than others.
-        itself = layer if precision in gguf_types.BY_LAYER else 0
+        itself = layer if by_layer(shape, precision) else 0
         found[shape.has_experts(layer), shape.window(layer), itself] += 1
     return tuple(found.items())
 

@@ -8,24 +8,44 @@ import torch
 import torch.nn.functional as F
 
 from weft.facts.schemes import Scheme
+from weft.quant.quantised import Quantised, pack
+
+# Rounds weight [rows, cols], of any float dtype, into a matrix of those rows. Its first column is the one that the first
+# group of the matrix begins with, and its last one ends the last group or the whole weight.
+Rounding = Callable[[torch.Tensor, Quantised], None]
 
 # (q, scale, lowest) of groups: q [rows, groups, group] uint8, the others [rows, groups, 1] float32. `lowest` is the
 # minimum or the zero point, None where zero is in the middle.
 Rounded = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
+CHUNK = 1 << 17  # elements rounded at once: what is made on the way stays in a core's cache
 # Shares of a group's range that are tried for its 16 steps: the few numbers at its ends may be worth less than finer
 # steps for all. With one alone, the error of normally distributed weights is a tenth larger.
 SHARES = (1.0, 0.9, 0.8)
 TINY = 1e-7  # no scale is below it: half a step of the smallest float16
 
 
+def round_into(weight: torch.Tensor, into: Quantised) -> None:
+    """A `Rounding` for every device."""
+    step = max(1, CHUNK // weight.shape[1])
+    for row, some in zip(range(0, len(weight), step), weight.split(step), strict=True):
+        part = into.narrow(0, row, len(some))
+        q, scale, lowest = rounded(some.float(), into.scheme)
+        numbers = q.flatten(1)[:, into.lacking : into.lacking + into.shape[1]]
+        part.values.copy_(pack(numbers) if into.scheme.bits == 4 else numbers)
+        part.scales.copy_(scale[..., 0])
+        if part.lowest is not None and lowest is not None:
+            part.lowest.copy_(lowest[..., 0])
+
+
 def rounded(weight: torch.Tensor, scheme: Scheme) -> Rounded:
     """weight [rows, cols] float32, whose first column begins a group and whose last group may be short."""
-    missing = -weight.shape[1] % scheme.group
+    group = min(scheme.group, weight.shape[1])  # a row may be one
+    missing = -weight.shape[1] % group
     if missing:
         # Copies of the last column change neither end of the range.
         weight = F.pad(weight, (0, missing), mode="replicate")
-    groups = weight.unflatten(1, (-1, scheme.group))
+    groups = weight.unflatten(1, (-1, group))
     return ROUND[scheme.lowest](groups, scheme.bits)
 
 
@@ -37,13 +57,13 @@ def _minimum(w: torch.Tensor, bits: int) -> Rounded:
     for share in SHARES if bits < 8 else (1.0,):
         first = middle - (middle - low) * share
         scale = _half(((high - low) * share / most).clamp_(min=TINY))
-        q = ((w - first) / scale).round_().clamp_(0, most)
+        q = ((w - first) * scale.reciprocal()).round_().clamp_(0, most)
         centred = q - q.mean(dim=2, keepdim=True)
         variance = centred.square().sum(dim=2, keepdim=True)
         fitted = ((w - mean) * centred).sum(dim=2, keepdim=True) / variance.clamp(min=TINY)
         scale = torch.where(variance > 0, _half(fitted.clamp_(min=TINY)), scale)
         minimum = _half(mean - scale * q.mean(dim=2, keepdim=True))
-        q = ((w - minimum) / scale).round_().clamp_(0, most)
+        q = ((w - minimum) * scale.reciprocal()).round_().clamp_(0, most)
         found.append(((q * scale).add_(minimum).sub_(w).square_().sum(dim=2, keepdim=True), q, scale, minimum))
     q, scale, minimum = _best(found)
     return q.to(torch.uint8), scale, minimum
@@ -58,11 +78,11 @@ def _middle(w: torch.Tensor, bits: int) -> Rounded:
     for share in SHARES if bits < 8 else (1.0,):
         scale = _half(full * share)
         scale = torch.where(scale.abs() < TINY, TINY, scale)
-        q = (w / scale).round_().clamp_(-half, half - 1)
+        q = (w * scale.reciprocal()).round_().clamp_(-half, half - 1)
         if bits < 8:
             fitted = _half((w * q).sum(dim=2, keepdim=True) / q.square().sum(dim=2, keepdim=True).clamp_(min=1))
             scale = torch.where(fitted.abs() < TINY, scale, fitted)
-            q = (w / scale).round_().clamp_(-half, half - 1)
+            q = (w * scale.reciprocal()).round_().clamp_(-half, half - 1)
         found.append(((q * scale).sub_(w).square_().sum(dim=2, keepdim=True), q, scale))
     q, scale = _best(found)
     return q.add_(half).to(torch.uint8), scale, None
@@ -74,7 +94,7 @@ def _zero(w: torch.Tensor, bits: int) -> Rounded:
     low, high = w.amin(dim=2, keepdim=True).clamp_(max=0), w.amax(dim=2, keepdim=True).clamp_(min=0)
     scale = _half(((high - low) / most).clamp_(min=TINY))
     zero = (-low / scale).round_().clamp_(0, most)
-    q = (w / scale).round_().add_(zero).clamp_(0, most)
+    q = (w * scale.reciprocal()).round_().add_(zero).clamp_(0, most)
     return q.to(torch.uint8), scale, zero
 
 

@@ -19,6 +19,10 @@ class Dummy:
     def __init__(self, dims: dict[str, tuple[int, ...]], seed: int) -> None:
         self.dims, self.seed = dims, seed
 
+    def dtype(self, source: str) -> torch.dtype:
+        """What is drawn."""
+        return torch.float32
+
     def read_blocks(self, source: str, rows: Span, cols: Span, into: Quantised) -> bool:
         """False: nothing is stored."""
         return False

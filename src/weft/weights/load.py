@@ -14,13 +14,19 @@ from weft.planner.fills import Fill, fills, owned, parameter_dims, rank_paramete
 from weft.planner.place import Place, Span
 from weft.planner.plan import Plan
 from weft.quant.quantised import Quantised
+from weft.quant.rounding import Rounding, round_into
 from weft.weights.dummy import Dummy
+from weft.weights.packed import PackedTensors
 from weft.weights.quantised import quantise
 from weft.weights.stored import Stored
 
 
 class Source(Protocol):
     """Where a rank's weights come from, under Hugging Face's names."""
+
+    def dtype(self, source: str) -> torch.dtype:
+        """The smallest that `read` loses nothing in."""
+        ...
 
     def read(self, source: str, rows: Span, cols: Span | None, into: torch.Tensor) -> None:
         """Fill `into` with source[rows, cols], converted to its dtype, on its device; cols None for a vector."""
@@ -48,13 +54,17 @@ def open_source(plan: Plan) -> Source:
     """The plan's checkpoint. Raises ModelError where it is not what the plan was made from."""
     if plan.load_format == "dummy":
         return Dummy(dict(sources(plan.shape)), plan.seed)
-    return Stored(tensors(plan.checkpoint, plan.load_format, plan.shape))
+    found = tensors(plan.checkpoint, plan.load_format, plan.shape)
+    return PackedTensors(found) if plan.shape.published else Stored(found)
 
 
-def load(plan: Plan, place: Place, targets: Mapping[str, torch.Tensor | Quantised]) -> None:
+def load(
+    plan: Plan, place: Place, targets: Mapping[str, torch.Tensor | Quantised], rounding: Rounding = round_into
+) -> None:
     """Fill `targets`, one for each parameter of this rank as `planner.fills.rank_parameters` lists them.
 
-    They are allocated already, on any device and of any float dtype or scheme. Raises ModelError.
+    They are allocated already, on any device and of any float dtype or scheme; what the checkpoint does not hold in
+    their scheme is made by `rounding`, in several threads. Raises ModelError.
     """
     source, threads, widths = open_source(plan), torch.get_num_threads(), dict(sources(plan.shape))
 
@@ -65,7 +75,8 @@ def load(plan: Plan, place: Place, targets: Mapping[str, torch.Tensor | Quantise
             source.read(fill.source, fill.rows, fill.cols, into)
         elif fill.cols is not None and not source.read_blocks(fill.source, fill.rows, fill.cols, into):
             read, width = partial(source.read, fill.source), widths[fill.source][-1]
-            quantise(read, fill.rows, fill.cols, width, plan.shape.head_dim, into)
+            stored = source.dtype(fill.source)
+            quantise(read, fill.rows, fill.cols, width, plan.shape.head_dim, into, stored, rounding)
 
     # Each core takes tensors of its own: no barrier after every small step, and several reads in flight.
     with ThreadPoolExecutor(threads, "weft-load", initializer=torch.set_num_threads, initargs=(1,)) as pool:

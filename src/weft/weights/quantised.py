@@ -1,4 +1,5 @@
-"""Quantised weights from a checkpoint: a GGUF file's blocks as they are, everything else rounded while it is read."""
+"""Quantised weights from a checkpoint: a GGUF file's blocks as the numbers that they are, everything else rounded while
+it is read."""
 
 from __future__ import annotations
 
@@ -6,13 +7,40 @@ from collections.abc import Callable
 
 import torch
 
+from weft.errors import ModelError
+from weft.facts.schemes import UNIT
 from weft.planner.place import Span
 from weft.quant.quantised import Quantised, pack
-from weft.quant.rounding import rounded
+from weft.quant.rounding import Rounding, round_into
+from weft.weights.blocks import numbers, zero_of
 
-CHUNK = 1 << 17  # elements rounded at once: what is made on the way stays in a core's cache
+BAND = 1 << 19  # elements that are read before they are rounded
 
 Read = Callable[[Span, Span, torch.Tensor], None]  # rows and columns, to be copied into a tensor
+
+
+def unpack(data: torch.Tensor, type: str, first: int, into: Quantised) -> None:
+    """Rows [rows, bytes] uint8, each whole blocks of a GGUF type that the scheme of `into` holds: their columns from
+    `first` on to its parts. Scales and minima that the blocks have as products of two numbers are rounded to float16:
+    by 1 / 4096 of them at most, or 3e-8 below 6e-5. Raises ModelError for one that is beyond float16."""
+    q, scale, lowest = (part if part is None else _by_rows(part, first, into) for part in numbers(data, type))
+    assert q is not None and scale is not None
+    into.scales.copy_(scale[..., 0])
+    if into.lowest is None:
+        q = q + (1 << into.scheme.bits - 1) - zero_of(type)
+    elif lowest is None:
+        into.lowest.copy_(into.scales.float() * -zero_of(type))
+    else:
+        into.lowest.copy_(lowest[..., 0])
+    if not all(part.isfinite().all() for part in (into.scales, into.lowest) if part is not None):
+        raise ModelError(f"a scale of {type} blocks is beyond the 65,504 that 16 bits hold; give --quantization none")
+    into.values.copy_(pack(q.flatten(1)) if into.scheme.bits == 4 else q.flatten(1))
+
+
+def _by_rows(part: torch.Tensor, first: int, into: Quantised) -> torch.Tensor:
+    """[blocks, groups of a block, n] to [rows, groups of `into`, n]."""
+    rows, groups = into.scales.shape
+    return part.view(rows, -1, part.shape[-1])[:, first // UNIT : first // UNIT + groups]
 
 
 def split(blocks: torch.Tensor, into: Quantised) -> None:
@@ -27,23 +55,26 @@ def split(blocks: torch.Tensor, into: Quantised) -> None:
         into.values.bitwise_xor_(128)  # from -128 .. 127 to 0 .. 255
 
 
-def quantise(read: Read, rows: Span, cols: Span, width: int, head_dim: int, into: Quantised) -> None:
-    """Round rows and columns of a matrix `width` columns wide, whose rows may be heads of `head_dim`. Groups that are
-    cut are read whole: every rank that has some of one finds the same scale."""
+def quantise(
+    read: Read,
+    rows: Span,
+    cols: Span,
+    width: int,
+    head_dim: int,
+    into: Quantised,
+    dtype: torch.dtype = torch.float32,
+    rounding: Rounding = round_into,
+) -> None:
+    """Round rows and columns of a matrix `width` columns wide, which is read in `dtype` and whose rows may be heads of
+    `head_dim`. Groups that are cut are read whole: every rank that has some of one finds the same scale."""
     group = into.scheme.group
     whole = Span(cols.start - into.lacking, min(-(-cols.stop // group) * group, width))
-    step = max(1, CHUNK // len(whole) // head_dim) * head_dim  # whole heads, which may be interleaved
+    step = max(1, BAND // len(whole) // head_dim) * head_dim  # whole heads, which may be interleaved
     for row in range(rows.start, rows.stop, step):
         some = Span(row, min(row + step, rows.stop))
-        weight = torch.empty(len(some), len(whole), dtype=torch.float32, device=into.device)
+        weight = torch.empty(len(some), len(whole), dtype=dtype, device=into.device)
         read(some, whole, weight)
-        part = into.narrow(0, row - rows.start, len(some))
-        q, scale, lowest = rounded(weight, into.scheme)
-        numbers = q.flatten(1)[:, into.lacking : into.lacking + len(cols)]
-        part.values.copy_(pack(numbers) if into.scheme.bits == 4 else numbers)
-        part.scales.copy_(scale[..., 0])
-        if part.lowest is not None and lowest is not None:
-            part.lowest.copy_(lowest[..., 0])
+        rounding(weight, into.narrow(0, row - rows.start, len(some)))
 
 
 def _halves(two: torch.Tensor) -> torch.Tensor:

@@ -8,11 +8,12 @@ from collections.abc import Mapping
 import torch
 
 from weft.errors import ModelError
+from weft.facts.schemes import STORED
 from weft.facts.tensor import ENCODINGS, TensorInfo
 from weft.planner.place import Span
 from weft.quant.quantised import Quantised
-from weft.weights.dequantise import dequantise
-from weft.weights.quantised import split
+from weft.weights.blocks import dequantise
+from weft.weights.quantised import split, unpack
 
 DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Elements dequantised at once: on a CPU as many as its cache holds with what is made on the way.
@@ -24,6 +25,10 @@ class Stored:
 
     def __init__(self, tensors: Mapping[str, TensorInfo]) -> None:
         self.tensors = tensors
+
+    def dtype(self, source: str) -> torch.dtype:
+        """The smallest that `read` loses nothing in."""
+        return DENSE.get(self.tensors[source].type, torch.float32)
 
     def read(self, source: str, rows: Span, cols: Span | None, into: torch.Tensor) -> None:
         """Copy source[rows, cols] to `into`, of the same dims and of any dtype and device.
@@ -42,42 +47,54 @@ class Stored:
             self._matrix(info, info.dims, rows, cols or Span(0, info.dims[1]), into)
 
     def read_blocks(self, source: str, rows: Span, cols: Span, into: Quantised) -> bool:
-        """The same of a matrix that is quantised as `into` is, bit for bit; False where it is not. Where its heads are
-        interleaved, the rows are whole heads."""
+        """The same of a matrix that is quantised, and in a type that the scheme of `into` holds; False where it is not.
+        Where its heads are interleaved, the rows are whole heads."""
         info = self.tensors[source]
-        if info.type != into.type:
+        if info.type not in STORED or not into.scheme.holds(STORED[info.type]):
             return False
         encoding = ENCODINGS[info.type]
-        row_bytes = info.dims[1] // encoding.elements * encoding.nbytes
-        data = _mapped(info, rows.start * row_bytes, len(rows) * row_bytes, whole=len(cols) == info.dims[1])
-        blocks = data.view(len(rows), -1, encoding.nbytes)
-        blocks = blocks[:, cols.start // encoding.elements : cols.stop // encoding.elements].to(into.device)
-        if info.interleaved:
-            ordered = torch.empty_like(blocks)
-            _copy_rows(blocks, ordered, info.interleaved)
-            blocks = ordered
-        split(blocks, into)
+        data, first, last = self._bytes(info, info.dims, rows, cols)
+        step = rows_at_once(into.device, (last - first) * encoding.elements, info.interleaved)
+        for row in range(0, len(rows), step):
+            some = data[row : row + step].to(into.device)
+            if info.interleaved:
+                ordered = torch.empty_like(some)
+                _copy_rows(some, ordered, info.interleaved)
+                some = ordered
+            part = into.narrow(0, row, len(some))
+            if info.type == into.type:
+                split(some.view(len(some), -1, encoding.nbytes), part)
+            else:
+                unpack(some, info.type, cols.start - first * encoding.elements, part)
         return True
+
+    def _bytes(self, info: TensorInfo, dims: tuple[int, ...], rows: Span, cols: Span) -> tuple[torch.Tensor, int, int]:
+        """The rows [rows, bytes] of blocks `first` to `last`, which have these columns."""
+        encoding = ENCODINGS[info.type]
+        row_bytes = dims[1] // encoding.elements * encoding.nbytes
+        data = mapped(info, rows.start * row_bytes, len(rows) * row_bytes, whole=len(cols) == dims[1])
+        first, last = cols.start // encoding.elements, -(-cols.stop // encoding.elements)
+        data = data.view(len(rows), row_bytes)[:, first * encoding.nbytes : last * encoding.nbytes]
+        return data, first, last
 
     def _matrix(self, info: TensorInfo, dims: tuple[int, ...], rows: Span, cols: Span, into: torch.Tensor) -> None:
         encoding = ENCODINGS[info.type]
-        row_bytes = dims[1] // encoding.elements * encoding.nbytes
-        data = _mapped(info, rows.start * row_bytes, len(rows) * row_bytes, whole=len(cols) == dims[1])
-        data = data.view(len(rows), row_bytes)
-        first = cols.start // encoding.elements
-        last = -(-cols.stop // encoding.elements)
-        data = data[:, first * encoding.nbytes : last * encoding.nbytes]
+        data, first, last = self._bytes(info, dims, rows, cols)
         interleaved = info.interleaved if dims[0] > 1 else 0
         if info.type in DENSE:
-            _copy_rows(_typed(data, DENSE[info.type]), into, interleaved)
+            _copy_rows(typed(data, DENSE[info.type]), into, interleaved)
             return
         inside = slice(cols.start - first * encoding.elements, cols.stop - first * encoding.elements)
-        step = max(1, CHUNK[into.device.type] // ((last - first) * encoding.elements))
-        if interleaved:
-            step = -(-step // interleaved) * interleaved  # whole heads
+        step = rows_at_once(into.device, (last - first) * encoding.elements, interleaved)
         for row in range(0, len(rows), step):
             values = dequantise(data[row : row + step].to(into.device), info.type)
             _copy_rows(values[:, inside], into[row : row + step], interleaved)
+
+
+def rows_at_once(device: torch.device, width: int, interleaved: int) -> int:
+    """Of so many elements each; whole heads where those are interleaved."""
+    rows = max(1, CHUNK[device.type] // width)
+    return -(-rows // interleaved) * interleaved if interleaved else rows
 
 
 def _copy_rows(values: torch.Tensor, into: torch.Tensor, interleaved: int) -> None:
@@ -88,13 +105,13 @@ def _copy_rows(values: torch.Tensor, into: torch.Tensor, interleaved: int) -> No
     into.copy_(values)
 
 
-def _typed(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def typed(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Bytes as numbers; where they lie off their own grid, by way of a copy."""
     aligned = data.data_ptr() % dtype.itemsize == 0
     return (data if aligned else data.clone()).view(dtype)
 
 
-def _mapped(info: TensorInfo, start: int, nbytes: int, *, whole: bool) -> torch.Tensor:
+def mapped(info: TensorInfo, start: int, nbytes: int, *, whole: bool) -> torch.Tensor:
     """`nbytes` bytes of a tensor from `start` on, as uint8 on the CPU, read as they are used; where the `whole`
     range will be, from now on and in one go, which a cold or a remote disk rewards.
 

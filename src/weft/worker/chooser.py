@@ -1,4 +1,4 @@
-"""Choosers: the token of each row, as the request in its slot asks; in torch, or in Triton where its kernels run."""
+"""Choosers: the token of each row, as the request in its slot asks; by the kernels that the model runs with."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import numpy as np
 import torch
 
 from weft.core.params import SamplingParams
+from weft.kernels.base import Kernels
+from weft.kernels.native import NativeKernels
 from weft.worker.chunks import chunks, pick
 from weft.worker.filters import NEUTRAL, TEMPERATURE, weigh
 from weft.worker.random import race, seeds
@@ -17,7 +19,7 @@ from weft.worker.staging import sent
 
 
 class Chooser(Protocol):
-    """Both draw the same tokens, but where rounding decides."""
+    """All draw the same tokens, but where rounding decides."""
 
     def admit(self, slot: int, params: SamplingParams, key: int) -> None:
         """A request with the key of its random stream takes a slot."""
@@ -80,6 +82,25 @@ class TorchChooser:
         return logits.argmax(-1).index_copy_(0, sent(warm, logits.device), drawn)
 
 
+class NativeChooser:
+    """On a CPU, with its kernels in C++."""
+
+    def __init__(self, slots: int, kernels: NativeKernels) -> None:
+        self._settings, self._kernels = Settings(slots), kernels
+
+    def admit(self, slot: int, params: SamplingParams, key: int) -> None:
+        self._settings.admit(slot, params, key)
+
+    def arrays(self) -> list[np.ndarray]:
+        return []
+
+    def choose(
+        self, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, there: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        columns, keys = self._settings.columns[slots], self._settings.keys[slots]
+        return self._kernels.choose(logits, columns, seeds(keys, positions))
+
+
 class TritonChooser:
     """On a GPU, which keeps the settings: it hears of a slot's when they have changed."""
 
@@ -114,3 +135,10 @@ class TritonChooser:
             self._keys.index_copy_(0, new, keys)
         filtered = bool(self._filtered[slots].any())
         return self._choose(logits, slots_, positions_, self._columns, self._keys, filtered=filtered)
+
+
+def chooser(kernels: Kernels, slots: int, device: torch.device) -> Chooser:
+    """The one that goes with a model's kernels."""
+    if isinstance(kernels, NativeKernels):
+        return NativeChooser(slots, kernels)
+    return TorchChooser(slots) if kernels.name == "torch" else TritonChooser(slots, device)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from weft.core.step import Admission, TokenLogprobs
-from weft.worker.chooser import Chooser, TorchChooser, TritonChooser
+from weft.worker.chooser import Chooser, TorchChooser
 from weft.worker.chunks import pick
 from weft.worker.device import ToHost
 from weft.worker.logprobs import score, unpack
@@ -47,15 +47,13 @@ class Sampler:
     `stop_ids` are the model's own end tokens (`ModelShape.eos`), which min_tokens holds back together with a
     request's stop_token_ids. Greedy takes the lowest of equally likely ids (as argmax promises), and so does a
     top_k of 1. A NaN among the logits is no error here: greedy takes it for the greatest, a draw gives id 0,
-    logprobs are NaN; other rows are as they would be without it. With `fused` kernels in Triton choose the tokens.
+    logprobs are NaN; other rows are as they would be without it. `chooser` has as many slots.
     """
 
-    def __init__(
-        self, vocab: int, slots: int, device: torch.device, stop_ids: Iterable[int] = (), *, fused: bool = False
-    ) -> None:
+    def __init__(self, vocab: int, slots: int, stop_ids: Iterable[int] = (), chooser: Chooser | None = None) -> None:
         self.vocab = vocab
         self._shaping = Shaping(vocab, stop_ids)
-        self._chooser: Chooser = TritonChooser(slots, device) if fused else TorchChooser(slots)
+        self._chooser = chooser or TorchChooser(slots)
         self._tops = np.full(slots, NO_LOGPROBS, dtype=np.int64)
 
     def admit(self, admission: Admission) -> None:

@@ -13,16 +13,18 @@ import torch
 from weft.comm import Links
 from weft.core.params import SamplingParams
 from weft.core.step import Admission, StepPlan, StepResult, TokenLogprobs
-from weft.kernels import choose
+from weft.kernels import choose, rounding
 from weft.kernels.base import AttentionShape, KVCache
 from weft.kernels.batch import Batch
+from weft.kernels.warm import warm
 from weft.layers import rope
 from weft.models.decoder import Decoder
 from weft.planner.fills import weight_bytes
-from weft.planner.memory import Capacity, step_bytes
+from weft.planner.memory import SCORED, Capacity, step_bytes
 from weft.planner.plan import Plan
 from weft.weights.load import allocate, load
 from weft.worker import device as devices
+from weft.worker.chooser import chooser
 from weft.worker.drafter import Drafter
 from weft.worker.graphs import CudaGraphs, Graphs, sizes
 from weft.worker.rows import Rows
@@ -36,7 +38,7 @@ GRAPH_BYTES = 8 << 20  # of the driver's, for one graph; a prior, to be measured
 # model's own dtype, for which kernels are compiled by themselves.
 DEMANDING = SamplingParams(top_k=50, top_p=0.9, repetition_penalty=1.1, logprobs=20)
 PLAIN = SamplingParams(top_k=50, top_p=0.9)
-PROMPT_LOGPROBS_CHUNK = 256  # positions whose logits are held at once: 256 x 151,936 floats are 156 MB
+SCORING = SamplingParams(prompt_logprobs=20)
 
 
 class Worker:
@@ -65,8 +67,9 @@ class Worker:
         # The table of parameters gives every dim, so tensors are made once, where they stay.
         tensors = allocate(plan, self.place, self.device)
         held = sum(tensor.nbytes for tensor in tensors.values())
-        load(plan, self.place, tensors)
-        self.kernels = choose(plan.attention_backend, self.device, self._attention_shape())
+        wanted = plan.attention_backend, self.device, self._attention_shape()
+        load(plan, self.place, tensors, rounding(*wanted))
+        self.kernels = choose(*wanted)
         if plan.schemes and self.kernels.name == "torch":
             held = weight_bytes(shape, self.place, plan.dtype)
             logger.warning("The kernels of torch do not multiply quantised weights: they are held in %s", plan.dtype)
@@ -74,10 +77,11 @@ class Worker:
         if self.device.type != "cpu":
             # Where the peak is measured, with all that a step needs.
             self.rope = self._rope(plan.max_model_len)
+        warm(self.kernels.launches(self._attention_shape(), self.device), self.device)
         self.sampler: Sampler | None = None
         if self.rank == plan.output_rank:
-            fused = self.kernels.name not in ("cpu", "torch")
-            self.sampler = Sampler(shape.vocab, plan.max_num_seqs, self.device, shape.eos, fused=fused)
+            choosing = chooser(self.kernels, plan.max_num_seqs, self.device)
+            self.sampler = Sampler(shape.vocab, plan.max_num_seqs, shape.eos, choosing)
         eager, block_bytes = self._measure(), plan.block_bytes(self.rank)
         if self.sampler and plan.speculation and plan.speculation.draft:
             self.drafter = Drafter(plan)
@@ -232,8 +236,8 @@ class Worker:
             wish = self.rows.wishes.get(slot)
             if wish is not None:
                 targets = wish.prompt[start + 1 : start + count + 1]
-                for at in range(0, len(targets), PROMPT_LOGPROBS_CHUNK):
-                    chunk = targets[at : at + PROMPT_LOGPROBS_CHUNK]
+                for at in range(0, len(targets), SCORED):
+                    chunk = targets[at : at + SCORED]
                     logits = self.model.logits(hidden[begin + at : begin + at + len(chunk)])
                     if self.sampler:
                         assert logits is not None
@@ -282,13 +286,14 @@ class Worker:
         rows = min(plan.max_num_seqs, plan.max_num_batched_tokens)
         tokens = min(plan.max_num_batched_tokens, rows * plan.max_model_len)
         if self.device.type == "cpu":
-            sampled = min(tokens, rows * (1 + self._guesses))
-            return step_bytes(plan.shape, self.place, tokens, sampled, self.dtype.itemsize)
+            return step_bytes(plan.shape, self.place, tokens, rows, self.dtype.itemsize, guesses=self._guesses)
         counts = [tokens // rows + (r < tokens % rows) for r in range(rows)]
         self.caches = self._caches(sum(-(-count // plan.block_size) for count in counts))
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
         self._rehearse(counts)
+        # A prompt's logits are more than those of few requests.
+        self._rehearse([min(1 + SCORED, counts[0])], SCORING)
         torch.cuda.synchronize(self.device)
         peak = torch.cuda.max_memory_allocated(self.device) - before
         if self._captures:

@@ -9,6 +9,7 @@ import torch
 from weft import compiled
 from weft.kernels.native.kernels import NativeKernels
 from weft.kernels.usable import usable
+from weft.planner import backends
 
 __all__ = ["NativeKernels", "available"]
 
@@ -24,4 +25,4 @@ def available(dtype: torch.dtype, head_dim: int, group: int, *, required: bool =
         except (OSError, subprocess.SubprocessError) as error:
             reason = str(error)
     instead = "The slower torch kernels take their place"
-    return usable("the compiled CPU kernels", reason, required=required, instead=instead)
+    return usable(backends.KERNELS["cpu"], reason, required=required, instead=instead)

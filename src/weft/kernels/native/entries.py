@@ -30,8 +30,11 @@ class Entries:
         self.panel_size = self._entry("panel_size", SIZE, result=SIZE)
         self.workspace_bytes = self._entry("workspace_bytes", POINTER, *[SIZE] * 2, result=SIZE)
         self.rows_of = self._entry("rows_of", *[POINTER] * 2, SIZE, POINTER)
+        self.choose = self._threaded("choose", POINTER, *[SIZE] * 3, *[POINTER] * 3)
+        self.choose_float = threaded(self._shared("choose", POINTER, *[SIZE] * 3, *[POINTER] * 3, SIZE))
         self.pack_values = threaded(self._shared("pack_values", *[POINTER] * 2, *[SIZE] * 4))
         self.pack_groups = self._shared("pack_groups", *[POINTER] * 2, *[SIZE] * 3)
+        self.round_rows = self._shared("round_rows", *[POINTER] * 5)
 
     def _threaded(self, name: str, *arguments: Any) -> Callable[..., Any]:
         return threaded(self._entry(name, *arguments, SIZE))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 from weft.comm import Comm
-from weft.kernels.base import DenseLayer, HeadNorm, KVCache, Stage
+from weft.kernels.base import AttentionShape, DenseLayer, HeadNorm, KVCache, Stage
 from weft.kernels.batch import Batch
 from weft.kernels.native.entries import Entries
 from weft.kernels.native.matrix import NativeMatrix, dense, quantised
@@ -22,6 +23,9 @@ class NativeKernels:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._entries = Entries(dtype)
+
+    def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Callable[[], object]]:
+        return ()
 
     def matrix(self, weight: torch.Tensor | Quantised, bias: torch.Tensor | None = None) -> NativeMatrix:
         pack = quantised if isinstance(weight, Quantised) else dense
@@ -103,3 +107,20 @@ class NativeKernels:
             scale,
         )
         return out
+
+    def choose(self, logits: torch.Tensor, wishes: np.ndarray, streams: np.ndarray) -> torch.Tensor:
+        """A token for each row of logits [R, V], of the kernels' dtype or float32: [R] int64. `wishes` [R, 4] float64
+        are columns of `worker.chooser.Settings`, `streams` [R] int64 those of `worker.random.seeds`."""
+        if logits.stride(1) != 1:
+            logits = logits.contiguous()
+        tokens = torch.empty(len(logits), dtype=torch.int64)
+        choose = self._entries.choose_float if logits.dtype == torch.float32 else self._entries.choose
+        choose(
+            logits.data_ptr(),
+            *logits.shape,
+            logits.stride(0),
+            wishes.ctypes.data,
+            streams.ctypes.data,
+            tokens.data_ptr(),
+        )
+        return tokens

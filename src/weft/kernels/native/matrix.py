@@ -13,7 +13,9 @@ from weft.quant.quantised import Quantised
 
 # As in matrix.h: Scheme.
 DENSE = 0
-SCHEMES = {"INT8": 1, "Q8_0": 2, "Q4_1": 3, "Q4_0": 4}
+SCHEMES = {"INT8": 1, "Q8_0": 2, "Q4_1": 3, "Q4_0": 4, "Q8_MIN": 5, "INT4": 6}
+# Those of what is published, whatever the group.
+PUBLISHED = {(8, "zero"): "INT8", (8, "middle"): "Q8_0", (4, "zero"): "INT4", (4, "middle"): "Q4_0"}
 PANEL = 32  # as in dense.h
 
 
@@ -78,7 +80,7 @@ def quantised(entries: Entries, weight: Quantised, bias: torch.Tensor | None) ->
 
     scales, lowest = pack(weight.scales), None if weight.lowest is None else pack(weight.lowest)
     descriptor = Descriptor(
-        scheme=SCHEMES[weight.type],
+        scheme=SCHEMES[weight.type if weight.type in SCHEMES else PUBLISHED[weight.scheme.bits, weight.scheme.lowest]],
         rows=rows,
         cols=cols,
         data=values.data_ptr(),

@@ -6,23 +6,36 @@ Triton itself is imported when they are made.
 from __future__ import annotations
 
 import os
-from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import torch
 
-from weft.kernels.base import Attention, Kernels
+from weft.facts.host import packages
+from weft.kernels.base import Attention, AttentionShape, Kernels
 from weft.kernels.usable import off_gpu, processors, usable
+from weft.planner import backends
+
+if TYPE_CHECKING:
+    from weft.kernels.triton.attention import TritonAttention
 
 
 def available(device: torch.device, *, required: bool = False) -> bool:
     """Whether they run on the device; with `required` the reason that they cannot is a ConfigError."""
     obstacle = None
-    if find_spec("triton") is None:
-        obstacle = "the package triton is not installed"
+    if "triton" not in packages():
+        obstacle = backends.NO_TRITON
     elif os.environ.get("TRITON_INTERPRET") != "1" and (obstacle := off_gpu(device)):
         obstacle += " (TRITON_INTERPRET=1 interprets them, for tests)"
     instead = "The slower torch kernels take their place"
-    return usable("the Triton kernels", obstacle, required=required, instead=instead)
+    return usable(backends.KERNELS["triton"], obstacle, required=required, instead=instead)
+
+
+def own_attention(device: torch.device, shape: AttentionShape) -> TritonAttention:
+    """Our own, in the sizes that were measured on the device, if any were."""
+    from weft.kernels.triton import kept
+    from weft.kernels.triton.attention import TritonAttention
+
+    return TritonAttention(processors(device), kept.known(device, shape))
 
 
 def made(device: torch.device, attention: Attention | None = None) -> Kernels:

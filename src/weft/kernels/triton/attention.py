@@ -6,18 +6,23 @@ logarithms of sums is Flash-Decoding (Dao et al. 2023).
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
 
-from weft.kernels.base import KVCache
+from weft.kernels import samples
+from weft.kernels.base import AttentionShape, KVCache
 from weft.kernels.batch import Batch
-from weft.kernels.triton.tuning import DECODE, PREFILL, Tuning
+from weft.kernels.triton.tuning import DECODE, DEFAULT, PREFILL, Tuning, Tunings
+from weft.kernels.warm import Launch, turns
 
 LOG2_E = 1.4426950408889634
 LEAST = 16  # of each side of the smallest matrix product
 HEAD_BYTES = 256  # of the widest head whose tiles of those sizes fit the 99 KiB that any GPU since Ampere has
-MOST_SPLITS = 32
+MOST_SPLITS = 32  # and as many as a program joins, however few there are: one kernel for all
 
 
 @triton.jit
@@ -127,6 +132,11 @@ def _join(parts, sums, out, splits, head_dim, SPLITS: tl.constexpr, HEAD: tl.con
     tl.store(out + head * head_dim + columns, result.to(out.dtype.element_ty), inside)
 
 
+def splits_of(tuning: Tuning, processors: int, rows: int, kv_heads: int) -> int:
+    """Into how many parts the contexts of so many rows are cut."""
+    return min(MOST_SPLITS, triton.cdiv(tuning.programs * processors, rows * kv_heads))
+
+
 def tiles(head_dim: int, dtype: torch.dtype) -> tuple[int, int]:
     """A head's width in the kernels, and the part of a tile that there is memory for: one in so many rows."""
     head = max(LEAST, triton.next_power_of_2(head_dim))
@@ -140,7 +150,7 @@ def decode(
     """The first `rows` rows, of one token each: q [rows, q_heads, head_dim] into out [rows, q_heads * head_dim]."""
     _, q_heads, head_dim = q.shape
     kv_heads = cache.keys.shape[2]
-    splits = min(MOST_SPLITS, triton.next_power_of_2(triton.cdiv(tuning.programs * processors, rows * kv_heads)))
+    splits = splits_of(tuning, processors, rows, kv_heads)
     head, part = tiles(head_dim, q.dtype)
     parts, sums = out, out
     if splits > 1:
@@ -171,7 +181,7 @@ def decode(
         num_stages=tuning.stages,
     )
     if splits > 1:
-        _join[(rows * q_heads,)](parts, sums, out, splits, head_dim, SPLITS=splits, HEAD=head, num_warps=2)
+        _join[(rows * q_heads,)](parts, sums, out, splits, head_dim, SPLITS=MOST_SPLITS, HEAD=head, num_warps=2)
 
 
 @triton.jit(do_not_specialize=["first_row", "rows", "table_width", "window"])
@@ -259,8 +269,8 @@ class TritonAttention:
 
     name = "triton"
 
-    def __init__(self, processors: int) -> None:
-        self._processors = processors
+    def __init__(self, processors: int, tunings: Tunings = DEFAULT) -> None:
+        self._processors, self.tunings = processors, tunings
 
     def prepare(self, batch: Batch) -> None:
         """Nothing that a program would not find out by itself."""
@@ -268,7 +278,24 @@ class TritonAttention:
     def attend(self, q: torch.Tensor, cache: KVCache, batch: Batch, scale: float, window: int | None) -> torch.Tensor:
         out = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
         if batch.decodes:
-            decode(q, cache, batch, batch.decodes, scale, window, self._processors, out)
+            self.decode(q, cache, batch, scale, window, out)
         if batch.decodes < batch.rows:
-            prefill(q, cache, batch, batch.decodes, scale, window, out)
+            prefill(q, cache, batch, batch.decodes, scale, window, out, self.tunings.prefill)
         return out
+
+    def decode(
+        self, q: torch.Tensor, cache: KVCache, batch: Batch, scale: float, window: int | None, out: torch.Tensor
+    ) -> None:
+        """The batch's rows of one token alone."""
+        rows = batch.decodes
+        decode(q, cache, batch, rows, scale, window, self._processors, out, self.tunings.of(rows))
+
+    def launches(self, shape: AttentionShape, device: torch.device) -> list[Launch]:
+        def kernel(rows: int) -> tuple[Tuning, bool]:
+            tuning = self.tunings.of(rows)
+            return replace(tuning, programs=0), splits_of(tuning, self._processors, rows, shape.kv_heads) > 1
+
+        given = [samples.decodes(shape, device, [1] * rows) for rows in turns(kernel, shape.rows)]
+        if shape.length > 1:
+            given.append(samples.prompts(shape, device, [2], [2]))
+        return [partial(self.attend, *it, shape.scale, window) for it in given for window in shape.windows]

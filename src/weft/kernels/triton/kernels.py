@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 
 from weft.comm import Comm
 from weft.comm.symmetric import SymmetricComm
-from weft.kernels.base import Attention, DenseLayer, HeadNorm, KVCache, Product, Stage, Table
+from weft.kernels.base import Attention, AttentionShape, DenseLayer, HeadNorm, KVCache, Product, Stage, Table
 from weft.kernels.batch import Batch
 from weft.kernels.triton import pointwise, products, reduce
 from weft.kernels.triton.attention import TritonAttention
+from weft.kernels.warm import Launch
 from weft.quant.dense import product
 from weft.quant.quantised import Quantised
 from weft.quant.table import Table as DenseTable
@@ -24,17 +25,28 @@ class TritonKernels:
     def __init__(self, processors: int, attention: Attention | None = None) -> None:
         self._processors = processors
         self._attention = attention or TritonAttention(processors)
+        # One of each kind: others launch the same kernels.
+        self._quantised: dict[Hashable, products.QuantisedMatrix] = {}
         self.name = self._attention.name
+
+    def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Launch]:
+        multiplied = [launch for it in self._quantised.values() for launch in it.launches(shape.tokens)]
+        return [*multiplied, *self._attention.launches(shape, device)]
 
     def matrix(self, weight: torch.Tensor | Quantised, bias: torch.Tensor | None) -> Product:
         if isinstance(weight, Quantised):
-            return products.quantised(weight, bias, self._processors)
+            return self._multiplier(weight, bias)
         return product(weight, bias)
 
     def table(self, weight: torch.Tensor | Quantised) -> Table:
         if isinstance(weight, Quantised):
-            return products.quantised(weight, None, self._processors)
+            return self._multiplier(weight, None)
         return DenseTable(weight)
+
+    def _multiplier(self, weight: Quantised, bias: torch.Tensor | None) -> products.QuantisedMatrix:
+        made = products.quantised(weight, bias, self._processors)
+        self._quantised.setdefault((made.scheme, made.shape, bias is None), made)
+        return made
 
     def fuse(self, layers: Sequence[DenseLayer], comm: Comm) -> Stage | None:
         return None

@@ -8,6 +8,7 @@ dequantised once, some rows at a time, for the library's own product.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ import triton
 import triton.language as tl
 
 from weft.facts.schemes import UNIT, Scheme
+from weft.kernels.warm import Launch, turns
 from weft.quant.quantised import Quantised
 
 # By the rows of x that a program takes, 16 being the tensor cores' least: rows of W, units of UNIT columns at once, and
@@ -192,12 +194,9 @@ class QuantisedMatrix:
     def _multiplied(self, x: torch.Tensor) -> torch.Tensor:
         (rows, cols), tokens = self.shape, x.shape[0]
         out, units = x.new_empty(tokens, rows), cols // UNIT
-        taken = min(MOST[x.element_size()], max(min(TILES), triton.next_power_of_2(tokens)))
+        taken, share = self._cut(tokens)
         taken_rows, taken_units, warps = TILES[taken]
-        grid = triton.cdiv(rows, taken_rows), triton.cdiv(tokens, taken)
-        parts = self._parts(tokens, grid[0] * grid[1], warps)
-        share = max(PART_UNITS, triton.cdiv(units, parts * taken_units) * taken_units)
-        parts = triton.cdiv(units, share)
+        grid, parts = (triton.cdiv(rows, taken_rows), triton.cdiv(tokens, taken)), triton.cdiv(units, share)
         sums = out if parts == 1 else x.new_empty((parts, tokens, rows), dtype=torch.float32)
         bias = out if self.bias is None else self.bias
         _multiply[(*grid, parts)](
@@ -225,6 +224,25 @@ class QuantisedMatrix:
                 sums, bias, out, out.numel(), rows, parts, BIAS=self.bias is not None, BLOCK=BLOCK
             )
         return out
+
+    def launches(self, most: int) -> list[Launch]:
+        """A product by each kernel that multiplies with up to `most` rows of x."""
+        cols, units = self.shape[1], self.shape[1] // UNIT
+
+        def variant(tokens: int) -> tuple[int, bool]:
+            taken, share = self._cut(tokens)
+            return taken, share < units
+
+        made = partial(torch.zeros, dtype=self.dtype, device=self.words.device)
+        return [partial(self, made(tokens, cols)) for tokens in turns(variant, min(most, MANY - 1))]
+
+    def _cut(self, tokens: int) -> tuple[int, int]:
+        """How many rows of x a program takes, and how many units of the columns."""
+        rows, units = self.shape[0], self.shape[1] // UNIT
+        taken = min(MOST[self.dtype.itemsize], max(min(TILES), triton.next_power_of_2(tokens)))
+        taken_rows, taken_units, warps = TILES[taken]
+        parts = self._parts(tokens, triton.cdiv(rows, taken_rows) * triton.cdiv(tokens, taken), warps)
+        return taken, max(PART_UNITS, triton.cdiv(units, parts * taken_units) * taken_units)
 
     def _parts(self, tokens: int, tiles: int, warps: int) -> int:
         """Into how many parts the columns are to be cut, where whole ones make so many programs."""

@@ -1,4 +1,5 @@
-"""Sizes of the attention kernels: what runs, and what else is worth measuring (`scripts/gpu_check attention`).
+"""Sizes of the attention kernels: what runs where none were measured, and what is measured, by `weft bench calibrate
+MODEL` and `scripts/gpu_check attention`.
 
 A tile's keys lie where the block table says, and Triton's pipelining counts that look-up as a load of its own: of
 `stages`, 3 and 4 keep one tile on its way while the one before is worked on, 5 and 6 two, 7 three. For bf16 heads of
@@ -22,15 +23,19 @@ class Tuning:
     programs: int = 0
     rows: int = 0
 
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {value}" for name, value in vars(self).items() if value)
 
-# Two programs hide each other's waiting; a split costs a pass over its result. More of them even out contexts that
-# differ: all of a row that is not split is one program's, however long it is.
-DECODE = Tuning(tile=64, warps=4, stages=3, programs=2)
+
+# Splits cost a pass over their results, and even out contexts that differ. What that makes beyond the bytes' own time,
+# reckoned for 2, 4, 8, 32 programs, 8 KV heads, contexts of 100 to 2,048, an H200 (docs/negative-results.md): 16 rows
+# 56, 46, 53, 193 %; 64 rows 21, 17, 14, 19 %; 256 rows 5, 5, 5, 4 %.
+DECODE = Tuning(tile=64, warps=4, stages=3, programs=4)
 PREFILL = Tuning(tile=64, warps=8, stages=3, rows=128)
 DECODE_CANDIDATES = (
     DECODE,
-    replace(DECODE, programs=4),
-    replace(DECODE, programs=32),
+    replace(DECODE, programs=2),
+    replace(DECODE, programs=8),
     replace(DECODE, stages=5),
     replace(DECODE, warps=2),
     replace(DECODE, warps=8),
@@ -46,3 +51,18 @@ PREFILL_CANDIDATES = (
     replace(PREFILL, tile=128),
     replace(PREFILL, tile=32, stages=5),
 )
+
+
+@dataclass(frozen=True)
+class Tunings:
+    """What runs: prompts by one, decode steps by that of the measured number of rows that is nearest to theirs."""
+
+    decode: dict[int, Tuning]
+    prefill: Tuning
+
+    def of(self, rows: int) -> Tuning:
+        """For a decode step of so many rows."""
+        return self.decode[min(self.decode, key=lambda known: max(known, rows) / min(known, rows))]
+
+
+DEFAULT = Tunings({1: DECODE}, PREFILL)

@@ -8,7 +8,7 @@
 #include "numbers.h"
 #include "quantised.h"
 
-enum Scheme : int64_t { DENSE, INT8, Q8_0, Q4_1, Q4_0 };  // as in native/matrix.py
+enum Scheme : int64_t { DENSE, INT8, Q8_0, Q4_1, Q4_0, Q8_MIN, INT4 };  // as in native/matrix.py
 
 struct Matrix {
     int64_t scheme;
@@ -24,10 +24,12 @@ struct Matrix {
     int64_t blocks() const { return cols / BLOCK; }
     Packed packed() const {
         auto bytes = [](const void *at) { return static_cast<const char *>(at); };
-        Lowest kind = scheme == INT8 ? Lowest::ZERO : scheme == Q4_1 ? Lowest::MINIMUM : Lowest::MIDDLE;
+        Lowest kind = scheme == INT8 || scheme == INT4 ? Lowest::ZERO
+                      : scheme == Q4_1 || scheme == Q8_MIN ? Lowest::MINIMUM
+                                                           : Lowest::MIDDLE;
         return {bytes(data), bytes(scales), bytes(lowest), kind, {blocks(), group / BLOCK, lacking / BLOCK}};
     }
-    bool nibbles() const { return scheme == Q4_0 || scheme == Q4_1; }
+    bool nibbles() const { return scheme == Q4_0 || scheme == Q4_1 || scheme == INT4; }
 };
 
 // Bytes of one token's row of x once it is prepared for a product: 0 where it is read as it is.

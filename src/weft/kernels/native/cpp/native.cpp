@@ -5,7 +5,9 @@
 #include "matrix.h"
 #include "pack.h"
 #include "product.h"
+#include "rounding.h"
 #include "rows.h"
+#include "sampling.h"
 #include "stage.h"
 
 // In tiles.cpp, which is compiled at the same time.
@@ -86,6 +88,10 @@ template <class T> void attend(const Paged<T> &attention, int64_t threads) {
         attend(Paged<T>{q, keys, values, out, all, q_heads, kv_heads, head_dim, window, q_heads * head_dim, scale},    \
                threads);                                                                                               \
     }                                                                                                                  \
+    ENTRY void weft_choose_##NAME(const T *logits, int64_t rows, int64_t vocab, int64_t stride, const Wish *wishes,    \
+                                  const uint64_t *streams, int64_t *tokens, int64_t threads) {                         \
+        choose(logits, rows, vocab, stride, wishes, streams, tokens, threads);                                         \
+    }                                                                                                                  \
     ENTRY int64_t weft_panel_size_##NAME(int64_t cols) { return panel_size<T>(cols); }                                 \
     ENTRY void weft_pack_dense_##NAME(const T *weight, T *to, int64_t rows, int64_t cols, int64_t threads) {           \
         pack_dense(weight, to, rows, cols, threads);                                                                   \
@@ -109,6 +115,15 @@ ENTRY void weft_pack_values(const char *values, char *to, int64_t rows, int64_t 
 }
 ENTRY void weft_pack_groups(const char *from, char *to, int64_t rows, int64_t groups, int64_t size) {
     pack_groups(from, to, rows, groups, size);
+}
+ENTRY void weft_round_rows(const Rounding *rounding, const char *weights, char *values, uint16_t *scales,
+                           void *lowest) {
+    round_rows(*rounding, weights, values, scales, lowest);
+}
+// Of logits that have been shaped, in float32 whatever is computed in.
+ENTRY void weft_choose(const float *logits, int64_t rows, int64_t vocab, int64_t stride, const Wish *wishes,
+                       const uint64_t *streams, int64_t *tokens, int64_t threads) {
+    choose(logits, rows, vocab, stride, wishes, streams, tokens, threads);
 }
 
 EXPORT(WEFT_TYPE, WEFT_NAME)

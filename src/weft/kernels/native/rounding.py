@@ -1,0 +1,75 @@
+"""Weights rounded in C++ to the numbers of a scheme."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from functools import cached_property
+
+import torch
+
+from weft import compiled
+from weft.facts.schemes import UNIT, Scheme
+from weft.kernels.native.entries import SIZE, Entries
+from weft.quant.quantised import Quantised
+from weft.quant.rounding import Rounding, round_into
+
+# As in rounding.h: Weights, LONGEST; and in quantised.h: Lowest.
+TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+LONGEST = 128
+LOWEST = {"middle": 0, "zero": 1, "minimum": 2}
+
+
+class Descriptor(ctypes.Structure):
+    """struct Rounding of rounding.h."""
+
+    _fields_ = tuple((name, SIZE) for name in ("type", "rows", "width", "group", "bits", "kind", "lacking", "cols"))
+
+
+def made(dtype: torch.dtype, head_dim: int, group: int) -> Rounding:
+    """What rounds the weights of a model of this dtype, head_dim and query heads per KV head."""
+    if compiled.obstacle(str(dtype).removeprefix("torch."), head_dim, group) is None:
+        return NativeRounding(dtype)
+    return round_into
+
+
+class NativeRounding:
+    """The `Rounding` of the library for activations of `dtype`, which the first call waits for. Where there is no
+    compiler, and for what the library does not know, that of torch."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def __call__(self, weight: torch.Tensor, into: Quantised) -> None:
+        rounding = self._native if knows(into.scheme) else round_into
+        rounding(weight, into)
+
+    @cached_property
+    def _native(self) -> Rounding:
+        try:
+            entries = Entries(self._dtype)
+        except (OSError, subprocess.SubprocessError):  # whoever chooses the kernels says why
+            return round_into
+
+        def rounding(weight: torch.Tensor, into: Quantised) -> None:
+            assert weight.is_contiguous() and into.values.is_contiguous()
+            (rows, width), scheme = weight.shape, into.scheme
+            asked = Descriptor(
+                type=TYPES[weight.dtype],
+                rows=rows,
+                width=width,
+                group=scheme.group,
+                bits=scheme.bits,
+                kind=LOWEST[scheme.lowest],
+                lacking=into.lacking,
+                cols=into.shape[1],
+            )
+            lowest = None if into.lowest is None else into.lowest.data_ptr()
+            parts = into.values.data_ptr(), into.scales.data_ptr(), lowest
+            entries.round_rows(ctypes.byref(asked), weight.data_ptr(), *parts)
+
+        return rounding
+
+
+def knows(scheme: Scheme) -> bool:
+    return scheme.bits in (4, 8) and scheme.group % UNIT == 0 and scheme.group <= LONGEST

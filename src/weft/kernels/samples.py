@@ -1,0 +1,48 @@
+"""Samples: queries, a cache and a batch as steps have them, random but for where they lie; to measure with, and to have
+kernels compiled."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from weft.kernels.base import AttentionShape, KVCache
+from weft.kernels.batch import Batch
+
+Sample = tuple[torch.Tensor, KVCache, Batch]
+
+
+def decodes(shape: AttentionShape, device: torch.device, contexts: list[int]) -> Sample:
+    """Rows with one token each, their blocks shuffled."""
+    rows, needs = len(contexts), [-(-context // shape.block_size) for context in contexts]
+    order = torch.randperm(sum(needs), generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    tables = torch.zeros(rows, max(needs), dtype=torch.int32)
+    for row, blocks in enumerate(order.split(needs)):
+        tables[row, : len(blocks)] = blocks
+    dims = (sum(needs), shape.block_size, shape.kv_heads, shape.head_dim)
+    cache = KVCache(*(torch.randn(dims, dtype=shape.dtype, device=device).to(shape.kept) for _ in range(2)))
+    context = torch.tensor(contexts, dtype=torch.int32, device=device)
+    index = torch.arange(rows + 1, dtype=torch.int32, device=device)
+    batch = Batch(
+        tokens=index[:rows],
+        positions=context - 1,
+        slots=index[:rows].long(),
+        row_starts=index,
+        context=context,
+        tables=tables.to(device),
+        decodes=rows,
+        fixed=True,
+    )
+    return queries(shape, device, rows), cache, batch
+
+
+def prompts(shape: AttentionShape, device: torch.device, counts: list[int], contexts: list[int]) -> Sample:
+    """Rows with `counts` tokens each, the last of their contexts."""
+    _, cache, rows = decodes(shape, device, contexts)
+    starts = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0).int().to(device)
+    return queries(shape, device, sum(counts)), cache, replace(rows, row_starts=starts, decodes=0, fixed=False)
+
+
+def queries(shape: AttentionShape, device: torch.device, tokens: int) -> torch.Tensor:
+    return torch.randn(tokens, shape.q_heads, shape.head_dim, dtype=shape.dtype, device=device)

@@ -1,0 +1,47 @@
+"""Warm: kernels compiled before requests meet them, several at once. Triton compiles outside of Python's lock, and
+what its cache on disk has is only loaded.
+
+A variant is what Triton compiles by itself: a kernel's constants, the dtypes of its tensors and whether they begin at a
+multiple of 16 bytes, and of each integer whether it is 1 or a multiple of 16. Not of those in `do_not_specialize`: what
+differs from step to step is there, and the others are a model's own.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+logger = logging.getLogger("weft")
+
+Launch = Callable[[], object]
+
+
+def turns(variant: Callable[[int], Hashable], most: int) -> list[int]:
+    """Of 1 to `most` the numbers that are the first of their variant."""
+    first: dict[Hashable, int] = {}
+    for number in range(1, most + 1):
+        first.setdefault(variant(number), number)
+    return list(first.values())
+
+
+def warm(launches: Sequence[Launch], device: torch.device) -> None:
+    """Run them all, on a GPU in as many threads as the rank may have."""
+
+    def run(launch: Launch) -> None:
+        with torch.inference_mode():
+            launch()
+
+    began = time.monotonic()
+    if device.type == "cuda":
+        with ThreadPoolExecutor(torch.get_num_threads(), "weft-warm", torch.cuda.set_device, (device,)) as threads:
+            for done in [threads.submit(run, launch) for launch in launches]:
+                done.result()
+    else:
+        # Triton's interpreter has room for one.
+        for launch in launches:
+            run(launch)
+    logger.debug("%d kinds of launches are warm after %.1f s", len(launches), time.monotonic() - began)

@@ -1,0 +1,165 @@
+"""Packed: matrices of GPTQ, AWQ and compressed-tensors, bit for bit. Layouts: `facts.packed`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import torch
+
+from weft.errors import ModelError
+from weft.facts.packed import WORD, Packed
+from weft.facts.tensor import TensorInfo
+from weft.planner.place import Span
+from weft.quant.quantised import Quantised, pack
+from weft.weights.stored import DENSE, Stored, mapped, rows_at_once, typed
+
+logger = logging.getLogger("weft")
+
+DTYPES = DENSE | {"I32": torch.int32}
+AWQ_ROWS = (0, 4, 1, 5, 2, 6, 3, 7)  # where AWQ puts each of eight rows among the numbers of an integer
+
+
+class PackedTensors(Stored):
+    """Tensors of safetensors files, packed matrices among them."""
+
+    told = False  # that scales lose something
+
+    def read(self, source: str, rows: Span, cols: Span | None, into: torch.Tensor) -> None:
+        info = self.tensors[source]
+        if not isinstance(info, Packed):
+            super().read(source, rows, cols, into)
+            return
+        cols = cols or Span(0, info.dims[1])
+        for some, at in _chunks(info, rows, into.device):
+            q, zeros = _numbers(info, some, cols, into.device).float(), _zeros(info, some, cols, into.device)
+            scales, group = _scales(info, some, cols).to(into.device).float(), _group_of(info, cols, into.device)
+            into[at : at + len(some)].copy_(q.sub_(zeros.float()[:, group]).mul_(scales[:, group]))
+
+    def read_blocks(self, source: str, rows: Span, cols: Span, into: Quantised) -> bool:
+        info = self.tensors[source]
+        if not isinstance(info, Packed):
+            return super().read_blocks(source, rows, cols, into)
+        if info.type != into.type:
+            return False
+        for some, at in _chunks(info, rows, into.device):
+            part, q = into.narrow(0, at, len(some)), _numbers(info, some, cols, into.device)
+            part.values.copy_(pack(q) if info.bits == 4 else q)
+            part.scales.copy_(self._in_16_bits(source, _scales(info, some, cols)))
+            zeros = _zeros(info, some, cols, into.device)
+            if part.lowest is not None:
+                part.lowest.copy_(zeros)
+            elif (zeros != 1 << info.bits - 1).any():
+                raise ModelError(
+                    f"{info.file}: the zero points of {source} are not all {1 << info.bits - 1}, as they are where "
+                    "weights are quantised symmetrically, which config.json says; set sym to false there"
+                )
+        return True
+
+    def _in_16_bits(self, source: str, scales: torch.Tensor) -> torch.Tensor:
+        """Scales as float16, which those of bfloat16 are without loss unless they are tiny. Raises ModelError for one
+        that is beyond it."""
+        half = scales.half()
+        if scales.dtype == torch.float16 or torch.equal(half.to(scales.dtype), scales):
+            return half
+        if not half.isfinite().all():
+            raise ModelError(
+                f"{self.tensors[source].file}: a scale of {source} is {scales.abs().max():g}, and Weft holds them in "
+                "float16, up to 65,504; give --quantization none"
+            )
+        if not self.told:
+            self.told = True
+            exact = scales.float()
+            off = ((half.float() - exact).abs() / exact.abs().clamp_(min=torch.finfo(torch.float32).tiny)).max()
+            logger.warning(
+                "Scales are held in float16, which some of %s are not in the file: they are rounded, there by up to "
+                "%.2g %% of their size (--quantization none holds the weights in 16 bits instead)",
+                source,
+                100 * off,
+            )
+        return half
+
+
+def _chunks(info: Packed, rows: Span, device: torch.device) -> Iterator[tuple[Span, int]]:
+    """Some rows at a time, and how many are before them."""
+    step = rows_at_once(device, info.dims[1], 0)
+    for row in range(rows.start, rows.stop, step):
+        yield Span(row, min(row + step, rows.stop)), row - rows.start
+
+
+def _numbers(info: Packed, rows: Span, cols: Span, device: torch.device) -> torch.Tensor:
+    """[rows, cols] uint8, without a sign."""
+    if info.published.method == "awq":
+        return _by_rows(info, _words(info.values, cols, _words_of(rows, info.bits)).to(device), rows)
+    inside = _words_of(cols, info.bits)
+    if info.published.method == "gptq":
+        words = _words(info.values, inside, rows).to(device).t()
+    else:
+        words = _words(info.values, rows, inside).to(device)
+    return _unpacked(words, info.bits)[:, cols.start - inside.start * WORD // info.bits :][:, : len(cols)]
+
+
+def _zeros(info: Packed, rows: Span, cols: Span, device: torch.device) -> torch.Tensor:
+    """Zero points [rows, groups] uint8 of the groups that these columns are in."""
+    groups = _groups(info, cols)
+    if info.zeros is None:
+        return torch.full((len(rows), len(groups)), 1 << info.bits - 1, dtype=torch.uint8, device=device)
+    inside = _words_of(rows, info.bits)
+    if info.published.method == "compressed-tensors":
+        words = _words(info.zeros, inside, groups).t()
+    else:
+        words = _words(info.zeros, groups, inside)
+    zeros = _by_rows(info, words.to(device), rows)
+    return zeros.add_(info.published.zero_offset).bitwise_and_((1 << info.bits) - 1)
+
+
+def _scales(info: Packed, rows: Span, cols: Span) -> torch.Tensor:
+    """[rows, groups], as they are stored."""
+    groups = _groups(info, cols)
+    if info.published.method == "compressed-tensors":
+        return _words(info.scales, rows, groups)
+    return _words(info.scales, groups, rows).t()
+
+
+def _groups(info: Packed, cols: Span) -> Span:
+    """Those that these columns are in; all, where they lie apart."""
+    if info.order is not None:
+        return Span(0, -(-info.dims[1] // info.group))
+    return Span(cols.start // info.group, -(-cols.stop // info.group))
+
+
+def _group_of(info: Packed, cols: Span, device: torch.device) -> torch.Tensor:
+    """The group of each column, among `_groups`: [cols] int64."""
+    if info.order is None:
+        columns = torch.arange(cols.start, cols.stop, device=device)
+        return columns // info.group - cols.start // info.group
+    whole = typed(mapped(info.order, 0, info.order.nbytes, whole=True), torch.int32)
+    return whole[cols.start : cols.stop].long().to(device)
+
+
+def _words_of(numbers: Span, bits: int) -> Span:
+    """The integers that have these numbers."""
+    each = WORD // bits
+    return Span(numbers.start // each, -(-numbers.stop // each))
+
+
+def _words(info: TensorInfo, first: Span, second: Span) -> torch.Tensor:
+    """Part of a tensor of two dims, in its own dtype."""
+    dtype, width = DTYPES[info.type], info.dims[1]
+    row_bytes = width * dtype.itemsize
+    data = mapped(info, first.start * row_bytes, len(first) * row_bytes, whole=len(second) == width)
+    return typed(data, dtype).view(len(first), width)[:, second.start : second.stop]
+
+
+def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """[n, m] int32 to [n, m * 32 / bits] uint8, the lowest bits of each first."""
+    octets = words.contiguous().view(torch.uint8)
+    return octets if bits == 8 else torch.stack((octets & 15, octets >> 4), dim=2).flatten(1)
+
+
+def _by_rows(info: Packed, words: torch.Tensor, rows: Span) -> torch.Tensor:
+    """[n, integers] that rows are packed in, the first of which has the first of `rows`, to [rows, n] uint8."""
+    numbers, each = _unpacked(words, info.bits), WORD // info.bits
+    if info.published.method == "awq":
+        numbers = numbers.unflatten(1, (-1, each))[..., AWQ_ROWS].flatten(1)
+    return numbers.t()[rows.start % each :][: len(rows)]

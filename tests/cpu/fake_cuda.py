@@ -1,0 +1,461 @@
+"""A stand-in for a GPU: the worker's whole path for CUDA on a CPU, with Triton's kernels in its interpreter.
+
+Tensors on the card are a subclass that says so and holds a tensor of the CPU. What CUDA does and tests on a CPU would not
+see, it does too:
+
+- a graph is the sequence of operations on fixed tensors, with host values as they were; nothing of it happens while it is
+  captured. What it allocates lies in its pool, and may be anything when a graph of that pool is replayed;
+- copies from and to pinned memory happen as late as they may: memory that is filled again too early, or read too early,
+  is found out. Fresh memory of the card is full of NaN;
+- operations that wait for the card, or copy from memory that is not pinned, are counted, and refused during a capture, as
+  are tensors of both kinds in one operation.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+from weft.executors import inline
+from weft.facts import host as hosts
+from weft.facts.topology import Gpu
+
+CUDA = torch.device("cuda", 0)
+PROCESSORS = 4
+TOTAL_BYTES = 8 << 30
+GARBAGE = 255  # of each byte: NaN, or -1
+# Operations whose result the host waits for.
+WAITING = ("item", "_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "equal", "unique")
+FRESH = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
+COPIES = ("copy_", "to", "_to_copy")
+_metadata = torch.device("meta")  # what C++ takes the tensors to be on: the one kind that every torch has
+
+
+class CardError(RuntimeError):
+    """What CUDA would refuse, or get wrong."""
+
+
+class OnCard(torch.Tensor):
+    """A tensor on the card, whose numbers are in `held`, on the CPU."""
+
+    held: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, held: torch.Tensor) -> OnCard:
+        made = torch.Tensor._make_wrapper_subclass(
+            cls,
+            held.size(),
+            strides=held.stride(),
+            storage_offset=held.storage_offset(),
+            dtype=held.dtype,
+            device=_metadata,
+        )
+        made.held = held
+        card.hold(made)
+        return made  # type: ignore[no-any-return]
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return CUDA
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return True
+
+    def data_ptr(self) -> int:
+        return self.held.data_ptr()
+
+    def tolist(self) -> Any:
+        card.wait("tolist")
+        return self.held.tolist()
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"OnCard({self.held})"
+
+    @classmethod
+    def __torch_dispatch__(cls, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return dispatch(operation, args, kwargs or {})
+
+
+class OnThisThread(TorchDispatchMode):
+    """Sees to what makes tensors on the card of none."""
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return dispatch(operation, args, kwargs or {})
+
+
+@dataclass
+class Graph:
+    """What was captured: operations on `held` tensors, with the results that they had."""
+
+    done: list[Callable[[], None]] = field(default_factory=list)
+    fresh: list[torch.Tensor] = field(default_factory=list)
+    place: object = None
+
+    def pool(self) -> object:
+        return self.place
+
+    def replay(self) -> None:
+        if card.captures():
+            raise CardError("a graph is replayed inside of a capture")
+        card.replays += 1
+        for tensor in card.pools[self.place]:
+            spoil(tensor)
+        for again in self.done:
+            again()
+
+
+@dataclass
+class Late:
+    """A copy that is under way: `end` has it happen, or sees that it could."""
+
+    end: Callable[[], None]
+
+
+class Event:
+    def __init__(self, enable_timing: bool = False, **_: Any) -> None:
+        self._before: list[Late] = []
+
+    def record(self, stream: object = None) -> None:
+        if card.captures():
+            raise CardError("an event is recorded inside of a capture")
+        self._before = list(card.late)
+
+    def synchronize(self) -> None:
+        card.wait("event", count=False)
+        card.settle(self._before)
+
+    def elapsed_time(self, other: Event) -> float:
+        return 1.0
+
+
+class Card:
+    """The one card: its memory, what is under way, and what was seen."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.late: list[Late] = []
+        self.pools: dict[object, list[torch.Tensor]] = {}
+        self.pinned: dict[int, torch.Tensor] = {}
+        self.replays = 0
+        self.waits: Counter[str] = Counter()  # what the host waited for, by operation
+        self.launched: Counter[tuple[Any, ...]] = Counter()  # kernels by what Triton would compile
+        self.dry = False  # kernels are launched, and do nothing
+        self.bytes = self.peak = 0
+        self._held: dict[int, int] = {}
+        self._local = threading.local()
+
+    # Memory
+
+    def hold(self, tensor: OnCard) -> None:
+        storage = tensor.held.untyped_storage()
+        at, size = storage.data_ptr(), storage.nbytes()
+        with self.lock:
+            self._held[at] = self._held.get(at, 0) + 1
+            if self._held[at] == 1:
+                self.bytes += size
+                self.peak = max(self.peak, self.bytes)
+        weakref.finalize(tensor, self._free, at, size).atexit = False
+
+    def _free(self, at: int, size: int) -> None:
+        with self.lock:
+            self._held[at] -= 1
+            if not self._held[at]:
+                del self._held[at]
+                self.bytes -= size
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.pinned[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in self.pinned
+
+    # What is under way
+
+    def settle(self, some: list[Late]) -> None:
+        with self.lock, torch.inference_mode():
+            for copy in some:
+                if copy in self.late:
+                    self.late.remove(copy)
+                    copy.end()
+
+    def from_host(self, source: torch.Tensor) -> None:
+        """`source` is being copied to the card: until that has ended nobody writes there."""
+        before = source.clone()
+
+        def end() -> None:
+            if not torch.equal(raw(source), raw(before)):
+                raise CardError("pinned memory was filled again before it was copied to the card")
+
+        self.late.append(Late(end))
+
+    def to_host(self, target: torch.Tensor, value: torch.Tensor) -> None:
+        """`target` will have the values, and has them no sooner than somebody has waited."""
+        spoil(target)
+        self.late.append(Late(lambda: target.copy_(value)))
+
+    def wait(self, what: str, *, count: bool = True) -> None:
+        if self.captures():
+            raise CardError(f"{what} waits for the card inside of a capture")
+        if count:
+            self.waits[what] += 1
+
+    def synchronize(self, *_: object) -> None:
+        self.wait("synchronize", count=False)
+        self.settle(list(self.late))
+
+    # Graphs
+
+    def captures(self) -> Graph | None:
+        return getattr(self._local, "graph", None)
+
+    @contextmanager
+    def graph(
+        self, graph: Graph, pool: object = None, stream: object = None, capture_error_mode: str = "global"
+    ) -> Iterator[None]:
+        assert capture_error_mode in ("global", "thread_local", "relaxed") and not self.captures()
+        graph.place = object() if pool is None else pool
+        self._local.graph = graph
+        try:
+            yield
+        finally:
+            self._local.graph = None
+        self.pools.setdefault(graph.place, []).extend(graph.fresh)
+
+    def record(self, again: Callable[[], None], fresh: list[torch.Tensor]) -> None:
+        graph = self.captures()
+        assert graph is not None
+        graph.done.append(again)
+        graph.fresh += fresh
+
+
+card = Card()
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def spoil(tensor: torch.Tensor) -> None:
+    tensor.untyped_storage().fill_(GARBAGE)
+
+
+def dispatch(operation: Any, args: Any, kwargs: Any) -> Any:
+    """One operation of torch's, on the card or beside it."""
+    name = operation.overloadpacket.__name__
+    flat, _ = tree_flatten((args, kwargs))
+    theirs = [x for x in flat if isinstance(x, OnCard)]
+    ours = [x for x in flat if isinstance(x, torch.Tensor) and not isinstance(x, OnCard)]
+    devices = [x for x in flat if isinstance(x, torch.device)]
+    if name == "is_pinned":
+        return bool(ours) and card.is_pinned(ours[0])
+    if name == "pin_memory":
+        return card.pin(ours[0].clone())
+    pins = kwargs.get("pin_memory")
+    kwargs = {key: value for key, value in kwargs.items() if key != "pin_memory"}
+    there = devices[-1].type == "cuda" if devices else bool(theirs)
+    wrappers = {id(x.held): x for x in theirs}
+
+    def held(x: Any) -> Any:
+        if isinstance(x, OnCard):
+            return x.held
+        return torch.device("cpu") if isinstance(x, torch.device) else x
+
+    given, named = tree_map(held, (args, kwargs))
+    if name in COPIES and (theirs and not there if name != "copy_" else len(theirs) == 1):
+        return _between(name, operation, args, given, named)
+    if name in COPIES and there and not theirs:
+        return _between(name, operation, args, given, named)
+    if not there:
+        result = operation(*given, **named)
+        return card.pin(result) if pins else result
+    if theirs and any(x.dim() for x in ours):
+        raise CardError(f"{operation}: tensors of the card and of the host in one operation")
+    waits = name in WAITING or (name == "index" and any(x.dtype in (torch.bool, torch.uint8) for x in theirs[1:]))
+    if waits:
+        card.wait(name)
+    result = _captured(operation, name, given, named) if card.captures() else operation(*given, **named)
+    if name in FRESH and not card.captures():
+        spoil(result)
+
+    def wrapped(x: Any) -> Any:
+        return (wrappers[id(x)] if id(x) in wrappers else OnCard(x)) if isinstance(x, torch.Tensor) else x
+
+    return tree_map(wrapped, result)
+
+
+def _between(name: str, operation: Any, args: Any, given: Any, named: Any) -> Any:
+    """A copy from the host to the card, or back."""
+    target, source = (given[0], given[1]) if name == "copy_" else (None, given[0])
+    goes_up = isinstance(args[0], OnCard) if name == "copy_" else not isinstance(args[0], OnCard)
+    near = source if goes_up else target
+    wanted = named.get("non_blocking", False) or any(x is True for x in given[2:])
+    asynchronous = wanted and (near is None or card.is_pinned(near))
+    if card.captures() and (not asynchronous or near is None):
+        raise CardError("memory that is not pinned is copied inside of a capture")
+    if not asynchronous:
+        card.wait("copy")
+        card.settle(list(card.late))
+    if name == "copy_":
+        value = source.to(target.dtype)
+        if card.captures():
+            card.record(lambda: target.copy_(source), [])
+        elif goes_up:
+            if asynchronous:
+                card.from_host(source)
+            target.copy_(value)
+        elif asynchronous:
+            card.to_host(target, value.clone())
+        else:
+            target.copy_(value)
+        return args[0]
+    result = operation(*given, **named)
+    result = result.clone() if result is source else result
+    if not goes_up:
+        if asynchronous:
+            card.to_host(card.pin(result), result.clone())
+        return result
+    if asynchronous:
+        card.from_host(source)
+    if card.captures():
+        card.record(lambda: result.copy_(source), [result])
+    return OnCard(result)
+
+
+def _captured(operation: Any, name: str, given: Any, named: Any) -> Any:
+    """What an operation gives during a capture: a place for its result, and no change to anything else."""
+    known = {x.untyped_storage().data_ptr() for x in tree_flatten((given, named))[0] if isinstance(x, torch.Tensor)}
+    changed = [x for x, argument in zip(given, operation._schema.arguments, strict=False) if _written(argument)]
+    changed += [x for key, x in named.items() if any(a.name == key and _written(a) for a in operation._schema.arguments)]
+    before = [x.clone() for x in changed]
+    result = operation(*given, **named)
+    for x, was in zip(changed, before, strict=True):
+        x.copy_(was)
+    made = [x for x in tree_flatten(result)[0] if isinstance(x, torch.Tensor)]
+    fresh = [x for x in made if x.untyped_storage().data_ptr() not in known]
+    if name in FRESH:
+        result.zero_()  # what is made of it has a place, if no meaning
+
+    def again() -> None:
+        for target, x in zip(made, (y for y in tree_flatten(operation(*given, **named))[0]), strict=True):
+            if x is not target:
+                target.copy_(x)
+
+    if changed or (fresh and name not in FRESH):
+        card.record(again, fresh)
+    elif fresh:
+        card.record(lambda: None, fresh)
+    return result
+
+
+def _written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def launch(real: Callable[..., None]) -> Callable[..., None]:
+    """Triton's launches, in place of its interpreter's own."""
+
+    def launched(executor: Any, *given: Any, **constants: Any) -> None:
+        tensors = [x for x in given if isinstance(x, torch.Tensor)]
+        if not any(isinstance(x, OnCard) for x in tensors):
+            return real(executor, *given, **constants)
+        if not all(isinstance(x, OnCard) for x in tensors):
+            raise CardError(f"{executor.fn.__name__}: a pointer that the card cannot read")
+        grid = executor.grid(constants) if callable(executor.grid) else executor.grid
+        if any(limit < side for limit, side in zip((2**31 - 1, 65535, 65535), grid, strict=False)):
+            raise CardError(f"{executor.fn.__name__}: a grid of {grid}")
+        card.launched[kind_of(executor, given, constants)] += 1
+        given = tuple(x.held if isinstance(x, OnCard) else x for x in given)
+
+        def run() -> None:
+            if not card.dry and all(grid):
+                with card.lock, torch._C._DisableTorchDispatch():
+                    real(executor, *given, **constants)
+
+        if card.captures():
+            card.record(run, [])
+        else:
+            run()
+
+    return launched
+
+
+def kind_of(executor: Any, given: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...]:
+    """What a kernel is compiled for: each argument's type and what Triton knows of its value, and the constants."""
+
+    def kind(x: Any) -> tuple[Any, ...]:
+        if isinstance(x, torch.Tensor):
+            return (str(x.dtype), x.data_ptr() % 16 == 0)
+        return (type(x).__name__, x if type(x) is int else None)
+
+    return (executor.fn.__name__, tuple(map(kind, given)), tuple(sorted(constants.items())))
+
+
+class Stream:
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        card.synchronize()
+
+    def wait_event(self, event: Event) -> None:
+        pass
+
+
+@pytest.fixture(name="card")
+def the_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
+    """A card in this process, on this thread and on those of inline ranks."""
+    from triton.runtime.interpreter import GridExecutor
+
+    card.__init__()  # type: ignore[misc]
+    cuda: dict[str, Any] = {
+        "_lazy_init": lambda: None,
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "set_device": lambda device: None,
+        "get_device_properties": lambda device: SimpleNamespace(multi_processor_count=PROCESSORS, uuid="0"),
+        "get_device_capability": lambda device=None: (9, 0),
+        "get_device_name": lambda device=None: "NVIDIA H200",
+        "mem_get_info": lambda device=None: (TOTAL_BYTES - card.bytes, TOTAL_BYTES),
+        "memory_allocated": lambda device=None: card.bytes,
+        "memory_reserved": lambda device=None: card.bytes,
+        "max_memory_allocated": lambda device=None: card.peak,
+        "reset_peak_memory_stats": lambda device=None: setattr(card, "peak", card.bytes),
+        "empty_cache": lambda: None,
+        "synchronize": card.synchronize,
+        "current_stream": Stream,
+        "Stream": Stream,
+        "Event": Event,
+        "CUDAGraph": Graph,
+        "graph": card.graph,
+    }
+    for name, it in cuda.items():
+        monkeypatch.setattr(torch.cuda, name, it)
+    monkeypatch.setattr(GridExecutor, "__call__", launch(GridExecutor.__call__))
+    here = hosts.probe()
+    gpu = Gpu(
+        index=0, name="NVIDIA H200", uuid="GPU-0", total_bytes=TOTAL_BYTES, free_bytes=TOTAL_BYTES, capability=(9, 0)
+    )
+    seen = type(here)(**{name: getattr(here, name) for name in here.__struct_fields__} | {"gpus": (gpu,)})
+    monkeypatch.setattr("weft.client.local.probe", lambda: seen)
+    real = inline.run
+
+    def run(*given: Any) -> None:
+        with OnThisThread():
+            real(*given)
+
+    monkeypatch.setattr(inline, "run", run)
+    with OnThisThread():
+        yield card

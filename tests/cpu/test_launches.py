@@ -1,0 +1,133 @@
+"""What an engine launches while it serves, it has launched before: no request waits for a compiler."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs triton")
+
+from tests.cpu import checkpoints, tiny
+from tests.cpu.attention import shaped
+from tests.cpu.launches import Launches
+from weft import LLM, SamplingParams
+from weft.facts.place import Span
+from weft.kernels import triton, warm
+from weft.kernels.triton import attention, products, tuning
+from weft.quant.quantised import Quantised
+from weft.worker import graphs, worker
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter")
+
+CPU = torch.device("cpu")
+PROCESSORS = 6
+PROMPTS = [[1, 5, 9], [4], list(range(3, 40)), [7] * 18, *([3 + i, 5] for i in range(12))]
+ASKED = [
+    SamplingParams(temperature=0, max_tokens=5, ignore_eos=True),
+    SamplingParams(temperature=0.7, seed=3, max_tokens=7, ignore_eos=True),
+    SamplingParams(top_k=5, top_p=0.9, min_p=0.1, max_tokens=4, ignore_eos=True),
+    SamplingParams(repetition_penalty=1.2, presence_penalty=0.5, max_tokens=5, ignore_eos=True),
+    SamplingParams(logprobs=3, prompt_logprobs=2, max_tokens=3, ignore_eos=True),
+    SamplingParams(logit_bias={5: 3.0}, allowed_token_ids=[5, 6, 7], min_tokens=2, max_tokens=4, ignore_eos=True),
+]
+TABLE = tuning.Tunings(
+    {1: tuning.DECODE, 8: replace(tuning.DECODE, warps=2), 64: tuning.DECODE_CANDIDATES[-1]}, tuning.PREFILL
+)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Launches:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(triton, "processors", lambda device: PROCESSORS)
+    return Launches(monkeypatch)
+
+
+def captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker.Worker, "_captures", True)
+    monkeypatch.setattr(worker, "CudaGraphs", lambda: lambda run: (run(), run)[1])
+    monkeypatch.setattr(graphs, "sizes", lambda most: [1, 2, 4, 12])
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("qwen3", {}),
+        ("qwen2-window", {"quantization": "int4"}),
+        ("llama-biased", {"quantization": "int8", "max_num_batched_tokens": 200}),
+        ("mistral", {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
+        ("tiny", {"tensor_parallel_size": 2, "quantization": "int4"}),
+        ("llama", {"pipeline_parallel_size": 2, "max_num_batched_tokens": 24}),
+    ],
+    ids=lambda it: it if isinstance(it, str) else ", ".join(it) or "plain",
+)
+@pytest.mark.parametrize("graphed", [False, True], ids=["eager", "graphs"])
+def test_nothing_new_is_launched_while_requests_run(
+    name: str, how: dict, graphed: bool, launches: Launches, monkeypatch: pytest.MonkeyPatch,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:  # fmt: skip
+    if graphed:
+        captured(monkeypatch)
+    folder = tmp_path_factory.mktemp("launches")
+    path = tiny.write(folder / name) if name == "tiny" else checkpoints.make(name, folder)
+    common = {"dtype": "float16", "attention_backend": "triton", "executor": "inline", "max_num_seqs": 14}
+    with LLM(str(path), skip_tokenizer_init=True, load_format="dummy", **common, **how) as llm:
+        warm = [*launches.variants]
+        for asked in ASKED:
+            llm.generate(PROMPTS, asked)
+            llm.generate(PROMPTS[:1], asked)
+        llm.generate(PROMPTS, [ASKED[i % len(ASKED)] for i in range(len(PROMPTS))])
+    assert {it.partition("(")[0] for it in warm} >= {"_decode", "_join", "_prefill", "_survey", "_filter", "_draw"}
+    assert [it for it in launches.variants if it not in warm] == []
+
+
+@pytest.mark.parametrize("tunings", [tuning.DEFAULT, TABLE], ids=["one", "table"])
+@pytest.mark.parametrize("kv_heads", [1, 8])
+def test_attention_warms_what_any_number_of_rows_launches(
+    tunings: tuning.Tunings, kv_heads: int, launches: Launches
+) -> None:
+    shape = shaped(torch.float16, q_heads=16, kv_heads=kv_heads, rows=300, windows=(None, 40))
+    it = attention.TritonAttention(132, tunings)
+    given = it.launches(shape, CPU)
+    warm.warm(given, CPU)
+    before = [*launches.variants]
+    assert len(launches.of("_join")) == 1 and len(launches.of("_prefill")) == 2
+    sizes = len(given) // 2 - 1
+    assert len(launches.of("_decode")) == 2 * sizes <= 12
+    for rows in range(1, 301, 7):
+        for window in shape.windows:
+            it.attend(*attention.samples.decodes(shape, CPU, [3] * rows), shape.scale, window)
+    assert [*launches.variants] == before
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("rows", "cols"), [(6144, 4096), (64, 14336), (151_936, 1024), (96, 96)])
+def test_products_warm_what_any_number_of_rows_launches(rows: int, cols: int, biased: bool, launches: Launches) -> None:
+    bias = torch.zeros(rows, dtype=torch.bfloat16) if biased else None
+    weight = Quantised.empty("Q4_1", rows, Span(0, cols), torch.bfloat16, CPU)
+    product = products.quantised(weight, bias, 132)
+    warm.warm(product.launches(8192), CPU)
+    before = [*launches.variants]
+    assert len(launches.of("_multiply")) <= 2 * len(products.TILES)
+    for tokens in range(1, products.MANY):
+        product(torch.zeros(tokens, cols, dtype=torch.bfloat16))
+    assert [*launches.variants] == before
+
+
+def test_a_recorder_tells_variants_apart(launches: Launches) -> None:
+    """As Triton does: by dtype, by alignment, by what 16 divides, by constants."""
+    weight = torch.ones(96, dtype=torch.float16)
+    wide = torch.ones(4, 128, dtype=torch.float16)
+    norm: Callable[..., torch.Tensor] = triton.kernels.pointwise.norm  # type: ignore[attr-defined]
+    norm(wide[:, :96].contiguous(), None, weight, 1e-6)
+    norm(wide[:2, :96].contiguous(), None, weight, 1e-6)
+    assert len(launches.variants) == 1
+    norm(wide[:, :95].contiguous(), None, weight, 1e-6)
+    norm(wide[:, :96].contiguous(), wide[:, :96].contiguous(), weight, 1e-6)
+    norm(wide[:, :96].float(), None, weight, 1e-6)
+    norm(torch.ones(193, dtype=torch.float16)[1:].view(2, 96), None, weight, 1e-6)
+    assert len(launches.variants) == 5

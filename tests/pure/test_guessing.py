@@ -1,0 +1,158 @@
+"""What speculation takes, as weft plan counts it and an engine carries it out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.pure.commands import weft, weft_json
+from tests.pure.machines import FOUR, NOTHING, checkpoint, expected, rig
+from weft.config import EngineConfig
+from weft.errors import ConfigError, PlanError
+from weft.facts.host import Host
+from weft.planner import execution, speculation
+from weft.planner.execution import plan_to_run
+from weft.planner.forecast import answered, crowded, forecast, predicted_json
+from weft.planner.memory import LOGITS_BYTES
+from weft.planner.plan import Draft, Plan, Speculation
+
+NGRAM, DRAFT = '{"method": "ngram"}', '{"model": "Qwen3-0.6B"}'
+VOCAB = 151936  # of Qwen3
+
+
+@pytest.fixture(autouse=True)
+def no_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draft models are those of the catalogue, and nothing was measured."""
+
+    def fetched(model: str, load_format: str) -> Draft:
+        return Draft(model=model, checkpoint="", load_format="dummy", shape=checkpoint(model).shape)
+
+    monkeypatch.setattr(execution, "fetched", fetched)
+    monkeypatch.setattr("weft.facts.speeds.known", lambda _: NOTHING)
+
+
+def ranks(*words: str) -> list[dict[str, Any]]:
+    status, told = weft_json("plan", "Qwen3-8B", "--gpus", "2xRTX4090", "--max-num-batched-tokens", "2048", *words)
+    assert status == 0
+    return told["best"]["ranks"]
+
+
+@pytest.mark.parametrize("cut", [["-tp", "2"], ["--pipeline-split", "18,18"]])
+def test_a_draft_is_held_whole_by_the_rank_that_samples(cut: list[str]) -> None:
+    plain, with_draft = ranks(*cut), ranks(*cut, "-sc", DRAFT)
+    samples = 0 if cut[0] == "-tp" else 1
+    for number, (before, after) in enumerate(zip(plain, with_draft, strict=True)):
+        draft = number == samples
+        # 28 layers of 8 KV heads of 128 in 16 bits, keys and values.
+        assert after["kv_bytes_per_token"] - before["kv_bytes_per_token"] == draft * 2 * 28 * 8 * 128 * 2
+        # 596 million parameters, the head tied, and graphs of its own; 256 rows of logits grow to 5 times as many.
+        more = 1192099840 + (192 << 20) + LOGITS_BYTES * 256 * 4 * VOCAB
+        assert after["other_bytes"] - before["other_bytes"] == draft * more
+        assert after["kv_bytes"] <= before["kv_bytes"]
+
+
+def test_guesses_from_the_text_take_their_logits() -> None:
+    (plain, *_), (guessing, *_) = ranks("-tp", "2"), ranks("-tp", "2", "-sc", NGRAM)
+    assert guessing["other_bytes"] - plain["other_bytes"] == LOGITS_BYTES * 256 * 4 * VOCAB
+    assert guessing["kv_bytes_per_token"] == plain["kv_bytes_per_token"]
+
+
+def test_what_it_brings_is_not_predicted_and_told_so() -> None:
+    words = ("plan", "Qwen3-8B", "--gpus", "1xRTX4090", "-sc", DRAFT)
+    told = weft_json(*words)[1]
+    assert told["speculative_config"] == {"model": "Qwen3-0.6B", "num_speculative_tokens": 4}
+    first, second = told["notes"]
+    assert "every speed here is without it" in first and "1 to 5 tokens" in first
+    assert "Qwen3-0.6B" in second and "rank 0" in second and "1.2 GB" in second and "114,688 of the 262,144" in second
+    assert "tok/s without guesses;" in weft(*words)[1]
+    guessing = expected(max_model_len=64)
+    guessing.__dict__["plan"] = msgspec.structs.replace(guessing.plan, speculation=Speculation(tokens=4))
+    for line in (
+        answered(guessing, input_len=3, output_len=3, ttft_s=9.0, tok_s=0.1),
+        crowded(guessing, requests=9, input_len=3, output_len=3, concurrency=2, tok_s=0.1),
+    ):
+        assert line.endswith("(with guesses, whose worth is not predicted)")
+    assert predicted_json(guessing, 3, 3)["ttft_s"] is None
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["-sc", NGRAM, "--engine", "vllm"], "planned for weft's engine, not for vllm"),
+        (["-sc", '{"model": "Llama-3.1-8B"}'], "share its model's tokeniser"),
+        (["-sc", '{"model": "nobody"}'], "unknown model 'nobody'"),
+        (["-sc", '{"method": "medusa"}'], "none of ngram, draft_model"),
+        (["-sc", "4"], "no JSON object"),
+    ],
+)
+def test_what_cannot_be_is_one_clear_line(words: list[str], told: str) -> None:
+    status, out, err = weft("plan", "Qwen3-8B", "--gpus", "1xH100", *words)
+    assert status in (1, 2) and out == "" and told in err and err.count("\n") == 1
+
+
+def test_a_model_that_weft_does_not_run_is_no_draft_yet() -> None:
+    told = weft_json("plan", "gpt-oss-120b", "--gpus", "2xH100", "-sc", '{"model": "gpt-oss-20b"}')[1]
+    assert any(it.startswith("as a draft model, GptOss") for it in told["model"]["missing"])
+
+
+def test_other_systems_get_what_they_can_do() -> None:
+    words = ("plan", "Qwen3-8B", "--gpus", "1xRTX4090", "-sc", DRAFT, "--emit")
+    assert """--speculative-config '{"model": "Qwen3-0.6B", "num_speculative_tokens": 4}'""" in weft(*words, "weft")[1]
+    _, out, err = weft(*words, "vllm")
+    assert "--speculative-config" not in out and "this is without it, for vllm" in err
+
+
+def test_written_and_read_it_is_the_same() -> None:
+    for how in (Speculation(tokens=3, lookup_min=1, lookup_max=7), Speculation(tokens=16)):
+        assert speculation.read(speculation.write(how)) == (how, None)
+    how = Speculation(tokens=2, draft=Draft(model="m", checkpoint="", load_format="dummy", shape=rigged().shape))
+    assert speculation.read(speculation.write(how)) == (Speculation(tokens=2), "m")
+
+
+# --- engines ---
+
+
+def rigged(**flags: Any) -> Plan:
+    return run(rig(FOUR), **flags)
+
+
+def run(where: Host, **flags: Any) -> Plan:
+    there = checkpoint("Qwen3-8B")
+    return plan_to_run(EngineConfig(model=there.model, **flags), there, where)
+
+
+def test_an_engine_holds_what_was_planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    where = rig(FOUR)
+    monkeypatch.setattr("weft.facts.host.probe", lambda *_: where)
+    told = weft_json("plan", "Qwen3-8B", "-sc", DRAFT)[1]
+    plan = run(where, speculative_config=json.loads(DRAFT))
+    assert plan.max_num_batched_tokens == told["best"]["max_num_batched_tokens"] and not plan.lookahead
+    assert forecast(plan, where, NOTHING).kv_tokens == told["best"]["kv_tokens"]
+    # From the file it is the same, whoever says it again in whatever words.
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(told))
+    for said in (None, json.loads(DRAFT), {"method": "draft_model", "model": "Qwen3-0.6B"}):
+        found = run(where, plan=str(file), speculative_config=said)
+        assert found.speculation == plan.speculation
+    with pytest.raises(ConfigError, match=r"speculative_config is \{.*ngram.*\} and .*plan.json has \{.*Qwen3-0.6B"):
+        run(where, plan=str(file), speculative_config={"method": "ngram"})
+    del told["speculative_config"]  # as older files are
+    file.write_text(json.dumps(told))
+    assert run(where, plan=str(file)).speculation is None
+    with pytest.raises(ConfigError, match="plan again with it"):
+        run(where, plan=str(file), speculative_config={"method": "ngram"})
+
+
+def test_a_draft_that_has_no_room_is_refused_before_anything_is_read() -> None:
+    """16.4 GB of the model are there, and 16.4 of the draft, on a card of 25.8."""
+    said = {"speculative_config": {"model": "Qwen3-8B"}}
+    with pytest.raises(PlanError, match="does not fit this machine"):
+        rigged(**said)
+    with pytest.raises(PlanError, match=r"32\.8 GB of weights do not fit cuda:0"):
+        rigged(**said, tensor_parallel_size=1)
+    spread = run(rig(FOUR, FOUR, FOUR), **said)
+    assert spread.tensor_parallel * spread.stages > 1
