@@ -5,10 +5,13 @@ from __future__ import annotations
 import torch
 
 from weft.facts.place import Span
+from weft.facts.schemes import SCHEMES
 from weft.quant.quantised import Quantised
 from weft.weights.quantised import quantise
 
 CPU = torch.device("cpu")
+# Those that kernels tell apart; of what is published, zero points of 4 bits, and rows that are one group.
+KINDS = (*SCHEMES, "INT4_128", "INT4_ROW", "INT8_ROW_SYM")
 
 
 def random(

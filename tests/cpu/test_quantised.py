@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.cpu.kernels import native
-from tests.cpu.matrices import random
+from tests.cpu.matrices import KINDS, random
 from tests.cpu.test_weights import SHAPE, UNEVEN, plan_for
 from tests.pure.gguf_files import write_model
 from weft import LLM, SamplingParams
@@ -54,7 +54,7 @@ def test_rounding_loses_little(type: str) -> None:
     assert error > {4: 0.05, 8: 0.003}[made.scheme.bits]
 
 
-@pytest.mark.parametrize("type", SCHEMES)
+@pytest.mark.parametrize("type", KINDS)
 @pytest.mark.parametrize("value", [0.0, 1.0, -3.0, 1e-9, 65504.0])
 def test_rounding_what_is_all_the_same(type: str, value: float) -> None:
     into = Quantised.empty(type, 2, Span(0, 128), torch.float32, CPU)
@@ -74,7 +74,7 @@ def test_what_lies_on_a_grid_is_found_again() -> None:
     assert torch.allclose(fitted, scale, rtol=2e-3) and torch.allclose(lowest, low, atol=2e-3)
 
 
-@pytest.mark.parametrize("type", SCHEMES)
+@pytest.mark.parametrize("type", KINDS)
 def test_a_cut_has_the_same_numbers(type: str) -> None:
     """Whatever the columns: groups are those of the whole matrix."""
     whole = random(type, 6, Span(0, 576), 576).dequantise()
@@ -178,7 +178,7 @@ def in_8_bits(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("type", SCHEMES)
+@pytest.mark.parametrize("type", KINDS)
 @pytest.mark.parametrize(
     ("rows", "cols", "width"),
     [(96, Span(0, 256), 256), (33, Span(0, 576), 576), (1, Span(0, 32), 32), (64, Span(192, 384), 576)],
@@ -204,7 +204,7 @@ def test_products(type: str, dtype: torch.dtype, rows: int, cols: Span, width: i
             assert (got - plain(x).float()).abs().mean() <= 2e-2 * size
 
 
-@pytest.mark.parametrize("type", SCHEMES)
+@pytest.mark.parametrize("type", KINDS)
 def test_rows_of_a_table(type: str) -> None:
     weight, numbers = random(type, 70, Span(0, 96), 96), torch.tensor([0, 69, 31, 32, 33, 0])
     want = weight.dequantise(torch.bfloat16)[numbers]

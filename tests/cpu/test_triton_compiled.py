@@ -81,7 +81,7 @@ from weft.facts.place import Span
 from weft.quant.quantised import Quantised
 
 dtype = getattr(torch, sys.argv[2])
-for kind, cols in (("Q4_1", Span(0, 4096)), ("INT8", Span(64, 640))):
+for kind, cols in (("Q4_1", Span(0, 4096)), ("INT8", Span(64, 640)), ("INT4_128", Span(0, 4096)), ("INT8_ROW_SYM", Span(64, 640))):
     weight = Quantised.empty(kind, 96, cols, dtype, torch.device("cpu"))
     product = products.quantised(weight, torch.zeros(96, dtype=dtype), 132)
     for tokens in (1, 64, 200):

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from tests.cpu import tiny
-from tests.cpu.matrices import random
+from tests.cpu.matrices import KINDS, random
 from weft import LLM, SamplingParams
 from weft.facts.place import Span
-from weft.facts.schemes import SCHEMES
+from weft.facts.schemes import ALL
 from weft.kernels.plain import PlainKernels
 from weft.quant.quantised import unpack
 from weft.worker import worker
@@ -37,7 +37,7 @@ CUTS = [(33, Span(0, 576), 576), (1, Span(0, 32), 32), (70, Span(160, 1408), 166
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("type", SCHEMES)
+@pytest.mark.parametrize("type", KINDS)
 @pytest.mark.parametrize(("rows", "cols", "width"), CUTS, ids=str)
 def test_products(type: str, dtype: torch.dtype, rows: int, cols: Span, width: int) -> None:
     weight = random(type, rows, cols, width, dtype=dtype)
@@ -69,7 +69,7 @@ def test_many_rows_are_multiplied_with_what_was_dequantised(type: str, monkeypat
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("type", SCHEMES)
+@pytest.mark.parametrize("type", KINDS)
 def test_rows_of_a_table(type: str, dtype: torch.dtype) -> None:
     """To the last bit what the whole table would have, for what is asked of it alone; and the head of the same."""
     weight = random(type, 70, Span(0, 576), 576, dtype=dtype)
@@ -82,10 +82,10 @@ def test_rows_of_a_table(type: str, dtype: torch.dtype) -> None:
         torch.testing.assert_close(table(x), x @ weight.dequantise().T, **CLOSE[dtype])
 
 
-@pytest.mark.parametrize("type", SCHEMES)
+@pytest.mark.parametrize("type", KINDS)
 def test_it_takes_no_more_than_was_planned(type: str) -> None:
     weight = random(type, 70, Span(160, 1408), 1664)
-    assert products.quantised(weight, None, 1).nbytes == weight.nbytes == SCHEMES[type].nbytes(70, Span(160, 1408))
+    assert products.quantised(weight, None, 1).nbytes == weight.nbytes == ALL[type].nbytes(70, Span(160, 1408))
 
 
 def test_nibbles_in_order() -> None:

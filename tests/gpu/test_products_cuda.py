@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.cpu.matrices import random
+from tests.cpu.matrices import KINDS, random
 from weft.facts.place import Span
-from weft.facts.schemes import SCHEMES
 from weft.kernels.triton import made, products
 from weft.quant.quantised import Quantised
 
@@ -27,7 +26,7 @@ def there(weight: Quantised) -> Quantised:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("type", SCHEMES)
+@pytest.mark.parametrize("type", KINDS)
 @pytest.mark.parametrize(
     ("rows", "cols", "width"),
     [(33, Span(0, 576), 576), (1, Span(0, 32), 32), (70, Span(160, 1408), 1664), (4096, Span(0, 14336), None)],
@@ -70,7 +69,7 @@ def test_bandwidth() -> None:
     Each runs over copies that no cache holds."""
     kernels = made(CUDA)
     for rows, cols in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)):
-        for type in (None, *SCHEMES):
+        for type in (None, *KINDS):
             plain = torch.randn(rows, cols, device=CUDA, dtype=torch.bfloat16)
             weight = plain if type is None else made_up(type, rows, cols)
             copies = [

@@ -325,7 +325,7 @@ def test_quantised_weights_have_rates_of_their_own() -> None:
     assert quantised.byte_s == pytest.approx(whole.byte_s / 0.7)
     assert quantised.flop_s == pytest.approx(whole.flop_s / 0.8)
     assert other.byte_s == whole.byte_s  # never measured
-    assert found.provenance()["weights q4_1 q4_1+q8_0"] == "0.7: measured here on 2026-11-20 by weft bench calibrate"
+    assert found.provenance()["weights q4_1 q4_1+q8_0 q4_k_s q4_k_m"] == "0.7: measured here on 2026-11-20 by weft bench calibrate"
     # Of a model in 16 bits nothing changes.
     assert quantised.wide_byte_s == whole.byte_s
 
@@ -386,7 +386,7 @@ def test_the_command_prints_keeps_and_doubts(
 
     def one(*_: object) -> Any:
         found = fit.fit(cpu(), there)
-        return made(error=worst), there, found
+        return bench_calibrate.Found(made(error=worst), there, found, [])
 
     monkeypatch.setattr(bench_calibrate, "one", one)
     assert main.main(["bench", "calibrate"]) == 0

@@ -12,15 +12,18 @@ from tests.pure.machines import H100, NOTHING, checkpoint, host, rig
 from tests.pure.shapes import SMOLLM2
 from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError
+from weft.facts import catalogue, gguf_types
 from weft.facts.checkpoint import Checkpoint
+from weft.facts.parameters import parameters
 from weft.facts.place import Span
-from weft.facts.precision import weight_bytes
-from weft.facts.schemes import MADE, SCHEMES
+from weft.facts.precision import as_held, summed, weight_bytes
+from weft.facts.schemes import MADE, SCHEMES, STORED, held_as
 from weft.facts.shape import ModelShape
 from weft.facts.tensor import ENCODINGS
 from weft.planner.execution import plan_to_run
 from weft.planner.layout import layout
 from weft.planner.plan import Plan
+from weft.planner.quantization import precision_of
 
 MATRICES = [
     f"self_attn.{name}_proj.weight" if name in "qkvo" else f"mlp.{name}_proj.weight"
@@ -85,15 +88,74 @@ def test_gpus_hold_a_file_as_it_lies_too(flags: dict[str, Any]) -> None:
     assert got.quantization == "gguf" and got.schemes == stored("Q4_0")
 
 
-def test_of_a_mix_what_has_kernels_is_kept(caplog: pytest.LogCaptureFixture) -> None:
-    """A parameter is kept whole, or not at all: q, k and v are multiplied together."""
+def test_parts_of_a_parameter_are_held_alike(caplog: pytest.LogCaptureFixture) -> None:
+    """q, k and v are multiplied together: in a scheme that has room for each of them."""
     caplog.set_level(logging.INFO, "weft")
-    got = plan(stored("Q4_1", v="Q5_1", down="Q5_0"))
-    left = {name.split(".")[-2] for name in got.schemes}
-    assert left == {"embed_tokens", "o_proj", "gate_proj", "up_proj"}
+    got = plan(stored("Q4_K", v="Q6_K", down="Q5_0"))
+    kinds = {"q": "Q8_MIN", "k": "Q8_MIN", "v": "Q8_MIN", "o": "Q4_1", "gate": "Q4_1", "up": "Q4_1", "down": "Q8_0"}
+    for name in MATRICES:
+        kind = name.split(".")[1].removesuffix("_proj")
+        assert got.schemes[f"model.layers.7.{name}"] == kinds[kind]
     assert [record.message for record in caplog.records] == [
-        "Of 211 quantised tensors these are held in bfloat16, for lack of kernels: 60 of Q4_1, 30 of Q5_0, 30 of Q5_1"
+        "Of 211 quantised tensors these are held otherwise: 90 of Q4_K as Q4_1, 60 of Q4_K as Q8_MIN, 30 of Q5_0 as "
+        "Q8_0, 30 of Q6_K as Q8_MIN"
     ]
+
+
+def test_beside_parts_in_16_bits_they_have_16_bits(caplog: pytest.LogCaptureFixture) -> None:
+    there = {name: kind for name, kind in stored("Q4_1").items() if ".v_proj." not in name}
+    got = plan(there)
+    assert {name.split(".")[-2] for name in got.schemes} == {
+        "embed_tokens",
+        *(["o_proj", "gate_proj", "up_proj", "down_proj"]),
+    }
+    assert [record.message for record in caplog.records] == [
+        "Of 181 quantised tensors these are held in bfloat16, as others are that they are multiplied together with: 60 "
+        "of Q4_1"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("types", "scheme"),
+    [
+        ("Q4_0", "Q4_0"),
+        ("Q4_0 Q4_1", "Q4_1"),
+        ("Q4_K", "Q4_1"),
+        ("Q5_0", "Q8_0"),
+        ("Q5_0 Q8_0", "Q8_0"),
+        ("Q5_1", "Q8_MIN"),
+        ("Q5_K", "Q8_MIN"),
+        ("Q4_K Q8_0", "Q8_MIN"),
+        ("IQ4_XS IQ4_NL", "Q8_0"),
+        ("Q3_K Q6_K", "Q8_0"),
+        ("Q4_1 F16", None),
+        ("", None),
+    ],
+)
+def test_what_types_are_held_as(types: str, scheme: str | None) -> None:
+    assert held_as(types.split() or [""]) == scheme
+
+
+@pytest.mark.parametrize("mix", gguf_types.MIXES)
+def test_a_mix_is_planned_as_it_is_held(mix: str) -> None:
+    """To the byte, in whole layers and in parts of them, of a model whose rows are super-blocks, and of one whose rows
+    are not; and it is found again in what was planned."""
+    for shape in (SMOLLM2, catalogue.find("Llama-3.1-8B").shape):
+        types = {
+            part.source.format(layer=layer): gguf_types.type_of(shape, mix, parameter, part, layer)
+            for parameter in parameters(shape)
+            for part in parameter.parts
+            for layer in (range(shape.layers) if parameter.where == "layer" else [0])
+        }
+        there = {name: kind for name, kind in types.items() if kind in STORED}
+        got = plan(
+            there, shape=shape, pipeline_split=(7, shape.layers - 7), tensor_parallel_size=3 - (shape.layers == 32)
+        )
+        assert got.quantization == "gguf" and len(got.schemes) == len(there)
+        for place in got.places:
+            assert got.weight_bytes(place.rank) == summed(shape, as_held(mix), place).total
+        found = precision_of(shape, got.quantization, got.schemes, got.dtype)
+        assert summed(shape, as_held(found), got.places[0]) == summed(shape, as_held(mix), got.places[0])
 
 
 @pytest.mark.parametrize("gpus", [0, 1])

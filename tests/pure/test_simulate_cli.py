@@ -189,6 +189,13 @@ def test_policies_are_those_of_the_gateway() -> None:
         ("--rate 1 --input-len 9:3", 1, "--input-len '9:3'"),
         ("--rate 1 --input-len 131072", 1, "make up to 131,136 tokens; meta-llama/Llama-3.1-8B goes up to 131,072"),
         ("--rate 1 --prefix-len 131072", 1, "--prefix-len is 131,072"),
+        ("--rate 1e9", 1, "at most 10,000,000 are simulated: give fewer, or a shorter --duration"),
+        ("--users 1000000000", 1, "1,000,000,000 users make about"),
+        ("--rate 1 --duration 1000000h", 1, "3.6e+09 requests in 1e+06 h"),
+        ("--rate 1 --replicas 1000000", 1, "1,000,000 replicas; at most 10,000 are simulated"),
+        ("--find replicas --rate 100000000 --slo ttft_p95=1h --duration 50ms", 1, "at most 10,000 are simulated"),
+        ("--rate 1 --input-len lognormal:1e300:1", 1, "100,000,000 at most"),
+        ("--rate 1 --input-len lognormal:100:1e300", 1, "100,000,000 at most"),
         ("--rate 1 --duration 10", 1, "--duration: '10' is no time above 0"),
         ("--rate 1 --warmup 40s", 2, "it must leave something to measure"),
         ("--rate 1 --trace none.csv --lengths none.csv", 2, "leave --output-len out"),
@@ -198,6 +205,12 @@ def test_bad_words_get_one_line(words: str, status: int, said: str) -> None:
     found, out, err = run(f"{HERE} {words}")
     assert (found, out) == (status, "")
     assert err.startswith("weft: error: ") and err.count("\n") == 1 and said in err
+
+
+def test_more_requests_at_once_than_blocks_are_as_many_as_blocks() -> None:
+    """Slots for all that could be asked for at once would take the memory of the machine that simulates."""
+    status, found = told(f"{HERE} --rate 4 --max-num-seqs 1000000000000 --max-num-queued-reqs 1000000000000")
+    assert status == 0 and found["runs"][0]["completed"] > 0
 
 
 def test_a_bad_line_of_a_trace_is_named(tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ import logging
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from itertools import takewhile
 from typing import Any
 
 import msgspec
@@ -22,11 +22,13 @@ from weft.cli.flags import engine_config
 from weft.cli.parser import UsageError
 from weft.config import EngineConfig
 from weft.errors import ConfigError
+from weft.executors.tuning import Raced, Tuned, tune
 from weft.facts import calibration, host, speeds
 from weft.facts.calibration import Calibration
 from weft.facts.gpus import GpuSpec
 from weft.facts.host import Host
 from weft.facts.machine import this_machine
+from weft.planner.plan import Plan
 
 logger = logging.getLogger("weft.cli")
 
@@ -42,6 +44,17 @@ UNITS = {  # of the constants: what a person reads, and how many of the kept uni
     "sequence_us": ("us of a step for each request in it", 1.0),
     "runtime_MiB": ("MiB of memory beside weights and cache", 1.0),
 }
+TUNED = ("auto", "triton", "varlen")  # attention backends that our kernels are part of
+
+
+@dataclass(frozen=True)
+class Found:
+    """All measurements on one device, what fits them, and the sizes of attention that were the fastest there."""
+
+    result: Calibration
+    points: list[Point]
+    fit: Fit
+    tuned: list[Tuned]
 
 
 def main(arguments: Namespace) -> int:
@@ -51,13 +64,13 @@ def main(arguments: Namespace) -> int:
     if config.device == "cpu" or not here.gpus:
         here = msgspec.structs.replace(here, gpus=(), pairs=())
     found = [one(arguments, config, here, gpu, index) for index, gpu in devices(here, config)]
-    results = [it for it, _, _ in found]
+    results = [it.result for it in found]
     bad = [it for it in results if it.error > FAR]
     keeping = getattr(arguments, "save", not bad)
     if getattr(arguments, "json", False):
-        print(json.dumps([as_json(*it) for it in found]))
+        print(json.dumps([as_json(it) for it in found]))
     else:
-        print("\n\n".join("\n".join(report(*it)) for it in found))
+        print("\n\n".join("\n".join(report(it)) for it in found))
     # Kept where the planner looks for it: under the machine's own fingerprint, GPUs or not.
     machine = speeds.calibrated_machine(host.probe())
     for result in results if keeping else []:
@@ -98,10 +111,8 @@ def devices(here: Host, config: EngineConfig) -> list[tuple[int | None, GpuSpec]
     return list(kinds.values())
 
 
-def one(
-    arguments: Namespace, config: EngineConfig, here: Host, gpu: GpuSpec, index: int | None
-) -> tuple[Calibration, list[Point], Fit]:
-    """All measurements on one device, and what comes of them."""
+def one(arguments: Namespace, config: EngineConfig, here: Host, gpu: GpuSpec, index: int | None) -> Found:
+    """Measure on one device."""
     from weft.llm import LLM
 
     points: list[Point] = []
@@ -114,11 +125,12 @@ def one(
         "max_num_batched_tokens": config.max_num_batched_tokens or BATCHED_TOKENS[gpu.kind],
     }
 
-    def measure(name: str, subject: Subject | None, **engine: Any) -> None:
+    def measure(name: str, subject: Subject | None, **engine: Any) -> Plan:
         before = host.probe()
         with LLM(**{**asdict(config), **asked, **engine}) as llm:
             runtime.append(calibrate.runtime_bytes(llm, before))
             points.extend(calibrate.measure(llm, name, calibrate.loads(gpu, subject), tell))
+            return llm.plan
 
     print(f"measuring {gpu.name}; it should have nothing else to do", file=sys.stderr)
     busy = os.getloadavg()[0]
@@ -130,8 +142,12 @@ def one(
         with subject.model.folder() as folder:
             held = {"load_format": "dummy", "quantization": subject.quantization}
             measure(subject.name, subject, model=folder, **held)
+    tuned: list[Tuned] = []
     if getattr(arguments, "model", ""):
-        measure(config.model, None)
+        plan = measure(config.model, None)
+        if index is not None and plan.attention_backend in TUNED:
+            names = [it.name for it in here.gpus]
+            tuned = attention(plan, names.count(names[index]), keep=getattr(arguments, "save", True))
     plain = msgspec.structs.replace(gpu, calibration=None)
     planned = Planned(plain, points)
     found = fit.fit(plain, points)
@@ -144,7 +160,28 @@ def one(
         how=f"least squares over {len(points)} measurements of {len({point.model for point in points})} models",
         measured=fit.errors(points, found),
     )
-    return result, points, found
+    return Found(result, points, found, tuned)
+
+
+def attention(plan: Plan, gpus: int, *, keep: bool) -> list[Tuned]:
+    """The fastest sizes of the attention kernels for a model's heads, and for a rank's where the heads are cut evenly
+    among 2, 4, 8, ... of so many equal GPUs; none where they cannot be measured."""
+    heads = len(plan.places[0].kv_heads)
+    ranks = takewhile(lambda it: it <= gpus and heads % it == 0, (2**n for n in range(gpus.bit_length())))
+    try:
+        return tune(plan, tuple(ranks), keep=keep, tell=tell_race)
+    except ConfigError as error:
+        logger.warning("%s; engines use those that were chosen by reading", error)
+        return []
+
+
+def tell_race(race: Raced) -> None:
+    """What each size took, the fastest first, and what was passed over."""
+    print(f"  {race.what}:", file=sys.stderr)
+    for name, took in sorted(race.seconds.items(), key=lambda it: it[1]):
+        print(f"    {1e6 * took:9.1f} us  {name}", file=sys.stderr)
+    for name, why in race.obstacles.items():
+        print(f"    passed over: {name}: {why}", file=sys.stderr)
 
 
 def tell(point: Point) -> None:
@@ -156,9 +193,10 @@ def tell(point: Point) -> None:
     )
 
 
-def report(result: Calibration, points: Sequence[Point], found: Fit) -> list[str]:
+def report(found: Found) -> list[str]:
     """What was measured and what fits it, for a person."""
-    errors = fit.errors(points, found)
+    result, points = found.result, found.points
+    errors = fit.errors(points, found.fit)
     rows = [
         [
             f"{point.model}, {point.shape.layers} layers of {point.shape.hidden}",
@@ -169,7 +207,7 @@ def report(result: Calibration, points: Sequence[Point], found: Fit) -> list[str
             number(1000 * predicted),
             f"{100 * error:+.0f} %",
         ]
-        for point, predicted, error in zip(points, found.predicted, errors, strict=True)
+        for point, predicted, error in zip(points, found.fit.predicted, errors, strict=True)
     ]
     lines = [f"{result.device}, {result.precision}, {result.source}", ""]
     lines += aligned(["model", "", "requests", "tokens", "ms", "fitted", "error"], rows)
@@ -178,10 +216,16 @@ def report(result: Calibration, points: Sequence[Point], found: Fit) -> list[str
         own, _, precision = name.partition(" ")
         words, unit = UNITS[own]
         lines.append(f"{number(figure.value / unit):>9} {words}{f', {precision}' if precision else ''}")
+    for it in found.tuned:
+        lines += ["", f"attention of {it.q_heads} query and {it.kv_heads} KV heads, the fastest sizes:"]
+        sizes = [[f"{rows} rows", size] for rows, size in it.decode.items()]
+        lines += aligned(["", ""], [*sizes, ["prompts", it.prefill]])[1:]
+        lines += [f"kept in {it.path}: engines use them from now on"] * bool(it.path)
+        lines += [f"they cannot be kept: {it.lost}"] * bool(it.lost)
     return lines
 
 
-def as_json(result: Calibration, points: Sequence[Point], found: Fit) -> dict[str, Any]:
+def as_json(found: Found) -> dict[str, Any]:
     """The same for a program."""
     rows = [
         {
@@ -193,6 +237,11 @@ def as_json(result: Calibration, points: Sequence[Point], found: Fit) -> dict[st
             "seconds": point.seconds,
             "predicted_s": predicted,
         }
-        for point, predicted in zip(points, found.predicted, strict=True)
+        for point, predicted in zip(found.points, found.fit.predicted, strict=True)
     ]
-    return {"task": "calibrate", **msgspec.to_builtins(result), "measurements": rows}
+    return {
+        "task": "calibrate",
+        **msgspec.to_builtins(found.result),
+        "measurements": rows,
+        "attention": [msgspec.to_builtins(it, str_keys=True) for it in found.tuned],
+    }

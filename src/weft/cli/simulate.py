@@ -7,7 +7,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from math import inf, isfinite
+from math import ceil, inf, isfinite
 from typing import Any
 
 import msgspec
@@ -40,6 +40,11 @@ def main(arguments: Namespace) -> int:
         print(f"{model.name} does not fit this hardware: {nearest(answer)}", file=sys.stderr)
         return NOTHING_FITS
     study = studied(said, question, answer.best, load)
+    if said.get("find") == "replicas":
+        study.check(load, ceil(first_guess(study, load)))
+    elif "find" not in said:
+        for rate in rates(said, study, load):
+            study.check(msgspec.structs.replace(load, rate=rate))
     head = view.heading(question, answer.best, study, load)
     if not said.get("json"):
         print("\n".join(head))
@@ -65,16 +70,21 @@ def nearest(answer: Answer) -> str:
 
 def swept(said: dict[str, Any], study: Study, load: Load) -> Iterator[Report]:
     """One run, or one at each rate."""
-    if bare(said):
-        whole = study.capacity * len(study.specs)
-        rates: tuple[float | None, ...] = tuple(float(f"{share * whole:.3g}") for share in SHARES)
-    else:
-        rates = said.get("rates", (load.rate,))
-    for number, rate in enumerate(rates, 1):
+    each = rates(said, study, load)
+    for number, rate in enumerate(each, 1):
         at = msgspec.structs.replace(load, rate=rate)
         name = f"{rate:g} requests/s" if rate else "simulating"
-        with progress(name if len(rates) == 1 else f"{number} of {len(rates)}: {name}", study, at) as told:
+        with progress(name if len(each) == 1 else f"{number} of {len(each)}: {name}", study, at) as told:
             yield study.run(at, on_time=told)
+
+
+def rates(said: dict[str, Any], study: Study, load: Load) -> tuple[float | None, ...]:
+    """At which one run each is made."""
+    if not bare(said):
+        named: tuple[float, ...] | None = said.get("rates")
+        return named or (load.rate,)
+    whole = study.capacity * len(study.specs)
+    return tuple(float(f"{share * whole:.3g}") for share in SHARES)
 
 
 def find(said: dict[str, Any], study: Study, load: Load, best: Candidate) -> Found:
@@ -84,13 +94,12 @@ def find(said: dict[str, Any], study: Study, load: Load, best: Candidate) -> Fou
     if reason := hopeless(lone):
         return Found(value=None, reason=reason, report=None, runs=(lone,))
     if said["find"] == "replicas":
-        assert load.offered is not None
 
         def with_replicas(count: int) -> Report:
             with progress(f"{count:,} replicas", study, load) as told:
                 return study.run(load, count, judging=True, on_time=told)
 
-        return find_replicas(with_replicas, load.offered / study.capacity / SAFE)
+        return find_replicas(with_replicas, first_guess(study, load))
 
     def at_rate(rate: float) -> Report:
         at = msgspec.structs.replace(load, rate=rate)
@@ -98,6 +107,12 @@ def find(said: dict[str, Any], study: Study, load: Load, best: Candidate) -> Fou
             return study.run(at, judging=True, on_time=told)
 
     return find_rate(at_rate, study.capacity * len(study.specs) * SAFE)
+
+
+def first_guess(study: Study, load: Load) -> float:
+    """How many replicas a search begins with."""
+    assert load.offered is not None
+    return load.offered / study.capacity / SAFE
 
 
 @contextmanager

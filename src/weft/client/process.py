@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from itertools import islice
 from queue import Empty
@@ -88,6 +89,7 @@ def main(descriptor: int) -> None:
         parent.send(Started(plan, ready))
         phase = "step"
         executor.failure.add_done_callback(lambda failure: parent.inbox.put(failure.result()))
+        gc.freeze()  # what is there by now stays
         CoreProcess(parent, core).run()
     except Exception as error:
         parent.send(Broken(cause_of(error, CORE, phase)))

@@ -13,8 +13,8 @@ from weft.facts.shape import ModelShape
 
 SUPERBLOCK = 256  # numbers along a row, of the types that end in K and of IQ4_XS
 BLOCK = 32  # of the others
-# What a tensor gets whose rows are no multiple of the super-block.
-FALLBACK = {"Q2_K": "IQ4_NL", "Q3_K": "IQ4_NL", "IQ4_XS": "IQ4_NL", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+# What a tensor gets whose rows are no multiple of the super-block; of 2 and 3 bits IQ4_NL where llama.cpp is older.
+FALLBACK = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "IQ4_XS": "IQ4_NL", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 # A mix by its name, and the type of most of its tensors. Those with Q8_0 behind have it for what the head multiplies
 # with, as llama.cpp's --output-tensor-type makes them.
 MIXES = {
@@ -40,8 +40,9 @@ MIXES = {
 # Behind a mix's name: its tensors as our own engine holds them (facts.schemes).
 HELD = " held"
 # Mixes in which layers differ.
-BY_LAYER = ("q3_k_m", "q4_k_s", "q4_k_m", "q5_k_m", "iq4_nl", "iq4_xs")
-BY_LAYER += tuple(mix + HELD for mix in BY_LAYER)
+BY_LAYER = tuple(
+    mix + end for mix in ("q3_k_m", "q4_k_s", "q4_k_m", "q5_k_m", "iq4_nl", "iq4_xs") for end in ("", HELD)
+)
 # `general.file_type` of a GGUF file. Source: enum llama_ftype of llama.cpp's llama.h.
 FILE_TYPES = {
     0: "fp32",

@@ -10,6 +10,7 @@ import torch
 
 from weft.comm import Comm
 from weft.kernels.batch import Batch
+from weft.planner.plan import Plan
 from weft.quant.quantised import Quantised
 
 
@@ -42,6 +43,24 @@ class AttentionShape:
     rows: int
     tokens: int
     length: int
+
+    @classmethod
+    def of(cls, plan: Plan, rank: int) -> AttentionShape:
+        """A rank's of a plan."""
+        place, shape, dtype = plan.places[rank], plan.shape, getattr(torch, plan.dtype)
+        return cls(
+            q_heads=len(place.q_heads),
+            kv_heads=len(place.kv_heads),
+            head_dim=shape.head_dim,
+            windows=tuple(dict.fromkeys(map(shape.window, range(place.layers.start, place.layers.stop)))),
+            scale=shape.head_dim**-0.5,
+            dtype=dtype,
+            kept=torch.float8_e4m3fn if plan.kv_dtype == "fp8" else dtype,
+            block_size=plan.block_size,
+            rows=plan.max_num_seqs,
+            tokens=plan.max_num_batched_tokens,
+            length=plan.max_model_len,
+        )
 
     @property
     def group(self) -> int:
@@ -111,8 +130,8 @@ class Attention(Protocol):
         ...
 
     def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Callable[[], object]]:
-        """Calls that between them launch all that is compiled for steps within the shape's limits beside what every step
-        launches. They may run at once, each in a thread."""
+        """Calls that launch, between them, all that is compiled for steps within the shape's limits, beside what each
+        step launches. They may run at once, each in a thread."""
         ...
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from weft.facts.gguf_types import MIXES
 from weft.facts.kv import kv_bytes_per_token
 from weft.facts.parameters import RUNNABLE
-from weft.facts.precision import as_published, scale_columns, weight_bytes
+from weft.facts.place import whole
+from weft.facts.precision import as_held, as_published, scale_columns, summed, weight_bytes
 from weft.facts.schemes import MADE
 from weft.planner.memory import CPU_KV_BYTES, CPU_KV_SHARE
 from weft.planner.objections import EVEN
@@ -16,6 +18,7 @@ from weft.planner.words import gigabytes
 
 ROUNDED = 0.05  # of all heads; what a share may be off without a word
 MOST_CAPS = 8  # that are told one by one
+TOLD = 1.02  # times a file's bytes that are held without a word
 
 
 def notes(question: Question, best: Candidate | None) -> list[str]:
@@ -26,6 +29,7 @@ def notes(question: Question, best: Candidate | None) -> list[str]:
         *_on_cpu(question, best),
         *_guessing(question, best),
         *(_published(question, best) if best else ()),
+        *(_unpacked(question, best) if best else ()),
         *question.remarks,
         *_capped(question),
         *(_padding(question, best) if best else ()),
@@ -108,6 +112,19 @@ def _published(question: Question, best: Candidate) -> Iterator[str]:
         yield (
             "int4 is what GPTQ and AWQ publish, in groups of 128: weft serve is to be given such a checkpoint; of "
             f"16-bit weights --quantization int4 makes {made} as it loads, {gigabytes(weight_bytes(shape, made))}"
+        )
+
+
+def _unpacked(question: Question, best: Candidate) -> Iterator[str]:
+    """What a GGUF file's weights take in our own engine, where that is more than in the file."""
+    shape, precision = question.shape, best.layout.precision
+    if question.engine != "weft" or precision not in MIXES:
+        return
+    stored, held = weight_bytes(shape, precision), summed(shape, as_held(precision), whole(shape)).total
+    if held > TOLD * stored:
+        yield (
+            f"the {gigabytes(stored)} of a {precision} file are held in {gigabytes(held)}: in 4 and 8 bits, for which "
+            "Weft has kernels"
         )
 
 

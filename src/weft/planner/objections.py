@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from weft.facts import gguf_types
 from weft.facts.parameters import RUNNABLE
-from weft.facts.schemes import MADE
 from weft.facts.shape import ModelShape
 from weft.planner.cuts import Draft
 from weft.planner.profiles import engines, runs_on_cpu
@@ -14,8 +13,8 @@ from weft.planner.question import Question
 EVEN = ("vllm", "trtllm", "sglang")
 SHARING = ("weft", "transformers")  # run several stages on one GPU
 LAYERS_ONLY = ("llama.cpp", "transformers")
-# Precisions that Weft's own engine computes with, the latter in their bits (facts.schemes).
-WHOLE, KEPT = ("bf16", "fp16", "fp32"), ("int8", "int4", "q8_0", "q4_0", "q4_1", "q4_0+q8_0", "q4_1+q8_0")
+# Precisions that Weft's own engine computes with, the latter in few bits (facts.schemes), as it does with GGUF's mixes.
+WHOLE, KEPT = ("bf16", "fp16", "fp32"), ("int8", "int4")
 # The oldest GPUs that compute in bfloat16, and so have kernels that unpack 8 and 4 bit floats to it.
 BF16_CAPABILITY = (8, 0)
 NEED_BF16 = ("bf16", "fp8", "mxfp4", "nvfp4")
@@ -107,12 +106,11 @@ def not_run(shape: ModelShape, precision: str) -> list[str]:
     if shape.architecture not in RUNNABLE:
         missing.append(f"{shape.architecture} (it runs {', '.join(RUNNABLE)})")
     if not runs(precision):
-        kept = ", ".join((*WHOLE, *KEPT))
-        missing.append(f"{precision} weights (it runs {kept}; a GGUF file's other types are held in 16 bits)")
+        missing.append(f"{precision} weights (it runs {', '.join((*WHOLE, *KEPT))} and GGUF files)")
     return missing
 
 
 def runs(precision: str) -> bool:
     """Whether Weft's own engine holds weights in this precision and computes with them; what it does not run yet it
     plans for all the same."""
-    return precision in (*WHOLE, *KEPT, *MADE.values())
+    return precision in (*WHOLE, *KEPT, *gguf_types.MIXES)

@@ -14,9 +14,11 @@ import msgspec
 
 from weft.errors import ConfigError
 from weft.facts.calibration import Calibration
+from weft.facts.gguf_types import MIXES
 from weft.facts.gpus import GpuSpec
 from weft.facts.kernels import Kernels, kernels_of
-from weft.facts.precision import NAMES, as_held
+from weft.facts.precision import as_held
+from weft.facts.schemes import held_as
 from weft.planner.plan import Speculation
 
 OURS = "weft"  # the engine that can be calibrated
@@ -236,9 +238,16 @@ def _quantised(found: Profile, it: Calibration) -> Profile:
 
 
 def _alike(precision: str) -> tuple[str, ...]:
-    """A precision, and what differs from it in its head only."""
-    base = precision.partition("+")[0]
-    return tuple(name for name in NAMES if name.partition("+")[0] == base)
+    """A precision, and those of GGUF's mixes of which most is multiplied as most of it is."""
+    if precision not in MIXES:
+        return (precision,)
+    return tuple(mix for mix in MIXES if _products(mix) == _products(precision))
+
+
+def _products(mix: str) -> str | None:
+    """The scheme of most tensors of a mix; minima beside 8 bits make no difference."""
+    found = held_as([MIXES[mix]])
+    return "Q8_0" if found == "Q8_MIN" else found
 
 
 def _kernels(gpu: GpuSpec, it: Calibration) -> Kernels:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError
-from weft.facts import gguf_types
 from weft.facts.axes import owned
+from weft.facts.gguf_types import MIXES, type_of
 from weft.facts.parameters import Parameter, layers_of, parameters
 from weft.facts.place import Place
 from weft.facts.published import ORDERED
@@ -99,8 +99,7 @@ def _why(kind: str) -> str:
 
 
 def quantization_of(config: EngineConfig, shape: ModelShape, schemes: Mapping[str, str]) -> str:
-    """What a plan says of its weights: "none", what was asked for, or who quantised them, "gguf", "gptq" and the like.
-    """
+    """What a plan says of its weights: "none", what was asked for, or who quantised them, as "gguf" or "gptq"."""
     if not schemes:
         return "none"
     if makes(config.quantization, shape):
@@ -116,19 +115,28 @@ def precision_of(shape: ModelShape, quantization: str, schemes: Mapping[str, str
         return PRECISIONS[dtype]
     if shape.published:
         return shape.published.precision
-    # A parameter's first part stands for it.
-    tensors = [(it, layer, schemes.get(names[0])) for names, it, layer in _matrices(shape)]
-
-    def alike(mix: str) -> int:
-        return sum(scheme_of(shape, mix, it, layer) == scheme for it, layer, scheme in tensors)
-
-    return max(gguf_types.MIXES, key=alike)
+    return _mix(shape, schemes, scheme_of)
 
 
 def precision_held(config: EngineConfig, checkpoint: Checkpoint, dtype: DType, devices: Sequence[str]) -> str:
-    """The same of what an engine would hold."""
-    schemes = quantised_tensors(config, checkpoint, dtype, devices)
-    return precision_of(checkpoint.shape, quantization_of(config, checkpoint.shape, schemes), schemes, dtype)
+    """The same of what an engine would hold; a GGUF file's own mix."""
+    shape, schemes = checkpoint.shape, quantised_tensors(config, checkpoint, dtype, devices)
+    quantization = quantization_of(config, shape, schemes)
+    if quantization == "gguf":
+        return _mix(shape, checkpoint.quantised, _type_of)
+    return precision_of(shape, quantization, schemes, dtype)
+
+
+def _type_of(shape: ModelShape, mix: str, parameter: Parameter, layer: int) -> str:
+    return type_of(shape, mix, parameter, parameter.parts[-1], layer)
+
+
+def _mix(
+    shape: ModelShape, found: Mapping[str, str], of: Callable[[ModelShape, str, Parameter, int], str | None]
+) -> str:
+    """The mix in which most tensors are `of` what was found; the last part of a parameter stands for it."""
+    tensors = [(parameter, layer, found.get(names[-1])) for names, parameter, layer in _matrices(shape)]
+    return max(MIXES, key=lambda mix: sum(of(shape, mix, it, layer) == kind for it, layer, kind in tensors))
 
 
 def check_cuts(shape: ModelShape, places: Sequence[Place], schemes: Mapping[str, str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -97,6 +98,7 @@ async def _serve(
         server = Server(service, listener, engine.died)
         address = listen.address(listener, options)
         listen.begin(listener, options)
+        gc.freeze()  # what is there by now stays, and no answer waits until it has been looked through
         log.info("serving %s at %s (%.2f s)", ", ".join(service.names), address, time.monotonic() - began)
         await server.until_ended()
         failure = engine.failure

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from math import exp, inf, log, sqrt
+from math import exp, log, sqrt
 from random import Random
 
 import msgspec
 
 from weft.errors import ConfigError
+
+MOST_TOKENS = 100_000_000  # of a mean, or a deviation: beyond every model, and still a number to reckon with
 
 
 class Fixed(msgspec.Struct, frozen=True):
@@ -70,8 +72,11 @@ def parse_lengths(text: str, flag: str) -> Lengths:
     try:
         if kind == "lognormal":
             mean, deviation = map(float, rest)
-            if not (1 <= mean < inf and 0 <= deviation < inf):
-                raise ConfigError(f"{flag} {text!r}: the mean must be 1 or more, the deviation 0 or more, in tokens")
+            if not (1 <= mean <= MOST_TOKENS and 0 <= deviation <= MOST_TOKENS):
+                raise ConfigError(
+                    f"{flag} {text!r}: the mean must be 1 or more, the deviation 0 or more, in tokens, and both "
+                    f"{MOST_TOKENS:,} at most"
+                )
             return LogNormal(mean, deviation)
         bounds = [int(part) for part in text.split(":")]
     except ValueError:

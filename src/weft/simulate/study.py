@@ -9,8 +9,8 @@ import msgspec
 
 from weft.errors import ConfigError
 from weft.gateway.policy import POLICIES
-from weft.simulate.load import Load
-from weft.simulate.objective import Objective
+from weft.simulate.load import RETRY_S, Load
+from weft.simulate.objective import Objective, duration
 from weft.simulate.replica import Spec
 from weft.simulate.report import Report, report, waits
 from weft.simulate.system import simulate
@@ -18,6 +18,8 @@ from weft.simulate.tally import Tally
 
 REQUESTS = 200_000  # of all runs of a study together; where more would come, equal replicas are sampled,
 LEAST_SAMPLE = 16  # but no fewer than these
+# Of one run, which takes minutes then: each request is somebody's turn, and the policy looks at every replica.
+MOST_REQUESTS, MOST_REPLICAS = 10_000_000, 10_000
 MARGIN = 1.2  # by which more requests may come than the rate says
 
 
@@ -60,6 +62,7 @@ class Study(msgspec.Struct, frozen=True, kw_only=True):
         """The deployment with so many replicas, or the plan's number, under a load. `judging`: it is only to be said
         whether the objective is met, and the run ends early where it cannot be. `on_time` is told the virtual time now
         and then."""
+        self.check(load, replicas)
         count = replicas or len(self.specs)
         specs = [self.specs[number % len(self.specs)] for number in range(count)]
         chosen = specs[: self._sampled(load, count)] if len(set(map(id, specs))) == 1 else specs
@@ -94,6 +97,33 @@ class Study(msgspec.Struct, frozen=True, kw_only=True):
             users=load.users,
             objective=self.objective,
         )
+
+    def check(self, load: Load, replicas: int | None = None) -> None:
+        """Raises ConfigError for a run that would have no end in sight."""
+        count = replicas or len(self.specs)
+        if count > MOST_REPLICAS:
+            raise ConfigError(
+                f"{count:,} replicas; at most {MOST_REPLICAS:,} are simulated: give a smaller --replicas or --rate, "
+                "since equal ones carry equal shares"
+            )
+        if load.trace:  # which has an end
+            return
+        most, last_s = count * self.capacity, self.times.duration_s
+        if load.users:
+            # Whom the queues have no place for asks again and again.
+            turned_away = load.users - sum(it.max_num_seqs + it.max_num_queued for it in self.specs) * count / len(
+                self.specs
+            )
+            rate, what = most + max(0.0, turned_away) / RETRY_S, f"{load.users:,} users"
+        else:
+            assert load.rate is not None
+            rate, what = load.rate, f"{load.rate:g} requests/s"
+        if rate * last_s > MOST_REQUESTS:
+            raise ConfigError(
+                f"{what} make about {rate * last_s:,.3g} requests in {duration(last_s)}, of which this deployment can "
+                f"answer {most * last_s:,.3g}; at most {MOST_REQUESTS:,} are simulated: give fewer, or a shorter "
+                "--duration"
+            )
 
     def _sampled(self, load: Load, count: int) -> int:
         """How many of so many equal replicas are simulated."""

@@ -48,6 +48,7 @@ class Worker:
         self.plan, self.rank, self.links = plan, rank, links
         self.place = plan.places[rank]
         self.dtype: torch.dtype = getattr(torch, plan.dtype)
+        self.attention = AttentionShape.of(plan, rank)
         self.caches: list[KVCache] = []
         # By slot the token that was sampled last, where steps may need it before the core has seen it.
         self.last: torch.Tensor | None = None
@@ -67,7 +68,7 @@ class Worker:
         # The table of parameters gives every dim, so tensors are made once, where they stay.
         tensors = allocate(plan, self.place, self.device)
         held = sum(tensor.nbytes for tensor in tensors.values())
-        wanted = plan.attention_backend, self.device, self._attention_shape()
+        wanted = plan.attention_backend, self.device, self.attention
         load(plan, self.place, tensors, rounding(*wanted))
         self.kernels = choose(*wanted)
         if plan.schemes and self.kernels.name == "torch":
@@ -77,7 +78,7 @@ class Worker:
         if self.device.type != "cpu":
             # Where the peak is measured, with all that a step needs.
             self.rope = self._rope(plan.max_model_len)
-        warm(self.kernels.launches(self._attention_shape(), self.device), self.device)
+        warm(self.kernels.launches(self.attention, self.device), self.device)
         self.sampler: Sampler | None = None
         if self.rank == plan.output_rank:
             choosing = chooser(self.kernels, plan.max_num_seqs, self.device)
@@ -249,30 +250,9 @@ class Worker:
     def _caches(self, num_blocks: int) -> list[KVCache]:
         dims = (num_blocks, self.plan.block_size, len(self.place.kv_heads), self.plan.shape.head_dim)
         return [
-            KVCache(*(devices.zeros(dims, self._kept, self.device) for _ in range(2)))
+            KVCache(*(devices.zeros(dims, self.attention.kept, self.device) for _ in range(2)))
             for _ in range(len(self.place.layers))
         ]
-
-    @property
-    def _kept(self) -> torch.dtype:
-        """What keys and values are cached in."""
-        return torch.float8_e4m3fn if self.plan.kv_dtype == "fp8" else self.dtype
-
-    def _attention_shape(self) -> AttentionShape:
-        plan, place, shape = self.plan, self.place, self.plan.shape
-        return AttentionShape(
-            q_heads=len(place.q_heads),
-            kv_heads=len(place.kv_heads),
-            head_dim=shape.head_dim,
-            windows=tuple(dict.fromkeys(map(shape.window, range(place.layers.start, place.layers.stop)))),
-            scale=shape.head_dim**-0.5,
-            dtype=self.dtype,
-            kept=self._kept,
-            block_size=plan.block_size,
-            rows=plan.max_num_seqs,
-            tokens=plan.max_num_batched_tokens,
-            length=plan.max_model_len,
-        )
 
     def _rope(self, rows: int) -> torch.Tensor:
         """Cosines and sines of the first `rows` positions: [rows, head_dim] float32."""

@@ -12,10 +12,11 @@
 
 #include "numbers.h"
 #include "team.h"
+#include "transpose.h"
 
 constexpr int64_t PANEL = 32;  // output rows that are packed together
 
-template <class T> constexpr int64_t DEPTH = 1;  // columns that lie together
+template <class T> constexpr int64_t DEPTH = 1;  // columns that lie together, a word of each row
 template <> inline constexpr int64_t DEPTH<bf16> = 2;
 
 // Elements of a packed panel.
@@ -25,16 +26,23 @@ template <class T> inline int64_t panel_size(int64_t cols) {
 
 // weight [rows, cols] to its panels.
 template <class T> void pack_dense(const T *weight, T *to, int64_t rows, int64_t cols, int64_t threads) {
+    constexpr int64_t WIDE = SQUARE * DEPTH<T>;  // columns of a square
     int64_t panels = (rows + PANEL - 1) / PANEL, size = panel_size<T>(cols);
     auto pack = [&](int64_t first, int64_t last) {
-        for (int64_t p = first; p < last; p++)
-            for (int64_t c = 0; c < (cols + DEPTH<T> - 1) / DEPTH<T>; c++)
+        for (int64_t p = first; p < last; p++) {
+            const T *from = weight + p * PANEL * cols;
+            T *panel = to + p * size;
+            int64_t c = 0, count = std::min(PANEL, rows - p * PANEL);
+            if (count == PANEL)
+                for (; c + WIDE <= cols; c += WIDE)
+                    for (int64_t r = 0; r < PANEL; r += SQUARE)
+                        transpose(from + r * cols + c, cols * sizeof(T), panel + c * PANEL + r * DEPTH<T>, PANEL * 4);
+            for (; c < cols; c += DEPTH<T>)
                 for (int64_t r = 0; r < PANEL; r++)
-                    for (int64_t d = 0; d < DEPTH<T>; d++) {
-                        int64_t row = p * PANEL + r, col = c * DEPTH<T> + d;
-                        to[p * size + (c * PANEL + r) * DEPTH<T> + d] =
-                            row < rows && col < cols ? weight[row * cols + col] : narrow<T>(0);
-                    }
+                    for (int64_t d = 0; d < DEPTH<T>; d++)
+                        panel[c * PANEL + r * DEPTH<T> + d] =
+                            r < count && c + d < cols ? from[r * cols + c + d] : narrow<T>(0);
+        }
     };
     together(threads, rows * cols > SMALL, [&](Team &team) { team.each(panels, pack); });
 }

@@ -1,0 +1,209 @@
+"""The attention kernels' sizes: raced against each other by a clock that is given, kept, and taken up by engines."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from tests.cpu.attention import shaped
+from tests.cpu.fake_worker import plan
+from weft import kernels
+from weft.errors import ConfigError
+from weft.executors import tuning as tuner
+
+pytest.importorskip("triton", reason="needs triton")
+
+from weft.kernels.triton import kept, trials
+from weft.kernels.triton.tuning import (
+    DECODE,
+    DECODE_CANDIDATES,
+    DEFAULT,
+    PREFILL,
+    PREFILL_CANDIDATES,
+    Tuning,
+    Tunings,
+)
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter")
+
+CPU = torch.device("cpu")
+SHAPE = shaped(torch.float16, 16, 4, 2, rows=5, length=40)
+FEW, MANY = DECODE_CANDIDATES[1], DECODE_CANDIDATES[4]
+FOUND = Tunings({1: FEW, 4: MANY}, PREFILL_CANDIDATES[1])
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(trials, "ROWS", (1, 4, 64))
+    monkeypatch.setattr(trials, "COLD_BYTES", 0)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+class Clock:
+    """Everything takes 10 us, but for the decode sizes `fast` by their rows, and the prompts' PREFILL_CANDIDATES[1]."""
+
+    def __init__(self, fast: dict[int, Tuning], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.fast, self.last = fast, (0, DECODE)
+        decode, prefill = trials.decode, trials.prefill
+
+        def decoded(*given: object) -> None:
+            self.last = (given[3], given[-1])  # type: ignore[assignment]
+            decode(*given)  # type: ignore[arg-type]
+
+        def prefilled(*given: object) -> None:
+            self.last = (0, given[-1])  # type: ignore[assignment]
+            prefill(*given)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(trials, "decode", decoded)
+        monkeypatch.setattr(trials, "prefill", prefilled)
+
+    def __call__(self, run: Callable[[], object]) -> float:
+        rows, tuning = self.last
+        return 8e-6 if self.fast.get(rows) == tuning or tuning == PREFILL_CANDIDATES[1] else 1e-5
+
+
+def test_the_fastest_of_each_number_of_rows_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+
+    def tell(what: str, times: trials.Times, obstacles: trials.Obstacles) -> None:
+        told.append(what)
+        assert not obstacles and len(times) == len(DECODE_CANDIDATES if "decode" in what else PREFILL_CANDIDATES)
+
+    found = trials.measured(SHAPE, CPU, Clock({1: FEW, 4: MANY}, monkeypatch), tell)
+    assert found == FOUND
+    assert told == ["decode of 1 rows over 40 tokens", "decode of 4 rows over 40 tokens", *trials.PROMPTS]
+
+
+def test_contexts_are_mixed() -> None:
+    assert trials.mixed(1, 4096) == [1074] and trials.mixed(4, 20) == [20] * 4
+    many = trials.mixed(256, 4096)
+    assert min(many) < 110 and max(many) > 2040 and sum(many) == pytest.approx(256 * 1074, rel=0.01)
+
+
+def test_what_the_card_has_no_room_for_and_what_is_wrong_is_passed_over() -> None:
+    race = trials.decode_race(SHAPE, CPU, [9, 30])
+    names = list(race.entries)
+
+    def hungry(*given: object) -> torch.Tensor:
+        raise RuntimeError("out of resource: shared memory, Required: 262144, Hardware limit: 101376.\nReduce")
+
+    def wrong(*given: torch.Tensor) -> torch.Tensor:
+        return race.entries[names[1]](*given) + torch.eye(2, 64)  # type: ignore[arg-type]
+
+    def empty(*given: object) -> torch.Tensor:
+        return torch.full((2, 64), torch.nan)
+
+    race.entries |= {names[0]: hungry, names[2]: wrong, names[3]: empty}
+    times, obstacles = race.run(lambda run: 1.0)
+    assert obstacles == {
+        names[0]: "out of resource: shared memory, Required: 262144, Hardware limit: 101376.",
+        names[2]: "it gives other numbers",
+        names[3]: "it gives other numbers",
+    }
+    assert [*times] == [name for name in names if name not in obstacles]
+
+
+def test_calls_take_turns_over_places_that_no_cache_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials, "COLD_BYTES", 3 * 2 * 48 * 2 * 16 * 2)  # of 48 tokens in whole blocks
+    race = trials.decode_race(SHAPE, CPU, [40])
+    assert len({it.keys.data_ptr() for _, it, _ in race.given}) == 4
+    race.entries = {DECODE: race.entries[DECODE]}
+    assert race.run(lambda run: 8.0)[0] == {DECODE: 2.0}
+
+
+def test_a_lead_within_the_noise_is_none() -> None:
+    other = DECODE_CANDIDATES[3]
+    assert trials.best([{DECODE: 1.0, other: 0.98}], DECODE) == DECODE
+    assert trials.best([{DECODE: 1.0, other: 0.96}], DECODE) == other
+    assert trials.best([{other: 1.0}], DECODE) == other
+    assert trials.best([{}], DECODE) == DECODE
+    # Over several races each counts the same, and what did not run in all of them is out.
+    assert trials.best([{DECODE: 1.0, other: 0.5}, {DECODE: 10.0, other: 16.0}], DECODE) == other
+    assert trials.best([{DECODE: 1.0, other: 0.5}, {DECODE: 1.0}], DECODE) == DECODE
+
+
+def test_memory_that_is_not_there_leaves_a_size_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    decodes = trials.decodes
+
+    def short(shape: object, device: object, contexts: list[int]) -> object:
+        if len(contexts) == 4:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried\nmore")
+        return decodes(shape, device, contexts)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(trials, "decodes", short)
+    told = {}
+    clock = Clock({1: FEW, 4: MANY}, monkeypatch)
+    found = trials.measured(SHAPE, CPU, clock, lambda what, times, obstacles: told.update({what: obstacles}))
+    assert found.decode == {1: FEW, 4: DECODE}
+    assert told["decode of 4 rows"] == {"all": "CUDA out of memory. Tried"}
+
+
+def test_the_nearest_number_of_rows_counts() -> None:
+    table = Tunings(dict(zip((1, 8, 64, 256), DECODE_CANDIDATES, strict=False)), PREFILL)
+    nearest = [min(n for n, it in table.decode.items() if it == table.of(rows)) for rows in (1, 2, 3, 22, 23, 128, 500)]
+    assert nearest == [1, 1, 8, 8, 64, 64, 256]
+
+
+# --- what is kept ---
+
+
+def test_engines_that_start_there_take_what_was_kept(caplog: pytest.LogCaptureFixture) -> None:
+    assert kept.known(CPU, SHAPE) == DEFAULT
+    path = kept.keep(CPU, SHAPE, FOUND)
+    with caplog.at_level(logging.INFO, "weft"):
+        made = kernels.choose("triton", CPU, SHAPE)
+    assert made._attention.tunings == FOUND and str(path) in caplog.text  # type: ignore[attr-defined]
+    # Of the most that may come they are independent, of heads and dtypes not.
+    assert kept.known(CPU, replace(SHAPE, rows=99, length=9)) == FOUND
+    for other in ({"kv_heads": 4}, {"head_dim": 32}, {"dtype": torch.float32}, {"kept": torch.float8_e4m3fn}):
+        assert kept.known(CPU, replace(SHAPE, **other)) == DEFAULT
+
+
+def test_other_versions_have_notes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept.keep(CPU, SHAPE, FOUND)
+    for name in ("version", "__version__"):
+        with monkeypatch.context() as other:
+            other.setattr(kept, name, (lambda package: "9.9") if name == "version" else "9.9")
+            assert kept.known(CPU, SHAPE) == DEFAULT
+    assert kept.known(CPU, SHAPE) == FOUND
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda text: b"", "damaged"),
+        (lambda text: b"\xff\xfe", "damaged"),
+        (lambda text: text.replace(b'"warps":2', b'"warps":"2"'), "damaged"),
+        (lambda text: text.replace(b'"cpu"', b'"NVIDIA L4 (8, 9)"'), "not about this device"),
+        (lambda text: text.replace(b'"1":', b'"0":'), "not about this device"),
+        (lambda text: text.replace(b'"warps":2', b'"warps":16'), "no longer among the candidates"),
+    ],
+)
+def test_a_note_that_is_broken_or_foreign_is_ignored(
+    spoil: Callable[[bytes], bytes], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = kept.keep(CPU, SHAPE, FOUND)
+    before = path.read_bytes()
+    path.write_bytes(spoil(before))
+    assert path.read_bytes() != before
+    with caplog.at_level(logging.DEBUG, "weft"):
+        assert kept.known(CPU, SHAPE) == DEFAULT
+    assert said in caplog.text and [record.levelname for record in caplog.records] == ["DEBUG"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a card, and a clock")
+def test_where_nothing_can_be_measured_nothing_is_kept(tmp_path: Path) -> None:
+    """The process as it is, without the clock of a card."""
+    short = msgspec.structs.replace(plan(1), max_num_seqs=1, max_model_len=4, attention_backend="triton")
+    races: list[tuner.Raced] = []
+    with pytest.raises(ConfigError, match="the sizes of attention cannot be measured: .*(CUDA|NVIDIA)"):
+        tuner.tune(short, (1,), keep=True, tell=races.append)
+    assert [it.what.partition(", ")[2] for it in races] == ["decode of 1 rows over 4 tokens", *trials.PROMPTS]
+    assert not any(it.seconds for it in races) and not list(tmp_path.rglob("*.json"))
