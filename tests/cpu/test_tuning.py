@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.cpu.attention import shaped
-from tests.cpu.fake_worker import plan
+from tests.cpu.fake_worker import make_plan
 from weft import kernels
 from weft.errors import ConfigError
 from weft.executors import tuning as tuner
@@ -201,9 +201,9 @@ def test_a_note_that_is_broken_or_foreign_is_ignored(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a card, and a clock")
 def test_where_nothing_can_be_measured_nothing_is_kept(tmp_path: Path) -> None:
     """The process as it is, without the clock of a card."""
-    short = msgspec.structs.replace(plan(1), max_num_seqs=1, max_model_len=4, attention_backend="triton")
+    short = msgspec.structs.replace(make_plan(), max_num_seqs=1, max_model_len=4, attention_backend="triton")
     races: list[tuner.Raced] = []
-    with pytest.raises(ConfigError, match="the sizes of attention cannot be measured: .*(CUDA|NVIDIA)"):
+    with pytest.raises(ConfigError, match=r"the sizes of attention cannot be measured: .*(CUDA|NVIDIA)"):
         tuner.tune(short, (1,), keep=True, tell=races.append)
     assert [it.what.partition(", ")[2] for it in races] == ["decode of 1 rows over 4 tokens", *trials.PROMPTS]
     assert not any(it.seconds for it in races) and not list(tmp_path.rglob("*.json"))
