@@ -11,7 +11,7 @@ from weft.weights.quantised import quantise
 
 CPU = torch.device("cpu")
 # Those that kernels tell apart; of what is published, zero points of 4 bits, and rows that are one group.
-KINDS = (*SCHEMES, "INT4_128", "INT4_ROW", "INT8_ROW_SYM")
+KINDS = (*SCHEMES, "INT4_128", "INT8_ROW_SYM")
 
 
 def random(

@@ -170,8 +170,10 @@ def parts(weight: torch.Tensor, recipe: Recipe, generator: torch.Generator) -> d
 
 
 def packed(numbers: torch.Tensor, bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
-    """[n, m] to [n, m * bits / 32] int32: of each number after the other, by `order` where there is one."""
+    """[n, m] to [n, m * bits / 32] int32: of each number after the other, by `order` where there is one. The last
+    integer is filled up with zeros."""
     each = 32 // bits
+    numbers = torch.nn.functional.pad(numbers, (0, -numbers.shape[1] % each))
     out = torch.zeros(numbers.shape[0], numbers.shape[1] // each, dtype=torch.int64)
     for word in range(out.shape[1]):
         for place in range(each):

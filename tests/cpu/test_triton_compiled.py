@@ -27,7 +27,7 @@ KINDS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"
          float: "fp32"}
 
 NAMES = ("_decode", "_join", "_prefill", "_rotate_and_store", "_sum_add_norm", "_survey", "_filter", "_draw",
-         "_multiply", "_add", "_dequantise")
+         "_multiply", "_dequantise")
 
 class Launched:
     def __init__(self, kernel):
@@ -114,7 +114,7 @@ def test_they_compile_and_fit(capability: int, head_dim: int, dtype: str, kept: 
 @pytest.mark.parametrize(("capability", "dtype"), [(90, "bfloat16"), (86, "float16"), (86, "float32")], ids=str)
 def test_products_compile_and_fit(capability: int, dtype: str) -> None:
     shared = compiled(PRODUCTS, str(capability), dtype)
-    assert shared.keys() == {"_multiply", "_add", "_dequantise"}
+    assert shared.keys() == {"_multiply", "_dequantise"}
     assert max(shared.values()) <= SHARED_BYTES, shared
 
 

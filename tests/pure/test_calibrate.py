@@ -23,6 +23,7 @@ from weft.cli import bench_calibrate, main
 from weft.cli.parser import UsageError
 from weft.client.outputs import CompletionOutput, Metrics, RequestOutput
 from weft.errors import ConfigError, WeftError
+from weft.executors.tuning import Raced, Tuned
 from weft.facts import calibration, config_json, fields, host, speeds
 from weft.facts.calibration import Calibration, Measured
 from weft.facts.cluster import Cluster, Node, parse_gpus
@@ -30,6 +31,7 @@ from weft.facts.cpu import Cpu, CpuSpeed
 from weft.facts.gpus import GpuSpec, find_gpu
 from weft.facts.host import Host
 from weft.facts.machine import this_machine
+from weft.facts.place import Span
 from weft.facts.precision import weight_bytes
 from weft.facts.schemes import MADE
 from weft.facts.shape import ModelShape
@@ -325,7 +327,10 @@ def test_quantised_weights_have_rates_of_their_own() -> None:
     assert quantised.byte_s == pytest.approx(whole.byte_s / 0.7)
     assert quantised.flop_s == pytest.approx(whole.flop_s / 0.8)
     assert other.byte_s == whole.byte_s  # never measured
-    assert found.provenance()["weights q4_1 q4_1+q8_0 q4_k_s q4_k_m"] == "0.7: measured here on 2026-11-20 by weft bench calibrate"
+    assert (
+        found.provenance()["weights q4_1 q4_1+q8_0 q4_k_s q4_k_m"]
+        == "0.7: measured here on 2026-11-20 by weft bench calibrate"
+    )
     # Of a model in 16 bits nothing changes.
     assert quantised.wide_byte_s == whole.byte_s
 
@@ -404,6 +409,43 @@ def test_the_command_prints_keeps_and_doubts(
     assert calibration.known(speeds.calibrated_machine(HOST)) == (made(error=0.02),)
     assert main.main(["bench", "calibrate", "--save"]) == 0
     assert calibration.known(speeds.calibrated_machine(HOST)) == (made(error=0.6),)
+
+
+def test_attention_is_tuned_for_a_model_s_heads_and_their_even_cuts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    plan: Any = FakeLLM().plan  # 9 query and 3 KV heads
+    wide = msgspec.structs.replace(plan, places=(msgspec.structs.replace(plan.places[0], kv_heads=Span(0, 4)),))
+    asked: list[tuple[tuple[int, ...], bool]] = []
+
+    def tune(plan: object, ranks: tuple[int, ...], *, keep: bool, tell: Any) -> list[Tuned]:
+        asked.append((ranks, keep))
+        tell(Raced("decode of 8 rows", {"slow": 2e-5, "fast": 1e-5}, {"large": "out of resource: shared memory"}))
+        return [Tuned(q_heads=9, kv_heads=3, decode={1: "tile 64", 8: "fast"}, prefill="tile 128", path="/c/t.json")]
+
+    monkeypatch.setattr(bench_calibrate, "tune", tune)
+    found = bench_calibrate.attention(plan, 2, keep=False)
+    for gpus in (1, 2, 5, 8):
+        bench_calibrate.attention(wide, gpus, keep=True)
+    ways = [((1,), False), ((1,), True), ((1, 2), True), ((1, 2, 4), True), ((1, 2, 4), True)]
+    assert asked == ways
+    told = capsys.readouterr().err.splitlines()[:4]
+    assert [line.split() for line in told[1:3]] == [["10.0", "us", "fast"], ["20.0", "us", "slow"]]
+    assert told[3].strip() == "passed over: large: out of resource: shared memory"
+    fitted = fit.fit(cpu(), points(cpu(), TRUE))
+    whole = bench_calibrate.Found(made(), points(cpu(), TRUE), fitted, found)
+    lines = bench_calibrate.report(whole)
+    assert lines[-5:-3] == ["attention of 9 query and 3 KV heads, the fastest sizes:", "1 row     tile 64"]
+    assert lines[-2:] == ["prompts  tile 128", "kept in /c/t.json: engines use them from now on"]
+    told_json = json.loads(json.dumps(bench_calibrate.as_json(whole)))
+    assert told_json["attention"][0]["decode"] == {"1": "tile 64", "8": "fast"}
+
+    def broken(*_: object, **__: object) -> list[Tuned]:
+        raise ConfigError("the sizes of attention cannot be measured: it is hot")
+
+    monkeypatch.setattr(bench_calibrate, "tune", broken)
+    assert bench_calibrate.attention(plan, 1, keep=True) == []
+    assert "it is hot; engines use those that were chosen by reading" in caplog.text
 
 
 def test_one_of_each_kind_of_device(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from weft.errors import ModelError
@@ -261,7 +262,7 @@ def test_the_language_model_inside_of_another(outer: str) -> None:
 def test_precision_of_quantised_checkpoints(method: dict[str, Any], expected: str | None) -> None:
     config = LLAMA | {"quantization_config": method}
     assert config_json.precision(Fields(config, "config.json")) == expected
-    assert planned(config) == planned(LLAMA)
+    assert msgspec.structs.replace(planned(config), published=None) == planned(LLAMA)
 
 
 def test_precisions_that_nobody_knows_the_bytes_of() -> None:

@@ -87,6 +87,13 @@ def test_expert_parallelism_is_forced() -> None:
     assert [rank["experts"] for rank in shared["ranks"]] == [32] * 4
 
 
+def test_llama_cpp_has_no_replicas_that_share_experts() -> None:
+    _, told = weft_json("plan", "Mixtral-8x7B", "--gpus", "2xRTX3090", "--precision", "q4_k_m", "--engine", "llama.cpp")
+    assert {it["expert_parallel"] for it in told["candidates"]} == {1}
+    shared = next(it for it in told["rejected"] if it["layout"]["name"].startswith("DP 2 x EP 2"))
+    assert shared["reason"] == "llama.cpp puts whole layers on GPUs; 2 replicas cannot share one"
+
+
 def test_uneven_splits() -> None:
     words = "Qwen2.5-32B-Instruct --gpus 1xRTXA6000+1xRTX4090"
     stages = plan(f"{words} --pipeline-parallel-size 2 --tensor-parallel-size 1")[1]["best"]["ranks"]
@@ -240,9 +247,9 @@ def test_gpt_oss_is_told_of_its_own_checkpoint() -> None:
 
 def test_advice_says_what_weft_does_not_run() -> None:
     lines = plan("Llama-3.1-70B --gpus 1xH100")[1]["advice"]
+    assert lines[0].startswith("an FP8 checkpoint fits") and lines[0].endswith("; Weft does not run it yet")
     (quantised,) = [line for line in lines if "int4" in line]
-    # A GGUF file helps no more: on GPUs Weft holds it in 16 bits.
-    assert quantised.endswith("; Weft does not run it yet") and "GGUF" not in str(lines)
+    assert "not run" not in quantised
     for line in plan("Llama-3.1-70B --gpus 1xH100 --engine vllm")[1]["advice"]:
         assert "GGUF" not in line and "not run" not in line
 
@@ -251,7 +258,7 @@ def test_advice_says_what_weft_does_not_run() -> None:
     ("words", "told"),
     [
         ("Qwen2.5-72B --gpus 2xRTX4090 --precision int4 --engine vllm", "is padded to 29,696"),
-        ("Qwen2.5-72B --gpus 2xRTX4090 --precision int4 --engine weft", None),
+        ("Qwen2.5-72B --gpus 2xRTX4090 --precision int4 --engine weft", "weft serve is to be given such a checkpoint"),
         ("Qwen2.5-72B --gpus 4xH100 --precision bf16 --engine vllm -tp 2", None),
         ("Llama-3.1-70B --gpus 2xRTX4090 --precision int4 --engine vllm", None),
         ("Qwen3-30B-A3B --gpus 4xRTX4090 --precision int4 --engine vllm -tp 4", "768 of the experts over 4 ranks"),

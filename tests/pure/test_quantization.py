@@ -218,7 +218,11 @@ def test_a_search_over_gpus_counts_what_will_be_held(monkeypatch: pytest.MonkeyP
 
 def test_what_cannot_be() -> None:
     for flags, words in (
-        ({"quantization": "awq"}, "quantization is 'awq'; it must be one of auto, none, int8, int4, q4_0, q4_1, q8_0"),
+        (
+            {"quantization": "fp8"},
+            "quantization is 'fp8'; it must be one of auto, none, int8, int4, q4_0, q4_1, q8_0, gptq, awq, compressed",
+        ),
+        ({"quantization": "awq_marlin"}, "is awq_marlin, and the checkpoint was quantised with none of these; leave"),
         (
             {"quantization": "int4", "gpus": 1, "attention_backend": "torch"},
             "int4, for which --attention-backend torch",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import inf
+from math import inf, sqrt
 from pathlib import Path
 from random import Random
 from statistics import fmean, pstdev
@@ -19,7 +19,8 @@ from tests.pure.simulations import load, spec, told
 from weft.errors import ConfigError
 from weft.simulate.ask import Ask
 from weft.simulate.find import find_rate, find_replicas
-from weft.simulate.lengths import Even, Fixed, LogNormal, parse_lengths
+from weft.simulate.lengths import Even, Fixed, Lengths, LogNormal, parse_lengths
+from weft.simulate.load import Drawn, Load
 from weft.simulate.objective import Objective, Target, duration, parse_objective, percentile
 from weft.simulate.report import spread
 from weft.simulate.tally import Tally
@@ -50,6 +51,26 @@ def test_lengths_have_the_mean_that_they_say(lengths: Any) -> None:
     assert min(drawn) >= 1
     if isinstance(lengths, LogNormal):
         assert pstdev(drawn) == pytest.approx(lengths.deviation, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "most"),
+    [(Fixed(40), 100), (Even(10, 90), 100), (LogNormal(500, 300), 10**6), (LogNormal(500, 900), 700)],
+    ids=str,
+)
+def test_moments_are_those_of_what_is_drawn(lengths: Lengths, most: int) -> None:
+    random = Random(1)
+    drawn = [min(lengths.draw(random), most) for _ in range(50_000)]
+    want = fmean(drawn), fmean(it * it for it in drawn)
+    assert lengths.moments(most) == pytest.approx(want, rel=0.02)
+
+
+def test_how_far_answers_differ_is_known_of_a_trace_too() -> None:
+    drawn = Drawn(input_len=Fixed(10), output_len=Even(1, 3), most=100)
+    assert drawn.spread == pytest.approx(sqrt(2 / 3) / 2)
+    rows = tuple(Row(at, Ask(5, answer)) for at, answer in enumerate((1, 2, 3)))
+    for it in (Load(drawn=drawn, trace=rows), msgspec.structs.replace(drawn, rows=rows)):
+        assert it.spread == pytest.approx(sqrt(2 / 3) / 2) and it.mean == (5, 2)
 
 
 # Traces

@@ -218,7 +218,7 @@ def report(found: Found) -> list[str]:
         lines.append(f"{number(figure.value / unit):>9} {words}{f', {precision}' if precision else ''}")
     for it in found.tuned:
         lines += ["", f"attention of {it.q_heads} query and {it.kv_heads} KV heads, the fastest sizes:"]
-        sizes = [[f"{rows} rows", size] for rows, size in it.decode.items()]
+        sizes = [[f"{rows} row{'s' * (rows > 1)}", size] for rows, size in it.decode.items()]
         lines += aligned(["", ""], [*sizes, ["prompts", it.prefill]])[1:]
         lines += [f"kept in {it.path}: engines use them from now on"] * bool(it.path)
         lines += [f"they cannot be kept: {it.lost}"] * bool(it.lost)

@@ -123,13 +123,14 @@ def longest_drawn(input_len: Lengths, output_len: Lengths) -> int | None:
 
 
 def questioned(arguments: Namespace, model: Model, load: Load, longest: int | None) -> Question:
-    """What weft plan would be asked: the load's mean request, and room for its longest one."""
+    """What weft plan would be asked, and how far answers differ: the load's mean request, and room for its longest."""
     input_len, output_len = (max(1, round(mean)) for mean in load.mean)
     asked = Namespace(**{**vars(arguments), "input_len": input_len, "output_len": output_len})
     asked.__dict__.pop("concurrency", None)
     question = ask(asked, model)
-    workload = msgspec.structs.replace(question.workload, max_model_len=question.workload.max_model_len or longest)
-    return msgspec.structs.replace(question, workload=workload)
+    work = question.workload
+    work = msgspec.structs.replace(work, max_model_len=work.max_model_len or longest, output_spread=load.spread)
+    return msgspec.structs.replace(question, workload=work)
 
 
 def studied(said: dict[str, Any], question: Question, best: Candidate, load: Load) -> Study:

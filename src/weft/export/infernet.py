@@ -18,6 +18,12 @@ from weft.export.words import Remarks, comment
 MERGE = """\
 config="${XDG_CONFIG_HOME:-$HOME/.config}/infernet/config.json"
 merged=$(jq -s '.[0] * .[1]' "$config" infernet-engine.json) && printf '%s\\n' "$merged" >"$config\""""
+# How to go on.
+USE = (
+    "start the server first: the node takes it only where GET /v1/models answers within 500 ms",
+    f"merge the engine into the node's own file, which holds its keys and stays private:\n{MERGE}",
+    "start the node with the variables of infernet.env",
+)
 BACKEND = "vllm"  # the node's word for any server with OpenAI's API
 # What systemd, Docker and a shell that reads the file itself take alike.
 PLAIN = re.compile(r"[\w./:@+,=-]+")
@@ -31,7 +37,7 @@ def write(it: Deployment) -> list[File]:
             f"{it.names[0]!r} cannot stand in the node's environment: those who read it agree on letters, figures and "
             "./:@+,=- only; --served-model-name gives another name"
         )
-    remarks = Remarks(left_out(it), [*it.checkpoint.placeholders, KEY], use(it))
+    remarks = Remarks(left_out(it), [*it.checkpoint.placeholders, KEY], USE)
     variables = {
         "INFERNET_ENGINE_BACKEND": BACKEND,
         "INFERNET_ENGINE_MODEL": it.names[0],
@@ -74,15 +80,6 @@ def left_out(it: Deployment) -> list[str]:
     if len(it.nodes) > 1 or shares_experts(it.candidate.layout):
         found.append("the address: the node is taken to run beside the first server")
     return found
-
-
-def use(it: Deployment) -> list[str]:
-    """How to go on."""
-    return [
-        "start the server first: the node takes it only where GET /v1/models answers within 500 ms",
-        f"merge the engine into the node's own file, which holds its keys and stays private:\n{MERGE}",
-        "start the node with the variables of infernet.env",
-    ]
 
 
 def warnings(config: NodeConfig, model: str, memory: Sequence[tuple[str, int]]) -> list[str]:

@@ -131,8 +131,9 @@ def _packed(index: Mapping[str, TensorInfo], layer: str, values: TensorInfo, pub
     symmetric = published.symmetric if not by_row else zeros is None
     bits = published.bits
     if zeros is not None and len(zeros.dims) == 2:
-        # A layer may have other bits than the rest ("dynamic").
-        bits = zeros.dims[0 if by_row else 1] * WORD // max(1, rows)
+        words = zeros.dims[0 if by_row else 1]
+        if words != -(-rows * bits // WORD):
+            bits = words * WORD // max(1, rows)  # a layer of its own ("dynamic")
     if bits not in (4, 8):
         raise _wrong(values, layer, f"has numbers of {bits} bits; Weft reads 4 and 8")
     each = WORD // bits

@@ -10,7 +10,11 @@ from weft.facts.cluster import MOST_BPS, network_bytes
 
 MOST_BYTES = 1e15  # of memory
 LONG = 60  # characters of what is wrong that are told
-UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+UNITS = {"b": 1}
+UNITS |= {unit: 10 ** (3 * power) for power, unit in enumerate(("kb", "mb", "gb", "tb"), start=1)}
+UNITS |= {unit: 1 << (10 * power) for power, unit in enumerate(("kib", "mib", "gib", "tib"), start=1)}
+
+_SIZE = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[a-z]*)\s*", re.IGNORECASE)
 
 
 class Bytes(int):
@@ -44,13 +48,21 @@ def read(kind: type, told: Any) -> Bytes | Rate | Capability:
             raise ValueError(
                 f"{said} is no speed above 0 with its unit, as in 936GB/s or 400Gb, of {most} at most"
             ) from None
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)B\s*", str(told), re.IGNORECASE)
-    size = float(match[1]) * UNITS.get(match[2].lower(), 0) if match else 0.0
-    if not 1 <= size <= MOST_BYTES:
+    size = nbytes(told)
+    if size is None or not 1 <= size <= MOST_BYTES or re.fullmatch(r"[\d.\s]*", str(told)):
         raise ValueError(
             f"{said} is no size above 0 with its unit, as in 24GB or 22.5GiB, of {MOST_BYTES / 1e12:.0f}TB at most"
         )
     return Bytes(size)
+
+
+def nbytes(told: object) -> int | None:
+    """Bytes of 40GB (10^9), 40GiB (2^30), 22.5 MB, or a number; a unit is of bytes whatever its case. None for what is
+    no size."""
+    match = None if isinstance(told, bool) else _SIZE.fullmatch(str(told))
+    if match is None or (unit := UNITS.get((match["unit"] or "b").lower())) is None:
+        return None
+    return int(float(match["number"]) * unit) if "." in match["number"] else int(match["number"]) * unit
 
 
 def write(quantity: Any) -> str | float:

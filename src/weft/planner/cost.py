@@ -88,16 +88,22 @@ def _limits(memory: Footprint, profile: Profile, workload: Workload) -> list[tup
     what is to be read of prompts in the meantime for as many to stay under way."""
     stages = memory.layout.pipeline_parallel
     steps = stages if profile.pipelined.value else 1
-    context = workload.input_len + SEEN * workload.output_len
     known: dict[int, tuple[float, Limit]] = {}
     for replica in memory.replicas:
         if id(replica) not in known:
             most = min(profile.batch(rank.memory_bytes)[1] for rank in replica.ranks)
             told = steps * replica.batched_tokens / (1 + workload.input_len / workload.output_len)
             found: list[tuple[float, Limit]] = [
-                (max(1.0, replica.kv_tokens / context), "kv_cache"),
+                (_held(replica.kv_tokens, workload), "kv_cache"),
                 (most * (stages if profile.max_num_seqs_by_stage.value else 1), "max_num_seqs"),
                 (max(1.0, told), "max_num_batched_tokens"),
             ]
             known[id(replica)] = min(found, key=lambda it: it[0])
     return [known[id(replica)] for replica in memory.replicas]
+
+
+def _held(kv_tokens: int, workload: Workload) -> float:
+    """How many requests a KV cache has room for, with others always waiting. Of few it counts that they are whole: they
+    run evenly behind each other, and the first is at its end when the others have half of their answers on average."""
+    usual, half = workload.context(SEEN), workload.context(0.5)
+    return max(1.0, min(kv_tokens / usual, (kv_tokens - (half - workload.input_len)) / half))

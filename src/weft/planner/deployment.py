@@ -17,20 +17,27 @@ LENGTH = 1024  # tokens of a prompt, and of an answer, where nobody says
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked of a deployment. Lengths are tokens; `concurrency` counts the requests that run at once in
-    the whole deployment, None for as many as its KV cache and its engine hold (saturated).
+    """What is asked of a deployment. Lengths are tokens, the means of all requests; `output_spread` is the standard
+    deviation of answers' lengths over their mean, 0 where all are equally long. `concurrency` counts the requests that
+    run at once in the whole deployment, None for as many as its KV cache and its engine hold (saturated).
 
     `max_model_len` is the longest request that must fit, by default input and output together.
     """
 
     input_len: int = 1024
     output_len: int = 1024
+    output_spread: float = 0.0
     concurrency: int | None = None
     max_model_len: int | None = None
 
     @property
     def longest(self) -> int:
         return self.max_model_len or self.input_len + self.output_len
+
+    def context(self, share: float) -> float:
+        """Tokens of a request that runs, with `share` of its answer. A long answer is met among those that run more
+        often than a short one: their mean length is E[L^2] / E[L] (length-biased sampling, of renewal theory)."""
+        return self.input_len + share * self.output_len * (1 + self.output_spread**2)
 
 
 def lengths(input_len: int | None, output_len: int | None, most: int) -> tuple[int, int]:

@@ -13,13 +13,10 @@ import msgspec
 
 from weft.errors import ConfigError
 from weft.facts.cluster import Cluster
+from weft.facts.quantities import nbytes
 
-UNITS = {"": 1, "b": 1}
-UNITS |= {unit: 10 ** (3 * power) for power, unit in enumerate(("kb", "mb", "gb", "tb"), start=1)}
-UNITS |= {unit: 1 << (10 * power) for power, unit in enumerate(("kib", "mib", "gib", "tib"), start=1)}
 LEAST = 1 << 20  # bytes; what is smaller, and not 0, lacks its unit
 
-_SIZE = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[a-z]*)\s*", re.IGNORECASE)
 _GPU = re.compile(r"(?:cuda:)?(\d+)")
 
 
@@ -31,15 +28,13 @@ class Caps(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def size(said: object, device: str) -> int:
-    """Bytes of 40GB (10^9), 40GiB (2^30), 512MB, or a number. Raises ConfigError."""
-    match = _SIZE.fullmatch(str(said))
-    unit = UNITS.get(match["unit"].lower()) if match else None
-    if match is None or unit is None or isinstance(said, bool):
+    """Bytes, as `facts.quantities` reads them. Raises ConfigError for what is no size, or has lost its unit."""
+    found = nbytes(said)
+    if found is None:
         raise ConfigError(f"--max-memory {device}={said} is no size; write it as 40GB or 40GiB")
-    nbytes = int(float(match["number"]) * unit) if "." in match["number"] else int(match["number"]) * unit
-    if 0 < nbytes < LEAST:
-        raise ConfigError(f"--max-memory {device}={said} is {nbytes} bytes; write it as 40GB or 40GiB, or 0 for none")
-    return nbytes
+    if 0 < found < LEAST:
+        raise ConfigError(f"--max-memory {device}={said} is {found} bytes; write it as 40GB or 40GiB, or 0 for none")
+    return found
 
 
 def read(said: Mapping[int | str, int | str]) -> Caps:

@@ -65,8 +65,9 @@ def _format(question: Question, draft: Draft) -> str | None:
 
 def _heads(question: Question, draft: Draft) -> str | None:
     ranks, shape, engine = draft.cut.tensor_parallel, question.shape, question.engine
-    if ranks > 1 and engine in LAYERS_ONLY:
-        return f"{engine} puts whole layers on GPUs; {ranks} ranks cannot share one"
+    if engine in LAYERS_ONLY and (ranks > 1 or draft.cut.expert_parallel > 1):
+        those = f"{ranks} ranks" if ranks > 1 else f"{draft.cut.data_parallel} replicas"
+        return f"{engine} puts whole layers on GPUs; {those} cannot share one"
     if len(set(question.wish.tensor_split or ())) > 1 and engine in EVEN:
         return f"{engine} cuts evenly; --tensor-split is for weft"
     if engine not in EVEN or ranks == 1:

@@ -136,7 +136,7 @@ class Replica:
 
     def _rounds(self, batch: float, workload: Workload) -> tuple[Seconds, Seconds]:
         """A round as long as one group takes through all stages, and as the slowest stage takes for all groups."""
-        context = workload.input_len + workload.output_len / 2
+        context = workload.context(0.5)
         if (batch, context) in self._timed:
             return self._timed[batch, context]
         groups = self._groups(batch)

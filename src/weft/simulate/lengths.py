@@ -1,8 +1,9 @@
-"""Lengths: how many tokens prompts and answers have."""
+"""Lengths: how many tokens prompts and answers have. `moments` are the mean and the mean square of what is drawn, where
+lengths above `most` are cut to it."""
 
 from __future__ import annotations
 
-from math import exp, log, sqrt
+from math import erfc, exp, log, sqrt
 from random import Random
 
 import msgspec
@@ -25,6 +26,9 @@ class Fixed(msgspec.Struct, frozen=True):
     def longest(self) -> int | None:
         return self.tokens
 
+    def moments(self, most: int) -> tuple[float, float]:
+        return self.tokens, self.tokens**2
+
     def draw(self, random: Random) -> int:
         return self.tokens
 
@@ -43,6 +47,10 @@ class Even(msgspec.Struct, frozen=True):
     def longest(self) -> int | None:
         return self.high
 
+    def moments(self, most: int) -> tuple[float, float]:
+        count = self.high - self.low + 1
+        return self.mean, self.mean**2 + (count**2 - 1) / 12
+
     def draw(self, random: Random) -> int:
         return random.randint(self.low, self.high)
 
@@ -58,9 +66,30 @@ class LogNormal(msgspec.Struct, frozen=True):
         """None: there is no end."""
         return None
 
+    def moments(self, most: int) -> tuple[float, float]:
+        """The partial moments of a log-normal distribution, and what is cut counts as `most`."""
+        mu, sigma = self._logarithm
+        if not sigma:
+            return min(self.mean, most), min(self.mean, most) ** 2
+        at = (log(most) - mu) / sigma
+        first, second = (
+            exp(n * mu + (n * sigma) ** 2 / 2) * _normal(at - n * sigma) + most**n * _normal(-at) for n in (1, 2)
+        )
+        return first, second
+
     def draw(self, random: Random) -> int:
+        return max(1, round(exp(random.gauss(*self._logarithm))))
+
+    @property
+    def _logarithm(self) -> tuple[float, float]:
+        """Mean and standard deviation of the logarithm, which is normal."""
         variance = log(1 + (self.deviation / self.mean) ** 2)
-        return max(1, round(exp(random.gauss(log(self.mean) - variance / 2, sqrt(variance)))))
+        return log(self.mean) - variance / 2, sqrt(variance)
+
+
+def _normal(at: float) -> float:
+    """How much of a normal distribution lies below."""
+    return erfc(-at / sqrt(2)) / 2
 
 
 Lengths = Fixed | Even | LogNormal

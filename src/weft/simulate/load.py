@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
-from math import inf
+from math import inf, sqrt
 from random import Random
-from statistics import fmean
+from statistics import fmean, pstdev
 from typing import Protocol
 
 import msgspec
@@ -51,8 +51,22 @@ class Drawn(msgspec.Struct, frozen=True, kw_only=True):
     def mean(self) -> tuple[float, float]:
         """Tokens of a prompt and of an answer."""
         if self.rows:
-            return fmean(row.ask.input_len for row in self.rows), fmean(row.ask.output_len for row in self.rows)
-        return self.input_len.mean, self.output_len.mean
+            return means(self.rows)
+        input_len, _ = self.input_len.moments(self.most - 1)
+        return input_len, self.output_len.moments(self._left)[0]
+
+    @property
+    def spread(self) -> float:
+        """Of answers, the standard deviation of their lengths over the mean."""
+        if self.rows:
+            return spread(self.rows)
+        mean, square = self.output_len.moments(self._left)
+        return sqrt(max(0.0, square / mean**2 - 1))
+
+    @property
+    def _left(self) -> int:
+        """What a usual prompt leaves to its answer."""
+        return max(1, self.most - round(self.input_len.moments(self.most - 1)[0]))
 
 
 class Drawing:
@@ -96,9 +110,12 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def mean(self) -> tuple[float, float]:
         """Tokens of a prompt and of an answer."""
-        if self.trace:
-            return fmean(row.ask.input_len for row in self.trace), fmean(row.ask.output_len for row in self.trace)
-        return self.drawn.mean
+        return means(self.trace) if self.trace else self.drawn.mean
+
+    @property
+    def spread(self) -> float:
+        """Of answers, the standard deviation of their lengths over the mean."""
+        return spread(self.trace) if self.trace else self.drawn.spread
 
     @property
     def shares(self) -> bool:
@@ -193,6 +210,17 @@ class Closed:
 
     def _turn(self) -> None:
         self.next_s = self._times[0] if self._times else inf
+
+
+def means(rows: Sequence[Row]) -> tuple[float, float]:
+    """Tokens of a prompt and of an answer."""
+    return fmean(row.ask.input_len for row in rows), fmean(row.ask.output_len for row in rows)
+
+
+def spread(rows: Sequence[Row]) -> float:
+    """As `Load.spread`."""
+    lengths = [row.ask.output_len for row in rows]
+    return pstdev(lengths) / fmean(lengths)
 
 
 def trace_rate(rows: Sequence[Row]) -> float:

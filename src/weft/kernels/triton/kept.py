@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
 import torch
+import triton
 
 from weft import __version__
 from weft.facts.cache import cache_path, write
@@ -60,7 +60,7 @@ def measured_of(device: torch.device, shape: AttentionShape) -> list[str]:
     if device.type == "cuda":
         card = f"{torch.cuda.get_device_name(device)} {torch.cuda.get_device_capability(device)}"
     heads = (shape.q_heads, shape.kv_heads, shape.head_dim, shape.dtype, shape.kept)
-    return [card, *map(str, heads), torch.__version__, version("triton"), __version__]
+    return [card, *map(str, heads), str(torch.__version__), triton.__version__, __version__]
 
 
 def path(of: list[str]) -> Path:

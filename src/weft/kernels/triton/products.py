@@ -1,8 +1,8 @@
 """Products with quantised weights, which are read as they lie and dequantised in registers.
 
 A program takes some rows of W and some of x, and a part of the columns where there would be fewer programs than the
-device has room for; the parts are added by a second kernel, always in the same order. For many rows of x, W is
-dequantised once, some rows at a time, for the library's own product.
+device has room for; the last one to be through with its part adds all of them, always in the same order. For many rows
+of x, W is dequantised once, some rows at a time, for the library's own product.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SUMS_SHARE = 0.5  # of W's bytes that sums of parts may cost, written and read, 
 # (165, 1.0). Not yet measured.
 MANY = 257
 SCRATCH_BYTES = 64 << 20  # of W, dequantised at once
-BLOCK = 1024  # sums that a program of the second kernel makes
+AT_ONCE = tl.constexpr(4)  # parts that are on their way to who adds them
 TABLE_ROWS, TABLE_UNITS = 4, 16  # that a program dequantises to memory
 
 
@@ -96,11 +96,11 @@ def _weights(
 
 @triton.jit(do_not_specialize=["tokens", "lacking", "share"])
 def _multiply(
-    x, words, scales, lowest, bias, out, tokens, rows, units, groups, lacking, share, BITS: tl.constexpr,
-    GROUP: tl.constexpr, LOWEST: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr,
-    TOKENS: tl.constexpr,
+    x, words, scales, lowest, bias, out, sums, through, tokens, rows, units, groups, lacking, share,
+    BITS: tl.constexpr, GROUP: tl.constexpr, LOWEST: tl.constexpr, BIAS: tl.constexpr, SPLIT: tl.constexpr,
+    ROWS: tl.constexpr, UNITS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    row, part = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(2)
+    row, part, parts = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(2), tl.num_programs(2)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     mine, asked = row < rows, token < tokens
     total = tl.zeros([ROWS, TOKENS], tl.float32)
@@ -117,22 +117,25 @@ def _multiply(
             ROWS, UNITS, x.dtype.element_ty,
         )  # fmt: skip
         total = tl.dot(weight, value, total, input_precision="ieee")
-    if BIAS:
-        total += tl.load(bias + row, mine, other=0.0).to(tl.float32)[:, None]
-    place = (part.to(tl.int64) * tokens + token)[None, :] * rows + row[:, None]
-    tl.store(out + place, total.to(out.dtype.element_ty), mine[:, None] & asked[None, :])
-
-
-@triton.jit(do_not_specialize=["count", "parts"])
-def _add(sums, bias, out, count, rows, parts, BIAS: tl.constexpr, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
-    total = tl.zeros([BLOCK], tl.float32)
-    for part in range(parts):
-        total += tl.load(sums + part * count + at, inside, other=0.0)
-    if BIAS:
-        total += tl.load(bias + at % rows, inside, other=0.0).to(tl.float32)
-    tl.store(out + at, total.to(out.dtype.element_ty), inside)
+    place, inside = token.to(tl.int64)[None, :] * rows + row[:, None], mine[:, None] & asked[None, :]
+    last = True
+    if SPLIT:
+        count = tokens.to(tl.int64) * rows
+        tl.store(sums + part * count + place, total, inside)
+        # All threads have written before one of them says so.
+        tl.debug_barrier()
+        said = through + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        last = tl.atomic_add(said, 1, sem="acq_rel") == parts - 1
+        if last:
+            tl.store(said, 0)  # for the next product
+            total = tl.zeros([ROWS, TOKENS], tl.float32)
+            for each in tl.range(0, parts, loop_unroll_factor=AT_ONCE):
+                # Past the first cache, which knows nothing of other multiprocessors.
+                total += tl.load(sums + each * count + place, inside, other=0.0, cache_modifier=".cg")
+    if last:
+        if BIAS:
+            total += tl.load(bias + row, mine, other=0.0).to(tl.float32)[:, None]
+        tl.store(out + place, total.to(out.dtype.element_ty), inside)
 
 
 @triton.jit(do_not_specialize=["count", "begin", "lacking"])
@@ -159,7 +162,8 @@ class QuantisedMatrix:
 
     `words` are W's numbers, [rows, cols * bits / 32] int32, those of 4 bits in the order of their columns (`in_order`),
     so that they come out of a word as x has them. `scales` and `lowest` are as in `Quantised`, but for zero points: two
-    of them are an int16. `lowest` is anything where there is none. The first group lacks `lacking` units.
+    of them are an int16. `lowest` is anything where there is none. The first group lacks `lacking` units. `through` is
+    int32 zeros, one for each of the most tiles of a product: how many programs are through with their parts of it.
     """
 
     words: torch.Tensor
@@ -169,6 +173,7 @@ class QuantisedMatrix:
     lacking: int
     dtype: torch.dtype
     bias: torch.Tensor | None
+    through: torch.Tensor
     processors: int
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -198,14 +203,15 @@ class QuantisedMatrix:
         taken_rows, taken_units, warps = TILES[taken]
         grid, parts = (triton.cdiv(rows, taken_rows), triton.cdiv(tokens, taken)), triton.cdiv(units, share)
         sums = out if parts == 1 else x.new_empty((parts, tokens, rows), dtype=torch.float32)
-        bias = out if self.bias is None else self.bias
         _multiply[(*grid, parts)](
             x,
             self.words,
             self.scales,
             self.lowest,
-            bias,
+            out if self.bias is None else self.bias,
+            out,
             sums,
+            self.through,
             tokens,
             rows,
             units,
@@ -213,16 +219,13 @@ class QuantisedMatrix:
             self.lacking,
             share,
             **self._constants,
-            BIAS=parts == 1 and self.bias is not None,
+            BIAS=self.bias is not None,
+            SPLIT=parts > 1,
             ROWS=taken_rows,
             UNITS=taken_units,
             TOKENS=taken,
             num_warps=warps,
         )
-        if parts > 1:
-            _add[(triton.cdiv(out.numel(), BLOCK),)](
-                sums, bias, out, out.numel(), rows, parts, BIAS=self.bias is not None, BLOCK=BLOCK
-            )
         return out
 
     def launches(self, most: int) -> list[Launch]:
@@ -298,6 +301,8 @@ def quantised(weight: Quantised, bias: torch.Tensor | None, processors: int) -> 
         flat = lowest.flatten()
         lowest = F.pad(flat, (0, len(flat) % 2)).view(torch.int16)
     values = in_order(weight.values) if weight.scheme.bits == 4 else weight.values
+    tiles = triton.cdiv(len(values), min(rows for rows, _, _ in TILES.values()))
+    tiles *= triton.cdiv(MANY, MOST[weight.dtype.itemsize])
     return QuantisedMatrix(
         words=values.view(torch.int32),
         scales=weight.scales,
@@ -306,6 +311,7 @@ def quantised(weight: Quantised, bias: torch.Tensor | None, processors: int) -> 
         lacking=weight.lacking // UNIT,
         dtype=weight.dtype,
         bias=bias,
+        through=torch.zeros(tiles, dtype=torch.int32, device=values.device),
         processors=processors,
     )
 

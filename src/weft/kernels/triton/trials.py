@@ -80,7 +80,7 @@ def decode_race(shape: AttentionShape, device: torch.device, contexts: list[int]
         return out
 
     least, most = min(contexts), max(contexts)
-    what = f"decode of {len(contexts)} rows over {least:,}" + (f" to {most:,} tokens" if most > least else " tokens")
+    what = f"{step(len(contexts))} over {least:,}" + (f" to {most:,} tokens" if most > least else " tokens")
     return Race(what, [(q, it, batch) for it in caches], {it: partial(attend, it) for it in DECODE_CANDIDATES})
 
 
@@ -95,6 +95,10 @@ def prefill_race(shape: AttentionShape, device: torch.device, what: str) -> Race
 
     given = prompts(shape, device, counts, contexts)
     return Race(what, [given], {it: partial(attend, it) for it in PREFILL_CANDIDATES})
+
+
+def step(rows: int) -> str:
+    return f"decode of {rows} row{'s' * (rows > 1)}"
 
 
 def mixed(rows: int, longest: int) -> list[int]:
@@ -126,8 +130,8 @@ def measured(
 
     found = {}
     for rows in [rows for rows in ROWS if rows <= shape.rows]:
-        step = partial(decode_race, shape, device, mixed(rows, shape.length))
-        found[rows] = best([held(f"decode of {rows} rows", step)], DECODE)
+        race = partial(decode_race, shape, device, mixed(rows, shape.length))
+        found[rows] = best([held(step(rows), race)], DECODE)
     prefills = [held(what, partial(prefill_race, shape, device, what)) for what in PROMPTS]
     if not any(times for times, _ in told):
         raise RuntimeError(next(iter(told[0][1].values())))

@@ -1,0 +1,127 @@
+"""Weights rounded in C++ beside what torch makes of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.cpu.matrices import CPU, KINDS
+from tests.cpu.test_kernels import native
+from weft import compiled
+from weft.facts.place import Span
+from weft.facts.schemes import SCHEMES, Scheme
+from weft.kernels import rounding
+from weft.kernels.base import AttentionShape
+from weft.kernels.native.rounding import NativeRounding, knows, made
+from weft.quant.quantised import Quantised
+from weft.quant.rounding import Rounding, round_into
+from weft.weights.quantised import quantise
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+WIDTH = 576  # four groups of 128 and a half
+
+
+@pytest.fixture(scope="module")
+def ours() -> NativeRounding:
+    native(torch.bfloat16)  # or skip
+    return NativeRounding(torch.bfloat16)
+
+
+def weights(dtype: torch.dtype) -> torch.Tensor:
+    """Of several kinds, a number of rows that fills no vector."""
+    generator = torch.Generator().manual_seed(7)
+    normal = torch.randn(150, WIDTH, generator=generator)
+    uniform = torch.rand(20, WIDTH, generator=generator)
+    kinds = (normal[:60] * 0.02, normal[60:80] ** 3, normal[80:100] * 0.01 + 3, uniform, normal[100:] * 1e-4)
+    same = torch.tensor([0.0, 1.0, -3.0, 1e-7, 65504.0]).unsqueeze(1).expand(5, WIDTH)
+    return torch.cat((*kinds, same)).to(dtype)
+
+
+def made_of(weight: torch.Tensor, type: str, how: Rounding) -> Quantised:
+    into = Quantised.empty(type, len(weight), Span(0, weight.shape[1]), torch.float32, CPU)
+    how(weight, into)
+    return into
+
+
+def parts(matrix: Quantised) -> list[torch.Tensor]:
+    return [part for part in (matrix.values, matrix.scales, matrix.lowest) if part is not None]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("type", KINDS)
+def test_it_loses_no_more_than_torch(ours: NativeRounding, type: str, dtype: torch.dtype) -> None:
+    """Sums are added up in another order, so numbers halfway between two steps, and scales between two halves, may go
+    either way, and with them what is found best for a group; on the whole nothing is lost by it."""
+    weight = weights(dtype)
+    here, there = made_of(weight, type, ours), made_of(weight, type, round_into)
+    for got, want in zip(parts(here), parts(there), strict=True):
+        assert (got == want).float().mean() > 0.97
+    off, most = (made.dequantise().sub_(weight).square_().sum(1) for made in (here, there))
+    assert (off <= most * 1.05 + 1e-12).all()  # of a row
+    assert off.sum() <= most.sum() * 1.002
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("type", ["Q8_0", "INT8", "INT4_128"])
+def test_without_sums_it_is_the_same(ours: NativeRounding, type: str, dtype: torch.dtype) -> None:
+    here, there = (made_of(weights(dtype), type, how) for how in (ours, round_into))
+    for got, want in zip(parts(here), parts(there), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_what_lies_on_a_grid_is_found_again(ours: NativeRounding) -> None:
+    torch.manual_seed(5)
+    q = torch.randint(0, 16, (50, 8, 32)).float()
+    q[..., 0], q[..., 1] = 0, 15
+    scale, low = (torch.rand(50, 8, 1) + 0.1).half().float(), torch.randn(50, 8, 1).half().float()
+    found = made_of((q * scale + low).flatten(1), "Q4_1", ours)
+    assert torch.equal(found.numbers().float(), q.flatten(1))
+
+
+@pytest.mark.parametrize("type", KINDS)
+def test_a_cut_has_the_same_numbers(ours: NativeRounding, type: str) -> None:
+    weight = weights(torch.bfloat16)
+
+    def read(rows: Span, cols: Span, out: torch.Tensor) -> None:
+        out.copy_(weight[rows.start : rows.stop, cols.start : cols.stop])
+
+    whole = made_of(weight, type, ours).dequantise()
+    for cols in (Span(0, 192), Span(192, 384), Span(384, WIDTH), Span(32, 64)):
+        into = Quantised.empty(type, 100, cols, torch.float32, CPU)
+        quantise(read, Span(20, 120), cols, WIDTH, 4, into, torch.bfloat16, ours)
+        assert torch.equal(into.dequantise(), whole[20:120, cols.start : cols.stop])
+
+
+# --- where it is used ---
+
+
+def test_without_a_compiler_torch_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(name: str) -> None:
+        raise FileNotFoundError("no C++ compiler was found")
+
+    monkeypatch.setattr("weft.kernels.native.entries.build", nothing)
+    weight = weights(torch.float32)
+    found, want = made_of(weight, "Q4_1", NativeRounding(torch.bfloat16)), made_of(weight, "Q4_1", round_into)
+    for got, part in zip(parts(found), parts(want), strict=True):
+        assert torch.equal(got, part)
+
+
+def test_who_rounds() -> None:
+    shape = AttentionShape(
+        q_heads=4,
+        kv_heads=2,
+        head_dim=64,
+        windows=(None,),
+        scale=1.0,
+        dtype=torch.bfloat16,
+        kept=torch.bfloat16,
+        block_size=16,
+        rows=1,
+        tokens=1,
+        length=1,
+    )
+    assert isinstance(rounding("auto", CPU, shape), NativeRounding)
+    assert rounding("torch", CPU, shape) is round_into
+    assert rounding("auto", torch.device("meta"), shape) is round_into
+    assert compiled.obstacle("float16", 64, 2) and made(torch.float16, 64, 2) is round_into
+    assert knows(SCHEMES["INT8"]) and not knows(Scheme(bits=4, group=256, lowest="zero"))

@@ -1,0 +1,236 @@
+"""What GPTQ, AWQ and compressed-tensors say of their weights, how many bytes of it are held, and what is not read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.pure.machines import host
+from weft.config import EngineConfig
+from weft.errors import ConfigError, ModelError
+from weft.facts import config_json, packed
+from weft.facts.checkpoint import Checkpoint
+from weft.facts.fields import Fields
+from weft.facts.precision import as_held, summed, weight_bytes
+from weft.facts.published import ORDERED, Published
+from weft.facts.schemes import PUBLISHED
+from weft.facts.shape import ModelShape
+from weft.facts.tensor import TensorInfo
+from weft.planner.layout import layout
+from weft.planner.plan import Plan
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 1000,
+    "hidden_size": 640,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 10,
+    "num_key_value_heads": 5,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+}
+WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
+
+
+def compressed(weights: dict[str, Any] | None = None, group: dict[str, Any] | None = None, **more: Any) -> Any:
+    made = {"weights": WEIGHTS | (weights or {}), "targets": ["Linear"], "input_activations": None} | (group or {})
+    own = {"format": "pack-quantized", "config_groups": {"group_0": made}, "ignore": ["lm_head"]}
+    return {"quant_method": "compressed-tensors"} | own | more
+
+
+def shape(**quantization: Any) -> ModelShape:
+    return config_json.shape(Fields(CONFIG | {"quantization_config": quantization}, "config.json"))
+
+
+def published(**quantization: Any) -> Published:
+    found = shape(**quantization).published
+    assert found is not None
+    return found
+
+
+def plan(of: ModelShape, gpus: int = 0, **flags: Any) -> Plan:
+    """Of a checkpoint as its config promises it."""
+    there = Checkpoint(model="m", path="/m", format="safetensors", shape=of, generation={}, quantised=packed.stored(of))
+    return layout(EngineConfig(model="m", **flags), there, host(gpus))
+
+
+@pytest.mark.parametrize(
+    ("method", "scheme"),
+    [
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, "INT4_128_SYM"),
+        ({"quant_method": "gptq", "bits": 8, "group_size": 32, "sym": False}, "INT8_32"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": -1, "desc_act": True}, "INT4_ROW_SYM"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": True}, "INT4_64_SYM" + ORDERED),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": True, "static_groups": True}, "INT4_64_SYM"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 64, "version": "GEMM"}, "INT4_64"),
+        ({"quant_method": "awq", "w_bit": 4, "q_group_size": 128}, "INT4_128"),
+        (compressed(), "INT4_128_SYM"),
+        (compressed({"symmetric": False, "num_bits": 8}), "INT8_128"),
+        (compressed({"strategy": "channel", "group_size": None}), "INT4_ROW_SYM"),
+        (compressed({"actorder": "weight"}), "INT4_128_SYM"),
+        (compressed({"actorder": "group"}), "INT4_128_SYM" + ORDERED),
+    ],
+)
+def test_what_the_matrices_are_in(method: dict[str, Any], scheme: str) -> None:
+    found = published(**method)
+    assert found.scheme == scheme and not found.exceptions and found.zero_offset == (found.method == "gptq")
+    assert config_json.precision(Fields({"quantization_config": method}, "c")) == found.precision
+    assert (scheme in PUBLISHED) == (ORDERED not in scheme)
+
+
+def test_zero_points_of_the_second_format() -> None:
+    assert published(quant_method="gptq", bits=4, checkpoint_format="gptq_v2").zero_offset == 0
+
+
+@pytest.mark.parametrize(
+    ("method", "left"),
+    [
+        ({"quant_method": "awq", "modules_to_not_convert": ["layers.1.mlp", "o_proj"]}, 3 + 3),
+        (compressed(ignore=["lm_head", "model.layers.0.mlp.up_proj", "re:.*self_attn[.][qk]_proj$"]), 1 + 6),
+        (compressed(group={"targets": ["re:.*mlp.*"]}), 12),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"-:.*down.*": {}, "+:.*": {"bits": 4}}}, 3),
+        ({"quant_method": "gptq", "bits": 4, "modules_in_block_to_quantize": [["self_attn.q_proj"]]}, 18),
+    ],
+)
+def test_layers_that_are_left_in_16_bits(method: dict[str, Any], left: int) -> None:
+    found = published(**method)
+    assert {kind for _, kind in found.exceptions} == {""} and len(found.exceptions) == left
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        {"quant_method": "gptq", "bits": 8, "lm_head": True},
+        compressed({"num_bits": 8}, ignore=[]),
+    ],
+)
+def test_a_head_that_is_quantised_too(method: dict[str, Any]) -> None:
+    found = shape(**method)
+    assert found.published and found.published.exceptions == (("lm_head.weight", found.published.scheme),)
+    held = plan(found)
+    assert held.schemes["lm_head.weight"] == "INT8_128_SYM" and "model.embed_tokens.weight" not in held.schemes
+    assert held.weight_bytes(0) == summed(found, as_held("int8"), held.places[0]).total
+
+
+@pytest.mark.parametrize("gpus", [0, 1])
+@pytest.mark.parametrize(
+    "method",
+    [
+        {"quant_method": "gptq", "bits": 4},
+        {"quant_method": "gptq", "bits": 4, "desc_act": True},
+        {"quant_method": "gptq", "bits": 8, "group_size": -1, "sym": False},
+        {"quant_method": "gptq", "bits": 4, "group_size": 48},  # for which there are no kernels
+        {"quant_method": "awq", "group_size": 32, "modules_to_not_convert": ["layers.1.mlp"]},
+        compressed({"symmetric": False}, ignore=["lm_head", "model.layers.2.mlp.up_proj"]),
+    ],
+)
+def test_the_planner_counts_what_is_held(method: dict[str, Any], gpus: int) -> None:
+    of = shape(**method)
+    assert of.published is not None
+    for how in ({}, {"tensor_split": (3.0, 2.0)}, {"pipeline_split": (2, 1)}):
+        got = plan(of, **how, **({"device_ids": (0, 0), "gpus": 1} if gpus and how else {"gpus": gpus}))
+        assert got.dtype == ("float16" if gpus else "bfloat16")
+        for place in got.places:
+            assert got.weight_bytes(place.rank) == summed(of, as_held(of.published.precision), place).total
+        kept = of.published.scheme in PUBLISHED
+        assert got.quantization == (of.published.method if kept else "none")
+
+
+def test_bytes_in_the_file_are_those_of_its_tensors() -> None:
+    """GPTQ's, of which 8 numbers or zero points are in 4 bytes, and what is in 16 bits."""
+    matrices = 3 * (640 * (640 + 2 * 320) + 640 * 640 + 3 * 640 * 1408)
+    others = 2 * (2 * 1000 * 640 + 7 * 640)
+    of = shape(quant_method="awq", group_size=32)
+    assert weight_bytes(of, "int4") == matrices // 2 + matrices // 32 * 5 // 2 + others
+    assert weight_bytes(of, "bf16") == weight_bytes(msgspec.structs.replace(of, published=None), "bf16")
+
+
+def test_groups_of_an_mlp_are_not_cut() -> None:
+    for size in (32, 64, 128):
+        got = plan(shape(quant_method="awq", group_size=size), tensor_split=(2.0, 1.0))
+        assert [place.ffn.stop % size for place in got.places] == [0, 1408 % size]
+    rows = plan(shape(quant_method="gptq", group_size=-1), tensor_split=(2.0, 1.0))
+    assert [place.ffn.stop % 32 for place in rows.places] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("method", "named"),
+    [
+        ({"quant_method": "gptq", "bits": 3}, "gptq in 3 bits"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "gptq in the format marlin"),
+        ({"quant_method": "gptq", "bits": 4, "is_marlin_format": True}, "gptq in the format marlin"),
+        ({"quant_method": "awq", "bits": 8}, "awq in 8 bits"),
+        ({"quant_method": "awq", "version": "gemv"}, "awq in the format gemv"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
+        ({"quant_method": "fp8"}, "fp8"),
+        ({"quant_method": "mxfp4"}, "mxfp4"),
+        ({"bits": 4}, "an unknown method"),
+        (compressed(format="float-quantized"), "compressed-tensors in the format float-quantized"),
+        (compressed(group={"format": "nvfp4-pack-quantized"}), "the format nvfp4-pack-quantized"),
+        (compressed({"num_bits": 3}), "in 3 bits"),
+        (compressed({"strategy": "block"}), "a scale for each block"),
+        (compressed(group={"input_activations": {"num_bits": 8}}), "activations are quantised as well"),
+        (compressed(sparsity_config={"format": "sparse-24-bitmask"}), "the format sparse-24-bitmask"),
+        ({"quant_method": "compressed-tensors", "format": "dense"}, "without config_groups"),
+    ],
+)
+def test_what_is_not_read_is_named(method: dict[str, Any], named: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        shape(**method)
+    line = str(caught.value)
+    assert named in line and "use one of those, the unquantised checkpoint or a GGUF file" in line and "\n" not in line
+    # It can be planned for all the same.
+    fields = Fields(CONFIG | {"quantization_config": method}, "config.json")
+    assert config_json.shape(fields, run=False).published is None
+
+
+@pytest.mark.parametrize(
+    ("method", "line"),
+    [
+        ({"quant_method": "awq", "modules_to_not_convert": "o_proj"}, "modules_to_not_convert is 'o_proj'; .* a list"),
+        ({"quant_method": "gptq", "bits": "four"}, "bits is 'four'; it must be a whole number"),
+        ({"quant_method": "gptq", "group_size": 0}, "group_size is 0; it must be a whole number, 1 or more"),
+        ({"quant_method": "gptq", "sym": "yes"}, "sym is 'yes'; it must be true or false"),
+        (compressed(ignore=["re:(("]), "'re:\\(\\(' in the quantization_config is no regular expression"),
+    ],
+)
+def test_fields_that_are_wrong(method: dict[str, Any], line: str) -> None:
+    with pytest.raises(ModelError, match=line):
+        shape(**method)
+
+
+def info(type: str, *dims: int) -> TensorInfo:
+    return TensorInfo(file="/m/model.safetensors", type=type, dims=dims, offset=0, nbytes=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"scales": None}, "has no a.b.scales of two dims beside it"),
+        ({"qzeros": None}, "has no a.b.qzeros beside it"),
+        ({"scales": info("I8", 5, 96)}, "is I8 of \\[5, 96\\]; it must be F16 or BF16 or F32"),
+        ({"scales": info("F16", 7, 96), "qzeros": info("I32", 7, 12)}, "has 7 scales for rows of 640 columns"),
+        ({"qzeros": info("I32", 5, 9)}, "has numbers of 3 bits; Weft reads 4 and 8"),
+        ({"qweight": info("I32", 80, 95)}, "is I32 of \\[80, 95\\]; it must be I32 of \\[80, 96\\]"),
+        ({"g_idx": info("I64", 640)}, "has groups in I64 of \\[640\\]; they must be I32 of \\[640\\]"),
+    ],
+)
+def test_parts_that_do_not_fit_together(change: dict[str, Any], line: str) -> None:
+    there = {"qweight": info("I32", 80, 96), "scales": info("F16", 5, 96), "qzeros": info("I32", 5, 12)}
+    index = {f"a.b.{name}": it for name, it in (there | change).items() if it is not None}
+    with pytest.raises(ModelError, match=f"^/m/model.safetensors: a.b (has a part that )?{line}"):
+        packed.joined(index, Published(method="gptq", bits=4, group=128, symmetric=False))
+
+
+def test_the_words_of_vllm() -> None:
+    gptq = shape(quant_method="gptq", bits=8)
+    for word in ("gptq", "gptq_marlin", "int8"):
+        assert plan(gptq, quantization=word).schemes == plan(gptq).schemes
+        assert plan(gptq, quantization=word).quantization == "gptq"
+    assert set(plan(gptq, quantization="int4").schemes.values()) == {"Q4_1", "Q8_0"}
+    with pytest.raises(ConfigError, match="quantization is awq, and the checkpoint was quantised with gptq; leave it"):
+        plan(gptq, quantization="awq")
+    assert plan(gptq, dtype="float32").quantization == "none"
