@@ -1,14 +1,14 @@
 """A stand-in for a GPU: the worker's whole path for CUDA on a CPU, with Triton's kernels in its interpreter.
 
-Tensors on the card are a subclass that says so and holds a tensor of the CPU. What CUDA does and tests on a CPU would not
-see, it does too:
+Tensors on the card are a subclass that says so and holds a tensor of the CPU. What CUDA does and tests on a CPU would
+not see, it does too:
 
-- a graph is the sequence of operations on fixed tensors, with host values as they were; nothing of it happens while it is
-  captured. What it allocates lies in its pool, and may be anything when a graph of that pool is replayed;
+- a graph is the sequence of operations on fixed tensors, with host values as they were; nothing of it happens while it
+  is captured. What it allocates lies in its pool, and may be anything when a graph of that pool is replayed;
 - copies from and to pinned memory happen as late as they may: memory that is filled again too early, or read too early,
   is found out. Fresh memory of the card is full of NaN;
-- operations that wait for the card, or copy from memory that is not pinned, are counted, and refused during a capture, as
-  are tensors of both kinds in one operation.
+- operations that wait for the card, or copy from memory that is not pinned, are counted, and refused during a capture,
+  as are tensors of both kinds in one operation.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -32,7 +33,7 @@ from weft.facts import host as hosts
 from weft.facts.topology import Gpu
 
 CUDA = torch.device("cuda", 0)
-PROCESSORS = 4
+PROCESSORS = 1  # so that a decode step of one row is split and one of two is not
 TOTAL_BYTES = 8 << 30
 GARBAGE = 255  # of each byte: NaN, or -1
 # Operations whose result the host waits for.
@@ -150,8 +151,6 @@ class Card:
         self.pinned: dict[int, torch.Tensor] = {}
         self.replays = 0
         self.waits: Counter[str] = Counter()  # what the host waited for, by operation
-        self.launched: Counter[tuple[Any, ...]] = Counter()  # kernels by what Triton would compile
-        self.dry = False  # kernels are launched, and do nothing
         self.bytes = self.peak = 0
         self._held: dict[int, int] = {}
         self._local = threading.local()
@@ -338,7 +337,9 @@ def _captured(operation: Any, name: str, given: Any, named: Any) -> Any:
     """What an operation gives during a capture: a place for its result, and no change to anything else."""
     known = {x.untyped_storage().data_ptr() for x in tree_flatten((given, named))[0] if isinstance(x, torch.Tensor)}
     changed = [x for x, argument in zip(given, operation._schema.arguments, strict=False) if _written(argument)]
-    changed += [x for key, x in named.items() if any(a.name == key and _written(a) for a in operation._schema.arguments)]
+    changed += [
+        x for key, x in named.items() if any(a.name == key and _written(a) for a in operation._schema.arguments)
+    ]
     before = [x.clone() for x in changed]
     result = operation(*given, **named)
     for x, was in zip(changed, before, strict=True):
@@ -364,43 +365,15 @@ def _written(argument: Any) -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
-def launch(real: Callable[..., None]) -> Callable[..., None]:
-    """Triton's launches, in place of its interpreter's own."""
+class Readers(ThreadPoolExecutor):
+    """The threads that read weights see the card too."""
 
-    def launched(executor: Any, *given: Any, **constants: Any) -> None:
-        tensors = [x for x in given if isinstance(x, torch.Tensor)]
-        if not any(isinstance(x, OnCard) for x in tensors):
-            return real(executor, *given, **constants)
-        if not all(isinstance(x, OnCard) for x in tensors):
-            raise CardError(f"{executor.fn.__name__}: a pointer that the card cannot read")
-        grid = executor.grid(constants) if callable(executor.grid) else executor.grid
-        if any(limit < side for limit, side in zip((2**31 - 1, 65535, 65535), grid, strict=False)):
-            raise CardError(f"{executor.fn.__name__}: a grid of {grid}")
-        card.launched[kind_of(executor, given, constants)] += 1
-        given = tuple(x.held if isinstance(x, OnCard) else x for x in given)
+    def submit(self, function: Any, *given: Any, **named: Any) -> Any:
+        def run() -> Any:
+            with OnThisThread():
+                return function(*given, **named)
 
-        def run() -> None:
-            if not card.dry and all(grid):
-                with card.lock, torch._C._DisableTorchDispatch():
-                    real(executor, *given, **constants)
-
-        if card.captures():
-            card.record(run, [])
-        else:
-            run()
-
-    return launched
-
-
-def kind_of(executor: Any, given: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...]:
-    """What a kernel is compiled for: each argument's type and what Triton knows of its value, and the constants."""
-
-    def kind(x: Any) -> tuple[Any, ...]:
-        if isinstance(x, torch.Tensor):
-            return (str(x.dtype), x.data_ptr() % 16 == 0)
-        return (type(x).__name__, x if type(x) is int else None)
-
-    return (executor.fn.__name__, tuple(map(kind, given)), tuple(sorted(constants.items())))
+        return super().submit(run)
 
 
 class Stream:
@@ -418,6 +391,8 @@ class Stream:
 def the_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
     """A card in this process, on this thread and on those of inline ranks."""
     from triton.runtime.interpreter import GridExecutor
+
+    from tests.cpu.fake_launches import launch
 
     card.__init__()  # type: ignore[misc]
     cuda: dict[str, Any] = {
@@ -441,6 +416,20 @@ def the_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
         "CUDAGraph": Graph,
         "graph": card.graph,
     }
+    generator = torch.Generator
+
+    class Near:
+        def __new__(cls, device: object = None) -> Any:
+            return generator("cpu")
+
+    plainly = torch.tensor
+
+    def tensor(data: Any, *, device: Any = None, **how: Any) -> torch.Tensor:
+        made = plainly(data, **how)
+        return made if device is None else made.to(device)
+
+    monkeypatch.setattr(torch, "Generator", Near)
+    monkeypatch.setattr(torch, "tensor", tensor)
     for name, it in cuda.items():
         monkeypatch.setattr(torch.cuda, name, it)
     monkeypatch.setattr(GridExecutor, "__call__", launch(GridExecutor.__call__))
@@ -457,5 +446,6 @@ def the_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
             real(*given)
 
     monkeypatch.setattr(inline, "run", run)
+    monkeypatch.setattr("weft.weights.load.ThreadPoolExecutor", Readers)
     with OnThisThread():
         yield card

@@ -22,11 +22,11 @@ from tests.cpu import checkpoints, fake_flashinfer, fake_varlen
 from tests.cpu.attention import ragged, shaped
 from weft import LLM, SamplingParams, kernels
 from weft.errors import ConfigError
-from weft.kernels import choose, contest, flashinfer, usable, varlen
+from weft.kernels import choose, contest, flashinfer, samples, usable, varlen
 from weft.kernels.base import Attention, AttentionShape, HeadNorm, Kernels, KVCache
 from weft.kernels.batch import Batch
 from weft.kernels.plain import PlainKernels
-from weft.kernels.triton import attention
+from weft.kernels.triton import attention, trials
 from weft.kernels.triton.tuning import Tuning
 from weft.planner import backends
 from weft.worker import graphs, worker
@@ -396,12 +396,14 @@ def test_a_table_goes_on_where_none_can_be_run(capsys: pytest.CaptureFixture[str
     script = importlib.util.module_from_spec(importlib.util.spec_from_loader(loader.name, loader))
     loader.exec_module(script)
 
-    def broken(*words: str) -> torch.Tensor:
+    def broken(words: list[str], *given: object) -> torch.Tensor:
         raise RuntimeError(*words)
 
-    script.compare("decode", "GB/s", 1.0, {"ours": broken, "theirs": partial(broken, "no code\nfor this GPU")})
+    entries = {"ours": partial(broken, []), "theirs": partial(broken, ["no code\nfor this GPU"])}
+    given = samples.decodes(shaped(torch.float16), CPU, [3])
+    script.compare("m", trials.Race("decode", [given], entries), "GB/s", 1.0, {})
     assert [line.split() for line in capsys.readouterr().out.splitlines() if line] == [
-        ["decode"],
-        ["ours", "RuntimeError:"],
-        ["theirs", "RuntimeError:", "no", "code"],
+        ["m,", "decode"],
+        ["ours", "RuntimeError"],
+        ["theirs", "no", "code"],
     ]

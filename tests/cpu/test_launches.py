@@ -96,7 +96,7 @@ def test_attention_warms_what_any_number_of_rows_launches(
     warm.warm(given, CPU)
     before = [*launches.variants]
     assert len(launches.of("_join")) == 1 and len(launches.of("_prefill")) == 2
-    sizes = len(given) // 2 - 1
+    sizes = len(given[0]) // 2
     assert len(launches.of("_decode")) == 2 * sizes <= 12
     for rows in range(1, 301, 7):
         for window in shape.windows:
@@ -110,7 +110,7 @@ def test_products_warm_what_any_number_of_rows_launches(rows: int, cols: int, bi
     bias = torch.zeros(rows, dtype=torch.bfloat16) if biased else None
     weight = Quantised.empty("Q4_1", rows, Span(0, cols), torch.bfloat16, CPU)
     product = products.quantised(weight, bias, 132)
-    warm.warm(product.launches(8192), CPU)
+    warm.warm([product.launches(8192)], CPU)
     before = [*launches.variants]
     assert len(launches.of("_multiply")) <= 2 * len(products.TILES)
     for tokens in range(1, products.MANY):

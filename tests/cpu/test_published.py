@@ -205,24 +205,17 @@ def test_zero_points_that_are_not_in_the_middle(tmp_path: Path) -> None:
         load(plan, plan.places[0], allocate(plan, plan.places[0], CPU))
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
-        {"attention_backend": "triton", "dtype": "float16"},
-    ],
-    ids=str,
-)
-def test_an_engine_runs_it(folder: Path, how: dict[str, Any]) -> None:
-    """The tokens of the weights dequantised, as far as those are likelier than others."""
-    where = folder / "runs"
-    if not where.exists():
-        written(where, RECIPES["awq"])
+def test_an_engine_runs_it(tmp_path: Path) -> None:
+    """To the tokens of the weights dequantised, as far as those are likelier than others."""
+    written(tmp_path, RECIPES["awq"])
     few = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     common: dict[str, Any] = {"skip_tokenizer_init": True, "executor": "inline", "kv_cache_memory_bytes": 1 << 20}
     found = []
-    for more in (how, {"quantization": "none", "dtype": "float32"}):
-        with LLM(str(where), **common, **more) as llm:
-            assert llm.plan.quantization == more.get("quantization", "awq")
+    for how in (
+        {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+        {"quantization": "none", "dtype": "float32"},
+    ):
+        with LLM(str(tmp_path), **common, **how) as llm:
+            assert llm.plan.quantization == how.get("quantization", "awq")
             found.append(llm.generate({"prompt_token_ids": PROMPT[:9]}, few, use_tqdm=False)[0].outputs[0].token_ids)
     assert found[0] == found[1]

@@ -52,6 +52,7 @@ def test_products(type: str, dtype: torch.dtype, rows: int, cols: Span, width: i
             assert got.dtype == dtype
             torch.testing.assert_close(got.float(), x.float() @ exact.T + bias.float(), **CLOSE[dtype])
         assert torch.equal(product(x), got), "equal batches give equal bits"
+        assert not product.through.any(), "the next product counts from nothing"
         plain = TritonKernels(processors).matrix(weight, None)(x)
         torch.testing.assert_close(plain.float(), x.float() @ exact.T, **CLOSE[dtype])
 

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -16,7 +17,9 @@ from tests.cpu.attention import shaped
 from tests.cpu.fake_worker import make_plan
 from weft import kernels
 from weft.errors import ConfigError
-from weft.executors import tuning as tuner
+from weft.executors.tuning import Raced, Tune, Tuned, tune
+from weft.kernels.base import AttentionShape
+from weft.worker import tuner
 
 pytest.importorskip("triton", reason="needs triton")
 
@@ -85,6 +88,7 @@ def test_contexts_are_mixed() -> None:
     assert trials.mixed(1, 4096) == [1074] and trials.mixed(4, 20) == [20] * 4
     many = trials.mixed(256, 4096)
     assert min(many) < 110 and max(many) > 2040 and sum(many) == pytest.approx(256 * 1074, rel=0.01)
+    assert many not in (sorted(many), sorted(many, reverse=True)) and many == trials.mixed(256, 4096)
 
 
 def test_what_the_card_has_no_room_for_and_what_is_wrong_is_passed_over() -> None:
@@ -198,12 +202,47 @@ def test_a_note_that_is_broken_or_foreign_is_ignored(
     assert said in caplog.text and [record.levelname for record in caplog.records] == ["DEBUG"]
 
 
+def test_what_a_process_finds_is_kept_for_every_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[msgspec.Struct] = []
+
+    def measured(shape: AttentionShape, device: torch.device, tell: Callable[..., object]) -> Tunings:
+        tell("decode of 1 row", {DECODE: 2e-6, FEW: 1e-6}, {MANY: "no room"})
+        return FOUND
+
+    monkeypatch.setattr(trials, "measured", measured)
+    plan = msgspec.structs.replace(make_plan(), attention_backend="triton")
+    whole = AttentionShape.of(plan, 0)
+    ranks = (1, whole.kv_heads)
+    tuner.measure(Tune(plan, ranks, keep=True), SimpleNamespace(send=said.append))  # type: ignore[arg-type]
+    races, tuned = said[::2], said[1::2]
+    seconds = {str(DECODE): 2e-6, str(FEW): 1e-6}
+    assert races[1] == Raced("1 query and 1 KV heads, decode of 1 row", seconds, {str(MANY): "no room"})
+    assert [(it.q_heads, it.kv_heads) for it in tuned] == [  # type: ignore[attr-defined]
+        (whole.q_heads // n, whole.kv_heads // n) for n in ranks
+    ]
+    for n, it in zip(ranks, tuned, strict=True):
+        shape = replace(whole, q_heads=whole.q_heads // n, kv_heads=whole.kv_heads // n)
+        assert isinstance(it, Tuned) and Path(it.path).is_file() and not it.lost
+        assert it.decode == {1: str(FEW), 4: str(MANY)} and kept.known(CPU, shape) == FOUND
+
+
+def test_a_cache_that_cannot_be_written_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "weft").write_text("a file in the folder's place")
+    monkeypatch.setattr(trials, "measured", lambda *given, **named: FOUND)
+    plan = msgspec.structs.replace(make_plan(), attention_backend="triton")
+    said: list[Tuned] = []
+    tuner.measure(Tune(plan, (1,), keep=True), SimpleNamespace(send=said.append))  # type: ignore[arg-type]
+    assert not said[0].path and "XDG_CACHE_HOME" in said[0].lost
+    tuner.measure(Tune(plan, (1,), keep=False), SimpleNamespace(send=said.append))  # type: ignore[arg-type]
+    assert not said[1].path and not said[1].lost
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a card, and a clock")
 def test_where_nothing_can_be_measured_nothing_is_kept(tmp_path: Path) -> None:
     """The process as it is, without the clock of a card."""
     short = msgspec.structs.replace(make_plan(), max_num_seqs=1, max_model_len=4, attention_backend="triton")
-    races: list[tuner.Raced] = []
+    races: list[Raced] = []
     with pytest.raises(ConfigError, match=r"the sizes of attention cannot be measured: .*(CUDA|NVIDIA)"):
-        tuner.tune(short, (1,), keep=True, tell=races.append)
+        tune(short, (1,), keep=True, tell=races.append)
     assert [it.what.partition(", ")[2] for it in races] == ["decode of 1 row over 4 tokens", *trials.PROMPTS]
     assert not any(it.seconds for it in races) and not list(tmp_path.rglob("*.json"))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cpu import checkpoints
+from tests.cpu import checkpoints, published, test_published
 from tests.cpu.layouts import LAYOUTS, logits_of, plan_for
 from tests.cpu.test_parity import NEW, PROMPTS, greedy
 from weft import LLM, SamplingParams
@@ -40,6 +40,17 @@ def test_logits_agree(checkpoint: Path, layout: str, dtype: str, tolerance: floa
         want = model(torch.tensor([prompt], device="cuda")).logits[0].float()
     got = logits_of(plan_for(checkpoint, layout, dtype=dtype, **on_gpus(layout)), prompt)
     assert (got - want).abs().mean() <= tolerance * want.std()
+
+
+@pytest.mark.parametrize("layout", ["whole", "tp2"])
+@pytest.mark.parametrize("name", ["gptq", "awq", "compressed-int8"])
+def test_logits_of_published_weights_agree(tmp_path: Path, name: str, layout: str) -> None:
+    recipe = published.RECIPES[name]
+    want = test_published.reference(test_published.written(tmp_path, recipe))
+    plan = plan_for(tmp_path, layout, **on_gpus(layout))
+    assert plan.quantization == recipe.method and plan.dtype == str(recipe.scales).removeprefix("torch.")
+    got = logits_of(plan, test_published.PROMPT).cpu()
+    assert (got - want).abs().mean() <= 0.08 * want.std()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

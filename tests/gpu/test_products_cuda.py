@@ -46,7 +46,8 @@ def test_products(type: str, dtype: torch.dtype, rows: int, cols: Span, width: i
         want = x.double() @ exact.T + bias.double()
         got = product(x)
         assert (got.double() - want).abs().max() <= TOLERANCE[dtype] * want.abs().max(), tokens
-        assert torch.equal(product(x), got), "equal batches give equal bits"
+        for _ in range(20):  # in whatever order the programs come to their ends
+            assert torch.equal(product(x), got), "equal batches give equal bits"
     numbers = torch.tensor([0, rows - 1, rows // 2, 0], device=CUDA)
     torch.testing.assert_close(table.rows(numbers), weight.dequantise(dtype)[numbers], rtol=0, atol=0)
 

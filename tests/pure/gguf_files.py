@@ -90,33 +90,59 @@ def interleave(values: np.ndarray, head_dim: int) -> np.ndarray:
     return values[order]
 
 
+# Where a block of a type has its scale, and its minimum or the scale of its minima; 0 and nothing where it is not here.
+HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2)}
+HALVES |= {"Q6_K": (208,)}
+
+
 def random_blocks(rng: np.random.Generator, rows: int, cols: int, type: str) -> np.ndarray:
     """Random bytes of a quantised type, its scales neither NaN nor infinite."""
     encoding = ENCODINGS[type]
     blocks = rng.integers(0, 256, (rows, cols // encoding.elements, encoding.nbytes), dtype=np.uint8)
-    scales = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2)}
-    scales |= {"Q6_K": (208,)}
-    for at in scales.get(type, (0,)):
+    for at in HALVES.get(type, (0,)):
         blocks[..., at + 1] &= 0xBB  # leaves a bit of a half's exponent unset
     return blocks.reshape(rows, -1)
 
 
+def weight_blocks(rng: np.random.Generator, rows: int, cols: int, type: str, std: float) -> np.ndarray:
+    """The same of numbers as weights are: around zero, with this standard deviation."""
+    encoding, blocks = ENCODINGS[type], random_blocks(rng, rows, cols, type)
+    # Of types with minima these are what lies in the middle of q, of which types of blocks in K take away.
+    middle = {"Q4_1": -7.5, "Q5_1": -15.5, "Q2_K": 1.5, "Q4_K": 7.5, "Q5_K": 15.5}.get(type, 0.0)
+    times = 1.0
+    for _ in range(2):
+        for at, factor in zip(HALVES.get(type, (0,)), (1.0, middle), strict=False):
+            half = np.array([factor * times], dtype=np.float16).view(np.uint8)
+            blocks.reshape(rows, -1, encoding.nbytes)[..., at : at + 2] = half
+        times *= std / gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[type]).std()
+    return blocks
+
+
 def write_model(
-    path: Path, shape: ModelShape, type: str = "F32", seed: int = 0, others: Mapping[str, str] | None = None
+    path: Path,
+    shape: ModelShape,
+    type: str = "F32",
+    seed: int = 0,
+    others: Mapping[str, str] | None = None,
+    std: float | None = None,
 ) -> dict[str, np.ndarray]:
-    """A whole model with matrices of `type`, but for `others` by the last part of their names; its values as float32
-    under Hugging Face's names, in their order."""
+    """A whole model with matrices of `type`, but for `others` by the last part of their names or the whole of it, with
+    random bytes or made for a standard deviation; its values as float32 under Hugging Face's names, in their order."""
     rng = np.random.default_rng(seed)
     usual, truth, stored = type, {}, {}
     for name, dims in sources(shape):
-        type = (others or {}).get(name.split(".")[-2], usual)
+        others = others or {}
+        type = others.get(name) or others.get(name.split(".")[-2], usual)
         ggml_type = gguf.GGMLQuantizationType[type]
         moved = shape.architecture == "LlamaForCausalLM" and (".q_proj." in name or ".k_proj." in name)
-        values = rng.standard_normal(dims, dtype=np.float32)
+        values = rng.standard_normal(dims, dtype=np.float32) * np.float32(std or 1)
         data: np.ndarray | Stored = interleave(values, shape.head_dim) if moved else values
         if len(dims) == 2 and type != "F32":
             quantised = type not in ("F16", "BF16")
-            packed = random_blocks(rng, *dims, type) if quantised else gguf.quants.quantize(values, ggml_type)
+            if quantised:
+                packed = weight_blocks(rng, *dims, type, std) if std else random_blocks(rng, *dims, type)
+            else:
+                packed = gguf.quants.quantize(values, ggml_type)
             values = gguf.quants.dequantize(packed, ggml_type)
             data = Stored(interleave(packed, shape.head_dim) if moved else packed, type)
         truth[name], stored[ggml_name(name)] = values, data

@@ -147,6 +147,17 @@ def test_an_engine_holds_what_was_planned(monkeypatch: pytest.MonkeyPatch, tmp_p
         run(where, plan=str(file), speculative_config={"method": "ngram"})
 
 
+def test_a_file_says_how_many_requests_run_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    where = rig(FOUR)
+    monkeypatch.setattr("weft.facts.host.probe", lambda *_: where)
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(weft_json("plan", "Qwen3-8B", "--max-num-seqs", "8")[1]))
+    for said in ({}, {"max_num_seqs": 8}):
+        assert run(where, plan=str(file), **said).max_num_seqs == 8
+    with pytest.raises(ConfigError, match=r"max_num_seqs is 9 and .* has 8"):
+        run(where, plan=str(file), max_num_seqs=9)
+
+
 def test_a_draft_that_has_no_room_is_refused_before_anything_is_read() -> None:
     """16.4 GB of the model are there, and 16.4 of the draft, on a card of 25.8."""
     said = {"speculative_config": {"model": "Qwen3-8B"}}

@@ -83,6 +83,17 @@ def test_the_memory_of_a_cpu_host_is_one_device() -> None:
     assert kv_blocks(cut, reports(cut, ["cpu", "cpu"], [10**12, 10**12])) == 4_000_000_000 // both
 
 
+@pytest.mark.parametrize("weights", [(1.0,), (2.0, 1.0)])
+def test_a_cap_on_the_cpu_holds_for_the_engine_itself_too(weights: tuple[float, ...]) -> None:
+    """As weft plan counts it: a cache that took all the rest would go beyond the cap by what Python and torch take."""
+    cut = plan(weights, max_memory={"cpu": 3 * 10**9})
+    ranks = reports(cut, ["cpu"] * len(weights), [10**11] * len(weights))
+    left = 3 * 10**9 - len(weights) * (500 << 20)
+    assert kv_blocks(cut, ranks) == left // sum(rank.block_bytes for rank in ranks)
+    with pytest.raises(PlanError, match="--max-memory leaves beside weights, activations and the engine itself 0;"):
+        kv_blocks(plan(max_memory={"cpu": 400 << 20}), ranks[:1])
+
+
 def test_the_user_s_figure_is_each_rank_s() -> None:
     cut = plan((2, 1), kv_cache_bytes=plan((2, 1)).block_bytes(0) * 5)
     assert kv_blocks(cut, reports(cut, ["cpu", "cpu"], [1, 1])) == 5

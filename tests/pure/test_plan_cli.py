@@ -187,6 +187,38 @@ def test_a_possible_claim_has_the_predicted_speed_beside_it() -> None:
 # --- what a person reads ---
 
 
+def test_what_an_engine_cannot_run_has_no_predicted_speed() -> None:
+    status, out, _ = weft("plan", "--check", "SmolLM2-135M bf16 on 1xT4, 100 tok/s")
+    assert status == 0 and "predicted" not in out
+    assert out.splitlines()[-1].startswith("  but not with weft: T4 has compute capability 7.5; bf16 needs 8.0")
+    told = weft_json("plan", "--check", "SmolLM2-135M bf16 on 1xT4, 100 tok/s")[1]
+    assert told["predicted"] is None and told["objection"].startswith("T4")
+
+
+@pytest.mark.parametrize(("gpus", "least"), [("1xRTX3090", "8.6; weft's fp8 KV cache needs 8.9"), ("1xA100", "8.0")])
+def test_a_cache_that_the_engine_refuses_is_none_of_a_plan(gpus: str, least: str) -> None:
+    words = ("plan", "Qwen3-8B", "--gpus", gpus, "--kv-cache-dtype", "fp8")
+    status, out, _ = weft(*words)
+    assert status == 3 and least in out
+    assert weft(*words, "--engine", "vllm")[0] == 0
+    assert weft("plan", "Qwen3-8B", "--gpus", "1xRTX4090", "--kv-cache-dtype", "fp8")[0] == 0
+
+
+def test_fewer_requests_at_once_are_planned_as_the_engine_has_them() -> None:
+    words = ("plan", "Qwen3-0.6B", "--gpus", "1xRTX4090")
+    (_, usual), (_, few) = weft_json(*words), weft_json(*words, "--max-num-seqs", "8")
+    assert few["max_num_seqs"] == 8 and few["best"]["predicted"]["saturated_concurrency"] == 8
+    # Of a step of at least twice as many tokens as there are requests; and a prompt that is scored holds 64 logits.
+    assert few["best"]["ranks"][0]["other_bytes"] < usual["best"]["ranks"][0]["other_bytes"]
+    assert "--max-num-seqs 8" in weft(*words, "--max-num-seqs", "8", "--emit", "weft")[1]
+
+
+def test_limits_that_leave_no_room_are_named() -> None:
+    for flag, value in (("--gpu-memory-utilization", "0.01"), ("--max-num-batched-tokens", "100000000")):
+        status, out, _ = weft("plan", "Qwen3-0.6B", "--gpus", "1xRTX4090", flag, value)
+        assert status == 3 and f"without {flag} it fits as one GPU, bf16" in out
+
+
 def test_the_table() -> None:
     status, out, err = run("Qwen2.5-32B-Instruct", "--gpus", "1xRTXA6000+1xRTX4090", "--price", "0.5")
     assert status == 0 and err == ""

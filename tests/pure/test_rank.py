@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
 import msgspec
+import pytest
 
 from weft.core.step import StepPlan, StepResult
 from weft.executors.messages import Done, Failed, Run
-from weft.executors.rank import run
+from weft.executors.rank import run, uncollected
 from weft.planner.memory import Capacity
 
 
@@ -85,3 +87,16 @@ def test_what_goes_wrong_in_a_result_is_the_last_word() -> None:
     said = said_by(Scripted([result(0), broken, result(2)]))
     assert isinstance(said[0], Done) and isinstance(said[1], Failed) and len(said) == 2
     assert "an illegal access" in said[1].cause.cause
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_nothing_is_collected_while_torch_is_imported(before: bool) -> None:
+    was = gc.isenabled()
+    (gc.enable if before else gc.disable)()
+    try:
+        with pytest.raises(ImportError), uncollected():
+            assert not gc.isenabled()
+            raise ImportError
+        assert gc.isenabled() == before and not gc.get_freeze_count()
+    finally:
+        (gc.enable if was else gc.disable)()

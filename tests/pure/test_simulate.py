@@ -280,6 +280,24 @@ def test_a_full_cache_holds_as_few_as_is_predicted_however_answers_differ(answer
     assert 1.0 <= found.running / expected.saturated_concurrency < 1.15
 
 
+@pytest.mark.parametrize(("prompt", "answer"), [(32, 8), (128, 32), (256, 256)])
+def test_short_prompts_are_read_together(prompt: int, answer: int) -> None:
+    """Each alone would stream the weights for a few tokens; those that come to one step share that."""
+    shape, gpus = find("Llama-3.1-8B").shape, "1xH100"
+    work = Workload(input_len=prompt, output_len=answer)
+    expected = predict(shape, cut(shape, [0]), parse_gpus(gpus), work, profile("weft"))
+    memory = footprint(shape, cut(shape, [0]), parse_gpus(gpus), profile("weft"), work).replicas[0]
+    costs = steps("Llama-3.1-8B", gpus, 1, "weft")
+    end_s = 12 * 256 * answer / expected.saturated_tok_s
+    found = told(
+        [spec(costs, max_num_batched_tokens=memory.batched_tokens)],
+        load(Fixed(prompt), Even(max(1, answer // 2), answer * 3 // 2), users=400),
+        warmup_s=end_s / 3,
+        end_s=end_s,
+    )
+    assert found.output_tok_s == pytest.approx(expected.saturated_tok_s, rel=0.06)
+
+
 @pytest.mark.parametrize(("blocks", "asked"), [(128, 1024), (128, 512), (256, 512)])
 def test_a_small_cache_holds_whole_requests(blocks: int, asked: int) -> None:
     """Of two that need all of it one waits, however little of it they have on average."""

@@ -207,10 +207,12 @@ def test_bad_words_get_one_line(words: str, status: int, said: str) -> None:
     assert err.startswith("weft: error: ") and err.count("\n") == 1 and said in err
 
 
-def test_more_requests_at_once_than_blocks_are_as_many_as_blocks() -> None:
-    """Slots for all that could be asked for at once would take the memory of the machine that simulates."""
-    status, found = told(f"{HERE} --rate 4 --max-num-seqs 1000000000000 --max-num-queued-reqs 1000000000000")
-    assert status == 0 and found["runs"][0]["completed"] > 0
+def test_requests_at_once_take_memory() -> None:
+    """As they do of an engine: their logits, and steps that have room for all of them."""
+    few, many = (told(f"{HERE} --rate 4 --max-num-seqs {count}")[1]["runs"][0] for count in (16, 2048))
+    assert many["kv_utilisation"] > few["kv_utilisation"]
+    status, out, err = run(f"{HERE} --rate 4 --max-num-seqs 1000000000000")
+    assert (status, out) == (3, "") and "for the engine" in err and err.count("\n") == 1
 
 
 def test_a_bad_line_of_a_trace_is_named(tmp_path: Path) -> None:

@@ -52,8 +52,9 @@ def main(arguments: Namespace) -> int:
 
 def predict(
     shape: ModelShape, precision: str, cluster: Cluster, claim: Claim, engine: str, roomy: Layout | None
-) -> tuple[Layout, Prediction] | None:
-    """One request in the fastest layout; in `roomy` where what the engine keeps for itself leaves no room in any."""
+) -> tuple[Layout, Prediction] | str | None:
+    """One request in the fastest layout; in `roomy` where what the engine keeps for itself leaves no room in any. Why
+    there is none where it is not for want of memory."""
     half = max(1, claim.tokens // 2)
     question = Question(
         model=claim.model,
@@ -64,26 +65,30 @@ def predict(
         workload=Workload(input_len=half, output_len=max(1, claim.tokens - half), max_model_len=claim.tokens),
         objective="latency",
     )
-    best = search(question).best
-    if best:
-        return best.layout, best.predicted
+    answer = search(question)
+    if answer.best:
+        return answer.best.layout, answer.best.predicted
+    if answer.rejected and not any(it.short_bytes for it in answer.rejected):
+        return answer.rejected[0].reason
     if roomy is None:
         return None
     return roomy, cost.predict(shape, roomy, cluster, question.workload, profile(engine))
 
 
-def as_json(claim: str, found: Verdict, predicted: tuple[Layout, Prediction] | None) -> dict[str, Any]:
-    """The verdict with its arithmetic; sizes are bytes of all GPUs together."""
+def as_json(claim: str, found: Verdict, predicted: tuple[Layout, Prediction] | str | None) -> dict[str, Any]:
+    """The verdict with its arithmetic; sizes are bytes of all GPUs together. `objection` is what stands against the
+    engine's running it, whatever the memory."""
     figures = msgspec.structs.asdict(found)
     del figures["layout"]
     speed = None
-    if predicted:
+    if isinstance(predicted, tuple):
         layout, it = predicted
         speed = {"layout": str(cut_of(layout)), "single_tok_s": it.single_tok_s, "error_band": it.error_band}
-    return {"claim": claim, **figures, "predicted": speed}
+    objection = predicted if isinstance(predicted, str) else None
+    return {"claim": claim, **figures, "predicted": speed, "objection": objection}
 
 
-def told(found: Verdict, predicted: tuple[Layout, Prediction] | None, claim: Claim, engine: str) -> str:
+def told(found: Verdict, predicted: tuple[Layout, Prediction] | str | None, claim: Claim, engine: str) -> str:
     """The verdict for a person."""
     if not found.possible:
         lines = ["impossible", *(f"  {reason}" for reason in found.reasons)]
@@ -94,7 +99,9 @@ def told(found: Verdict, predicted: tuple[Layout, Prediction] | None, claim: Cla
             f"{claim.tokens:,} tokens; {gigabytes(found.have_bytes)} can be used",
             f"  at most {found.bound_tok_s:.1f} tok/s: each token reads {gigabytes(found.read_bytes)}",
         ]
-    if predicted:
+    if isinstance(predicted, str):
+        lines.append(f"  but not with {engine}: {predicted}")
+    elif predicted:
         layout, it = predicted
         low, high = it.single_tok_s * (1 - it.error_band), it.single_tok_s * (1 + it.error_band)
         lines.append(

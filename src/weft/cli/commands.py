@@ -154,7 +154,7 @@ COMMANDS = {
         ),
         Command(
             name="bench calibrate",
-            summary="Measure what the engine reaches on this machine, for the planner to reckon with.",
+            summary="Measure what the engine reaches here, for the planner; on a GPU with a MODEL attention's sizes.",
             module="weft.cli.bench_calibrate",
             groups=(*CALIBRATE, *ENGINE),
             needs_model=False,

@@ -65,7 +65,8 @@ MODEL = (
         short="-q",
         choices=QUANTIZATIONS,
         help="how to hold the weights; auto: as the checkpoint does, where there are kernels for that; none: in 16 or "
-        "32 bits as --dtype says; the others are made while loading, int4 being q4_1",
+        "32 bits as --dtype says; int8 to q8_0 are made while loading, int4 being q4_1; the others are auto in vLLM's "
+        "words, for a checkpoint of that kind",
     ),
     Flag(name="seed", parse=values.size, help="start of every random stream whose request gives no seed"),
     Flag(

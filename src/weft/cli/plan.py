@@ -10,12 +10,12 @@ from weft.cli.parser import UsageError
 from weft.errors import ConfigError
 from weft.facts import hardware_file, lookup, machine
 from weft.facts.cluster import Cluster, parse_gpus, parse_nodes
+from weft.facts.gpus import BF16_CAPABILITY
 from weft.facts.kv import number_bytes
 from weft.facts.model import Model
 from weft.facts.precision import canonical
 from weft.facts.schemes import MADE
 from weft.planner.deployment import Workload, lengths
-from weft.planner.objections import BF16_CAPABILITY
 from weft.planner.plan import Draft, Speculation
 from weft.planner.question import Question
 from weft.planner.search import search
@@ -74,6 +74,7 @@ def ask(arguments: Namespace, model: Model) -> Question:
         wish=wish,
         price=said.get("price", cluster.price),
         gpu_memory_utilization=said.get("gpu_memory_utilization"),
+        max_num_seqs=said.get("max_num_seqs"),
         max_num_batched_tokens=said.get("max_num_batched_tokens"),
         speculation=guessing(arguments, model),
         remarks=wishes.remarks(said, cluster),

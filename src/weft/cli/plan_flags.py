@@ -99,13 +99,20 @@ CUT = (
         "the devices",
     ),
 )
-SPECULATION = Flag(
-    name="speculative-config",
-    short="-sc",
-    parse=values.mapping,
-    metavar="JSON",
-    help='count what guessing ahead takes, as weft serve has it: {"method": "ngram"} or {"model": NAME}; what it gains '
-    "is not predicted",
+ENGINE = (  # weft simulate has its own
+    Flag(
+        name="max-num-seqs",
+        parse=values.at_least(1),
+        help="most requests that run at once in a replica; left out: the engine's",
+    ),
+    Flag(
+        name="speculative-config",
+        short="-sc",
+        parse=values.mapping,
+        metavar="JSON",
+        help='count what guessing ahead takes, as weft serve has it: {"method": "ngram"} or {"model": NAME}; what it '
+        "gains is not predicted",
+    ),
 )
 LOAD = (
     Flag(name="engine", choices=ENGINES, default="weft", help="whose speed and memory to predict"),
@@ -146,7 +153,7 @@ EXPORT = (
 PLAN = (
     ("model", NAMED),
     ("hardware", HARDWARE),
-    ("layout", (*CUT, SPECULATION)),
+    ("layout", (*CUT, *ENGINE)),
     ("workload", LOAD),
     ("answer", TOLD),
     ("export", EXPORT),

@@ -184,7 +184,7 @@ def figures(candidate: Mapping[str, Any]) -> list[str]:
         f"{fullest['usable_bytes'] / 1e9:,.1f}/{fullest['memory_bytes'] / 1e9:,.1f}",
         plan_text.tokens(candidate["kv_tokens"]),
         f"{candidate['max_concurrency']:,.1f}",
-        f"{predicted['ttft_s']:.2f} s",
+        f"{ttft:.2f} s" if (ttft := predicted["ttft_s"]) >= 0.01 else f"{1000 * ttft:.1f} ms",
         f"{predicted['single_tok_s']:,.1f}",
         f"{predicted['saturated_tok_s']:,.0f}",
         *([] if dollars is None else [f"{dollars:,.2f}"]),

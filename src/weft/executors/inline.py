@@ -10,7 +10,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from weft.executors.messages import ToRank
-from weft.executors.rank import SPIN_COUNT, SPINS, WORKER, Worker, keep_to, run, worker_class
+from weft.executors.rank import SPIN_COUNT, SPINS, WORKER, Worker, keep_to, run, uncollected, worker_class
 from weft.executors.ranks import RankExecutor
 from weft.facts import cuda
 from weft.planner.plan import Plan
@@ -30,8 +30,9 @@ class InlineExecutor(RankExecutor):
     def _launch(self, plan: Plan) -> None:
         os.environ.setdefault(SPINS, SPIN_COUNT)
         os.environ.update(cuda.order(os.environ))
-        # By name: this room does not import torch.
-        self._groups = import_module("weft.comm.threads").ThreadGroups(plan)
+        with uncollected():
+            threads = import_module("weft.comm.threads")  # by name: this room does not import torch
+        self._groups = threads.ThreadGroups(plan)
         for place in plan.places:
             inbox: SimpleQueue[Any] = SimpleQueue()
             thread = threading.Thread(

@@ -12,9 +12,10 @@ from weft.export.hosts import on_cpu
 from weft.export.shell import Flags, Value, command, script, together
 from weft.export.target import crowded, shares_experts, spans_nodes
 from weft.export.words import KEYS, Remarks, comment
+from weft.facts.gpus import FP8_CAPABILITY
 from weft.facts.kv import number_bytes
 from weft.planner import speculation
-from weft.planner.backends import FP8_CAPABILITY, KV_CACHE_DTYPES
+from weft.planner.backends import KV_CACHE_DTYPES
 from weft.planner.deployment import Layout, deploy
 from weft.planner.question import Question
 
@@ -74,6 +75,8 @@ def arguments(it: Deployment, server: Server) -> Flags:
         flags["device-ids"] = ",".join(f"{list(dict.fromkeys(gpus)).index(gpu)}" for gpu in gpus)
     flags["enable-expert-parallel"] = layout.expert_parallel > 1
     flags["max-model-len"] = it.max_model_len
+    if it.question.max_num_seqs:
+        flags["max-num-seqs"] = it.question.max_num_seqs
     flags["max-num-batched-tokens"] = it.candidate.memory.replicas[0].batched_tokens
     if on_cpu(it):
         flags["device"] = "cpu"

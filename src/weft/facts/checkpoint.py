@@ -87,12 +87,12 @@ def _quantised(info: TensorInfo) -> bool:
     return isinstance(info, packed.Packed) or ENCODINGS[info.type].elements > 1
 
 
-def described(shape: ModelShape, index: Mapping[str, TensorInfo]) -> ModelShape:
+def described(shape: ModelShape, index: dict[str, TensorInfo]) -> ModelShape:
     """The shape with what the weights of safetensors files are really stored in, as far as they are there."""
     return packed.described(shape, _joined(index, shape))
 
 
-def _joined(index: Mapping[str, TensorInfo], shape: ModelShape) -> Mapping[str, TensorInfo]:
+def _joined(index: dict[str, TensorInfo], shape: ModelShape) -> dict[str, TensorInfo]:
     """The tensors of safetensors files, with packed matrices as one."""
     return index if shape.published is None else packed.joined(index, shape.published)
 

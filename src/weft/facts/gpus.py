@@ -34,6 +34,8 @@ TENSOR_FLOPS = {
     (12, 0): 1024,
 }
 HALVED = ((8, 6), (8, 9), (12, 0))
+# The oldest GPUs that compute in bfloat16, and those that have e4m3 numbers.
+BF16_CAPABILITY, FP8_CAPABILITY = (8, 0), (8, 9)
 
 
 class GpuSpec(msgspec.Struct, frozen=True, kw_only=True):

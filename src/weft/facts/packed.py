@@ -18,7 +18,7 @@ import msgspec
 
 from weft.errors import ModelError, reason
 from weft.facts.fields import Fields
-from weft.facts.parameters import Parameter, Part, layers_of, parameters
+from weft.facts.parameters import Parameter, layers_of, parameters
 from weft.facts.published import ORDERED, ROW, Published, is_quantised, read, scheme_name
 from weft.facts.shape import ModelShape
 from weft.facts.tensor import TensorInfo
@@ -65,7 +65,7 @@ def described(shape: ModelShape, tensors: Mapping[str, TensorInfo]) -> ModelShap
     """The shape with what the tensors of a checkpoint really are stored in, in the place of what its config says."""
     if shape.published is None:
         return shape
-    roles = {name: parameter.role for name, parameter, _ in matrices(shape)}
+    roles = {name: parameter.role for name, parameter in matrices(shape)}
     kinds = {name: shape.published.of(name, role) for name, role in roles.items()}
     kinds |= {name: it.type if isinstance(it, Packed) else "" for name, it in tensors.items() if name in roles}
     most = Counter(kind for name, kind in kinds.items() if kind and roles[name] != "head").most_common(1)
@@ -83,7 +83,7 @@ def configured(shape: ModelShape, config: Fields) -> ModelShape:
     published, quantised = read(config), is_quantised(config)
     kinds = {
         name: published.scheme if parameter.role in LAYERS and quantised(name.removesuffix(".weight")) else ""
-        for name, parameter, _ in matrices(shape)
+        for name, parameter in matrices(shape)
     }
     return _with_exceptions(msgspec.structs.replace(shape, published=published), kinds)
 
@@ -92,9 +92,7 @@ def _with_exceptions(shape: ModelShape, kinds: Mapping[str, str]) -> ModelShape:
     """The shape with those of `kinds`, what each tensor is stored in, that are not the usual."""
     assert shape.published is not None
     plain = msgspec.structs.replace(shape.published, exceptions=())
-    others = {
-        name: kinds[name] for name, parameter, _ in matrices(shape) if kinds[name] != plain.of(name, parameter.role)
-    }
+    others = {name: kinds[name] for name, parameter in matrices(shape) if kinds[name] != plain.of(name, parameter.role)}
     return msgspec.structs.replace(shape, published=msgspec.structs.replace(plain, exceptions=tuple(others.items())))
 
 
@@ -102,11 +100,11 @@ def stored(shape: ModelShape) -> dict[str, str]:
     """What each quantised tensor of such a checkpoint is stored in, as its shape says."""
     if shape.published is None:
         return {}
-    kinds = {name: shape.published.of(name, parameter.role) for name, parameter, _ in matrices(shape)}
+    kinds = {name: shape.published.of(name, parameter.role) for name, parameter in matrices(shape)}
     return {name: kind for name, kind in kinds.items() if kind}
 
 
-def matrices(shape: ModelShape) -> Iterator[tuple[str, Parameter, Part]]:
+def matrices(shape: ModelShape) -> Iterator[tuple[str, Parameter]]:
     """The tensors of a model that have rows and columns, the first for all experts. A tied head's is its embedding's,
     and comes once."""
     for parameter in parameters(shape):
@@ -116,7 +114,7 @@ def matrices(shape: ModelShape) -> Iterator[tuple[str, Parameter, Part]]:
         for layer in layers:
             for part in parameter.parts:
                 if part.cols is not None:
-                    yield part.source.format(layer=layer, expert=0), parameter, part
+                    yield part.source.format(layer=layer, expert=0), parameter
 
 
 def _packed(index: Mapping[str, TensorInfo], layer: str, values: TensorInfo, published: Published) -> Packed:

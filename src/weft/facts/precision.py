@@ -1,14 +1,18 @@
 """Precision: how the numbers of a model are stored, and the exact bytes that its tensors take so.
 
-`int8` and `int4` are GPTQ's and AWQ's layout: groups of 128 inputs, each with a 16-bit scale and a zero point;
-`fp8` has 8-bit matrices, in blocks of 128 x 128 with 32-bit scales where DeepSeek publishes them; `mxfp4` has a
-scale byte for 32 numbers, `nvfp4` one for 16. In all of them embedding, head, router, norms and biases stay
-16-bit. Scales that are one number for a whole tensor are not counted. GGUF types are in `facts.gguf_types`.
+`int8` and `int4` are GPTQ's and AWQ's layout: groups of 128 inputs, each with a 16-bit scale and a zero point, or what
+the model's own checkpoint is in where that is one of theirs (`ModelShape.published`); `fp8` has 8-bit matrices, in
+blocks of 128 x 128 with 32-bit scales where DeepSeek publishes them; `mxfp4` has a scale byte for 32 numbers, `nvfp4`
+one for 16. In all of them embedding, head, router, norms and biases stay 16-bit. Scales that are one number for a whole
+tensor are not counted. GGUF types are in `facts.gguf_types`.
 """
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from difflib import get_close_matches
+from functools import lru_cache
 
 import msgspec
 
@@ -82,6 +86,7 @@ ALIASES = gguf_types.ALIASES | {
 # (openai/gpt-oss-120b: quantization_config.modules_to_not_convert), DeepSeek in NVFP4 (nvidia/DeepSeek-R1-0528-NVFP4).
 DEEPSEEK = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
 ATTENTION_KEPT = {("mxfp4", "GptOssForCausalLM"), *(("nvfp4", name) for name in DEEPSEEK)}
+LAYER = re.compile(r"\.(\d+)\.")  # its number, in the name of a tensor
 # Published with FP8 in blocks with a scale each.
 FP8_IN_BLOCKS = (*DEEPSEEK, "MiniMaxM2ForCausalLM")
 
@@ -109,10 +114,22 @@ def as_published(shape: ModelShape, precision: str) -> Published | None:
     return published if published and published.precision == precision.removesuffix(gguf_types.HELD) else None
 
 
-def by_layer(shape: ModelShape, precision: str) -> bool:
-    """Whether layers that compute the same may be stored in different ways; `precision` as for `part_format`."""
+@lru_cache(maxsize=256)
+def alike(shape: ModelShape, precision: str) -> tuple[int, ...]:
+    """Of each layer, the first that has the same parameters, stored in the same way."""
+    layers = range(shape.layers)
+    if precision in gguf_types.BY_LAYER:
+        return tuple(layers)
     published = as_published(shape, precision)
-    return bool(published and published.exceptions) or precision in gguf_types.BY_LAYER
+    left: dict[str, set[tuple[str, str]]] = {}
+    for name, kind in published.exceptions if published else ():
+        _, *layer = LAYER.split(name, maxsplit=1)
+        if layer:
+            left.setdefault(layer[0], set()).add((layer[1], kind))
+    first: dict[tuple[bool, frozenset[tuple[str, str]]], int] = {}
+    return tuple(
+        first.setdefault((shape.has_experts(layer), frozenset(left.get(str(layer), ()))), layer) for layer in layers
+    )
 
 
 def part_format(shape: ModelShape, precision: str, parameter: Parameter, part: Part, layer: int) -> Format:
@@ -157,7 +174,7 @@ def scale_columns(shape: ModelShape, precision: str) -> int:
     if precision == "fp8" and shape.architecture in FP8_IN_BLOCKS:
         return FP8_BLOCKS.block_cols
     if published := as_published(shape, precision):
-        return published.group if published.group < ROW else 1
+        return published.group if published.group < ROW and published.scheme in ALL else 1
     return MATRICES[precision].block_cols if precision in MATRICES else 1
 
 
@@ -196,17 +213,15 @@ def weights(shape: ModelShape, precision: str, place: Place | None = None) -> We
 
 def summed(shape: ModelShape, precision: str, place: Place) -> WeightBytes:
     """The same; `precision` as `canonical` or `as_held` gives it."""
-    layers = range(place.layers.start, place.layers.stop)
-    alike = not by_layer(shape, precision)  # all layers
+    # The first of those that are alike, and how many they are.
+    layers = Counter(alike(shape, precision)[place.layers.start : place.layers.stop])
     kinds = {"embedding": 0, "linear": 0, "expert": 0, "head": 0, "others": 0}
     for parameter in parameters(shape):
         kind = parameter.role if parameter.role in kinds else "others"
         if parameter.where == "layer":
-            held = [layer for layer in layers if parameter.is_in(shape, layer)]
-            if alike and held:
-                kinds[kind] += len(held) * parameter_bytes(shape, precision, place, parameter)
-            else:
-                kinds[kind] += sum(parameter_bytes(shape, precision, place, parameter, layer) for layer in held)
+            for layer, count in layers.items():
+                if parameter.is_in(shape, layer):
+                    kinds[kind] += count * parameter_bytes(shape, precision, place, parameter, layer)
         elif parameter.where == "embed":
             kinds[kind] += parameter_bytes(shape, precision, place, parameter) * place.first
         elif not (parameter.role == "head" and shape.tied and place.first):

@@ -23,10 +23,11 @@ ROW = 1 << 20  # columns: a group that no row is as long as, so each row is one
 GROUPS = (32, 64, 128, 256, 512, 1024, ROW)  # columns that share a scale, of those that kernels multiply with
 GROUP = 128  # of GPTQ and AWQ where the config does not say
 ORDERED = "_ORDERED"  # ends the name of what no kernel takes: each column says which group it is in
+ORDERS = ("group", "dynamic", True)  # compressed-tensors' words for groups that are made in that order
 READ = "it reads GPTQ, AWQ (gemm) and compressed-tensors (pack-quantized) of 4 or 8 bits"
 
 
-class Published(msgspec.Struct, frozen=True, kw_only=True):
+class Published(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     """The matrices of attention, MLPs and experts are in `scheme`; a head is not. `exceptions` are tensors, by their
     name, that are stored otherwise, "" for those that are not quantised. `ordered`: columns were taken in the order of
     their activations (desc_act), so that those of a group lie apart. `zero_offset` is added to a stored zero point."""
@@ -52,7 +53,7 @@ class Published(msgspec.Struct, frozen=True, kw_only=True):
     def of(self, tensor: str, role: str) -> str:
         """What a matrix is stored in, by its name and by what it does; "" where it is not quantised."""
         usual = self.scheme if role in ("linear", "expert") else ""
-        return _by_name(self.exceptions).get(tensor, usual)
+        return _exceptions(self).get(tensor, usual)
 
 
 def scheme_name(bits: int, group: int, symmetric: bool) -> str:
@@ -61,8 +62,9 @@ def scheme_name(bits: int, group: int, symmetric: bool) -> str:
 
 
 @lru_cache(maxsize=64)
-def _by_name(exceptions: tuple[tuple[str, str], ...]) -> dict[str, str]:
-    return dict(exceptions)
+def _exceptions(published: Published) -> dict[str, str]:
+    """By name."""
+    return dict(published.exceptions)
 
 
 def obstacle(config: Fields) -> str | None:
@@ -91,7 +93,7 @@ def read(config: Fields) -> Published:
             bits=weights.integer("num_bits"),
             group=_columns(weights, ROW),
             symmetric=weights.flag("symmetric", True),
-            ordered=weights.values.get("actorder") == "group",
+            ordered=weights.values.get("actorder") in ORDERS,
         )
     group = _columns(config, GROUP)
     if method == "awq":
@@ -190,6 +192,9 @@ def _unread(config: Fields) -> Iterator[str]:
             yield f"compressed-tensors with a scale for each {strategy}"
         if group.nested("input_activations") is not None:
             yield "compressed-tensors, and activations are quantised as well"
+    several = {_weights(group).values.get("num_bits") for group in groups}
+    if len(several) > 1:
+        yield f"compressed-tensors in {' and '.join(sorted(map(str, several)))} bits, one here and one there"
     sparsity = config.nested("sparsity_config")
     if sparsity is not None and sparsity.text_or("format", "dense") != "dense":
         yield f"{own} {sparsity.text_or('format', None)}"

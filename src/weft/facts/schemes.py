@@ -19,7 +19,7 @@ from weft.facts.place import Span
 from weft.facts.published import BITS, GROUPS, Method, scheme_name
 from weft.facts.shape import ModelShape
 
-UNIT = 32  # columns that are never parted: what a kernel multiplies at once, and the smallest group
+UNIT = 32  # columns that are never parted: what a kernel multiplies at once; a group, several or half of one
 
 
 class Scheme(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,6 +53,8 @@ SCHEMES = {
     "Q8_MIN": Scheme(bits=8, group=32, lowest="minimum"),
     "Q4_1": Scheme(bits=4, group=32, lowest="minimum"),
     "Q4_0": Scheme(bits=4, group=32, lowest="middle"),
+    "Q4_16": Scheme(bits=4, group=16, lowest="middle"),
+    "Q4_16_MIN": Scheme(bits=4, group=16, lowest="minimum"),
 }
 # What GGUF's types come to once they are unpacked, from the one that takes the fewest bits there. The values of IQ4 are
 # 16 of 8 bits; a scale is one of a block times a whole number where blocks have several.
@@ -70,8 +72,8 @@ STORED = {
     "IQ4_NL": SCHEMES["Q8_0"],
     "IQ4_XS": SCHEMES["Q8_0"],
 }
-# Rounded anew instead, since there are no kernels for groups of 16: 8 bits in groups of 32 lose a fifth of what the
-# 6 bits of Q6_K have lost before, and less than rounding x to 8 bits does (docs/benchmarks.md).
+# Rounded anew where no scheme holds them as they are: 8 bits in groups of 32 lose half a percent, as much as x does
+# where it is rounded to 8 bits, and add a twentieth to what Q6_K has lost before (docs/benchmarks.md).
 ROUNDED = dict.fromkeys(("Q2_K", "Q3_K", "Q6_K"), SCHEMES["Q8_0"])
 # What GPTQ, AWQ and compressed-tensors publish, bit for bit; their files have zero points of `bits` bits.
 PUBLISHED = {
@@ -114,9 +116,11 @@ def _held_as(types: frozenset[str]) -> str | None:
         return min(types)
     if not types <= STORED.keys():
         return None
-    stored = [ROUNDED.get(kind, STORED[kind]) for kind in types]
-    fit = (name for name, scheme in SCHEMES.items() if all(map(scheme.holds, stored)))
-    return min(fit, key=lambda name: SCHEMES[name].nbytes(1, Span(0, 256)))
+    for stored in ([STORED[kind] for kind in types], [ROUNDED.get(kind, STORED[kind]) for kind in types]):
+        fit = [name for name, scheme in SCHEMES.items() if all(map(scheme.holds, stored))]
+        if fit:
+            return min(fit, key=lambda name: SCHEMES[name].nbytes(1, Span(0, 256)))
+    raise AssertionError(f"no scheme has room for {', '.join(sorted(types))}")
 
 
 def scheme_of(shape: ModelShape, precision: str, parameter: Parameter, layer: int = 0) -> str | None:

@@ -10,6 +10,7 @@ import torch
 
 from weft.comm import Comm
 from weft.kernels.batch import Batch
+from weft.kernels.warm import Launch
 from weft.planner.plan import Plan
 from weft.quant.quantised import Quantised
 
@@ -129,9 +130,9 @@ class Attention(Protocol):
         """Causal attention of every row over its own context, all rows in one call: [T, q_heads * head_dim]."""
         ...
 
-    def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Callable[[], object]]:
+    def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Sequence[Launch]]:
         """Calls that launch, between them, all that is compiled for steps within the shape's limits, beside what each
-        step launches. They may run at once, each in a thread."""
+        step launches; those of a group launch the same kernels."""
         ...
 
 

@@ -8,7 +8,7 @@ paged KV, keys and values as they lie in our cache (its layout NHD, any block si
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from weft.facts.host import packages
 from weft.kernels.base import AttentionShape, KVCache
 from weft.kernels.batch import Batch, Lengths, spread
 from weft.kernels.usable import no_flash, processors, usable
+from weft.kernels.warm import Launch
 from weft.planner import backends
 
 logger = logging.getLogger("weft")
@@ -123,7 +124,7 @@ class FlashInferAttention:
             self._wrapper(PREFILL, window, batch).run(q[first:], kept, out=out[first:])
         return out.flatten(1)
 
-    def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Callable[[], object]]:
+    def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Sequence[Launch]]:
         return ()  # `compile` had them built
 
     def _plan(self, kind: str, batch: Batch, *rows: np.ndarray | torch.Tensor, **more: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from weft.comm import Comm
 from weft.kernels.base import AttentionShape, DenseLayer, HeadNorm, KVCache, Product, Stage
 from weft.kernels.batch import Batch
+from weft.kernels.warm import Launch
 from weft.quant.dense import product
 from weft.quant.quantised import Quantised
 from weft.quant.table import Table
@@ -18,7 +19,7 @@ from weft.quant.table import Table
 class PlainKernels:
     name = "torch"
 
-    def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Callable[[], object]]:
+    def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Sequence[Launch]]:
         return ()
 
     def matrix(self, weight: torch.Tensor | Quantised, bias: torch.Tensor | None) -> Product:

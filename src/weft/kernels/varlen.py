@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
@@ -24,6 +24,7 @@ from weft.kernels import triton
 from weft.kernels.base import AttentionShape, KVCache
 from weft.kernels.batch import Batch, spread
 from weft.kernels.usable import no_flash, usable
+from weft.kernels.warm import Launch
 from weft.planner import backends
 
 logger = logging.getLogger("weft")
@@ -156,7 +157,7 @@ class VarlenAttention:
         out[first:] = mixed
         return out
 
-    def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Callable[[], object]]:
+    def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Sequence[Launch]]:
         return self._triton.launches(shape, device)
 
     def _places(self, batch: Batch, total: int) -> torch.Tensor:

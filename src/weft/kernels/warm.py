@@ -9,9 +9,11 @@ differs from step to step is there, and the others are a model's own.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 
 import torch
 
@@ -28,20 +30,24 @@ def turns(variant: Callable[[int], Hashable], most: int) -> list[int]:
     return list(first.values())
 
 
-def warm(launches: Sequence[Launch], device: torch.device) -> None:
-    """Run them all, on a GPU in as many threads as the rank may have."""
+def warm(launches: Sequence[Sequence[Launch]], device: torch.device) -> None:
+    """Run them all, those of a group launching the same kernels; on a GPU in as many threads as the rank may have."""
 
     def run(launch: Launch) -> None:
         with torch.inference_mode():
             launch()
 
+    if not launches:
+        return
     began = time.monotonic()
-    if device.type == "cuda":
+    # What Triton keeps of a kernel is lost where two threads launch it for the first time at once.
+    rounds = [[group[0] for group in launches if group], [launch for group in launches for launch in group[1:]]]
+    # Triton's interpreter has room for one.
+    if device.type == "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         with ThreadPoolExecutor(torch.get_num_threads(), "weft-warm", torch.cuda.set_device, (device,)) as threads:
-            for done in [threads.submit(run, launch) for launch in launches]:
-                done.result()
+            for some in rounds:
+                list(threads.map(run, some))
     else:
-        # Triton's interpreter has room for one.
-        for launch in launches:
+        for launch in chain(*rounds):
             run(launch)
-    logger.debug("%d kinds of launches are warm after %.1f s", len(launches), time.monotonic() - began)
+    logger.debug("%d kinds of launches are warm after %.1f s", sum(map(len, rounds)), time.monotonic() - began)

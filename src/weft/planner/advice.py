@@ -127,6 +127,11 @@ def _to_fit(answer: Answer) -> Iterator[str]:
             yield f"with --max-model-len {length} it fits: that many tokens of KV are left"
         else:
             yield f"prompt and answer of up to {length:,} tokens together fit: that much KV is left"
+    for name in ("gpu_memory_utilization", "max_num_batched_tokens"):
+        if getattr(question, name) is not None:
+            found = _roomiest(msgspec.structs.replace(question, **{name: None}))
+            if found:
+                yield f"without --{name.replace('_', '-')} it fits as {found[0]} with {_to_spare(*found)}"
     smaller = dict(_smaller_checkpoints(question))
 
     @cache

@@ -10,6 +10,7 @@ from dataclasses import replace
 from weft import compiled
 from weft.config import EngineConfig
 from weft.errors import ConfigError
+from weft.facts.gpus import FP8_CAPABILITY
 from weft.facts.host import Host
 from weft.facts.shape import DType, ModelShape
 
@@ -31,7 +32,6 @@ KERNELS = {
 }
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")  # the last two are one
 FP8_BACKENDS = ("auto", "triton", "flashinfer")  # that read an FP8 cache
-FP8_CAPABILITY = (8, 9)  # of a GPU that has e4m3 numbers
 FLASH_CAPABILITY = (8, 0)  # of a GPU that FlashAttention's second version, in torch as in FlashInfer, is written for
 FLASH_DTYPES = ("bfloat16", "float16")
 FLASHINFER, OLDEST_FLASHINFER = "flashinfer-python", (0, 5)

@@ -7,7 +7,7 @@ from functools import lru_cache
 import msgspec
 
 from weft.facts.place import Place, Span
-from weft.facts.precision import WeightBytes, by_layer, summed
+from weft.facts.precision import WeightBytes, summed
 from weft.facts.shape import ModelShape
 from weft.planner.work import Kind, kinds
 
@@ -33,18 +33,11 @@ def _sum_of_weights(shape: ModelShape, precision: str, share: Place, held: tuple
     """Summed over layers by kind: of those there are few, and few ways to share them."""
     parts = [(_weights_of(shape, precision, share), 1)]
     inner = msgspec.structs.replace(share, stage=1, stages=3)
-    for (has_experts, _, itself), count in held:
-        layer = itself if by_layer(shape, precision) else _first_like(shape, has_experts)
+    for (_, _, layer), count in held:
         one = msgspec.structs.replace(inner, layers=Span(layer, layer + 1))
         parts.append((_weights_of(shape, precision, one), count))
     names = WeightBytes.__struct_fields__
     return WeightBytes(**{name: sum(getattr(part, name) * count for part, count in parts) for name in names})
-
-
-@lru_cache(maxsize=4096)
-def _first_like(shape: ModelShape, has_experts: bool) -> int:
-    """The first layer with, or without, experts."""
-    return next(layer for layer in range(shape.layers) if shape.has_experts(layer) == has_experts)
 
 
 @lru_cache(maxsize=4096)

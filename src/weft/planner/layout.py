@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError
+from weft.facts.gpus import BF16_CAPABILITY
 from weft.facts.host import Host
 from weft.facts.parameters import parameters
 from weft.facts.schemes import QUANTIZATIONS
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("weft")
 
-BF16_CAPABILITY = (8, 0)  # of a GPU that computes in bfloat16
 DTYPES: dict[str, DType] = {
     "bfloat16": "bfloat16",
     "float16": "float16",

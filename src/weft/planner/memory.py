@@ -11,6 +11,7 @@ from weft.errors import PlanError
 from weft.facts.shape import ModelShape
 from weft.planner.place import Place
 from weft.planner.plan import Plan
+from weft.planner.profiles import OURS, profile
 from weft.planner.speculation import draft_plan
 
 CPU_KV_BYTES = 4_000_000_000  # per host, at most, without --kv-cache-memory-bytes
@@ -56,8 +57,9 @@ def kv_blocks(plan: Plan, capacities: Sequence[Capacity]) -> int:
 
     With `plan.kv_cache_bytes` each rank's budget is that. Else the ranks of a device share what the poorest
     report says is free, and a CPU gives min(4 GB, a quarter of it); with `plan.max_memory` no more than that leaves
-    beside weights and activations. Raises PlanError where a device has no room for one block, or where the two
-    contradict each other.
+    beside weights, activations and what every rank takes of a CPU's for itself (of a GPU's, the reports know that:
+    `gpu_memory_utilization` is no more than that share). Raises PlanError where a device has no room for one block, or
+    where the two contradict each other.
     """
     devices: dict[tuple[str, str], list[Capacity]] = defaultdict(list)
     for capacity in capacities:
@@ -72,7 +74,8 @@ def kv_blocks(plan: Plan, capacities: Sequence[Capacity]) -> int:
             if device == "cpu":
                 budget = min(CPU_KV_BYTES, budget // CPU_KV_SHARE)
         if device in plan.max_memory:
-            left = plan.max_memory[device] - sum(rank.weight_bytes + rank.activation_bytes for rank in ranks)
+            own = int(profile(OURS, on_cpu=True).runtime_MiB.value * (1 << 20)) if device == "cpu" else 0
+            left = plan.max_memory[device] - sum(rank.weight_bytes + rank.activation_bytes + own for rank in ranks)
             if plan.kv_cache_bytes is not None and plan.kv_cache_bytes * len(ranks) > left:
                 raise PlanError(
                     f"--max-memory leaves {max(0, left):,} bytes of {device} beside the weights, and "
@@ -100,7 +103,7 @@ def _no_room(plan: Plan, host: str, device: str, budget: int, cost: int) -> str:
     else:
         source = "the weights leave" if gpu else "a quarter of the free memory, at most 4 GB, is"
     if device in plan.max_memory and plan.kv_cache_bytes is None:
-        source, ways[0] = "--max-memory leaves beside weights and activations", "raise it"
+        source, ways[0] = "--max-memory leaves beside weights, activations and the engine itself", "raise it"
         ways[1:] = ways[1:] if gpu else ["lower --max-num-batched-tokens"]
     return (
         f"no room for the KV cache on {device} of {host}: one block of {plan.block_size} tokens takes {cost:,} bytes, "

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from weft.facts import gguf_types
+from weft.facts.gpus import BF16_CAPABILITY, FP8_CAPABILITY
+from weft.facts.kv import number_bytes
 from weft.facts.parameters import RUNNABLE
 from weft.facts.shape import ModelShape
 from weft.planner.cuts import Draft
@@ -15,8 +17,7 @@ SHARING = ("weft", "transformers")  # run several stages on one GPU
 LAYERS_ONLY = ("llama.cpp", "transformers")
 # Precisions that Weft's own engine computes with, the latter in few bits (facts.schemes), as it does with GGUF's mixes.
 WHOLE, KEPT = ("bf16", "fp16", "fp32"), ("int8", "int4")
-# The oldest GPUs that compute in bfloat16, and so have kernels that unpack 8 and 4 bit floats to it.
-BF16_CAPABILITY = (8, 0)
+# What kernels unpack to bfloat16, or is that.
 NEED_BF16 = ("bf16", "fp8", "mxfp4", "nvfp4")
 
 
@@ -25,6 +26,7 @@ def objection(question: Question, draft: Draft) -> str | None:
     return (
         _cpu(question, draft)
         or _gpu(draft)
+        or _cache(question, draft)
         or _format(question, draft)
         or _heads(question, draft)
         or _depth(question, draft)
@@ -50,6 +52,22 @@ def _gpu(draft: Draft) -> str | None:
             return (
                 f"{device.gpu.name} has compute capability {own}; {draft.cut.precision} needs "
                 f"{'.'.join(map(str, BF16_CAPABILITY))}: use {other}"
+            )
+    return None
+
+
+def _cache(question: Question, draft: Draft) -> str | None:
+    """As `planner.backends.kv_cache_dtype`, for our own engine."""
+    if question.engine != "weft" or question.kv_dtype is None or number_bytes(question.kv_dtype) > 1:
+        return None
+    for gpu in (device.gpu for replica in draft.replicas for stage in replica for device in stage):
+        if gpu.kind == "cpu":
+            return f"weft keeps no {question.kv_dtype} KV cache on a CPU; leave --kv-cache-dtype out"
+        if gpu.capability < FP8_CAPABILITY:
+            own, least = (".".join(map(str, it)) for it in (gpu.capability, FP8_CAPABILITY))
+            return (
+                f"{gpu.name} has compute capability {own}; weft's {question.kv_dtype} KV cache needs {least}: leave "
+                "--kv-cache-dtype out"
             )
     return None
 

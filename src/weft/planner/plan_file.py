@@ -79,6 +79,7 @@ class PlanFile(msgspec.Struct, frozen=True, kw_only=True):
     hardware: Hardware
     workload: Workload
     best: Best | None
+    max_num_seqs: int | None = None  # as it was asked for
     speculative_config: dict[str, Any] | None = None
     path: str = ""
 

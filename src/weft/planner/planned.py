@@ -59,6 +59,10 @@ def carried_out(plan: PlanFile, config: EngineConfig, checkpoint: Checkpoint, ho
         wanted["max_model_len"] = plan.workload.max_model_len
     for name, value in wanted.items():
         _check_flag(plan, name, getattr(config, name), value)
+    if plan.max_num_seqs is not None:
+        usual = config.max_num_seqs == EngineConfig(model="").max_num_seqs
+        _check_flag(plan, "max_num_seqs", None if usual else config.max_num_seqs, plan.max_num_seqs)
+        wanted["max_num_seqs"] = plan.max_num_seqs
     if config.max_num_batched_tokens is None:
         wanted["max_num_batched_tokens"] = best.max_num_batched_tokens
     if on_gpus:

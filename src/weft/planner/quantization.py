@@ -62,12 +62,11 @@ def tell_dequantised(config: EngineConfig, checkpoint: Checkpoint, dtype: DType,
     lost = {kind: count for (kind, scheme), count in others.items() if not scheme}
     if config.quantization == "none" or makes(config.quantization, checkpoint.shape):
         return
-    if kept and config.dtype == "auto" and dtype != checkpoint.shape.dtype and checkpoint.format != "gguf":
+    published, own = checkpoint.shape.published, checkpoint.shape.dtype
+    if kept and published and config.dtype == "auto" and dtype != own:
+        kind = published.precision
         logger.info(
-            "%s weights, and %s for all that is not quantised: the kernels here have no %s, which the checkpoint is in",
-            checkpoint.shape.published.precision if checkpoint.shape.published else "quantised",
-            dtype,
-            checkpoint.shape.dtype,
+            "Computing in %s: what multiplies %s weights here does not in the checkpoint's %s", dtype, kind, own
         )
     told = [
         f"{count} of {kind} as {scheme}" for (kind, scheme), count in sorted(others.items()) if scheme not in ("", kind)
@@ -76,7 +75,7 @@ def tell_dequantised(config: EngineConfig, checkpoint: Checkpoint, dtype: DType,
         logger.info("Of %d quantised tensors these are held otherwise: %s", len(checkpoint.quantised), ", ".join(told))
     if not lost:
         return
-    if config.attention_backend == "torch" or (dtype == "float32" and not kept):
+    if config.attention_backend == "torch" or (not kept and any(held_as([kind]) for kind in lost)):
         why = "with --attention-backend torch" if config.attention_backend == "torch" else f"in {dtype}"
         logger.info("Quantised weights are not multiplied as they are %s: they are held in %s", why, dtype)
         return

@@ -80,10 +80,12 @@ class Stage:
         slowest = max(found, key=lambda it: it.total)
         return slowest + Seconds(links=self.links_s(self.ranks[0][1], batch, routed, batch))
 
-    def prefill_s(self, length: float, replicas: int) -> float:
-        routed = length * replicas
-        found = [rank.prefill_s(work, length, routed, self.dealt(work)) for rank, work in self.ranks]
-        return max(it.total for it in found) + self.links_s(self.ranks[0][1], length, routed, 1)
+    def prefill_s(self, length: float, replicas: int, prompts: float = 1.0) -> float:
+        """Of each of so many prompts that are read in one step."""
+        tokens = length * prompts
+        routed = tokens * replicas
+        found = [rank.prefill_s(work, length, routed, self.dealt(work), prompts) for rank, work in self.ranks]
+        return (max(it.total for it in found) + self.links_s(self.ranks[0][1], tokens, routed, prompts)) / prompts
 
     @staticmethod
     def dealt(work: Work) -> bool:
@@ -126,7 +128,7 @@ class Replica:
         first = [group[0][1] for group in groups]
         self.turns = tuple(first.index(index) for index in first)
         self.key = (self.turns, *(stage.key for stage in self.stages))
-        self._read: dict[int, list[float]] = {}  # of prompts, by their length
+        self._read: dict[tuple[int, float], list[float]] = {}  # of prompts, by their length and how many a step has
         self._timed: dict[tuple[float, float], tuple[Seconds, Seconds]] = {}  # rounds, by batch and context
 
     def round_s(self, batch: float, workload: Workload) -> Seconds:
@@ -171,27 +173,28 @@ class Replica:
             found[turn] = found.get(turn, nothing) + step
         return list(found.values())
 
-    def _prompts(self, length: int, most: float) -> list[float]:
-        """What a prompt keeps each stage busy for, read in steps of `most` tokens: each of them streams the weights."""
-        whole = self._whole(length)
+    def _prompts(self, length: int, most: float, count: float = 1.0) -> list[float]:
+        """What a prompt keeps each stage busy for, read in steps of `most` tokens with `count` prompts: each of them
+        streams the weights."""
         if most >= length:
-            return whole
+            return self._whole(length, max(1.0, min(count, most / length)))
         step = max(1, int(most))
-        return [max(at_once, it * length / step) for at_once, it in zip(whole, self._whole(step), strict=True)]
+        pairs = zip(self._whole(length), self._whole(step), strict=True)
+        return [max(at_once, it * length / step) for at_once, it in pairs]
 
-    def _whole(self, length: int) -> list[float]:
-        if length not in self._read:
+    def _whole(self, length: int, count: float = 1.0) -> list[float]:
+        if (length, count) not in self._read:
             known: dict[object, float] = {}
             for stage in self.stages:
                 if stage.key not in known:
-                    known[stage.key] = stage.prefill_s(length, self.sharing)
-            self._read[length] = [known[stage.key] for stage in self.stages]
-        return self._read[length]
+                    known[stage.key] = stage.prefill_s(length, self.sharing, count)
+            self._read[length, count] = [known[stage.key] for stage in self.stages]
+        return self._read[length, count]
 
-    def prefill_s(self, workload: Workload, most: float = inf) -> float:
-        """What the prompt of one request, read in steps of `most` tokens, keeps the slowest stage from answering; every
-        GPU, without a pipeline."""
-        times = self._prompts(workload.input_len, most)
+    def prefill_s(self, workload: Workload, most: float = inf, count: float = 1.0) -> float:
+        """What the prompt of one request, read in steps of `most` tokens with `count` prompts, keeps the slowest stage
+        from answering; every GPU, without a pipeline."""
+        times = self._prompts(workload.input_len, most, count)
         return max(self._in_turn(times, 0.0)) if self.profile.pipelined.value else sum(times)
 
     def read_s(self, tokens: int, longest: int) -> float:
@@ -224,16 +227,19 @@ class Replica:
         seen: they follow it through the stages. So after g - 1 steps the next of them counts, which is 1 / P steps
         away, P the probability that a step has one: g / (g - 1 + 1 / P) in a round. The same holds of steps that have
         two, and more. What of a prompt is more than `batched_tokens` goes through the stages right behind its
-        beginning.
+        beginning. Prompts that come to one step are read together, and stream the weights once: of steps that have any,
+        each has r / (1 - exp(-r)) on average.
         """
         groups = self._groups(batch)
         room = max(1.0, batched_tokens - batch / groups)  # that answers leave to prompts in a step
-        times, slowest = self._prompts(workload.input_len, room), self.prefill_s(workload, room)
+        each = prompts / workload.output_len / groups  # prompts that come to a step
+        count = each / (1 - exp(-each)) if each > RARE else 1.0
+        times = self._prompts(workload.input_len, room, count)
+        slowest = self.prefill_s(workload, room, count)
         busy_s = slowest * prompts / workload.output_len
         if groups == 1 or not self.profile.stages_wait.value:
             return busy_s
         one, all_groups = (it.total for it in self._rounds(batch, workload))
-        each = prompts / workload.output_len / groups  # prompts that come to a step
         fit = room / workload.input_len  # of those, in it
         spare, waiting, number, share = max(0.0, all_groups - one), 0.0, 0, 1 - exp(-each)
         while share > RARE:

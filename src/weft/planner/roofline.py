@@ -123,9 +123,9 @@ class Rank:
         """Each token of a prompt that one of its tokens sees, in one layer."""
         return attention.prefill_flops * self.attention_flop_s
 
-    def prefill_attention_s(self, attention: Attention, length: float) -> float:
-        """A whole prompt."""
-        return pairs(length, attention.window) * self.pair_s(attention) + self.kernel_s
+    def prefill_attention_s(self, attention: Attention, length: float, prompts: float = 1.0) -> float:
+        """Whole prompts, each by itself."""
+        return prompts * pairs(length, attention.window) * self.pair_s(attention) + self.kernel_s
 
     def layers_s(self, work: Work, tokens: float, routed: float, dealt: bool) -> Seconds:
         """All layers but their attention and sums, for `tokens` tokens; `routed` tokens meet the experts."""
@@ -144,8 +144,10 @@ class Rank:
         head = self.product_s(work.head, batch) if work.head else 0.0
         return self.layers_s(work, batch, routed, dealt) + Seconds(matrices=head, attention=attention)
 
-    def prefill_s(self, work: Work, length: float, routed: float, dealt: bool) -> Seconds:
-        """One prompt of `length` tokens."""
-        attention = sum(layer.count * self.prefill_attention_s(layer.attention, length) for layer in work.layers)
-        head = self.product_s(work.head, 1) if work.head else 0.0
-        return self.layers_s(work, length, routed, dealt) + Seconds(matrices=head, attention=attention)
+    def prefill_s(self, work: Work, length: float, routed: float, dealt: bool, prompts: float = 1.0) -> Seconds:
+        """So many prompts of `length` tokens in one step."""
+        attention = sum(
+            layer.count * self.prefill_attention_s(layer.attention, length, prompts) for layer in work.layers
+        )
+        head = self.product_s(work.head, prompts) if work.head else 0.0
+        return self.layers_s(work, length * prompts, routed, dealt) + Seconds(matrices=head, attention=attention)

@@ -9,7 +9,7 @@ import msgspec
 
 from weft.facts.kv import kv_bytes
 from weft.facts.place import Place, Span
-from weft.facts.precision import WeightBytes, by_layer, weights
+from weft.facts.precision import WeightBytes, alike, weights
 from weft.facts.shape import ModelShape
 from weft.planner.partition import Stage, partition
 from weft.planner.place import column_unit, places
@@ -73,8 +73,7 @@ def _layers(
     sizes, work = [], []
     known: dict[object, tuple[float, float]] = {}
     for layer in range(shape.layers):
-        # GGUF's mixes give some layers more bits than others.
-        kind = layer if by_layer(shape, precision) else (shape.has_experts(layer), shape.window(layer))
+        kind = alike(shape, precision)[layer], shape.window(layer)
         if kind not in known:
             place = msgspec.structs.replace(rank, layers=Span(layer, layer + 1), stage=1, stages=3)
             held = weights(shape, precision, place)

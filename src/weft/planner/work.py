@@ -11,7 +11,7 @@ from weft.facts.axes import owned
 from weft.facts.kv import layer_bytes_per_token
 from weft.facts.parameters import Parameter, parameters
 from weft.facts.place import Place, Span
-from weft.facts.precision import OTHERS, by_layer, parameter_bytes
+from weft.facts.precision import OTHERS, alike, parameter_bytes
 from weft.facts.shape import ModelShape
 
 
@@ -74,7 +74,7 @@ def work(shape: ModelShape, precision: str, kv_dtype: str, place: Place) -> Work
     return _work(shape, precision, kv_dtype, share, kinds(shape, precision, place.layers))
 
 
-Kind = tuple[bool, int | None, int]  # has experts, window, and the layer itself where each is different
+Kind = tuple[bool, int | None, int]  # has experts, window, and the first layer that is stored alike
 
 
 @lru_cache(maxsize=8192)
@@ -82,9 +82,7 @@ def kinds(shape: ModelShape, precision: str, layers: Span) -> tuple[tuple[Kind, 
     """How many of these layers there are of each kind."""
     found: Counter[Kind] = Counter()
     for layer in range(layers.start, layers.stop):
-        # GGUF's mixes give some layers more bits than others.
-        itself = layer if by_layer(shape, precision) else 0
-        found[shape.has_experts(layer), shape.window(layer), itself] += 1
+        found[shape.has_experts(layer), shape.window(layer), alike(shape, precision)[layer]] += 1
     return tuple(found.items())
 
 

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from weft.facts.schemes import Scheme
 from weft.quant.quantised import Quantised, pack
 
-# Rounds weight [rows, cols], of any float dtype, into a matrix of those rows. Its first column is the one that the first
-# group of the matrix begins with, and its last one ends the last group or the whole weight.
+# Rounds weight [rows, cols], of any float dtype, into a matrix of those rows. Its first column begins the first group
+# of the matrix; its last one ends the last group, or the whole weight.
 Rounding = Callable[[torch.Tensor, Quantised], None]
 
 # (q, scale, lowest) of groups: q [rows, groups, group] uint8, the others [rows, groups, 1] float32. `lowest` is the

@@ -45,8 +45,7 @@ def specs(question: Question, candidate: Candidate, limits: Limits) -> list[Spec
                 steps=steps.setdefault(id(replica), Steps(replica)),
                 num_blocks=memory.kv_tokens // BLOCK,
                 block_size=BLOCK,
-                # None runs without a block.
-                max_num_seqs=max(1, min(sequences, memory.kv_tokens // BLOCK)),
+                max_num_seqs=sequences,
                 max_num_batched_tokens=memory.batched_tokens,
                 max_num_queued=limits.max_num_queued,
                 max_model_len=question.workload.max_model_len or question.shape.longest,

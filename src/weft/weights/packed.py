@@ -17,7 +17,7 @@ from weft.weights.stored import DENSE, Stored, mapped, rows_at_once, typed
 logger = logging.getLogger("weft")
 
 DTYPES = DENSE | {"I32": torch.int32}
-AWQ_ROWS = (0, 4, 1, 5, 2, 6, 3, 7)  # where AWQ puts each of eight rows among the numbers of an integer
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the rows of which an integer of AWQ's has a number each, the lowest bits first
 
 
 class PackedTensors(Stored):
@@ -159,7 +159,12 @@ def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
 
 def _by_rows(info: Packed, words: torch.Tensor, rows: Span) -> torch.Tensor:
     """[n, integers] that rows are packed in, the first of which has the first of `rows`, to [rows, n] uint8."""
-    numbers, each = _unpacked(words, info.bits), WORD // info.bits
-    if info.published.method == "awq":
-        numbers = numbers.unflatten(1, (-1, each))[..., AWQ_ROWS].flatten(1)
-    return numbers.t()[rows.start % each :][: len(rows)]
+    numbers, each = words.contiguous().view(torch.uint8).t().contiguous(), WORD // info.bits
+    if info.bits == 4:
+        octets, order = numbers.unflatten(0, (-1, 4)), AWQ_ORDER if info.published.method == "awq" else range(8)
+        numbers = octets.new_empty(len(octets), each, words.shape[0])
+        for at in range(4):
+            torch.bitwise_and(octets[:, at], 15, out=numbers[:, order[2 * at]])
+            torch.bitwise_right_shift(octets[:, at], 4, out=numbers[:, order[2 * at + 1]])
+        numbers = numbers.flatten(0, 1)
+    return numbers[rows.start % each :][: len(rows)]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from weft.errors import ModelError
-from weft.facts.schemes import UNIT
+from weft.facts.schemes import STORED
 from weft.planner.place import Span
 from weft.quant.quantised import Quantised, pack
 from weft.quant.rounding import Rounding, round_into
@@ -23,24 +23,25 @@ def unpack(data: torch.Tensor, type: str, first: int, into: Quantised) -> None:
     """Rows [rows, bytes] uint8, each whole blocks of a GGUF type that the scheme of `into` holds: their columns from
     `first` on to its parts. Scales and minima that the blocks have as products of two numbers are rounded to float16:
     by 1 / 4096 of them at most, or 3e-8 below 6e-5. Raises ModelError for one that is beyond float16."""
-    q, scale, lowest = (part if part is None else _by_rows(part, first, into) for part in numbers(data, type))
-    assert q is not None and scale is not None
-    into.scales.copy_(scale[..., 0])
+    q, scale, lowest = numbers(data, type)
+    q = q.view(len(data), -1)[:, first : first + into.shape[1]]
+    into.scales.copy_(_spread(scale, type, first, into))
     if into.lowest is None:
         q = q + (1 << into.scheme.bits - 1) - zero_of(type)
     elif lowest is None:
         into.lowest.copy_(into.scales.float() * -zero_of(type))
     else:
-        into.lowest.copy_(lowest[..., 0])
+        into.lowest.copy_(_spread(lowest, type, first, into))
     if not all(part.isfinite().all() for part in (into.scales, into.lowest) if part is not None):
         raise ModelError(f"a scale of {type} blocks is beyond the 65,504 that 16 bits hold; give --quantization none")
-    into.values.copy_(pack(q.flatten(1)) if into.scheme.bits == 4 else q.flatten(1))
+    into.values.copy_(pack(q) if into.scheme.bits == 4 else q)
 
 
-def _by_rows(part: torch.Tensor, first: int, into: Quantised) -> torch.Tensor:
-    """[blocks, groups of a block, n] to [rows, groups of `into`, n]."""
+def _spread(part: torch.Tensor, type: str, first: int, into: Quantised) -> torch.Tensor:
+    """[blocks, groups of a block, 1] to [rows, groups of `into`], which may be finer, from column `first` on."""
     rows, groups = into.scales.shape
-    return part.view(rows, -1, part.shape[-1])[:, first // UNIT : first // UNIT + groups]
+    each = part.view(rows, -1).repeat_interleave(STORED[type].group // into.scheme.group, dim=1)
+    return each[:, first // into.scheme.group :][:, :groups]
 
 
 def split(blocks: torch.Tensor, into: Quantised) -> None:

@@ -11,7 +11,7 @@ import msgspec
 from weft import logs
 from weft.executors.launch import Parent
 from weft.executors.messages import Allocated, Neighbour, ToRank
-from weft.executors.rank import Worker, keep_to, run, worker_class
+from weft.executors.rank import Worker, keep_to, run, uncollected, worker_class
 
 
 def main(descriptor: int, lifeline: int) -> None:
@@ -23,8 +23,9 @@ def main(descriptor: int, lifeline: int) -> None:
     def make() -> Worker:
         # Before torch starts its threads: they inherit it.
         keep_to(launch.plan.cores[launch.rank])
-        from weft.comm.connect import connect
-        from weft.comm.line import Edge
+        with uncollected():
+            from weft.comm.connect import connect
+            from weft.comm.line import Edge
 
         def edge(files: Neighbour | None) -> Edge | None:
             return Edge(files.memory, files.full, files.free) if files else None

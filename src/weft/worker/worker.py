@@ -168,7 +168,7 @@ class Worker:
         if self.drafter:
             self.drafter.close()
         self.caches = []
-        self.model = self.kernels = None  # type: ignore[assignment]
+        self.model = self.kernels = self.sampler = None  # type: ignore[assignment]
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from weft.kernels.batch import Batch
 from weft.kernels.native.entries import Entries
 from weft.kernels.native.matrix import NativeMatrix, dense, quantised
 from weft.kernels.native.stage import NativeStage
+from weft.kernels.warm import Launch
 from weft.quant.quantised import Quantised
 
 
@@ -24,7 +25,7 @@ class NativeKernels:
     def __init__(self, dtype: torch.dtype) -> None:
         self._entries = Entries(dtype)
 
-    def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Callable[[], object]]:
+    def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Sequence[Launch]]:
         return ()
 
     def matrix(self, weight: torch.Tensor | Quantised, bias: torch.Tensor | None = None) -> NativeMatrix:

@@ -14,8 +14,8 @@ from weft.quant.quantised import Quantised
 # As in matrix.h: Scheme.
 DENSE = 0
 SCHEMES = {"INT8": 1, "Q8_0": 2, "Q4_1": 3, "Q4_0": 4, "Q8_MIN": 5, "INT4": 6}
-# Those of what is published, whatever the group.
-PUBLISHED = {(8, "zero"): "INT8", (8, "middle"): "Q8_0", (4, "zero"): "INT4", (4, "middle"): "Q4_0"}
+# Those of others, whatever the group.
+ALIKE = {(8, "zero"): "INT8", (8, "middle"): "Q8_0", (4, "zero"): "INT4", (4, "middle"): "Q4_0", (4, "minimum"): "Q4_1"}
 PANEL = 32  # as in dense.h
 
 
@@ -80,7 +80,7 @@ def quantised(entries: Entries, weight: Quantised, bias: torch.Tensor | None) ->
 
     scales, lowest = pack(weight.scales), None if weight.lowest is None else pack(weight.lowest)
     descriptor = Descriptor(
-        scheme=SCHEMES[weight.type if weight.type in SCHEMES else PUBLISHED[weight.scheme.bits, weight.scheme.lowest]],
+        scheme=SCHEMES[weight.type if weight.type in SCHEMES else ALIKE[weight.scheme.bits, weight.scheme.lowest]],
         rows=rows,
         cols=cols,
         data=values.data_ptr(),

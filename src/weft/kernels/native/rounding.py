@@ -23,7 +23,11 @@ LOWEST = {"middle": 0, "zero": 1, "minimum": 2}
 class Descriptor(ctypes.Structure):
     """struct Rounding of rounding.h."""
 
-    _fields_ = tuple((name, SIZE) for name in ("type", "rows", "width", "group", "bits", "kind", "lacking", "cols"))
+    _fields_ = (
+        *((name, SIZE) for name in ("type", "rows", "width", "group", "bits")),
+        ("kind", ctypes.c_int),
+        *((name, SIZE) for name in ("lacking", "cols")),
+    )
 
 
 def made(dtype: torch.dtype, head_dim: int, group: int) -> Rounding:

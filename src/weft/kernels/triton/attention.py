@@ -290,12 +290,14 @@ class TritonAttention:
         rows = batch.decodes
         decode(q, cache, batch, rows, scale, window, self._processors, out, self.tunings.of(rows))
 
-    def launches(self, shape: AttentionShape, device: torch.device) -> list[Launch]:
+    def launches(self, shape: AttentionShape, device: torch.device) -> list[list[Launch]]:
         def kernel(rows: int) -> tuple[Tuning, bool]:
             tuning = self.tunings.of(rows)
             return replace(tuning, programs=0), splits_of(tuning, self._processors, rows, shape.kv_heads) > 1
 
-        given = [samples.decodes(shape, device, [1] * rows) for rows in turns(kernel, shape.rows)]
-        if shape.length > 1:
-            given.append(samples.prompts(shape, device, [2], [2]))
-        return [partial(self.attend, *it, shape.scale, window) for it in given for window in shape.windows]
+        decodes = [samples.decodes(shape, device, [1] * rows) for rows in turns(kernel, shape.rows)]
+        prompts = [samples.prompts(shape, device, [2], [2])] * (shape.length > 1)
+        return [
+            [partial(self.attend, *it, shape.scale, window) for it in given for window in shape.windows]
+            for given in (decodes, prompts)
+        ]

@@ -29,9 +29,9 @@ class TritonKernels:
         self._quantised: dict[Hashable, products.QuantisedMatrix] = {}
         self.name = self._attention.name
 
-    def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Launch]:
+    def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Sequence[Launch]]:
         multiplied = [launch for it in self._quantised.values() for launch in it.launches(shape.tokens)]
-        return [*multiplied, *self._attention.launches(shape, device)]
+        return [multiplied, *self._attention.launches(shape, device)]
 
     def matrix(self, weight: torch.Tensor | Quantised, bias: torch.Tensor | None) -> Product:
         if isinstance(weight, Quantised):

@@ -58,12 +58,14 @@ def _weights(
     LOWEST: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """[ROWS, UNITS * 32] of W in KIND: the rows `row` where `mine`, UNITS units from `first` on, zeros from `stop`."""
-    word, unit = first * BITS + tl.arange(0, UNITS * BITS), first + tl.arange(0, UNITS)
+    # Of what has a scale: units, or halves of them where those are groups.
+    EACH: tl.constexpr = 2 if GROUP < 32 else 1
+    word, part = first * BITS + tl.arange(0, UNITS * BITS), first * EACH + tl.arange(0, UNITS * EACH)
     packed = tl.load(
         words + row[:, None] * (units * BITS) + word[None, :], mine[:, None] & (word < stop * BITS)[None, :], other=0
     )
-    there = row[:, None] * groups + ((unit + lacking) // (GROUP // 32))[None, :]
-    inside = mine[:, None] & (unit < stop)[None, :]
+    there = row[:, None] * groups + ((part + lacking) // (GROUP * EACH // 32))[None, :]
+    inside = mine[:, None] & (part < stop * EACH)[None, :]
     scale = tl.load(scales + there, inside, other=0.0).to(tl.float32)
     added: tl.constexpr = 16 if BITS == 4 else 256
     if LOWEST == "middle":
@@ -74,8 +76,9 @@ def _weights(
         rest = scale * (-added - (both >> (there % 2 * 8) & 255).to(tl.float32))
     else:
         rest = tl.load(lowest + there, inside, other=0.0).to(tl.float32) - scale * added
-    scale = tl.reshape(tl.broadcast_to(scale[:, :, None], [ROWS, UNITS, BITS]), [ROWS, UNITS * BITS])
-    rest = tl.reshape(tl.broadcast_to(rest[:, :, None], [ROWS, UNITS, BITS]), [ROWS, UNITS * BITS])
+    scale = tl.broadcast_to(scale[:, :, None], [ROWS, UNITS * EACH, BITS // EACH])
+    rest = tl.broadcast_to(rest[:, :, None], [ROWS, UNITS * EACH, BITS // EACH])
+    scale, rest = tl.reshape(scale, [ROWS, UNITS * BITS]), tl.reshape(rest, [ROWS, UNITS * BITS])
     # Of a count the sign is 0. An instruction has room for one constant of two: the other stays in a register, unless
     # the compiler knows it, and then it is loaded again each time.
     mask = (0x00780000 if BITS == 4 else 0x007F8000) | (units >> 31)

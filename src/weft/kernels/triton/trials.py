@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from random import Random
 
 import torch
 
@@ -102,10 +103,11 @@ def step(rows: int) -> str:
 
 
 def mixed(rows: int, longest: int) -> list[int]:
-    """Contexts that are spread evenly from SHORTEST to LONGEST, or to `longest`."""
+    """Contexts that are spread evenly from SHORTEST to LONGEST, or to `longest`, in no order."""
     most = min(LONGEST, longest)
     least = min(SHORTEST, most)
-    return [least + (most - least) * (2 * row + 1) // (2 * rows) for row in range(rows)]
+    contexts = [least + (most - least) * (2 * row + 1) // (2 * rows) for row in range(rows)]
+    return Random(0).sample(contexts, rows)
 
 
 def measured(

@@ -195,24 +195,25 @@ private:
         for (; i < last; i++) mix_rows<1>(i, n);
     }
 
-    // sums[i..i+N] += weights * values, each value widened in a register and used N times.
     template <int64_t N> void mix_rows(int64_t i, int64_t n) {
-        int64_t width = padded(), d = 0;
-        for (; d + LANES <= a.head_dim; d += LANES) {
-            float sum[N][LANES];
-            for (int64_t q = 0; q < N; q++) std::memcpy(sum[q], s.sums + (i + q) * width + d, sizeof sum[q]);
-            for (int64_t j = 0; j < n; j++) {
-                const T *value = s.value[j] + d;
-                for (int64_t q = 0; q < N; q++)
+        int64_t d = 0;
+        for (; d + LANES <= a.head_dim; d += LANES) mix_lanes<N>(i, n, d, LANES);
+        if (d < a.head_dim) mix_lanes<N>(i, n, d, a.head_dim - d);
+    }
+
+    // sums[i..i+N][d..d+lanes] += weights * values, each value widened in a register and used N times. A sum takes the
+    // keys in their order whatever N is: a query gets the same bits beside others as alone.
+    template <int64_t N> __attribute__((always_inline)) void mix_lanes(int64_t i, int64_t n, int64_t d, int64_t lanes) {
+        int64_t width = padded();
+        float sum[N][LANES];
+        for (int64_t q = 0; q < N; q++) std::memcpy(sum[q], s.sums + (i + q) * width + d, sizeof sum[q]);
+        for (int64_t j = 0; j < n; j++) {
+            const T *value = s.value[j] + d;
+            for (int64_t q = 0; q < N; q++)
 #pragma omp simd
-                    for (int64_t l = 0; l < LANES; l++) sum[q][l] += s.scores[(i + q) * KEYS + j] * widen(value[l]);
-            }
-            for (int64_t q = 0; q < N; q++) std::memcpy(s.sums + (i + q) * width + d, sum[q], sizeof sum[q]);
+                for (int64_t l = 0; l < lanes; l++) sum[q][l] += s.scores[(i + q) * KEYS + j] * widen(value[l]);
         }
-        for (; d < a.head_dim; d++)
-            for (int64_t j = 0; j < n; j++)
-                for (int64_t q = 0; q < N; q++)
-                    s.sums[(i + q) * width + d] += s.scores[(i + q) * KEYS + j] * widen(s.value[j][d]);
+        for (int64_t q = 0; q < N; q++) std::memcpy(s.sums + (i + q) * width + d, sum[q], sizeof sum[q]);
     }
 };
 

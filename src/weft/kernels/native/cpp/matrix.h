@@ -29,15 +29,18 @@ struct Matrix {
                                                            : Lowest::MIDDLE;
         return {bytes(data), bytes(scales), bytes(lowest), kind, {blocks(), group / BLOCK, lacking / BLOCK}};
     }
+    int64_t per_block() const { return group < BLOCK ? 2 : 1; }  // groups of a block, see quantised.h
     bool nibbles() const { return scheme == Q4_0 || scheme == Q4_1 || scheme == INT4; }
 };
 
 // Bytes of one token's row of x once it is prepared for a product: 0 where it is read as it is.
-template <class T> int64_t prepared_bytes(const Matrix &m) { return m.scheme == DENSE ? 0 : Row::bytes(m.blocks()); }
+template <class T> int64_t prepared_bytes(const Matrix &m) { 
+    return m.scheme == DENSE ? 0 : Row::bytes(m.blocks(), m.per_block());
+}
 
 // Prepare one token's row of x (its integers, its sums), called once per token before the product.
 template <class T> void prepare(const Matrix &m, const T *x, char *to) {
-    if (m.scheme != DENSE) quantise_row(x, m.blocks(), to);
+    if (m.scheme != DENSE) quantise_row(x, m.blocks(), m.per_block(), to);
 }
 
 // out[t][r] = x[t] . W[r] + bias[r] for every token and the rows of panels [first, last). x is [tokens, cols],
@@ -47,8 +50,9 @@ void multiply(const Matrix &m, const T *x, const char *prepared, int64_t tokens,
               int64_t last) {
     const T *bias = static_cast<const T *>(m.bias);
     if (m.scheme == DENSE) return dense(static_cast<const T *>(m.data), bias, m.rows, m.cols, x, tokens, out, first, last);
-    (m.nibbles() ? quantised<4, T, Out> : quantised<8, T, Out>)(m.packed(), bias, m.rows, prepared, tokens, out, first,
-                                                               last);
+    auto product = !m.nibbles() ? quantised<8, 1, T, Out>
+                   : m.per_block() == 2 ? quantised<4, 2, T, Out> : quantised<4, 1, T, Out>;
+    product(m.packed(), bias, m.rows, prepared, tokens, out, first, last);
 }
 
 // Rows of W itself: out [count, cols].

@@ -13,8 +13,12 @@
 // In tiles.cpp, which is compiled at the same time.
 #define T WEFT_TYPE
 extern template void run_tiles(const Paged<T> &, const Tiles &, int64_t, int64_t);
-extern template void quantised<4>(const Packed &, const T *, int64_t, const char *, int64_t, T *, int64_t, int64_t);
-extern template void quantised<8>(const Packed &, const T *, int64_t, const char *, int64_t, T *, int64_t, int64_t);
+extern template void quantised<4, 1>(const Packed &, const T *, int64_t, const char *, int64_t, T *, int64_t,
+                                     int64_t);
+extern template void quantised<4, 2>(const Packed &, const T *, int64_t, const char *, int64_t, T *, int64_t,
+                                     int64_t);
+extern template void quantised<8, 1>(const Packed &, const T *, int64_t, const char *, int64_t, T *, int64_t,
+                                     int64_t);
 #undef T
 
 namespace {

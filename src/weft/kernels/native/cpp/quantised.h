@@ -6,7 +6,8 @@
 //
 // A panel is a sequence of blocks of BLOCK columns, in each its slices of SLICE rows, [BLOCK / 4][SLICE][4] numbers; of
 // 4 bits, the first half of the columns are the low nibbles and the second the high ones. The panel's scales are
-// [groups][PANEL] fp16; beside them lie as many minima of the same kind, or zero points of a byte.
+// [groups][PANEL] fp16; beside them lie as many minima of the same kind, or zero points of a byte. A group has one or more
+// blocks, or is half of one: PER_BLOCK is 2 for those, 1 for all others.
 #pragma once
 
 #ifdef __x86_64__
@@ -29,10 +30,12 @@ enum class Lowest { MIDDLE, ZERO, MINIMUM };  // what tells it, see facts/scheme
 // Columns in blocks; the group that a matrix begins in may lack its first ones.
 struct Grouping {
     int64_t blocks;  // of all columns
-    int64_t group;   // of a whole group
+    int64_t group;   // of a whole group, 0 where two are a block
     int64_t lacking; // of the first one
 
-    int64_t groups() const { return (blocks + lacking + group - 1) / group; }
+    int64_t per_block() const { return group ? 1 : 2; }
+    int64_t groups() const { return group ? (blocks + lacking + group - 1) / group : 2 * blocks; }
+    int64_t group_of(int64_t block, int64_t half) const { return group ? (block + lacking) / group : 2 * block + half; }
     int64_t end(int64_t g) const { return std::min((g + 1) * group - lacking, blocks); }
 };
 
@@ -94,7 +97,8 @@ inline void dot(ints &sum, ints w, const int8_t *x) {
 
 // ------------------------------------------------------------------------------------------- the tokens
 
-// A token's row of x in 8 bits: [blocks][BLOCK] integers, then a scale for each block, and the sum of its numbers.
+// A token's row of x in 8 bits: [blocks][BLOCK] integers, then a scale for each block, and the sum of its numbers: that
+// of the first halves of blocks, then that of the second ones where those are `per_block` groups of weights.
 struct Row {
     const int8_t *values;
     const char *scales;
@@ -102,7 +106,9 @@ struct Row {
     Row(const char *at, int64_t blocks)
         : values(reinterpret_cast<const int8_t *>(at)), scales(at + blocks * BLOCK) {}
     static int64_t sums_after(int64_t blocks) { return blocks * int64_t(sizeof(float)); }
-    static int64_t bytes(int64_t blocks) { return (blocks * BLOCK + 2 * sums_after(blocks) + 63) / 64 * 64; }
+    static int64_t bytes(int64_t blocks, int64_t per_block) {
+        return (blocks * BLOCK + (1 + per_block) * sums_after(blocks) + 63) / 64 * 64;
+    }
 };
 
 // To the nearest integer, ties to even, of up to 2^22: what a float of 1.5 * 2^23 has in its last bits.
@@ -114,7 +120,7 @@ inline floats wide(const bf16 *from) {
     return (floats)(__builtin_convertvector(load<shorts>(from), ints) << 16);
 }
 
-template <class T> void quantise_row(const T *x, int64_t blocks, char *to) {
+template <class T> void quantise_row(const T *x, int64_t blocks, int64_t per_block, char *to) {
     typedef int8_t bytes __attribute__((vector_size(SLICE)));
     constexpr int64_t PARTS = BLOCK / SLICE;
     float *scales = reinterpret_cast<float *>(to + blocks * BLOCK), *sums = scales + blocks;
@@ -130,19 +136,22 @@ template <class T> void quantise_row(const T *x, int64_t blocks, char *to) {
 #pragma omp simd reduction(max : most)
         for (int64_t i = 0; i < SLICE; i++) most = std::max(most, each[i]);
         float times = most > 0 ? 127 / most : 0;
-        ints total = {};
+        ints total[2] = {};
         for (int64_t i = 0; i < PARTS; i++) {
             ints q = nearest(part[i] * times);
-            total += q;
+            total[i / (PARTS / 2)] += q;
             bytes eight = __builtin_convertvector(q, bytes);
             std::memcpy(to + i * SLICE, &eight, sizeof eight);
         }
-        int32_t count[SLICE], sum = 0;
-        std::memcpy(count, &total, sizeof count);
-#pragma omp simd reduction(+ : sum)
-        for (int64_t i = 0; i < SLICE; i++) sum += count[i];
         scales[b] = most / 127;
-        sums[b] = scales[b] * float(sum);
+        if (per_block == 1) total[0] += total[1];
+        for (int64_t half = 0; half < per_block; half++) {
+            int32_t count[SLICE], sum = 0;
+            std::memcpy(count, &total[half], sizeof count);
+#pragma omp simd reduction(+ : sum)
+            for (int64_t i = 0; i < SLICE; i++) sum += count[i];
+            sums[half * blocks + b] = scales[b] * float(sum);
+        }
     }
 }
 
@@ -165,11 +174,11 @@ struct Packed {
 };
 
 // The sums of N rows of x with H slices of a panel, from slice `first` on: [N][PANEL].
-template <int BITS, int N, int H>
+template <int BITS, int PER_BLOCK, int N, int H>
 [[gnu::noinline]] void quantised_tile(const Packed &panel, const char *x, int64_t first, float *sums) {
     const Grouping &columns = panel.columns;
     // Rows of x by threes from few addresses: there are not registers for twelve.
-    int64_t stride = Row::bytes(columns.blocks), sums_after = Row::sums_after(columns.blocks);
+    int64_t stride = Row::bytes(columns.blocks, PER_BLOCK), sums_after = Row::sums_after(columns.blocks);
     const int8_t *value[(N + 2) / 3];
     const char *scale_of[(N + 2) / 3];
     for (int n = 0; n < N; n += 3) {
@@ -185,25 +194,26 @@ template <int BITS, int N, int H>
     floats total[N][H] = {};
     const char *at = panel.values + first * BLOCK_BYTES<BITS> / SLICES;
     for (int64_t g = 0, block = 0; block < columns.blocks; g++) {
-        floats scale[H], lowest[H];
-#pragma GCC unroll 2
-        for (int h = 0; h < H; h++) {
-            int64_t from = g * PANEL + (first + h) * SLICE;
-            scale[h] = halves(panel.scales + from * 2);
+        floats scale[H][PER_BLOCK], lowest[H][PER_BLOCK];
+#pragma GCC unroll 4
+        for (int i = 0; i < H * PER_BLOCK; i++) {
+            int h = i / PER_BLOCK, half = i % PER_BLOCK;
+            int64_t from = (g * PER_BLOCK + half) * PANEL + (first + h) * SLICE;
+            scale[h][half] = halves(panel.scales + from * 2);
             if (panel.kind == Lowest::MINIMUM)
-                lowest[h] = halves(panel.lowest + from * 2);
+                lowest[h][half] = halves(panel.lowest + from * 2);
             else if (panel.kind == Lowest::ZERO)
-                lowest[h] = scale[h] * -bytes(panel.lowest + from);
+                lowest[h][half] = scale[h][half] * -bytes(panel.lowest + from);
             else
-                lowest[h] = scale[h] * -float(1 << (BITS - 1));
+                lowest[h][half] = scale[h][half] * -float(1 << (BITS - 1));
         }
-        for (int64_t end = columns.end(g); block < end; block++) {
+        for (int64_t end = PER_BLOCK == 2 ? block + 1 : columns.end(g); block < end; block++) {
             if constexpr (N == 1)
 #pragma GCC unroll 16
                 for (int64_t line = 0; line < BLOCK_BYTES<BITS>; line += 64) __builtin_prefetch(at + AHEAD + line);
 #pragma GCC unroll 2
             for (int h = 0; h < H; h++) {
-                ints sum[N] = {};
+                ints sum[N][PER_BLOCK] = {};
                 const char *from = at + h * BLOCK_BYTES<BITS> / SLICES;
 #pragma GCC unroll 8
                 for (int v = 0; v < BITS; v++) {
@@ -212,18 +222,21 @@ template <int BITS, int N, int H>
                     for (int n = 0; n < N; n++) {
                         const int8_t *four = value[n / 3] + n % 3 * stride + v * 4;
                         if constexpr (BITS == 4) {
-                            dot(sum[n], w & 0x0f0f0f0f, four);
-                            dot(sum[n], w >> 4 & 0x0f0f0f0f, four + BLOCK / 2);
+                            dot(sum[n][0], w & 0x0f0f0f0f, four);
+                            dot(sum[n][PER_BLOCK - 1], w >> 4 & 0x0f0f0f0f, four + BLOCK / 2);
                         } else {
-                            dot(sum[n], w, four);
+                            dot(sum[n][v * PER_BLOCK / BITS], w, four);
                         }
                     }
                 }
 #pragma GCC unroll 12
-                for (int n = 0; n < N; n++) {
-                    total[n][h] += __builtin_convertvector(sum[n], floats) * (scale[h] * number(n, 0));
-                    total[n][h] += lowest[h] * number(n, sums_after);
-                }
+                for (int n = 0; n < N; n++)
+#pragma GCC unroll 2
+                    for (int half = 0; half < PER_BLOCK; half++) {
+                        floats products = __builtin_convertvector(sum[n][half], floats);
+                        total[n][h] += products * (scale[h][half] * number(n, 0));
+                        total[n][h] += lowest[h][half] * number(n, (1 + half) * sums_after);
+                    }
             }
             at += BLOCK_BYTES<BITS>;
 #pragma GCC unroll 4
@@ -240,40 +253,41 @@ template <int BITS, int N, int H>
 }
 
 // All of a panel for as many of the tokens as N says, and then for the rest of them.
-template <int BITS, int N, int... FEWER>
+template <int BITS, int PER_BLOCK, int N, int... FEWER>
 void quantised_tiles(const Packed &panel, const char *x, int64_t tokens, float *sums) {
-    int64_t stride = Row::bytes(panel.columns.blocks);
+    int64_t stride = Row::bytes(panel.columns.blocks, PER_BLOCK);
     // Sixteen go better by eights than as twelve and four.
     for (; tokens >= N && !(N == 12 && tokens == 16); tokens -= N, x += N * stride, sums += N * PANEL) {
         // A few tokens leave registers for several slices at once.
         constexpr int TOGETHER = N * SLICES <= 8 ? SLICES : 1;
         for (int64_t slice = 0; slice < SLICES; slice += TOGETHER)
-            quantised_tile<BITS, N, TOGETHER>(panel, x, slice, sums);
+            quantised_tile<BITS, PER_BLOCK, N, TOGETHER>(panel, x, slice, sums);
     }
-    if constexpr (sizeof...(FEWER) > 0) quantised_tiles<BITS, FEWER...>(panel, x, tokens, sums);
+    if constexpr (sizeof...(FEWER) > 0) quantised_tiles<BITS, PER_BLOCK, FEWER...>(panel, x, tokens, sums);
 }
 
-template <int BITS> void tiles(const Packed &panel, const char *x, int64_t tokens, float *sums) {
+template <int BITS, int PER_BLOCK> void tiles(const Packed &panel, const char *x, int64_t tokens, float *sums) {
 #ifdef __AVX512VNNI__
-    // Twelve have as many sums of integers and of floats in 32 registers.
-    quantised_tiles<BITS, 12, 8, 4, 2, 1>(panel, x, tokens, sums);
+    // Twelve have as many sums of integers and of floats in 32 registers; of halves there are twice as many integers.
+    if constexpr (PER_BLOCK == 1) return quantised_tiles<BITS, 1, 12, 8, 4, 2, 1>(panel, x, tokens, sums);
+    quantised_tiles<BITS, PER_BLOCK, 8, 4, 2, 1>(panel, x, tokens, sums);
 #else
-    quantised_tiles<BITS, 2, 1>(panel, x, tokens, sums);
+    quantised_tiles<BITS, PER_BLOCK, 2, 1>(panel, x, tokens, sums);
 #endif
 }
 
 // out = x W^T + bias for the rows of panels [first, last), see matrix.h; `x` is prepared.
-template <int BITS, class T, class Out>
+template <int BITS, int PER_BLOCK, class T, class Out>
 void quantised(const Packed &weights, const T *bias, int64_t rows, const char *x, int64_t tokens, Out *out,
                int64_t first, int64_t last) {
-    int64_t stride = Row::bytes(weights.columns.blocks);
+    int64_t stride = Row::bytes(weights.columns.blocks, PER_BLOCK);
     alignas(64) float sums[BATCH * PANEL];
     for (int64_t p = first; p < last; p++) {
         Packed panel = weights.panel<BITS>(p);
         int64_t row = p * PANEL, count = std::min(PANEL, rows - row);
         for (int64_t t = 0; t < tokens; t += BATCH) {
             int64_t n = std::min(BATCH, tokens - t);
-            tiles<BITS>(panel, x + t * stride, n, sums);
+            tiles<BITS, PER_BLOCK>(panel, x + t * stride, n, sums);
             for (int64_t i = 0; i < n; i++)
                 for (int64_t r = 0; r < count; r++)
                     out[(t + i) * rows + row + r] =
@@ -286,19 +300,20 @@ void quantised(const Packed &weights, const T *bias, int64_t rows, const char *x
 template <int BITS, class T> void row_of(const Packed &weights, int64_t row, T *out) {
     constexpr int64_t WORDS = BLOCK * BITS / 32;
     Packed panel = weights.panel<BITS>(row / PANEL);
-    int64_t lane = row % PANEL;
+    const Grouping &columns = panel.columns;
+    int64_t lane = row % PANEL, length = BLOCK / columns.per_block();
     const char *at = panel.values + (lane / SLICE * WORDS * SLICE + lane % SLICE) * 4;
-    for (int64_t g = 0, block = 0; block < panel.columns.blocks; g++) {
-        int64_t from = g * PANEL + lane;
-        float scale = half(panel.scales + from * 2), lowest = scale * -float(1 << (BITS - 1));
-        if (panel.kind == Lowest::MINIMUM) lowest = half(panel.lowest + from * 2);
-        if (panel.kind == Lowest::ZERO) lowest = scale * -float(uint8_t(panel.lowest[from]));
-        for (int64_t end = panel.columns.end(g); block < end; block++, at += BLOCK_BYTES<BITS>, out += BLOCK)
+    for (int64_t block = 0; block < columns.blocks; block++, at += BLOCK_BYTES<BITS>, out += BLOCK)
+        for (int64_t first = 0; first < BLOCK; first += length) {
+            int64_t from = columns.group_of(block, first / length) * PANEL + lane;
+            float scale = half(panel.scales + from * 2), lowest = scale * -float(1 << (BITS - 1));
+            if (panel.kind == Lowest::MINIMUM) lowest = half(panel.lowest + from * 2);
+            if (panel.kind == Lowest::ZERO) lowest = scale * -float(uint8_t(panel.lowest[from]));
 #pragma GCC unroll 1
-            for (int64_t i = 0; i < BLOCK; i++) {
+            for (int64_t i = first; i < first + length; i++) {
                 int q = uint8_t(at[i / 4 % WORDS * SLICE * 4 + i % 4]);
                 if (BITS == 4) q = i < BLOCK / 2 ? q & 15 : q >> 4;
                 out[i] = narrow<T>(scale * float(q) + lowest);
             }
-    }
+        }
 }

@@ -4,5 +4,6 @@
 
 #define T WEFT_TYPE
 template void run_tiles(const Paged<T> &, const Tiles &, int64_t, int64_t);
-template void quantised<4>(const Packed &, const T *, int64_t, const char *, int64_t, T *, int64_t, int64_t);
-template void quantised<8>(const Packed &, const T *, int64_t, const char *, int64_t, T *, int64_t, int64_t);
+template void quantised<4, 1>(const Packed &, const T *, int64_t, const char *, int64_t, T *, int64_t, int64_t);
+template void quantised<4, 2>(const Packed &, const T *, int64_t, const char *, int64_t, T *, int64_t, int64_t);
+template void quantised<8, 1>(const Packed &, const T *, int64_t, const char *, int64_t, T *, int64_t, int64_t);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import msgspec
@@ -18,6 +19,7 @@ from weft.facts.published import ORDERED, Published
 from weft.facts.schemes import PUBLISHED
 from weft.facts.shape import ModelShape
 from weft.facts.tensor import TensorInfo
+from weft.planner.held import rank_weights
 from weft.planner.layout import layout
 from weft.planner.plan import Plan
 
@@ -134,7 +136,9 @@ def test_the_planner_counts_what_is_held(method: dict[str, Any], gpus: int) -> N
         got = plan(of, **how, **({"device_ids": (0, 0), "gpus": 1} if gpus and how else {"gpus": gpus}))
         assert got.dtype == ("float16" if gpus else "bfloat16")
         for place in got.places:
-            assert got.weight_bytes(place.rank) == summed(of, as_held(of.published.precision), place).total
+            held = summed(of, as_held(of.published.precision), place)
+            assert got.weight_bytes(place.rank) == held.total
+            assert held == rank_weights(of, as_held(of.published.precision), place)
         kept = of.published.scheme in PUBLISHED
         assert got.quantization == (of.published.method if kept else "none")
 
@@ -171,6 +175,10 @@ def test_groups_of_an_mlp_are_not_cut() -> None:
         (compressed(format="float-quantized"), "compressed-tensors in the format float-quantized"),
         (compressed(group={"format": "nvfp4-pack-quantized"}), "the format nvfp4-pack-quantized"),
         (compressed({"num_bits": 3}), "in 3 bits"),
+        (
+            compressed(config_groups={name: {"weights": WEIGHTS | {"num_bits": int(name)}} for name in "48"}),
+            "in 4 and 8 bits, one here and one there",
+        ),
         (compressed({"strategy": "block"}), "a scale for each block"),
         (compressed(group={"input_activations": {"num_bits": 8}}), "activations are quantised as well"),
         (compressed(sparsity_config={"format": "sparse-24-bitmask"}), "the format sparse-24-bitmask"),
@@ -223,6 +231,18 @@ def test_parts_that_do_not_fit_together(change: dict[str, Any], line: str) -> No
     index = {f"a.b.{name}": it for name, it in (there | change).items() if it is not None}
     with pytest.raises(ModelError, match=f"^/m/model.safetensors: a.b (has a part that )?{line}"):
         packed.joined(index, Published(method="gptq", bits=4, group=128, symmetric=False))
+
+
+def test_what_it_computes_in_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "weft")
+    of = shape(quant_method="gptq", bits=4)
+    assert plan(of, gpus=1).dtype == "float16" and not caplog.records
+    assert plan(of).dtype == "bfloat16"
+    assert plan(of, dtype="float16").quantization == "none"
+    assert [record.message for record in caplog.records] == [
+        "Computing in bfloat16: what multiplies int4 weights here does not in the checkpoint's float16",
+        "Quantised weights are not multiplied as they are in float16: they are held in float16",
+    ]
 
 
 def test_the_words_of_vllm() -> None:

@@ -1,0 +1,112 @@
+"""Launches of Triton's kernels on the stand-in for a card (fake_cuda.py): in its interpreter, or, where that takes it
+milliseconds for each of many small programs, in torch. tests/cpu/test_triton*.py have the kernels themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.cpu.fake_cuda import CardError, OnCard, card
+from weft.kernels.base import HeadNorm, KVCache
+from weft.kernels.plain import PlainKernels
+from weft.worker.chooser import TorchChooser
+
+LOG2_E = 1.4426950408889634
+MOST = (2**31 - 1, 65535, 65535)  # programs, by the dims of a grid
+PLAIN = PlainKernels()
+
+
+def launch(real: Callable[..., None]) -> Callable[..., None]:
+    """Triton's launches, in place of its interpreter's own."""
+
+    def launched(executor: Any, *given: Any, **constants: Any) -> None:
+        tensors = [x for x in given if isinstance(x, torch.Tensor)]
+        if len({isinstance(x, OnCard) for x in tensors}) == 2:
+            raise CardError(f"{executor.fn.__name__}: a pointer that the card cannot read")
+        grid = executor.grid(constants) if callable(executor.grid) else executor.grid
+        if any(limit < side for limit, side in zip(MOST, grid, strict=False)):
+            raise CardError(f"{executor.fn.__name__}: a grid of {grid}")
+        given = tuple(x.held if isinstance(x, OnCard) else x for x in given)
+
+        def run() -> None:
+            if all(grid):
+                with card.lock, torch.inference_mode():
+                    SWIFT.get(executor.fn.__name__, partial(real, executor))(*given, **constants)
+
+        if card.captures():
+            card.record(run, [])
+        else:
+            run()
+
+    return launched
+
+
+def _norm(x: Any, residual: Any, weight: Any, out: Any, width: int, eps: float, *, ADD: bool, **_: Any) -> None:
+    value = residual.add_(x) if ADD else x
+    out.copy_(PLAIN.norm(value, weight, eps))
+
+
+def _silu(gate_up: torch.Tensor, out: torch.Tensor, *_: Any, **__: Any) -> None:
+    out.copy_(PLAIN.silu_mul(gate_up))
+
+
+def _rotate(
+    qkv: torch.Tensor, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rope: torch.Tensor,
+    positions: torch.Tensor, slots: torch.Tensor, q_norm: Any, k_norm: Any, eps: float, q_heads: int, *_: Any,
+    NORM: bool, **__: Any,
+) -> None:  # fmt: skip
+    norm = HeadNorm(q_norm, k_norm, eps) if NORM else None
+    real = slots >= 0
+    batch: Any = SimpleNamespace(positions=positions[real], slots=slots[real])
+    wide = KVCache(*(torch.zeros(cache.shape, dtype=qkv.dtype) for cache in (keys, values)))
+    q.zero_()
+    q[real] = PLAIN.rotate_and_store(qkv[real], q_heads, rope, wide, batch, norm)
+    for cache, written in ((keys, wide.keys), (values, wide.values)):
+        rows = written.flatten(0, 1)[batch.slots]
+        kept = rows.clamp(-448, 448).to(cache.dtype) if cache.itemsize == 1 else rows
+        # As bytes: index_copy_ knows no FP8.
+        cache.view(torch.uint8).flatten(0, 1).index_copy_(0, batch.slots, kept.view(torch.uint8))
+
+
+def _prefill(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor, row_starts: torch.Tensor,
+    tables: torch.Tensor, context: torch.Tensor, first: int, rows: int, width: int, q_heads: int, kv_heads: int,
+    head_dim: int, scale: float, window: int, *, WINDOWED: bool, **_: Any,
+) -> None:  # fmt: skip
+    begin, tables = int(row_starts[first]), tables[first:]
+    assert tables.stride(0) == width and len(tables) == rows
+    some: Any = SimpleNamespace(row_starts=row_starts[first:] - begin, context=context[first:], tables=tables)
+    seen = window if WINDOWED else None
+    cache = KVCache(keys.to(q.dtype), values.to(q.dtype))
+    out[begin:] = PLAIN.attend(q[begin:], cache, some, scale / LOG2_E, seen)
+
+
+def _draw(
+    logits: torch.Tensor, stride: int, vocab: int, slots: torch.Tensor, positions: torch.Tensor,
+    settings: torch.Tensor, keys: torch.Tensor, tops: Any, sums: Any, floors: Any, blocks: int, chosen: torch.Tensor,
+    **_: Any,
+) -> None:  # fmt: skip
+    assert logits.shape[1] == vocab and logits.stride(0) == stride
+    torchs: Any = TorchChooser(len(settings))
+    torchs._settings.columns[:], torchs._settings.keys[:] = settings.numpy(), keys.numpy().view(np.uint64)
+    chosen.copy_(torchs.choose(logits, slots.numpy(), positions.numpy(), []))
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+SWIFT: dict[str, Callable[..., None]] = {
+    "_rms_norm": _norm,
+    "_silu_mul": _silu,
+    "_rotate_and_store": _rotate,
+    "_prefill": _prefill,
+    "_draw": _draw,
+    "_survey": _nothing,
+    "_filter": _nothing,
+}

@@ -1,0 +1,93 @@
+"""Models in the mixes of GGUF's types that llama.cpp makes: held in few bits, in every layout, with the logits of what
+is stored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.cpu.layouts import logits_of, plan_for
+from tests.cpu.test_weights import SHAPE
+from tests.pure.gguf_files import write_model
+from weft import LLM, SamplingParams
+from weft.facts.checkpoint import resolve, sources
+from weft.facts.gguf_types import type_of
+from weft.facts.parameters import parameters
+from weft.facts.precision import as_held, summed
+from weft.facts.shape import ModelShape
+
+PROMPT = list(range(3, 60))
+# Whose rows are whole super-blocks, which layouts cut, and whose are not.
+WIDE = msgspec.structs.replace(SHAPE, layers=3, qkv_bias=False, out_bias=False, mlp_bias=False)
+NARROW = msgspec.structs.replace(WIDE, hidden=192, ffn=320, q_heads=6, kv_heads=3, head_dim=32)
+LAYOUTS = {
+    "whole": {},
+    "tp2": {"tensor_parallel_size": 2},
+    "tp 3:1": {"tensor_split": (3, 1)},
+    "pp 2,1": {"pipeline_split": (2, 1)},
+    "pp 1,2, tp 2:1": {"pipeline_split": (1, 2), "tensor_split": (2, 1)},
+}
+
+
+def types_of(shape: ModelShape, mix: str) -> dict[str, str]:
+    return {
+        part.source.format(layer=layer): type_of(shape, mix, parameter, part, layer)
+        for parameter in parameters(shape)
+        for part in parameter.parts
+        for layer in (range(shape.layers) if parameter.where == "layer" else [0])
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("mixes")
+
+
+@pytest.mark.parametrize(
+    ("mix", "shape"),
+    [
+        ("q4_k_m", WIDE),
+        ("q4_k_m", NARROW),
+        ("q5_k_m", WIDE),
+        ("q6_k", WIDE),
+        ("q3_k_m", WIDE),
+        ("q2_k", WIDE),
+        ("iq4_xs", WIDE),
+        ("iq4_nl", NARROW),
+        ("q5_1", NARROW),
+    ],
+    ids=lambda it: it if isinstance(it, str) else f"{it.hidden} columns",
+)
+def test_logits_are_those_of_what_is_stored(folder: Path, mix: str, shape: ModelShape) -> None:
+    path = folder / f"{mix}-{shape.hidden}.gguf"
+    write_model(path, shape, "F32", others=types_of(shape, mix), std=0.06)
+    want = logits_of(plan_for(path, "whole", quantization="none", dtype="float32"), PROMPT)
+    assert want.isfinite().all()
+    for name in LAYOUTS if mix == "q4_k_m" else ("whole", "pp 1,2, tp 2:1"):
+        plan = plan_for(path, "whole", **LAYOUTS[name])
+        assert plan.quantization == "gguf"
+        assert len(plan.schemes) == sum(len(dims) == 2 for _, dims in sources(shape)), "nothing is left in 16 bits"
+        for place in plan.places:
+            assert plan.weight_bytes(place.rank) == summed(shape, as_held(mix), place).total
+        got = logits_of(plan, PROMPT)
+        # Activations are rounded to bf16, and to 8 bits.
+        assert (got - want).abs().mean() <= 0.06 * want.std(), name
+        assert (got - want).abs().max() <= 0.5 * want.std(), name
+
+
+def test_an_engine_answers_with_them(folder: Path) -> None:
+    """The same tokens from one rank and from stages."""
+    path = folder / "answers.gguf"
+    write_model(path, WIDE, "Q4_K", others={"v_proj": "Q6_K", "down_proj": "Q6_K", "lm_head": "Q6_K"}, std=0.06)
+    assert set(resolve(str(path)).quantised.values()) == {"Q4_K", "Q6_K"}
+
+    def tokens(**how: object) -> list[int]:
+        engine = {"max_model_len": 64, "executor": "inline", "kv_cache_memory_bytes": 1 << 22, "device": "cpu"}
+        with LLM(str(path), skip_tokenizer_init=True, **engine, **how) as llm:  # type: ignore[arg-type]
+            params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+            (answer,) = llm.generate([{"prompt_token_ids": PROMPT[:9]}], params, use_tqdm=False)
+            return answer.outputs[0].token_ids
+
+    assert tokens() == tokens(pipeline_split=(2, 1))

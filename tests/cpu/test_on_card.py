@@ -1,0 +1,218 @@
+"""The worker's whole path on a GPU, on a stand-in for one (fake_cuda.py): the tokens of the plain path on a CPU."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs triton")
+
+from tests.cpu import fake_cuda, tiny
+from tests.cpu.fake_cuda import CUDA, Card, CardError, OnCard, the_card  # noqa: F401
+from weft import LLM, SamplingParams
+from weft.client.outputs import RequestOutput
+from weft.comm import threads
+from weft.worker.device import ToHost
+from weft.worker.graphs import CudaGraphs
+from weft.worker.staging import BUFFERS, Staging
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter")
+
+COMMON: dict[str, Any] = {
+    "dtype": "float32",
+    "skip_tokenizer_init": True,
+    "load_format": "dummy",
+    "executor": "inline",
+    "max_model_len": 128,
+    "kv_cache_memory_bytes": 1_000_000,
+    "max_num_seqs": 5,
+    "max_num_batched_tokens": 24,
+    "tensor_parallel_size": 1,
+    "pipeline_parallel_size": 1,
+}
+ON_CPU = {"device": "cpu", "attention_backend": "torch", "async_scheduling": False}
+ON_CARD = {"device": "cuda", "attention_backend": "triton"}
+WISHES: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.0},
+    {"temperature": 0.0, "logprobs": 3},
+    {"top_p": 0.9, "top_k": 20},
+    {"min_p": 0.05},
+    {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2},
+    {"logit_bias": {5: 2.0}, "min_tokens": 6, "max_tokens": 8},
+    {"allowed_token_ids": [3, 4, 5, 6, 7, 8, 9]},
+    {"prompt_logprobs": 2},
+    {"n": 2},
+    {"top_k": 1},
+    {"stop_token_ids": [3, 4, 5], "ignore_eos": False, "logprobs": 0},
+]
+# Of one token, of several, and longer than a step.
+PROMPTS = [[3 + (7 * i + 3 * j) % 22 for j in range(1 + (i * 11) % 29)] for i in range(12)]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny.write(tmp_path_factory.mktemp("card") / "tiny"))
+
+
+def asked(wishes: list[dict[str, Any]]) -> list[SamplingParams]:
+    usual = {"temperature": 0.9, "ignore_eos": True}
+    return [SamplingParams(**{**usual, "seed": i, "max_tokens": 3 + i % 5, **wish}) for i, wish in enumerate(wishes)]
+
+
+def answers(path: str, params: list[SamplingParams], **how: Any) -> list[list[Any]]:
+    with LLM(path, **{**COMMON, **how}) as llm:
+        return [told(it) for it in llm.generate(PROMPTS[: len(params)], params, use_tqdm=False)]
+
+
+def told(answer: RequestOutput) -> list[Any]:
+    """Tokens, ends and figures, those to three places."""
+
+    def figures(positions: Any) -> list[Any]:
+        return [at and {token: (round(it.logprob, 3), it.rank) for token, it in at.items()} for at in positions or ()]
+
+    of_choices = [(list(it.token_ids), it.finish_reason, figures(it.logprobs)) for it in answer.outputs]
+    return [of_choices, figures(answer.prompt_logprobs)]
+
+
+def test_all_that_can_be_asked(path: str, card: Card) -> None:
+    params = asked(WISHES)
+    want = answers(path, params, **ON_CPU)
+    with LLM(path, **COMMON, **ON_CARD) as llm:
+        before = card.waits.copy()
+        assert [told(it) for it in llm.generate(PROMPTS, params, use_tqdm=False)] == want
+        # Logprobs of a prompt are brought at once, and nothing else is waited for.
+        assert card.waits - before == {"tolist": 1}
+    assert card.replays > 5
+
+
+def test_requests_are_preempted(path: str, card: Card) -> None:
+    params = [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=24, ignore_eos=True) for i in range(5)]
+    want = answers(path, params, **ON_CPU)
+    block_bytes = 8192
+    few = {"kv_cache_memory_bytes": 8 * block_bytes, "max_model_len": 64}
+    with LLM(path, **{**COMMON, **few}, **ON_CARD) as llm:
+        assert [told(it) for it in llm.generate(PROMPTS[:5], params, use_tqdm=False)] == want
+        assert llm.stats().preemptions
+
+
+def test_requests_that_go_away_leave_the_others_as_they_were(path: str, card: Card) -> None:
+    params = asked([{}, {"temperature": 0.0}, {"top_p": 0.8}])
+    want = answers(path, params, **ON_CPU)
+    with LLM(path, **COMMON, **ON_CARD) as llm:
+        for _ in range(2):
+            for number, _ in enumerate(llm.stream({"prompt_token_ids": PROMPTS[5]}, SamplingParams(max_tokens=20))):
+                if number == 2:
+                    break  # with a step under way
+            got = llm.generate(PROMPTS[:3], params, use_tqdm=False)
+            assert [told(it) for it in got] == want
+
+
+@pytest.mark.parametrize("draft", [False, True], ids=["ngram", "draft"])
+def test_speculation(path: str, card: Card, draft: bool) -> None:
+    how = {"model": path, "num_speculative_tokens": 2} if draft else {"method": "ngram"}
+    params = asked([{"temperature": 0.0, "max_tokens": 9}, {}, {"top_k": 5}])
+    want = answers(path, params, **ON_CPU)
+    assert answers(path, params, **ON_CARD, speculative_config=how) == want
+    assert card.replays
+
+
+def test_an_fp8_cache_in_graphs_is_that_without(path: str, card: Card) -> None:
+    params = asked([{}, {"temperature": 0.0}, {}])
+    want = answers(path, params, **ON_CARD, kv_cache_dtype="fp8", enforce_eager=True, async_scheduling=False)
+    assert not card.replays
+    assert answers(path, params, **ON_CARD, kv_cache_dtype="fp8") == want
+    assert card.replays
+
+
+def test_stages(path: str, card: Card) -> None:
+    """As threads, each with graphs of its own."""
+    params = asked(WISHES[:6])
+    want = answers(path, params, **ON_CPU)
+    two = {"pipeline_parallel_size": 2, "device_ids": (0, 0)}
+    assert answers(path, params, **{**ON_CARD, **two}) == want
+    assert card.replays
+
+
+Waiting = threads.ThreadComm
+
+
+class Captured(Waiting):
+    """Sums that a graph may hold, as NCCL's are."""
+
+    capturable = True
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        assert isinstance(x, OnCard)
+
+        def run() -> None:
+            self._device = torch.device("cpu")
+            Waiting.sum(self, x.held)
+            self._device = CUDA
+
+        if fake_cuda.card.captures():
+            fake_cuda.card.record(run, [])
+        else:
+            run()
+        return x
+
+
+def test_ranks_that_sum_in_graphs(path: str, card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = asked(WISHES[:6])
+    want = answers(path, params, **ON_CPU)
+    monkeypatch.setattr(threads, "ThreadComm", Captured)
+    two = {"tensor_parallel_size": 2, "device_ids": (0, 0)}
+    assert answers(path, params, **{**ON_CARD, **two}) == want
+    assert card.replays
+
+
+# That the stand-in finds out what CUDA would only get wrong:
+
+
+def test_pinned_memory_is_not_filled_again_too_early(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    staging = Staging(CUDA)
+    for step in range(2 * BUFFERS):
+        staging.put([np.arange(5) + step])
+    monkeypatch.setattr(fake_cuda.Event, "synchronize", lambda event: None)
+    for step in range(BUFFERS):
+        staging.put([np.arange(5) - step])
+    with pytest.raises(CardError, match="filled again"):
+        torch.cuda.synchronize()
+
+
+def test_results_are_not_read_too_early(card: Card) -> None:
+    arrival = ToHost(torch.arange(3, device=CUDA))
+    assert arrival._there.tolist() == [-1, -1, -1]
+    assert arrival.values() == [0, 1, 2]
+
+
+def test_a_graph_does_what_was_captured_and_no_more(card: Card) -> None:
+    capture, size = CudaGraphs(), [2]
+    x, found = torch.arange(4.0, device=CUDA), []
+
+    def run() -> None:
+        found[:] = [x[: size[0]] * 2, x + 1]
+
+    replay = capture(run)
+    doubled, more = found
+    x.add_(10)
+    size[0] = 4
+    replay()
+    assert doubled.tolist() == [20, 22] and more.tolist() == [11, 12, 13, 14]
+    other = capture(lambda: found.append(x * 3))
+    other()
+    assert np.isnan(more.tolist()).all(), "its memory is the pool's"
+
+    def asks() -> None:
+        x.sum().item()
+
+    with pytest.raises(CardError, match="waits"):
+        capture(asks)
+    with pytest.raises(CardError, match="pinned"):
+        capture(lambda: torch.zeros(3).to(CUDA))
+    with pytest.raises(CardError, match="of the host"):
+        x.add(torch.zeros(4))
