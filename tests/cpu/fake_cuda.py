@@ -165,14 +165,15 @@ class Card:
             if self._held[at] == 1:
                 self.bytes += size
                 self.peak = max(self.peak, self.bytes)
-        weakref.finalize(tensor, self._free, at, size).atexit = False
+        weakref.finalize(tensor, self._free, self._held, at, size).atexit = False
 
-    def _free(self, at: int, size: int) -> None:
+    def _free(self, held: dict[int, int], at: int, size: int) -> None:
         with self.lock:
-            self._held[at] -= 1
-            if not self._held[at]:
-                del self._held[at]
-                self.bytes -= size
+            held[at] -= 1
+            if not held[at]:
+                del held[at]
+                # Nothing of the card of an earlier test.
+                self.bytes -= size if held is self._held else 0
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         self.pinned[tensor.untyped_storage().data_ptr()] = tensor

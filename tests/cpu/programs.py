@@ -1,4 +1,4 @@
-"""Programs in C++ that test the headers of the CPU kernels."""
+"""What a C++ compiler says of the CPU kernels, and programs that test their headers."""
 
 from __future__ import annotations
 
@@ -8,16 +8,31 @@ from pathlib import Path
 
 import pytest
 
-from weft.compiled import SOURCES
+from weft.compiled import FLAGS, SOURCES, TYPES
+
+WARNINGS = ("-Wall", "-Werror")
+
+
+def compiler() -> str:
+    """Its path; without one the test is skipped."""
+    found = shutil.which("c++") or shutil.which("g++")
+    if found is None:
+        pytest.skip("no C++ compiler")
+    return found
+
+
+def has_no_warnings(dtype: str) -> None:
+    """The library of the CPU kernels for a dtype, as it is compiled for this machine."""
+    names = (f"-DWEFT_TYPE={TYPES[dtype]}", f"-DWEFT_NAME={dtype}")
+    command = [compiler(), *FLAGS, *names, *WARNINGS, "-fsyntax-only", SOURCES / "native.cpp"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def passes(name: str, folder: Path) -> None:
     """Build `name`.cpp in a folder and run it; it prints what is wrong, and fails then."""
-    compiler = shutil.which("c++") or shutil.which("g++")
-    if compiler is None:
-        pytest.skip("no C++ compiler")
     program, source = folder / name, Path(__file__).with_name(f"{name}.cpp")
-    command = [compiler, "-std=c++17", "-O1", "-pthread", "-Wall", "-I", SOURCES, source, "-o", program]
+    command = [compiler(), "-std=c++17", "-O1", "-pthread", *WARNINGS, "-I", SOURCES, source, "-o", program]
     subprocess.run(command, check=True)
     done = subprocess.run([program], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout

@@ -11,8 +11,8 @@ import torch
 
 from tests.cpu.attention import ragged, shaped
 from tests.cpu.kernels import native
-from tests.cpu.programs import passes
-from weft.compiled import build
+from tests.cpu.programs import has_no_warnings, passes
+from weft.compiled import TYPES, build
 from weft.kernels import choose
 from weft.kernels.base import HeadNorm, Kernels, KVCache
 from weft.kernels.batch import Batch
@@ -90,9 +90,12 @@ def test_rows_that_begin_alike_are_read_together_and_everything_once(tmp_path: P
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("q_heads", "head_dim"), [(6, 64), (4, 20)])  # 20 is no whole number of vectors
 @pytest.mark.parametrize("window", [None, 50, 200])
 @pytest.mark.usefixtures("threads")
-def test_rows_that_share_blocks_get_what_rows_with_copies_of_them_get(dtype: torch.dtype, window: int | None) -> None:
+def test_rows_that_share_blocks_get_what_rows_with_copies_of_them_get(
+    dtype: torch.dtype, q_heads: int, head_dim: int, window: int | None
+) -> None:
     kernels, block_size = native(dtype), 16
     # Rows of one token that begin alike, some of them for longer, in any order, beside others; one has several tokens.
     contexts = [150, 400, 33, 129, 260, 500, 64, 65, 280, 300, 170, 430, 77, 20]
@@ -109,16 +112,18 @@ def test_rows_that_share_blocks_get_what_rows_with_copies_of_them_get(dtype: tor
         (11, 1, 384),
     ):
         tables[row, : shared // block_size] = tables[like, : shared // block_size]
+    for row, context in enumerate(contexts):
+        tables[row, -(-context // block_size) :] = 2**31 - 1  # what lies past its end is not looked at
     together = replace(apart, tables=tables)
     torch.manual_seed(4)
-    q_heads, kv_heads, head_dim = 6, 2, 64
+    kv_heads = 2
     cache = KVCache(*(torch.randn(blocks, block_size, kv_heads, head_dim).to(dtype) for _ in range(2)))
     copies = KVCache(cache.keys.clone(), cache.values.clone())
     for row, context in enumerate(contexts):
         used = -(-context // block_size)
         copies.keys[apart.tables[row, :used]] = cache.keys[tables[row, :used]]
         copies.values[apart.tables[row, :used]] = cache.values[tables[row, :used]]
-    q = torch.randn(sum(counts), q_heads, head_dim).to(dtype) * 3
+    q = torch.randn(sum(counts), q_heads, head_dim).to(dtype) / 2  # so that many keys count
     for threads in (1, 2):  # with few, more rows are read together
         torch.set_num_threads(threads)
         got = kernels.attend(q, written(kernels, cache), together, head_dim**-0.5, window)
@@ -207,6 +212,11 @@ def test_without_compiler_or_cache_it_falls_back_with_the_advice_that_helps(
         assert advice in caplog.text and ("g++" in advice) == ("g++" in caplog.text)
     finally:
         build.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_the_compiler_has_nothing_to_warn_of(dtype: str) -> None:
+    has_no_warnings(dtype)
 
 
 def test_fp16_falls_back_and_says_so(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from tests.cpu.launches import Launches
 from weft import LLM, SamplingParams
 from weft.facts.place import Span
 from weft.kernels import triton, warm
-from weft.kernels.triton import attention, products, tuning
+from weft.kernels.triton import attention, pointwise, products, tuning
 from weft.quant.quantised import Quantised
 from weft.worker import graphs, worker
 
@@ -118,11 +119,34 @@ def test_products_warm_what_any_number_of_rows_launches(rows: int, cols: int, bi
     assert [*launches.variants] == before
 
 
+def test_threads_begin_with_one_launch_of_each_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[str] = []
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: begun.append(str(device)))
+    monkeypatch.setattr(warm.torch, "zeros", lambda *dims, device: begun.append(str(device)))
+    seen: list[str] = []
+
+    def launch(name: str) -> None:
+        assert torch.is_inference_mode_enabled() and threading.current_thread().name.startswith("weft-warm")
+        seen.append(name)
+
+    groups = [[partial(launch, f"{kernel}{n}") for n in range(4)] for kernel in "ab"]
+    warm.warm([*groups, []], torch.device("cuda:1"))
+    assert {*seen[:2]} == {"a0", "b0"} and len({*seen}) == len(seen) == 8 and {*begun} == {"cuda:1"}
+    warm.warm([], torch.device("cuda:1"))
+
+    def broken() -> None:
+        raise RuntimeError("no code for this GPU")
+
+    with pytest.raises(RuntimeError, match="no code"):
+        warm.warm([[broken]], torch.device("cuda:1"))
+
+
 def test_a_recorder_tells_variants_apart(launches: Launches) -> None:
     """As Triton does: by dtype, by alignment, by what 16 divides, by constants."""
     weight = torch.ones(96, dtype=torch.float16)
     wide = torch.ones(4, 128, dtype=torch.float16)
-    norm: Callable[..., torch.Tensor] = triton.kernels.pointwise.norm  # type: ignore[attr-defined]
+    norm = pointwise.norm
     norm(wide[:, :96].contiguous(), None, weight, 1e-6)
     norm(wide[:2, :96].contiguous(), None, weight, 1e-6)
     assert len(launches.variants) == 1

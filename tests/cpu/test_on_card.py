@@ -16,6 +16,7 @@ from tests.cpu.fake_cuda import CUDA, Card, CardError, OnCard, the_card  # noqa:
 from weft import LLM, SamplingParams
 from weft.client.outputs import RequestOutput
 from weft.comm import threads
+from weft.worker import worker
 from weft.worker.device import ToHost
 from weft.worker.graphs import CudaGraphs
 from weft.worker.staging import BUFFERS, Staging
@@ -100,7 +101,10 @@ def test_requests_are_preempted(path: str, card: Card) -> None:
         assert llm.stats().preemptions
 
 
-def test_requests_that_go_away_leave_the_others_as_they_were(path: str, card: Card) -> None:
+def test_requests_that_go_away_leave_the_others_as_they_were(
+    path: str, card: Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "WARM_GRAPHS", 0)  # all but the largest captured while others are under way
     params = asked([{}, {"temperature": 0.0}, {"top_p": 0.8}])
     want = answers(path, params, **ON_CPU)
     with LLM(path, **COMMON, **ON_CARD) as llm:
@@ -110,6 +114,23 @@ def test_requests_that_go_away_leave_the_others_as_they_were(path: str, card: Ca
                     break  # with a step under way
             got = llm.generate(PROMPTS[:3], params, use_tqdm=False)
             assert [told(it) for it in got] == want
+
+
+def test_no_step_takes_more_memory_than_was_measured(path: str, card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured, measure = [], worker.Worker._measure
+    monkeypatch.setattr(worker.Worker, "_measure", lambda rank: measured.append(measure(rank)) or measured[-1])
+    wishes: list[dict[str, Any]] = [
+        {},
+        {"logprobs": 20, "top_k": 5, "top_p": 0.9, "repetition_penalty": 1.1},
+        {"prompt_logprobs": 20},
+        {"allowed_token_ids": [3, 4]},
+    ]
+    with LLM(path, **{**COMMON, "max_num_batched_tokens": 40}, **ON_CARD) as llm:
+        before = card.bytes
+        for wish in wishes:
+            card.peak = before
+            llm.generate(PROMPTS[:6], asked([wish] * 6), use_tqdm=False)
+            assert card.peak - before <= 1.02 * measured[0], wish
 
 
 @pytest.mark.parametrize("draft", [False, True], ids=["ngram", "draft"])

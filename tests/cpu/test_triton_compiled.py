@@ -82,7 +82,8 @@ from weft.quant.quantised import Quantised
 
 dtype = getattr(torch, sys.argv[2])
 wide, cut = Span(0, 4096), Span(64, 640)
-for kind, cols in (("Q4_1", wide), ("Q4_16_MIN", cut), ("Q8_MIN", wide), ("INT8", cut), ("INT4_128", wide), ("INT8_ROW_SYM", cut)):
+kinds = {"Q4_1": wide, "Q4_16_MIN": cut, "Q8_MIN": wide, "INT8": cut, "INT4_128": wide, "INT8_ROW_SYM": cut}
+for kind, cols in kinds.items():
     weight = Quantised.empty(kind, 96, cols, dtype, torch.device("cpu"))
     product = products.quantised(weight, torch.zeros(96, dtype=dtype), 132)
     for tokens in (1, 64, 200):

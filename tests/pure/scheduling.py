@@ -29,6 +29,7 @@ LIMITS: dict[str, Any] = {
     "prefix_caching": True,
     "lookahead": False,
     "speculation": None,
+    "growth": 1,
 }
 DRAFT = Draft(model="draft", checkpoint="", load_format="dummy", shape=SMOLLM2)
 AHEAD: list[dict[str, Any]] = [

@@ -328,7 +328,7 @@ def test_quantised_weights_have_rates_of_their_own() -> None:
     assert quantised.flop_s == pytest.approx(whole.flop_s / 0.8)
     assert other.byte_s == whole.byte_s  # never measured
     assert (
-        found.provenance()["weights q4_1 q4_1+q8_0 q4_k_s q4_k_m"]
+        found.provenance()["weights q2_k q4_1 q4_1+q8_0 q4_k_s q4_k_m"]
         == "0.7: measured here on 2026-11-20 by weft bench calibrate"
     )
     # Of a model in 16 bits nothing changes.

@@ -13,8 +13,10 @@ from weft.facts.gpus import find_gpu
 from weft.facts.kv import kv_bytes_per_token
 from weft.facts.precision import weight_bytes
 from weft.facts.shape import ModelShape
+from weft.planner.batch import Choice, chosen
 from weft.planner.deployment import Layout, Workload, deploy
 from weft.planner.footprint import BLOCK, Footprint, footprint
+from weft.planner.memory import LOGITS_BYTES
 from weft.planner.profiles import engines, profile
 
 GIB = 1 << 30
@@ -58,6 +60,17 @@ def test_weights_and_kv_of_the_ranks_are_the_places_own(precision: str, tensor: 
         assert rank.weights.total == weight_bytes(QWEN_72B, precision, place)
         assert rank.kv_bytes_per_token == kv_bytes_per_token(QWEN_72B, "bf16", place)
     assert sum(rank.kv_bytes_per_token for rank in memory.ranks) == 327_680  # eight KV heads, however they are cut
+
+
+def test_activations_are_as_wide_as_what_is_computed_in() -> None:
+    """Logits are float32 whatever it is; all else of a step takes twice as much in 32 bits as in 16."""
+    weft = chosen(profile("weft"), Choice(1024, "this test"))
+    wide, usual, four = (
+        footprint(LLAMA, cut(LLAMA, 1, precision=it), parse_gpus("1xH100"), weft).ranks[0].activation_bytes
+        for it in ("fp32", "bf16", "int4")
+    )
+    logits = LOGITS_BYTES * 256 * LLAMA.vocab
+    assert wide - logits == 2 * (usual - logits) and usual == four
 
 
 def test_every_byte_of_what_is_used_is_accounted_for() -> None:

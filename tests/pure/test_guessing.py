@@ -99,6 +99,12 @@ def test_a_model_that_weft_does_not_run_is_no_draft_yet() -> None:
     assert any(it.startswith("as a draft model, GptOss") for it in told["model"]["missing"])
 
 
+def test_a_draft_that_leaves_no_room_is_named() -> None:
+    status, out, _ = weft("plan", "Qwen3-8B", "--gpus", "1xRTX3090", "-sc", '{"model": "Qwen3-4B"}')
+    assert status == 3 and "for the engine and its draft model on one GPU exceed" in out
+    assert "without --speculative-config it fits as one GPU, bf16 with" in out
+
+
 def test_other_systems_get_what_they_can_do() -> None:
     words = ("plan", "Qwen3-8B", "--gpus", "1xRTX4090", "-sc", DRAFT, "--emit")
     assert """--speculative-config '{"model": "Qwen3-0.6B", "num_speculative_tokens": 4}'""" in weft(*words, "weft")[1]

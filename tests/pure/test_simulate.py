@@ -276,8 +276,8 @@ def test_a_full_cache_holds_as_few_as_is_predicted_however_answers_differ(answer
     costs = steps(gpus="1xRTX4090", engine="weft")
     found = told([spec(costs, **limits)], asked, warmup_s=200.0, end_s=800.0)
     assert found.output_tok_s == pytest.approx(expected.saturated_tok_s, rel=0.1)
-    # The prediction keeps a tenth back for those that are preempted.
-    assert 1.0 <= found.running / expected.saturated_concurrency < 1.15
+    # The prediction keeps a tenth back for those that are preempted, the scheduler 64 tokens for each that runs.
+    assert 0.95 < found.running / expected.saturated_concurrency < 1.15
 
 
 @pytest.mark.parametrize(("prompt", "answer"), [(32, 8), (128, 32), (256, 256)])

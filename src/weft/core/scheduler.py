@@ -21,7 +21,7 @@ from weft.core.request import Output, Request, Stats
 from weft.core.sequence import Flight, Sample, Sequence
 from weft.core.speculation import Guesser
 from weft.core.step import UNKNOWN, Admission, StepPlan, StepResult
-from weft.core.tables import Tables
+from weft.core.tables import GROWTH, Tables
 from weft.errors import QueueFullError, RequestError
 from weft.planner.plan import Speculation
 
@@ -55,9 +55,10 @@ class Scheduler:
         policy: Literal["fcfs", "priority"],
         lookahead: bool = False,
         speculation: Speculation | None = None,
+        growth: int = GROWTH,
     ) -> None:
         self.pool = pool
-        self.tables = Tables(pool)
+        self.tables = Tables(pool, growth)
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_queued = max_num_queued

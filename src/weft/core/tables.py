@@ -5,18 +5,24 @@ from __future__ import annotations
 from weft.core.blocks import BlockPool
 from weft.core.sequence import Sequence
 
+# Where room for one token is kept, those that grow preempt those that came last again and again; where too much is, it
+# lies idle. In docs/benchmarks.md is what 16 to 256 give.
+GROWTH = 64
+
 
 class Tables:
     """The block tables of the sequences that run, over one pool.
 
-    `promised` are the blocks that they still need for what they have not prefilled yet.
+    `promised` are the blocks that they still need for what they have not prefilled yet; `growth` the tokens that each
+    of them is kept room for before others are let in.
     """
 
-    __slots__ = ("block_size", "pool", "promised")
+    __slots__ = ("block_size", "growth", "pool", "promised")
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self, pool: BlockPool, growth: int = GROWTH) -> None:
         self.pool = pool
         self.block_size = pool.block_size
+        self.growth = growth
         self.promised = 0
 
     def blocks(self, tokens: int) -> int:
@@ -37,10 +43,10 @@ class Tables:
         return self.pool.match(sequence.digests((len(sequence.tokens) - 1) // self.block_size, self.block_size))
 
     def has_room(self, new: int, found: list[int], running: int) -> bool:
-        """Whether a prompt fits that has `found` blocks in the cache and needs `new` ones: all of it, and a block more
-        for each of those `running`. Else the newcomer would soon be preempted, or preempt."""
+        """Whether a prompt fits that has `found` blocks in the cache and needs `new` ones: all of it, and what those
+        `running` grow by. Else the newcomer would soon be preempted, or preempt."""
         revived = sum(self.pool.references[block] == 0 for block in found)
-        return new + revived + self.promised + running <= self.pool.free
+        return new + revived + self.promised + running * self.blocks(self.growth) <= self.pool.free
 
     def spare(self, running: int) -> int:
         """Tokens that the blocks hold that nobody is sure of."""

@@ -170,7 +170,7 @@ def _published_format(published: Published, parameter: Parameter, part: Part, la
 
 def scale_columns(shape: ModelShape, precision: str) -> int:
     """Columns of a matrix of the model that share a scale; 1 where each number stands for itself."""
-    precision = canonical(precision)
+    precision = canonical(precision.removesuffix(gguf_types.HELD))
     if precision == "fp8" and shape.architecture in FP8_IN_BLOCKS:
         return FP8_BLOCKS.block_cols
     if published := as_published(shape, precision):

@@ -56,8 +56,8 @@ SCHEMES = {
     "Q4_16": Scheme(bits=4, group=16, lowest="middle"),
     "Q4_16_MIN": Scheme(bits=4, group=16, lowest="minimum"),
 }
-# What GGUF's types come to once they are unpacked, from the one that takes the fewest bits there. The values of IQ4 are
-# 16 of 8 bits; a scale is one of a block times a whole number where blocks have several.
+# What GGUF's types are once they are unpacked. The values of IQ4 are 16 of 8 bits; where a block has several groups,
+# their scales and minima are products of the block's with whole numbers, which are rounded to 16 bits.
 STORED = {
     "Q4_0": SCHEMES["Q4_0"],
     "Q4_1": SCHEMES["Q4_1"],

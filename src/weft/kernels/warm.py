@@ -19,6 +19,8 @@ import torch
 
 logger = logging.getLogger("weft")
 
+THREADS = 8  # at most: MLIR begins as many more as there are cores for each kernel that is compiled
+
 Launch = Callable[[], object]
 
 
@@ -31,7 +33,11 @@ def turns(variant: Callable[[int], Hashable], most: int) -> list[int]:
 
 
 def warm(launches: Sequence[Sequence[Launch]], device: torch.device) -> None:
-    """Run them all, those of a group launching the same kernels; on a GPU in as many threads as the rank may have."""
+    """Run them all, those of a group launching the same kernels; on a GPU in threads, as many as the rank may have."""
+
+    def begin() -> None:
+        torch.cuda.set_device(device)
+        torch.zeros(1, device=device)  # by CUDA's runtime, which gives the thread the device's context
 
     def run(launch: Launch) -> None:
         with torch.inference_mode():
@@ -44,7 +50,7 @@ def warm(launches: Sequence[Sequence[Launch]], device: torch.device) -> None:
     rounds = [[group[0] for group in launches if group], [launch for group in launches for launch in group[1:]]]
     # Triton's interpreter has room for one.
     if device.type == "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        with ThreadPoolExecutor(torch.get_num_threads(), "weft-warm", torch.cuda.set_device, (device,)) as threads:
+        with ThreadPoolExecutor(min(THREADS, torch.get_num_threads()), "weft-warm", begin) as threads:
             for some in rounds:
                 list(threads.map(run, some))
     else:

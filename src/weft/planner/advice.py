@@ -47,6 +47,12 @@ CHECKPOINTS = {
 PUBLISHED = {"GptOssForCausalLM": {"mxfp4": "the published MXFP4 checkpoint"}}
 GGUF_CHECKPOINTS = {"q8_0": "a Q8_0 GGUF checkpoint", "q4_k_m": "a Q4_K_M GGUF checkpoint"}
 OWN = {MADE[word]: f"--quantization {word}" for word in ("int8", "int4")}  # which Weft makes of what there is
+LIMITS = {  # of a question, which may leave no room
+    "gpu_memory_utilization": "--gpu-memory-utilization",
+    "max_num_seqs": "--max-num-seqs",
+    "max_num_batched_tokens": "--max-num-batched-tokens",
+    "speculation": "--speculative-config",
+}
 FP8_CACHE = ("vllm", "sglang", "trtllm")  # engines that can keep KV in FP8
 MOST_NODES = 64  # of a cluster that is tried
 
@@ -127,11 +133,11 @@ def _to_fit(answer: Answer) -> Iterator[str]:
             yield f"with --max-model-len {length} it fits: that many tokens of KV are left"
         else:
             yield f"prompt and answer of up to {length:,} tokens together fit: that much KV is left"
-    for name in ("gpu_memory_utilization", "max_num_batched_tokens"):
+    for name, flag in LIMITS.items():
         if getattr(question, name) is not None:
             found = _roomiest(msgspec.structs.replace(question, **{name: None}))
             if found:
-                yield f"without --{name.replace('_', '-')} it fits as {found[0]} with {_to_spare(*found)}"
+                yield f"without {flag} it fits as {found[0]} with {_to_spare(*found)}"
     smaller = dict(_smaller_checkpoints(question))
 
     @cache

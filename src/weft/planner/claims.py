@@ -11,7 +11,7 @@ from weft.errors import ConfigError, PlanError
 from weft.facts.cluster import Cluster
 from weft.facts.kv import kv_bytes
 from weft.facts.place import Place
-from weft.facts.precision import weights
+from weft.facts.precision import canonical, weights
 from weft.facts.shape import ModelShape
 from weft.planner.deployment import Layout, deploy
 from weft.planner.islands import devices
@@ -163,7 +163,8 @@ def _layers(
     tensor = len(shares)
     seats = [[Seat(room, 1.0) for room in usable[at * tensor : (at + 1) * tensor]] for at in range(stages)]
     group = (0, 1) if dealt else None
-    return stage_layers(shape, precision, "bf16", tokens, shares, seats, expert_group=group, by_room=True)
+    kind = canonical(precision)
+    return stage_layers(shape, kind, "bf16", tokens, shares, seats, expert_group=group, by_room=True)
 
 
 def _held(shape: ModelShape, precision: str, tokens: int, place: Place) -> int:

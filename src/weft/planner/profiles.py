@@ -18,7 +18,7 @@ from weft.facts.gguf_types import MIXES
 from weft.facts.gpus import GpuSpec
 from weft.facts.kernels import Kernels, kernels_of
 from weft.facts.precision import as_held
-from weft.facts.schemes import held_as
+from weft.facts.schemes import SCHEMES, held_as
 from weft.planner.plan import Speculation
 
 OURS = "weft"  # the engine that can be calibrated
@@ -244,10 +244,10 @@ def _alike(precision: str) -> tuple[str, ...]:
     return tuple(mix for mix in MIXES if _products(mix) == _products(precision))
 
 
-def _products(mix: str) -> str | None:
-    """The scheme of most tensors of a mix; minima beside 8 bits make no difference."""
-    found = held_as([MIXES[mix]])
-    return "Q8_0" if found == "Q8_MIN" else found
+def _products(mix: str) -> tuple[int, bool]:
+    """Of most tensors of a mix: their bits, and whether they have minima, which make no difference beside 8 bits."""
+    scheme = SCHEMES[held_as([MIXES[mix]]) or ""]
+    return scheme.bits, scheme.bits < 8 and scheme.lowest == "minimum"
 
 
 def _kernels(gpu: GpuSpec, it: Calibration) -> Kernels:

@@ -293,8 +293,9 @@ def _stage_layers(question: Question, draft: Draft, weights: Sequence[float]) ->
             )
         )
     by_stage = [seats[start : start + tensor] for start in range(0, len(seats), tensor)]
+    held = engine_profile(question).held(canonical(cut.precision))
     found = [
-        stage_layers(shape, cut.precision, dtype, tokens, weights, by_stage, expert_group=group, by_room=by_room)
+        stage_layers(shape, held, dtype, tokens, weights, by_stage, expert_group=group, by_room=by_room)
         for by_room in (False, True)
     ]
     known = dict.fromkeys(layers for layers in found if layers is not None)
@@ -328,7 +329,8 @@ def _too_large(cut: Cut, tried: Sequence[Footprint]) -> Rejected:
     replica = min(memory.replicas, key=lambda it: it.kv_tokens)
     have = f"{gigabytes(rank.usable_bytes)} of the {gigabytes(rank.memory_bytes)} of {rank.gpu}"
     held, own = sum(it.weights.total for it in on_it), sum(it.other_bytes for it in on_it)
-    need = f"{gigabytes(held)} of weights and {gigabytes(own)} for the engine"
+    draft = " and its draft model" if any(it.draft_bytes for it in on_it) else ""
+    need = f"{gigabytes(held)} of weights and {gigabytes(own)} for the engine{draft}"
     if cut.device == "GPU":
         need += " on one GPU"
     else:

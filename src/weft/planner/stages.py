@@ -9,7 +9,7 @@ import msgspec
 
 from weft.facts.kv import kv_bytes
 from weft.facts.place import Place, Span
-from weft.facts.precision import WeightBytes, alike, weights
+from weft.facts.precision import WeightBytes, alike, summed
 from weft.facts.shape import ModelShape
 from weft.planner.partition import Stage, partition
 from weft.planner.place import column_unit, places
@@ -43,8 +43,8 @@ def stage_layers(
 ) -> tuple[int, ...] | None:
     """Layers per stage so that every rank has the room for its weights and the KV of `tokens` tokens, and the
     stage that takes longest for a token takes as little as can be; with `by_room` the stage that is fullest is
-    as little full as can be. None where there is not enough room, or fewer layers than stages. `expert_group` is
-    that of `planner.place`.
+    as little full as can be. None where there is not enough room, or fewer layers than stages. `precision` as
+    `canonical` or `as_held` of `facts.precision` gives it; `expert_group` is that of `planner.place`.
     """
     ranks = tuple(places(shape, tensor_weights, [shape.layers], expert_group, column_unit(shape, precision)))
     by_rank = [_layers(shape, precision, kv_dtype, tokens, rank) for rank in ranks]
@@ -65,7 +65,7 @@ def stage_layers(
     return partition(sizes if by_room else work, sizes, found)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1024)
 def _layers(
     shape: ModelShape, precision: str, kv_dtype: str, tokens: int, rank: Place
 ) -> tuple[list[float], list[float]]:
@@ -76,7 +76,7 @@ def _layers(
         kind = alike(shape, precision)[layer], shape.window(layer)
         if kind not in known:
             place = msgspec.structs.replace(rank, layers=Span(layer, layer + 1), stage=1, stages=3)
-            held = weights(shape, precision, place)
+            held = summed(shape, precision, place)
             known[kind] = held.total + kv_bytes(shape, tokens, kv_dtype, place), read_bytes(shape, held)
         size, read = known[kind]
         sizes.append(size)
@@ -84,10 +84,10 @@ def _layers(
     return sizes, work
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1024)
 def _ends(shape: ModelShape, precision: str, rank: Place) -> tuple[float, float]:
     """Bytes of a rank's embedding on a first stage, and of its head and norm on a last one."""
     nothing = Span(0, 0)
     first = msgspec.structs.replace(rank, layers=nothing, stage=0, stages=2)
     last = msgspec.structs.replace(rank, layers=nothing, stage=1, stages=2)
-    return weights(shape, precision, first).total, weights(shape, precision, last).total
+    return summed(shape, precision, first).total, summed(shape, precision, last).total

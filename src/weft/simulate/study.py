@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import ceil, inf
+from statistics import fmean
 
 import msgspec
 
@@ -111,10 +112,8 @@ class Study(msgspec.Struct, frozen=True, kw_only=True):
         most, last_s = count * self.capacity, self.times.duration_s
         if load.users:
             # Whom the queues have no place for asks again and again.
-            turned_away = load.users - sum(it.max_num_seqs + it.max_num_queued for it in self.specs) * count / len(
-                self.specs
-            )
-            rate, what = most + max(0.0, turned_away) / RETRY_S, f"{load.users:,} users"
+            each = fmean(it.max_num_seqs + it.max_num_queued for it in self.specs)
+            rate, what = most + max(0.0, load.users - count * each) / RETRY_S, f"{load.users:,} users"
         else:
             assert load.rate is not None
             rate, what = load.rate, f"{load.rate:g} requests/s"

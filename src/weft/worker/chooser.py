@@ -52,8 +52,8 @@ class Settings:
         self.keys[slot] = key
 
 
-class TorchChooser:
-    """On any device."""
+class HostChooser:
+    """What those share who read the settings on the host: the device need not be told of them."""
 
     def __init__(self, slots: int) -> None:
         self._settings = Settings(slots)
@@ -63,6 +63,10 @@ class TorchChooser:
 
     def arrays(self) -> list[np.ndarray]:
         return []
+
+
+class TorchChooser(HostChooser):
+    """On any device."""
 
     def choose(
         self, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, there: Sequence[torch.Tensor]
@@ -82,17 +86,12 @@ class TorchChooser:
         return logits.argmax(-1).index_copy_(0, sent(warm, logits.device), drawn)
 
 
-class NativeChooser:
+class NativeChooser(HostChooser):
     """On a CPU, with its kernels in C++."""
 
     def __init__(self, slots: int, kernels: NativeKernels) -> None:
-        self._settings, self._kernels = Settings(slots), kernels
-
-    def admit(self, slot: int, params: SamplingParams, key: int) -> None:
-        self._settings.admit(slot, params, key)
-
-    def arrays(self) -> list[np.ndarray]:
-        return []
+        super().__init__(slots)
+        self._kernels = kernels
 
     def choose(
         self, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, there: Sequence[torch.Tensor]

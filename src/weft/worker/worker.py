@@ -272,8 +272,8 @@ class Worker:
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
         self._rehearse(counts)
-        # A prompt's logits are more than those of few requests.
-        self._rehearse([min(1 + SCORED, counts[0])], SCORING)
+        # A prompt's logits are more than those of few requests, beside all else of a step full of it.
+        self._rehearse([min(tokens, plan.max_model_len)], SCORING)
         torch.cuda.synchronize(self.device)
         peak = torch.cuda.max_memory_allocated(self.device) - before
         if self._captures:

@@ -25,7 +25,7 @@ inline int32_t place(float x) {
     // Without branches, or no compiler would vectorise it.
     bits &= -int32_t(bits != LOWEST);
     int32_t nan = -int32_t((bits & HIGHEST) > INFINITE);
-    return (bits ^ (bits >> 31 & HIGHEST)) & ~nan | (nan & HIGHEST);
+    return ((bits ^ (bits >> 31 & HIGHEST)) & ~nan) | (nan & HIGHEST);
 }
 
 inline float number(int32_t place) {
@@ -160,8 +160,8 @@ class Draw {
         return false;
     }
 
-    // Selects, of the places from `floor` up, a bucket of those among which the sum of weights reaches `goal`: what the
-    // greater ones leave of it.
+    // Into `some`, of the places from `floor` up, the bucket with which the sum of weights, the greatest first, reaches
+    // `goal`. Returns what the buckets before it leave of the goal.
     double narrow_down(double goal, int32_t floor) {
         int32_t buckets[RACERS];
         float weights[RACERS];
