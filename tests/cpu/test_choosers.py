@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cpu.draws import PARAMS, chi_square, chooser_of, chosen, far_apart, key_of
-from tests.cpu.test_sampler import EOS, check_logprobs, expected, grid, row_of, sampled
+from tests.cpu.reference_sampler import EOS, check_logprobs, expected, grid, row_of, sampled
 from weft.core.params import SamplingParams
 from weft.worker.random import BLOCK, race
 from weft.worker.sampler import Sampler

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.cpu import checkpoints
 from tests.cpu.draws import MASK, chooser_of
-from tests.cpu.test_sampler import EOS, Row, grid
+from tests.cpu.reference_sampler import EOS, Row, grid
 from weft import LLM
 from weft.core.params import SamplingParams
 from weft.worker import chooser, chunks, filters

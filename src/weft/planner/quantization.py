@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError
-from weft.facts.axes import owned
+from weft.facts.axes import axis_length, owned
 from weft.facts.gguf_types import MIXES, type_of
 from weft.facts.parameters import Parameter, layers_of, parameters
 from weft.facts.place import Place
@@ -58,42 +58,37 @@ def cut_as(config: EngineConfig, shape: ModelShape, schemes: Mapping[str, str]) 
 
 def tell_dequantised(config: EngineConfig, checkpoint: Checkpoint, dtype: DType, kept: Mapping[str, str]) -> None:
     """Say what a file's quantised tensors are held as, where that is not what they are and nobody asked for it."""
-    others = Counter((kind, kept.get(name, "")) for name, kind in checkpoint.quantised.items())
-    lost = {kind: count for (kind, scheme), count in others.items() if not scheme}
-    if config.quantization == "none" or makes(config.quantization, checkpoint.shape):
+    shape, kinds = checkpoint.shape, checkpoint.quantised
+    if config.quantization == "none" or makes(config.quantization, shape):
         return
-    published, own = checkpoint.shape.published, checkpoint.shape.dtype
-    if kept and published and config.dtype == "auto" and dtype != own:
-        kind = published.precision
+    if kept and shape.published and config.dtype == "auto" and dtype != shape.dtype:
+        kind = shape.published.precision
         logger.info(
-            "Computing in %s: what multiplies %s weights here does not in the checkpoint's %s", dtype, kind, own
+            "Computing in %s: what multiplies %s weights here does not in the checkpoint's %s", dtype, kind, shape.dtype
         )
-    told = [
-        f"{count} of {kind} as {scheme}" for (kind, scheme), count in sorted(others.items()) if scheme not in ("", kind)
-    ]
-    if told:
-        logger.info("Of %d quantised tensors these are held otherwise: %s", len(checkpoint.quantised), ", ".join(told))
-    if not lost:
+    others = Counter((kind, kept[name]) for name, kind in kinds.items() if kept.get(name, kind) != kind)
+    if others:
+        told = ", ".join(f"{count} of {kind} as {scheme}" for (kind, scheme), count in sorted(others.items()))
+        logger.info("Of %d quantised tensors these are held otherwise: %s", len(kinds), told)
+    lost = {name: kind for name, kind in kinds.items() if name not in kept}
+    if config.attention_backend == "torch" or (not kept and held_tensors(shape, lost)):
+        if lost:
+            why = "with --attention-backend torch" if config.attention_backend == "torch" else f"in {dtype}"
+            logger.info("Quantised weights are not multiplied as they are %s: they are held in %s", why, dtype)
         return
-    if config.attention_backend == "torch" or (not kept and any(held_as([kind]) for kind in lost)):
-        why = "with --attention-backend torch" if config.attention_backend == "torch" else f"in {dtype}"
-        logger.info("Quantised weights are not multiplied as they are %s: they are held in %s", why, dtype)
-        return
-    for why in sorted({_why(kind) for kind in lost}):
-        kinds = (f"{lost[kind]} of {kind.removesuffix(ORDERED)}" for kind in sorted(lost) if _why(kind) == why)
-        logger.warning(
-            "Of %d quantised tensors these are held in %s, %s: %s",
-            len(checkpoint.quantised),
-            dtype,
-            why,
-            ", ".join(kinds),
-        )
+    uneven = {name for names, parameter, _ in _matrices(shape) if not _is_even(shape, parameter) for name in names}
+    reasons = Counter((_why(kind, name in uneven), kind.removesuffix(ORDERED)) for name, kind in lost.items())
+    for why in sorted({why for why, _ in reasons}):
+        told = ", ".join(f"{count} of {kind}" for (other, kind), count in sorted(reasons.items()) if other == why)
+        logger.warning("Of %d quantised tensors these are held in %s, %s: %s", len(kinds), dtype, why, told)
 
 
-def _why(kind: str) -> str:
-    """Why tensors of a type are not held quantised."""
+def _why(kind: str, uneven: bool) -> str:
+    """Why a tensor of a type is not held quantised."""
     if kind.endswith(ORDERED):
         return "since the columns of a group lie apart (desc_act), for which there are no kernels"
+    if uneven:
+        return f"since their columns are no multiple of {UNIT}, as kernels need them"
     return "as others are that they are multiplied together with" if held_as([kind]) else "for lack of kernels"
 
 
@@ -193,8 +188,18 @@ def _made(shape: ModelShape, asked: str) -> dict[str, str]:
 
 def held_tensors(shape: ModelShape, stored: Mapping[str, str]) -> dict[str, str]:
     """What stored tensors are held as, those of one parameter alike."""
-    found = ((names, held_as(stored.get(name, "") for name in names)) for names, _, _ in _matrices(shape))
+    found = (
+        (names, held_as(stored.get(name, "") for name in names))
+        for names, parameter, _ in _matrices(shape)
+        if _is_even(shape, parameter)
+    )
     return {name: scheme for names, scheme in found if scheme is not None for name in names}
+
+
+def _is_even(shape: ModelShape, parameter: Parameter) -> bool:
+    """Whether a matrix has columns that kernels can multiply: a multiple of UNIT."""
+    cols = parameter.parts[0].cols
+    return cols is not None and axis_length(shape, cols) % UNIT == 0
 
 
 def _matrices(shape: ModelShape) -> Iterator[tuple[list[str], Parameter, int]]:

@@ -116,9 +116,9 @@ class NativeKernels:
         if logits.stride(1) != 1:
             logits = logits.contiguous()
         tokens = torch.empty(len(logits), dtype=torch.int64)
-        choose = self._entries.choose_float if logits.dtype == torch.float32 else self._entries.choose
-        choose(
+        self._entries.choose(
             logits.data_ptr(),
+            logits.itemsize,
             *logits.shape,
             logits.stride(0),
             wishes.ctypes.data,

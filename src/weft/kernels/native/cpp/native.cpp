@@ -7,7 +7,6 @@
 #include "product.h"
 #include "rounding.h"
 #include "rows.h"
-#include "sampling.h"
 #include "stage.h"
 
 // In tiles.cpp, which is compiled at the same time.
@@ -65,8 +64,6 @@ template <class T> void attend(const Paged<T> &attention, int64_t threads) {
 
 }  // namespace
 
-#define ENTRY extern "C" __attribute__((visibility("default")))
-
 // Twice, so that NAME is a macro's value and not its name.
 #define EXPORT(T, NAME) EXPORT_AS(T, NAME)
 #define EXPORT_AS(T, NAME)                                                                                             \
@@ -91,10 +88,6 @@ template <class T> void attend(const Paged<T> &attention, int64_t threads) {
         Rows all{row_starts, context, tables, rows, table_width, block_size};                                          \
         attend(Paged<T>{q, keys, values, out, all, q_heads, kv_heads, head_dim, window, q_heads * head_dim, scale},    \
                threads);                                                                                               \
-    }                                                                                                                  \
-    ENTRY void weft_choose_##NAME(const T *logits, int64_t rows, int64_t vocab, int64_t stride, const Wish *wishes,    \
-                                  const uint64_t *streams, int64_t *tokens, int64_t threads) {                         \
-        choose(logits, rows, vocab, stride, wishes, streams, tokens, threads);                                         \
     }                                                                                                                  \
     ENTRY int64_t weft_panel_size_##NAME(int64_t cols) { return panel_size<T>(cols); }                                 \
     ENTRY void weft_pack_dense_##NAME(const T *weight, T *to, int64_t rows, int64_t cols, int64_t threads) {           \
@@ -123,11 +116,6 @@ ENTRY void weft_pack_groups(const char *from, char *to, int64_t rows, int64_t gr
 ENTRY void weft_round_rows(const Rounding *rounding, const char *weights, char *values, uint16_t *scales,
                            void *lowest) {
     round_rows(*rounding, weights, values, scales, lowest);
-}
-// Of logits that have been shaped, in float32 whatever is computed in.
-ENTRY void weft_choose(const float *logits, int64_t rows, int64_t vocab, int64_t stride, const Wish *wishes,
-                       const uint64_t *streams, int64_t *tokens, int64_t threads) {
-    choose(logits, rows, vocab, stride, wishes, streams, tokens, threads);
 }
 
 EXPORT(WEFT_TYPE, WEFT_NAME)

@@ -9,6 +9,9 @@
 #include <immintrin.h>
 #endif
 
+// Of the library.
+#define ENTRY extern "C" __attribute__((visibility("default")))
+
 struct bf16 {
     uint16_t bits;
 };

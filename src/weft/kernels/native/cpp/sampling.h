@@ -233,11 +233,15 @@ class Draw {
     }
 
 public:
-    template <class T> int64_t token(const T *logits, int64_t count, const Wish &wish, uint64_t stream) {
+    template <class T> void read(const T *logits, int64_t count) {
         vocab = count, blocks = (vocab + RACERS - 1) / RACERS;
         places.resize(vocab), tops.resize(blocks), sums.resize(blocks);
         for (int64_t b = 0; b < blocks; b++)
             tops[b] = find_places(logits + b * RACERS, members(b), &places[b * RACERS]);
+    }
+
+    // Of the row that was read.
+    int64_t token(const Wish &wish, uint64_t stream) {
         int32_t best = *std::max_element(tops.begin(), tops.end());
         if (wish.temperature == 0) return greedy(best);
         // Beside what is not finite nothing can be drawn.
@@ -249,13 +253,19 @@ public:
     }
 };
 
-// tokens [rows], from logits [rows, vocab] whose rows are `stride` apart, as each of `wishes` asks, with its stream.
-template <class T>
-void choose(const T *logits, int64_t rows, int64_t vocab, int64_t stride, const Wish *wishes, const uint64_t *streams,
-            int64_t *tokens, int64_t threads) {
+// tokens [rows], from logits [rows, vocab] whose rows are `stride` apart, as each of `wishes` asks, with its stream. Of
+// `size` 2 they are bf16, else float, as logits are that have been shaped, whatever is computed in.
+inline void choose(const void *logits, int64_t size, int64_t rows, int64_t vocab, int64_t stride, const Wish *wishes,
+                   const uint64_t *streams, int64_t *tokens, int64_t threads) {
     auto some = [&](int64_t first, int64_t last) {
         static thread_local Draw draw;  // whose memory is kept for the next step
-        for (int64_t r = first; r < last; r++) tokens[r] = draw.token(logits + r * stride, vocab, wishes[r], streams[r]);
+        for (int64_t r = first; r < last; r++) {
+            if (size == 2)
+                draw.read(static_cast<const bf16 *>(logits) + r * stride, vocab);
+            else
+                draw.read(static_cast<const float *>(logits) + r * stride, vocab);
+            tokens[r] = draw.token(wishes[r], streams[r]);
+        }
     };
     together(threads, rows > 1, [&](Team &team) { team.each(rows, 1, some, nothing); });
 }

@@ -1,9 +1,16 @@
-// The half of the work that is attention and quantised products: compiled beside native.cpp, not after it.
+// The half of the work that is attention, quantised products and sampling: compiled beside native.cpp, not after it.
 #include "attention.h"
 #include "quantised.h"
+#include "sampling.h"
 
 #define T WEFT_TYPE
 template void run_tiles(const Paged<T> &, const Tiles &, int64_t, int64_t);
 template void quantised<4, 1>(const Packed &, const T *, int64_t, const char *, int64_t, T *, int64_t, int64_t);
 template void quantised<4, 2>(const Packed &, const T *, int64_t, const char *, int64_t, T *, int64_t, int64_t);
 template void quantised<8, 1>(const Packed &, const T *, int64_t, const char *, int64_t, T *, int64_t, int64_t);
+#undef T
+
+ENTRY void weft_choose(const void *logits, int64_t size, int64_t rows, int64_t vocab, int64_t stride,
+                       const Wish *wishes, const uint64_t *streams, int64_t *tokens, int64_t threads) {
+    choose(logits, size, rows, vocab, stride, wishes, streams, tokens, threads);
+}
