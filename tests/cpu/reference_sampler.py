@@ -109,6 +109,7 @@ def expected(row: Row, logits: list[float]) -> int:
 # What a request may be. Logits come in steps of an eighth, so that there are ties, and shares are such that no
 # sum of weights meets one exactly.
 
+
 def tokens(vocab: int) -> st.SearchStrategy[int]:
     return st.integers(0, vocab - 1)
 

@@ -35,6 +35,7 @@ COMMON: dict[str, Any] = {
     "tensor_parallel_size": 1,
     "pipeline_parallel_size": 1,
 }
+BLOCK_BYTES = 2 * 2 * 16 * 2 * 16 * 4  # keys and values of two layers, 16 tokens, two heads of 16 float32
 ON_CPU = {"device": "cpu", "attention_backend": "torch", "async_scheduling": False}
 ON_CARD = {"device": "cuda", "attention_backend": "triton"}
 WISHES: list[dict[str, Any]] = [
@@ -92,13 +93,15 @@ def test_all_that_can_be_asked(path: str, card: Card) -> None:
 
 
 def test_requests_are_preempted(path: str, card: Card) -> None:
-    params = [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=24, ignore_eos=True) for i in range(5)]
-    want = answers(path, params, **ON_CPU)
-    block_bytes = 8192
-    few = {"kv_cache_memory_bytes": 8 * block_bytes, "max_model_len": 64}
-    with LLM(path, **{**COMMON, **few}, **ON_CARD) as llm:
-        assert [told(it) for it in llm.generate(PROMPTS[:5], params, use_tqdm=False)] == want
-        assert llm.stats().preemptions
+    """Three of a block each, all of which want three: there are five."""
+    prompts = [[3 + (i + j) % 20 for j in range(10)] for i in range(3)]
+    params = [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=24, ignore_eos=True) for i in range(3)]
+    found = []
+    for how in (ON_CPU, {**ON_CARD, "kv_cache_memory_bytes": 5 * BLOCK_BYTES, "max_model_len": 64}):
+        with LLM(path, **{**COMMON, **how}) as llm:
+            found.append([told(it) for it in llm.generate(prompts, params, use_tqdm=False)])
+            preempted = llm.stats().preemptions
+    assert found[1] == found[0] and preempted
 
 
 def test_requests_that_go_away_leave_the_others_as_they_were(
