@@ -117,11 +117,8 @@ class Graph:
             again()
 
 
-@dataclass
-class Late:
-    """A copy that is under way: `end` has it happen, or sees that it could."""
-
-    end: Callable[[], None]
+# A copy that is under way: called, it happens, or sees that it still can.
+Late = Callable[[], None]
 
 
 class Event:
@@ -189,7 +186,7 @@ class Card:
             for copy in some:
                 if copy in self.late:
                     self.late.remove(copy)
-                    copy.end()
+                    copy()
 
     def from_host(self, source: torch.Tensor) -> None:
         """`source` is being copied to the card: until that has ended nobody writes there."""
@@ -199,12 +196,12 @@ class Card:
             if not torch.equal(raw(source), raw(before)):
                 raise CardError("pinned memory was filled again before it was copied to the card")
 
-        self.late.append(Late(end))
+        self.late.append(end)
 
     def to_host(self, target: torch.Tensor, value: torch.Tensor) -> None:
         """`target` will have the values, and has them no sooner than somebody has waited."""
         spoil(target)
-        self.late.append(Late(lambda: target.copy_(value)))
+        self.late.append(lambda: target.copy_(value))
 
     def wait(self, what: str, *, count: bool = True) -> None:
         if self.captures():
@@ -274,9 +271,7 @@ def dispatch(operation: Any, args: Any, kwargs: Any) -> Any:
         return torch.device("cpu") if isinstance(x, torch.device) else x
 
     given, named = tree_map(held, (args, kwargs))
-    if name in COPIES and (theirs and not there if name != "copy_" else len(theirs) == 1):
-        return _between(name, operation, args, given, named)
-    if name in COPIES and there and not theirs:
+    if name in COPIES and (len(theirs) == len(ours) == 1 if name == "copy_" else bool(theirs) != there):
         return _between(name, operation, args, given, named)
     if not there:
         result = operation(*given, **named)
@@ -351,7 +346,7 @@ def _captured(operation: Any, name: str, given: Any, named: Any) -> Any:
         result.zero_()  # what is made of it has a place, if no meaning
 
     def again() -> None:
-        for target, x in zip(made, (y for y in tree_flatten(operation(*given, **named))[0]), strict=True):
+        for target, x in zip(made, tree_flatten(operation(*given, **named))[0], strict=True):
             if x is not target:
                 target.copy_(x)
 
@@ -395,7 +390,7 @@ def the_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
 
     from tests.cpu.fake_launches import launch
 
-    card.__init__()  # type: ignore[misc]
+    vars(card).update(vars(Card()))
     cuda: dict[str, Any] = {
         "_lazy_init": lambda: None,
         "is_available": lambda: True,

@@ -23,12 +23,16 @@ pytest.importorskip("triton", reason="needs triton, whose kernels pass over rows
 class Again:
     """What CUDA would record."""
 
-    def __init__(self, memory: int = 100) -> None:
-        self.captured, self.memory = 0, memory
+    def __init__(self, memory: int = 100, *, told: bool = True) -> None:
+        self.captured, self.memory, self.told = 0, memory, told
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
         if self.captured == self.memory:
-            raise torch.OutOfMemoryError("CUDA out of memory")
+            try:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            finally:
+                if not self.told:
+                    raise RuntimeError("operation failed due to a previous error during capture")
         self.captured += 1
         run()
         return run
@@ -137,8 +141,9 @@ def test_prompts_and_batches_beyond_the_largest_run_eagerly() -> None:
     assert capture.captured == 0
 
 
-def test_without_memory_for_a_graph_the_batch_still_runs(caplog: pytest.LogCaptureFixture) -> None:
-    capture = Again(memory=1)
+@pytest.mark.parametrize("told", [True, False], ids=["told", "capture ended"])
+def test_without_memory_for_a_graph_the_batch_still_runs(caplog: pytest.LogCaptureFixture, told: bool) -> None:
+    capture = Again(memory=1, told=told)
     graph = made(capture)
     few, many = batch([1], [2], 3), batch([1, 2, 3], [4, 5, 6], 3)
     torch.testing.assert_close(graph.run(few, None), forward(few, None))
@@ -146,6 +151,14 @@ def test_without_memory_for_a_graph_the_batch_still_runs(caplog: pytest.LogCaptu
         torch.testing.assert_close(graph.run(many, None), forward(many, None))
     torch.testing.assert_close(graph.run(few, None), forward(few, None))
     assert capture.captured == 1 and len(caplog.records) == 1 and "--gpu-memory-utilization" in caplog.text
+
+
+def test_what_else_ends_a_capture_ends_the_step() -> None:
+    def broken(run: Callable[[], None]) -> Callable[[], None]:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    with pytest.raises(RuntimeError, match="illegal"):
+        made(broken).run(batch([1], [2], 3), None)
 
 
 def test_a_rank_that_others_sum_with_cannot_go_on_by_itself() -> None:

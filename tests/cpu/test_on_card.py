@@ -16,6 +16,8 @@ from tests.cpu.fake_cuda import CUDA, Card, CardError, OnCard, the_card  # noqa:
 from weft import LLM, SamplingParams
 from weft.client.outputs import RequestOutput
 from weft.comm import threads
+from weft.core import scheduler
+from weft.core.tables import Tables
 from weft.worker import worker
 from weft.worker.device import ToHost
 from weft.worker.graphs import CudaGraphs
@@ -92,8 +94,9 @@ def test_all_that_can_be_asked(path: str, card: Card) -> None:
     assert card.replays > 5
 
 
-def test_requests_are_preempted(path: str, card: Card) -> None:
-    """Three of a block each, all of which want three: there are five."""
+def test_requests_are_preempted(path: str, card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three of a block each, all of which want three: there are five, and one more for each is all that is kept."""
+    monkeypatch.setattr(scheduler, "Tables", lambda pool, growth: Tables(pool, growth=1))
     prompts = [[3 + (i + j) % 20 for j in range(10)] for i in range(3)]
     params = [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=24, ignore_eos=True) for i in range(3)]
     found = []
@@ -150,6 +153,15 @@ def test_an_fp8_cache_in_graphs_is_that_without(path: str, card: Card) -> None:
     want = answers(path, params, **ON_CARD, kv_cache_dtype="fp8", enforce_eager=True, async_scheduling=False)
     assert not card.replays
     assert answers(path, params, **ON_CARD, kv_cache_dtype="fp8") == want
+    assert card.replays
+
+
+def test_quantised_weights_in_graphs_are_those_without(path: str, card: Card) -> None:
+    params = asked([{"max_tokens": 5}, {"temperature": 0.0, "max_tokens": 6}, {"max_tokens": 4}])
+    how = {**ON_CARD, "max_num_seqs": 3, "quantization": "int4"}
+    want = answers(path, params, **how, enforce_eager=True, async_scheduling=False)
+    assert not card.replays
+    assert answers(path, params, **how) == want
     assert card.replays
 
 

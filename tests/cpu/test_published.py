@@ -18,6 +18,7 @@ from tests.cpu.published import RECIPES, Recipe
 from weft import LLM, SamplingParams
 from weft.errors import ModelError
 from weft.facts.checkpoint import resolve
+from weft.facts.precision import as_held, summed
 from weft.facts.published import ORDERED
 from weft.planner.fills import fills
 from weft.planner.plan import Plan
@@ -164,6 +165,41 @@ def test_a_layer_with_bits_of_its_own(tmp_path: Path) -> None:
     plan = plan_for(tmp_path, "tp2")
     assert len(held(plan, truth)) == 14
     assert set(plan.schemes.values()) == {"INT4_64", "INT8_64"}
+
+
+def test_columns_that_kernels_do_not_take(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An MLP of 176 columns is not cut in multiples of 32: it stays in 16 bits, and the planner counts it so."""
+    recipe = Recipe("compressed-tensors", group=-1, symmetric=True)
+    truth = written(tmp_path, recipe, intermediate_size=176)
+    plan = plan_for(tmp_path, "tp2")
+    assert held(plan, truth) == {name for name in truth if recipe.quantises(name) and "down_proj" not in name}
+    assert [record.message for record in caplog.records] == [
+        "Of 14 quantised tensors these are held in bfloat16, since their columns are no multiple of 32, as kernels "
+        "need them: 2 of INT4_ROW_SYM"
+    ]
+    for place in plan.places:
+        assert summed(plan.shape, as_held("int4"), place).total == plan.weight_bytes(place.rank)
+
+
+def test_groups_that_were_never_set(tmp_path: Path) -> None:
+    """compressed-tensors fills weight_g_idx with -1."""
+    truth = written(tmp_path, Recipe("compressed-tensors", symmetric=True))
+    tensors = load_file(tmp_path / "model.safetensors")
+    source = "model.layers.0.mlp.down_proj."
+    cols = truth[source + "weight"].shape[1]
+    save_file(tensors | {source + "weight_g_idx": torch.full((cols,), -1).int()}, tmp_path / "model.safetensors")
+    assert len(held(plan_for(tmp_path, "tp2"), truth)) == 14
+
+
+@pytest.mark.parametrize("number", [-2, 4, 1 << 30])
+def test_a_column_of_no_group(tmp_path: Path, number: int) -> None:
+    written(tmp_path, Recipe("gptq", group=64))
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.1.self_attn.q_proj.g_idx"][7] = number
+    save_file(tensors, tmp_path / "model.safetensors")
+    line = f"layers.1.self_attn.q_proj has a column in group {number}, of 4 groups; fetch it again"
+    with pytest.raises(ModelError, match=line):
+        resolve(str(tmp_path))
 
 
 def test_the_names_of_old_repositories(tmp_path: Path) -> None:

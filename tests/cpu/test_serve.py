@@ -26,7 +26,8 @@ from weft.errors import ModelError
 from weft.facts import demo
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
-LONG: dict[str, Any] = {"max_tokens": 500, "extra_body": {"ignore_eos": True}}
+# The tiny model makes 500 tokens in 50 ms, too few to do anything meanwhile; 64 times as many take a second.
+LONG: dict[str, Any] = {"n": 64, "max_tokens": 500, "extra_body": {"ignore_eos": True}}
 PATIENCE_S = 60.0  # for what must happen some time
 
 
@@ -194,7 +195,7 @@ def test_64_streams_at_once(server: Server) -> None:
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_away_frees_its_blocks(server: Server, stream: bool) -> None:
     eventually(server.at_rest)
-    body = {"model": "tiny", "prompt": "a", "max_tokens": 400, "ignore_eos": True, "stream": stream, "n": 4}
+    body = {"model": "tiny", "prompt": "a", "max_tokens": 500, "ignore_eos": True, "stream": stream, "n": 64}
     before = server.metric("vllm:generation_tokens_total")
     with socket.create_connection(httpx.URL(server.url).netloc.decode().split(":")) as wire:  # type: ignore[arg-type]
         raw = httpx.Request("POST", f"{server.url}/v1/completions", json=body)
@@ -203,7 +204,7 @@ def test_a_client_that_goes_away_frees_its_blocks(server: Server, stream: bool) 
         eventually(lambda: server.metric("vllm:generation_tokens_total") > before + 8)
         assert not server.at_rest()
     eventually(server.at_rest)
-    assert server.metric("vllm:generation_tokens_total") < before + 4 * 400
+    assert server.metric("vllm:generation_tokens_total") < before + 64 * 500
 
 
 def test_no_torch_but_in_the_ranks(server: Server) -> None:
@@ -216,6 +217,26 @@ def test_no_torch_but_in_the_ranks(server: Server) -> None:
     assert len(cores) == len(ranks) == 1, family
     assert not has_torch(server.process.pid) and not has_torch(cores[0])
     assert has_torch(ranks[0])
+
+
+def switches(pid: int) -> int:
+    """How often the threads of a process have gone to sleep."""
+    status = [file.read_text() for file in Path(f"/proc/{pid}/task").glob("*/status")]
+    return sum(int(line.split()[1]) for text in status for line in text.splitlines() if line.startswith("voluntary"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="the kernel does not tell")
+def test_without_requests_nobody_wakes(words: list[str]) -> None:
+    with Server(*words, "--tensor-parallel-size", "2", "--disable-log-stats") as server:
+        pids = [server.process.pid, *(child.pid for child in server.family())]
+        assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "hi", "max_tokens": 4}).is_success
+
+        def asleep() -> bool:
+            before = [switches(pid) for pid in pids]
+            time.sleep(1)
+            return [switches(pid) for pid in pids] == before
+
+        eventually(asleep)
 
 
 def test_what_it_prints(server: Server) -> None:
@@ -260,7 +281,7 @@ def test_a_signal_lets_requests_end(words: list[str], number: signal.Signals) ->
 
 def test_requests_that_take_too_long_are_cut_off_visibly(words: list[str]) -> None:
     with Server(*words, "--shutdown-timeout", "0") as server:
-        with server.client.completions.create(model="tiny", prompt="a", stream=True, n=64, **LONG) as stream:
+        with server.client.completions.create(model="tiny", prompt="a", stream=True, **LONG) as stream:
             chunks = iter(stream)
             next(chunks)
             server.process.send_signal(signal.SIGTERM)
@@ -273,7 +294,7 @@ def test_requests_that_take_too_long_are_cut_off_visibly(words: list[str]) -> No
 def test_a_second_signal_ends_at_once(words: list[str]) -> None:
     with Server(*words) as server:
         family = server.family()
-        with server.client.completions.create(model="tiny", prompt="a", stream=True, n=64, **LONG) as stream:
+        with server.client.completions.create(model="tiny", prompt="a", stream=True, **LONG) as stream:
             chunks = iter(stream)
             next(chunks)
             server.process.send_signal(signal.SIGINT)

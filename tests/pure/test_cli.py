@@ -311,6 +311,13 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main([]) == 2
 
 
+def test_help_for_commands_of_two_words(capsys: pytest.CaptureFixture[str]) -> None:
+    for said in (["bench", "--help"], ["bench", "-h"], ["help", "bench"]):
+        assert main.main(said) == 0
+        told = capsys.readouterr().out
+        assert "weft bench compare" in told and "weft serve " not in told
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:

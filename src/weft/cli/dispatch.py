@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 
 from weft import __version__, logs
 from weft.cli import streams
-from weft.cli.commands import COMMANDS
+from weft.cli.commands import COMMANDS, Command
 from weft.cli.parser import UsageError, find, parse
 from weft.errors import WeftError
 
@@ -47,12 +47,16 @@ def dispatch(words: Sequence[str]) -> int:
 
 def carry_out(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help") or words == ["help"]:
-        print(overview())
+        print(overview(COMMANDS.values()))
         return 0 if words else 2
     if words[0] == "help":
         words = [*words[1:], "--help"]
     if words[0] in ("-V", "--version", "version"):
         print(f"weft {__version__}")
+        return 0
+    family = [command for command in COMMANDS.values() if command.name.startswith(f"{words[0]} ")]
+    if family and words[1:] in (["-h"], ["--help"]):
+        print(overview(family))
         return 0
     command, rest = find(words)
     logs.configure(command.log_level)
@@ -67,11 +71,12 @@ def fail(message: str, status: int) -> int:
     return status
 
 
-def overview() -> str:
-    """What `weft --help` prints."""
-    width = max(map(len, COMMANDS))
+def overview(told: Iterable[Command]) -> str:
+    """What `weft --help` prints, of all commands, and `weft bench --help` of those that begin so."""
+    commands = tuple(told)
+    width = max(len(command.name) for command in commands)
     lines = [f"weft {__version__}: {ABOUT}", "", "commands:"]
-    lines += [f"  weft {command.name:{width}}  {command.summary}" for command in COMMANDS.values()]
+    lines += [f"  weft {command.name:{width}}  {command.summary}" for command in commands]
     lines += ["", "weft COMMAND --help tells a command's flags. MODEL is a name on the hub, a directory,"]
     lines += ["a .gguf file, or demo: a small model that is fetched when first used.", "", "examples:"]
-    return "\n".join(lines + [f"  {command.example}" for command in COMMANDS.values()])
+    return "\n".join(lines + [f"  {command.example}" for command in commands])

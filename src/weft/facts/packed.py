@@ -30,6 +30,7 @@ NAMES = {
     "awq": ("qweight", "scales", "qzeros", ""),
     "compressed-tensors": ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx"),
 }
+UNSET = b"\xff"  # in each byte of a -1
 SCALES = ("F16", "BF16", "F32")
 LAYERS = ("linear", "expert", "head")  # what may be quantised
 
@@ -178,8 +179,8 @@ def _group(cols: int, groups: int, usual: int) -> int | None:
 
 
 def _is_plain(order: TensorInfo, layer: str, cols: int, group: int) -> bool:
-    """Whether the groups are of columns that lie side by side, the first ones in the first. Nothing but zeros is what
-    those write who have not set it."""
+    """Whether the groups are of columns that lie side by side, the first ones in the first. Nothing but zeros, or
+    -1 in compressed-tensors, is what those write who have not set it."""
     if order.type != "I32" or order.dims != (cols,):
         raise _wrong(order, layer, f"has groups in {order.type} of {list(order.dims)}; they must be I32 of [{cols}]")
     try:
@@ -188,7 +189,14 @@ def _is_plain(order: TensorInfo, layer: str, cols: int, group: int) -> bool:
             found = file.read(order.nbytes)
     except OSError as error:
         raise ModelError(f"cannot read {order.file}: {reason(error)}") from error
-    return not any(found) or found == array("i", (col // group for col in range(cols))).tobytes()
+    unset = not any(found) or found == UNSET * len(found)
+    if unset or found == array("i", (col // group for col in range(cols))).tobytes():
+        return True
+    of, groups = array("i", found), -(-cols // group)
+    for number in (min(of), max(of)):
+        if not 0 <= number < groups:
+            raise _wrong(order, layer, f"has a column in group {number}, of {groups} groups")
+    return False
 
 
 def _wrong(info: TensorInfo, layer: str, what: str) -> ModelError:

@@ -46,8 +46,10 @@ def warm(launches: Sequence[Sequence[Launch]], device: torch.device) -> None:
     if not launches:
         return
     began = time.monotonic()
-    # What Triton keeps of a kernel is lost where two threads launch it for the first time at once.
-    rounds = [[group[0] for group in launches if group], [launch for group in launches for launch in group[1:]]]
+    firsts = [group[0] for group in launches if group]
+    # The first launch of all makes Triton's driver, without a lock; and what Triton keeps of a kernel is lost where two
+    # threads launch it for the first time at once.
+    rounds = [firsts[:1], firsts[1:], [launch for group in launches for launch in group[1:]]]
     # Triton's interpreter has room for one.
     if device.type == "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         with ThreadPoolExecutor(min(THREADS, torch.get_num_threads()), "weft-warm", begin) as threads:

@@ -6,6 +6,7 @@ import hashlib
 import hmac
 import uuid
 from collections.abc import Sequence
+from email.utils import formatdate
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
@@ -43,7 +44,7 @@ ROUTES = (
 def app(service: Service) -> Starlette:
     """The application for one service."""
     options = service.options
-    middleware = []
+    middleware = [Middleware(Dated)]
     if options.allowed_origins:
         middleware.append(
             Middleware(CORSMiddleware, allow_origins=options.allowed_origins, allow_methods=["*"], allow_headers=["*"])
@@ -56,6 +57,21 @@ def app(service: Service) -> Starlette:
     made.router.redirect_slashes = False  # else an unknown path gets a redirect instead of its 404
     made.state.service = service
     return made
+
+
+class Dated:
+    """Says when an answer was made."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def dated(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["Date"] = formatdate(usegmt=True)
+            await send(message)
+
+        await self._app(scope, receive, dated)
 
 
 class Guard:

@@ -124,6 +124,7 @@ class Server(uvicorn.Server):
                 ssl_keyfile=options.ssl_keyfile,
                 ssl_certfile=options.ssl_certfile,
                 server_header=False,
+                date_header=False,  # it would be renewed once a second; `app` adds it
                 access_log=False,
                 log_config=None,
                 log_level="warning",
@@ -134,6 +135,7 @@ class Server(uvicorn.Server):
         self._listener = listener
         self._ended = ended
         self._drain: asyncio.Task[None] | None = None
+        self._leaving = asyncio.Event()
         self._interrupted = False
 
     async def until_ended(self) -> None:
@@ -154,6 +156,14 @@ class Server(uvicorn.Server):
         if self._interrupted:
             raise KeyboardInterrupt
 
+    async def main_loop(self) -> None:
+        """Sleep until the end; uvicorn's own looks ten times a second whether it has come."""
+        await self._leaving.wait()
+
+    def _leave(self) -> None:
+        self.should_exit = True
+        self._leaving.set()
+
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         """Signals are ours."""
@@ -163,7 +173,8 @@ class Server(uvicorn.Server):
         if self._drain is None:
             self._drain = asyncio.create_task(self._end(signal.Signals(number).name))
         else:
-            self._interrupted = self.should_exit = self.force_exit = True
+            self._interrupted = self.force_exit = True
+            self._leave()
 
     async def _end(self, why: str) -> None:
         """Take nothing new, let what runs end, as long as that may take, and stop."""
@@ -177,12 +188,13 @@ class Server(uvicorn.Server):
             log.warning("%d requests are cut off", len(self._service.answers))
             for answer in self._service.answers:
                 answer.cut_off()
-        self.should_exit = True
+        self._leave()
 
     async def _watch(self) -> None:
         """A dead engine ends the server; its requests have failed with the cause."""
         await self._ended()
-        self._service.draining = self.should_exit = True
+        self._service.draining = True
+        self._leave()
 
 
 async def _log_stats(service: Service) -> None:

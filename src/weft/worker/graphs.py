@@ -109,9 +109,9 @@ class Graphs:
             run()  # kernels are compiled, and libraries take their memory, before anything is captured
             out.clear()
             replay = self._capture(run)
-        except torch.OutOfMemoryError:
-            if not self._alone:
-                # The others are in the middle of sums with this rank, and would wait for the rest of them.
+        except RuntimeError as error:
+            # The others, where there are any, are in the middle of sums with this rank, and would wait for the rest.
+            if not (self._alone and _is_of_memory(error)):
                 raise
             self._sizes = [known for known in self._sizes if known < size]
             logger.warning(
@@ -184,3 +184,11 @@ class CudaGraphs:
             run()
         self._pool = self._pool or graph.pool()
         return graph.replay
+
+
+def _is_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out: a capture that it has ended says only that it was ended."""
+    within: BaseException | None = error
+    while within and not isinstance(within, torch.OutOfMemoryError):
+        within = within.__context__
+    return within is not None
