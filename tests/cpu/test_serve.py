@@ -229,7 +229,8 @@ def switches(pid: int) -> int:
 def test_without_requests_nobody_wakes(words: list[str]) -> None:
     with Server(*words, "--tensor-parallel-size", "2", "--disable-log-stats") as server:
         pids = [server.process.pid, *(child.pid for child in server.family())]
-        assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "hi", "max_tokens": 4}).is_success
+        answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "hi", "max_tokens": 4})
+        assert answer.is_success and answer.headers["date"].endswith("GMT")
 
         def asleep() -> bool:
             before = [switches(pid) for pid in pids]

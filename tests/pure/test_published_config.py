@@ -254,3 +254,13 @@ def test_the_words_of_vllm() -> None:
     with pytest.raises(ConfigError, match="quantization is awq, and the checkpoint was quantised with gptq; leave it"):
         plan(gptq, quantization="awq")
     assert plan(gptq, dtype="float32").quantization == "none"
+
+
+def test_what_is_asked_for_is_what_is_held_or_refused() -> None:
+    """int8 of a checkpoint that is in int8 as of any other."""
+    gptq = shape(quant_method="gptq", bits=8)
+    assert plan(gptq, quantization="int8", dtype="float32").schemes == plan(gptq).schemes
+    with pytest.raises(ConfigError, match="for which --attention-backend torch has no kernels"):
+        plan(gptq, quantization="int8", attention_backend="torch")
+    with pytest.raises(ConfigError, match="int8 computes in bfloat16 or float32 on a CPU, not in float16"):
+        plan(gptq, quantization="int8", dtype="float16")

@@ -388,6 +388,21 @@ def test_what_a_gpu_or_an_engine_cannot_do(hardware: str, precision: str, engine
     assert binding(answer).resource is None
 
 
+@pytest.mark.parametrize("precision", ["int8", "int4", "q4_k_m"])
+def test_cuts_that_our_kernels_do_not_take(precision: str) -> None:
+    """Heads of 80 columns, three for a rank: 240 are no multiple of 32, which the engine would refuse too."""
+    asked = question("Qwen2.5-0.5B", parse_gpus("2xRTX4090"), precision, "weft", wish=Wish(data_parallel=1))
+    odd = msgspec.structs.replace(asked.shape, q_heads=6, kv_heads=2, head_dim=80)
+    asked = msgspec.structs.replace(asked, shape=odd)
+    answer = search(asked)
+    assert {sizes(it) for it in answer.candidates} == {(1, 1, 1), (1, 2, 1)}
+    (reason,) = [it.reason for it in answer.rejected if it.cut.tensor_parallel == 2]
+    assert "rank 0 would hold columns 0 to 240 of model.layers.0.self_attn.o_proj.weight" in reason
+    assert f"({precision}) and cut in multiples of 32" in reason and "pipeline parallel, or --precision bf16" in reason
+    for other in ({"precisions": ("bf16",)}, {"engine": "vllm", "precisions": ("int8",)}):
+        assert (2, 1, 1) in map(sizes, search(msgspec.structs.replace(asked, **other)).candidates)
+
+
 def test_nothing_fits_says_by_how_much_and_what_would() -> None:
     answer = plan("Qwen2.5-72B-Instruct", "1xH100")
     assert answer.best is None

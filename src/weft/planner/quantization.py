@@ -12,7 +12,8 @@ from weft.errors import ConfigError, PlanError
 from weft.facts.axes import axis_length, owned
 from weft.facts.gguf_types import MIXES, type_of
 from weft.facts.parameters import Parameter, layers_of, parameters
-from weft.facts.place import Place
+from weft.facts.place import Place, Span
+from weft.facts.precision import BF16, as_held, part_format
 from weft.facts.published import ORDERED
 from weft.facts.schemes import MADE, METHODS, UNIT, held_as, scheme_of
 from weft.facts.shape import DTYPE_BYTES, DType, ModelShape
@@ -36,10 +37,12 @@ def quantised_tensors(
     """
     asked, computed = config.quantization, _computed_in(config.attention_backend, devices)
     _check_method(asked, checkpoint.shape)
-    if makes(asked, checkpoint.shape):
+    if asked in MADE:
         _check_made(asked, dtype, computed)
+    if makes(asked, checkpoint.shape):
         return _made(checkpoint.shape, asked)
-    if asked == "none" or dtype not in computed or DTYPE_BYTES[dtype] > 2:
+    wide = DTYPE_BYTES[dtype] > 2 and asked not in MADE
+    if asked == "none" or dtype not in computed or wide:
         return {}
     return held_tensors(checkpoint.shape, checkpoint.quantised)
 
@@ -137,17 +140,38 @@ def check_cuts(shape: ModelShape, places: Sequence[Place], schemes: Mapping[str,
     """Raises PlanError where a rank's columns of a quantised matrix begin or end within what a kernel multiplies at
     once."""
     for (name, *_), parameter, _ in _matrices(shape):
-        axis = parameter.parts[0].cols
-        if name not in schemes or axis is None:
+        if name in schemes and (found := _parted(shape, places, parameter)):
+            raise _wrongly_cut(*found, name, schemes[name], "--quantization none")
+
+
+def check_planned_cuts(shape: ModelShape, places: Sequence[Place], precision: str) -> None:
+    """The same for a plan of our own engine, of weights in a precision in the planner's words."""
+    held = as_held(precision)
+    for parameter in parameters(shape) if held != precision else ():
+        part, found = parameter.parts[0], _parted(shape, places, parameter)
+        if found is None:
             continue
-        for place in places:
-            cols = owned(shape, place, axis)
-            if cols.start % UNIT or cols.stop % UNIT:
-                raise PlanError(
-                    f"rank {place.rank} would hold columns {cols.start} to {cols.stop} of {name}, which is quantised "
-                    f"({schemes[name]}) and cut in multiples of {UNIT}; use another --tensor-parallel-size or "
-                    "--tensor-split, pipeline parallel, or --quantization none"
-                )
+        for layer in layers_of(shape, parameter, range(shape.layers)) if parameter.where == "layer" else [0]:
+            if part_format(shape, held, parameter, part, layer).bits < BF16.bits:
+                name = part.source.format(layer=layer, expert=0)
+                raise _wrongly_cut(*found, name, precision, "--precision bf16")
+
+
+def _parted(shape: ModelShape, places: Sequence[Place], parameter: Parameter) -> tuple[Place, Span] | None:
+    """The first rank whose columns of a matrix are not whole units, and these."""
+    axis = parameter.parts[0].cols
+    if axis is None:
+        return None
+    each = ((place, owned(shape, place, axis)) for place in places)
+    return next(((place, cols) for place, cols in each if cols.start % UNIT or cols.stop % UNIT), None)
+
+
+def _wrongly_cut(place: Place, cols: Span, name: str, held: str, otherwise: str) -> PlanError:
+    return PlanError(
+        f"rank {place.rank} would hold columns {cols.start} to {cols.stop} of {name}, which is quantised ({held}) and "
+        f"cut in multiples of {UNIT}; use another --tensor-parallel-size or --tensor-split, pipeline parallel, or "
+        f"{otherwise}"
+    )
 
 
 def _computed_in(backend: str, devices: Sequence[str]) -> tuple[DType, ...]:

@@ -19,6 +19,7 @@ from weft.planner.footprint import Footprint, footprint, rank_memory
 from weft.planner.islands import alike, usable
 from weft.planner.objections import objection
 from weft.planner.profiles import Constant, Profile, calibrated, profile
+from weft.planner.quantization import check_planned_cuts
 from weft.planner.question import Question, Wish
 from weft.planner.spread import load_of, spread
 from weft.planner.stages import Seat, stage_layers
@@ -230,12 +231,20 @@ def _spread_out(question: Question, precision: str, mode: Spread) -> Question:
 
 def _layouts(question: Question, draft: Draft) -> list[Layout]:
     """The ways to divide the model over a draft's GPUs: as the user says, else evenly over equal ones, and over
-    different ones by their bandwidth and by their memory."""
-    return [
-        _deployed(question, draft, weights, layers)
-        for weights in _tensor_weights(question, draft)
-        for layers in _stage_layers(question, draft, weights)
-    ]
+    different ones by their bandwidth and by their memory. Raises PlanError where there is none."""
+    found, problem = [], None
+    for weights in _tensor_weights(question, draft):
+        for layers in _stage_layers(question, draft, weights):
+            layout = _deployed(question, draft, weights, layers)
+            try:
+                if question.engine == "weft":
+                    check_planned_cuts(question.shape, layout.places, layout.precision)
+                found.append(layout)
+            except PlanError as error:
+                problem = error
+    if problem is not None and not found:
+        raise problem
+    return found
 
 
 def _deployed(question: Question, draft: Draft, weights: Sequence[float], layers: Sequence[int]) -> Layout:
