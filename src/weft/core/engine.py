@@ -13,6 +13,7 @@ from weft.core.blocks import BlockPool
 from weft.core.request import Output, Request, Stats
 from weft.core.scheduler import Scheduler
 from weft.core.step import StepPlan, StepResult
+from weft.core.worth import Worth
 from weft.errors import Cause, EngineError
 from weft.planner.plan import Plan
 
@@ -40,6 +41,7 @@ class EngineCore:
         self.failure: EngineError | None = None
         # When requests that have no token yet took part in their first step.
         self._scheduled_s: dict[str, float] = {}
+        self._worth = Worth(monotonic) if scheduler.speculation else None
 
     @classmethod
     def start(cls, plan: Plan, num_blocks: int, executor: Submits, config: EngineConfig) -> EngineCore:
@@ -72,7 +74,7 @@ class EngineCore:
     def pump(self) -> None:
         """Submit steps while fewer than `depth` are in flight and there is something to run. Never waits."""
         self._raise_failure()
-        while len(self.pending) < self.depth and (plan := self.scheduler.schedule()):
+        while len(self.pending) < self.depth and (plan := self._next()):
             for id in self.scheduler.started:
                 self._scheduled_s[id] = monotonic()
             try:
@@ -90,10 +92,23 @@ class EngineCore:
             self._fail(error)
         self.pending.popleft()
         outputs = self.scheduler.apply(result)
+        if self._worth:
+            self._worth.ended(sum(len(output.tokens) for output in outputs))
         if self._scheduled_s:
             for output in outputs:
                 output.scheduled_s = self._scheduled_s.pop(output.id, None)
         return outputs
+
+    def _next(self) -> StepPlan | None:
+        """The next step, with guesses if they pay."""
+        if self._worth is None:
+            return self.scheduler.schedule()
+        rows = self.scheduler.running
+        self.scheduler.guessing = self._worth.guessing(rows)
+        plan = self.scheduler.schedule()
+        if plan:
+            self._worth.began(plan, rows)
+        return plan
 
     def stats(self) -> Stats:
         """Gauges of now, counters since start. `steps` grows with every finished step: it is the sign of life."""

@@ -36,7 +36,7 @@ class Scheduler:
     several pipeline `stages` a step takes its share of the requests only, so that each stage has one to work on. With
     `lookahead` a request may take part in the step after the one that samples its token, before that is known: the
     ranks put it in. What such a step brings for a request that has ended meanwhile is dropped. With `speculation`
-    tokens of an answer are guessed, and a step confirms several.
+    tokens of an answer are guessed, and a step confirms several, where `guessing` is not set to False.
 
     Requests are admitted in order of arrival, under `policy` "priority" by lower priority first; where
     blocks run out, the last in this order is preempted: it loses its blocks, and computes them anew when it
@@ -66,6 +66,7 @@ class Scheduler:
         self.stages = stages
         self.lookahead = lookahead
         self.speculation = speculation
+        self.guessing = True
         self._by_priority = policy == "priority"
         self._arrivals = 0
         self._steps = 0
@@ -129,6 +130,10 @@ class Scheduler:
             heapify(self._queue)
 
     @property
+    def running(self) -> int:
+        return len(self._running)
+
+    @property
     def waiting(self) -> int:
         return len(self._unfinished) - len(self._running)
 
@@ -170,7 +175,7 @@ class Scheduler:
             return None
         if self.speculation and self.speculation.draft:
             awake = any(sequence.guesser and sequence.guesser.awake for sequence in flight.rows)
-            plan.guess = self.speculation.tokens if awake else 0
+            plan.guess = self.speculation.tokens if awake and self.guessing else 0
         # Where nothing runs any more, slots wait for the next step to be told: they hold no KV.
         plan.released, self._released = self._released, []
         self._steps += 1
@@ -258,6 +263,9 @@ class Scheduler:
     def _guess(self, sequence: Sequence, budget: int) -> list[int]:
         """Guesses of what follows a sequence's last token, as far as tokens and blocks are to spare and it may grow."""
         assert sequence.guesser
+        if not self.guessing:
+            sequence.guesser.offer([])  # what a draft said is of a text that has gone on since
+            return []
         room = sequence.room + self.tables.spare(len(self._running)) - sequence.computed - 1
         most = min(budget, room, sequence.limit - len(sequence.tokens) - 1)
         return sequence.guesser.guesses(sequence.tokens, most) if most > 0 else []

@@ -1,0 +1,152 @@
+"""Guessing goes on where it pays by the clock, and else is only tried from time to time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from tests.pure.scheduling import DRAFT, LIMITS, request
+from weft.core import engine
+from weft.core.blocks import BlockPool
+from weft.core.engine import EngineCore
+from weft.core.scheduler import Scheduler
+from weft.core.step import StepPlan, StepResult
+from weft.core.worth import LONG, SHORT, SKIPPED, Worth
+from weft.planner.plan import Speculation
+
+GUESSES = 3
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def decode(rows: int, guesses: int) -> StepPlan:
+    return StepPlan(
+        id=0,
+        released=[],
+        admitted=[],
+        slots=[*range(rows)],
+        starts=[1] * rows,
+        counts=[1 + guesses] * rows,
+        tokens=[],
+        blocks=[],
+        samples=[True] * rows,
+        guesses=[guesses] * rows,
+    )
+
+
+def share(rows: int, step_s: Callable[[int], float], confirmed: float, steps: int = 3000) -> float:
+    """Of the steps those that had guesses, where one takes `step_s` of its tokens and so many guesses are right."""
+    clock = Clock()
+    it, guessing = Worth(clock), 0
+    for _ in range(steps):
+        guess = it.guessing(rows)
+        guessing += guess
+        plan = decode(rows, GUESSES * guess)
+        it.began(plan, rows)
+        clock.now += step_s(sum(plan.counts))
+        it.ended(int(rows * (1 + confirmed * guess)))
+    return guessing / steps
+
+
+def test_it_goes_on_where_it_pays() -> None:
+    assert share(1, lambda tokens: 1 + 0.1 * tokens, confirmed=2) > 0.95
+
+
+@pytest.mark.parametrize("confirmed", [0, 2])
+def test_it_is_only_tried_where_it_does_not(confirmed: int) -> None:
+    often = (SHORT + SKIPPED) / (SHORT + LONG)
+    assert share(32, lambda tokens: 1 + 1.0 * tokens, confirmed) < 2 * often
+
+
+def test_batches_of_other_sizes_find_out_for_themselves() -> None:
+    clock = Clock()
+    it = Worth(clock)
+    for rows, pays in [(1, True), (40, False)] * 400:
+        guess = it.guessing(rows)
+        plan = decode(rows, GUESSES * guess)
+        it.began(plan, rows)
+        clock.now += 1.0 if rows == 1 else sum(plan.counts)
+        it.ended(2 * rows if guess and pays else rows)
+    assert it.guessing(1) and not it.guessing(40)
+
+
+def test_it_is_tried_again_when_the_text_changes() -> None:
+    clock, confirmed = Clock(), 0
+    it = Worth(clock)
+    seen = []
+    for step in range(2000):
+        if step == 1000:
+            confirmed = 3
+        guess = it.guessing(1)
+        it.began(decode(1, GUESSES * guess), 1)
+        clock.now += 1.0 + 0.2 * guess
+        it.ended(1 + confirmed * guess)
+        seen.append(guess)
+    assert sum(seen[500:1000]) < 50 and sum(seen[1500:]) > 450
+
+
+def test_steps_that_read_prompts_and_time_without_steps_do_not_count() -> None:
+    clock = Clock()
+    it = Worth(clock)
+    for _ in range(300):
+        guess = it.guessing(2)
+        it.began(decode(2, GUESSES * guess), 2)
+        clock.now += 1.0
+        it.ended(2 + 2 * guess)
+        # As slow as can be, but never because of guesses.
+        plan = decode(2, 0)
+        plan.counts[1] = 500
+        it.began(plan, 2)
+        clock.now += 50.0 * guess
+        it.ended(1)
+        clock.now += 1000.0 * guess
+    assert it.guessing(2)
+
+
+class Ranks:
+    """Their steps take a second, and as much again for each guess; every one of those is wrong."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock, self.drafted = clock, 0
+
+    def submit(self, step: StepPlan) -> Future[StepResult]:
+        self.clock.now += 1.0 + sum(step.guesses) + step.guess
+        self.drafted += step.guess
+        sampled = sum(1 + guesses for samples, guesses in zip(step.samples, step.guesses, strict=True) if samples)
+        guesses = {slot: [9] * step.guess for slot in step.slots} if step.guess else {}
+        future: Future[StepResult] = Future()
+        future.set_result(StepResult(step.id, [7] * sampled, [None] * sampled, {}, guesses))
+        return future
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+    it = Clock()
+    monkeypatch.setattr(engine, "monotonic", it)
+    yield it
+
+
+def test_a_core_stops_asking_a_draft_that_costs_more_than_it_brings(clock: Clock) -> None:
+    limits = {**LIMITS, "max_model_len": 2000, "speculation": Speculation(tokens=4, draft=DRAFT)}
+    sizes = ("num_blocks", "block_size", "prefix_caching")
+    others: dict[str, Any] = {name: limit for name, limit in limits.items() if name not in sizes}
+    ranks = Ranks(clock)
+    core = EngineCore(Scheduler(pool=BlockPool(600, 4, caching=False), **others), ranks, depth=1)
+    core.add(request("a", [1, 2, 3], max_tokens=600, ignore_eos=True))
+    steps = 0
+    core.pump()
+    while core.pending:
+        core.finish_oldest()
+        core.pump()
+        steps += 1
+    tries = 1 + 600 // LONG
+    assert steps == 600 and 0 < ranks.drafted <= 4 * tries * (SHORT + SKIPPED)
