@@ -64,7 +64,7 @@ def test_it_goes_on_where_it_pays() -> None:
 @pytest.mark.parametrize("confirmed", [0, 2])
 def test_it_is_only_tried_where_it_does_not(confirmed: int) -> None:
     often = (SHORT + SKIPPED) / (SHORT + LONG)
-    assert share(32, lambda tokens: 1 + 1.0 * tokens, confirmed) < 2 * often
+    assert share(32, lambda tokens: 1 + 1.0 * tokens, confirmed) < often / 2
 
 
 def test_batches_of_other_sizes_find_out_for_themselves() -> None:
@@ -83,7 +83,7 @@ def test_it_is_tried_again_when_the_text_changes() -> None:
     clock, confirmed = Clock(), 0
     it = Worth(clock)
     seen = []
-    for step in range(2000):
+    for step in range(3000):
         if step == 1000:
             confirmed = 3
         guess = it.guessing(1)
@@ -91,7 +91,7 @@ def test_it_is_tried_again_when_the_text_changes() -> None:
         clock.now += 1.0 + 0.2 * guess
         it.ended(1 + confirmed * guess)
         seen.append(guess)
-    assert sum(seen[500:1000]) < 50 and sum(seen[1500:]) > 450
+    assert sum(seen[500:1000]) < 20 and sum(seen[-300:]) > 280
 
 
 def test_steps_that_read_prompts_and_time_without_steps_do_not_count() -> None:

@@ -21,7 +21,7 @@ from weft.core.request import Output, Request, Stats
 from weft.core.sequence import Flight, Sample, Sequence
 from weft.core.speculation import Guesser
 from weft.core.step import UNKNOWN, Admission, StepPlan, StepResult
-from weft.core.tables import GROWTH, Tables
+from weft.core.tables import Tables
 from weft.errors import QueueFullError, RequestError
 from weft.planner.plan import Speculation
 
@@ -55,7 +55,7 @@ class Scheduler:
         policy: Literal["fcfs", "priority"],
         lookahead: bool = False,
         speculation: Speculation | None = None,
-        growth: int = GROWTH,
+        growth: int | None = None,
     ) -> None:
         self.pool = pool
         self.tables = Tables(pool, growth)

@@ -11,7 +11,8 @@ from typing import NamedTuple
 from weft.core.step import StepPlan
 
 # Decode steps of a turn: to see what the other way takes, and to make use of the better one.
-SHORT, LONG = 8, 256
+SHORT, LONG, LONGEST = 8, 256, 4096
+FEW, LOST = 2, 1.5  # so many steps that take so many times as long are enough of a try
 # Of a turn's beginning, which are not counted: others are in flight, and a draft catches up with what it has missed.
 SKIPPED = 2
 
@@ -64,10 +65,11 @@ def _is_token(count: int, guesses: int) -> bool:
 class Turns:
     """Whose turn it is, among steps of about as many rows."""
 
-    __slots__ = ("_counted", "_left", "_seconds", "_taken", "_tokens", "guessing")
+    __slots__ = ("_counted", "_left", "_long", "_seconds", "_taken", "_tokens", "guessing")
 
     def __init__(self) -> None:
         self._taken: dict[bool, float] = {}  # seconds for a token, with guesses and without, in the last turn of either
+        self._long = LONG
         self._begin(True, SHORT)
 
     def note(self, guessing: bool, tokens: int, seconds: float) -> None:
@@ -79,16 +81,27 @@ class Turns:
             return
         self._tokens += tokens
         self._seconds += seconds
-        if not self._left:
+        if not self._left or self._is_lost():
             self._end()
 
+    def _rate(self) -> float:
+        return self._seconds / max(1, self._tokens)
+
+    def _is_lost(self) -> bool:
+        """Whether a try has shown enough."""
+        tried = self._counted - self._left
+        return self._counted == SHORT and tried >= FEW and self._rate() > LOST * self._taken.get(not self.guessing, inf)
+
     def _end(self) -> None:
-        self._taken[self.guessing] = self._seconds / max(1, self._tokens)
+        tried, before = self._counted == SHORT, self._taken.get(True, inf) < self._taken.get(False, inf)
+        self._taken[self.guessing] = self._rate()
         better = self._taken.get(True, inf) < self._taken.get(False, inf)
-        if len(self._taken) < 2 or (self._counted == LONG and better == self.guessing):
+        if len(self._taken) < 2 or (not tried and better == self.guessing):
             self._begin(not self.guessing, SHORT)
-        else:
-            self._begin(better, LONG)
+            return
+        # What has not changed is tried again after twice as long.
+        self._long = min(2 * self._long, LONGEST) if tried and better == before else LONG
+        self._begin(better, self._long)
 
     def _begin(self, guessing: bool, steps: int) -> None:
         self.guessing = guessing
