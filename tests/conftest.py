@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,9 @@ from tests.pure.commands import logging_as_it_was
 # Triton reads it when it is imported: kernels run in its interpreter where there is no GPU.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# A shell's background jobs begin with it ignored, and would hand that on to the processes that tests end with it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No test judges by the clock: a slow machine is not a bug.
 settings.register_profile("weft", deadline=None, print_blob=True)
