@@ -103,7 +103,7 @@ class EngineCore:
         """The next step, with guesses if they pay."""
         if self._worth is None:
             return self.scheduler.schedule()
-        rows = self.scheduler.running
+        rows = len(self.scheduler.running)
         self.scheduler.guessing = self._worth.guessing(rows)
         plan = self.scheduler.schedule()
         if plan:

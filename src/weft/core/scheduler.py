@@ -130,8 +130,9 @@ class Scheduler:
             heapify(self._queue)
 
     @property
-    def running(self) -> int:
-        return len(self._running)
+    def running(self) -> Collection[str]:
+        """The ids of those that run."""
+        return self._running.keys()
 
     @property
     def waiting(self) -> int:

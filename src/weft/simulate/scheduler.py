@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from weft.core.request import Output
 from weft.core.scheduler import Scheduler
 from weft.core.sequence import Sequence
@@ -78,11 +76,6 @@ class StretchScheduler(Scheduler):
         for sequence in ended:
             self._finish(sequence)
         return [sequence.request.id for sequence in ended]
-
-    @property
-    def running(self) -> Collection[str]:
-        """The ids of those that run."""
-        return self._running.keys()
 
     @property
     def blocks_used(self) -> int:
