@@ -17,6 +17,12 @@ from weft.worker.random import BLOCK
 from weft.worker.sampler import Sampled, Sampler
 
 EOS = 1
+FILTERS = {
+    "temperature": st.sampled_from([1e-3, 0.3, 1.0, 50.0]),
+    "min_p": st.sampled_from([0.0, 0.0173, 0.211, 1.0]),
+    "top_k": st.sampled_from([0, 2, 5, 50, 1300, 10**6]),
+    "top_p": st.sampled_from([1.0, 0.99713, 0.9371, 0.513, 1e-9]),
+}
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cpu.draws import PARAMS, chi_square, chooser_of, chosen, far_apart, key_of
-from tests.cpu.reference_sampler import EOS, check_logprobs, expected, grid, row_of, sampled
+from tests.cpu.reference_sampler import EOS, FILTERS, check_logprobs, expected, grid, row_of, sampled
 from weft.core.params import SamplingParams
 from weft.worker.random import BLOCK, race
 from weft.worker.sampler import Sampler
@@ -133,11 +133,8 @@ def test_race_of_one_block(kind: str) -> None:
 @given(
     vocab=st.sampled_from([7, BLOCK, 5 * BLOCK + 3, 90 * BLOCK + 1]),
     seed=st.integers(0, 10**6),
-    temperature=st.sampled_from([1e-3, 0.3, 1.0, 50.0]),
-    min_p=st.sampled_from([0.0, 0.0173, 0.211, 1.0]),
-    top_k=st.sampled_from([0, 2, 5, 50, 1300, 10**6]),
-    top_p=st.sampled_from([1.0, 0.99713, 0.9371, 0.513, 1e-9]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    **FILTERS,
 )
 @settings(max_examples=150)
 def test_any_filters_leave_what_torchs_leave(

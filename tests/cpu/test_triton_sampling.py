@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.cpu import checkpoints
 from tests.cpu.draws import MASK, chooser_of
-from tests.cpu.reference_sampler import EOS, Row, grid
+from tests.cpu.reference_sampler import EOS, FILTERS, Row, grid
 from weft import LLM
 from weft.core.params import SamplingParams
 from weft.worker import chooser, chunks, filters
@@ -76,10 +76,7 @@ def test_floats_have_places() -> None:
 @given(
     vocab=st.sampled_from([7, BLOCK, 5 * BLOCK + 3, 40 * BLOCK + 1]),
     seed=st.integers(0, 10**6),
-    temperature=st.sampled_from([1e-3, 0.3, 1.0, 50.0]),
-    min_p=st.sampled_from([0.0, 0.0173, 0.211, 1.0]),
-    top_k=st.sampled_from([0, 2, 5, 50, 1300, 10**6]),
-    top_p=st.sampled_from([1.0, 0.99713, 0.9371, 0.513, 1e-9]),
+    **FILTERS,
 )
 @settings(max_examples=12)
 def test_what_its_filters_leave_is_what_torchs_leave(

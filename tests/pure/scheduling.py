@@ -29,7 +29,6 @@ LIMITS: dict[str, Any] = {
     "prefix_caching": True,
     "lookahead": False,
     "speculation": None,
-    "growth": 1,
 }
 DRAFT = Draft(model="draft", checkpoint="", load_format="dummy", shape=SMOLLM2)
 AHEAD: list[dict[str, Any]] = [
@@ -60,6 +59,7 @@ class Engine:
         blocks, size, caching = (self.limits[name] for name in sizes)
         limits = {name: limit for name, limit in self.limits.items() if name not in sizes}
         self.scheduler = Scheduler(pool=BlockPool(blocks, size, caching=caching), **limits)
+        self.scheduler.tables.growth = 1  # in caches this small nobody else would be let in
         names = ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens")
         self.ranks = Ranks(**{name: self.limits[name] for name in names})
 

@@ -99,12 +99,13 @@ CUT = (
         "the devices",
     ),
 )
-ENGINE = (  # weft simulate has its own
-    Flag(
-        name="max-num-seqs",
-        parse=values.at_least(1),
-        help="most requests that run at once in a replica; left out: the engine's",
-    ),
+MAX_NUM_SEQS = Flag(
+    name="max-num-seqs",
+    parse=values.at_least(1),
+    help="most requests that run at once in a replica; left out: the engine's",
+)
+ENGINE = (
+    MAX_NUM_SEQS,
     Flag(
         name="speculative-config",
         short="-sc",

@@ -107,11 +107,7 @@ SERVICE = (
         help="schedule each step before the one under way is over; left out: as Weft does, on GPUs without a pipeline",
     ),
     Flag(name="policy", choices=POLICIES, default=POLICIES[0], help="which replica gets a request"),
-    Flag(
-        name="max-num-seqs",
-        parse=values.at_least(1),
-        help="requests that run at once in a replica; left out: the engine's",
-    ),
+    plan_flags.MAX_NUM_SEQS,
     Flag(
         name="max-num-queued-reqs",
         parse=values.at_least(0),

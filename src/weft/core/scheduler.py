@@ -55,10 +55,9 @@ class Scheduler:
         policy: Literal["fcfs", "priority"],
         lookahead: bool = False,
         speculation: Speculation | None = None,
-        growth: int | None = None,
     ) -> None:
         self.pool = pool
-        self.tables = Tables(pool, growth)
+        self.tables = Tables(pool)
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_queued = max_num_queued

@@ -19,10 +19,10 @@ class Tables:
 
     __slots__ = ("block_size", "growth", "pool", "promised")
 
-    def __init__(self, pool: BlockPool, growth: int | None = None) -> None:
+    def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
         self.block_size = pool.block_size
-        self.growth = GROWTH if growth is None else growth
+        self.growth = GROWTH
         self.promised = 0
 
     def blocks(self, tokens: int) -> int:

@@ -3,7 +3,7 @@ many rows a guess takes as long as a token does, and a draft may take as long as
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from math import inf
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from weft.core.step import StepPlan
 # Decode steps of a turn: to see what the other way takes, and to make use of the better one.
 SHORT, LONG, LONGEST = 8, 256, 4096
 FEW, LOST = 2, 1.5  # so many steps that take so many times as long are enough of a try
-# Of a turn's beginning, which are not counted: others are in flight, and a draft catches up with what it has missed.
+# Of a turn's beginning, which are not counted: a draft has no guesses for the first one.
 SKIPPED = 2
 
 
@@ -32,7 +32,7 @@ class Worth:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._turns: dict[int, Turns] = {}
+        self._turns: defaultdict[int, Turns] = defaultdict(Turns)
         self._under_way: deque[UnderWay] = deque()
         self._ended = clock()
 
@@ -55,7 +55,7 @@ class Worth:
         self._ended = now
 
     def _of(self, rows: int) -> Turns:
-        return self._turns.setdefault(rows.bit_length(), Turns())
+        return self._turns[rows.bit_length()]
 
 
 def _is_token(count: int, guesses: int) -> bool:

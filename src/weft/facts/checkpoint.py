@@ -10,7 +10,7 @@ import msgspec
 
 from weft.errors import ConfigError, ModelError, reason
 from weft.facts import config_json, demo, gguf, gguf_names, gguf_shape, hub, packed, safetensors
-from weft.facts.parameters import axis_length, parameters
+from weft.facts.parameters import axis_length, layers_of, parameters
 from weft.facts.shape import DType, ModelShape
 from weft.facts.tensor import ENCODINGS, TensorInfo
 
@@ -169,9 +169,7 @@ def sources(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
         # Parts that share a tensor come one after the other: the last one says how long it is.
         last = {part.source: part for part in parameter.parts}
         count = shape.experts.count if parameter.role == "expert" and shape.experts else None
-        for layer in range(shape.layers) if parameter.where == "layer" else (0,):
-            if not parameter.is_in(shape, layer):
-                continue
+        for layer in layers_of(shape, parameter):
             for source, part in last.items():
                 rows = sum(axis_length(shape, axis) for axis in (*part.after, part.rows))
                 dims = (rows,) if part.cols is None else (rows, axis_length(shape, part.cols))

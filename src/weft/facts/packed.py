@@ -111,8 +111,7 @@ def matrices(shape: ModelShape) -> Iterator[tuple[str, Parameter]]:
     for parameter in parameters(shape):
         if parameter.role == "head" and shape.tied:
             continue
-        layers = layers_of(shape, parameter, range(shape.layers)) if parameter.where == "layer" else [0]
-        for layer in layers:
+        for layer in layers_of(shape, parameter):
             for part in parameter.parts:
                 if part.cols is not None:
                     yield part.source.format(layer=layer, expert=0), parameter

@@ -214,7 +214,7 @@ def params(shape: ModelShape) -> int:
         size = sum(prod(axis_length(shape, axis) for axis in part_axes(part)) for part in parameter.parts)
         if parameter.role == "expert" and shape.experts:
             size *= shape.experts.count
-        total += size * (len(layers_of(shape, parameter, range(shape.layers))) if parameter.where == "layer" else 1)
+        total += size * len(layers_of(shape, parameter))
     return total
 
 
@@ -223,9 +223,11 @@ def part_axes(part: Part) -> tuple[Axis, ...]:
     return (part.rows,) if part.cols is None else (part.rows, part.cols)
 
 
-def layers_of(shape: ModelShape, parameter: Parameter, layers: range) -> list[int]:
-    """Those of `layers` that have it."""
-    return [layer for layer in layers if parameter.is_in(shape, layer)]
+def layers_of(shape: ModelShape, parameter: Parameter) -> list[int]:
+    """Those that have it; 0 alone for what is no layer's and is there once."""
+    if parameter.where != "layer":
+        return [0]
+    return [layer for layer in range(shape.layers) if parameter.is_in(shape, layer)]
 
 
 def rank_parameters(shape: ModelShape, place: Place) -> Iterator[tuple[str, Parameter, int | None]]:

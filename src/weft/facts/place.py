@@ -60,6 +60,11 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
         """Holds the final norm and the head."""
         return self.stage == self.stages - 1
 
+    @property
+    def samples(self) -> bool:
+        """Gathers the logits, and draws tokens from them."""
+        return self.last and self.tp_rank == 0
+
 
 def whole(shape: ModelShape) -> Place:
     """The one rank that owns everything."""

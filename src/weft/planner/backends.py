@@ -13,6 +13,7 @@ from weft.errors import ConfigError
 from weft.facts.gpus import FP8_CAPABILITY
 from weft.facts.host import Host
 from weft.facts.shape import DType, ModelShape
+from weft.planner.words import dotted
 
 logger = logging.getLogger("weft")
 
@@ -113,7 +114,7 @@ def no_flashinfer(version: str | None, head_dim: int) -> str | None:
     if version is None:
         return f"the package {FLASHINFER} is not installed (pip install weft[cuda])"
     if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < OLDEST_FLASHINFER:
-        return f"{FLASHINFER} {version} is older than {'.'.join(map(str, OLDEST_FLASHINFER))}"
+        return f"{FLASHINFER} {version} is older than {dotted(OLDEST_FLASHINFER)}"
     if head_dim not in FLASHINFER_HEADS:
         return f"its heads have {', '.join(map(str, FLASHINFER_HEADS))} dims, and this model's {head_dim}"
     return None
@@ -133,8 +134,7 @@ def no_flash(dtype: str, cards: Iterable[Card]) -> str | None:
         return f"they compute in {' and '.join(FLASH_DTYPES)}, not in {dtype}"
     for name, capability in cards:
         if capability < FLASH_CAPABILITY:
-            own, least = (".".join(map(str, it)) for it in (capability, FLASH_CAPABILITY))
-            return f"{name} has compute capability {own}, and they need {least}"
+            return f"{name} has compute capability {dotted(capability)}, and they need {dotted(FLASH_CAPABILITY)}"
     return None
 
 
@@ -149,7 +149,6 @@ def kv_cache_dtype(config: EngineConfig, host: Host, devices: Sequence[str]) -> 
     old = next((gpu for gpu in host.gpus if gpu.index in used and gpu.capability < FP8_CAPABILITY), None)
     if old is not None:
         raise ConfigError(
-            f"{old.name} (compute capability {old.capability[0]}.{old.capability[1]}) has no FP8; "
-            "use kv_cache_dtype auto"
+            f"{old.name} (compute capability {dotted(old.capability)}) has no FP8; use kv_cache_dtype auto"
         )
     return "fp8"

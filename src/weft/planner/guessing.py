@@ -26,7 +26,7 @@ def guesses(how: Speculation | None) -> int:
 
 def drafting(how: Speculation | None, place: Place) -> ModelShape | None:
     """The draft model that this rank runs: whole, on the one that samples (`planner.speculation.draft_plan`)."""
-    return how.draft.shape if how and how.draft and place.last and place.tp_rank == 0 else None
+    return how.draft.shape if how and how.draft and place.samples else None
 
 
 def draft_bytes(how: Speculation | None, place: Place, dtype: DType, kv_dtype: str) -> DraftBytes:

@@ -26,7 +26,7 @@ from weft.planner.profiles import OURS, profile
 from weft.planner.quantization import check_cuts, cut_as, quantised_tensors, quantization_of, tell_dequantised
 from weft.planner.speculation import draft_plan
 from weft.planner.split import split
-from weft.planner.words import gigabytes
+from weft.planner.words import dotted, gigabytes
 
 if TYPE_CHECKING:
     from weft.facts.checkpoint import Checkpoint
@@ -292,7 +292,7 @@ def compute_dtype(config: EngineConfig, checkpoint: Checkpoint, host: Host, devi
     dtype = DTYPES[config.dtype]
     if old and dtype == "bfloat16":
         raise ConfigError(
-            f"{old[0].name} (compute capability {old[0].capability[0]}.{old[0].capability[1]}) does not compute in "
+            f"{old[0].name} (compute capability {dotted(old[0].capability)}) does not compute in "
             "bfloat16; use --dtype float16"
         )
     return dtype

@@ -48,7 +48,7 @@ def step_bytes(
     token of each of `sequences` and after each of its `guesses`, or after SCORED tokens of a prompt."""
     attention = (len(place.q_heads) * 2 + len(place.kv_heads) * 2) * shape.head_dim
     width = HIDDEN_COPIES * shape.hidden + max(attention, FFN_COPIES * len(place.ffn))
-    rows = min(tokens, max(SCORED, sequences * (1 + guesses))) if place.last and place.tp_rank == 0 else 0
+    rows = min(tokens, max(SCORED, sequences * (1 + guesses))) if place.samples else 0
     return tokens * width * number_bytes + LOGITS_BYTES * rows * shape.vocab
 
 

@@ -10,6 +10,7 @@ from weft.facts.shape import ModelShape
 from weft.planner.cuts import Draft
 from weft.planner.profiles import engines, runs_on_cpu
 from weft.planner.question import Question
+from weft.planner.words import dotted
 
 # Engines that cut heads evenly, and those that know no tensor parallelism.
 EVEN = ("vllm", "trtllm", "sglang")
@@ -64,10 +65,9 @@ def _cache(question: Question, draft: Draft) -> str | None:
         if gpu.kind == "cpu":
             return f"weft keeps no {question.kv_dtype} KV cache on a CPU; leave --kv-cache-dtype out"
         if gpu.capability < FP8_CAPABILITY:
-            own, least = (".".join(map(str, it)) for it in (gpu.capability, FP8_CAPABILITY))
             return (
-                f"{gpu.name} has compute capability {own}; weft's {question.kv_dtype} KV cache needs {least}: leave "
-                "--kv-cache-dtype out"
+                f"{gpu.name} has compute capability {dotted(gpu.capability)}; weft's {question.kv_dtype} KV cache "
+                f"needs {dotted(FP8_CAPABILITY)}: leave --kv-cache-dtype out"
             )
     return None
 

@@ -151,7 +151,7 @@ def check_planned_cuts(shape: ModelShape, places: Sequence[Place], precision: st
         part, found = parameter.parts[0], _parted(shape, places, parameter)
         if found is None:
             continue
-        for layer in layers_of(shape, parameter, range(shape.layers)) if parameter.where == "layer" else [0]:
+        for layer in layers_of(shape, parameter):
             if part_format(shape, held, parameter, part, layer).bits < BF16.bits:
                 name = part.source.format(layer=layer, expert=0)
                 raise _wrongly_cut(*found, name, precision, "--precision bf16")
@@ -231,5 +231,5 @@ def _matrices(shape: ModelShape) -> Iterator[tuple[list[str], Parameter, int]]:
     for parameter in parameters(shape):
         if parameter.parts[0].cols is None:
             continue
-        for layer in layers_of(shape, parameter, range(shape.layers)) if parameter.where == "layer" else [0]:
+        for layer in layers_of(shape, parameter):
             yield [part.source.format(layer=layer, expert=0) for part in parameter.parts], parameter, layer

@@ -16,6 +16,11 @@ def ways(factor: float) -> str:
     return "twice" if 1.95 <= factor < 2.05 else f"{factor:.1f} times" if factor < 9.95 else f"{factor:.0f} times"
 
 
+def dotted(numbers: Iterable[int]) -> str:
+    """ "8.9", of a compute capability or a version."""
+    return ".".join(map(str, numbers))
+
+
 def by_type(names: Iterable[str]) -> str:
     """ "8 x H100-SXM", "2 x RTX 4090 + 1 x RTX 3090"."""
     return " + ".join(f"{number:,} x {name}" for name, number in Counter(names).items())

@@ -11,11 +11,7 @@ from weft.facts.schemes import UNIT
 from weft.kernels.native.entries import Entries
 from weft.quant.quantised import Quantised
 
-# As in matrix.h: Scheme.
-DENSE = 0
-SCHEMES = {"INT8": 1, "Q8_0": 2, "Q4_1": 3, "Q4_0": 4, "Q8_MIN": 5, "INT4": 6}
-# Those of others, whatever the group.
-ALIKE = {(8, "zero"): "INT8", (8, "middle"): "Q8_0", (4, "zero"): "INT4", (4, "middle"): "Q4_0", (4, "minimum"): "Q4_1"}
+LOWEST = {"middle": 0, "zero": 1, "minimum": 2}  # as in quantised.h: Lowest
 PANEL = 32  # as in dense.h
 
 
@@ -23,7 +19,7 @@ class Descriptor(ctypes.Structure):
     """struct Matrix of matrix.h."""
 
     _fields_ = (
-        ("scheme", ctypes.c_int64),
+        ("bits", ctypes.c_int64),
         ("rows", ctypes.c_int64),
         ("cols", ctypes.c_int64),
         ("data", ctypes.c_void_p),
@@ -32,6 +28,7 @@ class Descriptor(ctypes.Structure):
         ("bias", ctypes.c_void_p),
         ("group", ctypes.c_int64),
         ("lacking", ctypes.c_int64),
+        ("kind", ctypes.c_int64),
     )
 
 
@@ -60,7 +57,7 @@ def dense(entries: Entries, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     rows, cols = weight.shape
     packed = torch.empty(-(-rows // PANEL) * entries.panel_size(cols), dtype=weight.dtype)
     entries.pack_dense(weight.data_ptr(), packed.data_ptr(), rows, cols)
-    descriptor = Descriptor(scheme=DENSE, rows=rows, cols=cols, data=packed.data_ptr())
+    descriptor = Descriptor(rows=rows, cols=cols, data=packed.data_ptr())
     if bias is not None:
         descriptor.bias = bias.data_ptr()
     return NativeMatrix(entries, descriptor, (packed, bias))
@@ -80,13 +77,14 @@ def quantised(entries: Entries, weight: Quantised, bias: torch.Tensor | None) ->
 
     scales, lowest = pack(weight.scales), None if weight.lowest is None else pack(weight.lowest)
     descriptor = Descriptor(
-        scheme=SCHEMES[weight.type if weight.type in SCHEMES else ALIKE[weight.scheme.bits, weight.scheme.lowest]],
+        bits=weight.scheme.bits,
         rows=rows,
         cols=cols,
         data=values.data_ptr(),
         scales=scales.data_ptr(),
         group=weight.scheme.group,
         lacking=weight.lacking,
+        kind=LOWEST[weight.scheme.lowest],
     )
     if lowest is not None:
         descriptor.lowest = lowest.data_ptr()

@@ -11,23 +11,19 @@ import torch
 from weft import compiled
 from weft.facts.schemes import UNIT, Scheme
 from weft.kernels.native.entries import SIZE, Entries
+from weft.kernels.native.matrix import LOWEST
 from weft.quant.quantised import Quantised
 from weft.quant.rounding import Rounding, round_into
 
-# As in rounding.h: Weights, LONGEST; and in quantised.h: Lowest.
+# As in rounding.h: Weights, LONGEST.
 TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 LONGEST = 128
-LOWEST = {"middle": 0, "zero": 1, "minimum": 2}
 
 
 class Descriptor(ctypes.Structure):
     """struct Rounding of rounding.h."""
 
-    _fields_ = (
-        *((name, SIZE) for name in ("type", "rows", "width", "group", "bits")),
-        ("kind", ctypes.c_int),
-        *((name, SIZE) for name in ("lacking", "cols")),
-    )
+    _fields_ = (*((name, SIZE) for name in ("type", "rows", "width", "group", "bits", "kind", "lacking", "cols")),)
 
 
 def made(dtype: torch.dtype, head_dim: int, group: int) -> Rounding:

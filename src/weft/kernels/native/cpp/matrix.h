@@ -8,10 +8,8 @@
 #include "numbers.h"
 #include "quantised.h"
 
-enum Scheme : int64_t { DENSE, INT8, Q8_0, Q4_1, Q4_0, Q8_MIN, INT4 };  // as in native/matrix.py
-
 struct Matrix {
-    int64_t scheme;
+    int64_t bits;        // 4 or 8, 0 of weights as they are
     int64_t rows, cols;  // output features, input features
     const void *data;    // packed, as its scheme says; padded to whole panels
     const void *scales;  // null where the scheme has none
@@ -19,28 +17,26 @@ struct Matrix {
     const void *bias;  // rows of T, or null
     int64_t group;     // columns that share a scale
     int64_t lacking;   // columns of the first such group
+    Lowest kind;
 
     int64_t panels() const { return (rows + PANEL - 1) / PANEL; }
     int64_t blocks() const { return cols / BLOCK; }
     Packed packed() const {
         auto bytes = [](const void *at) { return static_cast<const char *>(at); };
-        Lowest kind = scheme == INT8 || scheme == INT4 ? Lowest::ZERO
-                      : scheme == Q4_1 || scheme == Q8_MIN ? Lowest::MINIMUM
-                                                           : Lowest::MIDDLE;
         return {bytes(data), bytes(scales), bytes(lowest), kind, {blocks(), group / BLOCK, lacking / BLOCK}};
     }
     int64_t per_block() const { return group < BLOCK ? 2 : 1; }  // groups of a block, see quantised.h
-    bool nibbles() const { return scheme == Q4_0 || scheme == Q4_1 || scheme == INT4; }
+    bool dense() const { return !bits; }
 };
 
 // Bytes of one token's row of x once it is prepared for a product: 0 where it is read as it is.
-template <class T> int64_t prepared_bytes(const Matrix &m) { 
-    return m.scheme == DENSE ? 0 : Row::bytes(m.blocks(), m.per_block());
+template <class T> int64_t prepared_bytes(const Matrix &m) {
+    return m.dense() ? 0 : Row::bytes(m.blocks(), m.per_block());
 }
 
 // Prepare one token's row of x (its integers, its sums), called once per token before the product.
 template <class T> void prepare(const Matrix &m, const T *x, char *to) {
-    if (m.scheme != DENSE) quantise_row(x, m.blocks(), m.per_block(), to);
+    if (!m.dense()) quantise_row(x, m.blocks(), m.per_block(), to);
 }
 
 // out[t][r] = x[t] . W[r] + bias[r] for every token and the rows of panels [first, last). x is [tokens, cols],
@@ -49,17 +45,18 @@ template <class T, class Out>
 void multiply(const Matrix &m, const T *x, const char *prepared, int64_t tokens, Out *out, int64_t first,
               int64_t last) {
     const T *bias = static_cast<const T *>(m.bias);
-    if (m.scheme == DENSE) return dense(static_cast<const T *>(m.data), bias, m.rows, m.cols, x, tokens, out, first, last);
-    auto product = !m.nibbles() ? quantised<8, 1, T, Out>
-                   : m.per_block() == 2 ? quantised<4, 2, T, Out> : quantised<4, 1, T, Out>;
+    if (m.dense()) return dense(static_cast<const T *>(m.data), bias, m.rows, m.cols, x, tokens, out, first, last);
+    auto product = m.bits == 8            ? quantised<8, 1, T, Out>
+                   : m.per_block() == 2 ? quantised<4, 2, T, Out>
+                                        : quantised<4, 1, T, Out>;
     product(m.packed(), bias, m.rows, prepared, tokens, out, first, last);
 }
 
 // Rows of W itself: out [count, cols].
 template <class T> void rows_of(const Matrix &m, const int64_t *rows, int64_t count, T *out) {
     for (int64_t i = 0; i < count; i++, out += m.cols)
-        if (m.scheme == DENSE)
+        if (m.dense())
             dense_row(static_cast<const T *>(m.data), rows[i], m.cols, out);
         else
-            (m.nibbles() ? row_of<4, T> : row_of<8, T>)(m.packed(), rows[i], out);
+            (m.bits == 4 ? row_of<4, T> : row_of<8, T>)(m.packed(), rows[i], out);
 }

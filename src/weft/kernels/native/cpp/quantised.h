@@ -25,7 +25,7 @@ constexpr int64_t SLICE = 8;
 #endif
 constexpr int64_t SLICES = PANEL / SLICE;
 
-enum class Lowest { MIDDLE, ZERO, MINIMUM };  // what tells it, see facts/schemes.py
+enum class Lowest : int64_t { MIDDLE, ZERO, MINIMUM };  // what tells it, see facts/schemes.py
 
 // Columns in blocks; the group that a matrix begins in may lack its first ones.
 struct Grouping {
