@@ -16,8 +16,7 @@ from tests.cpu.fake_cuda import CUDA, Card, CardError, OnCard, the_card  # noqa:
 from weft import LLM, SamplingParams
 from weft.client.outputs import RequestOutput
 from weft.comm import threads
-from weft.core import scheduler
-from weft.core.tables import Tables
+from weft.core import tables
 from weft.worker import worker
 from weft.worker.device import ToHost
 from weft.worker.graphs import CudaGraphs
@@ -96,7 +95,7 @@ def test_all_that_can_be_asked(path: str, card: Card) -> None:
 
 def test_requests_are_preempted(path: str, card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three of a block each, all of which want three: there are five, and one more for each is all that is kept."""
-    monkeypatch.setattr(scheduler, "Tables", lambda pool, growth: Tables(pool, growth=1))
+    monkeypatch.setattr(tables, "GROWTH", 1)
     prompts = [[3 + (i + j) % 20 for j in range(10)] for i in range(3)]
     params = [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=24, ignore_eos=True) for i in range(3)]
     found = []
