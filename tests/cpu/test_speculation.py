@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
+from random import Random
 
 import pytest
+import torch
 from msgspec.structs import replace
 
 from tests.cpu import checkpoints
@@ -13,9 +18,14 @@ from weft import LLM, SamplingParams
 from weft.comm import Links
 from weft.comm.base import Solo
 from weft.config import EngineConfig
+from weft.core import tables
+from weft.core.speculation import Guesser
+from weft.core.worth import Worth
 from weft.errors import ConfigError, PlanError
 from weft.facts import host
 from weft.facts.checkpoint import resolve
+from weft.kernels.batch import Batch
+from weft.models.decoder import Decoder
 from weft.planner.execution import plan_to_run
 from weft.planner.memory import fit_length
 from weft.planner.plan import Plan
@@ -80,7 +90,28 @@ def test_a_draft_that_guesses_badly_changes_nothing(model: str, truth: list, fol
     assert stats.guessed_tokens > 0 and stats.confirmed_tokens < stats.guessed_tokens
 
 
-def test_a_prefix_that_is_found_is_found_by_the_draft_too(model: str) -> None:
+def test_a_draft_forgets_what_it_guessed_wrong(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    how = {"dtype": "float32", "skip_tokenizer_init": True, "executor": "inline", "block_size": 4}
+    with LLM(model, **how) as llm:
+        want = llm.generate([PROMPTS[0]], GREEDY)[0].outputs[0].token_ids
+    judged: list[tuple[int, int]] = []
+    monkeypatch.setattr(Guesser, "judge", lambda self, guessed, confirmed: judged.append((guessed, confirmed)))
+    with LLM(model, speculative_config={"model": model, "num_speculative_tokens": 3}, **how) as llm:
+        logits, calls = Decoder.logits, count()
+
+        def at_first_wrong(self: Decoder, hidden: torch.Tensor) -> torch.Tensor | None:
+            found = logits(self, hidden)
+            drafts = sys._getframe(1).f_code.co_filename.endswith("drafter.py")
+            return -found if drafts and next(calls) < 12 and found is not None else found
+
+        monkeypatch.setattr(Decoder, "logits", at_first_wrong)
+        guesses_when(monkeypatch, lambda step: step < 4 or step > 8)  # some guesses are not judged, and then it rests
+        assert llm.generate([PROMPTS[0]], GREEDY)[0].outputs[0].token_ids == want
+    wrong = [step for step, (guessed, confirmed) in enumerate(judged) if confirmed < guessed]
+    assert wrong == [0, 1, 2] and len(judged) > 6
+
+
+def test_a_prefix_that_is_found_is_found_by_the_draft_too(model: str, reads: list[int]) -> None:
     config = {"model": model, "num_speculative_tokens": 3}
     how = {"dtype": "float32", "skip_tokenizer_init": True, "executor": "inline", "block_size": 4}
     with LLM(model, **how) as llm:
@@ -88,11 +119,96 @@ def test_a_prefix_that_is_found_is_found_by_the_draft_too(model: str) -> None:
     with LLM(model, speculative_config=config, **how) as llm:
         llm.generate(PROMPTS, GREEDY)
         before = llm.stats()
+        reads.clear()
         again = llm.generate(PROMPTS, GREEDY)
         after = llm.stats()
     assert [it.outputs[0].token_ids for it in again] == want and again[3].num_cached_tokens > 30
     right, all_ = (getattr(after, name) - getattr(before, name) for name in ("confirmed_tokens", "guessed_tokens"))
     assert right > 0.9 * all_ > 0
+    # Of the prompts what is no whole block, and of the answers each token.
+    assert sum(reads) < 4 * (4 + 30 + 1)
+
+
+def test_a_draft_reads_once_what_texts_have_in_common(model: str, reads: list[int]) -> None:
+    how = {"dtype": "float32", "skip_tokenizer_init": True, "executor": "inline", "block_size": 4}
+    prompts = [[*range(50, 90), last] for last in range(4)]
+    with LLM(model, speculative_config={"model": model}, **how) as llm:
+        reads.clear()
+        llm.generate(prompts, replace(GREEDY, max_tokens=4))
+    assert reads[0] == 40 + 4 * 2
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens of each step of a draft."""
+    seen: list[int] = []
+
+    def hidden(self: Worker, batch: Batch, incoming: torch.Tensor | None = None) -> torch.Tensor:
+        if self.plan.speculation is None:
+            seen.append(len(batch.tokens))
+        return whole(self, batch, incoming)
+
+    whole = Worker.hidden
+    monkeypatch.setattr(Worker, "hidden", hidden)
+    return seen
+
+
+def guesses_when(monkeypatch: pytest.MonkeyPatch, turns: Callable[[int], bool]) -> None:
+    """Guess in those steps alone, whatever the clock says."""
+    steps = count()
+    monkeypatch.setattr(Worth, "guessing", lambda self, rows: turns(next(steps)))
+
+
+OFTEN = {
+    "now and then": lambda step: step % 7 > 3,
+    "seldom": lambda step: step % 19 > 15,
+    "late": lambda step: step > 15,
+    "at random": lambda step: Random(step).random() < 0.4,
+}
+
+
+@pytest.mark.parametrize("turns", OFTEN.values(), ids=OFTEN.keys())
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"max_num_batched_tokens": 16},
+        {"kv_cache_memory_bytes": 300_000, "max_model_len": 72},
+        {"pipeline_parallel_size": 2, "max_num_seqs": 3},
+    ],
+    ids=["chunks", "preempted", "stages"],
+)
+def test_a_draft_reads_what_it_missed(
+    model: str, monkeypatch: pytest.MonkeyPatch, turns: Callable[[int], bool], limits: dict
+) -> None:
+    """It drafts for itself, so with the KV of all tokens before it is always right: with found blocks that it has not
+    read, with blocks that others had, where its guesses were not taken up."""
+    monkeypatch.setattr(tables, "GROWTH", 1)
+    prompts = [*PROMPTS, list(range(3, 44)), list(range(3, 30)), [1, 5, 9, 33, 7, 8]]
+    params = [GREEDY, replace(DRAWN, seed=9), GREEDY, replace(DRAWN, logprobs=None), DRAWN, GREEDY, DRAWN]
+    how = {"dtype": "float32", "skip_tokenizer_init": True, "executor": "inline", "block_size": 4, **limits}
+    with LLM(model, **how) as llm:
+        want = [[it.outputs[0].token_ids for it in llm.generate(prompts, params)] for _ in range(2)]
+    guesses_when(monkeypatch, turns)
+    with LLM(model, speculative_config={"model": model, "num_speculative_tokens": 3}, **how) as llm:
+        found = [[it.outputs[0].token_ids for it in llm.generate(prompts, params)] for _ in range(2)]
+        stats = llm.stats()
+    assert found == want and bool(stats.preemptions) == ("max_model_len" in limits)
+    assert stats.guessed_tokens > 10 and stats.confirmed_tokens == stats.guessed_tokens
+
+
+def test_a_draft_that_is_not_asked_reads_nothing(model: str, monkeypatch: pytest.MonkeyPatch, reads: list[int]) -> None:
+    how = {"dtype": "float32", "skip_tokenizer_init": True, "executor": "inline", "max_num_batched_tokens": 32}
+    with LLM(model, speculative_config={"model": model}, **how) as llm:
+        guesses_when(monkeypatch, lambda step: False)
+        reads.clear()
+        llm.generate(PROMPTS, GREEDY)
+        assert reads == []
+        llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=2))
+        guesses_when(monkeypatch, lambda step: True)
+        llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=2))
+        assert reads == [], "nobody can use a guess of what comes after the last token"
+        llm.generate(PROMPTS, GREEDY)
+        assert reads and max(reads) <= 32, "no more than a step may have"
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,8 @@ class Ranks:
         assert next(tokens, None) is None
 
         result = StepResult(plan.id, [], [], {})
-        for slot, start, samples in zip(plan.slots, plan.starts, plan.samples, strict=True):
+        asked = plan.asks or [0] * len(plan.slots)
+        for slot, start, samples, asks in zip(plan.slots, plan.starts, plan.samples, asked, strict=True):
             row = self.live[slot]
             assert row.end is not None
             for position in range(row.end):
@@ -131,8 +132,8 @@ class Ranks:
                 row.context += after[: right + 1]
                 if row.guesses:
                     row.end = len(row.context) - 1
-                if plan.guess:
-                    result.guesses[slot] = self.guess(row, plan.guess)
+                if asks:
+                    result.guesses[slot] = self.guess(row, asks)
         return result
 
     def guess(self, row: Row, count: int) -> list[int]:

@@ -41,7 +41,7 @@ steps = st.builds(
     st.lists(tokens, max_size=3),
     st.lists(st.booleans()),
     tokens,
-    st.integers(0, 16),
+    tokens,
 )
 results = st.builds(
     StepResult,

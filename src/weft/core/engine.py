@@ -93,7 +93,7 @@ class EngineCore:
         self.pending.popleft()
         outputs = self.scheduler.apply(result)
         if self._worth:
-            self._worth.ended(sum(len(output.tokens) for output in outputs))
+            self._worth.ended(sum(len(output.tokens) for output in outputs), result.guesses)
         if self._scheduled_s:
             for output in outputs:
                 output.scheduled_s = self._scheduled_s.pop(output.id, None)
@@ -103,7 +103,7 @@ class EngineCore:
         """The next step, with guesses if they pay."""
         if self._worth is None:
             return self.scheduler.schedule()
-        rows = len(self.scheduler.running)
+        rows = self.scheduler.active
         self.scheduler.guessing = self._worth.guessing(rows)
         plan = self.scheduler.schedule()
         if plan:

@@ -137,6 +137,11 @@ class Scheduler:
     def waiting(self) -> int:
         return len(self._unfinished) - len(self._running)
 
+    @property
+    def active(self) -> int:
+        """Those that run, and those that may as far as there are slots."""
+        return len(self._running) + min(self.waiting, len(self._slots))
+
     def stats(self) -> Stats:
         """A copy, of this moment."""
         return replace(
@@ -173,9 +178,8 @@ class Scheduler:
         plan = flight.plan
         if not plan.slots:
             return None
-        if self.speculation and self.speculation.draft:
-            awake = any(sequence.guesser and sequence.guesser.awake for sequence in flight.rows)
-            plan.guess = self.speculation.tokens if awake and self.guessing else 0
+        if self.guessing and self.speculation and self.speculation.draft:
+            plan.asks = [self._ask(sequence) for sequence in flight.rows]
         # Where nothing runs any more, slots wait for the next step to be told: they hold no KV.
         plan.released, self._released = self._released, []
         self._steps += 1
@@ -220,8 +224,7 @@ class Scheduler:
 
     def _admit(self, flight: Flight, budget: int) -> None:
         """Take in waiting requests, in their order, as long as slots, tokens and blocks last."""
-        active = len(self._running) + min(self.waiting, len(self._slots))
-        rows = -(-active // self.stages)
+        rows = -(-self.active // self.stages)
         while self._queue and budget and self._slots and len(flight.plan.slots) < rows:
             sequence = self._queue[0][1]
             # Preempted, and then its last step brought the end.
@@ -269,6 +272,11 @@ class Scheduler:
         room = sequence.room + self.tables.spare(len(self._running)) - sequence.computed - 1
         most = min(budget, room, sequence.limit - len(sequence.tokens) - 1)
         return sequence.guesser.guesses(sequence.tokens, most) if most > 0 else []
+
+    @staticmethod
+    def _ask(sequence: Sequence) -> int:
+        """How many guesses a draft is asked for, after a step that brings a sequence one token at least."""
+        return sequence.guesser.worth(sequence.limit - len(sequence.tokens) - 2) if sequence.guesser else 0
 
     def _add_row(
         self, flight: Flight, sequence: Sequence, count: int, blocks: list[int], guesses: Collection[int] = ()

@@ -34,9 +34,10 @@ class Guesser:
         self._index: dict[tuple[int, ...], int] = {}
         self._earlier: list[int] = []
 
-    @property
-    def awake(self) -> bool:
-        return not self._resting
+    def worth(self, most: int) -> int:
+        """How many guesses a step is worth, of at most so many."""
+        # One more than was confirmed lately: so the number can grow.
+        return 0 if self._resting else max(0, min(most, self._most, int(self._confirmed + 1.5)))
 
     def offer(self, guesses: list[int]) -> None:
         """What a draft model guesses for the next step, in place of a look into the text."""
@@ -48,9 +49,8 @@ class Guesser:
             self._resting -= 1
             self._offered = []
             return []
-        # One more than was confirmed lately: so the number can grow.
-        most = min(most, self._most, int(self._confirmed + 1.5))
-        if most < 1:
+        most = self.worth(most)
+        if not most:
             return []
         found, self._offered = self._offered[:most], []
         return found or self._look_up(tokens, most)

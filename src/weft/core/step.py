@@ -33,7 +33,8 @@ class StepPlan(msgspec.Struct, array_like=True):
     UNKNOWN is the one that the slot sampled last.
 
     The last `guesses[r]` tokens of row r are guesses: where it samples, it does so after each of them and after the
-    token before them. `guess` asks a draft model for as many guesses of what comes after this step.
+    token before them. `asks[r]` guesses of what comes after row r are wanted of a draft model; where it does not sample
+    yet, the draft is to read along. Without a draft `asks` is empty.
     """
 
     id: int
@@ -46,7 +47,7 @@ class StepPlan(msgspec.Struct, array_like=True):
     blocks: list[list[int]]
     samples: list[bool]
     guesses: list[int]
-    guess: int = 0
+    asks: list[int] = []
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):
@@ -62,7 +63,8 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
 class StepResult(msgspec.Struct, array_like=True):
     """`tokens` and `logprobs` have one entry per row with `samples` and one more for each of its guesses, in order
     (None where none were asked for). `prompt_logprobs[slot]` holds those of the prompt positions after the ones
-    computed in this step, `guesses[slot]` what a draft model thinks comes next."""
+    computed in this step, `guesses[slot]` what a draft model thinks comes next: no entry where it was asked, but has
+    not read the text to its end."""
 
     id: int
     tokens: list[int]

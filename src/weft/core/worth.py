@@ -4,26 +4,30 @@ many rows a guess takes as long as a token does, and a draft may take as long as
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from math import inf
 from typing import NamedTuple
 
 from weft.core.step import StepPlan
 
 # Decode steps of a turn: to see what the other way takes, and to make use of the better one.
-SHORT, LONG, LONGEST = 8, 256, 4096
+SHORT, LONG = 8, 256
 FEW, LOST = 2, 1.5  # so many steps that take so many times as long are enough of a try
 # Of a turn's beginning, which are not counted: a draft has no guesses for the first one.
 SKIPPED = 2
+# What a try may cost of the time until the next one, and how many seconds that is at most.
+SHARE, LONGEST_S = 1 / 64, 120.0
 
 
 class UnderWay(NamedTuple):
-    """A step: since when, the turns that it is of, whether it may have guesses, and whether it counts."""
+    """A step: since when, the turns that it is of, whether it may have guesses, whether it is of decoding alone, and
+    the slots that a draft is asked about."""
 
     began: float
     turns: Turns
     guessing: bool
-    counts: bool
+    decodes: bool
+    asked: list[int]
 
 
 class Worth:
@@ -43,15 +47,17 @@ class Worth:
     def began(self, plan: StepPlan, rows: int) -> None:
         """That step has been made."""
         # One that reads prompts as well says nothing.
-        counts = all(plan.samples) and all(map(_is_token, plan.counts, plan.guesses))
+        decodes = all(plan.samples) and all(map(_is_token, plan.counts, plan.guesses))
+        asked = [slot for slot, asks in zip(plan.slots, plan.asks, strict=True) if asks] if plan.asks else []
         turns = self._of(rows)
-        self._under_way.append(UnderWay(self._clock(), turns, turns.guessing, counts))
+        self._under_way.append(UnderWay(self._clock(), turns, turns.guessing, decodes, asked))
 
-    def ended(self, tokens: int) -> None:
-        """The oldest step has brought so many tokens."""
+    def ended(self, tokens: int, answered: Collection[int]) -> None:
+        """The oldest step has brought so many tokens, and a draft has said something about these slots."""
         step, now = self._under_way.popleft(), self._clock()
-        if step.counts:
-            step.turns.note(step.guessing, tokens, now - max(step.began, self._ended))
+        if step.decodes:
+            ready = all(slot in answered for slot in step.asked)
+            step.turns.note(step.guessing, tokens, now - max(step.began, self._ended), ready)
         self._ended = now
 
     def _of(self, rows: int) -> Turns:
@@ -65,45 +71,53 @@ def _is_token(count: int, guesses: int) -> bool:
 class Turns:
     """Whose turn it is, among steps of about as many rows."""
 
-    __slots__ = ("_counted", "_left", "_long", "_seconds", "_taken", "_tokens", "guessing")
+    __slots__ = ("_cost", "_least_s", "_left", "_seconds", "_skip", "_steps", "_taken", "_tokens", "guessing")
 
     def __init__(self) -> None:
         self._taken: dict[bool, float] = {}  # seconds for a token, with guesses and without, in the last turn of either
-        self._long = LONG
         self._begin(True, SHORT)
 
-    def note(self, guessing: bool, tokens: int, seconds: float) -> None:
-        """A step brought these tokens in this time."""
+    def note(self, guessing: bool, tokens: int, seconds: float, ready: bool) -> None:
+        """A step brought these tokens in this time. Where it was not `ready`, a draft still reads what it missed."""
         if guessing != self.guessing:
             return  # it was in flight when the turn began
-        self._left -= 1
-        if self._left >= self._counted:
+        self._cost += seconds - tokens * self._taken.get(not guessing, inf)
+        if self._skip:
+            self._skip -= ready
             return
+        self._left -= 1
         self._tokens += tokens
         self._seconds += seconds
-        if not self._left or self._is_lost():
+        if (self._left <= 0 and self._seconds >= self._least_s) or self._is_lost():
             self._end()
 
+    @property
     def _rate(self) -> float:
         return self._seconds / max(1, self._tokens)
 
+    @property
+    def _is_try(self) -> bool:
+        return self._steps == SHORT
+
     def _is_lost(self) -> bool:
         """Whether a try has shown enough."""
-        tried = self._counted - self._left
-        return self._counted == SHORT and tried >= FEW and self._rate() > LOST * self._taken.get(not self.guessing, inf)
+        other = self._taken.get(not self.guessing, inf)
+        return self._is_try and self._steps - self._left >= FEW and self._rate > LOST * other
 
     def _end(self) -> None:
-        tried, before = self._counted == SHORT, self._taken.get(True, inf) < self._taken.get(False, inf)
-        self._taken[self.guessing] = self._rate()
+        self._taken[self.guessing] = self._rate
         better = self._taken.get(True, inf) < self._taken.get(False, inf)
-        if len(self._taken) < 2 or (not tried and better == self.guessing):
+        if len(self._taken) < 2 or (not self._is_try and better == self.guessing):
             self._begin(not self.guessing, SHORT)
-            return
-        # What has not changed is tried again after twice as long.
-        self._long = min(2 * self._long, LONGEST) if tried and better == before else LONG
-        self._begin(better, self._long)
+        else:
+            # The more has been lost by a try, what a draft had to read first among it, the longer until the next.
+            lost = self._is_try and better != self.guessing
+            self._begin(better, LONG, min(LONGEST_S, self._cost / SHARE) if lost else 0.0)
 
-    def _begin(self, guessing: bool, steps: int) -> None:
+    def _begin(self, guessing: bool, steps: int, least_s: float = 0.0) -> None:
+        """So many steps that count, and so long."""
         self.guessing = guessing
-        self._counted, self._left = steps, steps + SKIPPED
-        self._tokens, self._seconds = 0, 0.0
+        self._steps = self._left = steps
+        self._least_s, self._skip = least_s, SKIPPED
+        self._cost = self._seconds = 0.0  # _cost: what it took beyond what the other way takes for as many tokens
+        self._tokens = 0

@@ -139,12 +139,16 @@ class Worker:
             self.rows.admit(admission)
             if self.sampler:
                 self.sampler.admit(admission)
+            if self.drafter:
+                self.drafter.admit(admission)
         if not step.slots:
             return StepResult(step.id, [], [], {}) if self.sampler else None
         picks, slots, positions = sampled_positions(step)
         order = self.sampler.order(slots, positions) if self.sampler and slots else None
         wanted = order.arrays if order else [np.array(slots, dtype=np.int64)]
         batch, there = self.rows.batch(step, self.last, [np.array(picks, dtype=np.int64), *wanted])
+        if self.drafter:
+            self.drafter.note(step, self.rows)
         incoming = None
         if not self.place.first:
             dims = (len(step.tokens), self.plan.shape.hidden)
@@ -153,9 +157,14 @@ class Worker:
         if not self.place.last:
             self.links.pipeline.send(hidden, self.place.stage + 1)
             return None
-        if self.drafter:
-            self.drafter.follow(batch)
-        return self._finish(step, hidden, order, there)
+        result = self._finish(step, hidden, order, there)
+        if self.drafter and self.sampler and any(step.asks):
+            # Guesses come after what was sampled: it is waited for.
+            found = result() if callable(result) else result
+            assert found is not None
+            found.guesses = self.drafter.guess(step, found.tokens, self.rows, self.sampler)
+            return found
+        return result
 
     @property
     def _captures(self) -> bool:
@@ -212,10 +221,6 @@ class Worker:
             tokens, logprobs = sampled.result()
             return StepResult(step.id, tokens, logprobs, prompt_logprobs)
 
-        if self.drafter and step.guess:
-            found = result()
-            found.guesses = self.drafter.guess(step, found.tokens, self.rows, self.sampler)
-            return found
         return result() if self.device.type == "cpu" else result
 
     def _remember(self, slots: torch.Tensor, tokens: torch.Tensor | None) -> None:
