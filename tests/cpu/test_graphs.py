@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -128,7 +129,13 @@ def test_the_host_knows_the_lengths_of_a_step() -> None:
     it, _ = rows.batch(step)
     assert it.host is not None and it.lengths() is it.host
     assert it.host.row_starts.tolist() == it.row_starts.tolist() == [0, 1, 6]
-    assert it.host.context.tolist() == it.context.tolist() == [9, 5]
+    assert it.host.context.tolist() == it.context.tolist() == [9, 5] and it.decodes == 1
+    apart, _ = rows.batch(msgspec.structs.replace(step, blocks=[[], []]), singly=True)
+    assert apart.host is not None and apart.decodes == apart.rows == 6
+    assert apart.host.row_starts.tolist() == apart.row_starts.tolist() == [*range(7)]
+    assert apart.host.context.tolist() == apart.context.tolist() == [9, 1, 2, 3, 4, 5]
+    assert apart.tables.tolist() == [[3, 4, 5], *[[0, 1, 0]] * 5]
+    assert torch.equal(apart.slots, it.slots) and torch.equal(apart.tokens, it.tokens)
 
 
 def test_prompts_and_batches_beyond_the_largest_run_eagerly() -> None:

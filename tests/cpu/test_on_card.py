@@ -17,6 +17,8 @@ from weft import LLM, SamplingParams
 from weft.client.outputs import RequestOutput
 from weft.comm import threads
 from weft.core import tables
+from weft.kernels.batch import Batch
+from weft.models.decoder import Decoder
 from weft.worker import worker
 from weft.worker.device import ToHost
 from weft.worker.graphs import CudaGraphs
@@ -145,6 +147,32 @@ def test_speculation(path: str, card: Card, draft: bool) -> None:
     want = answers(path, params, **ON_CPU)
     assert answers(path, params, **ON_CARD, speculative_config=how) == want
     assert card.replays
+
+
+def test_steps_of_few_tokens_are_replayed_whatever_their_rows(
+    path: str, card: Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks of prompts, guesses, and what a draft reads of them."""
+    draft = {"model": path, "num_speculative_tokens": 2}
+    limits = {"max_num_seqs": 16, "max_num_batched_tokens": 16}
+    how: dict[str, Any] = {**COMMON, **ON_CARD, **limits, "speculative_config": draft}
+    params = asked([{"temperature": 0.0, "max_tokens": 9}, {}, {"top_k": 5, "prompt_logprobs": 1}, {"logprobs": 1}])
+    want = answers(path, params, **ON_CPU)
+    eager: list[int] = []
+    forward = Decoder.hidden
+
+    def hidden(self: Decoder, incoming: Any, rope: Any, caches: Any, batch: Batch) -> torch.Tensor:
+        if not batch.fixed:
+            eager.append(batch.rows)
+        return forward(self, incoming, rope, caches, batch)
+
+    monkeypatch.setattr(Decoder, "hidden", hidden)
+    for limit in (worker.EAGER_BYTES, 0):
+        monkeypatch.setattr(worker, "EAGER_BYTES", limit)
+        with LLM(path, **how) as llm:
+            eager.clear()
+            assert [told(it) for it in llm.generate(PROMPTS[:4], params, use_tqdm=False)] == want
+        assert bool(eager) == (limit == 0)
 
 
 def test_an_fp8_cache_in_graphs_is_that_without(path: str, card: Card) -> None:

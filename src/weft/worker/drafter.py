@@ -160,14 +160,17 @@ class Drafter:
 
     def _run(self, reads: list[Read], go_on: list[Read], rows: Rows, sampler: Sampler) -> list[int]:
         """Read these; returns a token that comes after each of those that `go_on`."""
-        order = sampler.order([read.slot for read in go_on], [read.end for read in go_on])
+        # What is ordered has to be sampled.
+        order = sampler.order([read.slot for read in go_on], [read.end for read in go_on]) if go_on else None
         ends = np.cumsum([len(read.tokens) for read in reads])
         picks = np.array([end - 1 for read, end in zip(reads, ends, strict=True) if read.more], dtype=np.int64)
-        batch, (last, *there) = rows.batch(reading(reads), more=[picks, *order.arrays])
+        step = reading(reads)
+        more = [picks, *(order.arrays if order else ())]
+        batch, (last, *there) = rows.batch(step, more=more, singly=self._worker.is_decode(step))
         hidden = self._worker.hidden(batch)
         for read in reads:
             self._texts[read.slot].read = read.end
-        if not go_on:
+        if order is None:
             return []
         logits = self._worker.model.logits(hidden if len(go_on) == len(hidden) else hidden.index_select(0, last))
         assert logits is not None

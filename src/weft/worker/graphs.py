@@ -68,6 +68,11 @@ class Graphs:
         if incoming is not None:
             self._incoming = torch.zeros((self._sizes[-1], incoming[0]), dtype=incoming[1], device=device)
 
+    @property
+    def largest(self) -> int:
+        """The most rows of a batch that may have a graph."""
+        return self._sizes[-1]
+
     def warm(self, count: int) -> None:
         """Capture the largest, which the others share their memory with, and the `count` smallest."""
         for size in [self._sizes[-1], *self._sizes[:count]]:

@@ -49,10 +49,16 @@ class Rows:
         self.wishes.pop(slot, None)
 
     def batch(
-        self, step: StepPlan, last: torch.Tensor | None = None, more: Sequence[np.ndarray] = ()
+        self,
+        step: StepPlan,
+        last: torch.Tensor | None = None,
+        more: Sequence[np.ndarray] = (),
+        *,
+        singly: bool = False,
     ) -> tuple[Batch, list[torch.Tensor]]:
         """Take the step's new blocks into the tables, and lay its tokens out; those that are UNKNOWN come from `last`,
-        [slots] int32, the token that each slot sampled last. `more` arrays travel with it."""
+        [slots] int32, the token that each slot sampled last. `more` arrays travel with it. Laid out `singly`, every
+        token is a row of its own, which attends to what stands before it: what comes out is the same."""
         fresh = self._grow(step)
         slots, starts, counts = (np.array(x, dtype=np.int64) for x in (step.slots, step.starts, step.counts))
         context = starts + counts
@@ -64,6 +70,9 @@ class Rows:
         token_slots = np.repeat(slots, counts)
         places = self.tables[token_slots, block] * np.int64(self.block_size) + offset
         width = -(-int(context.max()) // self.block_size)
+        if singly:
+            slots, context, row_starts = token_slots, positions + 1, np.arange(len(positions) + 1)
+            counts = np.ones_like(positions)
         tokens = np.array(step.tokens, dtype=np.int32)
         unknown = np.flatnonzero(tokens == UNKNOWN) if last is not None else slots[:0]
         narrow = (array.astype(np.int32) for array in (positions, row_starts, context))

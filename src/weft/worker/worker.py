@@ -13,6 +13,7 @@ import torch
 from weft.comm import Links
 from weft.core.params import SamplingParams
 from weft.core.step import Admission, StepPlan, StepResult, TokenLogprobs
+from weft.facts.kv import layer_bytes_per_token
 from weft.kernels import choose, rounding
 from weft.kernels.base import AttentionShape, KVCache
 from weft.kernels.batch import Batch
@@ -34,6 +35,8 @@ logger = logging.getLogger("weft")
 
 WARM_GRAPHS = 4  # of the smallest batches, captured before the first request
 GRAPH_BYTES = 8 << 20  # of the driver's, for one graph; a prior, to be measured
+# Of KV that a GPU reads while the host launches one layer's kernels; a prior, to be measured.
+EAGER_BYTES = 128 << 20
 # All that a sampler can be asked for at once: the widest moment of its memory as well. And what leaves logits in the
 # model's own dtype, for which kernels are compiled by themselves.
 DEMANDING = SamplingParams(top_k=50, top_p=0.9, repetition_penalty=1.1, logprobs=20)
@@ -146,7 +149,8 @@ class Worker:
         picks, slots, positions = sampled_positions(step)
         order = self.sampler.order(slots, positions) if self.sampler and slots else None
         wanted = order.arrays if order else [np.array(slots, dtype=np.int64)]
-        batch, there = self.rows.batch(step, self.last, [np.array(picks, dtype=np.int64), *wanted])
+        more = [np.array(picks, dtype=np.int64), *wanted]
+        batch, there = self.rows.batch(step, self.last, more, singly=self.is_decode(step))
         if self.drafter:
             self.drafter.note(step, self.rows)
         incoming = None
@@ -165,6 +169,19 @@ class Worker:
             found.guesses = self.drafter.guess(step, found.tokens, self.rows, self.sampler)
             return found
         return result
+
+    def is_decode(self, step: StepPlan) -> bool:
+        """Whether a step whose rows have several tokens, such as guesses, is run like one of so many rows: as one
+        graph, though attention reads what a row's tokens have in common for each of them."""
+        tokens = len(step.tokens)
+        if self.graphs is None or not len(step.slots) < tokens <= self.graphs.largest:
+            return False
+        again = sum(
+            (count - 1) * start + count * (count - 1) // 2
+            for start, count in zip(step.starts, step.counts, strict=True)
+        )
+        each = layer_bytes_per_token(self.plan.shape, self.plan.kv_dtype) // self.links.tensor.size
+        return again * each <= EAGER_BYTES
 
     @property
     def _captures(self) -> bool:

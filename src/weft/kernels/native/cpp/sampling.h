@@ -1,39 +1,14 @@
 // Sampling: a token for each row of logits, without a sort of them. worker/random.py tells of the race and
 // worker/filters.py of the filters, each of which is a threshold.
-//
-// Logits are compared by their places, integers in the order of the floats: -0 and 0 have the same one, and NaN, which
-// greedy takes for the greatest, the highest.
 #pragma once
 
-#include <algorithm>
 #include <cmath>
-#include <functional>
-#include <limits>
-#include <vector>
 
-#include "numbers.h"
+#include "places.h"
 #include "team.h"
 
 constexpr int64_t RACERS = 256;  // tokens that race as one: BLOCK of kernels/streams.py
 constexpr int64_t NUCLEUS = 64;  // tokens: most answers' top-p fits
-constexpr int32_t LOWEST = std::numeric_limits<int32_t>::min(), HIGHEST = std::numeric_limits<int32_t>::max();
-constexpr int32_t INFINITE = 0x7f800000;  // the place of infinity; that of -infinity is -1 - INFINITE
-
-inline int32_t place(float x) {
-    int32_t bits;
-    std::memcpy(&bits, &x, 4);
-    // Without branches, or no compiler would vectorise it.
-    bits &= -int32_t(bits != LOWEST);
-    int32_t nan = -int32_t((bits & HIGHEST) > INFINITE);
-    return ((bits ^ (bits >> 31 & HIGHEST)) & ~nan) | (nan & HIGHEST);
-}
-
-inline float number(int32_t place) {
-    int32_t bits = place ^ (place >> 31 & HIGHEST);
-    float x;
-    std::memcpy(&x, &bits, 4);
-    return x;
-}
 
 // As in `Settings` of worker/chooser.py: temperature 0 is greedy, a top_k of 0 keeps all.
 struct Wish {
@@ -58,19 +33,6 @@ struct Weigher {
         return x > -87.0f ? exp_moderate(x) : 0.0f;
     }
 };
-
-// Places of logits, and the highest of them. Their loops stand in functions of their own, with nothing in sight that
-// could be changed by a store, so that they are vectorised.
-template <class T> int32_t find_places(const T *__restrict logits, int64_t count, int32_t *__restrict places) {
-    int32_t top = LOWEST;
-#pragma omp simd reduction(max : top)
-    for (int64_t i = 0; i < count; i++) {
-        int32_t at = place(widen(logits[i]));
-        places[i] = at;
-        top = at > top ? at : top;
-    }
-    return top;
-}
 
 // The sum of weights of places from `floor` up.
 inline float weigh(const int32_t *places, int64_t count, int32_t floor, Weigher weight) {
@@ -110,14 +72,6 @@ class Draw {
         return std::find(places.begin() + block * RACERS, places.end(), best) - places.begin();
     }
 
-    // A place that at least `count` tokens have reached, since the tops of so many blocks have; or the lowest.
-    int32_t reached_by(int64_t count) {
-        if (count > blocks) return LOWEST;
-        some.assign(tops.begin(), tops.end());
-        std::nth_element(some.begin(), some.begin() + count - 1, some.end(), std::greater<>());
-        return some[count - 1];
-    }
-
     // All places from `low` up, into `some`.
     void select(int32_t low) {
         some.resize(vocab);
@@ -132,7 +86,7 @@ class Draw {
     }
 
     int32_t kth(int64_t k) {
-        select(reached_by(k));
+        select(reached_by(k, tops, some));
         std::nth_element(some.begin(), some.begin() + k - 1, some.end(), std::greater<>());
         return some[k - 1];
     }
@@ -203,7 +157,7 @@ class Draw {
         if (wish.top_k > 0 && wish.top_k < double(vocab)) floor = std::max(floor, kth(int64_t(wish.top_k)));
         if (wish.top_p < 1) {
             double goal = weigh_blocks(floor) * wish.top_p;
-            int32_t low = std::max(floor, reached_by(NUCLEUS)), last = low;
+            int32_t low = std::max(floor, reached_by(NUCLEUS, tops, some)), last = low;
             select(low);
             if (!reach(goal, last) && low > floor) {
                 goal = narrow_down(goal, floor);
@@ -245,7 +199,7 @@ public:
         int32_t best = *std::max_element(tops.begin(), tops.end());
         if (wish.temperature == 0) return greedy(best);
         // Beside what is not finite nothing can be drawn.
-        if (best >= INFINITE || best <= -1 - INFINITE) return 0;
+        if (best >= INFINITE || best <= NEVER) return 0;
         weight = {number(best), float(wish.temperature)};
         int32_t floor = floor_of(wish);
         weigh_blocks(floor);

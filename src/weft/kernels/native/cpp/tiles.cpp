@@ -1,7 +1,8 @@
-// The half of the work that is attention, quantised products and sampling: compiled beside native.cpp, not after it.
+// The half of the work that is attention, quantised products, sampling and scoring: compiled beside native.cpp, not after it.
 #include "attention.h"
 #include "quantised.h"
 #include "sampling.h"
+#include "scoring.h"
 
 #define T WEFT_TYPE
 template void run_tiles(const Paged<T> &, const Tiles &, int64_t, int64_t);
@@ -13,4 +14,8 @@ template void quantised<8, 1>(const Packed &, const T *, int64_t, const char *, 
 ENTRY void weft_choose(const void *logits, int64_t size, int64_t rows, int64_t vocab, int64_t stride,
                        const Wish *wishes, const uint64_t *streams, int64_t *tokens, int64_t threads) {
     choose(logits, size, rows, vocab, stride, wishes, streams, tokens, threads);
+}
+ENTRY void weft_score(const void *logits, int64_t size, int64_t vocab, int64_t stride, const int64_t *rows, int64_t count,
+                      const int64_t *tokens, int64_t top, double *out, int64_t threads) {
+    score(logits, size, vocab, stride, rows, count, tokens, top, out, threads);
 }

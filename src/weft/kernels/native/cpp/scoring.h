@@ -1,0 +1,97 @@
+// Scoring: how likely tokens were by logits that stay as they are, and which others were likelier; in one pass over a
+// row, block by block. worker/logprobs.py does the same in torch.
+#pragma once
+
+#include "places.h"
+#include "team.h"
+
+constexpr int64_t BLOCK = 256;  // tokens, whose logits are in the nearest cache when they are read again
+
+// The sum of e^(x - best), and how many x are above `target`. A loop in a function of its own, see `find_places`.
+template <class T>
+void weigh_and_count(const T *__restrict logits, int64_t count, float best, float target, float &weight, int64_t &above) {
+    float sum = 0;
+    int32_t likelier = 0;
+#pragma omp simd reduction(+ : sum, likelier)
+    for (int64_t i = 0; i < count; i++) {
+        float x = widen(logits[i]);
+        sum += exp_moderate(x - best);
+        likelier += x > target;
+    }
+    weight = sum;
+    above += likelier;
+}
+
+// One row at a time.
+class Scores {
+    std::vector<int32_t> tops, scratch;  // the highest place of each block
+    std::vector<float> weights;          // of each block, as its best has 1
+    std::vector<int64_t> keys;
+
+    // The logarithm of the sum of e^x over the row.
+    double log_sum() const {
+        float best = number(*std::max_element(tops.begin(), tops.end()));
+        if (!std::isfinite(best)) return best;
+        double sum = 0;
+        for (size_t b = 0; b < tops.size(); b++) sum += double(weights[b]) * exp_moderate(number(tops[b]) - best);
+        return best + std::log(sum);
+    }
+
+    // Keys of the `count` likeliest tokens, best first: above a place, below it the lower of two ids has more.
+    template <class T> void find_likeliest(const T *logits, int64_t vocab, int64_t count) {
+        int32_t low = reached_by(count, tops, scratch), places[BLOCK];
+        keys.clear();
+        for (size_t b = 0; b < tops.size(); b++) {
+            if (tops[b] < low) continue;
+            int64_t first = b * BLOCK, members = std::min(BLOCK, vocab - first);
+            find_places(logits + first, members, places);
+            for (int64_t i = 0; i < members; i++)
+                if (places[i] >= low) keys.push_back(int64_t(places[i]) * (int64_t(1) << 32) + (vocab - 1 - first - i));
+        }
+        std::partial_sort(keys.begin(), keys.begin() + count, keys.end(), std::greater<>());
+    }
+
+public:
+    // Into `out`, as `score` below.
+    template <class T> void row(const T *logits, int64_t vocab, int64_t token, int64_t top, double *out) {
+        int64_t blocks = (vocab + BLOCK - 1) / BLOCK, above = 0;
+        int32_t places[BLOCK];
+        tops.resize(blocks), weights.resize(blocks);
+        float target = widen(logits[token]);
+        for (int64_t b = 0; b < blocks; b++) {
+            const T *from = logits + b * BLOCK;
+            int64_t members = std::min(BLOCK, vocab - b * BLOCK);
+            tops[b] = find_places(from, members, places);
+            weights[b] = 0;
+            if (tops[b] > NEVER) weigh_and_count(from, members, number(tops[b]), target, weights[b], above);
+        }
+        double total = log_sum();
+        *out++ = target - total;
+        *out++ = double(above + 1);
+        if (!top) return;
+        find_likeliest(logits, vocab, top);
+        for (int64_t i = 0; i < top; i++) {
+            out[i] = double(vocab - 1 - (keys[i] & UINT32_MAX));
+            out[top + i] = number(int32_t(keys[i] >> 32)) - total;
+        }
+    }
+};
+
+// Of logits [.., vocab] whose rows are `stride` apart, `count` numbered `rows`, and each one's token, into out
+// [count, 2 + 2 * top]: its logprob and its rank, the ids of the `top` likeliest tokens, and their logprobs. The logits'
+// `size` is as in `choose`.
+inline void score(const void *logits, int64_t size, int64_t vocab, int64_t stride, const int64_t *rows, int64_t count,
+                  const int64_t *tokens, int64_t top, double *out, int64_t threads) {
+    auto some = [&](int64_t first, int64_t last) {
+        static thread_local Scores scores;  // whose memory is kept for the next step
+        for (int64_t i = first; i < last; i++) {
+            double *to = out + i * (2 + 2 * top);
+            int64_t at = rows[i] * stride;
+            if (size == 2)
+                scores.row(static_cast<const bf16 *>(logits) + at, vocab, tokens[i], top, to);
+            else
+                scores.row(static_cast<const float *>(logits) + at, vocab, tokens[i], top, to);
+        }
+    };
+    together(threads, count > 1, [&](Team &team) { team.each(count, 1, some, nothing); });
+}
