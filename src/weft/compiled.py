@@ -9,7 +9,8 @@ import atexit
 import contextlib
 import fcntl
 import functools
-import hashlib
+import itertools
+import logging
 import os
 import platform
 import shutil
@@ -17,19 +18,22 @@ import signal
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from weft.facts.cache import cache_path
+from weft.facts import library
+from weft.facts.library import SOURCES, TYPES
 
-SOURCES = Path(__file__).parent / "kernels/native/cpp"
-FLAGS = (
-    *("-O3", "-march=native", "-ffast-math", "-fno-finite-math-only", "-fopenmp-simd", "-std=c++17"),
-    *("-pthread", "-fPIC", "-fvisibility=hidden"),
-)
-TYPES = {"bfloat16": "bf16", "float32": "float"}  # in C++
 WIDEST_HEAD = 256  # as in paged.h: WIDEST
 WIDEST_GROUP = 96  # as in tiles.h: QUERIES
+TELL_AFTER_S = 10.0  # of waiting for another process's compiler
+PATIENCE_S = 120.0  # with it: it may be stopped, and would never be done
+COMPILER_S = 600.0  # what one of our own gets
+POLL_S = 0.02
+
+logger = logging.getLogger("weft")
+_building = threading.Lock()  # one thread of this process
 
 
 def obstacle(dtype: str, head_dim: int, group: int) -> str | None:
@@ -43,36 +47,73 @@ def obstacle(dtype: str, head_dim: int, group: int) -> str | None:
 
 @functools.cache
 def build(dtype: str) -> Path:
-    """The library for activations of a dtype of TYPES, from the cache or made now, which takes a compiler some seconds;
-    one process builds, others wait.
+    """The library for activations of a dtype of TYPES, from the cache or made now, which takes a compiler some seconds.
+
+    One process builds and others wait, but not for ever for one that is stopped: the first to lose patience builds in
+    its place. Whoever is through first or last, the file is always a whole one.
 
     Raises FileNotFoundError without a compiler, OSError where the cache cannot be written and
     subprocess.SubprocessError where the compiler fails.
     """
-    compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))), None)
-    if compiler is None:
-        raise FileNotFoundError("no C++ compiler was found; install g++")
-    sources = [path.read_text() for path in sorted(SOURCES.iterdir())]
-    flags = (*FLAGS, f"-DWEFT_TYPE={TYPES[dtype]}", f"-DWEFT_NAME={dtype}")
-    facts = (*sources, compiler, *flags, platform.machine(), _cpu())
-    key = hashlib.sha256("\0".join(facts).encode()).hexdigest()[:20]
-    folder = cache_path() / "kernels"
-    library = folder / f"{dtype}-{key}.so"
-    if library.exists():
-        return library
+    recipe = library.recipe(dtype)
+    folder = recipe.path.parent
+    with _building:
+        for turn in itertools.count():
+            if recipe.path.exists():
+                break
+            lock = folder / f"{recipe.key}.{turn}.lock"
+            with _alone(lock, recipe.path) as alone:
+                if alone and not recipe.path.exists():
+                    for left in folder.glob(f"{lock.stem}-*"):  # by a process that was killed
+                        shutil.rmtree(left, ignore_errors=True)
+                    with tempfile.TemporaryDirectory(prefix=f"{lock.stem}-", dir=folder) as scratch:
+                        _compile(recipe.compiler, recipe.flags, Path(scratch)).replace(recipe.path)
+    return recipe.path
+
+
+@contextlib.contextmanager
+def _alone(path: Path, awaited: Path) -> Iterator[bool]:
+    """Holding the lock, which the death of its holder frees; False where `awaited` has come meanwhile, or whoever holds
+    the lock has had it for longer than PATIENCE_S."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / f"{key}.lock").open("w")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = path.open("a+")
     except OSError as error:
-        raise OSError(f"{folder} cannot be written ({error.strerror}); let XDG_CACHE_HOME be one that can") from error
+        reason = f"{path.parent} cannot be written ({error.strerror})"
+        raise OSError(f"{reason}; let XDG_CACHE_HOME be one that can") from error
     with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not library.exists():
-            for left in folder.glob(f"{key}-*"):  # by a process that was killed
-                shutil.rmtree(left, ignore_errors=True)
-            with tempfile.TemporaryDirectory(prefix=f"{key}-", dir=folder) as scratch:
-                _compile(compiler, flags, Path(scratch)).replace(library)
-    return library
+        began, told = time.monotonic(), False
+        while not _locked(lock.fileno()):
+            waited = time.monotonic() - began
+            if waited > PATIENCE_S:
+                logger.warning("The CPU kernels are compiled again: %s did not in %.0f s.", _holder(path), waited)
+            if waited > PATIENCE_S or awaited.exists():
+                yield False
+                return
+            if waited > TELL_AFTER_S and not told:
+                told = True
+                logger.warning(
+                    "Waiting for the CPU kernels, which %s compiles (it holds %s); end it if it hangs, or wait %.0f s "
+                    "more, and they are compiled here.",
+                    *(_holder(path), path, PATIENCE_S - waited),
+                )
+            time.sleep(POLL_S)
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {platform.node()}")
+        lock.flush()
+        yield True
+
+
+def _locked(lock: int) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _holder(lock: Path) -> str:
+    return lock.read_text() or "another process"  # that has not signed yet
 
 
 def build_ahead(dtype: str) -> threading.Thread:
@@ -91,9 +132,9 @@ def _compile(compiler: str, flags: Iterable[str], scratch: Path) -> Path:
     """The library, in `scratch`: its parts by as many compilers at once."""
     parts = {part: scratch / f"{part.stem}.o" for part in sorted(SOURCES.glob("*.cpp"))}
     _run([[compiler, *flags, "-c", str(part), "-o", str(made)] for part, made in parts.items()])
-    library = scratch / "library.so"
-    _run([[compiler, "-shared", "-pthread", *map(str, parts.values()), "-o", str(library)]])
-    return library
+    whole = scratch / "library.so"
+    _run([[compiler, "-shared", "-pthread", *map(str, parts.values()), "-o", str(whole)]])
+    return whole
 
 
 def _run(commands: list[list[str]]) -> None:
@@ -122,16 +163,10 @@ def _run(commands: list[list[str]]) -> None:
             running.append(after.enter_context(process))
             after.callback(stop)
         for command, process in zip(commands, running, strict=True):
-            words = process.communicate()[0]
+            try:
+                words = process.communicate(timeout=COMPILER_S)[0]
+            except subprocess.TimeoutExpired:
+                raise subprocess.SubprocessError(f"{command[0]} did not build them in {COMPILER_S:.0f} s") from None
             if process.returncode:
                 lines = words.strip().splitlines() or [f"exit status {process.returncode}"]
                 raise subprocess.SubprocessError(f"{command[0]} could not build them: {lines[0]}")
-
-
-def _cpu() -> str:
-    """What -march=native depends on."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))

@@ -11,8 +11,8 @@ class EngineConfig:
     """Names are the flags' names (`--max-model-len` is `max_model_len`). None means: decided by the planner.
 
     Lengths are tokens. `executor` is "inline" (ranks as threads of this process), "processes", or None for
-    inline with one rank and processes with more. `gpu_memory_utilization` is a share of each GPU's total
-    memory, one figure for all or one per GPU.
+    inline with one rank and processes with more, or in `weft serve`. `gpu_memory_utilization` is a share of each
+    GPU's total memory, one figure for all ranks or one for each.
     """
 
     model: str
@@ -51,3 +51,6 @@ class EngineConfig:
     attention_backend: str = "auto"  # auto, torch, cpu, triton, flashinfer, varlen
     speculative_config: dict[str, Any] | None = None  # as vLLM's: {"method": "ngram"} or {"model": NAME}, and more
     enforce_eager: bool = False  # no CUDA graphs
+
+
+USUAL = EngineConfig(model="")  # of what nobody says anything

@@ -42,10 +42,13 @@ def reason(error: Exception) -> str:
     return str(getattr(error, "strerror", None) or error)
 
 
+CORE = -1  # the core, where ranks are counted
+
+
 class Cause(msgspec.Struct, frozen=True):
     """Why a rank, or the core, failed: what crosses the socket instead of a stack trace.
 
-    `rank` is -1 for the core itself; `phase` is what it was doing: start, load, allocate, warm-up, step.
+    `rank` may be CORE; `phase` is what it was doing: start, load, allocate, warm-up, step.
     """
 
     rank: int
@@ -54,7 +57,7 @@ class Cause(msgspec.Struct, frozen=True):
     hint: str = ""
 
     def __str__(self) -> str:
-        who = f"rank {self.rank}" if self.rank >= 0 else "the engine core"
+        who = "the engine core" if self.rank == CORE else f"rank {self.rank}"
         return f"{who} failed during {self.phase}: {self.cause}" + (f" ({self.hint})" if self.hint else "")
 
 

@@ -67,7 +67,7 @@ class LLM:
 
     def forecast(self) -> Forecast:
         """What the planner expects of this plan on this machine. Raises ConfigError for hardware of which nothing is
-        known; a CPU is measured for half a second the first time."""
+        known; a CPU is measured for a second the first time."""
         from weft.planner.execution import seen
         from weft.planner.forecast import forecast
 

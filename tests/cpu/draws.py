@@ -11,6 +11,7 @@ from tests.cpu.kernels import native
 from weft.core.params import SamplingParams
 from weft.worker.chooser import Chooser, NativeChooser, Settings, TorchChooser, TritonChooser
 from weft.worker.filters import weigh
+from weft.worker.logprobs import Scorer, score
 from weft.worker.random import BLOCK, block_sums, exponentials, seeds
 
 CPU = torch.device("cpu")
@@ -40,6 +41,11 @@ def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:
 def chooser_of(kind: str, slots: int, dtype: torch.dtype = torch.float32, device: torch.device = CPU) -> Chooser:
     """The one of Triton, or that of the compiled CPU kernels for a model of this dtype."""
     return NativeChooser(slots, native(dtype)) if kind == "native" else TritonChooser(slots, device)
+
+
+def scorer_of(kind: str, dtype: torch.dtype = torch.float32) -> Scorer:
+    """The one that goes with a chooser."""
+    return native(dtype).score if kind == "native" else score
 
 
 def chosen(

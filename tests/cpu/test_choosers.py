@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.cpu.draws import PARAMS, chi_square, chooser_of, chosen, far_apart, key_of
+from tests.cpu.draws import PARAMS, chi_square, chooser_of, chosen, far_apart, key_of, scorer_of
 from tests.cpu.reference_sampler import EOS, FILTERS, check_logprobs, expected, grid, row_of, sampled
 from weft.core.params import SamplingParams
 from weft.worker.random import BLOCK, race
@@ -108,7 +108,7 @@ def test_frequencies_are_those_of_the_distribution(kind: str) -> None:
 @settings(max_examples=15)
 def test_a_sampler_gives_the_tokens_of_the_reference(kind: str, data: st.DataObject, vocab: int, seed: int) -> None:
     """All that can be asked for, and new requests in slots that had others."""
-    sampler = Sampler(vocab, 3, (EOS,), chooser_of(kind, 3))
+    sampler = Sampler(vocab, 3, (EOS,), chooser_of(kind, 3), scorer_of(kind))
     for step in range(2):
         rows = data.draw(st.lists(row_of(vocab), min_size=1, max_size=3))
         slots = data.draw(st.permutations(range(3)))[: len(rows)]

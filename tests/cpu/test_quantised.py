@@ -20,6 +20,7 @@ from weft.errors import ModelError
 from weft.facts.checkpoint import resolve, sources
 from weft.facts.place import Span
 from weft.facts.schemes import SCHEMES, STORED, UNIT, held_as
+from weft.facts.tensor import ENCODINGS
 from weft.kernels.plain import PlainKernels
 from weft.planner.fills import fills
 from weft.planner.plan import Plan
@@ -28,7 +29,7 @@ from weft.quant.quantised import Quantised, pack, unpack
 from weft.quant.rounding import rounded
 from weft.weights import stored
 from weft.weights.load import allocate, load
-from weft.weights.quantised import quantise
+from weft.weights.quantised import quantise, split
 from weft.weights.quantised import unpack as unpack_blocks
 from weft.weights.stored import Stored
 
@@ -143,6 +144,18 @@ def test_parts_of_a_parameter_are_held_alike(
         assert (got - want).norm() <= lost * want.norm()
 
 
+@pytest.mark.parametrize("type", sorted(SCHEMES.keys() & ENCODINGS.keys()))
+def test_blocks_of_a_scheme_s_own_type_are_split_as_they_would_be_unpacked(type: str) -> None:
+    """Two ways to the same numbers: one is many times faster."""
+    blocks = torch.randint(0, 256, (3, 4, ENCODINGS[type].nbytes), generator=torch.Generator().manual_seed(1))
+    blocks[..., 1:4:2] &= 0x3B  # the upper bytes of what may be a half: finite
+    made = [Quantised.empty(type, 3, Span(0, 4 * 32), torch.bfloat16, CPU) for _ in range(2)]
+    split(blocks.to(torch.uint8), made[0])
+    unpack_blocks(blocks.to(torch.uint8).view(3, -1), type, 0, made[1])
+    for one, other in zip(*((it.values, it.scales, it.lowest) for it in made), strict=True):
+        assert torch.equal(one, other) if one is not None else other is None
+
+
 def test_a_scale_beyond_16_bits_is_refused() -> None:
     block = torch.zeros(1, 144, dtype=torch.uint8)
     block[0, :2] = torch.tensor([60000.0]).half().view(torch.uint8)
@@ -231,14 +244,14 @@ def perplexity(llm: LLM, ids: Sequence[int], window: int = 512) -> float:
     return math.exp(-sum(scores) / len(scores))
 
 
-def measured(**how: Any) -> float:
-    with LLM("demo", max_model_len=1024, executor="inline", **how) as llm:
+def measured(model: str = "demo", **how: Any) -> float:
+    with LLM(model, max_model_len=1024, executor="inline", **how) as llm:
         return perplexity(llm, llm.get_tokenizer().encode(TEXT.read_text())[:1024])
 
 
 def test_perplexity_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Within 5 % of the file's own, for what is kept and for what is made anew from its dequantised numbers. These lie
-    on a grid of 4 bits, which has to be found again: what 4 bits lose of others is in docs/negative-results.md."""
+    on a grid of 4 bits, which has to be found again; what others lose is in test_importance.py."""
     truth = measured(quantization="none")
     assert 5 < truth < 50
     assert measured() < 1.02 * truth

@@ -37,9 +37,15 @@ def weights(dtype: torch.dtype) -> torch.Tensor:
     return torch.cat((*kinds, same)).to(dtype)
 
 
-def made_of(weight: torch.Tensor, type: str, how: Rounding) -> Quantised:
+def importance() -> torch.Tensor:
+    """Of columns of which few count much more than others."""
+    drawn = torch.randn(WIDTH, generator=torch.Generator().manual_seed(8)).mul_(2).exp_()
+    return drawn.clamp_(min=0.1)
+
+
+def made_of(weight: torch.Tensor, type: str, how: Rounding, counts: torch.Tensor | None = None) -> Quantised:
     into = Quantised.empty(type, len(weight), Span(0, weight.shape[1]), torch.float32, CPU)
-    how(weight, into)
+    how(weight, into, counts)
     return into
 
 
@@ -47,16 +53,20 @@ def parts(matrix: Quantised) -> list[torch.Tensor]:
     return [part for part in (matrix.values, matrix.scales, matrix.lowest) if part is not None]
 
 
+@pytest.mark.parametrize("counts", [None, importance()], ids=["alike", "by importance"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("type", KINDS)
-def test_it_loses_no_more_than_torch(ours: NativeRounding, type: str, dtype: torch.dtype) -> None:
+def test_it_loses_no_more_than_torch(
+    ours: NativeRounding, type: str, dtype: torch.dtype, counts: torch.Tensor | None
+) -> None:
     """Sums are added up in another order, so numbers halfway between two steps, and scales between two halves, may go
     either way, and with them what is found best for a group; on the whole nothing is lost by it."""
     weight = weights(dtype)
-    here, there = made_of(weight, type, ours), made_of(weight, type, round_into)
+    here, there = (made_of(weight, type, how, counts) for how in (ours, round_into))
     for got, want in zip(parts(here), parts(there), strict=True):
         assert (got == want).float().mean() > 0.97
-    off, most = (made.dequantise().sub_(weight).square_().sum(1) for made in (here, there))
+    each = torch.ones(WIDTH) if counts is None else counts
+    off, most = (made.dequantise().sub_(weight).square_().mul_(each).sum(1) for made in (here, there))
     assert (off <= most * 1.05 + 1e-12).all()  # of a row
     assert off.sum() <= most.sum() * 1.002
 
@@ -69,13 +79,26 @@ def test_without_sums_it_is_the_same(ours: NativeRounding, type: str, dtype: tor
         assert torch.equal(got, want)
 
 
-def test_what_lies_on_a_grid_is_found_again(ours: NativeRounding) -> None:
+@pytest.mark.parametrize("type", ["Q4_0", "Q4_1"])
+def test_what_counts_loses_less(ours: NativeRounding, type: str) -> None:
+    """In columns that count ten times as much as the rest of their group an error is smaller, in others hardly larger."""
+    weight, counts = weights(torch.float32)[:60], importance()
+    much = counts > 10 * counts.view(-1, 32).median(dim=1, keepdim=True).values.expand(-1, 32).flatten()
+    off, usual = (made_of(weight, type, ours, each).dequantise().sub_(weight).square_() for each in (counts, None))
+    assert off[:, much].sum() < {"Q4_0": 0.8, "Q4_1": 0.6}[type] * usual[:, much].sum()
+    assert off[:, ~much].sum() < 1.3 * usual[:, ~much].sum()
+
+
+@pytest.mark.parametrize("how", ["alike", "by importance"])
+def test_what_lies_on_a_grid_is_found_again(ours: NativeRounding, how: str) -> None:
     torch.manual_seed(5)
     q = torch.randint(0, 16, (50, 8, 32)).float()
     q[..., 0], q[..., 1] = 0, 15
     scale, low = (torch.rand(50, 8, 1) + 0.1).half().float(), torch.randn(50, 8, 1).half().float()
-    found = made_of((q * scale + low).flatten(1), "Q4_1", ours)
-    assert torch.equal(found.numbers().float(), q.flatten(1))
+    counts = importance()[:256] if how == "by importance" else None
+    for rounding in (ours, round_into):
+        found = made_of((q * scale + low).flatten(1), "Q4_1", rounding, counts)
+        assert torch.equal(found.numbers().float(), q.flatten(1))
 
 
 @pytest.mark.parametrize("type", KINDS)

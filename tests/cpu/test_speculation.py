@@ -30,6 +30,7 @@ from weft.planner.execution import plan_to_run
 from weft.planner.memory import fit_length
 from weft.planner.plan import Plan
 from weft.planner.speculation import draft_plan
+from weft.worker.sampler import Sampler
 from weft.worker.worker import Worker
 
 PROMPTS = [[1, 5, 9, 33, 7], [40, 41, 42] * 9, [1, 150], list(range(3, 40))]
@@ -196,6 +197,22 @@ def test_a_draft_reads_what_it_missed(
     assert stats.guessed_tokens > 10 and stats.confirmed_tokens == stats.guessed_tokens
 
 
+def test_what_is_ordered_is_sampled(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU hears of an admission with the next order, and a draft reads prompts too, from which nobody samples yet."""
+    calls: list[str] = []
+
+    def counted(name: str) -> None:
+        whole = getattr(Sampler, name)
+        monkeypatch.setattr(Sampler, name, lambda *given: calls.append(name) or whole(*given))
+
+    how = {"dtype": "float32", "skip_tokenizer_init": True, "executor": "inline", "max_num_batched_tokens": 16}
+    with LLM(model, speculative_config={"model": model}, **how) as llm:
+        counted("order")
+        counted("sample")
+        llm.generate([list(range(3, 44))], GREEDY)
+    assert calls[::2] == ["order"] * (len(calls) // 2) and calls[1::2] == ["sample"] * (len(calls) // 2) and calls
+
+
 def test_a_draft_that_is_not_asked_reads_nothing(model: str, monkeypatch: pytest.MonkeyPatch, reads: list[int]) -> None:
     how = {"dtype": "float32", "skip_tokenizer_init": True, "executor": "inline", "max_num_batched_tokens": 32}
     with LLM(model, speculative_config={"model": model}, **how) as llm:
@@ -221,6 +238,7 @@ def test_a_draft_that_is_not_asked_reads_nothing(model: str, monkeypatch: pytest
         ({"method": "ngram", "num_speculative_tokens": 0}, "must be 1 to 16"),
         ({"method": "ngram", "num_speculative_tokens": True}, "must be 1 to 16"),
         ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 3}, "is above prompt_lookup_max"),
+        ({"method": "ngram", "prompt_lookup_min": "5"}, "must be 1 to 32"),
     ],
     ids=str,
 )

@@ -120,7 +120,7 @@ def test_a_step_has_one_copy_to_the_device(tmp_path: Path, monkeypatch: pytest.M
 
     def counted(owner: type, name: str) -> None:
         call = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *given: (calls.update([name]), call(*given))[1])
+        monkeypatch.setattr(owner, name, lambda *given, **how: (calls.update([name]), call(*given, **how))[1])
 
     def alone(*given: object) -> NoReturn:
         raise AssertionError("an array goes to the device on its own")

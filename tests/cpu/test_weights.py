@@ -22,10 +22,12 @@ from tests.pure.shapes import layouts
 from weft.errors import ModelError
 from weft.facts import demo
 from weft.facts.checkpoint import resolve, sources, tensors
+from weft.facts.parameters import parameter_dims, rank_parameters
+from weft.facts.place import Place, Span
 from weft.facts.shape import DTYPE_BYTES, ModelShape
 from weft.facts.tensor import ENCODINGS, TensorInfo
-from weft.planner.fills import fills, parameter_dims, rank_parameters
-from weft.planner.place import Place, Span, places
+from weft.planner.fills import fills
+from weft.planner.place import places
 from weft.planner.plan import Plan
 from weft.weights import stored
 from weft.weights.blocks import BLOCKS

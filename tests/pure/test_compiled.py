@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -95,13 +98,87 @@ def test_what_a_killed_process_left_is_cleared_away(
 ) -> None:
     install(FAKE, tmp_path, monkeypatch)
     library = compiled.build("bfloat16")
-    left = cache / f"{library.stem.removeprefix('bfloat16-')}-left"
+    left = cache / f"{library.stem.removeprefix('bfloat16-')}.0-left"
     left.mkdir()
     (left / "native.o").touch()
     library.unlink()
     compiled.build.cache_clear()
     assert compiled.build("bfloat16") == library
     assert not left.exists()
+
+
+# --- others who build it ---
+
+# A compiler that is at work for as long as there is a file called slow beside it.
+SLOW = FAKE.replace("sleep {seconds}", 'while [ -e "$(dirname $0)/slow" ]; do sleep 0.05; done')
+BUILD = """
+import logging, sys
+from weft import compiled
+logging.basicConfig(format="%(message)s")
+compiled.TELL_AFTER_S, compiled.PATIENCE_S = map(float, sys.argv[1:])
+print(compiled.build("bfloat16"))
+"""
+
+
+def builder(*, tell_after: float = 60, patience: float = 60) -> subprocess.Popen[str]:
+    """A process that prints the library's path, and on standard error what it says while it waits."""
+    command = [sys.executable, "-c", BUILD, str(tell_after), str(patience)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def end(process: subprocess.Popen[str]) -> tuple[Path, str]:
+    said, told = process.communicate(timeout=60)
+    assert process.returncode == 0, told
+    return Path(said.strip()), told
+
+
+@pytest.fixture
+def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[str]]:
+    """A process that was stopped while its compilers were at work."""
+    log, slow = install(SLOW, tmp_path, monkeypatch), tmp_path / "slow"
+    slow.touch()
+    process = builder()
+    while not log.exists() or calls(log) < PARTS:
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGSTOP)
+    slow.unlink()
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_who_is_stopped_is_not_waited_for(cache: Path, tmp_path: Path, stopped: subprocess.Popen[str]) -> None:
+    """The others build it once more, for all of them, and say why; who goes on afterwards harms nothing."""
+    others = [builder(tell_after=0.1, patience=2) for _ in range(2)]
+    ends = [end(process) for process in others]
+    library, holder = ends[0][0], f"process {stopped.pid} on {os.uname().nodename}"
+    assert ends[1][0] == library and library.read_text() == "made\n"
+    for _, told in ends:
+        assert f"Waiting for the CPU kernels, which {holder} compiles (it holds {cache}/" in told
+        assert f"compiled again: {holder} did not in " in told
+    assert calls(tmp_path / "calls") == 2 * PARTS + 1
+    stopped.send_signal(signal.SIGCONT)
+    assert end(stopped) == (library, "") and library.read_text() == "made\n"
+    assert {path.suffix for path in cache.iterdir()} == {".so", ".lock"}
+
+
+def test_who_has_died_is_not_waited_for(cache: Path, stopped: subprocess.Popen[str]) -> None:
+    stopped.kill()
+    stopped.wait(30)
+    library, told = end(builder(tell_after=0))
+    assert library.exists() and not told
+    assert len(list(cache.glob("*.lock"))) == 1
+
+
+def test_a_compiler_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(FAKE, tmp_path, monkeypatch, seconds=600)
+    monkeypatch.setattr(compiled, "COMPILER_S", 0.1)
+    with pytest.raises(subprocess.SubprocessError, match="did not build them in 0 s"):
+        compiled.build("bfloat16")
+
+
+# --- who begins ---
 
 
 @pytest.mark.parametrize(

@@ -81,3 +81,27 @@ def test_the_kernel_s_lists(text: str, found: tuple[int, ...]) -> None:
 def test_this_machine_s_cpu() -> None:
     found = cpu.look()
     assert found.model and found.cores <= found.threads
+
+
+def test_what_cores_have_worked(tmp_path: Path) -> None:
+    ticks = os.sysconf("SC_CLK_TCK")
+    lines = (
+        "cpu  9 9 9 9 9 9 9 9 0 0",
+        f"cpu0 {ticks} 0 {ticks} 7 7 0 0 {ticks} 5 5",
+        f"cpu1 {ticks} 0 0 9 0 0 0 0 0 0",
+        "intr 5 0",
+    )
+    machine(tmp_path, {"proc/stat": "\n".join(lines)})
+    assert [cpu.worked_s(cores, tmp_path) for cores in ((0,), (1,), (0, 1))] == [3.0, 1.0, 4.0]
+    assert cpu.worked_s((7,), tmp_path) is None and cpu.worked_s((0,), tmp_path / "none") is None
+
+
+def test_whether_others_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    from weft.facts import cpu_speed
+
+    monkeypatch.setattr(cpu_speed, "measure", lambda *_: cpu.CpuSpeed(1.0, 1.0))
+    for worked, load, busy in (([0.0, 9.0], 0.0, True), ([5.0, 5.0], 9.0, False), ([None, None], 0.9, True)):
+        times = iter(worked)
+        monkeypatch.setattr(cpu, "worked_s", lambda _, times=times: next(times))
+        monkeypatch.setattr(cpu, "load", lambda load=load: load)
+        assert cpu_speed.watched((0, 1), 1).busy == busy

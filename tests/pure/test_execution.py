@@ -238,6 +238,11 @@ def test_sizes_alone_leave_the_shares_of_unlike_gpus_to_the_search() -> None:
         run("Llama-3.1-70B", where, tensor_parallel_size=2)
 
 
+def test_more_ranks_than_unlike_gpus_are_refused_with_the_figures() -> None:
+    for sizes in ({"tensor_parallel_size": 4}, {"pipeline_parallel_size": 4}):
+        refusal(PlanError, "4 ranks need 4 GPUs", "2 are visible", where=rig(FOUR, THREE), **sizes)
+
+
 def test_without_gpus_it_is_one_rank_and_nothing_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(execution, "searched", None)
     assert run("Llama-3.1-8B", rig()).devices == ("cpu",)

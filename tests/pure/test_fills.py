@@ -10,12 +10,15 @@ import pytest
 from hypothesis import given
 
 from tests.pure.shapes import SMOLLM2, layouts
-from weft.facts.parameters import EMBED, Axis, axis_length, parameters
+from weft.facts.axes import Axis, axis_length, owned
+from weft.facts.parameters import parameter_dims, parameters, rank_parameters
+from weft.facts.place import Place, Span
 from weft.facts.shape import DTYPE_BYTES, ModelShape
-from weft.planner.fills import Fill, fills, owned, parameter_dims, rank_parameters, weight_bytes
-from weft.planner.place import Place, Span, places
+from weft.planner.fills import Fill, fills, weight_bytes
+from weft.planner.place import places
 
 Layout = tuple[ModelShape, tuple[float, ...], tuple[int, ...]]
+EMBED = "model.embed_tokens.weight"
 
 
 def sources(shape: ModelShape) -> dict[str, tuple[int, ...]]:
@@ -77,8 +80,8 @@ def test_every_element_is_read_by_exactly_its_owners(layout: Layout) -> None:
             for part in parameter.parts:
                 name = part.source.format(layer=layer)
                 for place, fill in readers[name]:
-                    holds = place.first if part == EMBED else place.last
-                    holds = holds or (part == EMBED and shape.tied and place.last)
+                    holds = place.first if part.source == EMBED else place.last
+                    holds = holds or (part.source == EMBED and shape.tied and place.last)
                     if layer is not None:
                         holds = place.layers.start <= layer < place.layers.stop
                     assert holds and rectangle(fill)[0] == owned(shape, place, part.rows)

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from tests.pure.shapes import SMOLLM2, layouts
 from weft.errors import PlanError
 from weft.facts.catalogue import find
+from weft.facts.place import Place, Span
 from weft.facts.shape import ModelShape
-from weft.planner.place import Place, Span, column_unit, cut_heads, places
+from weft.planner.place import column_unit, cut_heads, places
 
 Layout = tuple[ModelShape, tuple[float, ...], tuple[int, ...]]
 

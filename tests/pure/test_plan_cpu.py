@@ -17,7 +17,8 @@ from weft.facts.cluster import Cluster
 from weft.facts.cpu import Cpu, CpuSpeed
 from weft.facts.host import Host
 from weft.facts.speeds import Speeds
-from weft.planner.advice import advice, binding
+from weft.planner.advice import advice
+from weft.planner.binding import binding
 from weft.planner.memory import Capacity, kv_blocks
 from weft.planner.notes import notes
 from weft.planner.place import places

@@ -19,9 +19,9 @@ from weft.facts.published import ORDERED, Published
 from weft.facts.schemes import PUBLISHED
 from weft.facts.shape import ModelShape
 from weft.facts.tensor import TensorInfo
-from weft.planner.held import rank_weights
 from weft.planner.layout import layout
 from weft.planner.plan import Plan
+from weft.planner.rank_weights import rank_weights
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from weft.facts import catalogue
 from weft.facts.cluster import Cluster, Node, parse_gpus, parse_nodes
 from weft.facts.gpus import GpuSpec, find_gpu, gpus
-from weft.planner.advice import advice, binding
+from weft.planner.advice import advice
+from weft.planner.binding import binding
 from weft.planner.cuts import Cut, drafts
 from weft.planner.deployment import Layout, Workload
 from weft.planner.islands import groups, islands, replicas, tensor_sizes

@@ -15,12 +15,12 @@ from weft.errors import PlanError
 from weft.facts import catalogue
 from weft.facts.axes import CUT_BY, Axis, axis_length
 from weft.facts.checkpoint import sources
-from weft.facts.parameters import Parameter, params, rank_parameters
+from weft.facts.parameters import Parameter, parameter_dims, params, rank_parameters
 from weft.facts.place import Span, whole
 from weft.facts.precision import weight_bytes, weights
 from weft.facts.shape import ModelShape
 from weft.planner import fills as engine
-from weft.planner.fills import Fill, fills, parameter_dims
+from weft.planner.fills import Fill, fills
 from weft.planner.place import places
 
 Layout = tuple[ModelShape, tuple[float, ...], tuple[int, ...], tuple[int, int] | None]

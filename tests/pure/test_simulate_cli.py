@@ -178,7 +178,7 @@ def test_policies_are_those_of_the_gateway() -> None:
         ("--rate 1 --users 2", 2, "--rate and --users are different loads"),
         ("--think 2s --rate 1", 2, "--think is what --users do"),
         ("--rate 1 --replicas 0", 2, "'0' is below 1"),
-        ("--rate 1 --sample-replicas some", 2, "'some' is no number"),
+        ("--rate 1 --sample-replicas some", 2, "'some' is no whole number"),
         ("--rate 1 --slo ttft_p95", 1, "--slo 'ttft_p95' is no target"),
         ("--rate 1 --find replicas", 2, "--find replicas needs an objective"),
         ("--find replicas --slo ttft_p95=1s", 2, "--find replicas needs the load"),

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from weft.errors import ConfigError
-from weft.facts import speeds
-from weft.facts.cpu import Cpu, CpuSpeed
+from weft.facts import library, speeds
+from weft.facts.cpu import Cpu, CpuSpeed, KernelSpeed, ProductSpeed
 from weft.facts.fingerprint import fingerprint
 from weft.facts.host import Host, probe
 from weft.facts.speeds import GpuSpeed, PairSpeed, Speeds, cpu_speed, known
@@ -45,6 +45,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Host]:
         return CpuSpeed(1e9 + len(calls), 1e12)
 
     monkeypatch.setattr(speeds, "measure_cpu", measure)
+    monkeypatch.setattr(library, "found", lambda: "")
     return calls
 
 
@@ -87,6 +88,19 @@ def test_a_busy_machine_is_measured_again_when_it_is_not(measured: list[Host], m
     assert cpu_speed(HOST).bandwidth_Bps == 1e9 + 1
 
 
+def test_it_is_measured_again_once_the_kernels_are_built(measured: list[Host], monkeypatch: pytest.MonkeyPatch) -> None:
+    def built(path: str | None) -> float:
+        monkeypatch.setattr(library, "found", lambda: path)
+        return cpu_speed(HOST).bandwidth_Bps
+
+    speeds.keep(HOST, msgspec.structs.replace(known(HOST), cpu=CpuSpeed(5.0, 5.0, library="")))
+    assert built("") == built(None) == 5.0
+    assert built("/cache/bfloat16-1.so") == 1e9 + 1
+    speeds.keep(HOST, msgspec.structs.replace(known(HOST), cpu=CpuSpeed(6.0, 6.0, library="bfloat16-1.so")))
+    assert built("/cache/bfloat16-1.so") == built("") == 6.0  # of those to come nothing can be measured
+    assert built("/cache/bfloat16-2.so") == 1e9 + 2
+
+
 def test_gpus_stay_known_when_the_cpu_is_measured(measured: list[Host]) -> None:
     pair = PairSpeed(first="GPU-1", second="GPU-2", verdict="hung", detail="x")
     gpu = GpuSpeed(gpu="GPU-1", copy_Bps=1.0, from_host_Bps=1.0, to_host_Bps=1.0)
@@ -113,6 +127,12 @@ def kept(found: Speeds) -> bytes:
     return msgspec.json.encode(found)
 
 
+OWN = KernelSpeed(
+    products=(ProductSpeed(bits=16, weights_Bps=(9.0, 8.0, 7.0, 6.0), matmul_flops=1.0),),
+    cache_Bps=1.0,
+    attention_flops=1.0,
+    rows_Bps=1.0,
+)
 FILE = Speeds(machine=fingerprint(HOST, speeds.VERSION), cpu=CpuSpeed(7.0, 7.0))
 
 
@@ -130,6 +150,8 @@ FILE = Speeds(machine=fingerprint(HOST, speeds.VERSION), cpu=CpuSpeed(7.0, 7.0))
         kept(msgspec.structs.replace(FILE, cpu=CpuSpeed(-1.0, 7.0))),
         kept(FILE).replace(b"7.0", b"1e999"),
         kept(FILE).replace(b"7.0", b'"fast"'),
+        kept(msgspec.structs.replace(FILE, cpu=CpuSpeed(7.0, 7.0, kernels=msgspec.structs.replace(OWN, rows_Bps=0.0)))),
+        kept(msgspec.structs.replace(FILE, cpu=CpuSpeed(7.0, 7.0, kernels=OWN))).replace(b"9.0", b"-9.0"),
     ],
 )
 def test_a_damaged_file_is_measured_anew(measured: list[Host], cache: Path, damaged: bytes) -> None:
@@ -163,6 +185,14 @@ def test_this_cpu_is_measured_in_a_child() -> None:
     here = probe()
     found = speeds.measure_cpu(here)
     assert found.bandwidth_Bps > 1e8 and found.fp32_flops > 1e8
+
+
+@pytest.mark.parametrize(
+    ("features", "kind"),
+    [(("avx2", "fma", "avx512f"), "SkylakeX"), (("avx2", "fma"), "Haswell"), (("asimd",), None), ((), None)],
+)
+def test_numpy_takes_the_largest_instruction_set(features: tuple[str, ...], kind: str | None) -> None:
+    assert speeds.openblas(features) == kind
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,35 @@ def test_a_draft_that_has_much_to_read_first_is_tried_seldom(reading: float) -> 
     assert clock.now - 100.0 < 0.01 * tokens * 1.04
 
 
+def test_a_draft_that_never_comes_to_all_texts_ends_is_judged_as_it_is() -> None:
+    """Where requests come all the time, one of them always has something to be read."""
+    clock, guessing = Clock(), 0
+    it = Worth(clock)
+    for _ in range(6000):
+        guess = it.guessing(8)
+        guessing += guess
+        plan = decode(8, 0)
+        plan.asks = [4 * guess] * 8
+        it.began(plan, 8)
+        clock.now += 0.01 * (1 + 3 * guess)
+        it.ended(8, [*range(7)] if guess else [])
+    assert guessing < 6000 / 16
+
+
+@pytest.mark.parametrize("stalled", [[1], [2], [1, 2]])
+def test_a_try_in_which_the_machine_stood_still_is_repeated_soon(stalled: list[int]) -> None:
+    clock, seen, tries = Clock(), [False], 0
+    it = Worth(clock)
+    for _ in range(3000):
+        guess = it.guessing(1)
+        tries += guess and not seen[-1]
+        it.began(decode(1, GUESSES * guess), 1)
+        clock.now += 0.01 + 2.0 * (seen[-4:] == [False, True, True, True] and tries in stalled)
+        it.ended(1 + 2 * guess, ())
+        seen.append(guess)
+    assert sum(seen) > 3000 - 4 * LONG
+
+
 def test_batches_of_other_sizes_find_out_for_themselves() -> None:
     clock = Clock()
     it = Worth(clock)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from statistics import median
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -30,6 +31,7 @@ BATCHED_TOKENS = {"cpu": 8192, "gpu": 32_768}
 # Of which the fastest counts, since what else the machine does only ever slows it: at least so many, and more until the
 # two fastest agree within this share.
 REPEATS, MOST_REPEATS, AGREE = 3, 6, 0.05
+DOUBT = 1.5  # times what was expected of a measurement, beyond which it is made again before it is believed
 PREFILL_OUTPUT = 2  # tokens; the first one is timed
 QUANTISED = ("int4", "int8", "q4_0", "q8_0")  # what the engine makes of weights at load
 FAR = 0.25  # a mean error from which the measurement is not to be believed
@@ -106,33 +108,65 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def measure(llm: LLM, name: str, asked: Sequence[Load], tell: Callable[[Point], object]) -> list[Point]:
-    """The loads that the engine has room for, each as `tell` hears of it."""
-    plan, points = llm.plan, []
-    room = llm.num_blocks * plan.block_size
+    """The loads that the engine has room for, each as `tell` hears of it. They take turns: what disturbs the machine
+    for a second or two meets one measurement of each, and not all of one."""
+    plan = llm.plan
     seconds_of(llm, WARM_UP, -1)
-    for number, load in enumerate(asked):
-        longest = load.length + load.output
-        if longest > plan.max_model_len or load.batch * (longest + plan.block_size) > room:
-            continue
-        # All prompts have to be read in one step, so that all answers begin and end together.
-        if load.batch > 1 and (
-            load.batch > plan.max_num_seqs or load.batch * load.length > plan.max_num_batched_tokens
-        ):
-            continue
-        times: list[float] = []
-        while len(times) < REPEATS or (times[1] > times[0] * (1 + AGREE) and len(times) < MOST_REPEATS):
-            times = sorted([*times, seconds_of(llm, load, number * MOST_REPEATS + len(times))])
-        seconds = times[0]
-        point = Point(
+    times: dict[Load, list[float]] = {load: [] for load in asked if has_room(llm, load)}
+    for turn in range(MOST_REPEATS):
+        for number, (load, found) in enumerate(times.items()):
+            if turn < REPEATS or not settled(found):
+                found.append(seconds_of(llm, load, number * MOST_REPEATS + turn))
+    points = [
+        Point(
             model=name,
             shape=plan.shape,
             precision=precision_of(plan.shape, plan.quantization, plan.schemes, plan.dtype),
             load=load,
-            seconds=seconds,
+            seconds=min(found),
         )
-        points.append(point)
+        for load, found in times.items()
+    ]
+    for point in points:
         tell(point)
     return points
+
+
+def has_room(llm: LLM, load: Load) -> bool:
+    """Whether the engine can run a load: all prompts have to be read in one step, so that all answers begin and end
+    together."""
+    plan, longest = llm.plan, load.length + load.output
+    if longest > plan.max_model_len or load.batch * (longest + plan.block_size) > llm.num_blocks * plan.block_size:
+        return False
+    return load.batch == 1 or (
+        load.batch <= plan.max_num_seqs and load.batch * load.length <= plan.max_num_batched_tokens
+    )
+
+
+def settled(times: Sequence[float]) -> bool:
+    """Whether the two fastest agree."""
+    first, second = sorted(times)[:2]
+    return second <= first * (1 + AGREE)
+
+
+def doubtful(points: Sequence[Point], expected: Sequence[float]) -> list[Point]:
+    """Those that took far longer than the planner expects of them, compared with the others of their kind: the law of
+    it may be off for the machine, but not for one of them alone."""
+    ratios = [point.seconds / seconds for point, seconds in zip(points, expected, strict=True)]
+    usual = {
+        kind: median(ratio for point, ratio in zip(points, ratios, strict=True) if point.load.kind == kind)
+        for kind in {point.load.kind for point in points}
+    }
+    return [point for point, ratio in zip(points, ratios, strict=True) if ratio > DOUBT * usual[point.load.kind]]
+
+
+def faster(points: Sequence[Point], again: Sequence[Point]) -> list[Point]:
+    """The points, those that were measured again as fast as they were the faster time."""
+    seconds = {(point.model, point.load): point.seconds for point in again}
+    return [
+        msgspec.structs.replace(it, seconds=min(it.seconds, seconds.get((it.model, it.load), it.seconds)))
+        for it in points
+    ]
 
 
 def seconds_of(llm: LLM, load: Load, seed: int) -> float:

@@ -17,9 +17,9 @@ from weft.bench.calibrate import Point
 from weft.facts.calibration import Calibration, Measured, Quantised
 from weft.facts.cluster import Cluster, Node
 from weft.facts.gpus import GpuSpec
+from weft.facts.precision import OF_DTYPE
 from weft.planner.deployment import Workload, deploy
 from weft.planner.profiles import calibrated, profile
-from weft.planner.quantization import PRECISIONS
 from weft.planner.replica import Replica
 
 # The constants, and how far off the planner's own figures may be (natural logarithm) before a fit is held back: wide
@@ -39,7 +39,7 @@ RIDGE = 0.02  # of an error in the logarithm, what a constant's whole width weig
 FLOOR = 0.05  # errors above this count by their size, below it by their square
 ROUNDS = 20
 NUDGE = 1e-3
-WHOLE = frozenset(PRECISIONS.values())  # precisions that are none of a quantised model
+WHOLE = frozenset(OF_DTYPE.values())  # precisions that are none of a quantised model
 RUNTIME = "resident memory of the engine's process, or the driver's figure, less weights, KV cache and a step's own"
 
 
@@ -54,7 +54,7 @@ class Planned:
     """What the planner expects of points on one device, given the constants."""
 
     def __init__(self, gpu: GpuSpec, points: Sequence[Point]) -> None:
-        self._gpu, self.points = gpu, points
+        self._gpu, self._plain, self.points = gpu, msgspec.structs.replace(gpu, calibration=None), points
         self._own = profile("weft", on_cpu=gpu.kind == "cpu")
         precisions = dict.fromkeys(point.precision for point in points)
         self.whole = next((it for it in precisions if it in WHOLE), "bf16")
@@ -74,7 +74,7 @@ class Planned:
 
     def start(self) -> dict[str, float]:
         """The constants as the planner has them without a measurement."""
-        own, gpu = self._own, self._gpu
+        own, gpu = calibrated(self._own, [self._plain]), self._gpu
         kernels = own.kernels(gpu)
         flops = gpu.flops.get("bf16") or gpu.flops["fp16"]
         found = {
@@ -92,7 +92,13 @@ class Planned:
     def seconds(self, values: Mapping[str, float]) -> list[float]:
         """Of each point."""
         candidate = calibration(self._gpu.name, self, values, runtime_MiB=0.0)
-        gpu = msgspec.structs.replace(self._gpu, calibration=candidate)
+        return self._predicted(msgspec.structs.replace(self._gpu, calibration=candidate))
+
+    def expected(self) -> list[float]:
+        """Of each point, without a calibration."""
+        return self._predicted(self._plain)
+
+    def _predicted(self, gpu: GpuSpec) -> list[float]:
         cluster = Cluster((Node((gpu,), "memory" if gpu.kind == "cpu" else "pcie"),), 1.0)
         profile = calibrated(self._own, [gpu])
         replicas = {

@@ -7,6 +7,8 @@ import logging
 import os
 import sys
 from argparse import Namespace
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from itertools import takewhile
@@ -15,7 +17,7 @@ from typing import Any
 import msgspec
 
 from weft.bench import calibrate, fit
-from weft.bench.calibrate import BATCHED_TOKENS, FAR, Point, Subject
+from weft.bench.calibrate import BATCHED_TOKENS, FAR, Load, Point, Subject
 from weft.bench.fit import Fit, Planned
 from weft.cli.bench_view import aligned, number
 from weft.cli.flags import engine_config
@@ -125,12 +127,15 @@ def one(arguments: Namespace, config: EngineConfig, here: Host, gpu: GpuSpec, in
         "max_num_batched_tokens": config.max_num_batched_tokens or BATCHED_TOKENS[gpu.kind],
     }
 
-    def measure(name: str, subject: Subject | None, **engine: Any) -> Plan:
-        before = host.probe()
-        with LLM(**{**asdict(config), **asked, **engine}) as llm:
-            runtime.append(calibrate.runtime_bytes(llm, before))
-            points.extend(calibrate.measure(llm, name, calibrate.loads(gpu, subject), tell))
-            return llm.plan
+    def measure(subject: Subject | None, loads: Sequence[Load]) -> tuple[Plan, list[Point]]:
+        """None is the user's own model."""
+        with subject.model.folder() if subject else nullcontext(config.model) as model:
+            held = {"load_format": "dummy", "quantization": subject.quantization} if subject else {}
+            before = host.probe()
+            with LLM(**{**asdict(config), **asked, "model": model, **held}) as llm:
+                runtime.append(calibrate.runtime_bytes(llm, before))
+                name = subject.name if subject else config.model
+                return llm.plan, calibrate.measure(llm, name, loads, tell)
 
     print(f"measuring {gpu.name}; it should have nothing else to do", file=sys.stderr)
     busy = os.getloadavg()[0]
@@ -138,17 +143,23 @@ def one(arguments: Namespace, config: EngineConfig, here: Host, gpu: GpuSpec, in
         logger.warning(
             "the machine is busy (a load of %.1f on %d cores): the figures will be too low", busy, len(here.cores)
         )
-    for subject in calibrate.subjects(gpu):
-        with subject.model.folder() as folder:
-            held = {"load_format": "dummy", "quantization": subject.quantization}
-            measure(subject.name, subject, model=folder, **held)
-    tuned: list[Tuned] = []
-    if getattr(arguments, "model", ""):
-        plan = measure(config.model, None)
-        if index is not None and plan.attention_backend in TUNED:
-            names = [it.name for it in here.gpus]
-            tuned = attention(plan, names.count(names[index]), keep=getattr(arguments, "save", True))
     plain = msgspec.structs.replace(gpu, calibration=None)
+    subjects: dict[str, Subject | None] = {it.name: it for it in calibrate.subjects(gpu)}
+    if own := getattr(arguments, "model", ""):
+        subjects[config.model] = None
+    plans: dict[str, Plan] = {}
+    for name, subject in subjects.items():
+        plans[name], measured = measure(subject, calibrate.loads(gpu, subject))
+        points += measured
+    doubts = calibrate.doubtful(points, Planned(plain, points).expected())
+    for name in dict.fromkeys(it.model for it in doubts):
+        again = [it.load for it in doubts if it.model == name]
+        print(f"  {name}: {len(again)} took too long to be believed, and are measured again", file=sys.stderr)
+        points = calibrate.faster(points, measure(subjects[name], again)[1])
+    tuned: list[Tuned] = []
+    if own and index is not None and plans[config.model].attention_backend in TUNED:
+        names = [it.name for it in here.gpus]
+        tuned = attention(plans[config.model], names.count(names[index]), keep=getattr(arguments, "save", True))
     planned = Planned(plain, points)
     found = fit.fit(plain, points)
     result = fit.calibration(

@@ -49,15 +49,6 @@ def percents(text: str) -> tuple[float, ...]:
     return found
 
 
-def listed(one: Callable[[str], float]) -> Callable[[str], tuple[float, ...]]:
-    """Several with commas, each once, in ascending order."""
-
-    def numbers(text: str) -> tuple[float, ...]:
-        return tuple(sorted({one(part) for part in text.split(",")}))
-
-    return numbers
-
-
 def header(text: str) -> tuple[str, str]:
     """NAME=VALUE"""
     name, equals, value = text.partition("=")
@@ -147,13 +138,13 @@ ARRIVALS = (
 POINTS = (
     Flag(
         name="request-rate",
-        parse=listed(above(0)),
+        parse=values.listed(above(0)),
         metavar="R,R,...",
         help="one measurement for each of these rates, as in 1,2,4,inf",
     ),
     Flag(
         name="max-concurrency",
-        parse=listed(values.at_least(1)),
+        parse=values.listed(values.at_least(1)),
         metavar="N,N,...",
         help="or for each of these limits, as many requests being under way all the time",
     ),

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, TextIO
+from typing import Any
 
 from weft.bench.summary import METRICS, warnings
 
 
-def print_load(result: Mapping[str, Any], out: TextIO | None = None) -> None:
+def print_load(result: Mapping[str, Any]) -> None:
     """One load: what was asked, what came of it, and the times."""
-    print("\n".join(load_lines(result)), file=out or sys.stdout)
+    print("\n".join(load_lines(result)))
 
 
 def load_lines(result: Mapping[str, Any]) -> list[str]:

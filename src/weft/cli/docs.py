@@ -14,7 +14,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "cli.md"
 
 INTRODUCTION = f"""# The command line
 
-<!-- Written by `python -m weft.cli.docs`. Change src/weft/cli/flags.py and commands.py, not this page. -->
+<!-- Written by `python -m weft.cli.docs`. Change commands.py and the *flags.py of src/weft/cli, not this page. -->
 
 {ABOUT}
 
@@ -22,8 +22,8 @@ Flags have vLLM's names and meanings where vLLM has them. In a flag's name `_` i
 `--no-x`; `--config FILE.yaml` holds flags by name, and those on the command line win. A flag of `vllm serve` that Weft
 does not have is ignored with a warning that names it; any other unknown flag is an error, with the nearest name.
 
-Exit status: 0 done, 1 an error (one line on standard error), 2 words that make no command, 3 for `weft plan` where
-nothing fits or a claim is impossible and for `weft simulate` where nothing meets the promise, 130 Ctrl-C. Answers and
+Exit status: 0 done, 1 an error (one line on standard error), 2 words that make no command, 3 for `weft plan`, `cost`
+and `simulate` where nothing fits, a claim is impossible or nothing meets the promise, 130 Ctrl-C. Answers and
 reports go to standard output, everything else to standard error. `VLLM_LOGGING_LEVEL` sets how much that is.
 """
 
@@ -32,7 +32,8 @@ def page() -> str:
     """The whole page."""
     parts = [INTRODUCTION]
     parts += [section(command) for command in COMMANDS.values()]
-    parts.append("## Flags of every engine\n\nTaken by every command above that starts one: all but `weft plan`.\n")
+    engines = ", ".join(f"`weft {it.name}`" for it in COMMANDS.values() if ENGINE[0] in it.groups)
+    parts.append(f"## Flags of every engine\n\nTaken by the commands that start one: {engines}.\n")
     parts += [table(title, flags) for title, flags in ENGINE]
     ignored = ", ".join(f"`--{name}`" for name in sorted(ARITY))
     parts.append(f"## Ignored with a warning\n\nvLLM has these and Weft does not: {ignored}.\n")

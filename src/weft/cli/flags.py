@@ -8,6 +8,7 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from weft.cli import values
+from weft.client.arguments import EXECUTORS
 from weft.config import EngineConfig
 from weft.core.params import SamplingParams
 from weft.facts.schemes import QUANTIZATIONS
@@ -39,9 +40,6 @@ class Flag:
     def dest(self) -> str:
         return self.field or self.name.replace("-", "_")
 
-
-# vLLM's names for the executors, and ours.
-EXECUTORS = {"mp": "processes", "uni": "inline", "processes": "processes", "inline": "inline"}
 
 MODEL = (
     Flag(name="model", help="the model, where it is not given as an argument"),
@@ -91,9 +89,9 @@ LAYOUT = (
     Flag(
         name="distributed-executor-backend",
         field="executor",
-        choices=tuple(EXECUTORS),
+        choices=(*EXECUTORS, *EXECUTORS.values()),
         help="mp or processes: a process per rank; uni or inline: ranks are threads. Left out: threads for one "
-        "rank, processes for more",
+        "rank, processes for more and in weft serve",
     ),
     Flag(name="device", choices=("auto", "cpu", "cuda"), help="auto: GPUs where there are any"),
     Flag(name="device-ids", parse=values.integers, metavar="0,1", help="each rank's GPU, among the visible ones"),
@@ -110,7 +108,11 @@ MEMORY = (
         parse=values.size,
         help="bytes of KV cache per rank, instead of measuring; 4G is 4 GiB, 4g is 4 GB",
     ),
-    Flag(name="kv-cache-dtype", choices=("auto", "fp8", "fp8_e4m3"), help="auto: 16 bit; fp8: half of it, on GPUs"),
+    Flag(
+        name="kv-cache-dtype",
+        choices=("auto", "fp8", "fp8_e4m3"),
+        help="auto: as computed in (--dtype); fp8: in 8 bits, on GPUs that have them",
+    ),
     Flag(name="block-size", parse=values.size, help="tokens per KV block"),
     Flag(name="enable-prefix-caching", parse=None, help="reuse the KV blocks of prompts that begin alike"),
     Flag(
@@ -129,7 +131,7 @@ SCHEDULING = (
         help="most tokens of one step; left out: chosen for the model and its devices, so that answers never wait long "
         "for others' prompts",
     ),
-    Flag(name="max-num-queued-reqs", parse=values.size, help="most requests that wait; over it: 503"),
+    Flag(name="max-num-queued-reqs", parse=values.size, help="most requests that wait; over it: 429"),
     Flag(name="scheduling-policy", choices=("fcfs", "priority"), help="order in which requests start"),
     Flag(
         name="speculative-config",
@@ -184,21 +186,20 @@ SAMPLING = (
     Flag(name="repetition-penalty", parse=float, help="above 1: fewer tokens that were there before"),
     Flag(name="presence-penalty", parse=float, help="above 0: fewer tokens that were in the answer"),
     Flag(name="frequency-penalty", parse=float, help="above 0: the fewer, the more often they were"),
-    Flag(name="max-tokens", parse=values.length, help="longest answer in tokens; auto: up to the model's length"),
+    Flag(
+        name="max-tokens",
+        parse=values.length,
+        help="longest answer in tokens; auto: up to the model's length (default: 512 in weft run, 200 in weft demo, "
+        "auto in weft chat)",
+    ),
     Flag(name="min-tokens", parse=values.size, help="shortest answer in tokens"),
     Flag(name="stop", repeated=True, metavar="TEXT", help="end the answer before this text"),
     Flag(name="ignore-eos", parse=None, help="go on after the model's end token"),
 )
 
 
-def defaults(config: type[Any]) -> dict[str, Any]:
-    """The defaults of a config's fields, or of SamplingParams'."""
-    if config is SamplingParams:
-        return dict(zip(SamplingParams.__struct_fields__, SamplingParams.__struct_defaults__, strict=True))
-    return {f.name: f.default for f in fields(config) if f.default is not MISSING}
-
-
-DEFAULTS: Mapping[str, Any] = {**defaults(ServeOptions), **defaults(EngineConfig)}
+# What a flag's field is where it is not given.
+DEFAULTS = {it.name: it.default for it in (*fields(ServeOptions), *fields(EngineConfig)) if it.default is not MISSING}
 
 
 def told(arguments: Namespace, flags: tuple[Flag, ...]) -> dict[str, Any]:
@@ -213,7 +214,7 @@ def engine_config(arguments: Namespace, **ours: Any) -> EngineConfig:
 
     said = told(arguments, tuple(flag for _, group in ENGINE for flag in group))
     if "executor" in said:
-        said["executor"] = EXECUTORS[said["executor"]]
+        said["executor"] = EXECUTORS.get(said["executor"], said["executor"])
     config = EngineConfig(**{**ours, **said})
     check(config)
     return config

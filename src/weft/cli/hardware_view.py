@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 from weft.cli.tables import console, table
+from weft.facts.cpu import CpuSpeed
 from weft.facts.host import Host
 from weft.facts.machine import plain
 from weft.facts.speeds import PairSpeed, Speeds
@@ -26,9 +27,9 @@ LEGEND = {
 }
 
 
-def print_machine(here: Host, speeds: Speeds, out: TextIO | None = None) -> None:
+def print_machine(here: Host, speeds: Speeds) -> None:
     """Everything, on standard output."""
-    shown = console(out)
+    shown = console()
     for line in cpu_lines(here, speeds):
         shown.print(line, soft_wrap=True)
     if not here.gpus:
@@ -61,6 +62,20 @@ def cpu_lines(here: Host, speeds: Speeds) -> Iterator[str]:
         teraflops = speeds.cpu.fp32_flops / 1e12
         low = "; the machine was busy, and may be faster: --refresh-hardware" if speeds.cpu.busy else ""
         yield f"  measured: reads {gigabytes(speeds.cpu.bandwidth_Bps)}/s, {teraflops:.2f} TFLOPS in 32 bits{low}"
+        yield f"  Weft's own kernels: {own_kernels(speeds.cpu)}"
+
+
+def own_kernels(speed: CpuSpeed) -> str:
+    """What they reach, by the bits of a weight."""
+    if speed.kernels is None:
+        if speed.library is None:
+            return "there is no C++ compiler for them, and slower ones take their place; install g++"
+        return "built at the first start of an engine, and measured after that"
+    products = speed.kernels.products
+    bits = ", ".join(str(it.bits) for it in products)
+    one = ", ".join(f"{it.weights_Bps[0] / 1e9:.0f}" for it in products)
+    many = ", ".join(f"{it.matmul_flops / 1e12:.2f}" for it in products)
+    return f"weights of {bits} bits at {one} GB/s for one token, {many} TFLOPS for many"
 
 
 def gpu_lines(here: Host, speeds: Speeds) -> Iterator[str]:

@@ -64,7 +64,7 @@ def parse(command: Command, words: Sequence[str]) -> argparse.Namespace:
             hint = nearest(name, options) or f" (see weft {command.name} --help)"
             raise UsageError(f"unknown flag {name} for weft {command.name}{hint}")
     if extra:
-        raise UsageError(f"unexpected argument {extra[0]!r} for weft {command.name}")
+        raise UsageError(f"unexpected argument {extra[0]!r} for weft {command.name}; for example: {command.example}")
     if command.argument == "MODEL":
         if arguments.argument is not None:
             arguments.model = arguments.argument

@@ -125,7 +125,7 @@ def workload(said: dict[str, Any], model: Model) -> Workload:
     """As the flags say, the usual lengths where they do not. Raises UsageError where they contradict each other."""
     longest, length = model.shape.longest, said.get("max_model_len")
     if length is not None and length > longest:
-        raise ConfigError(f"max_model_len is {length}; {model.name} goes up to {longest:,} tokens")
+        raise ConfigError(f"max_model_len is {length}; {model.name} goes up to {longest:,} tokens: give that or less")
     most = length or longest
     input_len, output_len = lengths(said.get("input_len"), said.get("output_len"), most)
     if length is not None and input_len + output_len > max(length, 2):

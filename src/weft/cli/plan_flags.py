@@ -58,7 +58,7 @@ HARDWARE = (
         help="GPUs of one machine, as in 8xH100@nvlink or 1xRTX4090+1xRTX3090, or a YAML file that describes any "
         "hardware (docs/hardware.md); left out: this machine's, or its CPU",
     ),
-    Flag(name="nodes", metavar="2x8xH100", help="several equal machines"),
+    Flag(name="nodes", metavar="2x8xH100", help="several machines, or 1x8xH100+2x4xA100"),
     Flag(name="network", metavar="400Gb", help="bandwidth between machines, per machine"),
     Flag(name="refresh-hardware", parse=None, help="measure this machine again, whatever the cache knows of it"),
     Flag(name="price", parse=price, metavar="DOLLARS", help="rent of one GPU for an hour"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TextIO
 
 from weft.planner.plan import Plan
@@ -11,7 +10,7 @@ from weft.planner.table import rows
 WIDE = 200  # columns: never the limit
 
 
-def print_plan(plan: Plan, out: TextIO = sys.stderr) -> None:
+def print_plan(plan: Plan, out: TextIO) -> None:
     """Which rank holds which layers, heads and bytes."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console

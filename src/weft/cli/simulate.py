@@ -17,7 +17,7 @@ from weft.cli.plan import NOTHING_FITS, look_up
 from weft.cli.simulate_study import SHARES, asked, bare, check, questioned, studied
 from weft.planner.answer import cut_json
 from weft.planner.question import Question
-from weft.planner.search import Answer, Candidate, search
+from weft.planner.search import Candidate, search
 from weft.simulate.find import Found, alone, find_rate, find_replicas, hopeless
 from weft.simulate.load import Load
 from weft.simulate.report import Report
@@ -37,7 +37,8 @@ def main(arguments: Namespace) -> int:
     question = questioned(arguments, model, load, longest)
     answer = search(question)
     if answer.best is None:
-        print(f"{model.name} does not fit this hardware: {nearest(answer)}", file=sys.stderr)
+        why = f"{answer.obstacle}; weft plan tells what would help"
+        print(f"{model.name} does not fit this hardware: {why}", file=sys.stderr)
         return NOTHING_FITS
     study = studied(said, question, answer.best, load)
     if said.get("find") == "replicas":
@@ -60,12 +61,6 @@ def main(arguments: Namespace) -> int:
     if "plot" in said:
         view.draw(said["plot"], model.name, runs)
     return NOTHING_FITS if found is not None and found.value is None else 0
-
-
-def nearest(answer: Answer) -> str:
-    """What comes closest, and why it is not."""
-    reasons = sorted(answer.rejected, key=lambda it: it.short_bytes)
-    return f"{reasons[0].cut}: {reasons[0].reason}" if reasons else "no layout is left to try"
 
 
 def swept(said: dict[str, Any], study: Study, load: Load) -> Iterator[Report]:

@@ -23,11 +23,6 @@ def rate(text: str) -> float:
     return found
 
 
-def rates(text: str) -> tuple[float, ...]:
-    """1,2,4,8"""
-    return tuple(sorted({rate(part) for part in text.split(",")}))
-
-
 def shape(text: str) -> float:
     """Of a gamma distribution."""
     try:
@@ -48,7 +43,7 @@ def sample(text: str) -> int | None:
 
 LOAD = (
     Flag(name="rate", parse=rate, metavar="R", help="requests per second, whatever becomes of them"),
-    Flag(name="rates", parse=rates, metavar="R,R,...", help="one run for each, a table, and plots"),
+    Flag(name="rates", parse=values.listed(rate), metavar="R,R,...", help="one run for each, a table, and plots"),
     Flag(
         name="users", parse=values.at_least(1), metavar="N", help="instead: so many, who each ask, wait, and ask again"
     ),

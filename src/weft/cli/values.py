@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from argparse import ArgumentTypeError
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,11 @@ MULTIPLIERS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M":
 def size(text: str) -> int:
     """A whole number, as vLLM reads one: 4096, 1k = 1000, 1K = 1024, 1.5g, 2G."""
     number, unit = (text[:-1], MULTIPLIERS[text[-1]]) if text[-1:] in MULTIPLIERS else (text, 1)
-    try:
+    with suppress(ValueError, OverflowError):
         value = int(number) if unit == 1 else float(number) * unit
-        whole = int(value)
-    except (ValueError, OverflowError):
-        raise ArgumentTypeError(f"{text!r} is no number (4096, 8k = 8000, 8K = 8192)") from None
-    if whole != value:
-        raise ArgumentTypeError(f"{text!r} is no whole number")
-    return whole
+        if value == int(value):
+            return int(value)
+    raise ArgumentTypeError(f"{text!r} is no whole number (4096, 8k = 8000, 8K = 8192)")
 
 
 def at_least(minimum: int) -> Callable[[str], int]:
@@ -58,6 +56,15 @@ def decimals(text: str) -> tuple[float, ...]:
         return tuple(float(part) for part in text.split(","))
     except ValueError:
         raise ArgumentTypeError(f"{text!r} is no list of numbers, as in 2,1") from None
+
+
+def listed(one: Callable[[str], float]) -> Callable[[str], tuple[float, ...]]:
+    """Several with commas, each once, in ascending order."""
+
+    def numbers(text: str) -> tuple[float, ...]:
+        return tuple(sorted({one(part) for part in text.split(",")}))
+
+    return numbers
 
 
 def words(text: str) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from weft.facts.model import Model
 from weft.planner import device_map, max_memory, placement
 from weft.planner.islands import usable
 from weft.planner.question import Wish
+from weft.planner.words import commas
 
 
 def ranks(said: dict[str, Any]) -> int:
@@ -44,14 +45,14 @@ def wished(said: dict[str, Any], cluster: Cluster, model: Model, precision: str)
     weights, layers = said.get("tensor_split"), said.get("pipeline_split")
     if weights is not None:
         if any(not 0 < weight < float("inf") for weight in weights):
-            raise UsageError(f"--tensor-split {_list(weights)}: each weight must be above 0")
+            raise UsageError(f"--tensor-split {commas(weights)}: each weight must be above 0")
         if tensor not in (None, len(weights)):
             raise UsageError(f"--tensor-split has {len(weights)} weights; --tensor-parallel-size is {tensor}")
         tensor = len(weights)
     if layers is not None:
         if any(count < 1 for count in layers) or sum(layers) != model.shape.layers:
             raise UsageError(
-                f"--pipeline-split {_list(layers)} holds {sum(layers)} layers; {model.name} has {model.shape.layers}, "
+                f"--pipeline-split {commas(layers)} holds {sum(layers)} layers; {model.name} has {model.shape.layers}, "
                 "at least one per stage"
             )
         if stages not in (None, len(layers)):
@@ -113,7 +114,3 @@ def mapped(said: dict[str, Any], cluster: Cluster, model: Model, precision: str)
         # Without GPUs the CPU is the cluster's only device.
         devices=tuple(it if isinstance(it, int) else 0 for it in stages.devices),
     )
-
-
-def _list(values: tuple[float, ...]) -> str:
-    return ",".join(f"{value:g}" for value in values)

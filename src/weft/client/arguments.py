@@ -16,7 +16,7 @@ from weft.errors import ConfigError
 
 log = logging.getLogger("weft")
 
-EXECUTORS = {"mp": "processes", "uni": "inline"}
+EXECUTORS = {"mp": "processes", "uni": "inline"}  # from vLLM's names
 
 # Of vLLM's LLM: what is so anyway, or cannot matter here.
 IDLE = [

@@ -83,7 +83,9 @@ class Collector:
                 for token, entry in zip(output.tokens, output.logprobs, strict=True)
                 if entry is not None
             ]
-            made.logprobs = (made.logprobs or []) + delta.logprobs
+            if made.logprobs is None:
+                made.logprobs = []
+            made.logprobs += delta.logprobs
             made.cumulative_logprob = (made.cumulative_logprob or 0.0) + sum(
                 entry.logprob for entry in output.logprobs if entry is not None
             )

@@ -14,13 +14,11 @@ from weft import logs
 from weft.client.messages import Abort, Add, Begin, Broken, Outputs, Refused, Started, ToCore
 from weft.core.engine import EngineCore
 from weft.core.request import Output
-from weft.errors import Cause, EngineError, QueueFullError, RequestError
+from weft.errors import CORE, Cause, EngineError, QueueFullError, RequestError
 from weft.executors import create
 from weft.executors.causes import cause_of
 from weft.executors.launch import Parent
 from weft.planner.memory import fit_length
-
-CORE = -1  # the core's own place in a Cause
 
 
 class CoreProcess:

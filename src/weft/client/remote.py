@@ -10,15 +10,13 @@ from typing import NoReturn, cast
 from weft.client.messages import Abort, Add, Begin, Broken, FromCore, Outputs, Refused, Started, ToCore
 from weft.config import EngineConfig
 from weft.core.request import Output, Request, Stats
-from weft.errors import Cause, EngineError, QueueFullError, RequestError, WeftError
+from weft.errors import CORE, Cause, EngineError, QueueFullError, RequestError, WeftError
 from weft.executors.base import Ready
 from weft.executors.framing import Decoder, encode
 from weft.executors.launch import FAMILY_EXIT_S, Child, end
 from weft.executors.rank import WORKER
 from weft.executors.ranks import CLOSED
 from weft.planner.plan import Plan
-
-CORE = -1  # the core's place in a Cause
 
 
 class AsyncEngine:

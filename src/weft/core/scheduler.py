@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from weft.core.blocks import BlockPool
 from weft.core.request import Output, Request, Stats
 from weft.core.sequence import Flight, Sample, Sequence
-from weft.core.speculation import Guesser
+from weft.core.speculation import Guesser, common
 from weft.core.step import UNKNOWN, Admission, StepPlan, StepResult
 from weft.core.tables import Tables
 from weft.errors import QueueFullError, RequestError
@@ -266,12 +266,14 @@ class Scheduler:
     def _guess(self, sequence: Sequence, budget: int) -> list[int]:
         """Guesses of what follows a sequence's last token, as far as tokens and blocks are to spare and it may grow."""
         assert sequence.guesser
-        if not self.guessing:
-            sequence.guesser.offer([])  # what a draft said is of a text that has gone on since
+        most = 0
+        if self.guessing:
+            room = sequence.room + self.tables.spare(len(self._running)) - sequence.computed - 1
+            most = min(budget, room, sequence.limit - len(sequence.tokens) - 1)
+        if most < 1:
+            sequence.guesser.offer([])  # what a draft said is of a text that goes on without it
             return []
-        room = sequence.room + self.tables.spare(len(self._running)) - sequence.computed - 1
-        most = min(budget, room, sequence.limit - len(sequence.tokens) - 1)
-        return sequence.guesser.guesses(sequence.tokens, most) if most > 0 else []
+        return sequence.guesser.guesses(sequence.tokens, most)
 
     @staticmethod
     def _ask(sequence: Sequence) -> int:
@@ -358,14 +360,15 @@ class Scheduler:
                     outputs.append(self._extend(sequence, brought))
                     counters.generation_tokens += len(outputs[-1].tokens)
         assert next(sampled, None) is None, "more tokens than were asked for"
-        for slot, sequence in zip(plan.slots, flight.rows, strict=True) if result.guesses else ():
-            if sequence.guesser and slot in result.guesses:
-                sequence.guesser.offer(result.guesses[slot])
+        for sequence in flight.rows if result.guesses else ():
+            # Who has been preempted meanwhile has no slot.
+            if sequence.guesser and sequence.slot in result.guesses:
+                sequence.guesser.offer(result.guesses[sequence.slot])
         return outputs
 
     def _confirm(self, sequence: Sequence, guesses: list[int], brought: list[Sample]) -> list[Sample]:
         """What was sampled after guesses that were right, and after the token before them."""
-        right = next((n for n, guess in enumerate(guesses) if guess != brought[n][0]), len(guesses))
+        right = common(guesses, [token for token, _ in brought])
         assert sequence.guesser
         sequence.guesser.judge(len(guesses), right)
         self._counters.guessed_tokens += len(guesses)

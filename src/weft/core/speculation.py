@@ -18,6 +18,14 @@ PLACES = 64  # where a run came before that are looked at, the latest ones
 REST = 24  # tokens that it rests for, before one guess is tried again
 
 
+def common(these: Sequence[int], those: Sequence[int]) -> int:
+    """How many tokens both begin with: of guesses and what was sampled, how many are right."""
+    length = min(len(these), len(those))
+    if these[:length] == those[:length]:
+        return length
+    return next(n for n in range(length) if these[n] != those[n])
+
+
 class Guesser:
     """Guesses for one sequence, as many as were worth it lately, none while it rests."""
 

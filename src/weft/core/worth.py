@@ -13,10 +13,11 @@ from weft.core.step import StepPlan
 # Decode steps of a turn: to see what the other way takes, and to make use of the better one.
 SHORT, LONG = 8, 256
 FEW, LOST = 2, 1.5  # so many steps that take so many times as long are enough of a try
-# Of a turn's beginning, which are not counted: a draft has no guesses for the first one.
-SKIPPED = 2
+# Of a turn's beginning, which are not counted: a draft has no guesses for the first one. One in which it still reads
+# what it has missed is READING of a step: where requests come all the time there may be no others.
+SKIPPED, READING = 2, 1 / 32
 # What a try may cost of the time until the next one, and how many seconds that is at most.
-SHARE, LONGEST_S = 1 / 64, 120.0
+SHARE, LONGEST_S = 1 / 64, 600.0
 
 
 class UnderWay(NamedTuple):
@@ -71,10 +72,11 @@ def _is_token(count: int, guesses: int) -> bool:
 class Turns:
     """Whose turn it is, among steps of about as many rows."""
 
-    __slots__ = ("_cost", "_least_s", "_left", "_seconds", "_skip", "_steps", "_taken", "_tokens", "guessing")
+    __slots__ = ("_cost", "_least_s", "_left", "_lost", "_seconds", "_skip", "_steps", "_taken", "_tokens", "guessing")
 
     def __init__(self) -> None:
         self._taken: dict[bool, float] = {}  # seconds for a token, with guesses and without, in the last turn of either
+        self._lost = 0.0  # what the last try cost, where it was lost
         self._begin(True, SHORT)
 
     def note(self, guessing: bool, tokens: int, seconds: float, ready: bool) -> None:
@@ -82,8 +84,8 @@ class Turns:
         if guessing != self.guessing:
             return  # it was in flight when the turn began
         self._cost += seconds - tokens * self._taken.get(not guessing, inf)
-        if self._skip:
-            self._skip -= ready
+        if self._skip > 0:
+            self._skip -= 1 if ready else READING
             return
         self._left -= 1
         self._tokens += tokens
@@ -110,14 +112,18 @@ class Turns:
         if len(self._taken) < 2 or (not self._is_try and better == self.guessing):
             self._begin(not self.guessing, SHORT)
         else:
-            # The more has been lost by a try, what a draft had to read first among it, the longer until the next.
-            lost = self._is_try and better != self.guessing
-            self._begin(better, LONG, min(LONGEST_S, self._cost / SHARE) if lost else 0.0)
+            # The more has been lost by a try, what a draft had to read first among it, the longer until the next. The
+            # cheaper of two in a row counts: in one the machine may have stood still, or compiled something.
+            lost = self._cost if self._is_try and better != self.guessing else 0.0
+            least_s = min(LONGEST_S, min(lost, self._lost) / SHARE)
+            self._lost = lost
+            self._begin(better, LONG, least_s)
 
     def _begin(self, guessing: bool, steps: int, least_s: float = 0.0) -> None:
         """So many steps that count, and so long."""
         self.guessing = guessing
         self._steps = self._left = steps
-        self._least_s, self._skip = least_s, SKIPPED
+        self._least_s = least_s
+        self._skip: float = SKIPPED
         self._cost = self._seconds = 0.0  # _cost: what it took beyond what the other way takes for as many tokens
         self._tokens = 0

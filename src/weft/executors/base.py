@@ -1,4 +1,4 @@
-"""The Executor protocol: how the core reaches its ranks, whether they are threads, processes or actors."""
+"""The Executor protocol: how the core reaches its ranks, whether they are threads or processes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from weft.core.step import StepPlan, StepResult
 from weft.errors import Cause
 from weft.planner.memory import Capacity
 from weft.planner.plan import Plan
-
-__all__ = ["Capacity", "Executor", "Ready"]
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):

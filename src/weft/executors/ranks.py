@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from weft import compiled
 from weft.core.step import StepPlan, StepResult
-from weft.errors import Cause, EngineError
+from weft.errors import CORE, Cause, EngineError
 from weft.executors.base import Ready
 from weft.executors.messages import Allocate, Allocated, Done, Entered, Failed, FromRank, Loaded, Run, ToRank
 from weft.executors.rank import WORKER
@@ -26,7 +26,7 @@ News = TypeVar("News", Loaded, Allocated)
 
 # A rank that lost a peer may say so before the peer's own end is seen: so long is the root cause waited for.
 ROOT_CAUSE_S = 1.0
-CLOSED = Cause(-1, "shutdown", "the engine was closed")
+CLOSED = Cause(CORE, "shutdown", "the engine was closed")
 
 
 class RankExecutor(ABC):

@@ -13,7 +13,7 @@ from weft.export.words import told, uneven
 from weft.facts.kv import number_bytes
 from weft.planner.objections import not_run
 from weft.planner.question import Question, Wish
-from weft.planner.search import Answer, Candidate, search
+from weft.planner.search import Answer, Candidate, closest, search
 
 
 class NothingFits(PlanError):
@@ -85,8 +85,8 @@ def alternatives(answer: Answer) -> Iterator[tuple[Question, Candidate]]:
 def reason(answer: Answer, wanted: Candidate | None) -> str:
     """Why a plan is none for the engine, or why none fits: the one that lacks least memory."""
     of_it = [it for it in answer.rejected if wanted and it.cut == wanted.cut]
-    rejected = sorted(of_it or answer.rejected, key=lambda it: (not it.short_bytes, it.short_bytes))
-    return rejected[0].reason if rejected else "these GPUs make no such layout"
+    found = closest(of_it or answer.rejected)
+    return found.reason if found else "these GPUs make no such layout"
 
 
 def beyond(question: Question, target: Target) -> list[str]:

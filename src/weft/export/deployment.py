@@ -9,7 +9,7 @@ import msgspec
 from weft.export.checkpoint import Checkpoint
 from weft.facts.gpus import GpuSpec
 from weft.facts.topology import DRIVER_BYTES
-from weft.planner.footprint import RankMemory, rank_memory
+from weft.planner.footprint import Holding, RankMemory
 from weft.planner.islands import devices
 from weft.planner.question import Question
 from weft.planner.search import Candidate, engine_profile
@@ -113,9 +113,10 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
         """The most tokens of a step, and the most requests at once, that the plan's memory was reckoned with."""
         question, layout, memory = self.question, self.candidate.layout, self.candidate.memory
         profile, gpus = engine_profile(question), question.cluster.gpus
+        holding = Holding(question.shape, layout.precision, layout.kv_dtype, profile)
         found = []
         for (place, at), rank in zip(layout.replica(0), memory.replicas[0].ranks, strict=True):
-            usual = rank_memory(question.shape, layout.precision, layout.kv_dtype, place, gpus[at], profile)
+            usual = holding.rank(place, gpus[at])
             smaller = rank.activation_bytes != usual.activation_bytes
             found.append(profile.batch(0 if smaller else gpus[at].memory_bytes))
         return min(tokens for tokens, _ in found), min(requests for _, requests in found)

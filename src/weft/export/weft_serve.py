@@ -12,10 +12,9 @@ from weft.export.hosts import on_cpu
 from weft.export.shell import Flags, Value, command, script, together
 from weft.export.target import crowded, shares_experts, spans_nodes
 from weft.export.words import KEYS, Remarks, comment
-from weft.facts.gpus import FP8_CAPABILITY
 from weft.facts.kv import number_bytes
 from weft.planner import speculation
-from weft.planner.backends import KV_CACHE_DTYPES
+from weft.planner.backends import KV_CACHE_DTYPES, no_narrow_cache
 from weft.planner.deployment import Layout, deploy
 from weft.planner.question import Question
 
@@ -33,7 +32,8 @@ def cannot(question: Question, layout: Layout) -> str:
 
 def narrow_cache(question: Question) -> bool:
     """Whether all GPUs have the 8-bit floats that Weft can keep keys and values in."""
-    return all(not gpu.gfx and gpu.capability >= FP8_CAPABILITY for gpu in question.cluster.gpus)
+    gpus = question.cluster.gpus
+    return not any(gpu.gfx for gpu in gpus) and not no_narrow_cache("fp8", [(it.name, it.capability) for it in gpus])
 
 
 def write(it: Deployment) -> list[File]:

@@ -10,7 +10,8 @@ import msgspec
 
 from weft.errors import ConfigError, ModelError, reason
 from weft.facts import config_json, demo, gguf, gguf_names, gguf_shape, hub, packed, safetensors
-from weft.facts.parameters import axis_length, layers_of, parameters
+from weft.facts.axes import axis_length
+from weft.facts.parameters import layers_of, parameters
 from weft.facts.shape import DType, ModelShape
 from weft.facts.tensor import ENCODINGS, TensorInfo
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
+from itertools import islice
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -64,6 +65,17 @@ class Cluster(msgspec.Struct, frozen=True, dict=True):
     def homes(self) -> tuple[Home, ...]:
         """Of each GPU where it is."""
         return tuple(home for number, node in enumerate(self.nodes) for home in _homes(number, node))
+
+    def with_gpus(self, gpus: Sequence[GpuSpec]) -> Cluster:
+        """The same nodes with these GPUs in them, node by node."""
+        left = iter(gpus)
+        nodes = (msgspec.structs.replace(node, gpus=tuple(islice(left, len(node.gpus)))) for node in self.nodes)
+        return msgspec.structs.replace(self, nodes=tuple(nodes))
+
+    def changed(self, change: Callable[[GpuSpec], GpuSpec]) -> Cluster:
+        """With every GPU changed. Equal ones are one object then, by which the planner knows them."""
+        made = {gpu: change(gpu) for gpu in set(self.gpus)}
+        return self.with_gpus([made[gpu] for gpu in self.gpus])
 
 
 def _homes(number: int, node: Node) -> Iterator[Home]:

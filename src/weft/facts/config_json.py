@@ -11,16 +11,13 @@ from weft.facts import packed, published
 from weft.facts.defaults import DEFAULTS, Defaults
 from weft.facts.fields import Fields
 from weft.facts.parameters import ARCHITECTURES, RUNNABLE
-from weft.facts.shape import DType, Experts, Latent, ModelShape, Rope
+from weft.facts.shape import THETA, DType, Experts, Latent, ModelShape, Rope
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 QUANTIZE = "quantize_config.json"  # AutoGPTQ's own, from before it was written into config.json
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
 DTYPES: dict[str, DType] = {"bfloat16": "bfloat16", "float16": "float16", "half": "float16", "float32": "float32"}
-THETA = 10000.0
 NORM_EPS = 1e-6
-
-
 SLIDING_WINDOW = 4096  # tokens, where an architecture with windows does not say
 MAX_WINDOW_LAYERS = 28  # the first layers of Qwen, which have none
 
@@ -338,5 +335,7 @@ def _rope_parameters(config: Fields) -> Fields:
     if not inner:
         return scaling
     if any(value != inner[0] for value in inner):
-        raise ModelError(f"{scaling.where} differs between types of layers, which Weft does not compute")
+        raise ModelError(
+            f"{scaling.where} differs between types of layers, which Weft does not compute; use another model"
+        )
     return Fields(inner[0], scaling.where)

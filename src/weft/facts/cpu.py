@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+from collections.abc import Collection
 from pathlib import Path
 
 import msgspec
@@ -13,6 +14,7 @@ import msgspec
 MATRIX_FEATURES = (
     "avx2",
     "fma",
+    "avx_vnni",
     "avx512f",
     "avx512_vnni",
     "avx512_bf16",
@@ -47,14 +49,62 @@ class Cpu(msgspec.Struct, frozen=True, kw_only=True):
     nodes: tuple[NumaNode, ...] = ()
 
 
+TOKENS = (1, 4, 8, 32)  # of a step, for which products are told of one by one
+
+
+class ProductSpeed(msgspec.Struct, frozen=True, kw_only=True):
+    """Matrix products with weights of so many bits, which come from memory: bytes of them per second with so many
+    tokens as TOKENS says, and what each token beyond the last of these takes, as operations per second. `source` as in
+    `KernelSpeed`, "" where it is the same."""
+
+    bits: int
+    weights_Bps: tuple[float, ...]
+    matmul_flops: float
+    source: str = ""
+
+
+class KernelSpeed(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine's own kernels reach on all cores together that a process may use: `products` by their bits; bytes
+    per second of keys and values in decode, operations per second of a prompt's attention, bytes per second of
+    activations that SiLU reads and writes. `source` tells where the figures are from, "" of those that were measured
+    here."""
+
+    products: tuple[ProductSpeed, ...]
+    cache_Bps: float
+    attention_flops: float
+    rows_Bps: float
+    source: str = ""
+
+    def part(self, ranks: int) -> KernelSpeed:
+        """That of one of so many ranks that share the cores."""
+        products = (
+            msgspec.structs.replace(
+                it,
+                weights_Bps=tuple(rate / ranks for rate in it.weights_Bps),
+                matmul_flops=it.matmul_flops / ranks,
+            )
+            for it in self.products
+        )
+        return msgspec.structs.replace(
+            self,
+            products=tuple(products),
+            cache_Bps=self.cache_Bps / ranks,
+            attention_flops=self.attention_flops / ranks,
+            rows_Bps=self.rows_Bps / ranks,
+        )
+
+
 class CpuSpeed(msgspec.Struct, frozen=True):
     """What was measured of all cores together that a process may use: bytes per second that they read from memory, and
     operations per second of 32-bit matrix products (a multiplication and an addition are two). `busy`: others computed
-    at the same time, and the figures may be too low."""
+    at the same time, and the figures may be too low. `library` is the name of that of our own kernels at the time, ""
+    where it was not built yet, None where there was no compiler; only of one that is there `kernels` are known."""
 
     bandwidth_Bps: float
     fp32_flops: float
     busy: bool = False
+    library: str | None = ""
+    kernels: KernelSpeed | None = None
 
 
 def look(root: Path = Path("/")) -> Cpu:
@@ -105,6 +155,24 @@ def last_cache_bytes(root: Path = Path("/")) -> int:
             if size:
                 parts[_read(last / "shared_cpu_list")] = int(size[1]) * unit[size[2]]
     return sum(parts.values())
+
+
+def load() -> float:
+    """The share of the machine's cores that were wanted in the last minute, as a mean; it may be above 1."""
+    try:
+        return os.getloadavg()[0] / (os.cpu_count() or 1)
+    except OSError:
+        return 0.0
+
+
+def worked_s(cores: Collection[int], root: Path = Path("/")) -> float | None:
+    """Seconds that these cores have been at work since the machine's start, or taken by others on its host; None where
+    the kernel does not tell."""
+    lines = (line.split() for line in _read(root / "proc/stat").splitlines())
+    found = [list(map(int, words[1:])) for words in lines if words and words[0] in {f"cpu{core}" for core in cores}]
+    # user nice system idle iowait irq softirq steal; the rest is in the first two.
+    ticks = sum(sum(times[:8]) - sum(times[3:5]) for times in found)
+    return ticks / os.sysconf("SC_CLK_TCK") if found else None
 
 
 def numbers(ranges: str) -> tuple[int, ...]:

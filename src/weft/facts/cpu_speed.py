@@ -1,7 +1,7 @@
-"""How fast a CPU reads memory and multiplies matrices: `python -m weft.facts.cpu_speed CORES BYTES`.
+"""How fast a CPU reads memory and multiplies matrices: `python -m weft.facts.cpu_speed CORES BYTES [LIBRARY]`.
 
-It prints a `CpuSpeed` as JSON, in a fraction of a second. A process of its own: its memory is given back, and how
-many threads the matrix library takes is nobody else's business.
+It prints a `CpuSpeed` as JSON, in less than a second; with the engine's own kernels in it where their library is named.
+A process of its own: its memory is given back, and how many threads the matrix library takes is nobody else's business.
 """
 
 from __future__ import annotations
@@ -17,28 +17,50 @@ from threading import Barrier
 import msgspec
 import numpy as np
 
-from weft.facts.cpu import CpuSpeed
+from weft.facts import cpu, kernel_speed
+from weft.facts.cpu import CpuSpeed, KernelSpeed
 
 PASSES_S = 0.15  # of each kind; the best pass counts, others may have been disturbed
+DISTURBED = 0.1  # of the cores' time, that others took
 ORDER = 512  # of the square matrices: three of them stay in a core's cache
 
 
-def measure(cores: Sequence[int], size: int) -> CpuSpeed:
+def measure(cores: Sequence[int], size: int, library: str | None = None) -> CpuSpeed:
     """One thread on each of the `cores`, reading `size` bytes together."""
+    whole = memory(size)
+    parts = np.array_split(whole, len(cores))
     with ThreadPoolExecutor(len(cores)) as pool:
         crew = Crew(pool, cores)
-        parts: list[np.ndarray] = [np.empty(0)] * len(cores)
         squares: list[np.ndarray] = [np.empty(0)] * len(cores)
 
         def fill(number: int) -> None:
-            parts[number], squares[number] = memory(size // len(cores)), np.full((ORDER, ORDER), 0.5, np.float32)
+            # Touched by the thread that reads them the pages are near its core, and not all one page of zeros.
+            parts[number].fill(kernel_speed.SOME * 0x01010101)
+            squares[number] = np.full((ORDER, ORDER), 0.5, np.float32)
 
         # Comparing whole numbers is the reduction that numpy does in as few cycles as loads take.
         crew.run(fill)
         reading = crew.best(lambda number: parts[number].max())
         multiplying = crew.best(lambda number: squares[number] @ squares[number])
-    total = sum(part.nbytes for part in parts)
-    return CpuSpeed(total / reading, len(cores) * 2 * ORDER**3 / multiplying)
+    kernels = own_kernels(library, cores, whole.view(np.uint8)) if library else None
+    return CpuSpeed(whole.nbytes / reading, len(cores) * 2 * ORDER**3 / multiplying, kernels=kernels)
+
+
+def watched(cores: Sequence[int], size: int, library: str | None = None) -> CpuSpeed:
+    """The same, and whether others have computed on these cores meanwhile."""
+    begin, before, own = time.perf_counter(), cpu.worked_s(cores), time.process_time()
+    found = measure(cores, size, library)
+    took, after, own = time.perf_counter() - begin, cpu.worked_s(cores), time.process_time() - own
+    others = cpu.load() if before is None or after is None else (after - before - own) / (took * len(cores))
+    return msgspec.structs.replace(found, busy=others > DISTURBED)
+
+
+def own_kernels(library: str, cores: Sequence[int], memory: np.ndarray) -> KernelSpeed | None:
+    """None of a library that cannot be loaded, which whoever needs it will say."""
+    try:
+        return kernel_speed.measure(library, cores, memory)
+    except (OSError, AttributeError):
+        return None
 
 
 class Crew:
@@ -71,15 +93,14 @@ class Crew:
 
 
 def memory(size: int) -> np.ndarray:
-    """Pages of our own: touched by the thread that reads them they are near its core, and not all one page of zeros."""
+    """Pages of our own, large ones where there are any."""
     pages = mmap.mmap(-1, max(1, size // mmap.PAGESIZE) * mmap.PAGESIZE)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
     array: np.ndarray = np.frombuffer(pages, dtype=np.int32)
-    array.fill(1)
     return array
 
 
 if __name__ == "__main__":
-    speed = measure([int(core) for core in sys.argv[1].split(",")], int(sys.argv[2]))
+    speed = watched([int(core) for core in sys.argv[1].split(",")], int(sys.argv[2]), *sys.argv[3:])
     sys.stdout.buffer.write(msgspec.json.encode(speed))

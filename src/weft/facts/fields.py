@@ -22,8 +22,8 @@ class Fields:
     def wrong(self, key: str, expected: str) -> ModelError:
         return ModelError(f"{self.where}: {key} is {self.values.get(key)!r:.80}; it must be {expected}")
 
-    def integer(self, key: str, *, minimum: int = 1) -> int:
-        value = self.integer_or(key, None, minimum=minimum)
+    def integer(self, key: str) -> int:
+        value = self.integer_or(key, None)
         if value is None:
             raise ModelError(f"{self.where} has no {key}; it is damaged or no model that Weft knows")
         return value

@@ -10,7 +10,7 @@ from weft.facts.defaults import DEFAULTS
 from weft.facts.fields import Fields
 from weft.facts.gguf import Array, Gguf
 from weft.facts.gguf_names import ROPE_FACTORS
-from weft.facts.shape import DType, Experts, Latent, ModelShape, Rope
+from weft.facts.shape import THETA, DType, Experts, Latent, ModelShape, Rope
 from weft.facts.tensor import TensorInfo
 
 # general.architecture; `llama` is Llama, Mistral, SmolLM2 and whoever else computes as they do.
@@ -176,12 +176,13 @@ def windows(fields: Fields, name: str, layers: int) -> tuple[int | None, ...]:
 
 
 def planned_rope(fields: Fields) -> Rope:
-    return Rope(theta=fields.number_or("rope.freq_base", 10000.0) or 10000.0)
+    """Its base alone."""
+    return Rope(theta=fields.number_or("rope.freq_base", None) or THETA)
 
 
 def rope(gguf: Gguf, fields: Fields, head_dim: int) -> Rope:
     """The rotary embedding, its scaling included; llama3's comes as a tensor of divisors."""
-    theta = fields.number_or("rope.freq_base", 10000.0) or 10000.0
+    theta = planned_rope(fields).theta
     kind = fields.text_or("rope.scaling.type", None)
     legacy = fields.number_or("rope.scale_linear", 1.0) or 1.0
     if kind is None and legacy != 1:

@@ -77,7 +77,7 @@ def type_of(shape: ModelShape, mix: str, parameter: Parameter, part: Part, layer
     if part.cols is None or parameter.role == "router":
         return "F32"
     kind, cols = _wanted(shape, mix, parameter, part, layer), axis_length(shape, part.cols)
-    if (kind in FALLBACK) and cols % SUPERBLOCK:
+    if kind in FALLBACK and cols % SUPERBLOCK:
         kind = FALLBACK[kind]
     return "F16" if cols % BLOCK else kind
 

@@ -13,6 +13,7 @@ import msgspec
 
 from weft.errors import ConfigError
 from weft.facts.calibration import Calibration
+from weft.facts.cpu import KernelSpeed
 from weft.facts.topology import Clocks, Gpu, Slice, multiprocessors
 
 # Words that say who made a card, or that only one card of the name has.
@@ -48,7 +49,7 @@ class GpuSpec(msgspec.Struct, frozen=True, kw_only=True):
     them read each other's memory: None where only the name can tell. With `kind` "cpu" it is a machine's CPU, or a
     rank's share of one: `memory_bytes` are those that are free, and there is no capability. `limit_bytes` is the most
     that may be taken of it where the user says so, 0 for one that is not to be used. `calibration` is what our engine
-    reaches on it, where that was measured."""
+    reaches on it, where that was measured, and `kernels` what its kernels alone do on a CPU."""
 
     name: str
     memory_bytes: int
@@ -66,6 +67,7 @@ class GpuSpec(msgspec.Struct, frozen=True, kw_only=True):
     peer: bool | None = None
     limit_bytes: int | None = None
     calibration: Calibration | None = None
+    kernels: KernelSpeed | None = None
 
     @property
     def sliced(self) -> bool:

@@ -19,6 +19,7 @@ from msgspec import UNSET, Meta, UnsetType
 from weft.errors import ConfigError, reason
 from weft.facts import quantities
 from weft.facts.cluster import MOST, NETWORK, Cluster, Node, check_size, joined, network_bytes
+from weft.facts.cpu import TOKENS, KernelSpeed, ProductSpeed
 from weft.facts.gpus import PCIE_BPS, GpuSpec, find_gpu
 from weft.facts.quantities import Bytes, Capability, Rate, digits
 from weft.facts.yaml_text import dump, load
@@ -28,7 +29,8 @@ MOST_FILE_BYTES = 1 << 18  # a description is a page at most; YAML of megabytes 
 
 Count = Annotated[int, Meta(ge=1, le=MOST)]
 Precision = Literal["fp32", "bf16", "fp16", "fp8", "int8", "fp4"]
-Tera = dict[Precision, Annotated[float, Meta(gt=0, le=1e9)]]
+Figure = Annotated[float, Meta(gt=0, le=1e9)]
+Tera = dict[Precision, Figure]
 
 
 class _Fields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -93,6 +95,39 @@ class _Gpus(_Fields, frozen=True, kw_only=True):
         )
 
 
+class _Product(_Fields, frozen=True, kw_only=True):
+    """As facts.cpu.ProductSpeed."""
+
+    bits: Annotated[int, Meta(ge=1, le=64)]
+    weights: Annotated[tuple[Rate, ...], Meta(min_length=len(TOKENS), max_length=len(TOKENS))]
+    tflops: Figure
+
+
+class _Kernels(_Fields, frozen=True, kw_only=True):
+    """As facts.cpu.KernelSpeed."""
+
+    products: tuple[_Product, ...]
+    cache: Rate
+    attention_tflops: Figure
+    rows: Rate
+
+    def __post_init__(self) -> None:
+        if 16 not in {it.bits for it in self.products}:
+            raise ValueError("products need an entry of 16 bits")
+
+    def speed(self) -> KernelSpeed:
+        return KernelSpeed(
+            products=tuple(
+                ProductSpeed(bits=it.bits, weights_Bps=it.weights, matmul_flops=it.tflops * 1e12)
+                for it in self.products
+            ),
+            cache_Bps=self.cache,
+            attention_flops=self.attention_tflops * 1e12,
+            rows_Bps=self.rows,
+            source="as the hardware file says",
+        )
+
+
 class _Cpu(_Fields, frozen=True, kw_only=True):
     """The CPU of a machine without GPUs; `memory` is what is free of it."""
 
@@ -100,6 +135,7 @@ class _Cpu(_Fields, frozen=True, kw_only=True):
     memory: Bytes
     bandwidth: Rate
     tflops: Annotated[Tera, Meta(min_length=1)]
+    kernels: _Kernels | None = None
 
     def spec(self) -> GpuSpec:
         _check_name(self.name)
@@ -115,6 +151,7 @@ class _Cpu(_Fields, frozen=True, kw_only=True):
             capability=(0, 0),
             per_node=1,
             source="the user",
+            kernels=self.kernels.speed() if self.kernels else None,
         )
 
 
@@ -182,7 +219,7 @@ WORDS = {
     "`null`": "nothing",
     "`": "",
 }
-FIELDS = sorted({name for kind in (_Gpus, _Cpu, _Node, _File) for name in kind.__struct_fields__})
+FIELDS = sorted({name for kind in (_Product, _Kernels, _Gpus, _Cpu, _Node, _File) for name in kind.__struct_fields__})
 
 
 def is_file(words: str) -> bool:
@@ -232,7 +269,9 @@ def _written(node: Node, count: int) -> _Node:
     first = node.gpus[0]
     if node.link == "memory":
         memory, bandwidth = Bytes(first.memory_bytes), Rate(first.bandwidth_Bps)
-        return _Node(cpu=_Cpu(name=first.name, memory=memory, bandwidth=bandwidth, tflops=_tera(first)), count=count)
+        own, tera = _kernels(first.kernels) if first.kernels else None, _tera(first)
+        cpu = _Cpu(name=first.name, memory=memory, bandwidth=bandwidth, tflops=tera, kernels=own)
+        return _Node(cpu=cpu, count=count)
     link, bridged = node.link, node.bridged
     if link == "nvlink" and first.bridge and len(node.gpus) > 2:
         link, bridged = "pcie", (tuple(range(len(node.gpus))),)  # a larger bridge than such cards are sold with
@@ -252,6 +291,18 @@ def _written(node: Node, count: int) -> _Node:
         for gpu, alike in _runs(node.gpus)
     )
     return _Node(count=count, link=link, bridged=bridged, gpus=gpus)
+
+
+def _kernels(speed: KernelSpeed) -> _Kernels:
+    return _Kernels(
+        products=tuple(
+            _Product(bits=it.bits, weights=tuple(map(Rate, it.weights_Bps)), tflops=digits(it.matmul_flops / 1e12))
+            for it in speed.products
+        ),
+        cache=Rate(speed.cache_Bps),
+        attention_tflops=digits(speed.attention_flops / 1e12),
+        rows=Rate(speed.rows_Bps),
+    )
 
 
 def _runs(values: Sequence[Any]) -> Iterator[tuple[Any, int]]:

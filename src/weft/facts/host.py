@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import metadata
 from importlib.util import find_spec
 from math import ceil
@@ -46,6 +46,10 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
     def computing(self) -> tuple[int, ...]:
         """The cores that one rank computes on."""
         return self.cores[: self.threads]
+
+    def named(self, devices: Iterable[str]) -> list[Gpu]:
+        """The GPUs that devices are, by names as "cuda:1" and in their order; a "cpu" is none."""
+        return [self.gpus[int(name.removeprefix("cuda:"))] for name in devices if name != "cpu"]
 
 
 def probe(environment: Mapping[str, str] = os.environ, root: Path = Path("/")) -> Host:

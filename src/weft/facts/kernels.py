@@ -11,12 +11,24 @@ import msgspec
 from weft.facts.gpus import GpuSpec
 
 
+class Products(msgspec.Struct, frozen=True):
+    """Of matrix products with weights of so many bits: `weights` as in `Kernels`, with so many tokens as
+    facts.cpu.TOKENS says, and `matmul` of each token beyond."""
+
+    bits: int
+    weights: tuple[float, ...]
+    matmul: float
+    source: str
+
+
 class Kernels(msgspec.Struct, frozen=True, kw_only=True):
     """What kernels reach on the GPUs whose name begins with `gpu`, or else have this compute capability; with `cpu`, on
     any CPU, of what was measured on it.
 
     `weights` and `decode_attention` are shares of the memory bandwidth, `matmul` and `prefill_attention` of the
-    dense FLOPS; `kernel_us` is what a matrix product takes beyond the bytes that it streams.
+    dense FLOPS; `kernel_us` is what a matrix product takes beyond the bytes that it streams. `products`, where there
+    are any, tell more of those by the bits that a weight has; `rows` is the share of the bandwidth at which activations
+    go through what is computed between products.
     """
 
     weights: float
@@ -29,6 +41,8 @@ class Kernels(msgspec.Struct, frozen=True, kw_only=True):
     cpu: bool = False
     gpu: str = ""
     capability: tuple[int, int] | None = None
+    products: tuple[Products, ...] = ()
+    rows: float = 0.8
 
 
 @cache

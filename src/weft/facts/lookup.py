@@ -9,9 +9,8 @@ from weft.facts import catalogue, checkpoint, config_json, demo, gguf, gguf_shap
 from weft.facts.gguf_types import FILE_TYPES
 from weft.facts.model import Model
 from weft.facts.parameters import params
-from weft.facts.shape import DType, ModelShape
-
-PRECISIONS: dict[DType, str] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+from weft.facts.precision import OF_DTYPE
+from weft.facts.shape import ModelShape
 
 
 def look_up(
@@ -45,7 +44,7 @@ def look_up(
 
     afar = hub_headers.look(known.name if known else model, revision=revision, token=hf_token, patience=patience)
     shape = config_json.shape(afar.config, run=False)
-    precision = config_json.precision(afar.config) or PRECISIONS[shape.dtype]
+    precision = config_json.precision(afar.config) or OF_DTYPE[shape.dtype]
     return _model(known.name if known else model, shape, precision, afar.config.where, afar.stored_bytes)
 
 
@@ -57,7 +56,7 @@ def _directory(model: str, folder: Path) -> Model:
     config = config_json.of(folder)
     stored = sum(info.nbytes for info in index.values()) if has_weights else None
     precision = shape.published.precision if shape.published else config_json.precision(config)
-    return _model(model, shape, precision or PRECISIONS[shape.dtype], config.where, stored)
+    return _model(model, shape, precision or OF_DTYPE[shape.dtype], config.where, stored)
 
 
 def _gguf(model: str, path: Path) -> Model:

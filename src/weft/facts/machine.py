@@ -10,6 +10,7 @@ from weft.facts import host as hosts
 from weft.facts import speeds as measured
 from weft.facts.cluster import NETWORK, Cluster, Node, network_bytes, usual_link
 from weft.facts.cpu import CpuSpeed
+from weft.facts.cpus import reached
 from weft.facts.gpus import GpuSpec, spec_of
 from weft.facts.host import Host
 from weft.facts.speeds import Speeds
@@ -27,7 +28,7 @@ FP16_OVER_FP32 = {"avx512_fp16": 2.0}
 
 
 def here(*, refresh: bool = False) -> Cluster:
-    """This machine. Where there is no GPU the CPU is measured, half a second at the first time or with `refresh`; how
+    """This machine. Where there is no GPU the CPU is measured, a second at the first time or with `refresh`; how
     fast GPUs copy is looked up only (`executors.links` measures it)."""
     host = hosts.probe()
     if not host.gpus:
@@ -96,6 +97,7 @@ def cpu_spec(host: Host, speed: CpuSpeed) -> GpuSpec:
     bf16 = max((BF16_OVER_FP32.get(it, 1.0) for it in features), default=1.0)
     fp16 = max((FP16_OVER_FP32.get(it, 1.0) for it in features), default=1.0)
     count = len(host.computing)
+    source = f"measured here: {speed.bandwidth_Bps / 1e9:.0f} GB/s, {speed.fp32_flops / 1e12:.2f} TFLOPS in 32 bits"
     return GpuSpec(
         kind="cpu",
         name=f"{plain(host.cpu.model) if host.cpu else 'CPU'} ({count} {'core' if count == 1 else 'cores'})",
@@ -110,8 +112,8 @@ def cpu_spec(host: Host, speed: CpuSpeed) -> GpuSpec:
         pcie_Bps=0.0,
         capability=(0, 0),
         per_node=1,
-        source=f"measured here: {speed.bandwidth_Bps / 1e9:.0f} GB/s, {speed.fp32_flops / 1e12:.2f} TFLOPS in 32 bits, "
-        f"{bf16:g} times as many in bfloat16 by its instruction set",
+        source=f"{source}, {bf16:g} times as many in bfloat16 by its instruction set",
+        kernels=reached(features, speed),
     )
 
 
@@ -140,5 +142,6 @@ def part(whole: GpuSpec, ranks: int) -> GpuSpec:
         bandwidth_Bps=whole.bandwidth_Bps / ranks,
         flops={precision: flops / ranks for precision, flops in whole.flops.items()},
         calibration=whole.calibration and whole.calibration.part(ranks),
+        kernels=whole.kernels and whole.kernels.part(ranks),
         per_node=ranks if whole.kind == "cpu" else whole.per_node,
     )

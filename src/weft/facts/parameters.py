@@ -19,21 +19,6 @@ from weft.facts.names import NAMES, Names
 from weft.facts.place import Place
 from weft.facts.shape import ModelShape
 
-__all__ = [
-    "ARCHITECTURES",
-    "EMBED",
-    "RUNNABLE",
-    "Axis",
-    "Parameter",
-    "Part",
-    "axis_length",
-    "owned",
-    "parameter_dims",
-    "parameters",
-    "params",
-    "rank_parameters",
-]
-
 # What a parameter does, and so what a quantised format makes of it; a vector is a norm, a bias or the like.
 Role = Literal["embedding", "head", "linear", "expert", "router", "vector"]
 On = Literal["every", "dense", "expert"]
@@ -74,9 +59,6 @@ class Parameter(msgspec.Struct, frozen=True):
     def is_in(self, shape: ModelShape, layer: int) -> bool:
         """Whether this layer has it."""
         return self.on == "every" or (self.on == "expert") == shape.has_experts(layer)
-
-
-EMBED = Part("model.embed_tokens.weight", Axis.VOCAB, Axis.HIDDEN)
 
 
 @lru_cache(maxsize=64)

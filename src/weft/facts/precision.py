@@ -23,7 +23,7 @@ from weft.facts.parameters import Parameter, Part, parameters
 from weft.facts.place import Place, Span, whole
 from weft.facts.published import ORDERED, ROW, Published
 from weft.facts.schemes import ALL, UNIT, scheme_of
-from weft.facts.shape import ModelShape
+from weft.facts.shape import DType, ModelShape
 
 
 class Format(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,6 +59,7 @@ MATRICES = {
     "nvfp4": NVFP4,
 }
 OTHERS = {"fp32": FP32}
+OF_DTYPE: dict[DType, str] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}  # that are not quantised
 NAMES = (*MATRICES, *gguf_types.MIXES)
 ALIASES = gguf_types.ALIASES | {
     "bfloat16": "bf16",

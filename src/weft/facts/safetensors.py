@@ -121,7 +121,9 @@ def _read_indexed(folder: Path) -> dict[str, TensorInfo]:
         files[name] = read(folder / name)
     missing = next((tensor for tensor, file in weight_map.items() if tensor not in files[file]), None)
     if missing is not None:
-        raise ModelError(f"{folder / weight_map[missing]} lacks tensor {missing!r:.80}, which the index puts there")
+        raise ModelError(
+            f"{folder / weight_map[missing]} lacks tensor {missing!r:.80}, which the index puts there; fetch it again"
+        )
     return {tensor: files[file][tensor] for tensor, file in weight_map.items()}
 
 

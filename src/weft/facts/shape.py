@@ -12,6 +12,9 @@ DType = Literal["bfloat16", "float16", "float32"]
 DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
+THETA = 10000.0  # of a rotary embedding, where a checkpoint does not say
+
+
 class Rope(msgspec.Struct, frozen=True, kw_only=True):
     """Rotary position embedding: base `theta`, and how its frequencies are scaled for longer contexts.
 
@@ -21,7 +24,7 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True):
     where the checkpoint gives those (GGUF does) in place of the parameters they come from.
     """
 
-    theta: float = 10000.0
+    theta: float = THETA
     kind: Literal["default", "linear", "dynamic", "llama3", "yarn"] = "default"
     factor: float = 1.0
     original_max_positions: int | None = None

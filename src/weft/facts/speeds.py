@@ -7,13 +7,14 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 from weft.errors import ConfigError, WeftError
-from weft.facts import calibration, cpu
+from weft.facts import calibration, cpu, library
 from weft.facts.cache import cache_dir, cache_path
 from weft.facts.calibration import Calibration
 from weft.facts.cpu import CpuSpeed
@@ -22,10 +23,11 @@ from weft.facts.host import Host
 
 logger = logging.getLogger("weft")
 
-VERSION = 1  # of the measurements: grows when what they mean changes
-CPU_DEADLINE_S = 20.0  # that what takes half a second gets on a machine that is busy with something else
-LEAST_BYTES = 128 << 20  # of memory that is read, to be far more than caches hold
-CACHES = 4  # times the last level of them
+VERSION = 2  # of the measurements: grows when what they mean changes
+CPU_DEADLINE_S = 20.0  # that what takes a second gets on a machine that is busy with something else
+LEAST_BYTES = 256 << 20  # of memory that is read, to be far more than caches hold
+CACHES = 8  # times the last level of them
+BUSY = 0.25  # of the cores
 
 # "works": what was copied is what arrived. "broken": it is not, or the copy failed. "hung": it never ended.
 Verdict = Literal["works", "broken", "hung"]
@@ -96,6 +98,9 @@ def known(host: Host) -> Speeds:
 def sound(speeds: Speeds) -> bool:
     """Whether the figures can be: a file that was edited by hand, or half of another one, may hold anything."""
     figures = [speeds.cpu.bandwidth_Bps, speeds.cpu.fp32_flops] if speeds.cpu else []
+    if speeds.cpu and (own := speeds.cpu.kernels):
+        figures += [own.cache_Bps, own.attention_flops, own.rows_Bps]
+        figures += [figure for it in own.products for figure in (*it.weights_Bps, it.matmul_flops)]
     figures += [figure for gpu in speeds.gpus for figure in (gpu.copy_Bps, gpu.from_host_Bps, gpu.to_host_Bps)]
     figures += [pair.Bps for pair in speeds.pairs if pair.verdict == "works"]
     return all(0 < figure < float("inf") for figure in figures)
@@ -114,33 +119,41 @@ def keep(host: Host, speeds: Speeds) -> None:
 
 
 def cpu_speed(host: Host, *, refresh: bool = False) -> CpuSpeed:
-    """How fast this machine's CPU is: as the cache knows, or measured now, which takes about half a second; once more
-    where the machine was busy then and no longer is. Raises ConfigError where that is not possible."""
+    """How fast this machine's CPU is: as the cache knows, or measured now, which takes less than a second; once more
+    where the machine was busy then and no longer is, and where the engine's kernels have been built since. Raises
+    ConfigError where that is not possible."""
     speeds = known(host)
-    if speeds.cpu and not refresh and not (speeds.cpu.busy and not busy()):
+    if speeds.cpu and not refresh and not outdated(speeds.cpu):
         return speeds.cpu
     measured = measure_cpu(host)
     keep(host, msgspec.structs.replace(known(host), cpu=measured))  # whatever else was found meanwhile
     return measured
 
 
+def outdated(speed: CpuSpeed) -> bool:
+    """Whether it would be measured better now."""
+    built = library.found()
+    return (speed.busy and not busy()) or bool(built and Path(built).name != speed.library)
+
+
 def busy() -> bool:
     """Whether others have been computing here in the last minute."""
-    try:
-        return os.getloadavg()[0] > (os.cpu_count() or 1) / 2
-    except OSError:
-        return False
+    return cpu.load() > BUSY
 
 
 def measure_cpu(host: Host) -> CpuSpeed:
     """In a process of its own, with a thread on each core that computes."""
     size = max(LEAST_BYTES, CACHES * cpu.last_cache_bytes())
     size = min(size, host.memory_free_bytes // 4)
-    disturbed = busy()
-    # The threads are ours; the library that multiplies adds none.
+    built = library.found()
+    # The threads are ours; the library that multiplies adds none. On a CPU that it does not know it would make do with
+    # fewer instructions than there are.
     ours = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    if kind := openblas(host.cpu.features if host.cpu else ()):
+        ours["OPENBLAS_CORETYPE"] = kind
     ours["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
     command = [sys.executable, "-P", "-m", "weft.facts.cpu_speed", ",".join(map(str, host.computing)), str(size)]
+    command += [built] if built else []
     try:
         done = subprocess.run(
             command,
@@ -149,7 +162,8 @@ def measure_cpu(host: Host) -> CpuSpeed:
             timeout=CPU_DEADLINE_S,
             check=True,
         )
-        return msgspec.structs.replace(msgspec.json.decode(done.stdout, type=CpuSpeed), busy=disturbed)
+        name = built and Path(built).name
+        return msgspec.structs.replace(msgspec.json.decode(done.stdout, type=CpuSpeed), library=name)
     except subprocess.TimeoutExpired:
         reason = f"it took more than {CPU_DEADLINE_S:.0f} s"
     except subprocess.CalledProcessError as error:
@@ -160,3 +174,10 @@ def measure_cpu(host: Host) -> CpuSpeed:
         f"cannot measure the CPU of {host.hostname}: {reason}; describe the hardware that is meant, as in "
         "--gpus 4xRTX4090 or --gpus FILE.yaml"
     )
+
+
+def openblas(features: Collection[str]) -> str | None:
+    """What OpenBLAS, which numpy brings, calls CPUs with the largest of these instruction sets; None where it is to
+    make its own choice."""
+    kinds = {"avx512f": "SkylakeX", "avx2": "Haswell"}
+    return next((kind for feature, kind in kinds.items() if feature in features), None)

@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 
 from weft.comm import Comm
-from weft.kernels.base import AttentionShape, DenseLayer, HeadNorm, KVCache, Product, Stage
+from weft.kernels.base import AttentionShape, DenseLayer, HeadNorm, KVCache, Product, Stage, Table
 from weft.kernels.batch import Batch
 from weft.kernels.warm import Launch
+from weft.quant import table
 from weft.quant.dense import product
 from weft.quant.quantised import Quantised
-from weft.quant.table import Table
 
 
 class PlainKernels:
@@ -26,7 +26,7 @@ class PlainKernels:
         return product(weight, bias)
 
     def table(self, weight: torch.Tensor | Quantised) -> Table:
-        return Table(weight)
+        return table.Table(weight)
 
     def fuse(self, layers: Sequence[DenseLayer], comm: Comm) -> Stage | None:
         return None

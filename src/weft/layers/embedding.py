@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from weft.comm import Comm
+from weft.facts.place import Span
 from weft.kernels.base import Product, Table
-from weft.planner.place import Span
 
 
 class Embedding:

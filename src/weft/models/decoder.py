@@ -7,12 +7,12 @@ from collections.abc import MutableMapping, Sequence
 import torch
 
 from weft.comm import Comm
+from weft.facts.place import Place
 from weft.facts.shape import ModelShape
 from weft.kernels.base import DenseLayer, HeadNorm, Kernels, KVCache, Product
 from weft.kernels.batch import Batch
 from weft.layers.embedding import Embedding, Head
 from weft.layers.linear import column_linear, row_linear
-from weft.planner.place import Place
 from weft.quant.quantised import Quantised
 
 # By name. Matrices are taken out as their layer is made: one that is packed for its product is then held once, not

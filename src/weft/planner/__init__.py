@@ -1,1 +1,1 @@
-"""How a model is cut: split, places, fills, memory, the plan."""
+"""How a model is cut, and the plan of it; what fits and how fast it is, the search for the best, and advice."""

@@ -1,43 +1,26 @@
-"""Advice: what holds a plan back, and the next cheapest change, each computed by planning again."""
+"""Advice: the next cheapest changes to a plan, each computed by planning again."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
-from typing import Literal
 
 import msgspec
 
 from weft.facts import gguf_types
 from weft.facts.cluster import Cluster, Node, usual_link
-from weft.facts.gpus import GpuSpec, gpus
+from weft.facts.gpus import gpus
 from weft.facts.precision import weight_bytes
 from weft.facts.schemes import MADE
-from weft.planner.cost import predict
+from weft.planner.binding import MEASURES, WORTH
 from weft.planner.cuts import Cut
-from weft.planner.footprint import Footprint, footprint
+from weft.planner.footprint import Footprint
 from weft.planner.islands import usable
 from weft.planner.objections import runs
 from weft.planner.question import Question, Wish
-from weft.planner.search import (
-    Answer,
-    Candidate,
-    Rejected,
-    engine_profile,
-    fitting,
-    request_s,
-    search,
-)
+from weft.planner.search import Answer, Candidate, closest, engine_profile, fitting, search, worth
 from weft.planner.words import gigabytes, ways
 
-Resource = Literal["memory", "bandwidth", "compute", "links"]
-RESOURCES: dict[Resource, str] = {
-    "memory": "twice the memory",
-    "bandwidth": "twice the memory bandwidth",
-    "compute": "twice the FLOPS",
-    "links": "twice the link bandwidth",
-}
-WORTH = 1.05  # gains below it are not worth a line
 # What weights of another precision are called, those closest to the original first.
 CHECKPOINTS = {
     "fp8": "an FP8 checkpoint",
@@ -53,51 +36,8 @@ LIMITS = {  # of a question, which may leave no room
     "max_num_batched_tokens": "--max-num-batched-tokens",
     "speculation": "--speculative-config",
 }
-FP8_CACHE = ("vllm", "sglang", "trtllm")  # engines that can keep KV in FP8
+FP8_CACHE = ("weft", "vllm", "sglang", "trtllm")  # engines that can keep KV in FP8
 MOST_NODES = 64  # of a cluster that is tried
-
-
-class Binding(msgspec.Struct, frozen=True, kw_only=True):
-    """What binds the best candidate: the resource of which twice as much helps most. `gains` are the factors by
-    which twice of each improves what is asked for; `resource` None where none of them does."""
-
-    resource: Resource | None
-    gains: dict[str, float]
-    text: str
-
-
-def binding(answer: Answer) -> Binding:
-    """The binding constraint, found by doubling each resource in turn; where nothing fits it is memory."""
-    best, question = answer.best, answer.question
-    if best is None:
-        short = any(it.short_bytes for it in answer.rejected)
-        return Binding(resource="memory" if short else None, gains={}, text=_nothing_fits(answer))
-    now = _worth(question, best)
-    gains: dict[str, float] = {}
-    for resource in RESOURCES:
-        richer = msgspec.structs.replace(question, cluster=_richer(question.cluster, resource))
-        memory = footprint(richer.shape, best.layout, richer.cluster, engine_profile(richer), richer.workload)
-        predicted = predict(richer.shape, best.layout, richer.cluster, richer.workload, engine_profile(richer), memory)
-        gains[resource] = round(
-            _worth(richer, msgspec.structs.replace(best, memory=memory, predicted=predicted)) / now, 3
-        )
-    most: Resource = max(RESOURCES, key=lambda resource: gains[resource])
-    if gains[most] < WORTH:
-        text = (
-            f"none of the hardware's figures: {RESOURCES[most]} gives {gains[most]:.2f} times the speed; the engine's \
-fixed times per step and layer do"
-        )
-        return Binding(resource=None, gains=gains, text=text)
-    others = ", ".join(f"{RESOURCES[it]} {gains[it]:.2f}" for it in RESOURCES if it != most)
-    what = {"memory": "room for KV", "links": "links between the GPUs"}.get(most, most)
-    measure = {"latency": "the speed of one request", "cost": "the tokens per dollar"}.get(
-        question.objective, "the throughput"
-    )
-    return Binding(
-        resource=most,
-        gains=gains,
-        text=f"{what}: {RESOURCES[most]} gives {gains[most]:.2f} times {measure} ({others})",
-    )
 
 
 def advice(answer: Answer) -> list[str]:
@@ -105,22 +45,9 @@ def advice(answer: Answer) -> list[str]:
     return list(_to_fit(answer) if answer.best is None else _to_improve(answer, answer.best))
 
 
-def _nothing_fits(answer: Answer) -> str:
-    if not answer.rejected:
-        return "no layout of these ranks is possible on so many GPUs"
-    closest = _closest(answer)
-    return f"{closest.cut}: {closest.reason}"
-
-
-def _closest(answer: Answer) -> Rejected:
-    """The rejected cut that lacks least, of those that lack memory if there are any."""
-    short = [it for it in answer.rejected if it.short_bytes]
-    return min(short or answer.rejected, key=lambda it: it.short_bytes)
-
-
 def _to_fit(answer: Answer) -> Iterator[str]:
-    question = answer.question
-    if not any(it.short_bytes for it in answer.rejected):
+    question, lacking = answer.question, closest(answer.rejected)
+    if lacking is None or not lacking.short_bytes:
         # Not for want of memory: what was asked for is in the way.
         if question.wish != Wish():
             free = search(msgspec.structs.replace(question, wish=Wish()))
@@ -159,7 +86,7 @@ def _to_fit(answer: Answer) -> Iterator[str]:
         if found:
             yield f"without --max-memory it fits as {found[0]} with {_to_spare(*found)}"
             return
-    more = _with_more_memory(question, _closest(answer)) if question.cluster.on_cpu else _with_more(question)
+    more = _with_more_memory(question, lacking.short_bytes) if question.cluster.on_cpu else _with_more(question)
     if more:
         yield more
     larger = _with_larger(question)
@@ -258,11 +185,11 @@ def _with_more(question: Question) -> str | None:
     return None
 
 
-def _with_more_memory(question: Question, closest: Rejected) -> str | None:
+def _with_more_memory(question: Question, short_bytes: int) -> str | None:
     """How much more free memory a CPU's machine needs, a little over what is lacking."""
-    more, cluster = int(closest.short_bytes * WORTH), question.cluster
-    changed = {gpu: msgspec.structs.replace(gpu, memory_bytes=gpu.memory_bytes + more) for gpu in set(cluster.gpus)}
-    found = _roomiest(msgspec.structs.replace(question, cluster=_with(cluster, changed)))
+    more, cluster = int(short_bytes * WORTH), question.cluster
+    roomier = cluster.changed(lambda gpu: msgspec.structs.replace(gpu, memory_bytes=gpu.memory_bytes + more))
+    found = _roomiest(msgspec.structs.replace(question, cluster=roomier))
     return f"{gigabytes(more * len(cluster.gpus))} more free memory make it fit: {found[0]}" if found else None
 
 
@@ -291,24 +218,24 @@ def _with_larger(question: Question) -> str | None:
 
 def _to_improve(answer: Answer, best: Candidate) -> Iterator[str]:
     question = answer.question
-    now = _worth(question, best)
+    now = worth(question, best)
     free, there = best, len(usable(question.cluster))
-    faster = max(answer.candidates, key=lambda it: _worth(question, it))
-    gains = _worth(question, faster) >= WORTH * now
+    faster = max(answer.candidates, key=lambda it: worth(question, it))
+    gains = worth(question, faster) >= WORTH * now
     idle = there - len(set(best.layout.gpus))
     if question.wish != Wish():
         # Who asked for nothing but dealing experts out has seen that half of all layouts.
         other = Wish(expert_parallel=False) if question.wish == Wish(expert_parallel=True) else Wish()
         free = search(msgspec.structs.replace(question, wish=other)).best or best
-        if _worth(question, free) >= WORTH * now:
-            gain = f"{ways(_worth(question, free) / now)} the {_measure(question)}"
+        if worth(question, free) >= WORTH * now:
+            gain = f"{ways(worth(question, free) / now)} the {MEASURES[question.objective]}"
             yield f"left to itself the plan is {free.cut}, with {gain}"
     elif idle:
         are, better = "is" if idle == 1 else "are", "cheaper" if question.objective == "cost" else "faster"
         no_use = "" if gains else f"; no other use of them is {better}"
         yield f"{idle} of {there} GPUs {are} idle in this layout{no_use}"
     if gains:
-        gain = f"{ways(_worth(question, faster) / now)} the {_measure(question)}"
+        gain = f"{ways(worth(question, faster) / now)} the {MEASURES[question.objective]}"
         yield f"{faster.cut} is predicted to give {gain}; measure before you split what fits one GPU"
     wide = best.layout.kv_dtype in ("bf16", "fp16")
     if wide and question.engine in FP8_CACHE and not question.cluster.on_cpu:
@@ -317,14 +244,14 @@ def _to_improve(answer: Answer, best: Candidate) -> Iterator[str]:
     # What the engine runs comes first.
     for precision, name in sorted(_smaller_checkpoints(question), key=lambda it: bool(_yet(question, it[0]))):
         changed = search(_as(question, best, precisions=(precision,)))
-        if changed.best and _worth(question, changed.best) >= WORTH * now:
+        if changed.best and worth(question, changed.best) >= WORTH * now:
             yield from (line + _yet(question, precision) for line in _gain(name, question, best, changed, now))
             break
     # What other hardware gives is no merit of letting go of a layout or a limit that was dictated.
-    most = max(best, free, key=lambda it: _worth(question, it))
+    most = max(best, free, key=lambda it: worth(question, it))
     if any(gpu.limit_bytes is not None for gpu in question.cluster.gpus):
         changed = search(msgspec.structs.replace(question, cluster=_unlimited(question.cluster), wish=Wish()))
-        yield from _gain("without --max-memory", question, most, changed, _worth(question, most))
+        yield from _gain("without --max-memory", question, most, changed, worth(question, most))
         return
     grown = _grown(question.cluster, 1) or _grown(question.cluster, len(question.cluster.nodes[-1].gpus))
     if grown:
@@ -334,7 +261,7 @@ def _to_improve(answer: Answer, best: Candidate) -> Iterator[str]:
         wish = same if len(grown.nodes) > 1 else Wish()
         changed = search(msgspec.structs.replace(question, cluster=grown, wish=wish))
         name = f"{'one' if by == 1 else by} more {question.cluster.gpus[-1].name}"
-        yield from _gain(name, question, most, changed, _worth(question, most))
+        yield from _gain(name, question, most, changed, worth(question, most))
 
 
 def _as(question: Question, best: Candidate, **changes: object) -> Question:
@@ -355,52 +282,13 @@ def _gain(name: str, question: Question, best: Candidate, changed: Answer, now: 
     found = changed.best
     if found is None:
         return
-    tokens, speed = found.memory.kv_tokens / best.memory.kv_tokens, _worth(question, found) / now
-    parts = [f"{ways(tokens)} the KV cache"] * (tokens >= WORTH) + [f"{ways(speed)} the {_measure(question)}"] * (
-        speed >= WORTH
-    )
+    tokens, speed = found.memory.kv_tokens / best.memory.kv_tokens, worth(question, found) / now
+    parts = [f"{ways(tokens)} the KV cache"] * (tokens >= WORTH)
+    parts += [f"{ways(speed)} the {MEASURES[question.objective]}"] * (speed >= WORTH)
     if parts:
         yield f"{name}: {' and '.join(parts)} ({found.cut}, {found.memory.kv_tokens:,} tokens of KV)"
 
 
-def _measure(question: Question) -> str:
-    return {"latency": "speed of one request", "cost": "tokens per dollar"}.get(question.objective, "throughput")
-
-
-def _worth(question: Question, candidate: Candidate) -> float:
-    """What is maximised: requests per second of one for latency, tokens per second (and GPU, for cost)."""
-    predicted = candidate.predicted
-    if question.objective == "latency":
-        return 1 / request_s(question, predicted)
-    rate = predicted.output_tok_s
-    return rate / len(set(candidate.layout.gpus)) if question.objective == "cost" else rate
-
-
-def _richer(cluster: Cluster, resource: Resource) -> Cluster:
-    """With twice as much of one resource everywhere."""
-
-    def richer(gpu: GpuSpec) -> GpuSpec:
-        replace = msgspec.structs.replace
-        match resource:
-            case "memory":
-                return replace(gpu, memory_bytes=2 * gpu.memory_bytes)
-            case "bandwidth":
-                return replace(gpu, bandwidth_Bps=2 * gpu.bandwidth_Bps)
-            case "compute":
-                return replace(gpu, flops={name: 2 * flops for name, flops in gpu.flops.items()})
-            case "links":
-                return replace(gpu, nvlink_Bps=2 * gpu.nvlink_Bps, pcie_Bps=2 * gpu.pcie_Bps)
-
-    faster = _with(cluster, {gpu: richer(gpu) for gpu in set(cluster.gpus)})
-    return msgspec.structs.replace(faster, network_Bps=cluster.network_Bps * (2 if resource == "links" else 1))
-
-
 def _unlimited(cluster: Cluster) -> Cluster:
     """Without --max-memory."""
-    return _with(cluster, {gpu: msgspec.structs.replace(gpu, limit_bytes=None) for gpu in cluster.gpus})
-
-
-def _with(cluster: Cluster, changed: dict[GpuSpec, GpuSpec]) -> Cluster:
-    """The same nodes with other GPUs in them."""
-    nodes = (msgspec.structs.replace(node, gpus=tuple(changed[gpu] for gpu in node.gpus)) for node in cluster.nodes)
-    return msgspec.structs.replace(cluster, nodes=tuple(nodes))
+    return cluster.changed(lambda gpu: msgspec.structs.replace(gpu, limit_bytes=None))

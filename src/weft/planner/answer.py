@@ -13,7 +13,8 @@ from weft.facts.place import Place
 from weft.facts.precision import weight_bytes
 from weft.facts.shape import ModelShape
 from weft.planner import speculation
-from weft.planner.advice import advice, binding
+from weft.planner.advice import advice
+from weft.planner.binding import binding
 from weft.planner.cuts import Cut
 from weft.planner.deployment import Layout
 from weft.planner.footprint import RankMemory, ReplicaMemory

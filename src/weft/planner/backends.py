@@ -86,7 +86,7 @@ def misplaced(backend: str, host: Host, devices: Sequence[str]) -> str | None:
 
 def unusable(backend: str, shape: ModelShape, dtype: DType, host: Host, devices: Sequence[str]) -> str | None:
     """What a backend that was asked for lacks, as far as it is known before it is tried: not whether it compiles."""
-    gpus = [host.gpus[int(name[5:])] for name in devices if name != "cpu"]  # none: Triton's interpreter is any GPU
+    gpus = host.named(devices)  # none: Triton's interpreter is any GPU
     if backend == "cpu":
         reason = compiled.obstacle(dtype, shape.head_dim, shape.q_heads // shape.kv_heads)
     elif backend not in GPU_BACKENDS:
@@ -138,17 +138,29 @@ def no_flash(dtype: str, cards: Iterable[Card]) -> str | None:
     return None
 
 
+def no_narrow_cache(dtype: str, cards: Sequence[Card]) -> str | None:
+    """Why our own engine keeps no KV cache of 8 bits on these GPUs, or on a CPU where there are none."""
+    if not cards:
+        return f"weft keeps no {dtype} KV cache on a CPU; leave --kv-cache-dtype out"
+    for name, capability in cards:
+        if capability < FP8_CAPABILITY:
+            return (
+                f"{name} has compute capability {dotted(capability)}; weft's {dtype} KV cache needs "
+                f"{dotted(FP8_CAPABILITY)}: leave --kv-cache-dtype out"
+            )
+    return None
+
+
 def kv_cache_dtype(config: EngineConfig, host: Host, devices: Sequence[str]) -> str:
     """auto, or fp8 where the GPUs and the attention backend have it."""
-    if config.kv_cache_dtype == "auto":
+    asked, backend = config.kv_cache_dtype, config.attention_backend
+    if asked == "auto":
         return "auto"
-    if devices[0] == "cpu" or config.attention_backend not in FP8_BACKENDS:
-        where = "on a CPU" if devices[0] == "cpu" else f"with --attention-backend {config.attention_backend}"
-        raise ConfigError(f"kv_cache_dtype {config.kv_cache_dtype} needs the Triton kernels of a GPU; {where} use auto")
-    used = {int(device[5:]) for device in devices}
-    old = next((gpu for gpu in host.gpus if gpu.index in used and gpu.capability < FP8_CAPABILITY), None)
-    if old is not None:
+    if reason := no_narrow_cache(asked, [(gpu.name, gpu.capability) for gpu in host.named(devices)]):
+        raise ConfigError(reason)
+    if backend not in FP8_BACKENDS:
         raise ConfigError(
-            f"{old.name} (compute capability {dotted(old.capability)}) has no FP8; use kv_cache_dtype auto"
+            f"--attention-backend {backend} reads no {asked} KV cache; {', '.join(FP8_BACKENDS)} do, or leave "
+            "--kv-cache-dtype out"
         )
     return "fp8"

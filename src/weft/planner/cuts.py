@@ -52,9 +52,14 @@ class Draft(msgspec.Struct, frozen=True, dict=True):
     replicas: tuple[tuple[tuple[Device, ...], ...], ...]
 
     @cached_property
+    def devices(self) -> tuple[Device, ...]:
+        """Each rank's GPU."""
+        return tuple([device for replica in self.replicas for stage in replica for device in stage])
+
+    @cached_property
     def gpus(self) -> tuple[int, ...]:
         """The number of each rank's GPU, as `Layout.gpus`."""
-        return tuple([device.number for replica in self.replicas for stage in replica for device in stage])
+        return tuple([device.number for device in self.devices])
 
 
 def drafts(question: Question) -> Iterator[Draft]:

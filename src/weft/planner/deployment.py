@@ -24,8 +24,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     `max_model_len` is the longest request that must fit, by default input and output together.
     """
 
-    input_len: int = 1024
-    output_len: int = 1024
+    input_len: int = LENGTH
+    output_len: int = LENGTH
     output_spread: float = 0.0
     concurrency: int | None = None
     max_model_len: int | None = None

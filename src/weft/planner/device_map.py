@@ -22,8 +22,9 @@ from weft.planner.words import gigabytes
 
 Spread = Literal["auto", "balanced", "balanced_low_0", "sequential"]
 SPREADS: tuple[Spread, ...] = get_args(Spread)
-Device = int | Literal["cpu", "disk"]
-OFF = ("cpu", "disk")  # the GPUs, where there are any
+Off = Literal["cpu", "disk"]  # the GPUs, where there are any
+OFF: tuple[Off, ...] = get_args(Off)
+Device = int | Off
 
 _CUDA = re.compile(r"(?:cuda(?::(?P<number>\d+))?|(?P<bare>\d+))")
 
@@ -56,7 +57,7 @@ def device(said: object, about: str = "the model") -> Device:
             return int(match["number"] or match["bare"] or 0)
         for off in OFF:
             if said == off:
-                return "cpu" if off == "cpu" else "disk"
+                return off
     raise ConfigError(
         f"--device-map puts {about} on {said!r}, which is no device; write a GPU's number as in 0 or cuda:0, or cpu"
     )

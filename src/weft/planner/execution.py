@@ -9,16 +9,17 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from weft.config import EngineConfig
+from weft.config import USUAL, EngineConfig
 from weft.errors import ConfigError, PlanError
 from weft.facts.cluster import Cluster, Node
 from weft.facts.host import Host
+from weft.facts.precision import OF_DTYPE
 from weft.planner.layout import check, check_weights_fit, compute_dtype, device_kind, layout
 from weft.planner.max_memory import capped, of_devices, read
 from weft.planner.placement import placed, spread_of
 from weft.planner.plan import Plan, Speculation
 from weft.planner.profiles import OURS, profile
-from weft.planner.quantization import PRECISIONS, precision_held
+from weft.planner.quantization import precision_held
 from weft.planner.speculation import fetched, speculation
 
 if TYPE_CHECKING:
@@ -119,11 +120,11 @@ def linked(plan: Plan, host: Host) -> Plan:
 
 def seen(plan: Plan, host: Host) -> Speeds:
     """What was measured of this machine. A CPU that ranks are to run on is measured now where that is still to do,
-    which takes half a second and an idle machine. Raises ConfigError where it is not possible."""
+    which takes a second and an idle machine. Raises ConfigError where it is not possible."""
     from weft.facts import speeds
 
     known = speeds.known(host)
-    if plan.devices[0] != "cpu" or known.cpu:
+    if plan.devices[0] != "cpu":
         return known
     return msgspec.structs.replace(known, cpu=speeds.cpu_speed(host))
 
@@ -211,10 +212,10 @@ def question(
         cluster=cluster,
         engine="weft",
         precisions=(precision_held(config, checkpoint, dtype, devices),),
-        kv_dtype=PRECISIONS[dtype] if config.kv_cache_dtype == "auto" else "fp8",
+        kv_dtype=OF_DTYPE[dtype] if config.kv_cache_dtype == "auto" else "fp8",
         workload=Workload(input_len=input_len, output_len=output_len, max_model_len=most),
         wish=wish,
-        gpu_memory_utilization=None if share == EngineConfig(model="").gpu_memory_utilization else min(share),
+        gpu_memory_utilization=None if share == USUAL.gpu_memory_utilization else min(share),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         speculation=how,
@@ -267,10 +268,9 @@ def _tell_steps(tokens: int, why: str) -> None:
 def _nothing_fits(answer: Answer) -> str:
     from weft.planner.advice import advice
 
-    nearest = min(answer.rejected, key=lambda it: it.short_bytes)
     changes = [change for change in advice(answer) if "does not run it yet" not in change]
     help_ = f"; {changes[0]}" if changes else ""
     return (
-        f"{answer.question.model} does not fit this machine: {nearest.cut}: {nearest.reason}{help_} (weft plan "
+        f"{answer.question.model} does not fit this machine: {answer.obstacle}{help_} (weft plan "
         f"{answer.question.model} tells more; --tensor-parallel-size or --pipeline-parallel-size is tried all the same)"
     )

@@ -7,12 +7,11 @@ from math import prod
 
 import msgspec
 
-from weft.facts.parameters import Parameter, Part, axis_length, owned, parameter_dims, rank_parameters
+from weft.facts.axes import axis_length, owned
+from weft.facts.parameters import Parameter, Part, parameter_dims, rank_parameters
 from weft.facts.place import Place, Span
 from weft.facts.schemes import ALL
 from weft.facts.shape import DTYPE_BYTES, ModelShape
-
-__all__ = ["Fill", "fills", "owned", "parameter_dims", "rank_parameters", "scheme_of", "weight_bytes"]
 
 
 class Fill(msgspec.Struct, frozen=True):

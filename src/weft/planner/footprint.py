@@ -16,15 +16,17 @@ from weft.facts.precision import WeightBytes, canonical
 from weft.facts.shape import DTYPE_BYTES, DType, ModelShape
 from weft.planner.batch import KV_SHARE, Choice, choices, chosen
 from weft.planner.deployment import Layout, Workload
-from weft.planner.guessing import draft_bytes, drafting, guesses
-from weft.planner.held import rank_weights
+from weft.planner.guessing import DraftBytes, draft_bytes, drafting, guesses
 from weft.planner.memory import CPU_KV_BYTES, CPU_KV_SHARE, LOGITS_BYTES, step_bytes
-from weft.planner.profiles import Profile
+from weft.planner.profiles import OURS, Profile
+from weft.planner.rank_weights import rank_weights
 from weft.planner.replica import Replica
 from weft.planner.work import kinds
 
 BLOCK = 16  # tokens of a KV block, EngineConfig.block_size
 MIB = 1 << 20
+
+Seat = tuple[Place, GpuSpec, int]  # of a rank: the number is its GPU's
 
 
 class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,7 +139,8 @@ def footprint(
     shape: ModelShape, layout: Layout, cluster: Cluster, profile: Profile, workload: Workload | None = None
 ) -> Footprint:
     """What every rank of `layout` on `cluster` holds under an engine. `workload` gives the length that must fit."""
-    workload, precision = workload or Workload(), canonical(layout.precision)
+    workload = workload or Workload()
+    holding = Holding(shape, canonical(layout.precision), layout.kv_dtype, profile)
     marks, longest = layout.marks(cluster), workload.max_model_len or shape.max_positions
     # Replicas differ in nothing but which experts they hold, and on what; a large cluster has many that are equal.
     known: dict[object, ReplicaMemory] = {}
@@ -149,77 +152,142 @@ def footprint(
             tried: list[Choice] = []
             if profile.hold_up_ms.value:
                 tried = list(choices(Replica(shape, layout, cluster, profile, number, {}), profile, longest))
-            known[key] = _chosen(shape, precision, layout.kv_dtype, seats, profile, workload.longest, tried)
+            known[key] = _chosen(holding, seats, workload.longest, tried)
         found.append(known[key])
     return Footprint(shape=shape, layout=layout, replicas=tuple(found), window_cache=bool(profile.window_cache.value))
 
 
-def _chosen(
-    shape: ModelShape,
-    precision: str,
-    kv_dtype: str,
-    seats: Sequence[tuple[Place, GpuSpec, int]],
-    profile: Profile,
-    length: int,
-    tried: Sequence[Choice],
-) -> ReplicaMemory:
+def _chosen(holding: Holding, seats: Sequence[Seat], length: int, tried: Sequence[Choice]) -> ReplicaMemory:
     """One replica with the first of these choices that leaves the KV cache what it has beside the last, the smallest,
     but for KV_SHARE of it; without any, with what the engine takes by itself."""
 
-    def beside(one: Profile) -> ReplicaMemory:
-        return replica_memory(shape, precision, kv_dtype, seats, one, length)
+    def beside(choice: Choice) -> ReplicaMemory:
+        return msgspec.structs.replace(holding, profile=chosen(holding.profile, choice)).replica(seats, length)
 
     if not tried:
-        return beside(profile)
-    least = beside(chosen(profile, tried[-1]))
+        return holding.replica(seats, length)
+    least = beside(tried[-1])
     if least.kv_tokens >= length:
         for choice in tried[:-1]:
-            memory = beside(chosen(profile, choice))
+            memory = beside(choice)
             if memory.kv_tokens >= max(length, (1 - KV_SHARE) * least.kv_tokens) and not memory.takes_more(least):
                 return memory
     return least
 
 
-def replica_memory(
-    shape: ModelShape,
-    precision: str,
-    kv_dtype: str,
-    seats: Sequence[tuple[Place, GpuSpec, int]],
-    profile: Profile,
-    length: int,
-) -> ReplicaMemory:
-    """One replica on these (place, GPU, number of the GPU), for requests of `length` tokens. Where an engine's usual
-    settings leave no room for one, a rank takes as much more as that needs, up to the most that can be asked for."""
-    window_cache = bool(profile.window_cache.value)
-    # A long pipeline has many stages that are equal.
-    known: dict[object, RankMemory] = {}
-    ranks = []
-    for place, gpu, _ in seats:
-        key = place.tp_rank, place.first, place.last, kinds(shape, precision, place.layers), id(gpu)
-        if key not in known:
-            known[key] = _with_room(shape, precision, kv_dtype, place, gpu, profile, length)
-        ranks.append(known[key])
-    if seats[0][1].kind == "cpu":
-        room = sum(rank.kv_room_bytes for rank in ranks)
-        if profile.name == "weft":  # which takes no more by itself, and a flag for a request that needs it
-            room = min(room, max(CPU_KV_BYTES, length * sum(rank.kv_bytes_per_token for rank in ranks)))
-        ranks = _pooled(ranks, room)
-    for number in (it for it, count in Counter(number for _, _, number in seats).items() if count > 1):
-        at = [position for position, seat in enumerate(seats) if seat[2] == number]
-        places, gpu = [seats[position][0] for position in at], seats[at[0]][1]
-        together = _sharing(shape, precision, kv_dtype, places, gpu, profile, length)
-        for position, rank in zip(at, together, strict=True):
-            ranks[position] = rank
-    held = requests(shape, kv_dtype, [place for place, _, _ in seats], ranks, length, window_cache)
-    # A request that fits to the byte does so whatever its length is a multiple of.
-    tokens = max(int(held * length) // BLOCK * BLOCK, length if held >= 1 else 0)
-    return ReplicaMemory(
-        ranks=tuple(ranks),
-        kv_tokens=tokens,
-        length=length,
-        batched_tokens=min(profile.batch(gpu.memory_bytes)[0] for _, gpu, _ in seats),
-        batched_reason=profile.max_num_batched_tokens.source,
-    )
+class Holding(msgspec.Struct, frozen=True):
+    """A model as an engine holds it: weights in `precision`, as `facts.precision.canonical` gives it, and keys and
+    values in `kv_dtype`."""
+
+    shape: ModelShape
+    precision: str
+    kv_dtype: str
+    profile: Profile
+
+    def replica(self, seats: Sequence[Seat], length: int) -> ReplicaMemory:
+        """One replica on these GPUs, for requests of `length` tokens. Where an engine's usual settings leave no room
+        for one, a rank takes as much more as that needs, up to the most that can be asked for."""
+        profile = self.profile
+        # A long pipeline has many stages that are equal.
+        known: dict[object, RankMemory] = {}
+        ranks = []
+        for place, gpu, _ in seats:
+            key = place.tp_rank, place.first, place.last, kinds(self.shape, self.precision, place.layers), id(gpu)
+            if key not in known:
+                known[key] = self._with_room(place, gpu, length)
+            ranks.append(known[key])
+        if seats[0][1].kind == "cpu":
+            room = sum(rank.kv_room_bytes for rank in ranks)
+            if profile.name == OURS:  # which takes no more by itself, and a flag for a request that needs it
+                room = min(room, max(CPU_KV_BYTES, length * sum(rank.kv_bytes_per_token for rank in ranks)))
+            ranks = _pooled(ranks, room)
+        for number in (it for it, count in Counter(number for _, _, number in seats).items() if count > 1):
+            at = [position for position, seat in enumerate(seats) if seat[2] == number]
+            together = self._sharing([seats[position][0] for position in at], seats[at[0]][1], length)
+            for position, rank in zip(at, together, strict=True):
+                ranks[position] = rank
+        places = [place for place, _, _ in seats]
+        held = requests(self.shape, self.kv_dtype, places, ranks, length, bool(profile.window_cache.value))
+        # A request that fits to the byte does so whatever its length is a multiple of.
+        tokens = max(int(held * length) // BLOCK * BLOCK, length if held >= 1 else 0)
+        return ReplicaMemory(
+            ranks=tuple(ranks),
+            kv_tokens=tokens,
+            length=length,
+            batched_tokens=min(profile.batch(gpu.memory_bytes)[0] for _, gpu, _ in seats),
+            batched_reason=profile.max_num_batched_tokens.source,
+        )
+
+    def _sharing(self, places: Sequence[Place], gpu: GpuSpec, length: int) -> list[RankMemory]:
+        """Several ranks on one GPU: each holds its own, and what is left for KV is shared out; `usable_bytes` are those
+        of all of them."""
+        need = sum(self._need(place, length) for place in places)
+        room, ranks = -1, []
+        for at_most in (False, True):
+            if room < need:
+                ranks = [self.rank(place, gpu, at_most=at_most) for place in places]
+                # Each was reckoned as if it were alone there.
+                room = sum(rank.kv_room_bytes for rank in ranks) - (len(ranks) - 1) * ranks[0].usable_bytes
+        rooms = [pooled.kv_room_bytes for pooled in _pooled(ranks, room)]
+        return [msgspec.structs.replace(rank, kv_room_bytes=it) for rank, it in zip(ranks, rooms, strict=True)]
+
+    def _need(self, place: Place, length: int) -> int:
+        """KV of one request of `length` tokens on a rank. With a window's cache a layer keeps no more than its
+        window."""
+        if self.profile.window_cache.value and self.shape.windows:
+            return _kv_bytes(self.shape, length, self.kv_dtype, place)
+        return length * (kv_bytes_per_token(self.shape, self.kv_dtype, place) + self._draft(place).kv_per_token)
+
+    def _draft(self, place: Place) -> DraftBytes:
+        return draft_bytes(self.profile.speculation, place, computed_in(self.precision), self.kv_dtype)
+
+    def _with_room(self, place: Place, gpu: GpuSpec, length: int) -> RankMemory:
+        """A rank with the engine's usual settings, or with so much of the others that a request of `length` fits."""
+        rank, need = self.rank(place, gpu), self._need(place, length)
+        if rank.kv_room_bytes >= need:
+            return rank
+        rank = self.rank(place, gpu, at_most=True)
+        spare = max(0, rank.kv_room_bytes - need)
+        return msgspec.structs.replace(
+            rank, usable_bytes=rank.usable_bytes - spare, kv_room_bytes=rank.kv_room_bytes - spare
+        )
+
+    def rank(self, place: Place, gpu: GpuSpec, *, at_most: bool = False) -> RankMemory:
+        """One rank on one GPU, with the engine's usual settings, or (`at_most`) with the share of memory and the batch
+        that leave the most room for KV."""
+        shape, profile, draft = self.shape, self.profile, self._draft(place)
+        share = (profile.utilization_most if at_most else profile.utilization).value
+        tokens, sequences = profile.batch(0 if at_most else gpu.memory_bytes)
+        held = rank_weights(shape, profile.held(self.precision), place)
+        number_bytes = DTYPE_BYTES[computed_in(self.precision)]
+        activations = activation_bytes(shape, place, tokens, sequences, profile, number_bytes)
+        # A draft's steps are graphs of their own.
+        graphs = int(profile.graphs_MiB.value * MIB) * (2 if draft.weights else 1)
+        ranks = max(place.tp_size, min(place.stages, 2))
+        runtime = int((profile.runtime_MiB.value + profile.nccl_MiB.at(ranks)) * MIB)
+        fixed = held.total + activations + graphs + runtime + draft.weights
+        left = gpu.memory_bytes - gpu.held_bytes - fixed
+        if gpu.kind == "cpu" and profile.name == OURS and not at_most:
+            room = left // CPU_KV_SHARE if left > 0 else left
+        elif gpu.kind == "cpu" or profile.utilization_of_free.value:
+            room = int(left * share) if left > 0 else left
+        else:
+            room = int(gpu.memory_bytes * share) - gpu.held_bytes - fixed
+        if gpu.limit_bytes is not None:
+            room = min(room, gpu.limit_bytes - fixed)
+        return RankMemory(
+            gpu=gpu.name,
+            memory_bytes=gpu.memory_bytes,
+            usable_bytes=fixed + room,
+            weights=held,
+            activation_bytes=activations,
+            graph_bytes=graphs,
+            runtime_bytes=runtime,
+            kv_room_bytes=room,
+            kv_bytes_per_token=kv_bytes_per_token(shape, self.kv_dtype, place) + draft.kv_per_token,
+            draft_bytes=draft.weights,
+            limit_bytes=gpu.limit_bytes,
+        )
 
 
 def _pooled(ranks: Sequence[RankMemory], rooms: int) -> list[RankMemory]:
@@ -231,103 +299,6 @@ def _pooled(ranks: Sequence[RankMemory], rooms: int) -> list[RankMemory]:
         usable = rank.usable_bytes - rank.kv_room_bytes + room
         found.append(msgspec.structs.replace(rank, usable_bytes=usable, kv_room_bytes=room))
     return found
-
-
-def _sharing(
-    shape: ModelShape,
-    precision: str,
-    kv_dtype: str,
-    places: Sequence[Place],
-    gpu: GpuSpec,
-    profile: Profile,
-    length: int,
-) -> list[RankMemory]:
-    """Several ranks on one GPU: each holds its own, and what is left for KV is shared out; `usable_bytes` are those of
-    all of them."""
-    need = sum(_need(shape, precision, kv_dtype, place, length, profile) for place in places)
-    room, ranks = -1, []
-    for at_most in (False, True):
-        if room < need:
-            ranks = [rank_memory(shape, precision, kv_dtype, it, gpu, profile, at_most=at_most) for it in places]
-            # Each was reckoned as if it were alone there.
-            room = sum(rank.kv_room_bytes for rank in ranks) - (len(ranks) - 1) * ranks[0].usable_bytes
-    rooms = [pooled.kv_room_bytes for pooled in _pooled(ranks, room)]
-    return [msgspec.structs.replace(rank, kv_room_bytes=it) for rank, it in zip(ranks, rooms, strict=True)]
-
-
-def _need(shape: ModelShape, precision: str, kv_dtype: str, place: Place, length: int, profile: Profile) -> int:
-    """KV of one request of `length` tokens on a rank. With a window's cache a layer keeps no more than its window."""
-    if profile.window_cache.value and shape.windows:
-        return _kv_bytes(shape, length, kv_dtype, place)
-    draft = draft_bytes(profile.speculation, place, computed_in(precision), kv_dtype)
-    return length * (kv_bytes_per_token(shape, kv_dtype, place) + draft.kv_per_token)
-
-
-def _with_room(
-    shape: ModelShape,
-    precision: str,
-    kv_dtype: str,
-    place: Place,
-    gpu: GpuSpec,
-    profile: Profile,
-    length: int,
-) -> RankMemory:
-    """A rank with the engine's usual settings, or with so much of the others that a request of `length` fits."""
-    rank = rank_memory(shape, precision, kv_dtype, place, gpu, profile)
-    need = _need(shape, precision, kv_dtype, place, length, profile)
-    if rank.kv_room_bytes >= need:
-        return rank
-    rank = rank_memory(shape, precision, kv_dtype, place, gpu, profile, at_most=True)
-    spare = max(0, rank.kv_room_bytes - need)
-    return msgspec.structs.replace(
-        rank, usable_bytes=rank.usable_bytes - spare, kv_room_bytes=rank.kv_room_bytes - spare
-    )
-
-
-def rank_memory(
-    shape: ModelShape,
-    precision: str,
-    kv_dtype: str,
-    place: Place,
-    gpu: GpuSpec,
-    profile: Profile,
-    *,
-    at_most: bool = False,
-) -> RankMemory:
-    """One rank on one GPU, with the engine's usual settings, or (`at_most`) with the share of memory and the batch
-    that leave the most room for KV."""
-    share = (profile.utilization_most if at_most else profile.utilization).value
-    tokens, sequences = profile.batch(0 if at_most else gpu.memory_bytes)
-    held = rank_weights(shape, profile.held(precision), place)
-    activations = activation_bytes(shape, place, tokens, sequences, profile, DTYPE_BYTES[computed_in(precision)])
-    draft = draft_bytes(profile.speculation, place, computed_in(precision), kv_dtype)
-    # A draft's steps are graphs of their own.
-    graphs = int(profile.graphs_MiB.value * MIB) * (2 if draft.weights else 1)
-    ranks = max(place.tp_size, min(place.stages, 2))
-    runtime = int((profile.runtime_MiB.value + profile.nccl_MiB.at(ranks)) * MIB)
-    fixed = held.total + activations + graphs + runtime + draft.weights
-    left = gpu.memory_bytes - gpu.held_bytes - fixed
-    if gpu.kind == "cpu" and profile.name == "weft" and not at_most:
-        room = left // CPU_KV_SHARE if left > 0 else left
-    elif gpu.kind == "cpu" or profile.utilization_of_free.value:
-        room = int(left * share) if left > 0 else left
-    else:
-        room = int(gpu.memory_bytes * share) - gpu.held_bytes - fixed
-    if gpu.limit_bytes is not None:
-        room = min(room, gpu.limit_bytes - fixed)
-    return RankMemory(
-        gpu=gpu.name,
-        memory_bytes=gpu.memory_bytes,
-        usable_bytes=fixed + room,
-        weights=held,
-        activation_bytes=activations,
-        graph_bytes=graphs,
-        runtime_bytes=runtime,
-        kv_room_bytes=room,
-        kv_bytes_per_token=kv_bytes_per_token(shape, kv_dtype, place) + draft.kv_per_token,
-        draft_bytes=draft.weights,
-        limit_bytes=gpu.limit_bytes,
-    )
 
 
 def computed_in(precision: str) -> DType:

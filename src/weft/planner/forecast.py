@@ -9,10 +9,11 @@ from typing import Any
 
 import msgspec
 
-from weft.config import EngineConfig
+from weft.config import USUAL
 from weft.facts.cluster import Cluster, Node
 from weft.facts.host import Host
 from weft.facts.machine import part, this_machine
+from weft.facts.precision import OF_DTYPE
 from weft.facts.shape import DTYPE_BYTES
 from weft.facts.speeds import Speeds
 from weft.planner.batch import Choice
@@ -22,12 +23,11 @@ from weft.planner.footprint import Footprint, activation_bytes, footprint
 from weft.planner.memory import Capacity
 from weft.planner.plan import Plan
 from weft.planner.profiles import Profile
-from weft.planner.quantization import PRECISIONS, precision_of
+from weft.planner.quantization import precision_of
 from weft.planner.question import Question
 from weft.planner.search import engine_profile
 from weft.planner.words import gigabytes
 
-USUAL_SHARE = EngineConfig(model="").gpu_memory_utilization[0]
 GUESSED = " (with guesses, whose worth is not predicted)"
 HINT = "weft bench calibrate measures what this machine really does"
 
@@ -75,7 +75,7 @@ class Forecast:
 def forecast(plan: Plan, host: Host, known: Speeds) -> Forecast:
     """`host` as it was before the engine started, `known` what `execution.seen` says of it. Raises ConfigError for a
     GPU of which nothing is known."""
-    layout, cluster, profile = laid_out(plan, host, known, plan.max_num_batched_tokens)
+    layout, cluster, profile = as_candidate(plan, host, known, plan.max_num_batched_tokens)
     steps = tuple(
         activation_bytes(
             plan.shape, place, plan.max_num_batched_tokens, plan.max_num_seqs, profile, DTYPE_BYTES[plan.dtype]
@@ -87,19 +87,19 @@ def forecast(plan: Plan, host: Host, known: Speeds) -> Forecast:
 
 def step_choice(plan: Plan, host: Host, known: Speeds) -> Choice:
     """The most tokens of a step that `planner.batch` chooses for a plan, whatever it has. Raises as `forecast`."""
-    layout, cluster, profile = laid_out(plan, host, known, None)
+    layout, cluster, profile = as_candidate(plan, host, known, None)
     length = Workload(max_model_len=plan.max_model_len if plan.max_model_len_given else None)
     (memory,) = footprint(plan.shape, layout, cluster, profile, length).replicas
     return Choice(memory.batched_tokens, memory.batched_reason)
 
 
-def laid_out(plan: Plan, host: Host, known: Speeds, batched_tokens: int | None) -> tuple[Layout, Cluster, Profile]:
+def as_candidate(plan: Plan, host: Host, known: Speeds, batched_tokens: int | None) -> tuple[Layout, Cluster, Profile]:
     """A plan as the search has its candidates, with the devices of its ranks and our engine's constants on them."""
     on_cpu = plan.devices[0] == "cpu"
     here = msgspec.structs.replace(host, gpus=(), pairs=()) if on_cpu else host
-    kept = PRECISIONS[plan.dtype] if plan.kv_cache_dtype == "auto" else plan.kv_cache_dtype
+    kept = OF_DTYPE[plan.dtype] if plan.kv_cache_dtype == "auto" else plan.kv_cache_dtype
     precision = precision_of(plan.shape, plan.quantization, plan.schemes, plan.dtype)
-    devices = [0 if on_cpu else int(device[5:]) for device in plan.devices]
+    devices = [0] * len(plan.devices) if on_cpu else [gpu.index for gpu in host.named(plan.devices)]
     cluster = parted(limited(this_machine(here, known), plan, devices), devices)
     layout = Layout(
         tensor_weights=(1.0,) * plan.tensor_parallel,
@@ -132,15 +132,14 @@ def laid_out(plan: Plan, host: Host, known: Speeds, batched_tokens: int | None) 
 
 def limited(cluster: Cluster, plan: Plan, devices: Sequence[int]) -> Cluster:
     """With no more of each device than what the user leaves to its ranks: --max-memory, or shares of their own."""
-    (node,) = cluster.nodes
-    gpus = list(node.gpus)
+    gpus = list(cluster.gpus)
     for rank, device in enumerate(devices):
         gpu, limit = gpus[device], plan.max_memory.get(plan.devices[rank])
         if limit is None and len(set(plan.gpu_memory_utilization)) > 1:
             share = plan.gpu_memory_utilization[rank]
-            limit = int(gpu.memory_bytes * share) - gpu.held_bytes if share < USUAL_SHARE else None
+            limit = int(gpu.memory_bytes * share) - gpu.held_bytes if share < USUAL.gpu_memory_utilization[0] else None
         gpus[device] = msgspec.structs.replace(gpu, limit_bytes=limit)
-    return Cluster((msgspec.structs.replace(node, gpus=tuple(gpus)),), cluster.network_Bps)
+    return cluster.with_gpus(gpus)
 
 
 def parted(cluster: Cluster, devices: Sequence[int]) -> Cluster:

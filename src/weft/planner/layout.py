@@ -13,11 +13,10 @@ from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError
 from weft.facts.gpus import BF16_CAPABILITY
 from weft.facts.host import Host
-from weft.facts.parameters import parameters
+from weft.facts.parameters import parameter_dims, parameters
 from weft.facts.schemes import QUANTIZATIONS
 from weft.facts.shape import DTYPE_BYTES, DType, ModelShape
 from weft.planner.backends import ATTENTION_BACKENDS, KV_CACHE_DTYPES, kv_cache_dtype, own_backend, with_backend
-from weft.planner.fills import parameter_dims
 from weft.planner.max_memory import of_devices, read
 from weft.planner.place import column_unit, places
 from weft.planner.placement import check_flags
@@ -78,7 +77,7 @@ def layout(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Plan:
         schemes=schemes,
         places=ranked,
         devices=devices,
-        uuids=tuple(host.gpus[int(name[5:])].uuid for name in devices if name != "cpu"),
+        uuids=tuple(gpu.uuid for gpu in host.named(devices)),
         cores=rank_cores(host, ranks),
         max_threads=host.threads,
         max_model_len=model_length(config, shape),
@@ -237,9 +236,7 @@ def device_kind(config: EngineConfig, host: Host) -> str:
     return config.device
 
 
-def rank_devices(
-    config: EngineConfig, host: Host, device: str, ranks: int, caps: Mapping[str, int] | None = None
-) -> tuple[str, ...]:
+def rank_devices(config: EngineConfig, host: Host, device: str, ranks: int, caps: Mapping[str, int]) -> tuple[str, ...]:
     """Each rank's device. `device_ids` may name a GPU twice: its ranks then share its memory. With `caps` it is one of
     those."""
     ids = config.device_ids
@@ -257,7 +254,7 @@ def rank_devices(
                 "--tensor-parallel-size or --pipeline-parallel-size, use --device cpu, or let ranks share a GPU "
                 f"with --device-ids {','.join(str(n % visible) for n in range(ranks))}"
             )
-        ids = tuple(int(name[5:]) for name in caps)[:ranks] if caps else tuple(range(ranks))
+        ids = tuple(gpu.index for gpu in host.named(caps))[:ranks] if caps else tuple(range(ranks))
         if len(ids) < ranks:
             raise PlanError(
                 f"{ranks} ranks need {ranks} GPUs and --max-memory leaves {len(ids)}; name more there, or lower "
@@ -282,8 +279,7 @@ def compute_dtype(config: EngineConfig, checkpoint: Checkpoint, host: Host, devi
     AWQ quantised, which its kernels do not multiply in float16; float16 in place of bfloat16 where a GPU is too old to
     compute in it.
     """
-    used = {int(device[5:]) for device in devices if device.startswith("cuda:")}
-    old = [gpu for gpu in host.gpus if gpu.index in used and gpu.capability < BF16_CAPABILITY]
+    old = [gpu for gpu in host.named(devices) if gpu.capability < BF16_CAPABILITY]
     if config.dtype == "auto":
         own: DType = "bfloat16" if checkpoint.format == "gguf" else checkpoint.shape.dtype
         on_cpu = checkpoint.shape.published is not None and device_kind(config, host) == "cpu"
@@ -313,7 +309,9 @@ def model_length(config: EngineConfig, shape: ModelShape) -> int:
     if config.max_model_len is None:
         return shape.max_positions
     if config.max_model_len > shape.longest:
-        raise ConfigError(f"max_model_len is {config.max_model_len}; this model goes up to {shape.longest} tokens")
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len}; this model goes up to {shape.longest} tokens: give that or less"
+        )
     return config.max_model_len
 
 
@@ -322,7 +320,8 @@ def utilization(config: EngineConfig, host: Host, devices: Sequence[str], caps: 
     shares, ranks = config.gpu_memory_utilization, len(devices)
     if len(shares) not in (1, ranks):
         raise ConfigError(
-            f"gpu_memory_utilization has {len(shares)} values for {ranks} ranks; give one, or one per rank"
+            f"gpu_memory_utilization has {len(shares)} values for {ranks} {'rank' if ranks == 1 else 'ranks'}; give "
+            "one, or one per rank"
         )
     each = shares * ranks if len(shares) == 1 else shares
     totals = {f"cuda:{gpu.index}": gpu.total_bytes for gpu in host.gpus}
@@ -342,7 +341,7 @@ def check_weights_fit(plan: Plan, host: Host) -> None:
         if device == "cpu":
             free, where, holders = host.memory_free_bytes, f"the memory of {host.hostname}", ""
         else:
-            gpu = host.gpus[int(device[5:])]
+            (gpu,) = host.named([device])
             free, where = gpu.free_bytes, f"{device}, {gpu.name}"
             holders = f" (in use by {', '.join(map(str, gpu.holders))})" if gpu.holders else ""
         cap = plan.max_memory.get(device)

@@ -96,20 +96,14 @@ def of_devices(
 def capped(cluster: Cluster, caps: Caps) -> Cluster:
     """The cluster with no more of each GPU than may be taken; those that are not named give nothing. Raises
     ConfigError as `check` does."""
-    flat = list(cluster.gpus)
+    flat = cluster.gpus
     numbers = [number for number, gpu in enumerate(flat) if gpu.kind == "gpu"]
     check(caps, len(numbers))
     limits = {number: caps.gpus.get(number, 0) for number in numbers}
     if caps.cpu is not None:
         limits |= {number: caps.cpu for number, gpu in enumerate(flat) if gpu.kind == "cpu"}
-    nodes, start = [], 0
-    for node in cluster.nodes:
-        # More than there is says nothing.
-        asked = [(gpu, limits.get(number)) for number, gpu in enumerate(node.gpus, start)]
-        gpus = tuple(
-            msgspec.structs.replace(gpu, limit_bytes=None if limit is None or limit >= gpu.memory_bytes else limit)
-            for gpu, limit in asked
-        )
-        nodes.append(msgspec.structs.replace(node, gpus=gpus))
-        start += len(node.gpus)
-    return msgspec.structs.replace(cluster, nodes=tuple(nodes))
+    # More than there is says nothing.
+    limits = {number: limit for number, limit in limits.items() if limit < flat[number].memory_bytes}
+    return cluster.with_gpus(
+        [msgspec.structs.replace(gpu, limit_bytes=limits.get(number)) for number, gpu in enumerate(flat)]
+    )

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import msgspec
 
 from weft.errors import PlanError
+from weft.facts.place import Place
 from weft.facts.shape import ModelShape
-from weft.planner.place import Place
 from weft.planner.plan import Plan
 from weft.planner.profiles import OURS, profile
 from weft.planner.speculation import draft_plan

@@ -14,7 +14,7 @@ from weft.planner.memory import CPU_KV_BYTES, CPU_KV_SHARE
 from weft.planner.objections import EVEN
 from weft.planner.question import Question
 from weft.planner.search import Candidate
-from weft.planner.words import gigabytes
+from weft.planner.words import commas, gigabytes
 
 ROUNDED = 0.05  # of all heads; what a share may be off without a word
 MOST_CAPS = 8  # that are told one by one
@@ -152,9 +152,10 @@ def _capped(question: Question) -> Iterator[str]:
     """What --max-memory leaves of the GPUs."""
     gpus = list(enumerate(question.cluster.gpus))
     limits = {number: gpu.limit_bytes for number, gpu in gpus if gpu.limit_bytes}
-    name = "the CPU's memory" if question.cluster.on_cpu else "GPU"
     if limits:
-        told = [f"{gigabytes(size)} of {name}{'' if ' ' in name else f' {number}'}" for number, size in limits.items()]
+        on_cpu = question.cluster.on_cpu
+        names = {number: "the CPU's memory" if on_cpu else f"GPU {number}" for number in limits}
+        told = [f"{gigabytes(size)} of {names[number]}" for number, size in limits.items()]
         more = f" and {len(told) - MOST_CAPS} more" if len(told) > MOST_CAPS else ""
         yield f"--max-memory: at most {', '.join(told[:MOST_CAPS])}{more}, for weights, KV and the engine together"
     out = [number for number, gpu in gpus if gpu.limit_bytes == 0]
@@ -173,10 +174,9 @@ def _rounded(question: Question, best: Candidate) -> Iterator[str]:
     off = max(abs(len(it.q_heads) / shape.q_heads - w / sum(weights)) for it, w in zip(ranks, weights, strict=True))
     if off > ROUNDED:
         heads = ", ".join(str(len(it.q_heads)) for it in ranks)
-        split = ",".join(f"{weight:g}" for weight in weights)
         yield (
-            f"--tensor-split {split} comes to {heads} of {shape.q_heads} query heads: they are cut in whole groups, "
-            f"one for each of {shape.kv_heads} KV heads"
+            f"--tensor-split {commas(weights)} comes to {heads} of {shape.q_heads} query heads: they are cut in whole "
+            f"groups, one for each of {shape.kv_heads} KV heads"
         )
 
 

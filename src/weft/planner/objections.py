@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from weft.facts import gguf_types
-from weft.facts.gpus import BF16_CAPABILITY, FP8_CAPABILITY
+from weft.facts.gpus import BF16_CAPABILITY
 from weft.facts.kv import number_bytes
 from weft.facts.parameters import RUNNABLE
+from weft.facts.precision import OF_DTYPE
 from weft.facts.shape import ModelShape
+from weft.planner.backends import no_narrow_cache
 from weft.planner.cuts import Draft
 from weft.planner.profiles import engines, runs_on_cpu
 from weft.planner.question import Question
 from weft.planner.words import dotted
 
-# Engines that cut heads evenly, and those that know no tensor parallelism.
-EVEN = ("vllm", "trtllm", "sglang")
+# Engines that
+EVEN = ("vllm", "trtllm", "sglang")  # cut heads evenly,
+LAYERS_ONLY = ("llama.cpp", "transformers")  # know no tensor parallelism,
 SHARING = ("weft", "transformers")  # run several stages on one GPU
-LAYERS_ONLY = ("llama.cpp", "transformers")
 # Precisions that Weft's own engine computes with, the latter in few bits (facts.schemes), as it does with GGUF's mixes.
-WHOLE, KEPT = ("bf16", "fp16", "fp32"), ("int8", "int4")
+WHOLE, KEPT = tuple(OF_DTYPE.values()), ("int8", "int4")
 # What kernels unpack to bfloat16, or is that.
 NEED_BF16 = ("bf16", "fp8", "mxfp4", "nvfp4")
 
@@ -36,7 +38,7 @@ def objection(question: Question, draft: Draft) -> str | None:
 
 
 def _cpu(question: Question, draft: Draft) -> str | None:
-    on_cpu = draft.replicas[0][0][0].gpu.kind == "cpu"
+    on_cpu = draft.devices[0].gpu.kind == "cpu"
     if not on_cpu or runs_on_cpu(question.engine):
         return None
     known = ", ".join(filter(runs_on_cpu, engines()))
@@ -46,30 +48,22 @@ def _cpu(question: Question, draft: Draft) -> str | None:
 def _gpu(draft: Draft) -> str | None:
     if draft.cut.precision not in NEED_BF16:
         return None
-    for device in (device for replica in draft.replicas for stage in replica for device in stage):
-        if device.gpu.kind == "gpu" and device.gpu.capability < BF16_CAPABILITY:
-            own = ".".join(map(str, device.gpu.capability))
+    for gpu in (device.gpu for device in draft.devices):
+        if gpu.kind == "gpu" and gpu.capability < BF16_CAPABILITY:
             other = "--precision fp16" if draft.cut.precision == "bf16" else "--precision int8 or int4"
             return (
-                f"{device.gpu.name} has compute capability {own}; {draft.cut.precision} needs "
-                f"{'.'.join(map(str, BF16_CAPABILITY))}: use {other}"
+                f"{gpu.name} has compute capability {dotted(gpu.capability)}; {draft.cut.precision} needs "
+                f"{dotted(BF16_CAPABILITY)}: use {other}"
             )
     return None
 
 
 def _cache(question: Question, draft: Draft) -> str | None:
-    """As `planner.backends.kv_cache_dtype`, for our own engine."""
+    """Of our own engine; others take what they are told."""
     if question.engine != "weft" or question.kv_dtype is None or number_bytes(question.kv_dtype) > 1:
         return None
-    for gpu in (device.gpu for replica in draft.replicas for stage in replica for device in stage):
-        if gpu.kind == "cpu":
-            return f"weft keeps no {question.kv_dtype} KV cache on a CPU; leave --kv-cache-dtype out"
-        if gpu.capability < FP8_CAPABILITY:
-            return (
-                f"{gpu.name} has compute capability {dotted(gpu.capability)}; weft's {question.kv_dtype} KV cache "
-                f"needs {dotted(FP8_CAPABILITY)}: leave --kv-cache-dtype out"
-            )
-    return None
+    gpus = [device.gpu for device in draft.devices if device.gpu.kind == "gpu"]
+    return no_narrow_cache(question.kv_dtype, [(gpu.name, gpu.capability) for gpu in gpus])
 
 
 def _format(question: Question, draft: Draft) -> str | None:

@@ -11,8 +11,6 @@ from weft.facts.precision import scale_columns
 from weft.facts.shape import Experts, ModelShape
 from weft.planner.split import split
 
-__all__ = ["Place", "Span", "column_unit", "cut_heads", "deal", "places"]
-
 FFN_UNIT = 32  # columns; the smallest block of the quantised formats, and a full vector of bf16 on every target
 
 

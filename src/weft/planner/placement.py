@@ -17,6 +17,7 @@ from weft.facts.precision import weight_bytes
 from weft.facts.shape import ModelShape
 from weft.planner import max_memory
 from weft.planner.device_map import SPREADS, Room, Spread, Stages, pipeline
+from weft.planner.words import commas
 
 DeviceMap = str | Mapping[str, Any]
 
@@ -40,7 +41,7 @@ def check_flags(device_map: DeviceMap, said: Mapping[str, Any]) -> None:
     """Raises ConfigError for the first flag that contradicts any map. `said` has flags by their fields' names."""
     tensor, replicas = said.get("tensor_parallel_size") or 1, said.get("data_parallel_size") or 1
     if said.get("tensor_split") and len(said["tensor_split"]) > 1:
-        raise ConfigError(_both(f"--tensor-split {_list(said['tensor_split'])} cuts each layer among several"))
+        raise ConfigError(_both(f"--tensor-split {commas(said['tensor_split'])} cuts each layer among several"))
     if tensor > 1:
         raise ConfigError(_both(f"--tensor-parallel-size {tensor} cuts each layer among several"))
     if replicas > 1:
@@ -67,13 +68,14 @@ def check_stages(stages: Stages, said: Mapping[str, Any]) -> None:
     layers, sizes = said.get("pipeline_split"), said.get("pipeline_parallel_size")
     if layers is not None and tuple(layers) != stages.layers:
         raise ConfigError(
-            f"--pipeline-split {_list(layers)} contradicts --device-map, which makes it {_list(stages.layers)}: leave "
-            "one of them out"
+            f"--pipeline-split {commas(layers)} contradicts --device-map, which makes it {commas(stages.layers)}: "
+            "leave one of them out"
         )
     if sizes is not None and sizes != len(stages.layers):
         raise ConfigError(
             f"--pipeline-parallel-size {sizes} contradicts --device-map, which makes {len(stages.layers)} "
-            f"{'stage' if len(stages.layers) == 1 else 'stages'} ({_list(stages.layers)} layers): leave one of them out"
+            f"{'stage' if len(stages.layers) == 1 else 'stages'} ({commas(stages.layers)} layers): leave one of them "
+            "out"
         )
 
 
@@ -120,7 +122,3 @@ def unit_bytes(shape: ModelShape, precision: str, unit: Unit) -> int:
     stage, stages = {"embedding": (0, 2), "layer": (1, 3), "head": (1, 2)}[unit.kind]
     place = msgspec.structs.replace(whole(shape), layers=layers, stage=stage, stages=stages)
     return weight_bytes(shape, precision, place)
-
-
-def _list(values: tuple[float, ...]) -> str:
-    return ",".join(f"{value:g}" for value in values)

@@ -7,9 +7,9 @@ from typing import Literal
 import msgspec
 
 from weft.facts.kv import number_bytes
+from weft.facts.place import Place
 from weft.facts.shape import DType, ModelShape
 from weft.planner.fills import weight_bytes
-from weft.planner.place import Place
 
 
 class Draft(msgspec.Struct, frozen=True, kw_only=True):

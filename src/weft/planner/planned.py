@@ -9,21 +9,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from weft.config import EngineConfig
+from weft.config import USUAL, EngineConfig
 from weft.errors import ConfigError, PlanError
 from weft.facts import gguf_types
 from weft.facts.gpus import spec_of
 from weft.facts.host import Host
 from weft.facts.kv import number_bytes
 from weft.facts.parameters import params
-from weft.facts.precision import as_published, canonical
+from weft.facts.precision import OF_DTYPE, as_published, canonical
 from weft.facts.schemes import MADE, asked_for
 from weft.planner import speculation
 from weft.planner.layout import DTYPES
 from weft.planner.plan import Plan
 from weft.planner.plan_file import PlanFile, Rank
-from weft.planner.quantization import PRECISIONS
-from weft.planner.words import gigabytes
+from weft.planner.words import commas, gigabytes
 
 if TYPE_CHECKING:
     from weft.facts.checkpoint import Checkpoint
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("weft")
 
-COMPUTED = {precision: dtype for dtype, precision in PRECISIONS.items()}
+COMPUTED = {precision: dtype for dtype, precision in OF_DTYPE.items()}
 SAME_SHARE = 0.005  # of a GPU's memory: shares that differ by less are meant to be equal
 
 
@@ -60,8 +59,8 @@ def carried_out(plan: PlanFile, config: EngineConfig, checkpoint: Checkpoint, ho
     for name, value in wanted.items():
         _check_flag(plan, name, getattr(config, name), value)
     if plan.max_num_seqs is not None:
-        usual = config.max_num_seqs == EngineConfig(model="").max_num_seqs
-        _check_flag(plan, "max_num_seqs", None if usual else config.max_num_seqs, plan.max_num_seqs)
+        said = None if config.max_num_seqs == USUAL.max_num_seqs else config.max_num_seqs
+        _check_flag(plan, "max_num_seqs", said, plan.max_num_seqs)
         wanted["max_num_seqs"] = plan.max_num_seqs
     if config.max_num_batched_tokens is None:
         wanted["max_num_batched_tokens"] = best.max_num_batched_tokens
@@ -102,7 +101,7 @@ def check_carried_out(plan: PlanFile, made: Plan) -> None:
             raise PlanError(
                 f"{plan.path} counts on {gigabytes(rank.weight_bytes)} of {plan.layout.precision} weights on rank "
                 f"{place.rank}; Weft holds {gigabytes(made.weight_bytes(place.rank))} there: plan again with "
-                f"--precision {PRECISIONS[made.dtype]}"
+                f"--precision {OF_DTYPE[made.dtype]}"
             )
     if number_bytes(plan.layout.kv_cache_dtype) != number_bytes(made.kv_dtype):
         raise PlanError(
@@ -234,16 +233,16 @@ def _check_flag(plan: PlanFile, name: str, said: object, planned: object) -> Non
 def _told(value: object) -> str:
     if isinstance(value, dict):
         return json.dumps(value)
-    return ",".join(f"{part:g}" for part in value) if isinstance(value, tuple) else str(value)
+    return commas(value) if isinstance(value, tuple) else str(value)
 
 
 def _shares(plan: PlanFile, config: EngineConfig) -> tuple[float, ...]:
     """Of each rank's GPU, what the plan takes of it. Raises ConfigError where the user wants another share."""
     planned = tuple((rank.held_bytes + rank.usable_bytes) / rank.memory_bytes for rank in plan.ranks)
-    usual = EngineConfig(model="").gpu_memory_utilization
     said = config.gpu_memory_utilization
     each = said * len(planned) if len(said) == 1 else said
-    if said != usual and any(abs(a - b) > SAME_SHARE for a, b in zip(each, planned, strict=False)):
+    others = any(abs(a - b) > SAME_SHARE for a, b in zip(each, planned, strict=False))
+    if others and said != USUAL.gpu_memory_utilization:
         raise ConfigError(
             f"gpu_memory_utilization is {_told(said)} and {plan.path} takes {_told(planned)}; leave the flag out, or "
             "plan again with it"

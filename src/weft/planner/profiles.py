@@ -14,9 +14,10 @@ import msgspec
 
 from weft.errors import ConfigError
 from weft.facts.calibration import Calibration
+from weft.facts.cpu import KernelSpeed
 from weft.facts.gguf_types import MIXES
 from weft.facts.gpus import GpuSpec
-from weft.facts.kernels import Kernels, kernels_of
+from weft.facts.kernels import Kernels, Products, kernels_of
 from weft.facts.precision import as_held
 from weft.facts.schemes import SCHEMES, held_as
 from weft.planner.plan import Speculation
@@ -31,6 +32,13 @@ class Constant(msgspec.Struct, frozen=True, array_like=True):
 
     value: float
     source: str
+
+
+MEASURED = "measured here, our kernels alone (weft bench calibrate measures the engine)"
+MEASURED_ERROR = Constant(0.25, "docs/benchmarks.md: two models in three precisions on two cores of Zen 5")
+# Of the speed at which SiLU alone goes through activations, for all PASSES of planner.roofline. Source: fit, first
+# tokens of SmolLM2-135M after 64 to 1,024 tokens on two cores of Zen 5.
+ROWS_SHARE = 0.6
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
@@ -162,6 +170,9 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
             shares = f"{it.weights:.2f} and {it.decode_attention:.2f} of the bandwidth"
             shares += f", {it.matmul:.2f} and {it.prefill_attention:.2f} of the FLOPS"
             found[f"kernels on {it.gpu}"] = f"{shares}: {it.source}"
+            for each in it.products:
+                shares = f"{each.weights[0]:.2f} of the bandwidth, {each.matmul:.2f} of the FLOPS"
+                found[f"products of {each.bits} bits on {it.gpu}"] = f"{shares}: {each.source}"
         return found
 
 
@@ -203,9 +214,12 @@ def profile(engine: str, on_cpu: bool = False) -> Profile:
 
 def calibrated(found: Profile, gpus: Sequence[GpuSpec]) -> Profile:
     """Our engine's profile with what was measured on these GPUs in the place of its own figures. What the host takes
-    is that of the slowest; nothing changes where a GPU of them was not measured."""
-    if found.name != OURS or gpus[0].calibration is None:
+    is that of the slowest; nothing changes where a GPU of them was not measured. Of a CPU that was not it is what is
+    known of the kernels alone."""
+    if found.name != OURS:
         return found
+    if gpus[0].calibration is None:
+        return _with_kernels(found, gpus)
     known = {gpu.name: (gpu, gpu.calibration) for gpu in gpus if gpu.calibration is not None}
     if any(gpu.name not in known for gpu in gpus):
         return found
@@ -219,6 +233,41 @@ def calibrated(found: Profile, gpus: Sequence[GpuSpec]) -> Profile:
         found, **figures, matmul_scale=plain, attention_scale=plain, error=error, measured=measured
     )
     return _quantised(found, slowest)
+
+
+def _with_kernels(found: Profile, gpus: Sequence[GpuSpec]) -> Profile:
+    """With what our kernels reach alone, in the place of shares of what the hardware could."""
+    known = {gpu.name: (gpu, gpu.kernels) for gpu in gpus if gpu.kernels is not None}
+    if any(gpu.name not in known for gpu in gpus):
+        return found
+    error = found.error if any(it.source for _, it in known.values()) else MEASURED_ERROR
+    return msgspec.structs.replace(found, error=error, measured=tuple(_alone(gpu, it) for gpu, it in known.values()))
+
+
+def _alone(gpu: GpuSpec, it: KernelSpeed) -> Kernels:
+    """Their rates as shares of what the planner takes for this CPU's own."""
+    flops, source = gpu.flops["bf16"], it.source or MEASURED
+    products = tuple(
+        Products(
+            bits=each.bits,
+            weights=tuple(rate / gpu.bandwidth_Bps for rate in each.weights_Bps),
+            matmul=each.matmul_flops / flops,
+            source=each.source or source,
+        )
+        for each in it.products
+    )
+    plain = next(each for each in products if each.bits == 16)
+    return Kernels(
+        gpu=gpu.name,
+        weights=plain.weights[0],
+        kernel_us=0.0,  # in the time of a layer
+        matmul=plain.matmul,
+        decode_attention=it.cache_Bps / gpu.bandwidth_Bps,
+        prefill_attention=it.attention_flops / flops,
+        source=source,
+        products=products,
+        rows=ROWS_SHARE * it.rows_Bps / gpu.bandwidth_Bps,
+    )
 
 
 def _quantised(found: Profile, it: Calibration) -> Profile:

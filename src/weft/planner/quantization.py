@@ -13,7 +13,7 @@ from weft.facts.axes import axis_length, owned
 from weft.facts.gguf_types import MIXES, type_of
 from weft.facts.parameters import Parameter, layers_of, parameters
 from weft.facts.place import Place, Span
-from weft.facts.precision import BF16, as_held, part_format
+from weft.facts.precision import BF16, OF_DTYPE, as_held, part_format
 from weft.facts.published import ORDERED
 from weft.facts.schemes import MADE, METHODS, UNIT, held_as, scheme_of
 from weft.facts.shape import DTYPE_BYTES, DType, ModelShape
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from weft.facts.checkpoint import Checkpoint
 
 logger = logging.getLogger("weft")
-
-PRECISIONS: dict[DType, str] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}  # in the planner's words
 
 
 def quantised_tensors(
@@ -109,7 +107,7 @@ def precision_of(shape: ModelShape, quantization: str, schemes: Mapping[str, str
     if quantization in MADE:
         return MADE[quantization]
     if not schemes:
-        return PRECISIONS[dtype]
+        return OF_DTYPE[dtype]
     if shape.published:
         return shape.published.precision
     return _mix(shape, schemes, scheme_of)

@@ -33,7 +33,7 @@ def replicas(shape: ModelShape, layout: Layout, cluster: Cluster, profile: Profi
     known: dict[object, Replica] = {}
     found = []
     alike: dict[object, Replica] = {}
-    homes, marks = node_of(cluster), layout.marks(cluster)
+    homes, marks = cluster.homes, layout.marks(cluster)
     for number, seats in enumerate(layout.replicas()):
         # Replicas on GPUs of the same kinds in the same places, of which a large cluster has many.
         key: tuple[object, ...] = *marks[seats], homes[layout.gpus[seats.start]].link
@@ -107,22 +107,22 @@ class Replica:
         self.profile = profile
         # Replicas that share their experts step together, and the experts meet the tokens of all.
         self.sharing = layout.data_parallel if layout.expert_parallel > layout.tensor_parallel else 1
-        precision, gpus, nodes = canonical(layout.precision), cluster.gpus, node_of(cluster)
-        exchange = link(gpus, nodes, layout.gpus, cluster, profile) if self.sharing > 1 else None
+        precision = canonical(layout.precision)
+        exchange = link(cluster, layout.gpus, profile) if self.sharing > 1 else None
         seats, tensor = layout.replica(number), layout.tensor_parallel
         groups = [seats[start : start + tensor] for start in range(0, len(seats), tensor)]
         self.stages = []
         for group, after in zip(groups, [*groups[1:], ()], strict=True):
             distinct: dict[tuple[int, int], tuple[Rank, Work]] = {}
             for place, index in group:
-                gpu = gpus[index]
+                gpu = cluster.gpus[index]
                 if gpu not in ranks:
                     ranks[gpu] = Rank(gpu, profile, precision)
                 it = work(shape, profile.held(precision), layout.kv_dtype, place)
                 distinct[id(ranks[gpu]), id(it)] = ranks[gpu], it
             indices = [index for _, index in group]
-            sums = link(gpus, nodes, indices, cluster, profile)
-            next_one = hop(gpus, nodes, [indices[0], *(index for _, index in after[:1])], cluster)
+            sums = link(cluster, indices, profile)
+            next_one = hop(cluster, [indices[0], *(index for _, index in after[:1])])
             self.stages.append(Stage(tuple(distinct.values()), sums, exchange, next_one, shape.vocab))
         # Stages on one GPU take turns: of each stage the first one there.
         first = [group[0][1] for group in groups]
@@ -255,17 +255,9 @@ def scaled(seconds: Seconds, by: float) -> Seconds:
     return Seconds(*(getattr(seconds, name) * by for name in seconds.__struct_fields__))
 
 
-Nodes = Sequence[Home]
-
-
-def node_of(cluster: Cluster) -> Nodes:
-    """Of each GPU where it is."""
-    return cluster.homes
-
-
-def kind_of(nodes: Nodes, indices: Sequence[int]) -> Kind:
+def kind_of(cluster: Cluster, indices: Sequence[int]) -> Kind:
     """The slowest link between any two of these GPUs."""
-    return slowest_link({nodes[index] for index in indices})
+    return slowest_link({cluster.homes[index] for index in indices})
 
 
 def slowest_link(homes: Collection[Home]) -> Kind:
@@ -276,25 +268,21 @@ def slowest_link(homes: Collection[Home]) -> Kind:
     return "nvlink" if first.group is not None and not others else first.link
 
 
-def link(
-    gpus: Sequence[GpuSpec], nodes: Nodes, indices: Sequence[int], cluster: Cluster, profile: Profile
-) -> AllReduce:
+def link(cluster: Cluster, indices: Sequence[int], profile: Profile) -> AllReduce:
     """How these GPUs sum; the slowest link of them sets the pace."""
-    kind = kind_of(nodes, indices)
-    gpu = _slowest(gpus, kind, indices, cluster)
+    kind = kind_of(cluster, indices)
+    gpu = _slowest(cluster, indices, kind)
     return all_reduce(gpu, kind, len(indices), cluster.network_Bps, bool(profile.graphs.value))
 
 
-def hop(gpus: Sequence[GpuSpec], nodes: Nodes, indices: Sequence[int], cluster: Cluster) -> AllReduce:
+def hop(cluster: Cluster, indices: Sequence[int]) -> AllReduce:
     """How a stage sends to the next; nothing after the last."""
     if len(indices) < 2:
         return AllReduce(0.0, 0.0)
-    kind = kind_of(nodes, indices)
-    return send(_slowest(gpus, kind, indices, cluster), kind, cluster.network_Bps)
+    kind = kind_of(cluster, indices)
+    return send(_slowest(cluster, indices, kind), kind, cluster.network_Bps)
 
 
-def _slowest(gpus: Sequence[GpuSpec], kind: Kind, indices: Sequence[int], cluster: Cluster) -> GpuSpec:
-    distinct = {id(gpus[index]): gpus[index] for index in indices}.values()
-    if len(distinct) == 1:
-        return gpus[indices[0]]
-    return max(distinct, key=lambda gpu: send(gpu, kind, cluster.network_Bps).s_per_byte)
+def _slowest(cluster: Cluster, indices: Sequence[int], kind: Kind) -> GpuSpec:
+    first, *others = {id(gpu): gpu for gpu in (cluster.gpus[index] for index in indices)}.values()
+    return max((first, *others), key=lambda gpu: send(gpu, kind, cluster.network_Bps).s_per_byte) if others else first

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect
+from collections.abc import Sequence
 from math import ceil, pow
 
 import msgspec
 
+from weft.facts.cpu import TOKENS
 from weft.facts.gpus import GpuSpec
 from weft.planner.profiles import Profile
 from weft.planner.work import Attention, ExpertWork, Product, Work
@@ -15,7 +18,6 @@ VECTORS = 8  # but so few one by one, by the kernels for a matrix and a vector
 EXPERT_TILE = 8
 # Passes over the hidden state of a layer beside its products: norms, rotary embedding, activation, residuals.
 PASSES = 10
-PASSES_SHARE = 0.8  # of the bandwidth
 FLOATS = ("fp32", "bf16", "fp16", "fp8")  # precisions that are multiplied as they are stored
 
 
@@ -46,6 +48,15 @@ def pairs(length: float, window: int | None) -> float:
     """How many tokens the tokens of a prompt see, all together: those before each, within the window."""
     seen = min(length, window or length)
     return length * seen - seen * seen / 2
+
+
+def line(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
+    """What lies at x on straight lines between points in order of xs; beyond them as at the nearest."""
+    right = bisect(xs, x)
+    if right in (0, len(xs)):
+        return ys[max(0, right - 1)]
+    share = (x - xs[right - 1]) / (xs[right] - xs[right - 1])
+    return ys[right - 1] + share * (ys[right] - ys[right - 1])
 
 
 class Rank:
@@ -82,15 +93,25 @@ class Rank:
         self.expert_flop_s = 1 / (flops * experts_matmul.value)
         self.cache_byte_s = 1 / (gpu.bandwidth_Bps * kernels.decode_attention * profile.attention_scale.value)
         self.attention_flop_s = 1 / (flops16 * kernels.prefill_attention)
-        self.pass_byte_s = 1 / (gpu.bandwidth_Bps * PASSES_SHARE)
+        self.pass_byte_s = 1 / (gpu.bandwidth_Bps * kernels.rows)
         self.layer_s = profile.layer_us.value * 1e-6
         self.expert_layer_s = profile.expert_layer_us.value * 1e-6
         self.hot_rank = profile.hot_rank.value
         self.shown = 1 - profile.overlap.value
+        # By bits, the most first: seconds of a byte with so many tokens as TOKENS says, and of an operation beyond.
+        self.products = [
+            (it.bits, [1 / (gpu.bandwidth_Bps * share) for share in it.weights], 1 / (flops16 * it.matmul))
+            for it in sorted(kernels.products, key=lambda it: -it.bits)
+        ]
 
     def product_s(self, product: Product, tokens: float) -> float:
-        """One matrix with this many tokens: the longer of streaming it and multiplying with it, and what of the shorter
-        does not hide behind it."""
+        """One matrix with this many tokens. Where it was measured for a few, a straight line between those, and from
+        there on what each token more takes; else the longer of streaming it and multiplying with it, and what of the
+        shorter does not hide behind it."""
+        for bits, byte_s, flop_s in self.products:
+            if product.bits >= bits:
+                more = 2 * product.numbers * max(0.0, tokens - TOKENS[-1]) * flop_s
+                return product.nbytes * line(TOKENS, byte_s, tokens) + more
         computed = tokens if tokens <= VECTORS else ceil(tokens / TILE) * TILE
         flops = 2 * computed * product.numbers
         wide = product.wide

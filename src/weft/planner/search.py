@@ -15,7 +15,7 @@ from weft.planner.cost import Prediction, predict
 from weft.planner.cuts import Cut, Draft, drafts, rearranged
 from weft.planner.deployment import Layout, deploy
 from weft.planner.device_map import Spread
-from weft.planner.footprint import Footprint, footprint, rank_memory
+from weft.planner.footprint import Footprint, Holding, footprint
 from weft.planner.islands import alike, usable
 from weft.planner.objections import objection
 from weft.planner.profiles import Constant, Profile, calibrated, profile
@@ -58,6 +58,18 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def best(self) -> Candidate | None:
         return self.candidates[0] if self.candidates else None
+
+    @property
+    def obstacle(self) -> str:
+        """Why nothing fits, told of what comes closest."""
+        it = closest(self.rejected)
+        return f"{it.cut}: {it.reason}" if it else "no layout of these ranks is possible on so many GPUs"
+
+
+def closest(rejected: Sequence[Rejected]) -> Rejected | None:
+    """The one that lacks least, of those that lack memory if there are any."""
+    short = [it for it in rejected if it.short_bytes]
+    return min(short or rejected, key=lambda it: it.short_bytes, default=None)
 
 
 def search(question: Question) -> Answer:
@@ -139,21 +151,23 @@ def _candidates(question: Question, fits: Fitting) -> Iterator[Candidate]:
         yield Candidate(cut=fits.cut, layout=layout, memory=memory, predicted=predicted)
 
 
-def merit(question: Question, candidate: Candidate) -> tuple[float, ...]:
-    """What is minimised: seconds of a request for latency, seconds of a token of the whole deployment for
-    throughput, GPU-seconds of a token for cost. Between equals the simpler layout is better, and splitting a model
-    that fits one GPU has to gain SPLIT_GAIN over its replicas: those are simpler, and one that fails leaves the others.
-    Replicas that deal their experts out among each other are neither.
-    """
-    predicted, layout = candidate.predicted, candidate.layout
+def worth(question: Question, candidate: Candidate) -> float:
+    """What is asked for: requests per second of one at a time for latency, tokens per second of the whole deployment
+    for throughput, those of each of its GPUs for cost."""
     if question.objective == "latency":
-        main = request_s(question, predicted)
-    else:
-        main = 1 / predicted.output_tok_s
-        if question.objective == "cost":
-            main *= len(set(layout.gpus))
-        if layout.size == layout.expert_parallel == 1:
-            main /= SPLIT_GAIN
+        return 1 / request_s(question, candidate.predicted)
+    rate = candidate.predicted.output_tok_s
+    return rate / len(set(candidate.layout.gpus)) if question.objective == "cost" else rate
+
+
+def merit(question: Question, candidate: Candidate) -> tuple[float, ...]:
+    """What is minimised: the seconds, or GPU-seconds, that `worth` comes to. Between equals the simpler layout is
+    better, and splitting a model that fits one GPU has to gain SPLIT_GAIN over its replicas, but for latency: those are
+    simpler, and one that fails leaves the others. Replicas that deal their experts out among each other are neither.
+    """
+    layout, main = candidate.layout, 1 / worth(question, candidate)
+    if question.objective != "latency" and layout.size == layout.expert_parallel == 1:
+        main /= SPLIT_GAIN
     # To three digits: a difference below the model's own noise is none.
     simple = layout.size, layout.pipeline_parallel, layout.expert_parallel, len(layout.gpus)
     return float(f"{main:.3g}"), *map(float, simple), main
@@ -201,15 +215,15 @@ def _predict(question: Question, layout: Layout, memory: Footprint) -> Predictio
 def _spread_out(question: Question, precision: str, mode: Spread) -> Question:
     """The question with the stages that a word of Transformers' comes to in this precision."""
     shape, engine, dtype = question.shape, engine_profile(question), kv_dtype(question, precision)
+    holding = Holding(shape, canonical(precision), dtype, engine)
     gpus, one = usable(question.cluster), msgspec.structs.replace(whole(shape), layers=Span(0, 1), stages=3)
 
     def kept(gpu: GpuSpec, stage: int) -> int:
-        place = msgspec.structs.replace(one, stage=stage)
-        return rank_memory(shape, canonical(precision), dtype, place, gpu, engine, at_most=True).other_bytes
+        return holding.rank(msgspec.structs.replace(one, stage=stage), gpu, at_most=True).other_bytes
 
     load = load_of(
         shape,
-        canonical(precision),
+        holding.precision,
         dtype,
         question.workload.longest,
         window_cache=bool(engine.window_cache.value),

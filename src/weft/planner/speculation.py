@@ -13,7 +13,8 @@ from weft.facts.shape import ModelShape
 from weft.planner.place import places
 from weft.planner.plan import Draft, Plan, Speculation
 
-TOKENS, MOST_TOKENS = 4, 16  # guesses of a step
+USUAL = Speculation(tokens=4)  # guesses of a step
+MOST_TOKENS, MOST_LOOKUP = 16, 32
 KNOWN = ("method", "model", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
 METHODS = ("ngram", "draft_model")
 
@@ -47,9 +48,11 @@ def read(said: Mapping[str, Any]) -> tuple[Speculation, str | None]:
             f"speculative_config: the method {method} {'needs' if not model else 'has no'} model; "
             'give {"method": "ngram"} or {"model": "NAME"}'
         )
-    tokens = count(said, "num_speculative_tokens", TOKENS, MOST_TOKENS)
-    longest = count(said, "prompt_lookup_max", max(4, said.get("prompt_lookup_min") or 0), 32)
-    shortest = count(said, "prompt_lookup_min", min(2, longest), 32)
+    tokens = count(said, "num_speculative_tokens", USUAL.tokens, MOST_TOKENS)
+    shortest = count(said, "prompt_lookup_min", USUAL.lookup_min, MOST_LOOKUP)
+    longest = count(said, "prompt_lookup_max", max(USUAL.lookup_max, shortest), MOST_LOOKUP)
+    if said.get("prompt_lookup_min") is None:
+        shortest = min(shortest, longest)
     if shortest > longest:
         raise ConfigError(f"speculative_config: prompt_lookup_min {shortest} is above prompt_lookup_max {longest}")
     return Speculation(tokens=tokens, lookup_min=shortest, lookup_max=longest), str(model) if model else None

@@ -21,6 +21,11 @@ def dotted(numbers: Iterable[int]) -> str:
     return ".".join(map(str, numbers))
 
 
+def commas(figures: Iterable[float]) -> str:
+    """ "2,1", as flags take several."""
+    return ",".join(f"{figure:g}" for figure in figures)
+
+
 def by_type(names: Iterable[str]) -> str:
     """ "8 x H100-SXM", "2 x RTX 4090 + 1 x RTX 3090"."""
     return " + ".join(f"{number:,} x {name}" for name, number in Counter(names).items())

@@ -23,6 +23,11 @@ class Product(msgspec.Struct, frozen=True):
     nbytes: int
     wide: bool
 
+    @property
+    def bits(self) -> float:
+        """Of a number, with its part of what it shares with others."""
+        return 8 * self.nbytes / max(1, self.numbers)
+
 
 class ExpertWork(msgspec.Struct, frozen=True, kw_only=True):
     """The routed experts of a layer: `held` of `count` on this rank, `top_k` chosen for each token; numbers and

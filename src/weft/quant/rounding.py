@@ -11,8 +11,9 @@ from weft.facts.schemes import Scheme
 from weft.quant.quantised import Quantised, pack
 
 # Rounds weight [rows, cols], of any float dtype, into a matrix of those rows. Its first column begins the first group
-# of the matrix; its last one ends the last group, or the whole weight.
-Rounding = Callable[[torch.Tensor, Quantised], None]
+# of the matrix; its last one ends the last group, or the whole weight. The importance [cols] float32 of columns, above
+# zero and about 1, says what the squares of their errors count; None where all count alike. 8 bits do not ask.
+Rounding = Callable[[torch.Tensor, Quantised, torch.Tensor | None], None]
 
 # (q, scale, lowest) of groups: q [rows, groups, group] uint8, the others [rows, groups, 1] float32. `lowest` is the
 # minimum or the zero point, None where zero is in the middle.
@@ -22,15 +23,17 @@ CHUNK = 1 << 17  # elements rounded at once: what is made on the way stays in a 
 # Shares of a group's range that are tried for its 16 steps: the few numbers at its ends may be worth less than finer
 # steps for all. With one alone, the error of normally distributed weights is a tenth larger.
 SHARES = (1.0, 0.9, 0.8)
+# The same where a group has a minimum: of what is below the middle of the range, and of what is above it.
+BELOW_AND_ABOVE = ((1.0, 1.0), (1.0, 0.9), (0.9, 1.0), (0.9, 0.9))
 TINY = 1e-7  # no scale is below it: half a step of the smallest float16
 
 
-def round_into(weight: torch.Tensor, into: Quantised) -> None:
+def round_into(weight: torch.Tensor, into: Quantised, importance: torch.Tensor | None = None) -> None:
     """A `Rounding` for every device."""
     step = max(1, CHUNK // weight.shape[1])
     for row, some in zip(range(0, len(weight), step), weight.split(step), strict=True):
         part = into.narrow(0, row, len(some))
-        q, scale, lowest = rounded(some.float(), into.scheme)
+        q, scale, lowest = rounded(some.float(), into.scheme, importance)
         numbers = q.flatten(1)[:, into.lacking : into.lacking + into.shape[1]]
         part.values.copy_(pack(numbers) if into.scheme.bits == 4 else numbers)
         part.scales.copy_(scale[..., 0])
@@ -38,38 +41,49 @@ def round_into(weight: torch.Tensor, into: Quantised) -> None:
             part.lowest.copy_(lowest[..., 0])
 
 
-def rounded(weight: torch.Tensor, scheme: Scheme) -> Rounded:
+def rounded(weight: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None = None) -> Rounded:
     """weight [rows, cols] float32, whose first column begins a group and whose last group may be short."""
     group = min(scheme.group, weight.shape[1])  # a row may be one
+    each = counts(importance, weight.shape[1], group, weight.device)
     missing = -weight.shape[1] % group
     if missing:
         # Copies of the last column change neither end of the range.
         weight = F.pad(weight, (0, missing), mode="replicate")
-    groups = weight.unflatten(1, (-1, group))
-    return ROUND[scheme.lowest](groups, scheme.bits)
+    return ROUND[scheme.lowest](weight.unflatten(1, (-1, group)), each, scheme.bits)
 
 
-def _minimum(w: torch.Tensor, bits: int) -> Rounded:
-    """w = scale * q + minimum, both fitted to q by least squares."""
+def counts(importance: torch.Tensor | None, width: int, group: int, device: torch.device) -> torch.Tensor:
+    """What the square of each column's error counts in its group: [groups, group] float32, of each group 1 in all."""
+    groups = -(-width // group)
+    if importance is None:
+        return torch.full((groups, group), 1 / group, device=device)
+    each = F.pad(importance.unsqueeze(0), (0, groups * group - width), mode="replicate").view(groups, group)
+    return each / each.sum(dim=1, keepdim=True)
+
+
+def _minimum(w: torch.Tensor, each: torch.Tensor, bits: int) -> Rounded:
+    """w = scale * q + minimum, both fitted to q by least squares, in which each column counts as `each` says."""
     most, low, high = 2**bits - 1, *w.aminmax(dim=2, keepdim=True)
-    middle, mean = (high + low) / 2, w.mean(dim=2, keepdim=True)
+    middle, mean = (high + low) / 2, (w * each).sum(dim=2, keepdim=True)
     found: list[tuple[torch.Tensor, ...]] = []
-    for share in SHARES if bits < 8 else (1.0,):
-        first = middle - (middle - low) * share
-        scale = _half(((high - low) * share / most).clamp_(min=TINY))
+    for below, above in BELOW_AND_ABOVE if bits < 8 else BELOW_AND_ABOVE[:1]:
+        first = middle - (middle - low) * below
+        scale = _half((((high - middle) * above + (middle - low) * below) / most).clamp_(min=TINY))
         q = ((w - first) * scale.reciprocal()).round_().clamp_(0, most)
-        centred = q - q.mean(dim=2, keepdim=True)
-        variance = centred.square().sum(dim=2, keepdim=True)
-        fitted = ((w - mean) * centred).sum(dim=2, keepdim=True) / variance.clamp(min=TINY)
+        average = (q * each).sum(dim=2, keepdim=True)
+        centred = q - average
+        variance = (centred.square() * each).sum(dim=2, keepdim=True)
+        fitted = ((w - mean) * centred * each).sum(dim=2, keepdim=True) / variance.clamp(min=TINY)
         scale = torch.where(variance > 0, _half(fitted.clamp_(min=TINY)), scale)
-        minimum = _half(mean - scale * q.mean(dim=2, keepdim=True))
+        minimum = _half(mean - scale * average)
         q = ((w - minimum) * scale.reciprocal()).round_().clamp_(0, most)
-        found.append(((q * scale).add_(minimum).sub_(w).square_().sum(dim=2, keepdim=True), q, scale, minimum))
+        off = (q * scale).add_(minimum).sub_(w).square_()
+        found.append((off.mul_(each).sum(dim=2, keepdim=True), q, scale, minimum))
     q, scale, minimum = _best(found)
     return q.to(torch.uint8), scale, minimum
 
 
-def _middle(w: torch.Tensor, bits: int) -> Rounded:
+def _middle(w: torch.Tensor, each: torch.Tensor, bits: int) -> Rounded:
     """w = scale * (q - 2^(bits - 1)). Of 4 bits the number farthest from zero is on the side that has one step more."""
     half, (low, high) = 2 ** (bits - 1), w.aminmax(dim=2, keepdim=True)
     far = torch.where(high > -low, high, low)
@@ -80,15 +94,16 @@ def _middle(w: torch.Tensor, bits: int) -> Rounded:
         scale = torch.where(scale.abs() < TINY, TINY, scale)
         q = (w * scale.reciprocal()).round_().clamp_(-half, half - 1)
         if bits < 8:
-            fitted = _half((w * q).sum(dim=2, keepdim=True) / q.square().sum(dim=2, keepdim=True).clamp_(min=1))
+            squares = (q.square() * each).sum(dim=2, keepdim=True)
+            fitted = _half((w * q * each).sum(dim=2, keepdim=True) / squares.clamp_(min=TINY))
             scale = torch.where(fitted.abs() < TINY, scale, fitted)
             q = (w * scale.reciprocal()).round_().clamp_(-half, half - 1)
-        found.append(((q * scale).sub_(w).square_().sum(dim=2, keepdim=True), q, scale))
+        found.append(((q * scale).sub_(w).square_().mul_(each).sum(dim=2, keepdim=True), q, scale))
     q, scale = _best(found)
     return q.add_(half).to(torch.uint8), scale, None
 
 
-def _zero(w: torch.Tensor, bits: int) -> Rounded:
+def _zero(w: torch.Tensor, each: torch.Tensor, bits: int) -> Rounded:
     """w = scale * (q - zero), a range that holds zero."""
     most = 2**bits - 1
     low, high = w.amin(dim=2, keepdim=True).clamp_(max=0), w.amax(dim=2, keepdim=True).clamp_(min=0)
@@ -98,7 +113,12 @@ def _zero(w: torch.Tensor, bits: int) -> Rounded:
     return q.to(torch.uint8), scale, zero
 
 
-ROUND: dict[str, Callable[[torch.Tensor, int], Rounded]] = {"minimum": _minimum, "middle": _middle, "zero": _zero}
+# Of w [rows, groups, group] and what its columns count [groups, group].
+ROUND: dict[str, Callable[[torch.Tensor, torch.Tensor, int], Rounded]] = {
+    "minimum": _minimum,
+    "middle": _middle,
+    "zero": _zero,
+}
 
 
 def _half(x: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ from hashlib import blake2b
 
 import torch
 
-from weft.planner.place import Span
+from weft.facts.place import Span
 from weft.quant.quantised import Quantised
 
 STD = 0.02  # what models of this family are initialised with
@@ -23,8 +23,12 @@ class Dummy:
         """What is drawn."""
         return torch.float32
 
-    def read_blocks(self, source: str, rows: Span, cols: Span, into: Quantised) -> bool:
+    def holds(self, source: str, type: str) -> bool:
         """False: nothing is stored."""
+        return False
+
+    def read_blocks(self, source: str, rows: Span, cols: Span, into: Quantised) -> bool:
+        """The same."""
         return False
 
     def read(self, source: str, rows: Span, cols: Span | None, into: torch.Tensor) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
 
+from weft.facts.axes import owned
 from weft.facts.checkpoint import sources, tensors
-from weft.planner.fills import Fill, fills, owned, parameter_dims, rank_parameters, scheme_of
-from weft.planner.place import Place, Span
+from weft.facts.parameters import parameter_dims, rank_parameters
+from weft.facts.place import Place, Span
+from weft.planner.fills import Fill, fills, scheme_of
 from weft.planner.plan import Plan
 from weft.quant.quantised import Quantised
 from weft.quant.rounding import Rounding, round_into
@@ -30,6 +34,10 @@ class Source(Protocol):
 
     def read(self, source: str, rows: Span, cols: Span | None, into: torch.Tensor) -> None:
         """Fill `into` with source[rows, cols], converted to its dtype, on its device; cols None for a vector."""
+        ...
+
+    def holds(self, source: str, type: str) -> bool:
+        """Whether it is stored in a scheme of `facts.schemes`, or in what that has room for."""
         ...
 
     def read_blocks(self, source: str, rows: Span, cols: Span, into: Quantised) -> bool:
@@ -59,14 +67,19 @@ def open_source(plan: Plan) -> Source:
 
 
 def load(
-    plan: Plan, place: Place, targets: Mapping[str, torch.Tensor | Quantised], rounding: Rounding = round_into
+    plan: Plan,
+    place: Place,
+    targets: Mapping[str, torch.Tensor | Quantised],
+    rounding: Rounding = round_into,
+    importance: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> None:
-    """Fill `targets`, one for each parameter of this rank as `planner.fills.rank_parameters` lists them.
+    """Fill `targets`, one for each parameter of this rank as `facts.parameters.rank_parameters` lists them.
 
     They are allocated already, on any device and of any float dtype or scheme; what the checkpoint does not hold in
-    their scheme is made by `rounding`, in several threads. Raises ModelError.
+    their scheme is made by `rounding`, in several threads, with the `importance` of a parameter's columns where it is
+    known. Raises ModelError.
     """
-    source, threads, widths = open_source(plan), torch.get_num_threads(), dict(sources(plan.shape))
+    source, widths = open_source(plan), dict(sources(plan.shape))
 
     @torch.inference_mode()
     def run(fill: Fill) -> None:
@@ -76,14 +89,22 @@ def load(
         elif fill.cols is not None and not source.read_blocks(fill.source, fill.rows, fill.cols, into):
             read, width = partial(source.read, fill.source), widths[fill.source][-1]
             stored = source.dtype(fill.source)
-            quantise(read, fill.rows, fill.cols, width, plan.shape.head_dim, into, stored, rounding)
+            each = importance.get(fill.param)
+            quantise(read, fill.rows, fill.cols, width, plan.shape.head_dim, into, stored, rounding, each)
 
-    # Each core takes tensors of its own: no barrier after every small step, and several reads in flight.
+    with loading() as pool:
+        for job in [pool.submit(run, fill) for fill in fills(plan.shape, place)]:
+            job.result()
+
+
+@contextmanager
+def loading() -> Iterator[ThreadPoolExecutor]:
+    """Threads for what is read. Each core takes tensors of its own: no barrier after every small step, and several
+    reads in flight."""
+    threads = torch.get_num_threads()
     with ThreadPoolExecutor(threads, "weft-load", initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        jobs = [pool.submit(run, fill) for fill in fills(plan.shape, place)]
         try:
-            for job in jobs:
-                job.result()
+            yield pool
         finally:
             pool.shutdown(cancel_futures=True)
             # Threads that have no number of their own yet take the last one that was set.

@@ -9,8 +9,8 @@ import torch
 
 from weft.errors import ModelError
 from weft.facts.packed import WORD, Packed
+from weft.facts.place import Span
 from weft.facts.tensor import TensorInfo
-from weft.planner.place import Span
 from weft.quant.quantised import Quantised, pack
 from weft.weights.stored import DENSE, Stored, mapped, rows_at_once, typed
 
@@ -36,11 +36,15 @@ class PackedTensors(Stored):
             scales, group = _scales(info, some, cols).to(into.device).float(), _group_of(info, cols, into.device)
             into[at : at + len(some)].copy_(q.sub_(zeros.float()[:, group]).mul_(scales[:, group]))
 
+    def holds(self, source: str, type: str) -> bool:
+        info = self.tensors[source]
+        return info.type == type if isinstance(info, Packed) else super().holds(source, type)
+
     def read_blocks(self, source: str, rows: Span, cols: Span, into: Quantised) -> bool:
         info = self.tensors[source]
         if not isinstance(info, Packed):
             return super().read_blocks(source, rows, cols, into)
-        if info.type != into.type:
+        if not self.holds(source, into.type):
             return False
         for some, at in _chunks(info, rows, into.device):
             part, q = into.narrow(0, at, len(some)), _numbers(info, some, cols, into.device)

@@ -3,13 +3,13 @@ it is read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
 from weft.errors import ModelError
+from weft.facts.place import Span
 from weft.facts.schemes import STORED
-from weft.planner.place import Span
 from weft.quant.quantised import Quantised, pack
 from weft.quant.rounding import Rounding, round_into
 from weft.weights.blocks import numbers, zero_of
@@ -45,7 +45,8 @@ def _spread(part: torch.Tensor, type: str, first: int, into: Quantised) -> torch
 
 
 def split(blocks: torch.Tensor, into: Quantised) -> None:
-    """Blocks [rows, groups, bytes] uint8 of a GGUF file, of the type of `into`, to its parts."""
+    """What `unpack` does, of blocks [rows, groups, bytes] uint8 whose type is the scheme of `into`: nothing has to be
+    computed, which takes a twentieth of the time."""
     head = 2 if into.lowest is None else 4
     into.scales.copy_(_halves(blocks[..., :2]))
     if into.lowest is not None:
@@ -65,17 +66,26 @@ def quantise(
     into: Quantised,
     dtype: torch.dtype = torch.float32,
     rounding: Rounding = round_into,
+    importance: torch.Tensor | None = None,
 ) -> None:
     """Round rows and columns of a matrix `width` columns wide, which is read in `dtype` and whose rows may be heads of
-    `head_dim`. Groups that are cut are read whole: every rank that has some of one finds the same scale."""
+    `head_dim`. Groups that are cut are read whole: every rank that has some of one finds the same scale. The importance
+    of columns is for schemes whose groups are never cut."""
     group = into.scheme.group
     whole = Span(cols.start - into.lacking, min(-(-cols.stop // group) * group, width))
-    step = max(1, BAND // len(whole) // head_dim) * head_dim  # whole heads, which may be interleaved
-    for row in range(rows.start, rows.stop, step):
-        some = Span(row, min(row + step, rows.stop))
+    assert importance is None or len(importance) == len(whole)
+    for some in bands(rows, len(whole), head_dim):
         weight = torch.empty(len(some), len(whole), dtype=dtype, device=into.device)
         read(some, whole, weight)
-        rounding(weight, into.narrow(0, row - rows.start, len(some)))
+        rounding(weight, into.narrow(0, some.start - rows.start, len(some)), importance)
+
+
+def bands(rows: Span, width: int, head_dim: int) -> Iterator[Span]:
+    """Rows of `width` elements, as many at once as a core's cache has room for: whole heads, which may be
+    interleaved."""
+    step = max(1, BAND // width // head_dim) * head_dim
+    for row in range(rows.start, rows.stop, step):
+        yield Span(row, min(row + step, rows.stop))
 
 
 def _halves(two: torch.Tensor) -> torch.Tensor:

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 import torch
 
 from weft.errors import ModelError
-from weft.facts.schemes import STORED
+from weft.facts.place import Span
+from weft.facts.schemes import ALL, STORED
 from weft.facts.tensor import ENCODINGS, TensorInfo
-from weft.planner.place import Span
 from weft.quant.quantised import Quantised
 from weft.weights.blocks import dequantise
 from weft.weights.quantised import split, unpack
@@ -46,11 +46,16 @@ class Stored:
         else:
             self._matrix(info, info.dims, rows, cols or Span(0, info.dims[1]), into)
 
+    def holds(self, source: str, type: str) -> bool:
+        """Whether it is stored in a scheme, or in what that has room for."""
+        stored = self.tensors[source].type
+        return stored in STORED and ALL[type].holds(STORED[stored])
+
     def read_blocks(self, source: str, rows: Span, cols: Span, into: Quantised) -> bool:
         """The same of a matrix that is quantised, and in a type that the scheme of `into` holds; False where it is not.
         Where its heads are interleaved, the rows are whole heads."""
         info = self.tensors[source]
-        if info.type not in STORED or not into.scheme.holds(STORED[info.type]):
+        if not self.holds(source, into.type):
             return False
         encoding = ENCODINGS[info.type]
         data, first, last = self._bytes(info, info.dims, rows, cols)

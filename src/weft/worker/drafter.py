@@ -9,6 +9,7 @@ import numpy as np
 
 from weft.comm import Links
 from weft.comm.base import Solo
+from weft.core.speculation import common
 from weft.core.step import Admission, StepPlan
 from weft.planner.memory import Capacity
 from weft.planner.plan import Plan
@@ -79,7 +80,8 @@ class Drafter:
         self._texts[admission.slot] = Text([*admission.prompt, *admission.output])
 
     def note(self, step: StepPlan, rows: Rows) -> None:
-        """What the step's rows say, and which blocks are new to their tables, where `rows` has them already."""
+        """Take down what the step's rows say, and that nothing of the blocks that are new to them has been read. `rows`
+        has them already."""
         tokens = iter(step.tokens)
         for slot, start, count, blocks in zip(step.slots, step.starts, step.counts, step.blocks, strict=True):
             self._texts[slot].write(start, list(islice(tokens, count)))
@@ -176,14 +178,6 @@ class Drafter:
         assert logits is not None
         # Their result is not taken: nothing is sampled for good.
         return sampler.sample(logits, order, there).tokens.tolist()
-
-
-def common(these: list[int], those: list[int]) -> int:
-    """How many tokens both begin with."""
-    length = min(len(these), len(those))
-    if these[:length] == those[:length]:
-        return length
-    return next(n for n in range(length) if these[n] != those[n])
 
 
 def reading(reads: list[Read]) -> StepPlan:

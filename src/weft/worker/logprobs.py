@@ -2,23 +2,43 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
 from weft.core.step import TokenLogprobs
+from weft.kernels.base import Kernels
+from weft.kernels.native import NativeKernels
 from weft.worker.chunks import chunks
 
 
-def score(logits: torch.Tensor, targets: torch.Tensor, top: int) -> torch.Tensor:
-    """Of each row's target: logprob, rank, then `top` ids, best first, and their logprobs.
+class Scorer(Protocol):
+    """All find the same, but for rounding."""
 
-    [R, V] of any float type and [R] int64 in, [R, 2 + 2 * top] float64 out, so that ids and figures leave the device
-    together. Ranks count the tokens that are strictly likelier.
-    """
+    def __call__(self, logits: torch.Tensor, targets: torch.Tensor, top: int) -> torch.Tensor:
+        """Of each row's target: logprob, rank, then the ids of the `top` likeliest tokens, best first, and their
+        logprobs.
+
+        [R, V] of any float type, which stay as they are, and [R] int64 in, [R, 2 + 2 * top] float64 out, so that ids
+        and figures leave the device together; `top` is at most V. Ranks count the tokens that are strictly likelier;
+        among equally likely ones the lower id comes first, as in argmax. A NaN makes all logprobs of its row NaN, and
+        what else is said of that row means nothing.
+        """
+        ...
+
+
+def scorer(kernels: Kernels) -> Scorer:
+    """The one that goes with a model's kernels."""
+    return kernels.score if isinstance(kernels, NativeKernels) else score
+
+
+def score(logits: torch.Tensor, targets: torch.Tensor, top: int) -> torch.Tensor:
+    """A `Scorer` for any device."""
     return torch.cat([_score(logits[rows].float(), targets[rows], top) for rows in chunks(len(targets), logits)])
 
 
 def unpack(row: list[float], top: int) -> TokenLogprobs:
-    """One row of `score` in words, with its first `top` alternatives."""
+    """One row of a scorer's figures in words, with its first `top` alternatives."""
     width = len(row) // 2 - 1
     ids, logprobs = row[2 : 2 + top], row[2 + width : 2 + width + top]
     return TokenLogprobs(row[0], int(row[1]), [int(token) for token in ids], logprobs)

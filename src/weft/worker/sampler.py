@@ -12,7 +12,7 @@ from weft.core.step import Admission, TokenLogprobs
 from weft.worker.chooser import Chooser, TorchChooser
 from weft.worker.chunks import pick
 from weft.worker.device import ToHost
-from weft.worker.logprobs import score, unpack
+from weft.worker.logprobs import Scorer, score, unpack
 from weft.worker.shaping import Edits, Shaping, Wishes, shape
 from weft.worker.staging import sent
 
@@ -50,10 +50,18 @@ class Sampler:
     logprobs are NaN; other rows are as they would be without it. `chooser` has as many slots.
     """
 
-    def __init__(self, vocab: int, slots: int, stop_ids: Iterable[int] = (), chooser: Chooser | None = None) -> None:
+    def __init__(
+        self,
+        vocab: int,
+        slots: int,
+        stop_ids: Iterable[int] = (),
+        chooser: Chooser | None = None,
+        scorer: Scorer = score,
+    ) -> None:
         self.vocab = vocab
         self._shaping = Shaping(vocab, stop_ids)
         self._chooser = chooser or TorchChooser(slots)
+        self._scorer = scorer
         self._tops = np.full(slots, NO_LOGPROBS, dtype=np.int64)
 
     def admit(self, admission: Admission) -> None:
@@ -105,7 +113,7 @@ class Sampler:
         tops = self._tops[order.slots[order.scored]]
         figures = chosen
         if raw is not None:
-            scores = score(raw, pick(chosen, order.scored, scored), int(tops.max()))
+            scores = self._scorer(raw, pick(chosen, order.scored, scored), int(tops.max()))
             # In one tensor, to be brought to the host together.
             figures = torch.cat([chosen.double(), scores.flatten()])
         arrival = ToHost(figures)
@@ -127,7 +135,7 @@ class Sampler:
             return []
         top = min(top, self.vocab)
         wanted = sent(np.array(targets, dtype=np.int64), logits.device)
-        return [unpack(row, top) for row in score(logits, wanted, top).tolist()]
+        return [unpack(row, top) for row in self._scorer(logits, wanted, top).tolist()]
 
 
 def unpacked(figures: list[float], count: int, rows: list[int], tops: list[int]) -> list[TokenLogprobs | None]:

@@ -28,6 +28,8 @@ from weft.worker import device as devices
 from weft.worker.chooser import chooser
 from weft.worker.drafter import Drafter
 from weft.worker.graphs import CudaGraphs, Graphs, sizes
+from weft.worker.importance import importance
+from weft.worker.logprobs import scorer
 from weft.worker.rows import Rows
 from weft.worker.sampler import Order, Sampler
 
@@ -72,7 +74,8 @@ class Worker:
         tensors = allocate(plan, self.place, self.device)
         held = sum(tensor.nbytes for tensor in tensors.values())
         wanted = plan.attention_backend, self.device, self.attention
-        load(plan, self.place, tensors, rounding(*wanted))
+        found = importance(plan, self.rank, self.links, tensors, self.device)
+        load(plan, self.place, tensors, rounding(*wanted), found)
         self.kernels = choose(*wanted)
         if plan.schemes and self.kernels.name == "torch":
             held = weight_bytes(shape, self.place, plan.dtype)
@@ -85,7 +88,7 @@ class Worker:
         self.sampler: Sampler | None = None
         if self.rank == plan.output_rank:
             choosing = chooser(self.kernels, plan.max_num_seqs, self.device)
-            self.sampler = Sampler(shape.vocab, plan.max_num_seqs, shape.eos, choosing)
+            self.sampler = Sampler(shape.vocab, plan.max_num_seqs, shape.eos, choosing, scorer(self.kernels))
         eager, block_bytes = self._measure(), plan.block_bytes(self.rank)
         if self.sampler and plan.speculation and plan.speculation.draft:
             self.drafter = Drafter(plan)

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from weft.compiled import build
-
-POINTER, SIZE, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+from weft.facts.library import POINTER, REAL, SIZE
 
 
 class Entries:
@@ -31,9 +30,10 @@ class Entries:
         self.workspace_bytes = self._entry("workspace_bytes", POINTER, *[SIZE] * 2, result=SIZE)
         self.rows_of = self._entry("rows_of", *[POINTER] * 2, SIZE, POINTER)
         self.choose = threaded(self._shared("choose", POINTER, *[SIZE] * 4, *[POINTER] * 3, SIZE))
+        self.score = threaded(self._shared("score", POINTER, *[SIZE] * 4, POINTER, SIZE, POINTER, SIZE))
         self.pack_values = threaded(self._shared("pack_values", *[POINTER] * 2, *[SIZE] * 4))
         self.pack_groups = self._shared("pack_groups", *[POINTER] * 2, *[SIZE] * 3)
-        self.round_rows = self._shared("round_rows", *[POINTER] * 5)
+        self.round_rows = self._shared("round_rows", *[POINTER] * 6)
 
     def _threaded(self, name: str, *arguments: Any) -> Callable[..., Any]:
         return threaded(self._entry(name, *arguments, SIZE))

@@ -126,3 +126,19 @@ class NativeKernels:
             tokens.data_ptr(),
         )
         return tokens
+
+    def score(self, logits: torch.Tensor, targets: torch.Tensor, top: int) -> torch.Tensor:
+        """As a `worker.logprobs.Scorer`, for logits [R, V] of the kernels' dtype or float32; targets are contiguous."""
+        if logits.stride(1) != 1:
+            logits = logits.contiguous()
+        figures = torch.empty(len(logits), 2 + 2 * top, dtype=torch.float64)
+        self._entries.score(
+            logits.data_ptr(),
+            logits.itemsize,
+            *logits.shape,
+            logits.stride(0),
+            targets.data_ptr(),
+            top,
+            figures.data_ptr(),
+        )
+        return figures

@@ -7,29 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from weft.facts.library import LOWEST, PANEL, Matrix
 from weft.facts.schemes import UNIT
 from weft.kernels.native.entries import Entries
 from weft.quant.quantised import Quantised
-
-LOWEST = {"middle": 0, "zero": 1, "minimum": 2}  # as in quantised.h: Lowest
-PANEL = 32  # as in dense.h
-
-
-class Descriptor(ctypes.Structure):
-    """struct Matrix of matrix.h."""
-
-    _fields_ = (
-        ("bits", ctypes.c_int64),
-        ("rows", ctypes.c_int64),
-        ("cols", ctypes.c_int64),
-        ("data", ctypes.c_void_p),
-        ("scales", ctypes.c_void_p),
-        ("lowest", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("group", ctypes.c_int64),
-        ("lacking", ctypes.c_int64),
-        ("kind", ctypes.c_int64),
-    )
 
 
 @dataclass(frozen=True)
@@ -37,7 +18,7 @@ class NativeMatrix:
     """x [T, cols] -> x W^T + bias [T, rows]. `kept` are the tensors that the descriptor points into."""
 
     entries: Entries
-    descriptor: Descriptor
+    descriptor: Matrix
     kept: tuple[torch.Tensor | None, ...]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -57,7 +38,7 @@ def dense(entries: Entries, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     rows, cols = weight.shape
     packed = torch.empty(-(-rows // PANEL) * entries.panel_size(cols), dtype=weight.dtype)
     entries.pack_dense(weight.data_ptr(), packed.data_ptr(), rows, cols)
-    descriptor = Descriptor(rows=rows, cols=cols, data=packed.data_ptr())
+    descriptor = Matrix(rows=rows, cols=cols, data=packed.data_ptr())
     if bias is not None:
         descriptor.bias = bias.data_ptr()
     return NativeMatrix(entries, descriptor, (packed, bias))
@@ -76,7 +57,7 @@ def quantised(entries: Entries, weight: Quantised, bias: torch.Tensor | None) ->
         return packed
 
     scales, lowest = pack(weight.scales), None if weight.lowest is None else pack(weight.lowest)
-    descriptor = Descriptor(
+    descriptor = Matrix(
         bits=weight.scheme.bits,
         rows=rows,
         cols=cols,

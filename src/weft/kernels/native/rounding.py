@@ -9,15 +9,16 @@ from functools import cached_property
 import torch
 
 from weft import compiled
+from weft.facts.library import LOWEST, SIZE
 from weft.facts.schemes import UNIT, Scheme
-from weft.kernels.native.entries import SIZE, Entries
-from weft.kernels.native.matrix import LOWEST
+from weft.kernels.native.entries import Entries
 from weft.quant.quantised import Quantised
-from weft.quant.rounding import Rounding, round_into
+from weft.quant.rounding import Rounding, counts, round_into
 
 # As in rounding.h: Weights, LONGEST.
 TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 LONGEST = 128
+CPU = torch.device("cpu")
 
 
 class Descriptor(ctypes.Structure):
@@ -40,9 +41,9 @@ class NativeRounding:
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
 
-    def __call__(self, weight: torch.Tensor, into: Quantised) -> None:
+    def __call__(self, weight: torch.Tensor, into: Quantised, importance: torch.Tensor | None = None) -> None:
         rounding = self._native if knows(into.scheme) else round_into
-        rounding(weight, into)
+        rounding(weight, into, importance)
 
     @cached_property
     def _native(self) -> Rounding:
@@ -51,7 +52,7 @@ class NativeRounding:
         except (OSError, subprocess.SubprocessError):  # whoever chooses the kernels says why
             return round_into
 
-        def rounding(weight: torch.Tensor, into: Quantised) -> None:
+        def rounding(weight: torch.Tensor, into: Quantised, importance: torch.Tensor | None) -> None:
             assert weight.is_contiguous() and into.values.is_contiguous()
             (rows, width), scheme = weight.shape, into.scheme
             asked = Descriptor(
@@ -64,9 +65,10 @@ class NativeRounding:
                 lacking=into.lacking,
                 cols=into.shape[1],
             )
+            each = counts(importance, width, scheme.group, CPU)
             lowest = None if into.lowest is None else into.lowest.data_ptr()
             parts = into.values.data_ptr(), into.scales.data_ptr(), lowest
-            entries.round_rows(ctypes.byref(asked), weight.data_ptr(), *parts)
+            entries.round_rows(ctypes.byref(asked), weight.data_ptr(), each.data_ptr(), *parts)
 
         return rounding
 

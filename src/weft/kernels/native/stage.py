@@ -10,10 +10,11 @@ import torch
 
 from weft.comm import Comm
 from weft.comm.shared import HEAD_BYTES, SharedComm
+from weft.facts.library import POINTER, REAL, SIZE, Matrix
 from weft.kernels.base import DenseLayer, KVCache
 from weft.kernels.batch import Batch
-from weft.kernels.native.entries import POINTER, REAL, SIZE, Entries
-from weft.kernels.native.matrix import Descriptor, NativeMatrix
+from weft.kernels.native.entries import Entries
+from weft.kernels.native.matrix import NativeMatrix
 
 ALIGNMENT = 64  # bytes, as Workspace in stage.h wants it
 SUM = ctypes.CFUNCTYPE(ctypes.c_int32)
@@ -24,7 +25,7 @@ class LayerDescriptor(ctypes.Structure):
 
     _fields_ = (
         *((name, POINTER) for name in ("attention_norm", "q_norm", "k_norm", "mlp_norm", "keys", "values")),
-        *((name, Descriptor) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, Matrix) for name in ("qkv", "out", "gate_up", "down")),
         *((name, SIZE) for name in ("q_heads", "kv_heads", "head_dim", "window")),
         *((name, REAL) for name in ("scale", "head_eps", "eps")),
     )
@@ -138,6 +139,6 @@ def describe(layer: DenseLayer) -> LayerDescriptor:
     )
 
 
-def descriptor_of(matrix: object) -> Descriptor:
+def descriptor_of(matrix: object) -> Matrix:
     assert isinstance(matrix, NativeMatrix), matrix
     return matrix.descriptor

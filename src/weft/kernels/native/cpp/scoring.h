@@ -5,11 +5,12 @@
 #include "places.h"
 #include "team.h"
 
-constexpr int64_t BLOCK = 256;  // tokens, whose logits are in the nearest cache when they are read again
+constexpr int64_t SPAN = 256;  // tokens, whose logits are in the nearest cache when they are read again
 
 // The sum of e^(x - best), and how many x are above `target`. A loop in a function of its own, see `find_places`.
 template <class T>
-void weigh_and_count(const T *__restrict logits, int64_t count, float best, float target, float &weight, int64_t &above) {
+void weigh_and_count(const T *__restrict logits, int64_t count, float best, float target, float &weight,
+                     int64_t &above) {
     float sum = 0;
     int32_t likelier = 0;
 #pragma omp simd reduction(+ : sum, likelier)
@@ -39,11 +40,11 @@ class Scores {
 
     // Keys of the `count` likeliest tokens, best first: above a place, below it the lower of two ids has more.
     template <class T> void find_likeliest(const T *logits, int64_t vocab, int64_t count) {
-        int32_t low = reached_by(count, tops, scratch), places[BLOCK];
+        int32_t low = reached_by(count, tops, scratch), places[SPAN];
         keys.clear();
         for (size_t b = 0; b < tops.size(); b++) {
             if (tops[b] < low) continue;
-            int64_t first = b * BLOCK, members = std::min(BLOCK, vocab - first);
+            int64_t first = b * SPAN, members = std::min(SPAN, vocab - first);
             find_places(logits + first, members, places);
             for (int64_t i = 0; i < members; i++)
                 if (places[i] >= low) keys.push_back(int64_t(places[i]) * (int64_t(1) << 32) + (vocab - 1 - first - i));
@@ -54,13 +55,13 @@ class Scores {
 public:
     // Into `out`, as `score` below.
     template <class T> void row(const T *logits, int64_t vocab, int64_t token, int64_t top, double *out) {
-        int64_t blocks = (vocab + BLOCK - 1) / BLOCK, above = 0;
-        int32_t places[BLOCK];
+        int64_t blocks = (vocab + SPAN - 1) / SPAN, above = 0;
+        int32_t places[SPAN];  // found again in the few blocks where they matter
         tops.resize(blocks), weights.resize(blocks);
         float target = widen(logits[token]);
         for (int64_t b = 0; b < blocks; b++) {
-            const T *from = logits + b * BLOCK;
-            int64_t members = std::min(BLOCK, vocab - b * BLOCK);
+            const T *from = logits + b * SPAN;
+            int64_t members = std::min(SPAN, vocab - b * SPAN);
             tops[b] = find_places(from, members, places);
             weights[b] = 0;
             if (tops[b] > NEVER) weigh_and_count(from, members, number(tops[b]), target, weights[b], above);
@@ -77,21 +78,20 @@ public:
     }
 };
 
-// Of logits [.., vocab] whose rows are `stride` apart, `count` numbered `rows`, and each one's token, into out
-// [count, 2 + 2 * top]: its logprob and its rank, the ids of the `top` likeliest tokens, and their logprobs. The logits'
-// `size` is as in `choose`.
-inline void score(const void *logits, int64_t size, int64_t vocab, int64_t stride, const int64_t *rows, int64_t count,
-                  const int64_t *tokens, int64_t top, double *out, int64_t threads) {
+// Of the rows of logits [rows, vocab], which are `stride` apart, and each one's token, into out [rows, 2 + 2 * top]:
+// its logprob and its rank, the ids of the `top` likeliest tokens, which are at most all, and their logprobs. The
+// logits' `size` is as in `choose`.
+inline void score(const void *logits, int64_t size, int64_t rows, int64_t vocab, int64_t stride, const int64_t *tokens,
+                  int64_t top, double *out, int64_t threads) {
     auto some = [&](int64_t first, int64_t last) {
         static thread_local Scores scores;  // whose memory is kept for the next step
-        for (int64_t i = first; i < last; i++) {
-            double *to = out + i * (2 + 2 * top);
-            int64_t at = rows[i] * stride;
+        for (int64_t r = first; r < last; r++) {
+            double *to = out + r * (2 + 2 * top);
             if (size == 2)
-                scores.row(static_cast<const bf16 *>(logits) + at, vocab, tokens[i], top, to);
+                scores.row(static_cast<const bf16 *>(logits) + r * stride, vocab, tokens[r], top, to);
             else
-                scores.row(static_cast<const float *>(logits) + at, vocab, tokens[i], top, to);
+                scores.row(static_cast<const float *>(logits) + r * stride, vocab, tokens[r], top, to);
         }
     };
-    together(threads, count > 1, [&](Team &team) { team.each(count, 1, some, nothing); });
+    together(threads, rows > 1, [&](Team &team) { team.each(rows, 1, some, nothing); });
 }

@@ -1,4 +1,4 @@
-// The half of the work that is attention, quantised products, sampling and scoring: compiled beside native.cpp, not after it.
+// The half of the work that is attention, quantised products and logits: compiled beside native.cpp, not after it.
 #include "attention.h"
 #include "quantised.h"
 #include "sampling.h"
@@ -15,7 +15,7 @@ ENTRY void weft_choose(const void *logits, int64_t size, int64_t rows, int64_t v
                        const Wish *wishes, const uint64_t *streams, int64_t *tokens, int64_t threads) {
     choose(logits, size, rows, vocab, stride, wishes, streams, tokens, threads);
 }
-ENTRY void weft_score(const void *logits, int64_t size, int64_t vocab, int64_t stride, const int64_t *rows, int64_t count,
+ENTRY void weft_score(const void *logits, int64_t size, int64_t rows, int64_t vocab, int64_t stride,
                       const int64_t *tokens, int64_t top, double *out, int64_t threads) {
-    score(logits, size, vocab, stride, rows, count, tokens, top, out, threads);
+    score(logits, size, rows, vocab, stride, tokens, top, out, threads);
 }

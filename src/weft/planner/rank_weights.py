@@ -1,4 +1,4 @@
-"""Held: the weights of one rank, summed once for all ranks that hold as much."""
+"""Rank weights: the bytes that one rank holds, summed once for all ranks that hold as much."""
 
 from __future__ import annotations
 

@@ -1,0 +1,55 @@
+"""The quick measurement of the compiled kernels, by the entries that the engine calls."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from weft import compiled
+from weft.facts import kernel_speed
+from weft.facts.cpus import HELD, bytes_of
+from weft.facts.kernel_speed import COLS, SOME, Kernels
+
+
+@pytest.fixture(scope="module")
+def library() -> str:
+    try:
+        return str(compiled.build("bfloat16"))
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+
+
+def test_all_kernels_are_measured(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_speed, "ROUNDS_S", 0.0)
+    found = kernel_speed.measure(library, (0,), np.full(8 << 20, SOME, np.uint8))
+    assert [it.bits for it in found.products] == [16, 8, 4]
+    figures = [found.cache_Bps, found.attention_flops, found.rows_Bps]
+    for it in found.products:
+        assert all(fewer >= more for fewer, more in pairwise(it.weights_Bps))
+        figures += [*it.weights_Bps, it.matmul_flops]
+    assert all(1e6 < figure < math.inf for figure in figures)
+
+
+@pytest.mark.parametrize("scheme", HELD, ids=lambda scheme: str(scheme.bits) if scheme else "16")
+def test_a_product_reads_all_of_its_weights_and_nothing_else(library: str, scheme: object) -> None:
+    """Weights, scales and minima where the kernels look for them: a product of ones is the sum of the weights."""
+    rows = 64
+    size = int(rows * COLS * bytes_of(scheme))  # type: ignore[arg-type]
+    memory = np.full(size, SOME, np.uint8)
+    kernels, outs = Kernels(library, 1, memory), []
+    filled = kernel_speed.filled
+    try:
+        kernel_speed.filled = lambda *shape: outs.append(filled(*shape)) or outs[-1]
+        run = kernels.product(scheme, rows, 1)  # type: ignore[arg-type]
+    finally:
+        kernel_speed.filled = filled
+    run()
+    x, out = ((it.astype(np.uint32) << 16).view(np.float32) for it in outs)
+    half = np.frombuffer(bytes([SOME, SOME]), np.float16).astype(np.float32)[0]
+    # Of 8 bits the middle is zero; of 4 two are in a byte, and the lowest is the minimum.
+    weight = {16: x[0, 0], 8: half * (SOME - 128), 4: half * ((SOME % 16 + SOME // 16) / 2 + 1)}
+    expected = COLS * x[0, 0] * weight[scheme.bits if scheme else 16]  # type: ignore[attr-defined]
+    assert out == pytest.approx(np.full_like(out, expected), rel=0.02)

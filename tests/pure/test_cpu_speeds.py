@@ -1,0 +1,228 @@
+"""A CPU that was not calibrated: what a second measures of it, or is known of its instruction set, tells the speed."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.pure.shapes import SMOLLM2
+from weft.bench.predicted import predicted
+from weft.config import EngineConfig
+from weft.facts import cpus, kernel_speed
+from weft.facts.catalogue import find
+from weft.facts.checkpoint import Checkpoint
+from weft.facts.cpu import TOKENS, Cpu, CpuSpeed, KernelSpeed, ProductSpeed
+from weft.facts.gpus import GpuSpec
+from weft.facts.host import Host
+from weft.facts.machine import cpu_spec, part
+from weft.facts.shape import ModelShape
+from weft.facts.speeds import Speeds
+from weft.planner.forecast import Forecast, forecast
+from weft.planner.layout import layout
+from weft.planner.profiles import MEASURED_ERROR, calibrated, profile
+from weft.planner.roofline import Rank, line
+from weft.planner.work import Product
+
+TABLE = json.loads((Path(__file__).parents[1] / "data/cpu_speeds.json").read_text())["cases"]
+FAR = 0.25
+SETS = {
+    "haswell": ("avx2", "fma"),
+    "alderlake": ("avx2", "fma", "avx_vnni"),
+    "skylake-avx512": ("avx2", "fma", "avx512f"),
+    "cascadelake": ("avx2", "fma", "avx512f", "avx512_vnni"),
+    "zen 5": ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16"),
+}
+HOST = Host(
+    hostname="here",
+    cores=(0, 1),
+    memory_total_bytes=32 << 30,
+    memory_free_bytes=24 << 30,
+    cpu=Cpu(model="AMD EPYC", sockets=1, cores=2, threads=2, features=SETS["zen 5"]),
+)
+MEASURED = KernelSpeed(
+    products=(
+        ProductSpeed(bits=16, weights_Bps=(48e9, 48e9, 48e9, 30e9), matmul_flops=1e12),
+        ProductSpeed(bits=8, weights_Bps=(47e9, 44e9, 36e9, 18e9), matmul_flops=1.1e12),
+        ProductSpeed(bits=4, weights_Bps=(46e9, 40e9, 16e9, 8e9), matmul_flops=1.05e12),
+    ),
+    cache_Bps=38e9,
+    attention_flops=0.6e12,
+    rows_Bps=20e9,
+)
+SPEED = CpuSpeed(48e9, 0.48e12)
+
+
+def shape(model: str) -> ModelShape:
+    return SMOLLM2 if model == "SmolLM2-135M" else find("TinyLlama-1.1B-Chat-v1.0").shape
+
+
+def expected(case: dict[str, Any], speed: CpuSpeed) -> Forecast:
+    model = Checkpoint(model="m", path=Path(), format="dummy", shape=shape(case["model"]), generation={})
+    config = EngineConfig(model="m", quantization=case["quantization"], max_num_batched_tokens=2048)
+    return forecast(layout(config, model, HOST), HOST, Speeds(machine="", cpu=speed))
+
+
+def ratios(case: dict[str, Any], speed: CpuSpeed) -> dict[str, float]:
+    """Measured over predicted."""
+    there = expected(case, speed)
+
+    def of(*asks: tuple[int, int]) -> dict[str, float]:
+        told: list[Any] = [SimpleNamespace(prompt=[0] * length, output_len=output) for length, output in asks]
+        return predicted(there, told)
+
+    one, long, many = of((128, case["output_len"])), of((1024, 1)), of(*case["many"])
+    return {
+        "decode": case["decode_tok_s"] / one["decode_tok_s"],
+        "first token of 128": case["ttft_128_s"] / one["ttft_s"],
+        "first token of 1,024": case["ttft_1024_s"] / long["ttft_s"],
+        "32 requests": case["many_tok_s"] / many["output_tok_s"],
+    }
+
+
+@pytest.mark.parametrize("case", TABLE, ids=lambda case: f"{case['model']}-{case['quantization']}")
+def test_what_was_measured_in_a_second_tells_how_fast_a_model_is(case: dict[str, Any]) -> None:
+    speed = msgspec.convert(case["cpu"], CpuSpeed)
+    for what, ratio in ratios(case, speed).items():
+        assert 1 - FAR < ratio < 1 + FAR, what
+    # And, half as well, the instruction set alone: nothing was built yet.
+    for what, ratio in ratios(case, msgspec.structs.replace(speed, kernels=None)).items():
+        assert 1 - 2 * FAR < ratio < 1 + 2 * FAR, what
+
+
+def spec(speed: CpuSpeed, features: tuple[str, ...] = SETS["zen 5"]) -> GpuSpec:
+    assert HOST.cpu
+    there = msgspec.structs.replace(HOST, cpu=msgspec.structs.replace(HOST.cpu, features=features))
+    return cpu_spec(there, speed)
+
+
+def test_it_says_what_is_measured_and_what_is_a_prior() -> None:
+    def told(speed: CpuSpeed, bits: int = 4) -> tuple[float, str]:
+        found = calibrated(profile("weft", on_cpu=True), [spec(speed)])
+        return found.error.value, found.provenance().get(f"products of {bits} bits on AMD EPYC (2 cores)", "")
+
+    error, source = told(msgspec.structs.replace(SPEED, kernels=MEASURED, library="x.so"))
+    assert error == MEASURED_ERROR.value and source.startswith(
+        "0.96 of the bandwidth, 1.09 of the FLOPS: measured here, our"
+    )
+    assert "a prior" in told(msgspec.structs.replace(SPEED, kernels=MEASURED, library="x.so"), 32)[1]
+    error, source = told(SPEED)
+    assert error > MEASURED_ERROR.value and "a prior, until it is measured here: -march=native" in source
+    error, source = told(msgspec.structs.replace(SPEED, kernels=MEASURED, library="x.so", busy=True))
+    assert error > MEASURED_ERROR.value and "measured here while others computed" in source
+    # Without a compiler other kernels run, of which only the shares of kernels.toml are known.
+    assert told(msgspec.structs.replace(SPEED, library=None)) == (error, "")
+    without = calibrated(profile("weft", on_cpu=True), [spec(msgspec.structs.replace(SPEED, library=None))])
+    assert without == profile("weft", on_cpu=True)
+    # Other engines have kernels of their own.
+    assert calibrated(profile("vllm", on_cpu=True), [spec(SPEED)]) == profile("vllm", on_cpu=True)
+
+
+def test_what_is_not_measured_is_as_elsewhere() -> None:
+    found = cpus.reached(SETS["zen 5"], msgspec.structs.replace(SPEED, kernels=MEASURED))
+    assert found and [it.bits for it in found.products] == [16, 8, 4, 32]
+    assert (
+        found.products[:3] == MEASURED.products
+        and found.source == ""
+        and found.products[3].matmul_flops == pytest.approx(0.48e12)
+    )
+
+
+def test_a_larger_instruction_set_is_never_slower() -> None:
+    def flops(name: str) -> dict[int, float]:
+        # Of AVX512 numpy makes twice as much.
+        fp32 = 0.5e12 if "avx512f" in SETS[name] else 0.25e12
+        return {it.bits: it.matmul_flops for it in cpus.usual(SETS[name], CpuSpeed(1e15, fp32)).products}
+
+    for less, more in (("haswell", "alderlake"), ("skylake-avx512", "cascadelake"), ("cascadelake", "zen 5")):
+        assert all(flops(more)[bits] >= 0.95 * flops(less)[bits] for bits in (4, 8, 16, 32)), (less, more)
+    assert flops("cascadelake")[8] > 5 * flops("skylake-avx512")[8]  # VNNI
+    assert flops("zen 5")[16] > 4 * flops("cascadelake")[16]  # AVX512-BF16
+
+
+@given(
+    features=st.sampled_from([*SETS.values(), (), ("asimd", "bf16")]),
+    bandwidth=st.floats(1e9, 1e12),
+    flops=st.floats(1e9, 1e14),
+)
+def test_priors_keep_to_the_memory(features: tuple[str, ...], bandwidth: float, flops: float) -> None:
+    found = cpus.usual(features, CpuSpeed(bandwidth, flops))
+    assert sorted(it.bits for it in found.products) == [4, 8, 16, 32]
+    assert 0 < found.cache_Bps < bandwidth and found.rows_Bps > 0 and found.attention_flops > 0
+    for it in found.products:
+        assert len(it.weights_Bps) == len(TOKENS) and min(it.weights_Bps) > 0 and max(it.weights_Bps) <= bandwidth
+        assert all(fewer >= more for fewer, more in pairwise(it.weights_Bps))
+
+
+# --- the law ---
+
+
+@given(x=st.floats(0, 100))
+def test_a_line_goes_through_its_points(x: float) -> None:
+    xs, ys = (1, 4, 8, 32), (5.0, 6.0, 6.0, 20.0)
+    assert [line(xs, ys, at) for at in xs] == list(ys) and line(xs, ys, 2.5) == 5.5
+    assert min(ys) <= line(xs, ys, x) <= max(ys)
+    assert line(xs, ys, 0) == 5.0 and line(xs, ys, 99) == 20.0
+
+
+def test_products_take_what_was_measured() -> None:
+    gpu = spec(msgspec.structs.replace(SPEED, kernels=MEASURED))
+    rank = Rank(gpu, calibrated(profile("weft", on_cpu=True), [gpu]), "q4_1+q8_0")
+    numbers = 1 << 24
+    for it, size in zip(MEASURED.products, (2.0, 1.0625, 0.625), strict=True):
+        product = Product(numbers, int(numbers * size), it.bits == 16)
+        for tokens, rate in zip(TOKENS, it.weights_Bps, strict=True):
+            assert rank.product_s(product, tokens) == pytest.approx(product.nbytes / rate)
+        more = rank.product_s(product, 132) - rank.product_s(product, 32)
+        assert more == pytest.approx(2 * numbers * 100 / it.matmul_flops)
+    half = part(gpu, 2)
+    assert half.kernels and half.kernels.cache_Bps == 19e9
+    slower = Rank(half, calibrated(profile("weft", on_cpu=True), [half]), "bf16")
+    whole = Product(numbers, 2 * numbers, False)
+    assert slower.product_s(whole, 50) == pytest.approx(2 * rank.product_s(whole, 50))
+
+
+@given(tokens=st.floats(1, 500), more=st.floats(0, 100))
+def test_more_tokens_never_take_less(tokens: float, more: float) -> None:
+    gpu = spec(SPEED)
+    rank = Rank(gpu, calibrated(profile("weft", on_cpu=True), [gpu]), "int8")
+    for size in (4.0, 2.0, 1.06, 0.6):
+        product = Product(1000, int(1000 * size), False)
+        assert rank.product_s(product, tokens) <= rank.product_s(product, tokens + more) * (1 + 1e-9)
+
+
+# --- the measurement ---
+
+
+def test_the_best_of_spread_out_runs_counts() -> None:
+    calls = {"a": 0, "b": 0}
+    order: list[str] = []
+
+    def run(name: str) -> Any:
+        def one() -> None:
+            calls[name] += 1
+            order.append(name)
+
+        return one
+
+    found = kernel_speed.best([run("a"), run("b")])
+    assert calls["a"] == calls["b"] >= 3 and order[:6] == ["a", "b"] * 3
+    assert all(0 <= it < 1 for it in found)
+
+
+def test_another_library_is_no_reason_to_stop(tmp_path: Path) -> None:
+    from weft.facts import cpu_speed
+
+    (tmp_path / "broken.so").write_text("no library")
+    memory = np.zeros(1 << 20, np.uint8)
+    assert cpu_speed.own_kernels(str(tmp_path / "broken.so"), (0,), memory) is None
+    found = cpu_speed.watched((0,), 1 << 20, str(tmp_path / "broken.so"))
+    assert found.kernels is None and found.bandwidth_Bps > 0
