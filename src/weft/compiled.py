@@ -28,7 +28,7 @@ from weft.facts.library import SOURCES, TYPES
 WIDEST_HEAD = 256  # as in paged.h: WIDEST
 WIDEST_GROUP = 96  # as in tiles.h: QUERIES
 TELL_AFTER_S = 10.0  # of waiting for another process's compiler
-PATIENCE_S = 120.0  # with it: it may be stopped, and would never be done
+PATIENCE_S = 60.0  # with it: it may be stopped, and would never be done
 COMPILER_S = 600.0  # what one of our own gets
 POLL_S = 0.02
 

@@ -9,7 +9,7 @@ from tests.cpu.matrices import CPU, KINDS
 from tests.cpu.test_kernels import native
 from weft import compiled
 from weft.facts.place import Span
-from weft.facts.schemes import SCHEMES, Scheme
+from weft.facts.schemes import ALL, SCHEMES, Scheme
 from weft.kernels import rounding
 from weft.kernels.base import AttentionShape
 from weft.kernels.native.rounding import NativeRounding, knows, made
@@ -53,9 +53,12 @@ def parts(matrix: Quantised) -> list[torch.Tensor]:
     return [part for part in (matrix.values, matrix.scales, matrix.lowest) if part is not None]
 
 
-@pytest.mark.parametrize("counts", [None, importance()], ids=["alike", "by importance"])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("type", KINDS)
+@pytest.mark.parametrize(
+    ("type", "counts"),
+    [*((type, None) for type in KINDS), *((type, importance()) for type in KINDS if ALL[type].bits == 4)],
+    ids=lambda it: it if isinstance(it, str) else "alike" if it is None else "by importance",
+)
 def test_it_loses_no_more_than_torch(
     ours: NativeRounding, type: str, dtype: torch.dtype, counts: torch.Tensor | None
 ) -> None:
@@ -81,12 +84,12 @@ def test_without_sums_it_is_the_same(ours: NativeRounding, type: str, dtype: tor
 
 @pytest.mark.parametrize("type", ["Q4_0", "Q4_1"])
 def test_what_counts_loses_less(ours: NativeRounding, type: str) -> None:
-    """In columns that count ten times as much as the rest of their group an error is smaller, in others hardly larger."""
+    """In columns that count ten times as much as half of their group errors are smaller, in others somewhat larger."""
     weight, counts = weights(torch.float32)[:60], importance()
     much = counts > 10 * counts.view(-1, 32).median(dim=1, keepdim=True).values.expand(-1, 32).flatten()
     off, usual = (made_of(weight, type, ours, each).dequantise().sub_(weight).square_() for each in (counts, None))
     assert off[:, much].sum() < {"Q4_0": 0.8, "Q4_1": 0.6}[type] * usual[:, much].sum()
-    assert off[:, ~much].sum() < 1.3 * usual[:, ~much].sum()
+    assert off[:, ~much].sum() < 1.5 * usual[:, ~much].sum()
 
 
 @pytest.mark.parametrize("how", ["alike", "by importance"])
@@ -96,8 +99,8 @@ def test_what_lies_on_a_grid_is_found_again(ours: NativeRounding, how: str) -> N
     q[..., 0], q[..., 1] = 0, 15
     scale, low = (torch.rand(50, 8, 1) + 0.1).half().float(), torch.randn(50, 8, 1).half().float()
     counts = importance()[:256] if how == "by importance" else None
-    for rounding in (ours, round_into):
-        found = made_of((q * scale + low).flatten(1), "Q4_1", rounding, counts)
+    for made_by in (ours, round_into):
+        found = made_of((q * scale + low).flatten(1), "Q4_1", made_by, counts)
         assert torch.equal(found.numbers().float(), q.flatten(1))
 
 

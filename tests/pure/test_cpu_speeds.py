@@ -17,12 +17,11 @@ from hypothesis import strategies as st
 from tests.pure.shapes import SMOLLM2
 from weft.bench.predicted import predicted
 from weft.config import EngineConfig
-from weft.facts import cpus, kernel_speed
-from weft.facts.catalogue import find
+from weft.facts import config_json, cpus, fields, kernel_speed
 from weft.facts.checkpoint import Checkpoint
 from weft.facts.cpu import TOKENS, Cpu, CpuSpeed, KernelSpeed, ProductSpeed
 from weft.facts.gpus import GpuSpec
-from weft.facts.host import Host
+from weft.facts.host import Host, probe
 from weft.facts.machine import cpu_spec, part
 from weft.facts.shape import ModelShape
 from weft.facts.speeds import Speeds
@@ -61,8 +60,25 @@ MEASURED = KernelSpeed(
 SPEED = CpuSpeed(48e9, 0.48e12)
 
 
+LARGE = {
+    "architectures": ["LlamaForCausalLM"],
+    "dtype": "bfloat16",
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "vocab_size": 49_152,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+}
+
+
 def shape(model: str) -> ModelShape:
-    return SMOLLM2 if model == "SmolLM2-135M" else find("TinyLlama-1.1B-Chat-v1.0").shape
+    return SMOLLM2 if model == "SmolLM2-135M" else config_json.shape(fields.Fields(LARGE, "config.json"))
 
 
 def expected(case: dict[str, Any], speed: CpuSpeed) -> Forecast:
@@ -214,7 +230,7 @@ def test_the_best_of_spread_out_runs_counts() -> None:
         return one
 
     found = kernel_speed.best([run("a"), run("b")])
-    assert calls["a"] == calls["b"] >= 3 and order[:6] == ["a", "b"] * 3
+    assert calls["a"] == calls["b"] >= 2 and order[:4] == ["a", "b"] * 2
     assert all(0 <= it < 1 for it in found)
 
 
@@ -223,6 +239,7 @@ def test_another_library_is_no_reason_to_stop(tmp_path: Path) -> None:
 
     (tmp_path / "broken.so").write_text("no library")
     memory = np.zeros(1 << 20, np.uint8)
-    assert cpu_speed.own_kernels(str(tmp_path / "broken.so"), (0,), memory) is None
-    found = cpu_speed.watched((0,), 1 << 20, str(tmp_path / "broken.so"))
+    core = probe().computing[:1]
+    assert cpu_speed.own_kernels(str(tmp_path / "broken.so"), core, memory) is None
+    found = cpu_speed.watched(core, 1 << 20, str(tmp_path / "broken.so"))
     assert found.kernels is None and found.bandwidth_Bps > 0

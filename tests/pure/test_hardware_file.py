@@ -193,6 +193,12 @@ def test_a_long_figure_keeps_six_digits(tmp_path: Path) -> None:
 # --- what is wrong ---
 
 
+KERNELS = (
+    "nodes: [{{cpu: {{memory: 9GB, bandwidth: 9GB/s, tflops: {{fp32: 1}}, kernels: {{products: "
+    "[{{bits: {bits}, weights: [{weights}], tflops: 1}}], cache: 1GB/s, attention_tflops: 1, rows: 1GB/s}}}}}}]"
+)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -203,6 +209,8 @@ def test_a_long_figure_keeps_six_digits(tmp_path: Path) -> None:
         ("gpus: [{name: H100}]", "unknown field 'gpus'"),
         ("nodes: [{}]", "nodes[0]: a node has either gpus or a cpu"),
         ("nodes: [{gpus: []}]", "nodes[0]: a node has either gpus or a cpu"),
+        (KERNELS.format(bits=8, weights="1GB/s, 1GB/s, 1GB/s, 1GB/s"), "kernels: products need an entry of 16 bits"),
+        (KERNELS.format(bits=16, weights="1GB/s"), "products[0].weights: expected a list of length >= 4"),
         ("nodes: [{gpus: [{}]}]", "nodes[0].gpus[0]: missing required field name"),
         ("nodes: [{gpus: [{name: H100, cout: 3}]}]", "nodes[0].gpus[0]: unknown field 'cout'; did you mean count?"),
         ("nodes: [{gpus: [{name: H100, xyz: 3}]}]", "unknown field 'xyz'; see docs/hardware.md"),

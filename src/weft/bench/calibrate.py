@@ -31,7 +31,8 @@ BATCHED_TOKENS = {"cpu": 8192, "gpu": 32_768}
 # Of which the fastest counts, since what else the machine does only ever slows it: at least so many, and more until the
 # two fastest agree within this share.
 REPEATS, MOST_REPEATS, AGREE = 3, 6, 0.05
-DOUBT = 1.5  # times what was expected of a measurement, beyond which it is made again before it is believed
+# Times what was expected of a measurement, beyond which it is made again before it is believed, and how often.
+DOUBT, ANEW = 1.5, 2
 PREFILL_OUTPUT = 2  # tokens; the first one is timed
 QUANTISED = ("int4", "int8", "q4_0", "q8_0")  # what the engine makes of weights at load
 FAR = 0.25  # a mean error from which the measurement is not to be believed

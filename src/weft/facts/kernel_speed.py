@@ -86,15 +86,16 @@ class Kernels:
 def measure(path: str, cores: Sequence[int], memory: np.ndarray) -> KernelSpeed:
     """Of the library at `path`, one thread for each of the `cores`, with a `memory` of bytes that no cache holds and
     that are SOME. Raises OSError or AttributeError for another library."""
+    kernels = Kernels(path, len(cores), memory)
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, set(cores))
-    kernels, own = Kernels(path, len(cores), memory), OWN_ROWS * len(cores)
 
     def rows_of(scheme: Scheme | None, tokens: int) -> int:
         # The more tokens, the fewer weights tell what a token takes.
         return int(memory.nbytes / tokens**0.5 / bytes_of(scheme) / COLS) // PANEL * PANEL
 
     rows = [[rows_of(scheme, tokens) for tokens in TOKENS] for scheme in HELD]
+    own = min(OWN_ROWS * len(cores), rows_of(None, 1))
     length = min(memory.nbytes, CACHED) // (4 * KV_HEADS * HEAD_DIM * READING) // BLOCK * BLOCK
     runs = [kernels.attention(READING, length, 1), kernels.attention(1, PROMPT, PROMPT), kernels.silu_mul(MANY)]
     for scheme, counts in zip(HELD, rows, strict=True):
@@ -127,10 +128,10 @@ def filled(rows: int, cols: int) -> np.ndarray:
 
 
 def best(runs: Sequence[Run]) -> list[float]:
-    """The shortest time of each, in seconds: they take turns, three times at least, the first one to warm up."""
+    """The shortest time of each, in seconds: they take turns, twice at least, the first one to warm up."""
     deadline, found = time.perf_counter() + ROUNDS_S, [float("inf")] * len(runs)
     for turn in count():
-        if turn > 2 and time.perf_counter() > deadline:
+        if turn > 1 and time.perf_counter() > deadline:
             break
         for number, run in enumerate(runs):
             begin = time.perf_counter()

@@ -100,10 +100,11 @@ def load(
 @contextmanager
 def loading() -> Iterator[ThreadPoolExecutor]:
     """Threads for what is read. Each core takes tensors of its own: no barrier after every small step, and several
-    reads in flight."""
+    reads in flight. The caller has one core meanwhile, as each of them."""
     threads = torch.get_num_threads()
     with ThreadPoolExecutor(threads, "weft-load", initializer=torch.set_num_threads, initargs=(1,)) as pool:
         try:
+            torch.set_num_threads(1)
             yield pool
         finally:
             pool.shutdown(cancel_futures=True)

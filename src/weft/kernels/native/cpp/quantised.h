@@ -158,7 +158,7 @@ template <class T> void quantise_row(const T *x, int64_t blocks, int64_t per_blo
 // ---------------------------------------------------------------------------------------------- products
 
 constexpr int64_t BATCH = 24;  // tokens whose sums are written out together
-constexpr int64_t AHEAD = 2048;  // bytes: what a token alone waits for is memory
+constexpr int64_t AHEAD = 2048;  // bytes of a panel that one tile reads once, and waits for
 
 // Packed weights: all panels, or one of them.
 struct Packed {
@@ -173,9 +173,11 @@ struct Packed {
     }
 };
 
-// The sums of N rows of x with H slices of a panel, from slice `first` on: [N][PANEL].
+// The sums of N rows of x with H slices of a panel, from slice `first` on: [N][PANEL]. With each block that is
+// multiplied, `step` bytes are fetched, from `next` on; where N is 1, in which a loop would count, a block's.
 template <int BITS, int PER_BLOCK, int N, int H>
-[[gnu::noinline]] void quantised_tile(const Packed &panel, const char *x, int64_t first, float *sums) {
+[[gnu::noinline]] void quantised_tile(const Packed &panel, const char *x, int64_t first, float *sums, const char *next,
+                                      int64_t step) {
     const Grouping &columns = panel.columns;
     // Rows of x by threes from few addresses: there are not registers for twelve.
     int64_t stride = Row::bytes(columns.blocks, PER_BLOCK), sums_after = Row::sums_after(columns.blocks);
@@ -208,9 +210,14 @@ template <int BITS, int PER_BLOCK, int N, int H>
                 lowest[h][half] = scale[h][half] * -float(1 << (BITS - 1));
         }
         for (int64_t end = PER_BLOCK == 2 ? block + 1 : columns.end(g); block < end; block++) {
-            if constexpr (N == 1)
+            if constexpr (N == 1) {
+                if (step)
 #pragma GCC unroll 16
-                for (int64_t line = 0; line < BLOCK_BYTES<BITS>; line += 64) __builtin_prefetch(at + AHEAD + line);
+                    for (int64_t line = 0; line < BLOCK_BYTES<BITS>; line += 64) __builtin_prefetch(next + line);
+            } else {
+                for (int64_t line = 0; line < step; line += 64) __builtin_prefetch(next + line);
+            }
+            next += step;
 #pragma GCC unroll 2
             for (int h = 0; h < H; h++) {
                 ints sum[N][PER_BLOCK] = {};
@@ -252,27 +259,35 @@ template <int BITS, int PER_BLOCK, int N, int H>
         for (int h = 0; h < H; h++) std::memcpy(sums + n * PANEL + (first + h) * SLICE, &total[n][h], sizeof(floats));
 }
 
-// All of a panel for as many of the tokens as N says, and then for the rest of them.
+// All of a panel for as many of the tokens as N says, and then for the rest of them. While `all` of them are
+// multiplied, as many bytes are fetched as a panel has, by each tile its share; none where `all` is 0.
 template <int BITS, int PER_BLOCK, int N, int... FEWER>
-void quantised_tiles(const Packed &panel, const char *x, int64_t tokens, float *sums) {
+void quantised_tiles(const Packed &panel, const char *x, int64_t tokens, float *sums, const char *next, int64_t all) {
     int64_t stride = Row::bytes(panel.columns.blocks, PER_BLOCK);
     // Sixteen go better by eights than as twelve and four.
     for (; tokens >= N && !(N == 12 && tokens == 16); tokens -= N, x += N * stride, sums += N * PANEL) {
         // A few tokens leave registers for several slices at once.
         constexpr int TOGETHER = N * SLICES <= 8 ? SLICES : 1;
-        for (int64_t slice = 0; slice < SLICES; slice += TOGETHER)
-            quantised_tile<BITS, PER_BLOCK, N, TOGETHER>(panel, x, slice, sums);
+        constexpr int64_t WORK = BLOCK_BYTES<BITS> * N * TOGETHER / SLICES;
+        int64_t step = all ? (WORK / all + 63) / 64 * 64 : 0;
+        for (int64_t slice = 0; slice < SLICES; slice += TOGETHER, next += step * panel.columns.blocks)
+            quantised_tile<BITS, PER_BLOCK, N, TOGETHER>(panel, x, slice, sums, next, step);
     }
-    if constexpr (sizeof...(FEWER) > 0) quantised_tiles<BITS, PER_BLOCK, FEWER...>(panel, x, tokens, sums);
+    if constexpr (sizeof...(FEWER) > 0) quantised_tiles<BITS, PER_BLOCK, FEWER...>(panel, x, tokens, sums, next, all);
 }
 
-template <int BITS, int PER_BLOCK> void tiles(const Packed &panel, const char *x, int64_t tokens, float *sums) {
+template <int BITS, int PER_BLOCK>
+void tiles(const Packed &panel, const char *x, int64_t tokens, float *sums, bool fetch) {
+    // One tile alone runs ahead of itself; several have the next panel there when they come to it.
+    bool alone = tokens == 1 || tokens == 2 || tokens == 4;
+    const char *next = panel.values + (alone ? AHEAD : panel.columns.blocks * BLOCK_BYTES<BITS>);
+    int64_t all = fetch ? tokens : 0;
 #ifdef __AVX512VNNI__
     // Twelve have as many sums of integers and of floats in 32 registers; of halves there are twice as many integers.
-    if constexpr (PER_BLOCK == 1) return quantised_tiles<BITS, 1, 12, 8, 4, 2, 1>(panel, x, tokens, sums);
-    quantised_tiles<BITS, PER_BLOCK, 8, 4, 2, 1>(panel, x, tokens, sums);
+    if constexpr (PER_BLOCK == 1) return quantised_tiles<BITS, 1, 12, 8, 4, 2, 1>(panel, x, tokens, sums, next, all);
+    quantised_tiles<BITS, PER_BLOCK, 8, 4, 2, 1>(panel, x, tokens, sums, next, all);
 #else
-    quantised_tiles<BITS, PER_BLOCK, 2, 1>(panel, x, tokens, sums);
+    quantised_tiles<BITS, PER_BLOCK, 2, 1>(panel, x, tokens, sums, next, all);
 #endif
 }
 
@@ -287,7 +302,7 @@ void quantised(const Packed &weights, const T *bias, int64_t rows, const char *x
         int64_t row = p * PANEL, count = std::min(PANEL, rows - row);
         for (int64_t t = 0; t < tokens; t += BATCH) {
             int64_t n = std::min(BATCH, tokens - t);
-            tiles<BITS, PER_BLOCK>(panel, x + t * stride, n, sums);
+            tiles<BITS, PER_BLOCK>(panel, x + t * stride, n, sums, t == 0);
             for (int64_t i = 0; i < n; i++)
                 for (int64_t r = 0; r < count; r++)
                     out[(t + i) * rows + row + r] =
