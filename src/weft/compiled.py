@@ -169,4 +169,6 @@ def _run(commands: list[list[str]]) -> None:
                 raise subprocess.SubprocessError(f"{command[0]} did not build them in {COMPILER_S:.0f} s") from None
             if process.returncode:
                 lines = words.strip().splitlines() or [f"exit status {process.returncode}"]
-                raise subprocess.SubprocessError(f"{command[0]} could not build them: {lines[0]}")
+                # What comes first may say no more than where it was: "In file included from".
+                cause = next((line for line in lines if "error: " in line.lower()), lines[0])
+                raise subprocess.SubprocessError(f"{command[0]} could not build them: {cause}")

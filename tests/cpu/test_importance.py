@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from tests.cpu import checkpoints
 from tests.cpu.checkpoints import Recipe, make, reference
+from tests.cpu.fake_cuda import CUDA, Card, OnCard, the_card  # noqa: F401
 from tests.cpu.layouts import plan_for
 from tests.cpu.test_quantised import measured
+from weft.comm import Links, Solo
 from weft.executors.inline import InlineExecutor
 from weft.facts.checkpoint import resolve, sources, tensors
 from weft.facts.place import Place, Span
 from weft.facts.shape import ModelShape
 from weft.planner.plan import Plan
-from weft.weights.load import open_source
+from weft.weights.load import allocate, open_source
 from weft.weights.stored import Stored
 from weft.worker import importance, worker
 from weft.worker.importance import TOKENS, drawn, evened, is_rounded
@@ -101,6 +106,33 @@ def test_it_is_for_what_is_rounded_to_4_bits(quantization: str, wanted: bool) ->
     """The demo's file is in q4_1, which int4 means."""
     plan = plan_for(Path(resolve("demo").path), "whole", quantization=quantization)
     assert is_rounded(plan, open_source(plan)) == wanted
+
+
+@torch.inference_mode()
+def test_a_card_multiplies_in_one_thread(wide: Path, card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps memory for each that multiplies; and finds what a CPU finds."""
+    plan, links = plan_for(wide, "whole", **INT4), Links(Solo(), Solo())
+    product, seen = F.linear, set[str]()
+
+    def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        if isinstance(x, OnCard):
+            seen.add(threading.current_thread().name)
+        return product(x, weight)
+
+    monkeypatch.setattr(importance.F, "linear", linear)
+    monkeypatch.setattr(importance, "bands", partial(bands_of, 16))
+    here, there = (
+        importance.importance(plan, 0, links, allocate(plan, plan.places[0], device), device) for device in (CPU, CUDA)
+    )
+    assert seen == {threading.current_thread().name}
+    assert here.keys() == there.keys()
+    for name, found in there.items():
+        torch.testing.assert_close(found.cpu(), here[name], rtol=1e-3, atol=1e-3)
+
+
+def bands_of(count: int, rows: Span, *_: int) -> list[Span]:
+    """Bands of `count` rows."""
+    return [Span(row, min(row + count, rows.stop)) for row in range(rows.start, rows.stop, count)]
 
 
 def test_weights_that_are_made_up_need_none(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -419,11 +419,11 @@ def test_other_hardware_and_other_engines_are_not_touched() -> None:
     mixed = Cluster((Node((known, find_gpu("RTX 3090")), "pcie"),), 1.0)
     assert engine_profile(ask(mixed)) == profile("weft")
     both = engine_profile(ask(Cluster((Node((known, known), "pcie"),), 1.0)))
-    assert both.kernels(known).weights == pytest.approx(34e9 / card.bandwidth_Bps)
+    assert both.kernels(known, "bf16").weights == pytest.approx(34e9 / card.bandwidth_Bps)
 
 
 def test_ranks_that_share_a_cpu_share_its_rates() -> None:
-    half = made().part(2)
+    half = made().scaled(0.5, 0.5)
     assert half.weights_Bps.value == 17e9 and half.matmul_flops.value == 0.3e12
     assert half.layer_us == made().layer_us and half.overlap == made().overlap
     assert half.quantised["q4_1"].weights_Bps.value == pytest.approx(0.7 * 17e9)

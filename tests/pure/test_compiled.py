@@ -85,6 +85,13 @@ def test_a_compiler_that_fails_is_heard_by_whoever_needs_the_library(
     assert [path.suffix for path in cache.iterdir()] == [".lock"]
 
 
+def test_the_cause_is_told_and_not_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "echo '/tmp/x.s: Assembler messages:'; echo '/tmp/x.s: Fatal error: write: No space left on device'"
+    install(BROKEN.replace('echo "no such instruction"', f"({said})"), tmp_path, monkeypatch)
+    with pytest.raises(subprocess.SubprocessError, match=r"could not build them: .*No space left on device$"):
+        compiled.build("bfloat16")
+
+
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", "")

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.pure.shapes import SMOLLM2
 from weft.bench.predicted import predicted
+from weft.cli.hardware_view import own_kernels
 from weft.config import EngineConfig
-from weft.facts import config_json, cpus, fields, kernel_speed
+from weft.facts import config_json, cpus, fields, hardware_file, kernel_speed, library, speeds
 from weft.facts.checkpoint import Checkpoint
+from weft.facts.cluster import Cluster, Node
 from weft.facts.cpu import TOKENS, Cpu, CpuSpeed, KernelSpeed, ProductSpeed
 from weft.facts.gpus import GpuSpec
 from weft.facts.host import Host, probe
 from weft.facts.machine import cpu_spec, part
-from weft.facts.shape import ModelShape
+from weft.facts.shape import Experts, ModelShape
 from weft.facts.speeds import Speeds
 from weft.planner.forecast import Forecast, forecast
 from weft.planner.layout import layout
@@ -142,6 +145,52 @@ def test_it_says_what_is_measured_and_what_is_a_prior() -> None:
     assert calibrated(profile("vllm", on_cpu=True), [spec(SPEED)]) == profile("vllm", on_cpu=True)
 
 
+def test_a_dtype_without_compiled_kernels_is_planned_without_them() -> None:
+    gpu = spec(msgspec.structs.replace(SPEED, kernels=MEASURED, library="x.so"))
+    found, unmeasured = calibrated(profile("weft", on_cpu=True), [gpu]), profile("weft", on_cpu=True)
+    product = Product(1 << 24, 2 << 24, False)
+    for precision, band in (("bf16", MEASURED_ERROR.value), ("fp16", unmeasured.error.value)):
+        assert found.error_band(SMOLLM2, precision) == band
+    plain, half = Rank(gpu, found, "bf16"), Rank(gpu, found, "fp16")
+    assert (
+        half.product_s(product, 1) == Rank(gpu, unmeasured, "fp16").product_s(product, 1) > plain.product_s(product, 1)
+    )
+    # Nor does it tell what experts take.
+    experts = msgspec.structs.replace(SMOLLM2, experts=Experts(count=8, top_k=2, ffn=512))
+    assert found.error_band(experts, "bf16") == unmeasured.error.value
+    assert unmeasured.error_band(experts, "bf16") == unmeasured.error.value
+
+
+def test_twice_of_what_a_cpu_has_is_worth_what_it_was_measured_to_wait_for() -> None:
+    gpu = spec(msgspec.structs.replace(SPEED, kernels=MEASURED, library="x.so"))
+    rank = Rank(gpu, calibrated(profile("weft", on_cpu=True), [gpu]), "bf16")
+    one, many = (Product(1 << 24, 2 << 24, False), 1), (Product(1 << 24, 10 << 20, False), 32)
+
+    def gain(product: Product, tokens: int, **more: float) -> float:
+        richer = gpu.scaled(**more)
+        there = Rank(richer, calibrated(profile("weft", on_cpu=True), [richer]), "bf16")
+        return rank.product_s(product, tokens) / there.product_s(product, tokens)
+
+    assert gain(*one, memory=2) == pytest.approx(2) and gain(*one, compute=2) == pytest.approx(1)
+    assert gain(*many, compute=2) > 1.5 > gain(*many, memory=2) > 1
+    for it in (one, many):
+        assert gain(*it, memory=2, compute=2) == pytest.approx(2)
+
+
+@pytest.mark.parametrize("kernels", [MEASURED, None])
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_file_of_a_machine_plans_like_it(tmp_path: Path, kernels: KernelSpeed | None, busy: bool) -> None:
+    gpu = spec(msgspec.structs.replace(SPEED, kernels=kernels, busy=busy))
+    file = tmp_path / "here.yaml"
+    file.write_text(hardware_file.write(Cluster((Node((gpu,), "memory"),), 1.0)))
+    (again,) = hardware_file.read(str(file)).gpus
+    found = [calibrated(profile("weft", on_cpu=True), [it]) for it in (gpu, again)]
+    here, there = (Rank(it, own, "bf16") for it, own in zip((gpu, again), found, strict=True))
+    product = Product(1 << 24, 2 << 24, False)
+    assert there.product_s(product, 40) == pytest.approx(here.product_s(product, 40), rel=1e-5)
+    assert found[0].error == found[1].error and "file says" in found[1].measured[0].source
+
+
 def test_what_is_not_measured_is_as_elsewhere() -> None:
     found = cpus.reached(SETS["zen 5"], msgspec.structs.replace(SPEED, kernels=MEASURED))
     assert found and [it.bits for it in found.products] == [16, 8, 4, 32]
@@ -234,12 +283,32 @@ def test_the_best_of_spread_out_runs_counts() -> None:
     assert all(0 <= it < 1 for it in found)
 
 
-def test_another_library_is_no_reason_to_stop(tmp_path: Path) -> None:
-    from weft.facts import cpu_speed
-
+def test_kernels_that_do_not_run_are_no_reason_to_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "broken.so").write_text("no library")
-    memory = np.zeros(1 << 20, np.uint8)
-    core = probe().computing[:1]
-    assert cpu_speed.own_kernels(str(tmp_path / "broken.so"), core, memory) is None
-    found = cpu_speed.watched(core, 1 << 20, str(tmp_path / "broken.so"))
-    assert found.kernels is None and found.bandwidth_Bps > 0
+    monkeypatch.setattr(library, "found", lambda: str(tmp_path / "broken.so"))
+    monkeypatch.setattr(speeds, "LEAST_BYTES", 1 << 20)
+    found = speeds.measure_cpu(msgspec.structs.replace(probe(), memory_free_bytes=4 << 20))
+    assert found.kernels is None and found.bandwidth_Bps > 0 and found.library == "broken.so"
+    assert "the CPU kernels do not run" in caplog.text and f"delete {tmp_path}/broken.so" in caplog.text
+    # And so others run, of which nothing is known but the usual.
+    assert cpus.reached(SETS["zen 5"], found) is None
+    assert own_kernels(found).endswith("delete broken.so in Weft's cache")
+
+
+def test_an_instruction_that_a_cpu_lacks_is_no_reason_to_stop(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked: list[bool] = []
+
+    def run(command: list[str], **_: Any) -> Any:
+        asked.append(command[-1].endswith(".so"))
+        if asked[-1]:
+            raise subprocess.CalledProcessError(-signal.SIGILL, command, stderr=b"")
+        return SimpleNamespace(stdout=msgspec.json.encode(SPEED))
+
+    monkeypatch.setattr(library, "found", lambda: "/cache/other.so")
+    monkeypatch.setattr(subprocess, "run", run)
+    assert speeds.measure_cpu(HOST) == msgspec.structs.replace(SPEED, library="other.so")
+    assert asked == [True, False] and f"do not run ({signal.strsignal(signal.SIGILL)})" in caplog.text

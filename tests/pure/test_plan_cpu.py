@@ -111,6 +111,12 @@ def test_speed_grows_with_the_cpu(bandwidth: float, flops: float) -> None:
     assert slow.predicted.single_tok_s < bandwidth / (2 * 400_000_000)
 
 
+def test_what_binds_a_cpu_is_found_by_what_is_known_of_its_kernels() -> None:
+    one, crowd = (binding(ask(cpu(), objective=it)) for it in ("latency", "throughput"))
+    assert one.resource == "bandwidth" and one.gains["bandwidth"] > 1.5
+    assert crowd.gains["compute"] > 1.2 and crowd.gains["compute"] > one.gains["compute"]
+
+
 def test_splitting_a_cpu_gains_nothing_but_can_be_asked_for() -> None:
     whole, halves = ask(cpu()).best, ask(machine.shared_out(cpu(), 2), wish=Wish(tensor_parallel=2)).best
     assert whole and halves and str(halves.cut) == "TP 2, bf16"

@@ -94,11 +94,28 @@ def test_it_is_measured_again_once_the_kernels_are_built(measured: list[Host], m
         return cpu_speed(HOST).bandwidth_Bps
 
     speeds.keep(HOST, msgspec.structs.replace(known(HOST), cpu=CpuSpeed(5.0, 5.0, library="")))
-    assert built("") == built(None) == 5.0
+    assert built("") == 5.0
     assert built("/cache/bfloat16-1.so") == 1e9 + 1
-    speeds.keep(HOST, msgspec.structs.replace(known(HOST), cpu=CpuSpeed(6.0, 6.0, library="bfloat16-1.so")))
+    speeds.keep(
+        HOST, msgspec.structs.replace(known(HOST), cpu=CpuSpeed(6.0, 6.0, library="bfloat16-1.so", kernels=OWN))
+    )
     assert built("/cache/bfloat16-1.so") == built("") == 6.0  # of those to come nothing can be measured
     assert built("/cache/bfloat16-2.so") == 1e9 + 2
+
+
+def test_it_is_measured_again_where_the_kernels_come_or_go(
+    measured: list[Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def anew(kept: CpuSpeed, found: str | None) -> bool:
+        monkeypatch.setattr(library, "found", lambda: found)
+        speeds.keep(HOST, msgspec.structs.replace(known(HOST), cpu=kept))
+        return cpu_speed(HOST) != kept
+
+    without, broken = CpuSpeed(5.0, 5.0, library=None), CpuSpeed(5.0, 5.0, library="a.so")
+    runs = msgspec.structs.replace(broken, kernels=OWN)
+    assert anew(runs, None) and not anew(runs, "") and not anew(runs, "/cache/a.so")  # the compiler is gone
+    assert anew(without, "") and not anew(without, None)  # and there
+    assert anew(broken, "") and not anew(broken, "/cache/a.so")  # a library that did not run is deleted
 
 
 def test_gpus_stay_known_when_the_cpu_is_measured(measured: list[Host]) -> None:
@@ -152,6 +169,7 @@ FILE = Speeds(machine=fingerprint(HOST, speeds.VERSION), cpu=CpuSpeed(7.0, 7.0))
         kept(FILE).replace(b"7.0", b'"fast"'),
         kept(msgspec.structs.replace(FILE, cpu=CpuSpeed(7.0, 7.0, kernels=msgspec.structs.replace(OWN, rows_Bps=0.0)))),
         kept(msgspec.structs.replace(FILE, cpu=CpuSpeed(7.0, 7.0, kernels=OWN))).replace(b"9.0", b"-9.0"),
+        kept(msgspec.structs.replace(FILE, cpu=CpuSpeed(7.0, 7.0, kernels=OWN))).replace(b"9.0,", b""),
     ],
 )
 def test_a_damaged_file_is_measured_anew(measured: list[Host], cache: Path, damaged: bytes) -> None:

@@ -75,7 +75,7 @@ class Planned:
     def start(self) -> dict[str, float]:
         """The constants as the planner has them without a measurement."""
         own, gpu = calibrated(self._own, [self._plain]), self._gpu
-        kernels = own.kernels(gpu)
+        kernels = own.kernels(gpu, self.whole)
         flops = gpu.flops.get("bf16") or gpu.flops["fp16"]
         found = {
             "weights_Bps": gpu.bandwidth_Bps * kernels.weights,

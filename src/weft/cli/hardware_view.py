@@ -70,6 +70,8 @@ def own_kernels(speed: CpuSpeed) -> str:
     if speed.kernels is None:
         if speed.library is None:
             return "there is no C++ compiler for them, and slower ones take their place; install g++"
+        if speed.library:
+            return f"they do not run, and slower ones take their place; delete {speed.library} in Weft's cache"
         return "built at the first start of an engine, and measured after that"
     products = speed.kernels.products
     bits = ", ".join(str(it.bits) for it in products)

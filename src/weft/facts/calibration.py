@@ -73,20 +73,21 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
             found |= {f"weights_Bps {precision}": it.weights_Bps, f"matmul_flops {precision}": it.matmul_flops}
         return found
 
-    def part(self, ranks: int) -> Calibration:
-        """That of one of so many ranks that share the device."""
+    def scaled(self, memory: float, compute: float) -> Calibration:
+        """That of a device whose memory is so many times as fast, and that computes so many times as fast."""
 
-        def share(figure: Measured) -> Measured:
-            return Measured(figure.value / ranks, figure.how)
+        def times(figure: Measured, factor: float) -> Measured:
+            return Measured(figure.value * factor, figure.how)
 
         return msgspec.structs.replace(
             self,
-            weights_Bps=share(self.weights_Bps),
-            cache_Bps=share(self.cache_Bps),
-            matmul_flops=share(self.matmul_flops),
-            attention_flops=share(self.attention_flops),
+            weights_Bps=times(self.weights_Bps, memory),
+            cache_Bps=times(self.cache_Bps, memory),
+            matmul_flops=times(self.matmul_flops, compute),
+            attention_flops=times(self.attention_flops, compute),
             quantised={
-                name: Quantised(share(it.weights_Bps), share(it.matmul_flops)) for name, it in self.quantised.items()
+                name: Quantised(times(it.weights_Bps, memory), times(it.matmul_flops, compute))
+                for name, it in self.quantised.items()
             },
         )
 

@@ -7,8 +7,10 @@ import platform
 import re
 from collections.abc import Collection
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 # Instruction sets that matter to matrix products, as Linux calls them (x86, then Arm).
 MATRIX_FEATURES = (
@@ -58,7 +60,7 @@ class ProductSpeed(msgspec.Struct, frozen=True, kw_only=True):
     `KernelSpeed`, "" where it is the same."""
 
     bits: int
-    weights_Bps: tuple[float, ...]
+    weights_Bps: Annotated[tuple[float, ...], Meta(min_length=len(TOKENS), max_length=len(TOKENS))]
     matmul_flops: float
     source: str = ""
 
@@ -67,30 +69,35 @@ class KernelSpeed(msgspec.Struct, frozen=True, kw_only=True):
     """What the engine's own kernels reach on all cores together that a process may use: `products` by their bits; bytes
     per second of keys and values in decode, operations per second of a prompt's attention, bytes per second of
     activations that SiLU reads and writes. `source` tells where the figures are from, "" of those that were measured
-    here."""
+    here. `measured`: they all were, but for `products` that say otherwise, while nothing else computed."""
 
     products: tuple[ProductSpeed, ...]
     cache_Bps: float
     attention_flops: float
     rows_Bps: float
     source: str = ""
+    measured: bool = False
 
-    def part(self, ranks: int) -> KernelSpeed:
-        """That of one of so many ranks that share the cores."""
+    def scaled(self, bandwidth_Bps: float, memory: float, compute: float) -> KernelSpeed:
+        """That of a CPU whose memory, of this bandwidth, is so many times as fast, and that computes so many times as
+        fast: of what comes from memory the bandwidth takes its time, and computing the rest."""
+
+        def streaming(rate: float) -> float:
+            least = min(1 / bandwidth_Bps, 1 / rate)
+            return 1 / (least / memory + (1 / rate - least) / compute)
+
         products = (
             msgspec.structs.replace(
-                it,
-                weights_Bps=tuple(rate / ranks for rate in it.weights_Bps),
-                matmul_flops=it.matmul_flops / ranks,
+                it, weights_Bps=tuple(map(streaming, it.weights_Bps)), matmul_flops=it.matmul_flops * compute
             )
             for it in self.products
         )
         return msgspec.structs.replace(
             self,
             products=tuple(products),
-            cache_Bps=self.cache_Bps / ranks,
-            attention_flops=self.attention_flops / ranks,
-            rows_Bps=self.rows_Bps / ranks,
+            cache_Bps=streaming(self.cache_Bps),
+            attention_flops=self.attention_flops * compute,
+            rows_Bps=self.rows_Bps * compute,
         )
 
 
@@ -98,13 +105,19 @@ class CpuSpeed(msgspec.Struct, frozen=True):
     """What was measured of all cores together that a process may use: bytes per second that they read from memory, and
     operations per second of 32-bit matrix products (a multiplication and an addition are two). `busy`: others computed
     at the same time, and the figures may be too low. `library` is the name of that of our own kernels at the time, ""
-    where it was not built yet, None where there was no compiler; only of one that is there `kernels` are known."""
+    where it was not built yet, None where there was no compiler; only of one that is there, and runs, `kernels` are
+    known."""
 
     bandwidth_Bps: float
     fp32_flops: float
     busy: bool = False
     library: str | None = ""
     kernels: KernelSpeed | None = None
+
+    @property
+    def runs_own(self) -> bool:
+        """Whether our own kernels run here: they did, or are still to be built."""
+        return self.kernels is not None or self.library == ""
 
 
 def look(root: Path = Path("/")) -> Cpu:

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from weft.facts import cpu, kernel_speed
-from weft.facts.cpu import CpuSpeed, KernelSpeed
+from weft.facts.cpu import CpuSpeed
 
 PASSES_S = 0.15  # of each kind; the best pass counts, others may have been disturbed
 DISTURBED = 0.1  # of the cores' time, that others took
@@ -42,7 +42,7 @@ def measure(cores: Sequence[int], size: int, library: str | None = None) -> CpuS
         crew.run(fill)
         reading = crew.best(lambda number: parts[number].max())
         multiplying = crew.best(lambda number: squares[number] @ squares[number])
-    kernels = own_kernels(library, cores, whole.view(np.uint8)) if library else None
+    kernels = kernel_speed.measure(library, cores, whole.view(np.uint8)) if library else None
     return CpuSpeed(whole.nbytes / reading, len(cores) * 2 * ORDER**3 / multiplying, kernels=kernels)
 
 
@@ -53,14 +53,6 @@ def watched(cores: Sequence[int], size: int, library: str | None = None) -> CpuS
     took, after, own = time.perf_counter() - begin, cpu.worked_s(cores), time.process_time() - own
     others = cpu.load() if before is None or after is None else (after - before - own) / (took * len(cores))
     return msgspec.structs.replace(found, busy=others > DISTURBED)
-
-
-def own_kernels(library: str, cores: Sequence[int], memory: np.ndarray) -> KernelSpeed | None:
-    """None of a library that cannot be loaded, which whoever needs it will say."""
-    try:
-        return kernel_speed.measure(library, cores, memory)
-    except (OSError, AttributeError):
-        return None
 
 
 class Crew:

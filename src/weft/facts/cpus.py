@@ -51,8 +51,8 @@ def bytes_of(scheme: Scheme | None) -> float:
 
 def reached(features: Collection[str], speed: CpuSpeed) -> KernelSpeed | None:
     """What our kernels reach on a CPU with these features: as measured, and as on others what was not. None where they
-    cannot be built, and others take their place."""
-    if speed.library is None:
+    cannot be built or do not run, and others take their place."""
+    if not speed.runs_own:
         return None
     expected = usual(features, speed)
     if speed.kernels is None:
@@ -61,7 +61,8 @@ def reached(features: Collection[str], speed: CpuSpeed) -> KernelSpeed | None:
     others = [it for it in expected.products if it.bits not in measured]
     priors = (msgspec.structs.replace(it, source=expected.source) for it in others)
     products = (*speed.kernels.products, *priors)
-    return msgspec.structs.replace(speed.kernels, products=products, source=DISTURBED if speed.busy else "")
+    source = DISTURBED if speed.busy else ""
+    return msgspec.structs.replace(speed.kernels, products=products, source=source, measured=not speed.busy)
 
 
 def usual(features: Collection[str], speed: CpuSpeed) -> KernelSpeed:

@@ -74,6 +74,17 @@ class GpuSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Whether it is a MIG slice, which its driver names after its board."""
         return "MIG" in self.name.split()
 
+    def scaled(self, memory: float = 1.0, compute: float = 1.0) -> GpuSpec:
+        """One whose memory is so many times as fast, and that computes so many times as fast, as far as that is known
+        of this one: from its data sheet, and from what was measured of it."""
+        return msgspec.structs.replace(
+            self,
+            bandwidth_Bps=self.bandwidth_Bps * memory,
+            flops={precision: flops * compute for precision, flops in self.flops.items()},
+            calibration=self.calibration and self.calibration.scaled(memory, compute),
+            kernels=self.kernels and self.kernels.scaled(self.bandwidth_Bps, memory, compute),
+        )
+
     def __hash__(self) -> int:
         return hash((self.name, self.memory_bytes, self.bandwidth_Bps))
 

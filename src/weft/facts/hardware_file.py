@@ -110,6 +110,7 @@ class _Kernels(_Fields, frozen=True, kw_only=True):
     cache: Rate
     attention_tflops: Figure
     rows: Rate
+    measured: bool = False
 
     def __post_init__(self) -> None:
         if 16 not in {it.bits for it in self.products}:
@@ -125,6 +126,7 @@ class _Kernels(_Fields, frozen=True, kw_only=True):
             attention_flops=self.attention_tflops * 1e12,
             rows_Bps=self.rows,
             source="as the hardware file says",
+            measured=self.measured,
         )
 
 
@@ -302,6 +304,7 @@ def _kernels(speed: KernelSpeed) -> _Kernels:
         cache=Rate(speed.cache_Bps),
         attention_tflops=digits(speed.attention_flops / 1e12),
         rows=Rate(speed.rows_Bps),
+        measured=speed.measured,
     )
 
 

@@ -134,14 +134,10 @@ def shared_out(cluster: Cluster, ranks: int) -> Cluster:
 def part(whole: GpuSpec, ranks: int) -> GpuSpec:
     """What one of so many ranks has of a device that they share."""
     return msgspec.structs.replace(
-        whole,
+        whole.scaled(1 / ranks, 1 / ranks),
         name=f"1/{ranks} of {whole.name}",
         memory_bytes=whole.memory_bytes // ranks,
         held_bytes=whole.held_bytes // ranks,
         limit_bytes=None if whole.limit_bytes is None else whole.limit_bytes // ranks,
-        bandwidth_Bps=whole.bandwidth_Bps / ranks,
-        flops={precision: flops / ranks for precision, flops in whole.flops.items()},
-        calibration=whole.calibration and whole.calibration.part(ranks),
-        kernels=whole.kernels and whole.kernels.part(ranks),
         per_node=ranks if whole.kind == "cpu" else whole.per_node,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -132,8 +133,12 @@ def cpu_speed(host: Host, *, refresh: bool = False) -> CpuSpeed:
 
 def outdated(speed: CpuSpeed) -> bool:
     """Whether it would be measured better now."""
+    if speed.busy and not busy():
+        return True
     built = library.found()
-    return (speed.busy and not busy()) or bool(built and Path(built).name != speed.library)
+    if built == "":  # what others of our kernels reached tells more than nothing
+        return not speed.runs_own
+    return (built and Path(built).name) != speed.library
 
 
 def busy() -> bool:
@@ -142,10 +147,26 @@ def busy() -> bool:
 
 
 def measure_cpu(host: Host) -> CpuSpeed:
-    """In a process of its own, with a thread on each core that computes."""
+    """With a thread on each core that computes, and with our own kernels where they are built and run. Raises
+    ConfigError where it is not possible."""
+    built, reason = library.found(), ""
+    for kernels in dict.fromkeys((built or None, None)):
+        try:
+            return msgspec.structs.replace(_measured(host, kernels), library=built and Path(built).name)
+        except OSError as error:
+            reason = str(error)
+        if kernels:
+            logger.warning("the CPU kernels do not run (%s); delete %s, and they are built anew", reason, kernels)
+    raise ConfigError(
+        f"cannot measure the CPU of {host.hostname}: {reason}; describe the hardware that is meant, as in "
+        "--gpus 4xRTX4090 or --gpus FILE.yaml"
+    )
+
+
+def _measured(host: Host, kernels: str | None) -> CpuSpeed:
+    """In a process of its own, which the library of the kernels may end. Raises OSError where it fails."""
     size = max(LEAST_BYTES, CACHES * cpu.last_cache_bytes())
     size = min(size, host.memory_free_bytes // 4)
-    built = library.found()
     # The threads are ours; the library that multiplies adds none. On a CPU that it does not know it would make do with
     # fewer instructions than there are.
     ours = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
@@ -153,7 +174,7 @@ def measure_cpu(host: Host) -> CpuSpeed:
         ours["OPENBLAS_CORETYPE"] = kind
     ours["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
     command = [sys.executable, "-P", "-m", "weft.facts.cpu_speed", ",".join(map(str, host.computing)), str(size)]
-    command += [built] if built else []
+    command += [kernels] if kernels else []
     try:
         done = subprocess.run(
             command,
@@ -162,18 +183,16 @@ def measure_cpu(host: Host) -> CpuSpeed:
             timeout=CPU_DEADLINE_S,
             check=True,
         )
-        name = built and Path(built).name
-        return msgspec.structs.replace(msgspec.json.decode(done.stdout, type=CpuSpeed), library=name)
+        return msgspec.json.decode(done.stdout, type=CpuSpeed)
     except subprocess.TimeoutExpired:
         reason = f"it took more than {CPU_DEADLINE_S:.0f} s"
     except subprocess.CalledProcessError as error:
-        reason = (error.stderr.decode(errors="replace").strip().splitlines() or [f"status {error.returncode}"])[-1]
-    except (OSError, msgspec.DecodeError) as error:
+        status = error.returncode
+        ended = f"status {status}" if status > 0 else signal.strsignal(-status) or f"signal {-status}"
+        reason = (error.stderr.decode(errors="replace").strip().splitlines() or [ended])[-1]
+    except msgspec.DecodeError as error:
         reason = str(error)
-    raise ConfigError(
-        f"cannot measure the CPU of {host.hostname}: {reason}; describe the hardware that is meant, as in "
-        "--gpus 4xRTX4090 or --gpus FILE.yaml"
-    )
+    raise OSError(reason)
 
 
 def openblas(features: Collection[str]) -> str | None:

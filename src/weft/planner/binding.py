@@ -81,9 +81,9 @@ def doubled(cluster: Cluster, resource: Resource) -> Cluster:
             case "memory":
                 return replace(gpu, memory_bytes=2 * gpu.memory_bytes)
             case "bandwidth":
-                return replace(gpu, bandwidth_Bps=2 * gpu.bandwidth_Bps)
+                return gpu.scaled(memory=2)
             case "compute":
-                return replace(gpu, flops={name: 2 * flops for name, flops in gpu.flops.items()})
+                return gpu.scaled(compute=2)
             case "links":
                 return replace(gpu, nvlink_Bps=2 * gpu.nvlink_Bps, pcie_Bps=2 * gpu.pcie_Bps)
 

@@ -79,7 +79,7 @@ def predict(
         limit=limits[0][1] if asked == full else "concurrency",
         step=slowest.round_s(batch, workload),
         prefill_s=slowest.prefill_s(workload, most),
-        error_band=profile.error.value,
+        error_band=profile.error_band(shape, layout.precision),
     )
 
 

@@ -18,8 +18,10 @@ from weft.facts.cpu import KernelSpeed
 from weft.facts.gguf_types import MIXES
 from weft.facts.gpus import GpuSpec
 from weft.facts.kernels import Kernels, Products, kernels_of
-from weft.facts.precision import as_held
+from weft.facts.library import TYPES
+from weft.facts.precision import OF_DTYPE, as_held
 from weft.facts.schemes import SCHEMES, held_as
+from weft.facts.shape import ModelShape
 from weft.planner.plan import Speculation
 
 OURS = "weft"  # the engine that can be calibrated
@@ -35,7 +37,9 @@ class Constant(msgspec.Struct, frozen=True, array_like=True):
 
 
 MEASURED = "measured here, our kernels alone (weft bench calibrate measures the engine)"
-MEASURED_ERROR = Constant(0.25, "docs/benchmarks.md: two models in three precisions on two cores of Zen 5")
+MEASURED_ERROR = Constant(0.4, "docs/benchmarks.md: two models in three precisions on two cores of Zen 5")
+# Precisions that a CPU's compiled kernels do not compute in; torch's take their place.
+NOT_COMPILED = frozenset(precision for dtype, precision in OF_DTYPE.items() if dtype not in TYPES)
 # Of the speed at which SiLU alone goes through activations, for all PASSES of planner.roofline. Source: fit, first
 # tokens of SmolLM2-135M after 64 to 1,024 tokens on two cores of Zen 5.
 ROWS_SHARE = 0.6
@@ -131,6 +135,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     math: tuple[MathRule, ...] = ()
     kv: tuple[KvRule, ...] = ()
     measured: tuple[Kernels, ...] = ()
+    error_beyond: Constant | None = None  # where the kernels that were measured alone tell nothing
     speculation: Speculation | None = None
 
     def batch(self, memory_bytes: int) -> tuple[int, int]:
@@ -146,9 +151,15 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         """What the engine holds of weights in a precision: others compute with a GGUF file's blocks as they are."""
         return as_held(precision) if self.name == OURS else precision
 
-    def kernels(self, gpu: GpuSpec) -> Kernels:
+    def kernels(self, gpu: GpuSpec, precision: str) -> Kernels:
         """What kernels reach on a GPU: as measured, else as the tables say."""
-        return next((it for it in self.measured if it.gpu == gpu.name), None) or kernels_of(gpu)
+        known = (it for it in self.measured if not (it.products and precision in NOT_COMPILED))
+        return next((it for it in known if it.gpu == gpu.name), None) or kernels_of(gpu)
+
+    def error_band(self, shape: ModelShape, precision: str) -> float:
+        """How far predictions may be off: what was measured of a CPU's kernels tells nothing of experts."""
+        beyond = self.error_beyond if shape.experts or precision in NOT_COMPILED else None
+        return (beyond or self.error).value
 
     def kv_dtype(self, precision: str) -> str:
         """What the engine keeps keys and values in, unless it is told."""
@@ -240,8 +251,10 @@ def _with_kernels(found: Profile, gpus: Sequence[GpuSpec]) -> Profile:
     known = {gpu.name: (gpu, gpu.kernels) for gpu in gpus if gpu.kernels is not None}
     if any(gpu.name not in known for gpu in gpus):
         return found
-    error = found.error if any(it.source for _, it in known.values()) else MEASURED_ERROR
-    return msgspec.structs.replace(found, error=error, measured=tuple(_alone(gpu, it) for gpu, it in known.values()))
+    found = msgspec.structs.replace(found, measured=tuple(_alone(gpu, it) for gpu, it in known.values()))
+    if not all(it.measured for _, it in known.values()):
+        return found
+    return msgspec.structs.replace(found, error=MEASURED_ERROR, error_beyond=found.error)
 
 
 def _alone(gpu: GpuSpec, it: KernelSpeed) -> Kernels:

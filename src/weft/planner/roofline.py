@@ -63,7 +63,7 @@ class Rank:
     """One GPU with one engine and one precision; its methods give seconds."""
 
     def __init__(self, gpu: GpuSpec, profile: Profile, precision: str) -> None:
-        kernels = profile.kernels(gpu)
+        kernels = profile.kernels(gpu, precision)
         capability = gpu.capability
         wide = kernels.weights
         reached = kernels.fp8_weights if precision == "fp8" and kernels.fp8_weights else wide

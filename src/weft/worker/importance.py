@@ -116,12 +116,17 @@ class Reading(PlainKernels):
             if wanted:
                 self.importance[name] = evened(x.float().square().mean(dim=0))
             y = x.new_empty(len(x), weight.shape[0])
-            for job in [
-                self._pool.submit(self._multiply, x, fill, some, y)
-                for fill in self._fills[name]
-                for some in bands(fill.rows, x.shape[1], self._head_dim)
-            ]:
-                job.result()
+            parts = [
+                (fill, some) for fill in self._fills[name] for some in bands(fill.rows, x.shape[1], self._head_dim)
+            ]
+            if x.device.type == "cpu":
+                for job in [self._pool.submit(self._multiply, x, *part, y) for part in parts]:
+                    job.result()
+            else:
+                # On a card by this thread alone: for each that calls cuBLAS it sets a workspace aside, of up to 32 MiB
+                # and for good. And a band at a time: there may be no room for a matrix in 16 bits.
+                for part, band in [(part, self._pool.submit(self._read, *part, x.dtype)) for part in parts]:
+                    self._columns(y, *part).copy_(F.linear(x, band.result().to(x.device)))
             return y if bias is None else y.add_(bias)
 
         return product
@@ -133,10 +138,21 @@ class Reading(PlainKernels):
     @torch.inference_mode()
     def _multiply(self, x: torch.Tensor, fill: Fill, rows: Span, y: torch.Tensor) -> None:
         """x times some rows of a fill, to their columns of y."""
-        weight = x.new_empty(len(rows), x.shape[1])
+        self._columns(y, fill, rows).copy_(F.linear(x, self._read(fill, rows, x.dtype)))
+
+    @torch.inference_mode()
+    def _read(self, fill: Fill, rows: Span, dtype: torch.dtype) -> torch.Tensor:
+        """Some rows of a fill, in the host's memory."""
+        assert fill.cols is not None
+        weight = torch.empty(len(rows), len(fill.cols), dtype=dtype)
         self._source.read(fill.source, rows, fill.cols, weight)
+        return weight
+
+    @staticmethod
+    def _columns(y: torch.Tensor, fill: Fill, rows: Span) -> torch.Tensor:
+        """Those of y that some rows of a fill become."""
         at = fill.at + rows.start - fill.rows.start
-        y[:, at : at + len(rows)] = F.linear(x, weight)
+        return y[:, at : at + len(rows)]
 
 
 class ReadTable:

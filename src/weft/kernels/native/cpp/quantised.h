@@ -279,7 +279,8 @@ void quantised_tiles(const Packed &panel, const char *x, int64_t tokens, float *
 template <int BITS, int PER_BLOCK>
 void tiles(const Packed &panel, const char *x, int64_t tokens, float *sums, bool fetch) {
     // One tile alone runs ahead of itself; several have the next panel there when they come to it.
-    bool alone = tokens == 1 || tokens == 2 || tokens == 4;
+    constexpr int64_t MOST = 8 / SLICES;  // tokens of a tile that goes through the panel once
+    bool alone = tokens <= MOST && !(tokens & (tokens - 1));
     const char *next = panel.values + (alone ? AHEAD : panel.columns.blocks * BLOCK_BYTES<BITS>);
     int64_t all = fetch ? tokens : 0;
 #ifdef __AVX512VNNI__
