@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -9,9 +11,14 @@ from weft.compiled import build
 from weft.kernels.native import NativeKernels
 
 
-def native(dtype: torch.dtype) -> NativeKernels:
+def built(dtype: str) -> Path:
+    """Their library; a test is skipped where there is no compiler."""
     try:
-        build(str(dtype).removeprefix("torch."))
+        return build(dtype)
     except FileNotFoundError as error:
         pytest.skip(str(error))
+
+
+def native(dtype: torch.dtype) -> NativeKernels:
+    built(str(dtype).removeprefix("torch."))
     return NativeKernels(dtype)

@@ -9,18 +9,16 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from weft import compiled
+from tests.cpu.kernels import built
 from weft.facts import kernel_speed
 from weft.facts.cpus import HELD, bytes_of
 from weft.facts.kernel_speed import COLS, SOME, Kernels
+from weft.facts.schemes import Scheme
 
 
 @pytest.fixture(scope="module")
 def library() -> str:
-    try:
-        return str(compiled.build("bfloat16"))
-    except FileNotFoundError as error:
-        pytest.skip(str(error))
+    return str(built("bfloat16"))
 
 
 def test_all_kernels_are_measured(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,22 +35,25 @@ def test_all_kernels_are_measured(library: str, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("scheme", HELD, ids=lambda scheme: str(scheme.bits) if scheme else "16")
-def test_a_product_reads_all_of_its_weights_and_nothing_else(library: str, scheme: object) -> None:
+def test_a_product_reads_all_of_its_weights_and_nothing_else(
+    library: str, scheme: Scheme | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Weights, scales and minima where the kernels look for them: a product of ones is the sum of the weights."""
     rows = 64
-    size = int(rows * COLS * bytes_of(scheme))  # type: ignore[arg-type]
+    size = int(rows * COLS * bytes_of(scheme))
     memory = np.full(size, SOME, np.uint8)
-    kernels, outs = Kernels(library, 1, memory), []
+    kernels, outs = Kernels(library, 1, memory), list[np.ndarray]()
     filled = kernel_speed.filled
-    try:
-        kernel_speed.filled = lambda *shape: outs.append(filled(*shape)) or outs[-1]
-        run = kernels.product(scheme, rows, 1)  # type: ignore[arg-type]
-    finally:
-        kernel_speed.filled = filled
-    run()
+
+    def kept(rows: int, cols: int) -> np.ndarray:
+        outs.append(filled(rows, cols))
+        return outs[-1]
+
+    monkeypatch.setattr(kernel_speed, "filled", kept)
+    kernels.product(scheme, rows, 1)()
     x, out = ((it.astype(np.uint32) << 16).view(np.float32) for it in outs)
     half = np.frombuffer(bytes([SOME, SOME]), np.float16).astype(np.float32)[0]
     # Of 8 bits the middle is zero; of 4 two are in a byte, and the lowest is the minimum.
     weight = {16: x[0, 0], 8: half * (SOME - 128), 4: half * ((SOME % 16 + SOME // 16) / 2 + 1)}
-    expected = COLS * x[0, 0] * weight[scheme.bits if scheme else 16]  # type: ignore[attr-defined]
+    expected = COLS * x[0, 0] * weight[scheme.bits if scheme else 16]
     assert out == pytest.approx(np.full_like(out, expected), rel=0.02)

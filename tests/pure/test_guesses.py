@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -40,13 +41,13 @@ def test_who_remembers_its_tokens_is_not_guessed() -> None:
     assert engine.scheduler.stats().guessed_tokens == 0
 
 
-def test_what_a_draft_said_of_an_earlier_text_is_forgotten() -> None:
+def test_what_a_draft_said_of_an_earlier_text_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two requests take all tokens of a step; when one is gone, the draft says nothing any more."""
     engine = Engine(LIMITS | {"speculation": Speculation(tokens=2, draft=DRAFT), "max_num_batched_tokens": 2})
     engine.scheduler.add(request("a", [1], max_tokens=9))
     engine.scheduler.add(request("b", [2], max_tokens=9))
     for says in ([9, 9], None, None):
-        engine.ranks.guess = lambda row, count, says=says: says  # type: ignore[method-assign, misc]
+        monkeypatch.setattr(engine.ranks, "guess", lambda row, count, says=says: says)
         engine.schedule()
         engine.apply()
     engine.scheduler.abort(["b"])
@@ -54,15 +55,15 @@ def test_what_a_draft_said_of_an_earlier_text_is_forgotten() -> None:
     assert plan and plan.guesses == [0]
 
 
-def test_what_a_draft_said_before_a_preemption_is_forgotten() -> None:
+def test_what_a_draft_said_before_a_preemption_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its text comes back as a prompt, after which the draft says nothing."""
     engine = Engine(LIMITS | {"speculation": Speculation(tokens=2, draft=DRAFT), "stages": 2})
-    engine.ranks.guess = lambda row, count: [9] * count  # type: ignore[method-assign]
+    monkeypatch.setattr(engine.ranks, "guess", lambda row, count: [9] * count)
     engine.scheduler.add(request("a", [1], max_tokens=9))
     engine.schedule()
     engine.scheduler._preempt(engine.scheduler._running["a"])
     engine.apply()
-    engine.ranks.guess = lambda row, count: None  # type: ignore[method-assign]
+    monkeypatch.setattr(engine.ranks, "guess", lambda row, count: None)
     engine.schedule()
     engine.apply()
     plan = engine.schedule()
