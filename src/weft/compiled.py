@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import fcntl
 import functools
 import itertools
@@ -23,7 +24,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from weft.facts import library
-from weft.facts.library import SOURCES, TYPES
+from weft.facts.cache import WAY_OUT, make_private
+from weft.facts.library import SOURCES, TYPES, Recipe
 
 WIDEST_HEAD = 256  # as in paged.h: WIDEST
 WIDEST_GROUP = 96  # as in tiles.h: QUERIES
@@ -50,25 +52,56 @@ def build(dtype: str) -> Path:
     """The library for activations of a dtype of TYPES, from the cache or made now, which takes a compiler some seconds.
 
     One process builds and others wait, but not for ever for one that is stopped: the first to lose patience builds in
-    its place. Whoever is through first or last, the file is always a whole one.
+    its place. Whoever is through first or last, the file is always a whole one. One that is damaged is built anew.
 
-    Raises FileNotFoundError without a compiler, OSError where the cache cannot be written and
-    subprocess.SubprocessError where the compiler fails.
+    Raises FileNotFoundError without a compiler, OSError where the cache cannot be written or could have been written by
+    other users, and subprocess.SubprocessError where the compiler fails.
     """
     recipe = library.recipe(dtype)
-    folder = recipe.path.parent
+    path = recipe.path
     with _building:
+        _make_folder(path.parent)
+        if reason := library.objection(path):
+            raise OSError(reason)
         for turn in itertools.count():
-            if recipe.path.exists():
-                break
-            lock = folder / f"{recipe.key}.{turn}.lock"
-            with _alone(lock, recipe.path) as alone:
-                if alone and not recipe.path.exists():
-                    for left in folder.glob(f"{lock.stem}-*"):  # by a process that was killed
-                        shutil.rmtree(left, ignore_errors=True)
-                    with tempfile.TemporaryDirectory(prefix=f"{lock.stem}-", dir=folder) as scratch:
-                        _compile(recipe.compiler, recipe.flags, Path(scratch)).replace(recipe.path)
-    return recipe.path
+            if library.intact(path):
+                return path
+            lock = path.parent / f"{recipe.key}.{turn}.lock"
+            with _alone(lock, path) as alone:
+                if alone and not library.intact(path):
+                    _build_alone(recipe, lock)
+                    break
+    if not library.intact(path):
+        raise OSError(f"{path} was built, and does not hold what was written: check the disk, {WAY_OUT}")
+    return path
+
+
+@functools.cache
+def load(dtype: str) -> ctypes.CDLL:
+    """The library for a dtype of TYPES in this process. Raises what `build` raises, and OSError if it cannot be loaded."""
+    return library.load(build(dtype))
+
+
+def _build_alone(recipe: Recipe, lock: Path) -> None:
+    """Build the library in the place of a damaged one, while nobody else does: this process has the `lock`."""
+    folder = recipe.path.parent
+    if recipe.path.exists():
+        logger.warning("The CPU kernels in %s are damaged, and are built anew.", recipe.path)
+    for left in folder.glob(f"{lock.stem}-*"):  # by a process that was killed
+        shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=f"{lock.stem}-", dir=folder) as scratch:
+        library.keep(_compile(recipe.compiler, recipe.flags, Path(scratch)), recipe.path)
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        make_private(folder)
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+
+
+def _unwritable(folder: Path, error: OSError) -> OSError:
+    return OSError(f"{folder} cannot be written ({error.strerror}); let XDG_CACHE_HOME be one that can")
 
 
 @contextlib.contextmanager
@@ -76,18 +109,16 @@ def _alone(path: Path, awaited: Path) -> Iterator[bool]:
     """Holding the lock, which the death of its holder frees; False where `awaited` has come meanwhile, or whoever holds
     the lock has had it for longer than PATIENCE_S."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         lock = path.open("a+")
     except OSError as error:
-        reason = f"{path.parent} cannot be written ({error.strerror})"
-        raise OSError(f"{reason}; let XDG_CACHE_HOME be one that can") from error
+        raise _unwritable(path.parent, error) from error
     with lock:
         began, told = time.monotonic(), False
         while not _locked(lock.fileno()):
             waited = time.monotonic() - began
             if waited > PATIENCE_S:
                 logger.warning("The CPU kernels are compiled again: %s did not in %.0f s.", _holder(path), waited)
-            if waited > PATIENCE_S or awaited.exists():
+            if waited > PATIENCE_S or library.intact(awaited):
                 yield False
                 return
             if waited > TELL_AFTER_S and not told:

@@ -17,6 +17,10 @@ class RequestError(WeftError, ValueError):
         self.param = param
 
 
+class OutputError(WeftError):
+    """A request that the model could not answer, while others go on: HTTP 500."""
+
+
 class QueueFullError(WeftError):
     """The bounded queue is full: HTTP 429 with Retry-After."""
 

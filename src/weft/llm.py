@@ -17,7 +17,7 @@ from weft.client.outputs import RequestOutput
 from weft.client.progress import Bar, Progress
 from weft.core.params import SamplingParams
 from weft.core.request import Stats
-from weft.errors import RequestError
+from weft.errors import OutputError, RequestError
 from weft.facts.checkpoint import resolve
 from weft.planner.memory import Capacity
 from weft.planner.plan import Plan
@@ -200,6 +200,8 @@ class LLM:
     def _growing(self, job: Collector) -> Generator[RequestOutput, None, None]:
         with closing(self._run([job])) as news:
             for one in news:
+                if one.error:
+                    raise OutputError(one.error)
                 yield one.output
 
     def _run(self, jobs: Sequence[Collector]) -> Generator[Collector, None, None]:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tests.cpu.draws import PARAMS, chi_square, chooser_of, chosen, far_apart, key_of, scorer_of
 from tests.cpu.reference_sampler import EOS, FILTERS, check_logprobs, expected, grid, row_of, sampled
 from weft.core.params import SamplingParams
+from weft.kernels.streams import BROKEN
 from weft.worker.random import BLOCK, race
 from weft.worker.sampler import Sampler
 
@@ -56,13 +57,13 @@ def test_rows_that_are_no_distribution(kind: str) -> None:
     rows[4][2] = math.inf
     rows[5][:] = math.nan
     logits = torch.stack(rows)
-    for params, want in (
-        (SamplingParams(), [0] * 5),
-        (SamplingParams(temperature=0.3, top_p=0.5, top_k=7, min_p=0.01), [0] * 5),
-        (SamplingParams(temperature=0), [300, 0, 17, 301, 0]),
+    for params in (
+        SamplingParams(),
+        SamplingParams(temperature=0.3, top_p=0.5, top_k=7, min_p=0.01),
+        SamplingParams(temperature=0),
     ):
         got, torchs = chosen(logits, [params], np.arange(6), kind=kind)
-        assert got[1:].tolist() == want
+        assert got[1:].tolist() == [BROKEN] * 5 and got[0] >= 0
         assert torch.equal(got, torchs)
 
 

@@ -12,6 +12,7 @@ import torch
 from tests.cpu import checkpoints
 from tests.cpu.draws import PARAMS, chi_square, chosen, far_apart
 from weft import LLM, SamplingParams
+from weft.kernels.streams import BROKEN
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU on this machine")
 
@@ -36,13 +37,13 @@ def test_rows_that_are_no_distribution() -> None:
     logits[2] = -math.inf
     logits[3, [17, 400]] = math.inf
     logits[4] = math.nan
-    for params, want in (
-        (SamplingParams(), [0] * 4),
-        (SamplingParams(top_p=0.5, top_k=7, min_p=0.01), [0] * 4),
-        (SamplingParams(temperature=0), [300, 0, 17, 0]),
+    for params in (
+        SamplingParams(),
+        SamplingParams(top_p=0.5, top_k=7, min_p=0.01),
+        SamplingParams(temperature=0),
     ):
         got, torchs = chosen(logits, [params], np.arange(5), CUDA)
-        assert got[1:].tolist() == want
+        assert got[1:].tolist() == [BROKEN] * 4 and got[0] >= 0
         assert torch.equal(got, torchs)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -17,6 +18,8 @@ import pytest
 from tests.pure.machines import plan
 from weft import compiled
 from weft.executors.ranks import compile_ahead
+from weft.facts import library
+from weft.facts.cache import distrust
 
 # Notes each call, and writes what it was asked for where that is wanted.
 FAKE = """#!/bin/sh
@@ -34,9 +37,11 @@ exit 1
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    compiled.build.cache_clear()
+    for known in (compiled.build, compiled.load, library._refuse_once):
+        known.cache_clear()
     yield tmp_path / "weft/kernels"
     compiled.build.cache_clear()
+    compiled.load.cache_clear()
 
 
 def install(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, seconds: float = 0) -> Path:
@@ -104,13 +109,13 @@ def test_what_a_killed_process_left_is_cleared_away(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(FAKE, tmp_path, monkeypatch)
-    library = compiled.build("bfloat16")
-    left = cache / f"{library.stem.removeprefix('bfloat16-')}.0-left"
+    path = compiled.build("bfloat16")
+    left = cache / f"{path.stem.removeprefix('bfloat16-')}.0-left"
     left.mkdir()
     (left / "native.o").touch()
-    library.unlink()
+    path.unlink()
     compiled.build.cache_clear()
-    assert compiled.build("bfloat16") == library
+    assert compiled.build("bfloat16") == path
     assert not left.exists()
 
 
@@ -159,22 +164,23 @@ def test_who_is_stopped_is_not_waited_for(cache: Path, tmp_path: Path, stopped: 
     """The others build it once more, for all of them, and say why; who goes on afterwards harms nothing."""
     others = [builder(tell_after=0.1, patience=2) for _ in range(2)]
     ends = [end(process) for process in others]
-    library, holder = ends[0][0], f"process {stopped.pid} on {os.uname().nodename}"
-    assert ends[1][0] == library and library.read_text() == "made\n"
+    path, holder = ends[0][0], f"process {stopped.pid} on {os.uname().nodename}"
+    assert ends[1][0] == path and path.read_text() == "made\n"
     for _, told in ends:
         assert f"Waiting for the CPU kernels, which {holder} compiles (it holds {cache}/" in told
-        assert f"compiled again: {holder} did not in " in told
+    # One of them at least: the other may have begun to wait later, and found what that one built.
+    assert any(f"compiled again: {holder} did not in " in told for _, told in ends)
     assert calls(tmp_path / "calls") == 2 * PARTS + 1
     stopped.send_signal(signal.SIGCONT)
-    assert end(stopped) == (library, "") and library.read_text() == "made\n"
-    assert {path.suffix for path in cache.iterdir()} == {".so", ".lock"}
+    assert end(stopped) == (path, "") and path.read_text() == "made\n"
+    assert {place.suffix for place in cache.iterdir()} == {".so", ".sha256", ".lock"}
 
 
 def test_who_has_died_is_not_waited_for(cache: Path, stopped: subprocess.Popen[str]) -> None:
     stopped.kill()
     stopped.wait(30)
-    library, told = end(builder(tell_after=0))
-    assert library.exists() and not told
+    path, told = end(builder(tell_after=0))
+    assert path.exists() and not told
     assert len(list(cache.glob("*.lock"))) == 1
 
 
@@ -205,3 +211,132 @@ def test_the_compiler_begins_where_a_rank_will_want_it(
     monkeypatch.setattr(compiled, "build_ahead", begun.append)
     compile_ahead(msgspec.structs.replace(plan(), **change))
     assert begun == ahead
+
+
+# --- whose code it is ---
+
+NOBODY = 65_534
+
+
+def built(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """A library in the cache, and the log of the compiler that made it; this process has forgotten of it."""
+    log = install(FAKE, tmp_path, monkeypatch)
+    path = compiled.build("bfloat16")
+    compiled.build.cache_clear()
+    return path, log
+
+
+def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have it belong to somebody else: by its owner, or for those who may not change that, by who we are."""
+    if os.geteuid() == 0:
+        os.chown(path, NOBODY, NOBODY)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: NOBODY)
+
+
+@pytest.mark.parametrize("what", ["library", "digest", "kernels", "weft"])
+@pytest.mark.parametrize("how", ["theirs", "open"])
+def test_what_others_could_have_written_is_not_loaded(
+    what: str, how: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, log = built(cache, tmp_path, monkeypatch)
+    before = calls(log)
+    place = {"library": path, "digest": path.with_suffix(".sha256"), "kernels": cache, "weft": cache.parent}[what]
+    if how == "theirs":
+        give_away(place, monkeypatch)
+        said = r"belongs to user \d+, whose code would be run; delete it, or let XDG_CACHE_HOME"
+    else:
+        place.chmod(0o777)
+        said = r"can be written by other users \(mode 777\).* `chmod go-w` it, or let XDG_CACHE_HOME"
+    with pytest.raises(OSError, match=said) as error:
+        library.load(path)
+    assert "\n" not in str(error.value)
+    with pytest.raises(OSError, match=said):
+        compiled.load("bfloat16")
+    assert calls(log) == before
+    # Nor by whoever measures for a plan, which says so and goes on.
+    assert library.found() == "" and "are not loaded" in caplog.text
+
+
+def test_a_folder_of_everybody_above_the_cache_is_refused_unless_it_is_sticky(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, _ = built(cache, tmp_path, monkeypatch)
+    tmp_path.chmod(0o1777)
+    assert distrust(path) is None
+    tmp_path.chmod(0o770)  # of a home with a group of its own
+    assert distrust(path) is None
+    tmp_path.chmod(0o777)
+    assert "can be written by other users" in str(distrust(path))
+
+
+def test_what_is_made_is_ours_alone_whatever_the_umask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "new/cache"))
+    install(FAKE, tmp_path, monkeypatch)
+    before = os.umask(0)
+    try:
+        path = compiled.build("bfloat16")
+    finally:
+        os.umask(before)
+    folders = (tmp_path / "new", tmp_path / "new/cache", path.parent.parent, path.parent)
+    assert [stat.S_IMODE(place.stat().st_mode) for place in folders] == [0o700] * 4
+    assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    assert stat.S_IMODE(path.with_suffix(".sha256").stat().st_mode) == 0o600
+    assert distrust(path) is None
+
+
+@pytest.mark.parametrize("damage", ["cut short", "emptied", "changed", "no digest", "another's digest"])
+def test_a_damaged_library_is_built_anew(
+    damage: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, log = built(cache, tmp_path, monkeypatch)
+    before = calls(log)
+    match damage:
+        case "cut short":
+            path.write_bytes(path.read_bytes()[:3])
+        case "emptied":
+            path.write_bytes(b"")
+        case "changed":
+            path.write_bytes(b"MADE\n")
+        case "no digest":
+            path.with_suffix(".sha256").unlink()
+        case "another's digest":
+            path.with_suffix(".sha256").write_text("0" * 64)
+    assert library.found() == ""
+    with pytest.raises(OSError, match="is damaged: its digest does not hold"):
+        library.load(path)
+    assert compiled.build("bfloat16") == path and path.read_text() == "made\n"
+    assert calls(log) == before + PARTS + 1 and "are damaged, and are built anew" in caplog.text
+    assert library.found() == str(path)
+
+
+def test_a_disk_that_does_not_keep_it_is_told_after_one_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = install(FAKE, tmp_path, monkeypatch)
+    monkeypatch.setattr(library, "intact", lambda _: False)
+    with pytest.raises(OSError, match="does not hold what was written: check the disk"):
+        compiled.build("bfloat16")
+    assert calls(log) == PARTS + 1
+
+
+def test_it_reaches_the_disk_before_it_gets_its_name(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And then the name does."""
+    install(FAKE, tmp_path, monkeypatch)
+    order: list[tuple[str, str]] = []
+    fsync, replace = os.fsync, os.replace
+
+    def flushed(handle: int) -> None:
+        order.append(("flush", os.readlink(f"/proc/self/fd/{handle}")))
+        fsync(handle)
+
+    def renamed(old: Path, new: Path) -> None:
+        order.append(("rename", str(new)))
+        replace(old, new)
+
+    monkeypatch.setattr(os, "fsync", flushed)
+    monkeypatch.setattr(os, "replace", renamed)
+    path = compiled.build("bfloat16")
+    assert [what for what, _ in order] == ["flush", "rename", "flush"] * 2
+    assert [where for _, where in order[1:3]] == [str(path.with_suffix(".sha256")), str(cache)]
+    assert [where for _, where in order[4:]] == [str(path), str(cache)]

@@ -39,7 +39,8 @@ class Choice:
 
 
 class Collector:
-    """`requests` go to the core, its Outputs come to `add`; `output` is the answer so far."""
+    """`requests` go to the core, its Outputs come to `add`; `output` is the answer so far, and `error` why the engine
+    could not answer a choice, whose finish_reason is "error" then."""
 
     def __init__(
         self,
@@ -51,6 +52,7 @@ class Collector:
         arrival_s: float,
     ) -> None:
         self.params = params
+        self.error: str | None = None
         self.requests = requests
         self._tokenizer = tokenizer
         prompt = requests[0].prompt
@@ -94,6 +96,7 @@ class Collector:
         made.text += delta.text
         made.token_ids += output.tokens
         made.finish_reason, made.stop_reason = delta.finish_reason, delta.stop_reason
+        self.error = self.error or output.error
         if delta.finish_reason is not None and all(c.output.finish_reason for c in self._choices.values()):
             whole.finished = True
             whole.metrics.finished_s = now_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future
@@ -16,6 +17,8 @@ from weft.core.step import StepPlan, StepResult
 from weft.core.worth import Worth
 from weft.errors import Cause, EngineError
 from weft.planner.plan import Plan
+
+logger = logging.getLogger("weft")
 
 
 class Submits(Protocol):
@@ -92,6 +95,10 @@ class EngineCore:
             self._fail(error)
         self.pending.popleft()
         outputs = self.scheduler.apply(result)
+        if result.failed:
+            for output in outputs:
+                if output.error:
+                    logger.error("request %s ended: %s", output.id, output.error)
         if self._worth:
             self._worth.ended(sum(len(output.tokens) for output in outputs), result.guesses)
         if self._scheduled_s:

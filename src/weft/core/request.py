@@ -9,7 +9,7 @@ import msgspec
 from weft.core.params import SamplingParams
 from weft.core.step import TokenLogprobs
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,7 +32,8 @@ class Output(msgspec.Struct, array_like=True):
 
     `stop_reason` is the id that ended it, None for the model's own end tokens. `cached_tokens` are prompt
     tokens that came from the prefix cache. `prompt_logprobs` are those of prompt positions 1.. and come once, with
-    the first token, as does `scheduled_s`: when it first took part in a step, by this host's monotonic clock.
+    the first token, as does `scheduled_s`: when it first took part in a step, by this host's monotonic clock. `error`
+    says why a request could not go on, where the reason is "error".
     """
 
     id: str
@@ -43,6 +44,7 @@ class Output(msgspec.Struct, array_like=True):
     cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprobs] | None = None
     scheduled_s: float | None = None
+    error: str | None = None
 
 
 class Stats(msgspec.Struct, kw_only=True):

@@ -8,7 +8,7 @@ scheduled, and that is what lets blocks be freed, reused and shared the moment a
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from heapq import heapify, heappop, heappush
 from itertools import islice
 from operator import attrgetter
@@ -344,7 +344,7 @@ class Scheduler:
         counters.steps += 1
         counters.computed_tokens += len(plan.tokens)
         counters.step_sizes[(len(plan.tokens) - 1).bit_length()] += 1
-        outputs = []
+        outputs = self._fail_rows(flight, result.failed) if result.failed else []
         sampled = zip(result.tokens, result.logprobs, strict=True)
         at = 0
         for sequence, count, samples, guessed in zip(flight.rows, plan.counts, plan.samples, plan.guesses, strict=True):
@@ -364,6 +364,15 @@ class Scheduler:
             # Who has been preempted meanwhile has no slot.
             if sequence.guesser and sequence.slot in result.guesses:
                 sequence.guesser.offer(result.guesses[sequence.slot])
+        return outputs
+
+    def _fail_rows(self, flight: Flight, failed: Mapping[int, str]) -> list[Output]:
+        """End the requests of the slots in `failed`, each with the reason; the others go on."""
+        outputs = []
+        for slot, sequence in zip(flight.plan.slots, flight.rows, strict=True):
+            if slot in failed and not sequence.done:
+                self._finish(sequence)
+                outputs.append(Output(sequence.request.id, [], [], finish_reason="error", error=failed[slot]))
         return outputs
 
     def _confirm(self, sequence: Sequence, guesses: list[int], brought: list[Sample]) -> list[Sample]:

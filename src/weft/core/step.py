@@ -64,10 +64,12 @@ class StepResult(msgspec.Struct, array_like=True):
     """`tokens` and `logprobs` have one entry per row with `samples` and one more for each of its guesses, in order
     (None where none were asked for). `prompt_logprobs[slot]` holds those of the prompt positions after the ones
     computed in this step, `guesses[slot]` what a draft model thinks comes next: no entry where it was asked, but has
-    not read the text to its end."""
+    not read the text to its end. `failed[slot]` says why no token could be sampled for a slot; the ids of its row mean
+    nothing."""
 
     id: int
     tokens: list[int]
     logprobs: list[TokenLogprobs | None]
     prompt_logprobs: dict[int, list[TokenLogprobs]]
     guesses: dict[int, list[int]] = {}
+    failed: dict[int, str] = {}

@@ -6,15 +6,16 @@ a few tokens and for many, attention over a cache and over a prompt, and what is
 
 from __future__ import annotations
 
-import ctypes
 import os
 import time
 from collections.abc import Callable, Sequence
 from ctypes import byref
 from itertools import accumulate, count
+from pathlib import Path
 
 import numpy as np
 
+from weft.facts import library
 from weft.facts.cpu import TOKENS, KernelSpeed, ProductSpeed
 from weft.facts.cpus import HELD, bytes_of
 from weft.facts.library import LOWEST, PANEL, POINTER, REAL, SIZE, USUAL, Matrix
@@ -38,7 +39,7 @@ class Kernels:
     """The library's entries that are measured. `memory` is what weights and caches lie in, whatever its numbers."""
 
     def __init__(self, path: str, threads: int, memory: np.ndarray) -> None:
-        compiled = ctypes.CDLL(path)
+        compiled = library.load(Path(path))
 
         def entry(name: str, *arguments: type) -> Callable[..., object]:
             function = getattr(compiled, f"weft_{name}_{USUAL}")

@@ -6,14 +6,18 @@ Whoever has numbers in memory can call it, with torch or without.
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
+import logging
 import os
 import platform
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from weft.facts.cache import cache_path
+from weft.facts.cache import cache_path, distrust, install, write
+
+logger = logging.getLogger("weft")
 
 SOURCES = Path(__file__).parents[1] / "kernels/native/cpp"
 FLAGS = (
@@ -60,14 +64,66 @@ def recipe(dtype: str) -> Recipe:
 
 
 def found() -> str | None:
-    """The library that models usually run with: its path, "" where it was not built yet, None without a compiler."""
+    """The library that models usually run with: its path, "" where it was not built yet or may not be loaded, None
+    without a compiler."""
     try:
         path = recipe(USUAL).path
-        return str(path) if path.exists() else ""
     except FileNotFoundError:
         return None
     except (OSError, RuntimeError):  # RuntimeError: there is no home, and so no cache
         return ""
+    if not path.exists():
+        return ""
+    if reason := objection(path):
+        _refuse_once(reason)
+        return ""
+    return str(path) if intact(path) else ""
+
+
+def keep(made: Path, path: Path) -> None:
+    """Put a library that was built into its place in the cache, with its digest beside it. Raises OSError."""
+    made.chmod(0o700)
+    write(digest_path(path), _digest(made).encode())
+    install(made, path)
+
+
+def intact(path: Path) -> bool:
+    """Whether a library is what was built: its digest is beside it and holds. To load one that is cut short would end
+    the process by SIGBUS."""
+    try:
+        return digest_path(path).read_bytes() == _digest(path).encode()
+    except OSError:
+        return False
+
+
+def load(path: Path) -> ctypes.CDLL:
+    """The library at `path`, ready to be called. Everybody who loads one does it here. Raises OSError, in one line, where
+    somebody else could have written it, where its digest does not hold, and where the system cannot load it."""
+    if reason := objection(path):
+        raise OSError(reason)
+    if not intact(path):
+        raise OSError(f"{path} is damaged: its digest does not hold")
+    return ctypes.CDLL(str(path))
+
+
+def objection(path: Path) -> str | None:
+    """Reason not to run the library at `path`, which need not exist: somebody else could have written it, or its
+    digest."""
+    return distrust(path) or distrust(digest_path(path))
+
+
+def digest_path(path: Path) -> Path:
+    """The file that holds a library's SHA-256 digest, in hexadecimal."""
+    return path.with_suffix(".sha256")
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@functools.cache
+def _refuse_once(reason: str) -> None:
+    logger.warning("the CPU kernels of the cache are not loaded: %s", reason)
 
 
 def _cpu() -> str:

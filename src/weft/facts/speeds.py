@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Collection
 from pathlib import Path
 from typing import Literal
@@ -16,7 +15,7 @@ import msgspec
 
 from weft.errors import ConfigError, WeftError
 from weft.facts import calibration, cpu, library
-from weft.facts.cache import cache_dir, cache_path
+from weft.facts.cache import cache_path, write
 from weft.facts.calibration import Calibration
 from weft.facts.cpu import CpuSpeed
 from weft.facts.fingerprint import fingerprint
@@ -111,10 +110,7 @@ def keep(host: Host, speeds: Speeds) -> None:
     """Write them down for the next time; where that is not possible they are measured again then."""
     text = msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(speeds, calibrations=())))
     try:
-        with tempfile.TemporaryDirectory(dir=cache_dir(), prefix="speeds-") as folder:
-            part = Path(folder) / "part"
-            part.write_bytes(text)
-            part.replace(path(host))
+        write(path(host), text)
     except (OSError, RuntimeError, WeftError) as error:
         logger.warning("what was measured of this machine cannot be kept, and will be measured again: %s", error)
 

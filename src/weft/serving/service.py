@@ -14,7 +14,7 @@ from weft.client.collector import Collector, Delta
 from weft.client.frontend import Frontend, Prompt, PromptLike
 from weft.core.params import SamplingParams
 from weft.core.request import Output, Request, Stats
-from weft.errors import EngineError, RequestError
+from weft.errors import EngineError, OutputError, RequestError
 from weft.serving import body
 from weft.serving.errors import HttpError
 from weft.serving.foreseen import Foreseen
@@ -181,6 +181,8 @@ class Answer:
             delta = job.add(output, now)
             if delta is None:
                 continue
+            if job.error:
+                raise OutputError(job.error)
             self._service.count(job, delta, last_s.get(output.id), now)
             last_s[output.id] = now
             if delta.cut:

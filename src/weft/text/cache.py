@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from hashlib import sha256
@@ -12,7 +10,8 @@ from pathlib import Path
 import msgspec
 from tokenizers import Tokenizer
 
-from weft.facts.cache import cache_path
+from weft.errors import ModelError
+from weft.facts.cache import cache_path, write
 from weft.text.settings import Settings
 
 FORMAT = 1  # to be raised when what is made from the same file changes
@@ -28,11 +27,10 @@ def cached(source: Path, make: Callable[[Path], tuple[Tokenizer, Settings]]) -> 
         settings = msgspec.json.decode((folder / "settings.json").read_bytes(), type=Settings)
         return Tokenizer.from_file(str(folder / "tokenizer.json")), settings
     rust, settings = make(source)
-    with suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-        _write(folder / "tokenizer.json", rust.to_str().encode())
+    with suppress(OSError, ModelError):
+        write(folder / "tokenizer.json", rust.to_str().encode())
         # Last, so that it vouches for the other.
-        _write(folder / "settings.json", msgspec.json.encode(settings))
+        write(folder / "settings.json", msgspec.json.encode(settings))
     return rust, settings
 
 
@@ -46,15 +44,3 @@ def _folder(source: Path) -> Path | None:
         return None
     identity = (FORMAT, str(path), stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
     return root / "tokenizers" / sha256(repr(identity).encode()).hexdigest()[:32]
-
-
-def _write(path: Path, data: bytes) -> None:
-    """The whole file or none."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise

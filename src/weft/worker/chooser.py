@@ -12,6 +12,7 @@ import torch
 from weft.core.params import SamplingParams
 from weft.kernels.base import Kernels
 from weft.kernels.native import NativeKernels
+from weft.kernels.streams import BROKEN
 from weft.worker.chunks import chunks, pick
 from weft.worker.filters import NEUTRAL, TEMPERATURE, weigh
 from weft.worker.random import race, seeds
@@ -32,8 +33,9 @@ class Chooser(Protocol):
     def choose(
         self, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, there: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        """Token ids [R] int64 on the device, from `logits` [R, V] of any float type, which stay as they are. Slots and
-        positions are [R] int64; `there` has them on the device, and then what `arrays` gave."""
+        """Token ids [R] int64 on the device, from `logits` [R, V] of any float type, which stay as they are; BROKEN for
+        a row whose greatest logit is not finite. Slots and positions are [R] int64; `there` has them on the device, and
+        then what `arrays` gave."""
         ...
 
 
@@ -74,16 +76,14 @@ class TorchChooser(HostChooser):
         logits = logits.float()
         columns = self._settings.columns[slots]
         warm = np.flatnonzero(columns[:, TEMPERATURE])
-        if not warm.size:
-            return logits.argmax(-1)
-        columns = columns[warm]
-        streams = sent(seeds(self._settings.keys[slots[warm]], positions[warm]), logits.device)
-        drawn = torch.cat(
-            [race(weigh(pick(logits, warm[part]), columns[part]), streams[part]) for part in chunks(len(warm), logits)]
-        )
-        if len(warm) == len(slots):
-            return drawn
-        return logits.argmax(-1).index_copy_(0, sent(warm, logits.device), drawn)
+        best, tokens = logits.max(-1)  # the first of equals, and NaN before all
+        if warm.size:
+            columns = columns[warm]
+            streams = sent(seeds(self._settings.keys[slots[warm]], positions[warm]), logits.device)
+            parts = chunks(len(warm), logits)
+            drawn = torch.cat([race(weigh(pick(logits, warm[at]), columns[at]), streams[at]) for at in parts])
+            tokens = drawn if len(warm) == len(slots) else tokens.index_copy(0, sent(warm, logits.device), drawn)
+        return tokens.where(best.isfinite(), BROKEN)
 
 
 class NativeChooser(HostChooser):

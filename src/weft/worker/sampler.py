@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from weft.core.step import Admission, TokenLogprobs
+from weft.kernels.streams import BROKEN
 from weft.worker.chooser import Chooser, TorchChooser
 from weft.worker.chunks import pick
 from weft.worker.device import ToHost
@@ -35,7 +36,8 @@ class Order:
 
 @dataclass(frozen=True)
 class Sampled:
-    """What was sampled: `tokens` [R] int64 on the device, at once; `result` waits for it to reach the host."""
+    """What was sampled: `tokens` [R] int64 on the device, at once, ids in any case; `result` waits for it to reach the
+    host, with BROKEN in place of the token of a row whose logits were not finite."""
 
     tokens: torch.Tensor
     result: Callable[[], Result]
@@ -46,8 +48,8 @@ class Sampler:
 
     `stop_ids` are the model's own end tokens (`ModelShape.eos`), which min_tokens holds back together with a
     request's stop_token_ids. Greedy takes the lowest of equally likely ids (as argmax promises), and so does a
-    top_k of 1. A NaN among the logits is no error here: greedy takes it for the greatest, a draw gives id 0,
-    logprobs are NaN; other rows are as they would be without it. `chooser` has as many slots.
+    top_k of 1. A row whose greatest logit is NaN or infinite gives BROKEN, and its logprobs mean nothing; other rows
+    are as they would be without it. `chooser` has as many slots.
     """
 
     def __init__(
@@ -111,9 +113,10 @@ class Sampler:
             shape(logits, Edits(*edits))
         chosen = self._chooser.choose(logits, order.slots, order.positions, [slots, positions, *rest])
         tops = self._tops[order.slots[order.scored]]
-        figures = chosen
+        # The next step and the scorer take ids alone, and what is broken ends on the host.
+        ids, figures = chosen.clamp(min=0), chosen
         if raw is not None:
-            scores = self._scorer(raw, pick(chosen, order.scored, scored), int(tops.max()))
+            scores = self._scorer(raw, pick(ids, order.scored, scored), int(tops.max()))
             # In one tensor, to be brought to the host together.
             figures = torch.cat([chosen.double(), scores.flatten()])
         arrival = ToHost(figures)
@@ -122,11 +125,11 @@ class Sampler:
             values = arrival.values()
             tokens = [int(token) for token in values[: len(order.slots)]]
             for wishes, token in zip(order.wishes, tokens, strict=False):
-                if wishes:
+                if wishes and token != BROKEN:
                     wishes.note(token)
             return tokens, unpacked(values, len(tokens), order.scored.tolist(), tops.tolist())
 
-        return Sampled(chosen, result)
+        return Sampled(ids, result)
 
     @torch.inference_mode()
     def prompt_logprobs(self, logits: torch.Tensor, targets: Sequence[int], top: int) -> list[TokenLogprobs]:

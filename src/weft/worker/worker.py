@@ -13,10 +13,12 @@ import torch
 from weft.comm import Links
 from weft.core.params import SamplingParams
 from weft.core.step import Admission, StepPlan, StepResult, TokenLogprobs
+from weft.errors import ModelError
 from weft.facts.kv import layer_bytes_per_token
 from weft.kernels import choose, rounding
 from weft.kernels.base import AttentionShape, KVCache
 from weft.kernels.batch import Batch
+from weft.kernels.streams import BROKEN
 from weft.kernels.warm import warm
 from weft.layers import rope
 from weft.models.decoder import Decoder
@@ -234,14 +236,23 @@ class Worker:
             self._remember(rest[0], None)
             return None
         assert logits is not None and order is not None
-        sampled = self.sampler.sample(logits, order, rest)
+        sampled, slots = self.sampler.sample(logits, order, rest), order.slots
         self._remember(rest[0], sampled.tokens)
 
         def result() -> StepResult:
             tokens, logprobs = sampled.result()
-            return StepResult(step.id, tokens, logprobs, prompt_logprobs)
+            made = StepResult(step.id, tokens, logprobs, prompt_logprobs)
+            if min(tokens) == BROKEN:
+                self._tell_broken(made, slots)
+            return made
 
         return result() if self.device.type == "cpu" else result
+
+    def _tell_broken(self, made: StepResult, slots: np.ndarray) -> None:
+        """Say which of the rows' `slots` had logits that are not finite; ids take the place of what was not sampled."""
+        why = f"rank {self.rank}: the model produced NaN or infinite logits, from which nothing can be sampled"
+        made.failed = {int(slots[row]): why for row, token in enumerate(made.tokens) if token == BROKEN}
+        made.tokens = [max(token, 0) for token in made.tokens]
 
     def _remember(self, slots: torch.Tensor, tokens: torch.Tensor | None) -> None:
         """Keep what was sampled for the step after, on every rank: only the output rank has it, as [R] int64."""
@@ -337,9 +348,16 @@ class Worker:
             samples=[True] * len(counts),
             guesses=[min(self._guesses, count - 1) for count in counts],
         )
-        self.execute(step)
+        result = self.execute(step)
+        made = result() if callable(result) else result
         for slot in slots:
             self._release(slot)
+        if made and made.failed:
+            raise ModelError(
+                f"the checkpoint {self.plan.checkpoint} produces NaN or infinite logits, from which nothing can be "
+                f"sampled: its weights are damaged, or beyond what {self.plan.dtype} holds; fetch it again, or try "
+                f"--dtype {'float32' if self.plan.dtype == 'bfloat16' else 'bfloat16'}"
+            )
 
 
 def sampled_positions(step: StepPlan) -> tuple[list[int], list[int], list[int]]:

@@ -15,13 +15,13 @@ __all__ = ["NativeKernels", "available"]
 
 
 def available(dtype: torch.dtype, head_dim: int, group: int, *, required: bool = False) -> bool:
-    """Whether these kernels can serve a model of this dtype, head_dim and query heads per KV head, and a
-    compiler was found; with `required` the reason that they cannot is a ConfigError."""
+    """Whether these kernels can serve a model of this dtype, head_dim and query heads per KV head, and
+    their library could be built and loaded; with `required` the reason that they cannot is a ConfigError."""
     name = str(dtype).removeprefix("torch.")
     reason = compiled.obstacle(name, head_dim, group)
     if reason is None:
         try:
-            compiled.build(name)
+            compiled.load(name)
         except (OSError, subprocess.SubprocessError) as error:
             reason = str(error)
     instead = "The slower torch kernels take their place"

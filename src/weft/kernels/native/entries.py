@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from weft.compiled import build
+from weft import compiled
 from weft.facts.library import POINTER, REAL, SIZE
 
 
@@ -18,7 +17,7 @@ class Entries:
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self._suffix = str(dtype).removeprefix("torch.")
-        self._compiled = ctypes.CDLL(str(build(self._suffix)))
+        self._compiled = compiled.load(self._suffix)
         self.norm = self._threaded("norm", *[POINTER] * 4, SIZE, SIZE, REAL)
         self.silu_mul = self._threaded("silu_mul", *[POINTER] * 2, SIZE, SIZE)
         self.rotate_and_store = self._threaded("rotate_and_store", *[POINTER] * 9, REAL, *[SIZE] * 5)

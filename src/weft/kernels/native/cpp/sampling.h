@@ -15,6 +15,8 @@ struct Wish {
     double temperature, log_min_p, top_k, top_p;
 };
 
+constexpr int64_t BROKEN = -1;  // as in kernels/streams.py: in place of a token of logits that are not finite
+
 // A number of a random stream, see `exponentials` of worker/random.py.
 inline double time_of(uint64_t stream, uint64_t index) {
     uint64_t x = stream + (index + 1) * 0x9E3779B97F4A7C15;
@@ -197,9 +199,8 @@ public:
     // Of the row that was read.
     int64_t token(const Wish &wish, uint64_t stream) {
         int32_t best = *std::max_element(tops.begin(), tops.end());
+        if (best >= INFINITE || best <= NEVER) return BROKEN;
         if (wish.temperature == 0) return greedy(best);
-        // Beside what is not finite nothing can be drawn.
-        if (best >= INFINITE || best <= NEVER) return 0;
         weight = {number(best), float(wish.temperature)};
         int32_t floor = floor_of(wish);
         weigh_blocks(floor);

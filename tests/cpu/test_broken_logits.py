@@ -1,0 +1,83 @@
+"""Checkpoints whose numbers are not: NaN weights stop the start, NaN of one prompt ends that request and no other."""
+
+from __future__ import annotations
+
+import math
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.cpu import checkpoints
+from weft import LLM
+from weft.core.params import SamplingParams
+from weft.errors import EngineError, OutputError
+
+HURT = 7  # the token whose embedding is NaN
+COMMON: dict[str, Any] = {"skip_tokenizer_init": True, "dtype": "float32", "kv_cache_memory_bytes": 60_000}
+GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, logprobs=1)
+no_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+
+
+def with_nan(path: Path, name: str, rows: int | slice) -> Path:
+    """The checkpoint with NaN in rows of a tensor."""
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    tensors[name][rows] = math.nan
+    save_file(tensors, file, {"format": "pt"})
+    return path
+
+
+@pytest.mark.parametrize("how", [{}, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}], ids=["one", "four"])
+def test_a_checkpoint_of_nan_does_not_start(how: dict[str, Any], tmp_path: Path) -> None:
+    path = with_nan(checkpoints.make("llama", tmp_path), "model.norm.weight", slice(None))
+    rank = 2 if how else 0
+    with pytest.raises(
+        EngineError, match=rf"^rank {rank} failed during allocate: the checkpoint .* produces NaN or inf"
+    ):
+        LLM(str(path), executor="inline", **how, **COMMON)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch", pytest.param("triton", marks=no_triton)])
+def test_one_request_with_nan_harms_no_other(backend: str, tmp_path: Path) -> None:
+    """Neither those beside it nor those that get its slot and its KV blocks."""
+    path = checkpoints.make("llama", tmp_path)
+    prompts = [[3, 4, 5], [6, HURT, 9], [8, 9]]
+
+    def answers() -> list[Any]:
+        with LLM(str(path), executor="inline", attention_backend=backend, max_num_seqs=3, **COMMON) as llm:
+            outputs = llm.generate(prompts, GREEDY) + llm.generate([[5, 4], [4, 4, 4, 4], [9]], GREEDY)
+            return [output.outputs[0] for output in outputs]
+
+    clean = answers()
+    with_nan(path, "model.embed_tokens.weight", HURT)
+    # A sampled token whose embedding is NaN would end others as well.
+    assert all(HURT not in choice.token_ids for choice in clean[:1] + clean[2:])
+    hurt = answers()
+    assert hurt[1].finish_reason == "error" and hurt[1].token_ids == []
+    assert [c.token_ids for c in hurt[:1] + hurt[2:]] == [c.token_ids for c in clean[:1] + clean[2:]]
+
+
+def test_it_is_told_with_the_rank(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = with_nan(checkpoints.make("llama", tmp_path), "model.embed_tokens.weight", HURT)
+    with LLM(str(path), executor="inline", tensor_parallel_size=2, **COMMON) as llm:
+        with pytest.raises(OutputError, match=r"^rank 0: the model produced NaN or infinite logits"):
+            list(llm.stream([3, HURT], GREEDY))
+        assert "ended: rank 0: the model produced NaN" in caplog.text
+        assert len(llm.generate([[3, 4]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 6
+
+
+def test_steps_ahead_and_guesses_go_on(tmp_path: Path) -> None:
+    """What stands in the place of the token is an id that the next step may look up."""
+    path = with_nan(checkpoints.make("llama", tmp_path), "model.embed_tokens.weight", HURT)
+    more: list[dict[str, Any]] = [
+        {"async_scheduling": True},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+        {"speculative_config": {"model": str(path), "num_speculative_tokens": 2}},
+    ]
+    for how in more:
+        with LLM(str(path), executor="inline", **COMMON, **how) as llm:
+            made = llm.generate([[3, HURT, 3], [3, 4, 3, 4, 3]], GREEDY, use_tqdm=False)
+            assert [output.outputs[0].finish_reason for output in made] == ["error", "length"], how
