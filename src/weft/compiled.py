@@ -78,7 +78,7 @@ def build(dtype: str) -> Path:
 
 @functools.cache
 def load(dtype: str) -> ctypes.CDLL:
-    """The library for a dtype of TYPES in this process. Raises what `build` raises, and OSError if it cannot be loaded."""
+    """The library for a dtype of TYPES in this process. Raises what `build` does, and OSError if it does not load."""
     return library.load(build(dtype))
 
 

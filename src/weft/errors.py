@@ -5,8 +5,20 @@ from __future__ import annotations
 import msgspec
 
 
+def printable(text: str) -> str:
+    """A text as a terminal may show it: control characters, which could move its cursor or hide what was printed, as
+    their escapes. Newlines and tabs stay."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
 class WeftError(Exception):
-    """Anything Weft says to a user about their input, their machine or a failed engine."""
+    """Anything Weft says to a user about their input, their machine or a failed engine. It may quote what somebody else
+    wrote: a name, a path, a line of a file."""
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(printable(message))
 
 
 class RequestError(WeftError, ValueError):

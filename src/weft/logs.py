@@ -6,9 +6,18 @@ import logging
 import os
 import sys
 
+from weft.errors import printable
+
 VARIABLE = "VLLM_LOGGING_LEVEL"
 
 _ours = ""  # what the variable holds where the user said nothing
+
+
+class Printable(logging.Formatter):
+    """Log lines in which no control character reaches the terminal, whoever chose a name that is logged."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
 
 
 def configure(level: str = "WARNING") -> None:
@@ -22,7 +31,7 @@ def configure(level: str = "WARNING") -> None:
         wanted = _ours = level
     logger = logging.getLogger("weft")
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s %(message)s", "%m-%d %H:%M:%S"))
+    handler.setFormatter(Printable("%(levelname)s %(asctime)s %(message)s", "%m-%d %H:%M:%S"))
     logger.handlers = [handler]
     logger.setLevel(wanted)
     logger.propagate = False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from weft.errors import EngineError, OutputError
 HURT = 7  # the token whose embedding is NaN
 COMMON: dict[str, Any] = {"skip_tokenizer_init": True, "dtype": "float32", "kv_cache_memory_bytes": 60_000}
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, logprobs=1)
-no_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
 
 
 def with_nan(path: Path, name: str, rows: int | slice) -> Path:
@@ -40,7 +38,7 @@ def test_a_checkpoint_of_nan_does_not_start(how: dict[str, Any], tmp_path: Path)
         LLM(str(path), executor="inline", **how, **COMMON)
 
 
-@pytest.mark.parametrize("backend", ["cpu", "torch", pytest.param("triton", marks=no_triton)])
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
 def test_one_request_with_nan_harms_no_other(backend: str, tmp_path: Path) -> None:
     """Neither those beside it nor those that get its slot and its KV blocks."""
     path = checkpoints.make("llama", tmp_path)

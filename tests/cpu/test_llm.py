@@ -258,7 +258,7 @@ def test_start_says_what_it_holds_and_not_on_stdout(folder: Path, caplog: Any, c
     with caplog.at_level(logging.INFO, logger="weft"), LLM(folder, **ENGINE) as llm:
         assert llm.plan.max_model_len == 64 and llm.num_blocks > 0
     lines = [record.getMessage() for record in caplog.records]
-    assert any(line.startswith("GPU KV cache size: ") for line in lines)
+    assert any(line.startswith("CPU KV cache size: ") for line in lines)
     assert any(line.startswith("Maximum concurrency for 64 tokens per request: ") for line in lines)
     assert capfd.readouterr().out == ""
 

@@ -242,7 +242,7 @@ def test_without_requests_nobody_wakes(words: list[str]) -> None:
 
 def test_what_it_prints(server: Server) -> None:
     text = "\n".join(server.lines)
-    assert re.search(r"GPU KV cache size: [\d,]+ tokens", text)
+    assert re.search(r"CPU KV cache size: [\d,]+ tokens", text)
     assert re.search(r"Maximum concurrency for 512 tokens per request: [\d.]+x", text)
 
 

@@ -25,6 +25,7 @@ from weft.client.outputs import CompletionOutput, Metrics, RequestOutput
 from weft.errors import ConfigError, WeftError
 from weft.executors.tuning import Raced, Tuned
 from weft.facts import calibration, config_json, fields, host, speeds
+from weft.facts.cache import tell_damaged
 from weft.facts.calibration import Calibration, Measured
 from weft.facts.cluster import Cluster, Node, parse_gpus
 from weft.facts.cpu import Cpu, CpuSpeed
@@ -315,7 +316,7 @@ def made(device: str = "AMD EPYC (2 cores)", error: float = 0.05, **changed: flo
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    calibration._ignore.cache_clear()
+    tell_damaged.cache_clear()
     return tmp_path / "weft"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import shutil
 import signal
@@ -221,3 +222,22 @@ def test_the_largest_wheel_is_what_has_come(tmp_path: Path) -> None:
     (tmp_path / "a.whl.part").write_bytes(bytes(30))
     (tmp_path / "pip.log").write_bytes(bytes(99))
     assert demo._fetched(tmp_path) == 30
+
+
+def test_who_stands_still_is_not_waited_for(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither another process that holds the lock and was stopped, nor pip."""
+    monkeypatch.setattr(demo, "STALLED_S", 0.2)
+    cache.mkdir()
+    with (cache / "demo.lock").open("w") as lock:
+        lock.write("process 7")
+        lock.flush()
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        fails(cache, offline, r"^process 7 \(end it if it hangs\) has brought nothing of the demo model for 0 s")
+    with (
+        subprocess.Popen(["sleep", "60"]) as process,
+        pytest.raises(ModelError, match=r"^pip has brought nothing of the demo model"),
+    ):
+        try:
+            demo._wait(process, cache)
+        finally:
+            process.kill()

@@ -164,7 +164,7 @@ def test_a_length_is_fitted_down_unless_asked_for(blocks: int, length: int, give
 
 def test_capacity_lines_are_vllm_s() -> None:
     assert capacity_lines(plan(max_model_len=1000), 1000) == [
-        "GPU KV cache size: 16,000 tokens",
+        "CPU KV cache size: 16,000 tokens",
         "Maximum concurrency for 1,000 tokens per request: 15.87x",
     ]
     fitted = capacity_lines(plan(), 10)

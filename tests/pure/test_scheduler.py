@@ -12,6 +12,7 @@ from tests.pure.ranks import expected
 from tests.pure.scheduling import LIMITS, Engine, request
 from weft.core.step import UNKNOWN, StepPlan
 from weft.errors import QueueFullError, RequestError
+from weft.planner.plan import Speculation
 
 # Batches
 
@@ -347,3 +348,22 @@ def test_a_block_is_found_only_once_its_tokens_are_known() -> None:
     engine.run(again, depth=2)
     # The last token of an answer is never computed, and a block counts when it is full.
     assert engine.outputs["b"][0].cached_tokens == (3 + 14 - 1) // 4 * 4
+
+
+@pytest.mark.parametrize("more", [{}, {"lookahead": True}, {"speculation": Speculation(tokens=3)}], ids=str)
+def test_a_slot_that_failed_ends_its_request_and_no_other(more: dict[str, Any]) -> None:
+    engine = Engine(LIMITS | more)
+    for id, prompt in (("a", [1, 2, 3]), ("b", [4, 5, 6])):
+        engine.scheduler.add(request(id, prompt, max_tokens=5, ignore_eos=True))
+    plan = engine.schedule()
+    assert plan and len(plan.slots) == 2
+    if "lookahead" in more:
+        engine.schedule()
+    result = engine.ranks.execute(engine.flight.popleft())
+    result.failed = {plan.slots[1]: "rank 0: NaN"}
+    first, second = engine.scheduler.apply(result)
+    assert (first.id, first.tokens, first.finish_reason, first.error) == ("b", [], "error", "rank 0: NaN")
+    assert second.id == "a" and second.tokens and second.error is None
+    engine.outputs["a"] = [second]
+    engine.run()
+    assert len(engine.tokens("a")) == 5 and "b" not in engine.outputs

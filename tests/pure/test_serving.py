@@ -82,6 +82,17 @@ async def test_minus_infinity_is_a_number_in_json() -> None:
     assert answer.json()["choices"][0]["logprobs"]["content"][0]["logprob"] == -9999.0
 
 
+async def test_a_request_that_the_model_cannot_answer_is_a_500_that_says_so() -> None:
+    def script(request: Request) -> Iterable[Output]:
+        yield Output(request.id, [], [], "error", error="rank 1: the model produced NaN logits")
+
+    world = World(FakeEngine(script))
+    answer = await world.chat()
+    assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
+    assert answer.json()["error"]["message"] == "rank 1: the model produced NaN logits"
+    assert events(await world.chat(stream=True))[-1]["error"]["message"] == "rank 1: the model produced NaN logits"
+
+
 async def test_a_stop_string_ends_the_request_in_the_engine() -> None:
     world = World()
     answer = (await world.chat(stop=["l"])).json()["choices"][0]

@@ -74,7 +74,11 @@ TARGET = (
     ),
     Flag(name="endpoint", metavar="PATH", help="where requests go, instead of that"),
     Flag(name="served-model-name", metavar="NAME", help="the model to ask for; left out: the server's first"),
-    Flag(name="api-key", metavar="KEY", help="key to send, instead of VLLM_API_KEY or OPENAI_API_KEY"),
+    Flag(
+        name="api-key",
+        metavar="KEY",
+        help="key to send; better VLLM_API_KEY or OPENAI_API_KEY in the environment, for flags show in `ps`",
+    ),
     Flag(name="header", parse=header, repeated=True, metavar="NAME=VALUE", help="a header to send"),
     Flag(name="extra-body", parse=values.mapping, metavar="JSON", help="fields to add to every request"),
     Flag(name="request-timeout", parse=finite, default=600.0, metavar="S", help="seconds until a request has failed"),

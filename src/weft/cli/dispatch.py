@@ -11,7 +11,7 @@ from weft import __version__, logs
 from weft.cli import streams
 from weft.cli.commands import COMMANDS, Command
 from weft.cli.parser import UsageError, find, parse
-from weft.errors import WeftError
+from weft.errors import WeftError, printable
 
 logger = logging.getLogger("weft.cli")
 
@@ -67,7 +67,7 @@ def carry_out(words: list[str]) -> int:
 
 def fail(message: str, status: int) -> int:
     """One line, the last that is printed."""
-    print(f"weft: error: {' '.join(message.split())}", file=sys.stderr)
+    print(f"weft: error: {printable(' '.join(message.split()))}", file=sys.stderr)
     return status
 
 

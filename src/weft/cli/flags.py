@@ -46,7 +46,7 @@ MODEL = (
     Flag(name="tokenizer", help="take the tokeniser from this directory, file or name instead of the model's"),
     Flag(name="skip-tokenizer-init", parse=None, help="no tokeniser: prompts and answers are token ids"),
     Flag(name="revision", help="branch, tag or commit of a model on the hub"),
-    Flag(name="hf-token", help="token for the hub, instead of HF_TOKEN"),
+    Flag(name="hf-token", help="token for the hub; better HF_TOKEN in the environment, for flags show in `ps`"),
     Flag(name="download-dir", help="where models from the hub are kept, instead of HF_HOME"),
     Flag(
         name="load-format",
@@ -153,7 +153,11 @@ SERVER = (
     Flag(name="host", help="address to listen on; 0.0.0.0 for all"),
     Flag(name="port", parse=values.size, help="port to listen on; 0 picks a free one"),
     Flag(name="uds", metavar="PATH", help="listen on this Unix socket instead"),
-    Flag(name="api-key", repeated=True, help="key that clients must send, also as VLLM_API_KEY"),
+    Flag(
+        name="api-key",
+        repeated=True,
+        help="key that clients must send; better VLLM_API_KEY in the environment, for flags show in `ps`",
+    ),
     Flag(name="served-model-name", several=True, help="names that the API knows the model by, instead of MODEL"),
     Flag(name="root-path", help="path prefix that a proxy strips"),
     Flag(name="ssl-keyfile", metavar="FILE", help="key for HTTPS"),

@@ -131,7 +131,7 @@ NAMED = (
     Flag(name="model", help="the model, where it is not given as an argument"),
     Flag(name="refresh", parse=None, help="ask the hub also about a model that Weft knows by itself"),
     Flag(name="revision", help="branch, tag or commit of a model on the hub"),
-    Flag(name="hf-token", help="token for the hub, instead of HF_TOKEN"),
+    Flag(name="hf-token", help="token for the hub; better HF_TOKEN in the environment, for flags show in `ps`"),
 )
 EXPORT = (
     Flag(

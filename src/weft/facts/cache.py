@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 import stat
 import tempfile
@@ -12,6 +14,8 @@ from weft.errors import ModelError
 PRIVATE = 0o700  # the mode of folders that we make, whatever the umask
 ROOT = 0  # the user id of the system's administrator, who could change our own code as well
 WAY_OUT = "or let XDG_CACHE_HOME be a directory of your own"
+
+logger = logging.getLogger("weft")
 
 
 def cache_path() -> Path:
@@ -43,8 +47,8 @@ def make_private(folder: Path) -> None:
 
 
 def distrust(path: Path) -> str | None:
-    """Reason not to run code from the cache file `path`, which need not exist; None if nobody but this user and root can
-    have put it there.
+    """Reason not to run code from the cache file `path`, which need not exist; None if only this user and root can have
+    put it there.
 
     The file and its two folders (`weft/kernels`) must belong to this user or root and be closed to other writers. A
     folder further up may belong to somebody else, and to a group: homes are mounted so, and a folder of ours below it
@@ -67,6 +71,12 @@ def distrust(path: Path) -> str | None:
                 f"run; empty it and `chmod go-w` it, {WAY_OUT}"
             )
     return None
+
+
+@functools.cache
+def tell_damaged(path: Path, why: str, way_out: str) -> None:
+    """Say, once, that a file of the cache is ignored."""
+    logger.warning("%s is damaged and ignored (%s); %s", path, why, way_out)
 
 
 def write(path: Path, content: bytes) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from math import isfinite
 from pathlib import Path
@@ -11,10 +9,9 @@ from pathlib import Path
 import msgspec
 
 from weft.errors import WeftError
-from weft.facts.cache import cache_path, write
+from weft.facts.cache import cache_path, tell_damaged, write
 
-logger = logging.getLogger("weft")
-
+AGAIN = "run weft bench calibrate again"
 VERSION = 1  # of the constants: grows when what they mean changes
 
 
@@ -117,10 +114,10 @@ def known(machine: str) -> tuple[Calibration, ...]:
     except (FileNotFoundError, RuntimeError):  # RuntimeError: there is no home, and so no cache
         return ()
     except (OSError, msgspec.DecodeError) as error:
-        _ignore(path(machine), str(error))
+        tell_damaged(path(machine), str(error), AGAIN)
         return ()
     if found.machine != machine or not all(map(sound, found.calibrations)):
-        _ignore(path(machine), "its figures cannot be")
+        tell_damaged(path(machine), "its figures cannot be", AGAIN)
         return ()
     return tuple(it for it in found.calibrations if it.weft == _weft())
 
@@ -152,9 +149,3 @@ def _weft() -> str:
     from weft import __version__
 
     return __version__
-
-
-@cache
-def _ignore(path: Path, why: str) -> None:
-    """Say it once."""
-    logger.warning("%s is damaged and ignored (%s); run weft bench calibrate again", path, why)

@@ -20,10 +20,11 @@ MOST = 100_000  # GPUs
 MOST_BPS = 1e15  # bytes per second
 
 _TERM = re.compile(
-    r"\s*(?:(?P<count>[-+]?\d{1,9})\s*[x×*]\s*)?(?P<name>[^@]*?)\s*(?:@\s*(?P<link>\S*)\s*)?", re.IGNORECASE
+    r"\s*(?:(?P<count>[-+]?\d{1,9})\s*[x×*]\s*)?(?P<name>[^@]*?)\s*(?:@\s*(?P<link>\S*)\s*)?",
+    re.IGNORECASE | re.ASCII,  # digits are 0 to 9, and not those of another script
 )
-_NODES = re.compile(r"\s*(?P<nodes>[-+]?\d{1,9})\s*[x×*]\s*(?P<gpus>[-+]?\d+\s*[x×*].*)", re.IGNORECASE)
-_RATE = re.compile(r"\s*(?P<number>[-+]?\d+(?:\.\d+)?)\s*(?P<unit>[a-z/]*)\s*", re.IGNORECASE)
+_NODES = re.compile(r"\s*(?P<nodes>[-+]?\d{1,9})\s*[x×*]\s*(?P<gpus>[-+]?\d+\s*[x×*].*)", re.IGNORECASE | re.ASCII)
+_RATE = re.compile(r"\s*(?P<number>[-+]?\d+(?:\.\d+)?)\s*(?P<unit>[a-z/]*)\s*", re.IGNORECASE | re.ASCII)
 
 
 class Node(msgspec.Struct, frozen=True):

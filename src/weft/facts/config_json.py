@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from weft.errors import ModelError, reason
-from weft.facts import packed, published
+from weft.facts import limits, packed, published
 from weft.facts.defaults import DEFAULTS, Defaults
 from weft.facts.fields import Fields
 from weft.facts.parameters import ARCHITECTURES, RUNNABLE
@@ -64,7 +64,11 @@ def of(folder: Path) -> Fields:
 def load(path: Path) -> Fields:
     """The fields of a JSON file. Raises ModelError where it cannot be read."""
     try:
-        return Fields(msgspec.json.decode(path.read_bytes(), type=dict[str, object]), str(path))
+        limits.check_file(path, limits.CONFIG_BYTES)
+        text = path.read_bytes()
+        fields = Fields(msgspec.json.decode(text, type=dict[str, object]), str(path))
+        limits.check_unique(text, str(path))
+        return fields
     except OSError as error:
         raise ModelError(f"cannot read {path}: {reason(error)}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -104,13 +108,14 @@ def shape(config: Fields, own: DType = "bfloat16", *, run: bool = True) -> Model
         _refuse(config, name)
     config = usual(config, default)
     hidden, q_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
-    layers, mla = config.integer("num_hidden_layers"), latent(config)
+    layers, mla = config.integer("num_hidden_layers", maximum=limits.LAYERS), latent(config)
     if config.integer_or("word_embed_proj_dim", hidden) != hidden:  # of OPT
         raise config.wrong("word_embed_proj_dim", f"the hidden_size, {hidden}")
     head_dim = mla.nope_dim + mla.rope_dim if mla else config.integer_or("head_dim", default.head_dim)
     if head_dim is None and hidden % q_heads:
         raise ModelError(f"{config.where}: hidden_size {hidden} is no multiple of the {q_heads} num_attention_heads")
-    max_positions = config.integer_or("max_position_embeddings", None) or default.max_positions
+    longest = config.integer_or("max_position_embeddings", None, maximum=limits.POSITIONS)
+    max_positions = longest or default.max_positions
     bias = default.bias == "all" or (default.bias == "config" and config.flag("attention_bias"))
     rotary = rope(config, max_positions) if name in RUNNABLE else Rope(theta=_theta(config, Fields({}, config.where)))
     ffn = config.integer_or("intermediate_size", None) or default.ffn_of_hidden * hidden
@@ -169,7 +174,7 @@ def experts(config: Fields, layers: int, ffn: int) -> Experts | None:
     dense |= set(config.ids("mlp_only_layers"))
     step = config.integer_or("decoder_sparse_step", 1) or 1
     dense |= {layer for layer in range(layers) if (layer + 1) % step}
-    count, top_k = config.integer(key), config.integer("num_experts_per_tok")
+    count, top_k = config.integer(key, maximum=limits.EXPERTS), config.integer("num_experts_per_tok")
     if top_k > count:
         raise config.wrong("num_experts_per_tok", f"at most the {count} experts")
     return Experts(

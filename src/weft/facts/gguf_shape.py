@@ -6,6 +6,7 @@ import struct
 from math import isfinite, log
 
 from weft.errors import ModelError
+from weft.facts import limits
 from weft.facts.defaults import DEFAULTS
 from weft.facts.fields import Fields
 from weft.facts.gguf import Array, Gguf
@@ -94,7 +95,7 @@ def shape(gguf: Gguf, *, run: bool = True) -> ModelShape:
     for key in ("attention.value_length", "rope.dimension_count") if run else ():
         if fields.integer_or(key, head_dim) != head_dim:
             raise fields.wrong(key, f"the head's own length, {head_dim}")
-    layers, vocab = fields.integer("block_count"), tensors[EMBEDDING].dims[0]
+    layers, vocab = fields.integer("block_count", maximum=limits.LAYERS), tensors[EMBEDDING].dims[0]
     ffn = fields.integer("feed_forward_length")
     tokens, rotary = Fields(gguf.metadata, where), rope(gguf, fields, head_dim) if run else planned_rope(fields)
     ends = (end for key in END_TOKENS for end in tokens.ids(f"tokenizer.ggml.{key}"))
@@ -108,7 +109,7 @@ def shape(gguf: Gguf, *, run: bool = True) -> ModelShape:
         head_dim=head_dim,
         ffn=ffn // DEFAULTS[name].ffn_parts,
         vocab=vocab,
-        max_positions=rotary.reach(fields.integer("context_length")),
+        max_positions=rotary.reach(fields.integer("context_length", maximum=limits.POSITIONS)),
         norm_eps=fields.number_or("attention.layer_norm_epsilon", None)
         or fields.number("attention.layer_norm_rms_epsilon"),
         rope=rotary,

@@ -97,8 +97,8 @@ def intact(path: Path) -> bool:
 
 
 def load(path: Path) -> ctypes.CDLL:
-    """The library at `path`, ready to be called. Everybody who loads one does it here. Raises OSError, in one line, where
-    somebody else could have written it, where its digest does not hold, and where the system cannot load it."""
+    """The library at `path`, ready to be called. Everybody who loads one does it here. Raises OSError, in one line, if
+    somebody else could have written it, if its digest does not hold, and if the system cannot load it."""
     if reason := objection(path):
         raise OSError(reason)
     if not intact(path):

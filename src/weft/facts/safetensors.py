@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from weft.errors import ModelError, reason
+from weft.facts import limits
 from weft.facts.tensor import TensorInfo, check_bounds
 
 LENGTH_BYTES = 8  # the header's length, little-endian, comes first
@@ -37,6 +38,7 @@ class _Index(msgspec.Struct):
 def read(path: Path) -> dict[str, TensorInfo]:
     """The tensors of one file. Raises ModelError where it is missing, cut short, damaged or of unknown types."""
     try:
+        limits.check_file(path)
         with path.open("rb") as file:
             size = file.seek(0, 2)
             file.seek(0)
@@ -65,6 +67,7 @@ def decode(header: bytes, path: str) -> dict[str, TensorInfo]:
         entries = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
         entries.pop("__metadata__", None)
         decoder = msgspec.json.Decoder(_Entry)
+        limits.check_unique(header, path)
         return {name: _tensor(path, name, decoder.decode(raw)) for name, raw in entries.items()}
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ModelError(f"{path} is damaged: its header is not safetensors' JSON ({error}); fetch it again") from error
@@ -107,7 +110,10 @@ def read_directory(folder: Path) -> dict[str, TensorInfo]:
 def _read_indexed(folder: Path) -> dict[str, TensorInfo]:
     index = folder / INDEX
     try:
-        weight_map = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
+        limits.check_file(index, limits.CONFIG_BYTES)
+        text = index.read_bytes()
+        weight_map = msgspec.json.decode(text, type=_Index).weight_map
+        limits.check_unique(text, str(index))
     except OSError as error:
         raise ModelError(f"cannot read {index}: {reason(error)}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

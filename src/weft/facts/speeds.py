@@ -15,7 +15,7 @@ import msgspec
 
 from weft.errors import ConfigError, WeftError
 from weft.facts import calibration, cpu, library
-from weft.facts.cache import cache_path, write
+from weft.facts.cache import cache_path, tell_damaged, write
 from weft.facts.calibration import Calibration
 from weft.facts.cpu import CpuSpeed
 from weft.facts.fingerprint import fingerprint
@@ -27,6 +27,7 @@ VERSION = 2  # of the measurements: grows when what they mean changes
 CPU_DEADLINE_S = 20.0  # that what takes a second gets on a machine that is busy with something else
 LEAST_BYTES = 256 << 20  # of memory that is read, to be far more than caches hold
 CACHES = 8  # times the last level of them
+MEASURED_AGAIN = "this machine is measured again"
 BUSY = 0.25  # of the cores
 
 # "works": what was copied is what arrived. "broken": it is not, or the copy failed. "hung": it never ended.
@@ -87,10 +88,11 @@ def known(host: Host) -> Speeds:
     try:
         found = msgspec.json.decode(path(host).read_bytes(), type=Speeds)
     except (OSError, RuntimeError, msgspec.DecodeError) as error:
-        if not isinstance(error, FileNotFoundError):
-            logger.debug("what was measured of this machine cannot be read: %s", error)
+        if not isinstance(error, FileNotFoundError | RuntimeError):  # RuntimeError: there is no home, and so no cache
+            tell_damaged(path(host), str(error), MEASURED_AGAIN)
         return nothing
     if (found.machine, found.version) != (nothing.machine, VERSION) or not sound(found):
+        tell_damaged(path(host), "its figures cannot be", MEASURED_AGAIN)
         return nothing
     return msgspec.structs.replace(found, calibrations=nothing.calibrations)
 

@@ -136,12 +136,13 @@ def fit_length(plan: Plan, num_blocks: int) -> int:
 
 
 def capacity_lines(plan: Plan, num_blocks: int) -> list[str]:
-    """What is logged once the cache is allocated: the two lines that scripts read, in vLLM's words, and one
-    more where the model's length had to be fitted down."""
+    """Log lines for the allocated cache: the two that scripts read, in vLLM's words (which say GPU; of a CPU the first
+    says CPU), and one more where the model's length had to be fitted down."""
     length = fit_length(plan, num_blocks)
     per_request = -(-length // plan.block_size)
+    kind = "CPU" if all(device == "cpu" for device in plan.devices) else "GPU"
     lines = [
-        f"GPU KV cache size: {num_blocks * plan.block_size:,} tokens",
+        f"{kind} KV cache size: {num_blocks * plan.block_size:,} tokens",
         f"Maximum concurrency for {length:,} tokens per request: {num_blocks / per_request:.2f}x",
     ]
     if length < plan.max_model_len:

@@ -12,6 +12,7 @@ import msgspec
 from tokenizers import AddedToken, Tokenizer
 
 from weft.errors import ModelError
+from weft.facts import limits
 from weft.text import gguf_tokenizer, spm, tiktoken_file
 from weft.text.cache import cached
 from weft.text.settings import Settings
@@ -45,6 +46,7 @@ def read(path: Path) -> tuple[Tokenizer, Settings]:
 
 def _vocabulary(file: Path) -> tuple[Tokenizer, Settings]:
     """The vocabulary in one file, by what its name says it is."""
+    limits.check_file(file, limits.TOKENIZER_BYTES)
     if file.suffix == ".json":
         try:
             rust = Tokenizer.from_file(str(file))
@@ -136,6 +138,7 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
 def _json(file: Path) -> dict[str, Any]:
     """The object in a JSON file; {} where there is no such file."""
     try:
+        limits.check_file(file, limits.CONFIG_BYTES)
         value = json.loads(file.read_bytes())
     except FileNotFoundError:
         return {}

@@ -99,6 +99,8 @@ def _compile(source: str) -> Template:
             f"the chat template is no valid Jinja (line {error.lineno}: {error.message}); "
             "give another with --chat-template"
         ) from error
+    except (RecursionError, MemoryError, SyntaxError) as error:  # of the Python code that Jinja makes of it
+        raise ModelError("the chat template is nested too deeply; give another with --chat-template") from error
 
 
 def _environment() -> Environment:

@@ -1,0 +1,114 @@
+"""What a checkpoint may claim before anything grows with it, and what an error may show of what others wrote."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.pure.machines import plan
+from tests.pure.test_config_json import LLAMA, shape
+from weft import logs
+from weft.cli.dispatch import dispatch
+from weft.errors import ConfigError, ModelError, RequestError, printable
+from weft.facts import cluster, config_json, limits, safetensors
+from weft.planner.memory import capacity_lines
+from weft.text import folder, template
+
+
+@pytest.mark.parametrize(
+    ("claim", "most"),
+    [
+        ({"num_hidden_layers": 10**9}, "10,000 at most"),
+        ({"max_position_embeddings": 10**15}, "100,000,000 at most"),
+        ({"num_local_experts": 10**9, "num_experts_per_tok": 2}, "100,000 at most"),
+    ],
+)
+def test_a_config_beyond_any_model_is_refused(claim: dict[str, Any], most: str) -> None:
+    with pytest.raises(ModelError, match=f"{next(iter(claim))} is 10+; it must be {most}"):
+        shape(LLAMA | claim)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "tokenizer_config.json", "config.json"])
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_a_pipe_and_a_device_are_no_files(name: str, kind: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    with pytest.raises(ModelError, match=f"{name} is no regular file"):
+        if name == "config.json":
+            config_json.read(tmp_path)
+        elif name == "model.safetensors":
+            safetensors.read_directory(tmp_path)
+        elif name == "tokenizer.json":
+            folder.read(tmp_path)
+        else:
+            folder._json(path)
+
+
+def test_a_file_beyond_any_of_its_kind_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    with path.open("wb") as file:
+        file.truncate(limits.TOKENIZER_BYTES + 1)
+    with pytest.raises(ModelError, match=r"has 1,000,000,001 bytes; at most 1,000,000,000 are read"):
+        folder.read(tmp_path)
+
+
+def test_a_name_that_is_there_twice_is_told(tmp_path: Path) -> None:
+    entry = json.dumps({"dtype": "F32", "shape": [1], "data_offsets": [0, 4]})
+    header = f'{{"a": {entry}, "a": {entry}}}'.encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    with pytest.raises(ModelError, match=r"model\.safetensors has 'a' twice"):
+        safetensors.read_directory(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA)[:-1] + ', "vocab_size": 7}')
+    with pytest.raises(ModelError, match=r"config\.json has 'vocab_size' twice"):
+        config_json.read(tmp_path)
+
+
+def test_a_template_that_is_nested_too_deeply() -> None:
+    with pytest.raises(ModelError, match="the chat template is nested too deeply"):
+        template._compile("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}")
+
+
+# --- what is shown of it ---
+
+ESCAPES = "\x1b]0;owned\x07\x1b[2Jmodel\u202e\x9b1m"
+
+
+@pytest.mark.parametrize("error", [ConfigError, ModelError, RequestError])
+def test_errors_show_no_control_characters(error: type[Exception]) -> None:
+    assert str(error(f"no {ESCAPES}")) == r"no \x1b]0;owned\x07\x1b[2Jmodel\u202e\x9b1m"
+    assert str(error("Größe: 模型 🙂\n\tx")) == "Größe: 模型 🙂\n\tx"
+    assert printable("\udc80") == r"\udc80"
+
+
+def test_the_command_line_and_the_log_show_none_either(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for words in (["plan", ESCAPES, "--gpus", "1xH100"], [ESCAPES], ["serve", f"--{ESCAPES}"]):
+        assert dispatch(words) > 0
+        assert not {"\x1b", "\x07", "\x9b", "\u202e"} & set(capsys.readouterr().err), words
+    record = logging.LogRecord("weft", logging.WARNING, "x", 1, "name %s", (ESCAPES,), None)
+    assert "\x1b" not in logs.Printable("%(message)s").format(record)
+
+
+@pytest.mark.parametrize("gpus", ["２xH100", "٣xH100", "2x２xH100"])
+def test_digits_are_those_of_ascii(gpus: str) -> None:
+    with pytest.raises(ConfigError):
+        cluster.parse(gpus)
+    with pytest.raises(ConfigError):
+        cluster.network_bytes("１００Gb")
+
+
+def test_the_cache_of_a_cpu_is_not_a_gpu_s() -> None:
+    on_gpu = msgspec.structs.replace(plan(), devices=("cuda:0",) * len(plan().devices))
+    on_cpu = msgspec.structs.replace(plan(), devices=("cpu",) * len(plan().devices))
+    assert capacity_lines(on_gpu, 1000)[0] == "GPU KV cache size: 16,000 tokens"
+    assert capacity_lines(on_cpu, 1000)[0] == "CPU KV cache size: 16,000 tokens"
