@@ -90,7 +90,6 @@ async def test_a_request_that_the_model_cannot_answer_is_a_500_that_says_so() ->
     answer = await world.chat()
     assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
     assert answer.json()["error"]["message"] == "rank 1: the model produced NaN logits"
-    assert events(await world.chat(stream=True))[-1]["error"]["message"] == "rank 1: the model produced NaN logits"
 
 
 async def test_a_stop_string_ends_the_request_in_the_engine() -> None:
