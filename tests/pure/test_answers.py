@@ -13,7 +13,7 @@ import pytest
 
 from tests.pure.commands import parsed
 from tests.pure.machines import expected, plan
-from weft.cli import chat, demo, engine, main, run
+from weft.cli import demo, engine, main, run
 from weft.cli.flags import engine_config
 from weft.client.outputs import CompletionOutput, Metrics, RequestOutput
 from weft.config import EngineConfig
@@ -161,6 +161,32 @@ def test_run_reads_standard_input(
     assert "not valid UTF-8" in capsys.readouterr().err
 
 
+def test_run_takes_the_prompt_after_the_model(llm: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    typed = (
+        ["m", "Why", "is", "it?"],
+        ["--temperature", "0", "m", "Why is it?"],
+        ["m", "--top-k", "3", "Why is it?"],
+        ["--model", "m", "Why is it?"],
+        ["--model", "m", "Why", "is it?"],
+        ["m", "--prompt", "Why is it?"],
+    )
+    for words in typed:
+        assert main.main(["run", *words, "--raw"]) == 0, capsys.readouterr().err
+        assert (llm.now.config.model, llm.now.asked) == ("m", ["Why is it?"])
+    assert main.main(["run", "m", "one", "--prompt", "two"]) == 2
+    assert "two prompts: 'one' and --prompt 'two'; give one of them" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--prompt", ""], [" "], []])
+def test_an_empty_prompt_is_refused(
+    llm: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\n")))
+    assert main.main(["run", "m", *words]) == 2
+    assert llm.now is None
+    assert capsys.readouterr().err.startswith("weft: error: the prompt is empty; for example: weft run")
+
+
 @pytest.mark.parametrize(
     ("flag", "told"), [("--temperature -1", "temperature"), ("--top-p 2", "top_p"), ("--block-size 0", "block_size")]
 )
@@ -216,16 +242,6 @@ def test_chat_ends_with_its_input(llm: Any, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hi"))
     assert main.main(["chat", "m"]) == 0
     assert len(llm.now.asked) == 1
-
-
-def test_chat_goes_on_after_what_cannot_be_served(capsys: pytest.CaptureFixture[str]) -> None:
-    class Full(FakeLLM):
-        def stream(self, asked: Any, params: SamplingParams) -> Any:
-            raise RequestError("the prompt is too long")
-
-    history = [{"role": "user", "content": "before"}]
-    assert chat.answered(Full(model="m"), history, "more", SamplingParams()) == history  # type: ignore[arg-type]
-    assert "too long; /reset" in capsys.readouterr().err
 
 
 def test_ctrl_c_ends_an_answer_of_a_chat_and_keeps_it(capsys: pytest.CaptureFixture[str]) -> None:

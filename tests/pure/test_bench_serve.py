@@ -263,6 +263,39 @@ async def test_a_limit_on_concurrency_holds_requests_back() -> None:
     assert all(record.late_s == record.began_s - record.held_until_s for record in held if record.held_until_s)
 
 
+async def test_a_load_that_is_cancelled_keeps_what_was_answered() -> None:
+    under_way = 0
+
+    async def four_then_silence(exchange: Exchange) -> None:
+        nonlocal under_way
+        under_way += 1
+        await (good(exchange) if under_way <= 4 else asyncio.sleep(60))
+
+    ended: list[Record] = []
+    async with serving(four_then_silence) as server:
+        prompts = [Prompt([1], 2)] * 9
+        laying = asyncio.create_task(lay_on(Client(server), Asking(), prompts, [0.0] * 9, on_end=ended.append))
+        while len(ended) < 4 or under_way < 9:
+            await asyncio.sleep(0.001)
+        laying.cancel()
+        load = await laying
+    figures = summary(load)
+    assert (figures["completed"], figures["failed"], figures["interrupted"]) == (4, 0, True)
+    assert any("interrupted after 4 of 9 requests" in text for text in warnings(figures, 9))
+
+
+async def test_a_load_without_an_answer_is_cancelled_for_good() -> None:
+    async def silent(exchange: Exchange) -> None:
+        await asyncio.sleep(60)
+
+    async with serving(silent) as server:
+        laying = asyncio.create_task(lay_on(Client(server), Asking(), [Prompt([1], 2)], [0.0]))
+        await asyncio.sleep(0.05)
+        laying.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await laying
+
+
 async def test_some_fail_and_all_are_counted() -> None:
     async def every_other(exchange: Exchange) -> None:
         await (good if exchange.json["max_tokens"] % 2 else refused)(exchange)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import signal
 import subprocess
 import sys
 from argparse import ArgumentTypeError, Namespace
@@ -370,13 +371,16 @@ def test_failures_are_one_line(
     assert (captured.out, captured.err) == ("", line)
 
 
-def test_a_reader_that_has_had_enough() -> None:
-    code = "from weft.cli.main import main; import sys; sys.exit(main(['--help']))"
+@pytest.mark.parametrize(
+    "words", [["--help"], ["plan", "--help"], ["plan", "Qwen3-8B", "--gpus", "1xH100"]], ids=" ".join
+)
+def test_a_reader_that_has_left(words: list[str]) -> None:
+    code = f"from weft.cli.main import main; import sys; sys.exit(main({words}))"
     reading, writing = os.pipe()
     os.close(reading)
     done = subprocess.run([sys.executable, "-c", code], stdout=writing, stderr=subprocess.PIPE, text=True, env=HERE)
     os.close(writing)
-    assert done.stderr == "" and done.returncode == 1
+    assert done.stderr == "" and done.returncode == 128 + signal.SIGPIPE
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
@@ -424,7 +428,7 @@ def test_help_for_a_command(capsys: pytest.CaptureFixture[str]) -> None:
     for said in (["help", "run"], ["run", "--help"]):
         with pytest.raises(SystemExit):
             main.main(said)
-        assert capsys.readouterr().out.startswith("usage: weft run MODEL [flags]")
+        assert capsys.readouterr().out.startswith("usage: weft run MODEL [PROMPT] [flags]")
 
 
 def test_only_a_server_tells_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,6 +64,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     ended_s: float
     beats_late_s: list[float]
     most_at_once: int
+    interrupted: bool = False  # cancelled before its end; `records` are the requests that had ended by then
 
     @property
     def seconds(self) -> float:
@@ -176,7 +177,10 @@ async def lay_on(
     on_end: Callable[[Record], object] = lambda record: None,
 ) -> Load:
     """Send each prompt at its time, seconds from now, and hear all answers to the end. With `max_concurrency` no more
-    than that are under way at once, and those that are due wait in order. Failures are in the records."""
+    than that are under way at once, and those that are due wait in order. Failures are in the records.
+
+    Cancelled (Ctrl-C), it gives up the requests under way and returns the Load of those that had ended, if any had.
+    """
     bodies = [asking.body(prompt) for prompt in prompts]  # before the clock runs
     turns = asyncio.Semaphore(max_concurrency) if max_concurrency else None
     running = most = 0
@@ -203,18 +207,33 @@ async def lay_on(
         on_end(record)
 
     beat = asyncio.create_task(_beat(late))
+    interrupted = False
     try:
         async with asyncio.TaskGroup() as group:
             for record, body in zip(records, bodies, strict=True):
                 if (wait := record.due_s - monotonic()) > 0:
                     await asyncio.sleep(wait)
                 group.create_task(one(record, body))
-        ended = monotonic()
+    except asyncio.CancelledError:
+        records = [record for record in records if record.ended_s]
+        if not records:
+            raise
+        interrupted = True
+        if (task := asyncio.current_task()) is not None:
+            task.uncancel()  # handled: the figures so far are the answer to it
     finally:
+        ended = monotonic()
         beat.cancel()
         with suppress(asyncio.CancelledError):
             await beat
-    return Load(records=records, began_s=began, ended_s=ended, beats_late_s=late, most_at_once=most)
+    return Load(
+        records=records,
+        began_s=began,
+        ended_s=ended,
+        beats_late_s=late,
+        most_at_once=most,
+        interrupted=interrupted,
+    )
 
 
 async def ask(client: Client, asking: Asking, record: Record, body: bytes) -> None:

@@ -71,6 +71,7 @@ def summary(
         "output_throughput": round(made / seconds, 2),
         "total_token_throughput": round((read + made) / seconds, 2),
         "most_at_once": load.most_at_once,
+        "interrupted": load.interrupted,
     }
     if limits_s:
         good = sum(meets(record, limits_s) for record in records)
@@ -108,6 +109,9 @@ def client_figures(load: Load) -> dict[str, Any]:
 def warnings(figures: Mapping[str, Any], requests: int) -> list[str]:
     """What a reader of the figures must know."""
     said = []
+    if figures["interrupted"]:
+        ended = figures["completed"] + figures["failed"]
+        said.append(f"interrupted after {ended} of {requests} requests; the figures are of those")
     if figures["failed"]:
         said.append(f"{figures['failed']} of {requests} requests failed; the times are those of the others")
     if figures["short_answers"]:

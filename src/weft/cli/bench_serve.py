@@ -8,7 +8,7 @@ import os
 import resource
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -26,6 +26,7 @@ from weft.bench.prompts import Prompt, random_prompts, read, spread
 from weft.bench.summary import PERCENTILES, parse_limits, summary
 from weft.bench.workload import NANO_IDS
 from weft.cli.flags import ENGINE
+from weft.cli.main import INTERRUPTED
 from weft.cli.parser import UsageError, words_of
 from weft.client.progress import Progress
 from weft.errors import WeftError
@@ -67,7 +68,7 @@ class Plan:
 
 
 def main(arguments: Namespace) -> int:
-    """Lay the load on and print the report; 1 where no request was answered."""
+    """Send the load and print the report; status 1 if no request was answered, 130 if Ctrl-C ended the load early."""
     plan = prepare(arguments)
     point = Point(arguments.request_rate, arguments.burstiness, getattr(arguments, "max_concurrency", None))
     with target(arguments) as there:
@@ -79,7 +80,14 @@ def main(arguments: Namespace) -> int:
         from weft.cli.bench_view import print_load
 
         print_load(result)
-    return 0 if result["completed"] else 1
+    return exit_status([result])
+
+
+def exit_status(results: Sequence[Mapping[str, Any]]) -> int:
+    """The status of a command that measured these loads."""
+    if any(result["interrupted"] for result in results):
+        return INTERRUPTED
+    return 0 if all(result["completed"] for result in results) else 1
 
 
 def prepare(arguments: Namespace) -> Plan:

@@ -10,7 +10,7 @@ from math import inf
 from typing import Any
 
 from weft.bench.summary import warnings
-from weft.cli.bench_serve import Point, measure, prepare, save, target
+from weft.cli.bench_serve import Point, exit_status, measure, prepare, save, target
 from weft.cli.bench_view import aligned, number
 from weft.cli.parser import UsageError
 from weft.cli.plot import Curve, check, picture, terminal
@@ -22,7 +22,7 @@ CURVES = {  # title of a plot, its unit, and its curves by name
 
 
 def main(arguments: Namespace) -> int:
-    """Measure every point and print table and plots; 1 where a point got no answer at all."""
+    """Measure every point and print table and plots; status 1 if a point got no answer, 130 after Ctrl-C."""
     by, loads = points(arguments)
     if path := getattr(arguments, "plot", None):
         check(path)
@@ -33,6 +33,8 @@ def main(arguments: Namespace) -> int:
             found = measure(plan, there, point, at)
             results.append({"name": f"{axis(by)} {cell(found[by])}", **found})
             print(progress(by, found), file=sys.stderr)
+            if found["interrupted"]:
+                break
     model = results[0]["model_id"]
     whole = {"task": "sweep", "by": by, "model_id": model, "points": results}
     save(arguments, whole)
@@ -43,7 +45,7 @@ def main(arguments: Namespace) -> int:
     if path:
         unit, names = CURVES["times"]
         picture(path, curves(by, results, names), x=axis(by), y=unit, title=f"{model}, {loads_in_words(results)}")
-    return 0 if all(result["completed"] for result in results) else 1
+    return exit_status(results)
 
 
 def points(arguments: Namespace) -> tuple[str, list[Point]]:

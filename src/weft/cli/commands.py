@@ -18,7 +18,7 @@ Group = tuple[str, tuple[Flag, ...]]
 @dataclass(frozen=True, kw_only=True)
 class Command:
     """`weft NAME ARGUMENT [flags]`; `argument` is MODEL, or words that `about` tells, or none. `module` has
-    `main(arguments) -> exit status`."""
+    `main(arguments) -> exit status`. With `takes_prompt` the words after MODEL are `arguments.prompt_words`."""
 
     name: str
     summary: str
@@ -27,12 +27,14 @@ class Command:
     argument: str = "MODEL"
     about: str = "what to ask"  # an argument that is no model
     needs_model: bool = True
+    takes_prompt: bool = False
     log_level: str = "WARNING"
     example: str = ""
 
     @property
     def usage(self) -> str:
-        return f"weft {self.name} {self.argument}".rstrip()
+        prompt = " [PROMPT]" if self.takes_prompt else ""
+        return f"weft {self.name} {self.argument}{prompt}".rstrip()
 
     @property
     def flags(self) -> tuple[Flag, ...]:
@@ -40,7 +42,11 @@ class Command:
 
 
 PROMPT = (
-    Flag(name="prompt", metavar="TEXT", help="what to ask; left out, standard input is read"),
+    Flag(
+        name="prompt",
+        metavar="TEXT",
+        help="the prompt, if it is not given after MODEL; without either, standard input is read",
+    ),
     Flag(name="system-prompt", metavar="TEXT", help="what the model is told before"),
     Flag(name="raw", parse=None, help="give the prompt to the model as it is, without the chat template"),
     Flag(name="json", parse=None, help="print one JSON object with text, token ids, timing, layout and predictions"),
@@ -84,11 +90,12 @@ COMMANDS = {
             summary="Answer one prompt and end.",
             module="weft.cli.run",
             groups=(("prompt", PROMPT), ("sampling", SAMPLING), *ENGINE),
-            example='weft run demo --prompt "Why is the sky blue?" --json',
+            takes_prompt=True,
+            example='weft run demo "Why is the sky blue?" --json',
         ),
         Command(
             name="chat",
-            summary="Talk with a model; /reset forgets, /exit ends.",
+            summary="Talk with a model; /help lists what can be typed.",
             module="weft.cli.chat",
             groups=(("conversation", CHAT), ("sampling", SAMPLING), *ENGINE),
             example="weft chat demo",

@@ -27,7 +27,7 @@ def main(arguments: Namespace) -> int:
         params = llm.sampling_params(**wanted)
         answer = engine.show(llm.stream(engine.conversation(prompt), params))
     if answer is not None:
-        print(f"\n{summary(len(answer.outputs[0].token_ids), **engine.speed(answer))}")
+        print(f"\n{engine.speed_text(answer)}")
     return 0
 
 
@@ -38,9 +38,3 @@ def cut(arguments: Namespace) -> dict[str, Any]:
         return {}
     shared = getattr(arguments, "device", "auto") != "cpu" and len(host.probe().gpus) == 1
     return {"tensor_parallel_size": RANKS, **({"device_ids": (0,) * RANKS} if shared else {})}
-
-
-def summary(tokens: int, *, ttft_s: float | None, decode_tok_s: float | None) -> str:
-    """The last line: tokens, tokens/s, time to the first token."""
-    rate = f"{decode_tok_s:.1f} tokens/s" if decode_tok_s else "too few to time"
-    return f"{tokens} tokens, {rate}, {1000 * (ttft_s or 0):.0f} ms to the first token"

@@ -15,11 +15,13 @@ from weft.errors import WeftError, printable
 
 logger = logging.getLogger("weft.cli")
 
+CLOSED_PIPE = 141  # a shell's status for a program that SIGPIPE ended
 ABOUT = "Runs one large language model across the GPUs you really have."
 
 
 def dispatch(words: Sequence[str]) -> int:
-    """Run `weft WORDS`; the exit status: 0, 1 for an error, 2 for words that make no command. Ctrl-C is raised."""
+    """Run `weft WORDS`; return 0, 1 for an error, 2 for wrong usage, or 141 if the reader of our output has left.
+    KeyboardInterrupt passes."""
     streams.settle()
     try:
         status = carry_out(list(words))
@@ -32,7 +34,7 @@ def dispatch(words: Sequence[str]) -> int:
     except BrokenPipeError:
         # Whoever read our output has had enough.
         streams.end_output()
-        return 1
+        return CLOSED_PIPE
     except OSError as error:
         # Of the machine, and nothing that we foresaw: a full disk where the output goes, no file descriptors left.
         streams.end_output()

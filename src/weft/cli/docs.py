@@ -22,7 +22,7 @@ Flags have vLLM's names and meanings where vLLM has them. In a flag's name `_` i
 `--no-x`; `--config FILE.yaml` holds flags by name, and those on the command line win. A flag of `vllm serve` that Weft
 does not have is ignored with a warning that names it; any other unknown flag is an error, with the nearest name.
 
-Exit status: 0 done, 1 an error (one line on standard error), 2 words that make no command, 3 for `weft plan`, `cost`
+Exit status: 0 done, 1 an error (one line on standard error), 2 wrong usage, 3 for `weft plan`, `cost`
 and `simulate` where nothing fits, a claim is impossible or nothing meets the promise, 130 Ctrl-C. Answers and
 reports go to standard output, everything else to standard error. `VLLM_LOGGING_LEVEL` sets how much that is.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from weft.cli.flags import engine_config
+from weft.cli.word_wrap import WordWrap
 from weft.client.outputs import RequestOutput
 
 if TYPE_CHECKING:
@@ -17,9 +19,12 @@ if TYPE_CHECKING:
 
 def start(arguments: Namespace, **ours: Any) -> LLM:
     """The engine that the flags describe, ready to answer; a context manager."""
-    from weft.llm import LLM
+    config = engine_config(arguments, **ours)
+    if sys.stderr.isatty():
+        print(f"loading {config.model} ...", file=sys.stderr, flush=True)
+    from weft.llm import LLM  # takes a moment by itself
 
-    return LLM(**asdict(engine_config(arguments, **ours)))
+    return LLM(**asdict(config))
 
 
 def conversation(text: str, system: str | None = None) -> list[dict[str, str]]:
@@ -29,24 +34,39 @@ def conversation(text: str, system: str | None = None) -> list[dict[str, str]]:
 
 
 def show(stream: Iterator[RequestOutput], *, stoppable: bool = False) -> RequestOutput | None:
-    """Print an answer as it grows, and a new line after it; what there is of it at the end.
+    """Print an answer as it grows, then a newline; return what there is of the answer at the end.
 
-    With `stoppable` Ctrl-C ends the answer, which is None before its first token; else it is raised.
+    A terminal gets whole words on each line, anything else the text as it is. With `stoppable` Ctrl-C ends the answer,
+    which is None before its first token; otherwise KeyboardInterrupt passes.
     """
+    wrap = WordWrap(shutil.get_terminal_size().columns) if sys.stdout.isatty() else None
     answer, shown = None, 0
     try:
         for answer in stream:
             text = answer.outputs[0].text
-            sys.stdout.write(text[shown:])
+            sys.stdout.write(wrap.push(text[shown:]) if wrap else text[shown:])
             sys.stdout.flush()
             shown = len(text)
     except KeyboardInterrupt:
         if not stoppable:
             raise
     finally:
-        sys.stdout.write("\n")
+        sys.stdout.write(f"{wrap.flush() if wrap else ''}\n")
         sys.stdout.flush()
     return answer
+
+
+def tell_speed(answer: RequestOutput) -> None:
+    """Print the speed of an answer on standard error, for a person who watches."""
+    if sys.stdout.isatty() and sys.stderr.isatty():
+        print(speed_text(answer), file=sys.stderr, flush=True)
+
+
+def speed_text(answer: RequestOutput) -> str:
+    """Tokens, tokens per second and time to the first token, in one line."""
+    timing, tokens = speed(answer), len(answer.outputs[0].token_ids)
+    rate = f"{timing['decode_tok_s']:.1f} tokens/s" if timing["decode_tok_s"] else "too few to time"
+    return f"{tokens} tokens, {rate}, {1000 * (timing['ttft_s'] or 0):.0f} ms to the first token"
 
 
 def speed(answer: RequestOutput) -> dict[str, float | None]:

@@ -9,7 +9,7 @@ INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `weft ARGV`; the exit status: 0, 1 for an error, 2 for words that make no command, 130 for Ctrl-C."""
+    """Run `weft ARGV`; the exit status: 0, 1 for an error, 2 for wrong usage, 130 for Ctrl-C."""
     try:
         from weft.cli.dispatch import dispatch
 

@@ -29,6 +29,10 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see {self.prog} --help)")
 
+    def print_help(self, file: Any = None) -> None:
+        # argparse's own swallows the error of a reader that has left.
+        print(self.format_help(), end="", file=file, flush=True)
+
 
 def find(argv: Sequence[str]) -> tuple[Command, list[str]]:
     """The command that the words begin with, and the words after its name."""
@@ -63,7 +67,9 @@ def parse(command: Command, words: Sequence[str]) -> argparse.Namespace:
             name = word.partition("=")[0]
             hint = nearest(name, options) or f" (see weft {command.name} --help)"
             raise UsageError(f"unknown flag {name} for weft {command.name}{hint}")
-    if extra:
+    if command.takes_prompt:
+        take_prompt(arguments, extra)
+    elif extra:
         raise UsageError(f"unexpected argument {extra[0]!r} for weft {command.name}; for example: {command.example}")
     if command.argument == "MODEL":
         if arguments.argument is not None:
@@ -81,6 +87,14 @@ def parse(command: Command, words: Sequence[str]) -> argparse.Namespace:
     for warning in warnings:
         logger.warning(warning)
     return arguments
+
+
+def take_prompt(arguments: argparse.Namespace, extra: list[str]) -> None:
+    """Take the words that argparse left over as the prompt; with --model, the first word belongs to it too."""
+    arguments.prompt_words = extra
+    if arguments.argument is not None and hasattr(arguments, "model"):
+        arguments.prompt_words = [arguments.argument, *extra]
+        arguments.argument = None
 
 
 def build(command: Command) -> Parser:

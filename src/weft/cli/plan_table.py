@@ -13,8 +13,9 @@ WIDE = 200  # columns: never the limit
 def print_plan(plan: Plan, out: TextIO) -> None:
     """Which rank holds which layers, heads and bytes."""
     from rich.box import SIMPLE_HEAD
-    from rich.console import Console
     from rich.table import Table
+
+    from weft.cli.plain_console import PlainConsole
 
     tp, stages = plan.tensor_parallel, plan.stages
     cut = [f"tensor parallel {tp}"] * (tp > 1) + [f"pipeline of {stages} stages"] * (stages > 1) or ["one rank"]
@@ -36,7 +37,7 @@ def print_plan(plan: Plan, out: TextIO) -> None:
             f"{row.kv_token_bytes:,} B",
         )
     # It fits into 80 columns. Where there are fewer, lines that the terminal breaks tell more than dots in each cell.
-    console = Console(file=out, width=WIDE, highlight=False, markup=False, emoji=False)
+    console = PlainConsole(out, width=WIDE)
     console.print(f"{plan.model}: {plan.shape.architecture}, {plan.dtype}, {', '.join(cut)}", soft_wrap=True)
     console.print(table)
 

@@ -1,4 +1,4 @@
-"""weft run MODEL --prompt TEXT."""
+"""weft run MODEL PROMPT."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("weft.cli")
 
+EXAMPLE = 'for example: weft run demo "Why is the sky blue?"'
 MAX_TOKENS = 512  # a small model may not find its end; --max-tokens auto lets it go on
 
 
@@ -41,6 +42,8 @@ def main(arguments: Namespace) -> int:
             *_, answer = llm.stream(asked, params)
         else:
             answer = engine.show(llm.stream(asked, params))
+            if answer is not None:
+                engine.tell_speed(answer)
         expected = foreseen(llm) if verbose or as_json else None
         if as_json:
             assert answer is not None
@@ -81,11 +84,20 @@ def compared(llm: LLM, expected: Forecast, answer: RequestOutput) -> list[str]:
 
 
 def prompt(arguments: Namespace) -> str:
-    """The prompt that was typed, or standard input."""
-    if hasattr(arguments, "prompt"):
-        return str(arguments.prompt)
+    """The prompt from the command line, or from standard input. Raises UsageError for an empty one, unless --raw asks
+    for what the model says to nothing."""
+    words = " ".join(arguments.prompt_words)
+    if words and hasattr(arguments, "prompt"):
+        raise UsageError(f"two prompts: {words!r} and --prompt {arguments.prompt!r}; give one of them")
+    text = words or (str(arguments.prompt) if hasattr(arguments, "prompt") else _standard_input())
+    if not text.strip() and not getattr(arguments, "raw", False):
+        raise UsageError(f"the prompt is empty; {EXAMPLE}")
+    return text
+
+
+def _standard_input() -> str:
     if sys.stdin.isatty():
-        raise UsageError('what to ask? For example: weft run demo --prompt "Why is the sky blue?"')
+        raise UsageError(f"no prompt; {EXAMPLE}")
     try:
         return sys.stdin.buffer.read().decode()
     except UnicodeDecodeError as error:

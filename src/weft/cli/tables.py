@@ -16,10 +16,10 @@ NARROW = 80  # columns in which figures are whole; a terminal with fewer breaks 
 def console(out: TextIO | None = None, *, pipe: int = WIDE) -> Console:
     """On `out`, by default standard output: as wide as the terminal, and `pipe` columns where it is none. What is
     printed stays as it is written."""
-    from rich.console import Console
+    from weft.cli.plain_console import PlainConsole  # not for --help
 
     out = out or sys.stdout
-    return Console(file=out, width=None if out.isatty() else pipe, highlight=False, markup=False, emoji=False)
+    return PlainConsole(out, width=None if out.isatty() else pipe)
 
 
 def table(*columns: str, title: str = "") -> Table:

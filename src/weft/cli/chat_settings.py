@@ -1,0 +1,44 @@
+"""Sampling parameters of a chat, changed while it runs."""
+
+from __future__ import annotations
+
+from argparse import ArgumentTypeError
+from collections.abc import Mapping
+from typing import Any
+
+from weft.cli.flags import SAMPLING, Flag
+from weft.cli.parser import nearest
+from weft.core.params import SamplingParams
+
+SWITCH = {"on": True, "off": False}
+FLAGS = {flag.dest: flag for flag in SAMPLING}
+
+
+def changed_setting(wanted: Mapping[str, Any], words: str) -> dict[str, Any]:
+    """`wanted` with the parameter that `words` name, as in "temperature 0.5". Raises ValueError in one line."""
+    name, _, text = words.partition(" ")
+    flag = FLAGS.get(name.lstrip("-").replace("-", "_"))
+    if flag is None:
+        names = sorted(FLAGS)
+        raise ValueError(f"unknown parameter {name!r}{nearest(name, names)}; parameters: {', '.join(names)}")
+    if not text.strip():
+        raise ValueError(f"{flag.dest} needs a value: {flag.help}")
+    return {**wanted, flag.dest: _parse_value(flag, text.strip())}
+
+
+def _parse_value(flag: Flag, text: str) -> Any:
+    if flag.parse is None:
+        if text not in SWITCH:
+            raise ValueError(f"{flag.dest} is {text!r}; it must be on or off")
+        return SWITCH[text]
+    try:
+        value = flag.parse(text)
+    except (ValueError, ArgumentTypeError) as error:
+        reason = error if isinstance(error, ArgumentTypeError) else f"{text!r} is not a number"
+        raise ValueError(f"{flag.dest}: {reason}") from None
+    return (value,) if flag.repeated else value
+
+
+def settings_text(params: SamplingParams) -> str:
+    """Every parameter that can be set, with its present value."""
+    return "\n".join(f"  {name} {getattr(params, name)}" for name in FLAGS)

@@ -1,0 +1,18 @@
+"""rich's console, with text left as it is written."""
+
+from __future__ import annotations
+
+from typing import NoReturn, TextIO
+
+from rich.console import Console
+
+
+class PlainConsole(Console):
+    """A console without highlighting, markup and emoji. A reader that has left is a BrokenPipeError."""
+
+    def __init__(self, file: TextIO, width: int | None) -> None:
+        super().__init__(file=file, width=width, highlight=False, markup=False, emoji=False)
+
+    def on_broken_pipe(self) -> NoReturn:
+        # rich's own ends the process with status 1, as if the command had failed.
+        raise BrokenPipeError
