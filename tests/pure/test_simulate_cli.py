@@ -65,7 +65,7 @@ def test_lengths_that_nobody_says_vary_around_the_planner_s() -> None:
     assert (found["load"]["input_len"], found["load"]["output_len"]) == (1024, 1024)
     _, short = told("Llama-3.1-8B --gpus 2xH100 --rate 4 --duration 20s --max-model-len 100")
     assert (short["load"]["input_len"], short["load"]["output_len"]) == (50, 50)
-    said = "all answers are equally long"
+    said = "all answers have the same length"
     assert said not in run("Llama-3.1-8B --gpus 2xH100 --rate 4 --duration 20s")[1]
     assert said in run(f"{HERE} --rate 4")[1]
 

@@ -145,4 +145,5 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
     elif points:
         axes.set_ylim(bottom=0)
     axes.grid(visible=True, alpha=0.3)
-    axes.legend()
+    if panel.curves or panel.lines:
+        axes.legend()
