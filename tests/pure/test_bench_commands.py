@@ -16,7 +16,7 @@ from tests.pure.servers import Exchange, good, serving
 from weft.bench.compare import Change, changes, read
 from weft.cli import bench_compare, bench_serve
 from weft.cli.bench_view import aligned, number
-from weft.cli.plot import Curve, picture, terminal
+from weft.cli.plot import Curve, Line, Panel, picture, terminal
 from weft.errors import ConfigError
 
 
@@ -136,12 +136,14 @@ def test_sweep(url: str, tmp_path: Path) -> None:
 def test_a_plot_in_a_file(tmp_path: Path) -> None:
     path = tmp_path / "plot.png"
     curves = [Curve("a", [(1, 1), (2, 100)]), Curve("b", [(1, 3)])]
-    picture(str(path), curves, x="x", y="y", title="t")
+    lines = [Line(1.5, "upright", upright=True), Line(50, "level", upright=False)]
+    panels = [Panel(curves, x="x", y="y", lines=lines), Panel([], x="x", y="y")]
+    picture(str(path), panels, title="t")
     assert path.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ConfigError, match="cannot write the plot"):
-        picture(str(tmp_path / "none" / "plot.png"), curves, x="x", y="y", title="t")
+        picture(str(tmp_path / "none" / "plot.png"), panels, title="t")
     with pytest.raises(ConfigError, match="cannot write the plot"):
-        picture(str(tmp_path / "plot.nonsense"), curves, x="x", y="y", title="t")
+        picture(str(tmp_path / "plot.nonsense"), panels, title="t")
 
 
 def test_a_plot_in_a_terminal() -> None:

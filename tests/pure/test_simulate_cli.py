@@ -65,7 +65,7 @@ def test_lengths_that_nobody_says_vary_around_the_planner_s() -> None:
     assert (found["load"]["input_len"], found["load"]["output_len"]) == (1024, 1024)
     _, short = told("Llama-3.1-8B --gpus 2xH100 --rate 4 --duration 20s --max-model-len 100")
     assert (short["load"]["input_len"], short["load"]["output_len"]) == (50, 50)
-    said = "all answers are equally long"
+    said = "all answers have the same length"
     assert said not in run("Llama-3.1-8B --gpus 2xH100 --rate 4 --duration 20s")[1]
     assert said in run(f"{HERE} --rate 4")[1]
 
@@ -97,7 +97,7 @@ def test_replicas_are_found() -> None:
     by_count = {it["replicas"]: it["met"] for it in found["runs"]}
     assert answer["best"]["replicas"] == answer["value"] and by_count[answer["value"]] is True
     assert answer["value"] == 1 or by_count[answer["value"] - 1] is False
-    assert f"found: {answer['value']} replicas ({answer['value']} GPUs) meet the objective" in run(words)[1]
+    assert f"found: you need {answer['value']} replicas ({answer['value']} GPUs) to keep the promise" in run(words)[1]
 
 
 def test_a_rate_is_found() -> None:
@@ -143,6 +143,62 @@ def test_a_plot_is_drawn(tmp_path: Path) -> None:
     path = tmp_path / "load.png"
     assert run(f"{HERE} --rates 2,4 --plot {path}")[0] == 0
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[plot.Panel], str]]:
+    """The panels and the title of each picture that is drawn."""
+    pictures: list[tuple[list[plot.Panel], str]] = []
+    monkeypatch.setattr(plot, "check", lambda path: None)
+    monkeypatch.setattr(plot, "picture", lambda path, panels, title: pictures.append((panels, title)))
+    return pictures
+
+
+def lines_of(panel: plot.Panel, *, upright: bool) -> dict[str, float]:
+    return {line.name: line.value for line in panel.lines if line.upright is upright}
+
+
+def test_one_run_is_drawn_as_a_distribution_with_the_promise(drawn: list[tuple[list[plot.Panel], str]]) -> None:
+    words = f"{HERE} --users 20 --think 1s --slo ttft_p95=300ms,e2e_p50=2s --plot x.png"
+    status, told_json = told(words)
+    assert status == 0
+    ((panels, title),) = drawn
+    assert title.startswith("meta-llama/Llama-3.1-8B: ") and "2 x H100" in title and "20 users" in title
+    assert [panel.x for panel in panels] == ["TTFT, ms", "TPOT, ms", "whole answer, ms"]
+    spread = told_json["runs"][0]["ttft_s"]
+    (curve,) = panels[0].curves
+    shares = [share for _, share in curve.points]
+    assert shares == [*range(101)] and [at for at, _ in curve.points] == sorted(at for at, _ in curve.points)
+    assert curve.points[95][0] == pytest.approx(1000 * spread["p95"])
+    assert lines_of(panels[0], upright=True) == {"promised: ttft_p95 300 ms": 300.0}
+    assert lines_of(panels[0], upright=False) == {"95 %": 95.0}
+    assert panels[1].lines == []
+    assert lines_of(panels[2], upright=True) == {"promised: e2e_p50 2 s": 2000.0}
+    assert "distributions" not in told_json["runs"][0]
+
+
+def test_a_search_is_drawn_with_promise_answer_and_saturation(drawn: list[tuple[list[plot.Panel], str]]) -> None:
+    words = f"{HERE} --duration 15s --find rate --slo ttft_p95=300ms --plot x.png"
+    _, told_json = told(words)
+    ((panels, title),) = drawn
+    assert "2 x H100" in title
+    value, whole = told_json["find"]["value"], 2 * told_json["predicted_capacity"]
+    for panel in panels:
+        assert [curve.name for curve in panel.curves] == ["p50", "p95", "p99"]
+        marked = lines_of(panel, upright=True)
+        assert sorted(marked.values()) == pytest.approx(sorted([value, whole]))
+    assert lines_of(panels[0], upright=False) == {"promised: ttft_p95 300 ms": 300.0}
+    assert lines_of(panels[1], upright=False) == {}
+
+
+def test_what_is_slow_is_watched_for_longer() -> None:
+    """Ten minutes of one request in twenty minutes would measure nothing."""
+    slow = "Llama-3.1-70B --gpus 1xH200 --rate 0.01 --output-len 8 --input-len 8"
+    _, seldom = told(slow)
+    assert seldom["duration_s"] == pytest.approx(300 / 0.01)
+    assert seldom["runs"][0]["requests"] > 200
+    _, usual = told(slow.replace("0.01", "1"))
+    assert usual["duration_s"] == 600
 
 
 def test_without_matplotlib_it_says_so_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from weft.bench.summary import warnings
 from weft.cli.bench_serve import Point, exit_status, measure, prepare, save, target
 from weft.cli.bench_view import aligned, number
 from weft.cli.parser import UsageError
-from weft.cli.plot import Curve, check, picture, terminal
+from weft.cli.plot import Curve, Panel, check, picture, terminal
 
 CURVES = {  # title of a plot, its unit, and its curves by name
     "times": ("ms", {"median TTFT": "median_ttft_ms", "p95 TTFT": "p95_ttft_ms", "p95 TPOT": "p95_tpot_ms"}),
@@ -44,7 +44,8 @@ def main(arguments: Namespace) -> int:
         print("\n".join(report(by, results)))
     if path:
         unit, names = CURVES["times"]
-        picture(path, curves(by, results, names), x=axis(by), y=unit, title=f"{model}, {loads_in_words(results)}")
+        panel = Panel(curves(by, results, names), x=axis(by), y=unit)
+        picture(path, [panel], title=f"{model}, {loads_in_words(results)}")
     return exit_status(results)
 
 

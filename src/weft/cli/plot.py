@@ -8,9 +8,13 @@ from importlib.util import find_spec
 from itertools import pairwise
 from math import log10
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from weft.cli.parser import UsageError
 from weft.errors import ConfigError, reason
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 MARKS = "o+x*#@"
 BETWEEN = "."
@@ -23,6 +27,26 @@ class Curve:
 
     name: str
     points: Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Line:
+    """A straight line across a panel at a value, upright or level, with its name."""
+
+    value: float
+    name: str
+    upright: bool
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes of a picture; `marks`: the points of the curves are marked."""
+
+    curves: Sequence[Curve]
+    x: str
+    y: str
+    lines: Sequence[Line] = ()
+    marks: bool = True
 
 
 class Axis:
@@ -91,16 +115,29 @@ def check(path: str) -> None:
         raise UsageError(f"--plot {path}: {file.suffix} is no kind of picture; give one of {' '.join(kinds)}")
 
 
-def picture(path: str, curves: Sequence[Curve], *, x: str, y: str, title: str) -> None:
-    """Write the curves to a file of the kind that its name ends in."""
+def picture(path: str, panels: Sequence[Panel], *, title: str) -> None:
+    """Write the panels, one below the other, to a file of the kind that its name ends in. Raises ConfigError."""
     # Figure and not pyplot, which asks for a display.
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.add_subplot(xlabel=x, ylabel=y, title=title)
-    for curve in curves:
-        axes.plot([a for a, _ in curve.points], [b for _, b in curve.points], marker="o", label=curve.name)
-    points = [point for curve in curves for point in curve.points]
+    figure = Figure(figsize=(8, 1 + 4 * len(panels)), layout="constrained")
+    figure.suptitle(title)
+    for number, panel in enumerate(panels, 1):
+        _draw_panel(figure.add_subplot(len(panels), 1, number, xlabel=panel.x, ylabel=panel.y), panel)
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot write the plot {path}: {reason(error)}") from None
+
+
+def _draw_panel(axes: Axes, panel: Panel) -> None:
+    for curve in panel.curves:
+        marker = "o" if panel.marks else None
+        axes.plot([a for a, _ in curve.points], [b for _, b in curve.points], marker=marker, label=curve.name)
+    for number, line in enumerate(panel.lines):
+        draw = axes.axvline if line.upright else axes.axhline
+        draw(line.value, linestyle="--", color=f"C{len(panel.curves) + number}", label=line.name)
+    points = [point for curve in panel.curves for point in curve.points]
     if points and Axis([a for a, _ in points]).log:
         axes.set_xscale("log")
     if points and Axis([b for _, b in points]).log:
@@ -108,8 +145,5 @@ def picture(path: str, curves: Sequence[Curve], *, x: str, y: str, title: str) -
     elif points:
         axes.set_ylim(bottom=0)
     axes.grid(visible=True, alpha=0.3)
-    axes.legend()
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot write the plot {path}: {reason(error)}") from None
+    if panel.curves or panel.lines:
+        axes.legend()

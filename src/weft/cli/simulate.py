@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from weft.cli import simulate_plots as plots
 from weft.cli import simulate_view as view
 from weft.cli.plan import NOTHING_FITS, look_up
 from weft.cli.simulate_study import SHARES, asked, bare, check, questioned, studied
@@ -59,7 +60,7 @@ def main(arguments: Namespace) -> int:
     else:
         view.show(study, load, runs, found)
     if "plot" in said:
-        view.draw(said["plot"], model.name, runs)
+        plots.draw(said["plot"], view.deployed(question, answer.best), study, runs, found)
     return NOTHING_FITS if found is not None and found.value is None else 0
 
 
@@ -157,15 +158,22 @@ def as_json(
         "duration_s": study.times.duration_s,
         "warmup_s": study.times.warmup_s,
         "slo": str(study.objective) if study.objective else None,
-        "runs": [msgspec.to_builtins(run) for run in runs],
+        "runs": [report_json(run) for run in runs],
     }
     if found is not None:
         told["find"] = {
             "what": said["find"],
             "value": found.value,
             "reason": found.reason or None,
-            "best": msgspec.to_builtins(found.report),
+            "best": report_json(found.report) if found.report else None,
         }
+    return told
+
+
+def report_json(report: Report) -> dict[str, Any]:
+    """A run as JSON, less the distributions: they are for pictures."""
+    told: dict[str, Any] = msgspec.to_builtins(report)
+    del told["distributions"]
     return told
 
 

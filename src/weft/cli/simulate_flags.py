@@ -77,7 +77,10 @@ LOAD = (
     ),
     Flag(name="prefixes", parse=values.at_least(1), default=1, metavar="N", help="how many such beginnings there are"),
     Flag(
-        name="duration", metavar="TIME", help="how long requests come, as in 90s or 1h (default: 10m, or the trace's)"
+        name="duration",
+        metavar="TIME",
+        help="how long requests come, as in 90s or 1h (default: 10m, longer if answers or the lowest rate are slow; or "
+        "the trace's)",
     ),
     Flag(
         name="warmup",
@@ -128,7 +131,12 @@ ANSWER = (
         "there would be more than 200,000 requests",
     ),
     Flag(name="stretches", parse=None, default=True, help="take steps whose batch does not change in one go"),
-    Flag(name="plot", metavar="FILE", help="a picture of the times against the load, as PNG or SVG (needs matplotlib)"),
+    Flag(
+        name="plot",
+        metavar="FILE",
+        help="a picture, as PNG or SVG (needs matplotlib): of one run the distribution of its times, of several the "
+        "times against the load; with the promise, what --find found and the predicted saturation as lines",
+    ),
     Flag(name="json", parse=None, help="print one JSON object"),
 )
 OF_PLAN = tuple(flag for flag in plan_flags.LOAD if flag.name in ("engine", "objective"))

@@ -23,7 +23,9 @@ from weft.simulate.objective import parse_objective, seconds
 from weft.simulate.study import Study, Times
 from weft.simulate.trace import Row, read_trace
 
-DURATION_S = 600.0
+DURATION_S = 600.0  # if nothing is slow: otherwise as long as
+LEAST_ANSWERS = 20  # answers after each other take,
+LEAST_REQUESTS = 300  # and as this many requests of the lowest rate
 WARMUP = 0.1  # of the duration
 SHARES = (0.2, 0.4, 0.6, 0.8, 0.9, 1.0)  # of the predicted capacity: the rates that nobody has named
 FINDING_RUNS = 8  # about as many as a search makes
@@ -156,7 +158,7 @@ def studied(said: dict[str, Any], question: Question, best: Candidate, load: Loa
         gpus_each=best.layout.size,
         device="CPU" if question.cluster.on_cpu else "GPU",
         capacity=capacity(best, load),
-        times=times(said, load),
+        times=times(said, load, usual_duration(said, load, best, len(found))),
         policy=said["policy"],
         price=question.price,
         objective=parse_objective(said["slo"]) if "slo" in said else None,
@@ -172,10 +174,23 @@ def capacity(best: Candidate, load: Load) -> float:
     return best.predicted.saturated_tok_s / best.layout.data_parallel / load.mean[1]
 
 
-def times(said: dict[str, Any], load: Load) -> Times:
-    """Of a trace all is measured, of what might go on for ever not the beginning."""
-    usual = inf if load.trace else DURATION_S
-    duration_s = seconds(said["duration"], "--duration") if "duration" in said else usual
+def usual_duration(said: dict[str, Any], load: Load, best: Candidate, replicas: int) -> float:
+    """Seconds of virtual time that say something of a deployment as slow as this one, if no --duration is given."""
+    if load.trace:
+        return inf
+    answer_s = best.predicted.ttft_s + load.mean[1] / best.predicted.single_tok_s
+    enough = [DURATION_S, LEAST_ANSWERS * (answer_s + load.think_s)]
+    lowest = min(said.get("rates", ()), default=load.rate)
+    if bare(said):
+        lowest = SHARES[0] * capacity(best, load) * replicas
+    if lowest:
+        enough.append(LEAST_REQUESTS / lowest)
+    return float(f"{max(enough):.2g}")
+
+
+def times(said: dict[str, Any], load: Load, usual_s: float) -> Times:
+    """The measured time: all of a trace, and all but the beginning of a load that might go on for ever."""
+    duration_s = seconds(said["duration"], "--duration") if "duration" in said else usual_s
     warmup_s = 0.0 if load.trace else WARMUP * duration_s
     if "warmup" in said:
         warmup_s = 0.0 if said["warmup"].strip() in ("0", "0s") else seconds(said["warmup"], "--warmup")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from weft.cli import plot
+from weft.cli.simulate_plots import METRICS, on_terminal
 from weft.cli.tables import console, table
 from weft.planner.question import Question
 from weft.planner.search import Candidate
@@ -18,7 +18,6 @@ from weft.simulate.report import Judged, Report, Spread
 from weft.simulate.study import Study
 
 PERCENTILES = ("p50", "p90", "p95", "p99")
-METRICS = {"TTFT": "ttft_s", "TPOT": "tpot_s", "ITL": "itl_s", "whole answer": "e2e_s", "queue": "queue_s"}
 
 
 def hardware(question: Question) -> str:
@@ -36,11 +35,16 @@ def heading(question: Question, best: Candidate, study: Study, load: Load) -> li
     input_len, output_len = load.mean
     spec = study.specs[0]
     limits = f"{spec.num_blocks * spec.block_size:,} tokens of KV, {spec.max_num_seqs} requests at once"
-    error = f"planner's costs for {question.engine}, within {100 * best.predicted.error_band:.0f} %"
+    error = f"step times of {question.engine} from the planner (error up to {100 * best.predicted.error_band:.0f} %)"
     return [
-        f"{question.model}: {best.cut} on {hardware(question)}; {replicas}, {limits}; {study.policy}",
+        f"{deployed(question, best)}; {replicas}, {limits}; {study.policy}",
         f"requests of {input_len:,.0f} + {output_len:,.0f} tokens on average; {error}",
     ]
+
+
+def deployed(question: Question, best: Candidate) -> str:
+    """The model, its layout and the GPUs, as a title."""
+    return f"{question.model}: {best.cut} on {hardware(question)}"
 
 
 def devices(count: int, study: Study) -> str:
@@ -53,7 +57,7 @@ def show(study: Study, load: Load, runs: Sequence[Report], found: Found | None) 
     report = found.report if found else runs[0] if len(runs) == 1 else None
     if len(runs) > 1:
         shown.print(loads(runs))
-        for lines in plots(runs):
+        for lines in on_terminal(runs):
             shown.print("\n".join(["", *lines]), soft_wrap=True)
     if report:
         shown.print(times(report))
@@ -97,8 +101,8 @@ def times(report: Report) -> Any:
 def figures(study: Study, report: Report) -> list[str]:
     """What one run says beside its times."""
     lines = [
-        f"{report.request_rate:,.4g} requests/s answered, {report.output_tok_s:,.0f} tok/s written, "
-        f"{report.input_tok_s:,.0f} read; {report.running:,.1f} requests at once in each replica",
+        f"{report.request_rate:,.4g} requests/s answered; {report.output_tok_s:,.0f} tok/s generated, "
+        f"{report.input_tok_s:,.0f} tok/s of prompts read; {report.running:,.1f} requests at once in each replica",
         f"KV cache {100 * report.kv_utilisation:.0f} % in use, busy {100 * report.busy:.0f} % of the time; "
         f"{report.refused:,} refused, {report.preemptions:,} preempted",
     ]
@@ -129,10 +133,11 @@ def verdict(study: Study, found: Found) -> list[str]:
         return [f"nothing meets the objective: {found.reason}"]
     report = found.report
     if isinstance(found.value, int):
-        near = f"to {100 * CLOSE_REPLICAS:.0f} %" if CLOSE_REPLICAS * found.value > 1 else "and no fewer"
-        return [f"found: {found.value:,} replicas ({devices(report.gpus, study)}) meet the objective, {near}"]
-    each = f", {found.value / report.replicas:.3g} each" if report.replicas > 1 else ""
-    return [f"found: {found.value:.4g} requests/s meet the objective{each}, to {100 * CLOSE:.0f} %"]
+        near = f" (search accuracy {100 * CLOSE_REPLICAS:.0f} %)" if CLOSE_REPLICAS * found.value > 1 else ""
+        needed = "1 replica" if found.value == 1 else f"{found.value:,} replicas"
+        return [f"found: you need {needed} ({devices(report.gpus, study)}) to keep the promise{near}"]
+    each = f"{found.value / report.replicas:.3g} per replica; " if report.replicas > 1 else ""
+    return [f"found: up to {found.value:.4g} requests/s keep the promise ({each}search accuracy {100 * CLOSE:.0f} %)"]
 
 
 def confidence(study: Study, load: Load, runs: Sequence[Report], report: Report | None) -> list[str]:
@@ -154,8 +159,8 @@ def confidence(study: Study, load: Load, runs: Sequence[Report], report: Report 
         )
     if equal_answers(load) and any(run.replicas > 1 for run in runs):
         lines.append(
-            "all answers are equally long: requests that begin together end together, and others begin together in "
-            "their place; lengths that vary (--output-len 512:1536) are nearer to life"
+            "all answers have the same length, so requests start and end in groups, which makes waits look worse; "
+            "lengths that vary (--output-len 512:1536) are closer to real use"
         )
     sampled = [run for run in ([report] if report else runs) if run.sampled < run.replicas]
     if sampled:
@@ -165,7 +170,7 @@ def confidence(study: Study, load: Load, runs: Sequence[Report], report: Report 
             "(--sample-replicas all simulates every one)"
         )
     if any(it.plus_minus_s is not None for run in runs for it in run.objective):
-        lines.append("±: 95 %, from the differences between ten parts of the time")
+        lines.append("± is the 95 % confidence interval (the time cut into ten blocks)")
     return lines
 
 
@@ -173,37 +178,6 @@ def equal_answers(load: Load) -> bool:
     """Whether they are all of one length."""
     rows, lengths = load.trace or load.drawn.rows, load.drawn.output_len
     return len({row.ask.output_len for row in rows}) == 1 if rows else isinstance(lengths, Fixed) and lengths.tokens > 1
-
-
-def plots(runs: Sequence[Report]) -> list[list[str]]:
-    """Times against the load, for a terminal."""
-    x, curves = against(runs)
-    return [plot.terminal(curves(field), x=x, y=f"{name}, ms") for name, field in list(METRICS.items())[:2]]
-
-
-def draw(path: str, model: str, runs: Sequence[Report]) -> None:
-    """The same as a picture."""
-    x, curves = against(runs)
-    both = [
-        plot.Curve(f"{name} {curve.name}", curve.points)
-        for name, field in list(METRICS.items())[:2]
-        for curve in curves(field)
-    ]
-    plot.picture(path, both, x=x, y="ms", title=model)
-
-
-def against(runs: Sequence[Report]) -> tuple[str, Callable[[str], list[plot.Curve]]]:
-    """The name of the axis that the runs differ along, and the curves of a metric over it."""
-    by_replicas = len({run.replicas for run in runs}) > 1
-
-    def curves(field: str) -> list[plot.Curve]:
-        rows = [(float(run.replicas if by_replicas else run.rate or 0.0), getattr(run, field)) for run in runs]
-        return [
-            plot.Curve(q, [(at, 1000 * getattr(spread, q)) for at, spread in rows if spread])
-            for q in ("p50", "p95", "p99")
-        ]
-
-    return "replicas" if by_replicas else "requests/s", curves
 
 
 def milliseconds(spread: Spread | None, name: str) -> str:

@@ -26,6 +26,12 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
     p99: float
 
 
+class Distribution(msgspec.Struct, frozen=True):
+    """Seconds at each whole percentile, 0 to 100."""
+
+    percentiles_s: tuple[float, ...]
+
+
 class Judged(msgspec.Struct, frozen=True, kw_only=True):
     """A target, and what it came to. `plus_minus_s` is the half of its 95 % interval, None where too little was
     measured. Requests that were refused count as waiting for ever."""
@@ -40,7 +46,7 @@ class Judged(msgspec.Struct, frozen=True, kw_only=True):
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Rates are per second and of the whole deployment, as are counts but for `requests` to `too_long`, which are of
     what was measured: all replicas, or the share `sampled` of them. Spreads are None where nothing was measured; those
-    of requests are over the ones that were answered.
+    of requests are over the ones that were answered; `distributions` has the same times by field name.
 
     `goodput_rate` are the requests that meet the objective's limits. `kv_utilisation`, `running` (requests at once)
     and `busy` are means over the window and the replicas.
@@ -63,6 +69,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     itl_s: Spread | None
     e2e_s: Spread | None
     queue_s: Spread | None
+    distributions: dict[str, Distribution]
     goodput_rate: float | None
     goodput_share: float | None
     met: bool | None
@@ -115,6 +122,7 @@ def report(
         itl_s=gaps(tally),
         e2e_s=spread(tally.e2e),
         queue_s=spread(tally.queued),
+        distributions=distributions(tally),
         goodput_rate=good * scale / window if objective else None,
         goodput_share=good / requests if objective and requests else None,
         met=all(it.met for it in judged) if objective else None,
@@ -142,6 +150,17 @@ def spread(values: Sequence[float]) -> Spread | None:
         return None
     ascending = sorted(values)
     return Spread(mean=fmean(values), **{f"p{q}": percentile(ascending, q) for q in (50, 90, 95, 99)})
+
+
+def distributions(tally: Tally) -> dict[str, Distribution]:
+    """Times of the answered requests, under the names of the report's fields."""
+    times = {"ttft_s": tally.ttft, "tpot_s": tpots(tally), "e2e_s": tally.e2e, "queue_s": tally.queued}
+    return {name: distribution(values) for name, values in times.items() if values}
+
+
+def distribution(values: Sequence[float]) -> Distribution:
+    ascending = sorted(values)
+    return Distribution(tuple(percentile(ascending, percent) for percent in range(101)))
 
 
 def gaps(tally: Tally) -> Spread | None:
@@ -207,7 +226,7 @@ def statistic(values: list[float], target: Target) -> float:
 
 
 def half_interval(parts: Sequence[float]) -> float | None:
-    """Of the mean of equal parts of the time, 95 %."""
+    """Half-width of the 95 % confidence interval of a mean, from equal parts of the time (batch means)."""
     if len(parts) < PARTS or not all(map(isfinite, parts)):
         return None
     return STUDENT * stdev(parts) / sqrt(len(parts))
