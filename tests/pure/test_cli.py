@@ -241,7 +241,7 @@ def test_flags_that_change_what_is_served_are_refused(flag: Foreign, capsys: pyt
         ("run -hf x", "; the model is the argument"),
         ("serve m -t 4", "OMP_NUM_THREADS"),
         ("run m --temp 0", "; here it is --temperature"),
-        ("plan m --temp 0", "; --temperature belongs to weft run, chat and demo"),
+        ("plan m --temp 0", "; --temperature belongs to weft run, chat, "),
         ("plan m --zlo 1", " (see weft plan --help)"),
     ],
 )
