@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -79,6 +81,7 @@ def test_every_line_adds_up_to_its_published_total(entry: catalogue.Entry) -> No
     assert model.source and canonical(model.precision) == model.precision
     assert model.shape.q_heads % model.shape.kv_heads == 0
     assert {catalogue.find(name).shape for name in entry.names} == {model.shape}
+    assert set(entry.nicknames.values()) <= set(entry.names)
 
 
 def test_no_name_stands_for_two_models() -> None:
@@ -89,7 +92,7 @@ def test_no_name_stands_for_two_models() -> None:
 def test_every_short_name_that_was_measured() -> None:
     for name in {row["model"] for row in table("measured_speed.csv")}:
         found = catalogue.find(name)
-        assert found.name.rpartition("/")[2] == name
+        assert name in found.name
 
 
 @pytest.mark.parametrize(
@@ -150,3 +153,96 @@ def test_every_model_has_bytes_in_every_precision() -> None:
         sizes = {precision: weight_bytes(shape, precision) for precision in NAMES}
         assert sizes["fp32"] == 2 * sizes["bf16"]
         assert sizes["int4"] < sizes["int8"] < sizes["bf16"]
+
+
+# --- names that people use ---
+
+EVERY_ID = [(entry, name) for entry in catalogue.entries() for name in entry.names]
+
+
+def ollama_like(name: str) -> str:
+    """meta-llama/Llama-3.3-70B-Instruct as llama3.3:70b-instruct, gemma-3-27b-it as gemma3:27b-it."""
+    bare = re.sub(r"(?<=[a-z])-(?=\d+(\.\d+)?-)", "", name.rpartition("/")[2].lower(), count=1)
+    return re.sub(r"-(?=\d[\d.x]*[bm]\b)", ":", bare, count=1)
+
+
+def numbers(name: str) -> Counter[str]:
+    return Counter(re.findall(r"\d+(?:\.\d+)?", re.sub(r"(?<=\d)_(?=\d)", ".", name.rpartition("/")[2])))
+
+
+def spellings(entry: catalogue.Entry, name: str) -> set[str]:
+    short = re.sub(r"-(instruct|chat|it)\b", "", name.rpartition("/")[2].lower())
+    nicknames = {nick for nick, full in entry.nicknames.items() if full == name}
+    return {name, name.rpartition("/")[2], short, ollama_like(name), ollama_like(short), *nicknames}
+
+
+def with_another_digit(name: str) -> Iterator[str]:
+    """The name with each of its digits one up, and one down."""
+    owner, slash, bare = name.rpartition("/")
+    for place, digit in enumerate(bare):
+        if digit.isdecimal():
+            for other in {(int(digit) + 1) % 10, (int(digit) - 1) % 10}:
+                yield f"{owner}{slash}{bare[:place]}{other}{bare[place + 1 :]}"
+
+
+def is_told_by(name: str, full: str, entry: catalogue.Entry) -> bool:
+    """Whether every number of `name` is the id's, or the model's size."""
+    sizes = {f"{entry.params / unit:.{digits}f}" for unit in (1e6, 1e9) for digits in (0, 1)}
+    sizes |= {f"{int(entry.params / 1e9)}"}
+    return all(number in sizes for number in (numbers(name) - numbers(full)).elements())
+
+
+@pytest.mark.parametrize(("entry", "name"), EVERY_ID, ids=lambda value: value if isinstance(value, str) else "")
+def test_a_name_is_never_taken_for_another_version(entry: catalogue.Entry, name: str) -> None:
+    lines = {full: line for line, full in EVERY_ID}
+    assert catalogue.full_name(name) == name
+    for spelt in spellings(entry, name):
+        full = catalogue.full_name(spelt)
+        assert full is None or is_told_by(spelt, full, lines[full]), (spelt, full)
+        for other in with_another_digit(spelt):
+            full = catalogue.full_name(other)
+            assert full is None or is_told_by(other, full, lines[full]), (other, full)
+
+
+@pytest.mark.parametrize(
+    ("name", "full"),
+    [
+        ("llama3.3:70b", "meta-llama/Llama-3.3-70B-Instruct"),
+        ("llama3.1:70b", "meta-llama/Llama-3.1-70B-Instruct"),
+        ("Llama-3.3-70B", "meta-llama/Llama-3.3-70B-Instruct"),
+        ("llama3:8b", "meta-llama/Meta-Llama-3-8B-Instruct"),
+        ("Llama-3-8B", "meta-llama/Meta-Llama-3-8B"),
+        ("qwen3:8b", "Qwen/Qwen3-8B"),
+        ("Qwen3-0.6B", "Qwen/Qwen3-0.6B"),
+        ("qwen3:30b-a3b", "Qwen/Qwen3-30B-A3B"),
+        ("phi4", "microsoft/phi-4"),
+        ("gemma2:2b", "google/gemma-2-2b-it"),
+        ("gemma-2-2b", "google/gemma-2-2b"),
+        ("mistral:7b", "mistralai/Mistral-7B-Instruct-v0.3"),
+        ("qwen1:8b", None),
+        ("llama3.4:70b", None),
+        ("llama33:70b", None),
+        ("meta-llama/Llama-3.3-70B", None),
+        ("qwen3", None),
+    ],
+)
+def test_short_names(name: str, full: str | None) -> None:
+    assert catalogue.full_name(name) == full
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "others"),
+    [
+        ("llama3.3", "meta-llama/Llama-3.3-70B-Instruct", r"Llama-3\.3"),
+        ("qwen3", "Qwen/Qwen3-8B", "Qwen3-"),
+        ("llama3", "meta-llama/Meta-Llama-3-8B-Instruct", "Llama-3-"),
+        ("mistral", "mistralai/Mistral-7B-Instruct-v0.3", "Mistral-"),
+        ("meta-llama/Llama-3.3-70B", "meta-llama/Llama-3.3-70B-Instruct", r"Llama-3\.3"),
+        ("dmo", "demo", "demo"),
+    ],
+)
+def test_a_family_lists_its_own(name: str, first: str, others: str) -> None:
+    near = catalogue.nearest(name)
+    assert near[0] == first and all(re.search(others, full) for full in near)
+    assert catalogue.did_you_mean(name).startswith(f"did you mean {first}")
+    assert catalogue.did_you_mean("xyzzy") == ""

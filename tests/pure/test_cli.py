@@ -25,9 +25,11 @@ from weft.cli.commands import COMMANDS
 from weft.cli.flags import DEFAULTS, ENGINE, SAMPLING, SERVER, engine_config, sampling, serve_options
 from weft.cli.parser import UsageError, build
 from weft.cli.plan_flags import PLAN
+from weft.client.arguments import check_foreign
+from weft.client.vllm import Foreign, foreign, short_forms
 from weft.config import EngineConfig
 from weft.core.params import SamplingParams
-from weft.errors import Cause, EngineError, ModelError
+from weft.errors import Cause, ConfigError, EngineError, ModelError
 from weft.facts.checkpoint import Checkpoint
 from weft.facts.host import Host
 from weft.facts.topology import Gpu
@@ -169,18 +171,16 @@ def test_mistakes_get_one_line_and_status_2(text: str, told: list[str], capsys: 
 
 def test_flags_of_vllm_that_we_lack_are_named_and_swallowed(caplog: pytest.LogCaptureFixture) -> None:
     got = parsed(
-        "serve --enable-lora m --kv-sharing-fast-prefill --trust-remote-code --no-enable-prompt-adapter "
-        "-O3 -dp 2 --compilation-config.mode 3 --cudagraph-capture-sizes 1 2 4 --max_loras 2 --port 9"
+        "serve --enable-eplb m --kv-sharing-fast-prefill --trust-remote-code --no-enable-prompt-adapter --nnodes 1 "
+        "-O3 -dp 1 --compilation-config.mode 3 --cudagraph-capture-sizes 1 2 4 --max_loras 2 --hf-overrides {} --port 9"
     )
     assert (got.model, got.port) == ("m", 9)
     warned = [record.message.split(":")[0] for record in caplog.records]
     assert warned == [
-        "--enable-lora",
+        "--enable-eplb",
         "--kv-sharing-fast-prefill",
         "--trust-remote-code",
-        "--no-enable-prompt-adapter",
         "-O3",
-        "-dp",
         "--compilation-config.mode",
         "--cudagraph-capture-sizes",
         "--max-loras",
@@ -192,18 +192,80 @@ def test_no_flag_is_both_ours_and_lacking() -> None:
     # What is only planned may have flags for layouts that the engine does not run yet.
     planned = {flag for _, flags in PLAN for flag in flags}
     ours = {flag.name for command in COMMANDS.values() for flag in command.flags if flag not in planned}
-    assert not ours & set(vllm.ARITY)
-    assert set(vllm.SHORT.values()) <= set(vllm.ARITY)
-    assert set(vllm.REASONS) <= set(vllm.ARITY) | {f"no-{name}" for name in vllm.ARITY}
+    assert not ours & set(foreign())
+    assert set(short_forms().values()) <= set(foreign())
+    assert all(flag.why for flag in foreign().values() if flag.refused)
+    assert not any(flag.fine for flag in foreign().values() if not flag.refused)
 
 
-@given(st.lists(st.sampled_from(["m", "--port", "1", "--enable-lora", "--task", "-O2", "--x=1", "-dp"]), max_size=8))
+SWALLOWED = {"--enable-eplb", "--swap-space", "-O2", "-asc"}
+
+
+@given(st.lists(st.sampled_from(["m", "--port", "1", "--x=1", *sorted(SWALLOWED)]), max_size=8))
 def test_stripping_keeps_the_order_and_warns_once_per_flag(argv: list[str]) -> None:
     kept, warnings = vllm.strip(argv, frozenset({"--port"}))
-    assert not {"--enable-lora", "--task", "-O2", "-dp"} & set(kept)
+    assert not SWALLOWED & set(kept)
     rest = iter(argv)
     assert all(word in rest for word in kept)  # a subsequence
-    assert len(warnings) <= sum(word in ("--enable-lora", "--task", "-O2", "-dp") for word in argv)
+    assert len(warnings) <= sum(word in SWALLOWED for word in argv)
+
+
+@pytest.mark.parametrize("flag", [flag for flag in foreign().values() if flag.refused], ids=lambda flag: flag.name)
+def test_flags_that_change_what_is_served_are_refused(flag: Foreign, capsys: pytest.CaptureFixture[str]) -> None:
+    value = ["17"] if flag.arity else []
+    assert main.main(["serve", "m", f"--{flag.name}", *value]) == 2
+    told = capsys.readouterr().err
+    assert told == f"weft: error: --{flag.name}{' 17' if value else ''}: {flag.why}\n"
+    for value in [[same] for same in flag.fine] if flag.arity else []:
+        assert vllm.strip([f"--{flag.name}", *value], frozenset()) == ([], [])
+    if not flag.arity:
+        assert vllm.strip([f"--no-{flag.name}"], frozenset()) == ([], [])
+    with pytest.raises(ConfigError, match=f"^{flag.name.replace('-', '_')}="):
+        check_foreign(flag.name.replace("-", "_"), 17 if flag.arity else True, ())
+    check_foreign(flag.name.replace("-", "_"), None if flag.arity else False, ())
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("plan m --slo 1", "; it belongs to weft simulate"),
+        ("serve m --gpus 2", "; weft serve uses this machine's GPUs; choose them with --device-ids"),
+        ("serve m --nodes 2", "weft plan, cost and simulate take --nodes"),
+        ("serve m --ctx-size 4", "; here it is --max-model-len"),
+        ("serve m -c 4", "; here it is --max-model-len"),
+        ("run m -n 4", "; here it is --max-tokens"),
+        ("run m --num-predict 4", "; here it is --max-tokens"),
+        ("serve m -n 4", "; the requests say it"),
+        ("serve m -ngl 4", "; every layer is on the GPUs"),
+        ("serve m --n-gpu-layers 4", "; every layer is on the GPUs"),
+        ("run -m x", "; the model is the argument"),
+        ("run -hf x", "; the model is the argument"),
+        ("serve m -t 4", "OMP_NUM_THREADS"),
+        ("run m --temp 0", "; here it is --temperature"),
+        ("plan m --temp 0", "; --temperature belongs to weft run, chat, "),
+        ("plan m --zlo 1", " (see weft plan --help)"),
+    ],
+)
+def test_hints_know_other_commands_and_other_programs(text: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(text.split()) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("weft: error: unknown flag ") and told in err and err.count("\n") == 1
+
+
+def test_the_parallel_sizes_as_sglang_writes_them(tmp_path: Path) -> None:
+    got = config("serve m --tp 2 --pp=3 --dp 1")
+    assert (got.tensor_parallel_size, got.pipeline_parallel_size) == (2, 3)
+    assert parsed("plan m --dp 4 --ep").data_parallel_size == 4
+    with pytest.raises(UsageError, match="--data-parallel-size 2: one engine is one replica"):
+        parsed("serve m --dp 2")
+    (tmp_path / "c.yaml").write_text("tp: 2\n")
+    assert config(f"serve m --config {tmp_path / 'c.yaml'}").tensor_parallel_size == 2
+
+
+@pytest.mark.parametrize("word", ["pull", "list", "ls", "rm", "ps"])
+def test_commands_of_ollama_s(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main([word, "m"]) == 2
+    assert "models are fetched at first use, as in weft run MODEL" in capsys.readouterr().err
 
 
 # --- --config ---
@@ -231,7 +293,9 @@ def test_config_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("max-modell-len: 4", "did you mean max-model-len?"),
+        ("max-modell-len: 4", "did you mean --max-model-len?"),
+        ("data-parallel-size: 2", "one engine is one replica"),
+        ("enable-lora: true", "Weft serves no adapters"),
         ("- a", "must hold flags"),
         ("a: [", "not YAML"),
         ("seed: 1\nseed: 2", "'seed' is there twice"),
@@ -258,9 +322,9 @@ def test_config_files_that_are_not_there(tmp_path: Path) -> None:
 
 
 def test_a_vllm_flag_in_a_config_file_is_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "c.yaml").write_text("enable-lora: true\nmax_loras: 4\n")
+    (tmp_path / "c.yaml").write_text("enable-lora: false\nmax_loras: 4\nenable-eplb: true\n")
     assert config(f"serve m --config {tmp_path / 'c.yaml'}") == EngineConfig(model="m")
-    assert "--enable-lora" in caplog.text and "--max-loras" in caplog.text
+    assert "--enable-eplb" in caplog.text and "--max-loras" in caplog.text and "--enable-lora" not in caplog.text
 
 
 # --- values ---
@@ -304,8 +368,9 @@ def test_other_values() -> None:
 
 
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(["--version"]) == 0
-    assert capsys.readouterr().out == f"weft {__version__}\n"
+    for said in ("--version", "-V", "-v"):
+        assert main.main([said]) == 0
+        assert capsys.readouterr().out == f"weft {__version__}\n"
     assert main.main(["--help"]) == 0
     told = capsys.readouterr().out
     assert all(f"weft {name}" in told for name in COMMANDS)

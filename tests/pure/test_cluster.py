@@ -37,6 +37,10 @@ def test_one_node(spec: str, count: int, name: str, link: str) -> None:
     assert ([gpu.name for gpu in node.gpus], node.link) == ([name] * count, link)
 
 
+def test_a_comma_is_a_plus() -> None:
+    assert names("RTX4090,RTX3090") == names("1xRTX4090, 1xRTX3090") == ["RTX 4090", "RTX 3090"]
+
+
 def test_mixed_gpus_meet_over_pcie() -> None:
     assert names("1xRTX4090+1xRTX3090") == ["RTX 4090", "RTX 3090"]
     assert parse_gpus("2xH100+2xA100").nodes[0].link == "pcie"
@@ -80,6 +84,9 @@ def test_a_rack_that_is_one_machine() -> None:
         ("2xH100@nvlink+2xH100@pcie", "ask for nvlink and for pcie"),
         ("H100@nvlink@pcie", "unknown link 'nvlink@pcie'"),
         ("2x8xH100", "several machines; describe those with --nodes"),
+        ("4", "4 of which GPU\\? As in 4xRTX4090"),
+        ("1x7900XTX", r"unknown GPU '7900XTX'; give a name as in .*YAML file \(docs/hardware.md\)"),
+        ("7900XT", "unknown GPU '7900XT'"),
     ],
 )
 def test_bad_gpus(spec: str, message: str) -> None:

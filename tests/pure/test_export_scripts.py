@@ -12,8 +12,8 @@ import pytest
 
 from tests.pure.commands import parsed
 from tests.pure.exports import VLLM, emit, flags, parts, plans, run
-from weft.cli import vllm
 from weft.cli.flags import engine_config, serve_options
+from weft.client.vllm import foreign
 
 RAY_START = {"head", "port", "node-ip-address", "num-gpus", "address", "block"}
 
@@ -44,7 +44,11 @@ def test_vllm_knows_the_flags(plan: str, tmp_path: Path) -> None:
             known = VLLM if program == "vllm" else RAY_START
             assert verb == ("serve" if program == "vllm" else "start")
             assert flags(words).keys() <= known
-            assert all(values for name, values in flags(words).items() if vllm.ARITY.get(name, 1) and program == "vllm")
+            assert all(
+                values
+                for name, values in flags(words).items()
+                if (name not in foreign() or foreign()[name].arity) and program == "vllm"
+            )
 
 
 def test_a_script_stops_where_a_placeholder_is_not_set(tmp_path: Path) -> None:

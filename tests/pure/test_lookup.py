@@ -10,13 +10,17 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from huggingface_hub import constants
 
+from tests.pure.commands import weft
+from weft.cli import dispatch
+from weft.client.arguments import engine_config
 from weft.errors import ModelError
-from weft.facts import catalogue, hub_headers
-from weft.facts.checkpoint import sources
+from weft.facts import catalogue, hub_headers, model_names
+from weft.facts.checkpoint import resolve, sources
 from weft.facts.lookup import look_up
 from weft.facts.parameters import params
 from weft.facts.shape import ModelShape
@@ -266,3 +270,100 @@ def test_what_the_catalogue_knows_is_answered_without_http() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and done.stdout.startswith("{"), done.stderr
+
+
+# --- what people call a model ---
+
+
+def keep(folder: Path, name: str) -> Path:
+    """A repository in a hub cache under `folder`, of Mixtral's shape."""
+    repository = folder / f"models--{name.replace('/', '--')}"
+    snapshot = repository / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("abc")
+    (snapshot / "config.json").write_text(json.dumps(MIXTRAL))
+    return snapshot
+
+
+def test_a_path_and_the_cache_go_before_nicknames(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.chdir(tmp_path)
+    assert model_names.full_name("mistral-7b") == "mistralai/Mistral-7B-v0.3"
+    snapshot = keep(tmp_path / "hub", "mistral-7b")
+    assert model_names.full_name("mistral-7b") == "mistral-7b"
+    assert look_up("mistral-7b").shape == look_up_config(MIXTRAL)
+    assert model_names.full_name("qwen3:8b") == "Qwen/Qwen3-8B"
+    (tmp_path / "qwen3:8b").symlink_to(snapshot)
+    assert model_names.full_name("qwen3:8b") == "qwen3:8b"
+    assert look_up("qwen3:8b").shape == look_up_config(MIXTRAL)
+    assert hub.asked == []
+
+
+def test_what_was_downloaded_is_planned_offline(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    keep(tmp_path, "someone/mixed")
+    assert look_up("someone/mixed").shape == look_up_config(MIXTRAL)
+
+
+def test_only_another_name_is_told() -> None:
+    assert model_names.notice("llama3.3:70b", "meta-llama/Llama-3.3-70B-Instruct") == (
+        "llama3.3:70b is meta-llama/Llama-3.3-70B-Instruct"
+    )
+    assert model_names.notice("qwen3-0.6b", "Qwen/Qwen3-0.6B") == model_names.notice("m", "m") == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("qwen3", "no such file, not downloaded, and HF_HUB_OFFLINE is set; did you mean Qwen/Qwen3-8B"),
+        ("qwen3:9b", "no file or directory qwen3:9b; did you mean Qwen/Qwen3-8B"),
+        ("Qwen/Qwen3-8B", "cannot find the model 'Qwen/Qwen3-8B'.*; give a directory"),
+        ("qwen3:8b", "cannot find the model 'Qwen/Qwen3-8B'"),
+    ],
+)
+def test_models_that_cannot_be_fetched(
+    name: str, told: str, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError, match=told):
+        resolve(name, download_dir=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "plan llama3.3:70b --gpus 4xH100 --json",
+        "cost llama3.3:70b --gpus 4xH100 --json",
+        "run llama3.3:70b --prompt p",
+        "chat llama3.3:70b",
+        "serve llama3.3:70b --port 0",
+        "bench latency llama3.3:70b",
+        "bench serve llama3.3:70b",
+        "simulate llama3.3:70b --gpus 4xH100",
+    ],
+)
+def test_every_command_tells_which_model_it_took(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[str] = []
+    monkeypatch.setattr(
+        dispatch, "import_module", lambda _: SimpleNamespace(main=lambda arguments: taken.append(arguments.model) or 0)
+    )
+    status, out, err = weft(*words.split())
+    assert (status, out) == (0, "")
+    assert err == "weft: llama3.3:70b is meta-llama/Llama-3.3-70B-Instruct\n"
+    assert taken == ["meta-llama/Llama-3.3-70B-Instruct"]
+
+
+def test_a_server_knows_its_model_by_the_name_that_was_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[str] = []
+    monkeypatch.setattr(
+        dispatch, "import_module", lambda _: SimpleNamespace(main=lambda arguments: taken.append(arguments.model) or 0)
+    )
+    assert weft("bench", "serve", "qwen3:8b", "--base-url", "http://127.0.0.1:9") == (0, "", "")
+    assert taken == ["qwen3:8b"]
+
+
+def test_python_takes_the_same_names() -> None:
+    assert engine_config("qwen3:8b", {}).model == "Qwen/Qwen3-8B"
+    assert engine_config("demo", {"data_parallel_size": 1, "enable_lora": False}).model == "demo"

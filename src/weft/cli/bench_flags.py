@@ -65,7 +65,7 @@ TARGET = (
         "the engine's flags below",
     ),
     Flag(name="host", help="the same, as vLLM has it: the server's address"),
-    Flag(name="port", parse=values.at_least(1), help="and its port (default: 8000)"),
+    Flag(name="port", parse=values.at_least(1), help="and its port"),
     Flag(
         name="backend",
         choices=("openai", "openai-chat"),

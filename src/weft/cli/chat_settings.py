@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from weft.cli.flags import SAMPLING, Flag
-from weft.cli.parser import nearest
+from weft.cli.hints import alike
 from weft.core.params import SamplingParams
 
 SWITCH = {"on": True, "off": False}
@@ -20,7 +20,8 @@ def changed_setting(wanted: Mapping[str, Any], words: str) -> dict[str, Any]:
     flag = FLAGS.get(name.lstrip("-").replace("-", "_"))
     if flag is None:
         names = sorted(FLAGS)
-        raise ValueError(f"unknown parameter {name!r}{nearest(name, names)}; parameters: {', '.join(names)}")
+        hint = alike(name, names)
+        raise ValueError(f"unknown parameter {name!r}; {f'{hint} ' * bool(hint)}there are {', '.join(names)}")
     if not text.strip():
         raise ValueError(f"{flag.dest} needs a value: {flag.help}")
     return {**wanted, flag.dest: _parse_value(flag, text.strip())}

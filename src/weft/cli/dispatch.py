@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from argparse import Namespace
 from collections.abc import Iterable, Sequence
 from importlib import import_module
 
@@ -12,6 +13,7 @@ from weft.cli import streams
 from weft.cli.commands import COMMANDS, Command
 from weft.cli.parser import UsageError, find, parse
 from weft.errors import WeftError, printable
+from weft.facts import model_names
 
 logger = logging.getLogger("weft.cli")
 
@@ -53,7 +55,7 @@ def carry_out(words: list[str]) -> int:
         return 0 if words else 2
     if words[0] == "help":
         words = [*words[1:], "--help"]
-    if words[0] in ("-V", "--version", "version"):
+    if words[0] in ("-v", "-V", "--version", "version"):
         print(f"weft {__version__}")
         return 0
     family = [command for command in COMMANDS.values() if command.name.startswith(f"{words[0]} ")]
@@ -63,8 +65,20 @@ def carry_out(words: list[str]) -> int:
     command, rest = find(words)
     logs.configure(command.log_level)
     arguments = parse(command, rest)
+    name_in_full(command, arguments)
     status: int = import_module(command.module).main(arguments)
     return status
+
+
+def name_in_full(command: Command, arguments: Namespace) -> None:
+    """Put the hub's id in the place of a nickname, as in `qwen3:8b`, and tell so on standard error."""
+    typed = getattr(arguments, "model", "")
+    addressed = any(hasattr(arguments, name) for name in ("base_url", "host", "port"))
+    if command.argument != "MODEL" or not typed or (addressed and "base-url" in {flag.name for flag in command.flags}):
+        return  # a server that was named knows its model by the name that was typed
+    arguments.model = model_names.full_name(typed, folder=getattr(arguments, "download_dir", None))
+    if line := model_names.notice(typed, arguments.model):
+        print(f"weft: {line}", file=sys.stderr)
 
 
 def fail(message: str, status: int) -> int:

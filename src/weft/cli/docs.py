@@ -8,7 +8,7 @@ from weft.cli.commands import COMMANDS, Command
 from weft.cli.dispatch import ABOUT
 from weft.cli.flags import ENGINE, Flag
 from weft.cli.parser import default_text
-from weft.cli.vllm import ARITY
+from weft.client.vllm import Foreign, foreign
 
 PAGE = Path(__file__).parents[3] / "docs" / "cli.md"
 
@@ -19,12 +19,19 @@ INTRODUCTION = f"""# The command line
 {ABOUT}
 
 Flags have vLLM's names and meanings where vLLM has them. In a flag's name `_` is as good as `-`; a switch `--x` has its
-`--no-x`; `--config FILE.yaml` holds flags by name, and those on the command line win. A flag of `vllm serve` that Weft
-does not have is ignored with a warning that names it; any other unknown flag is an error, with the nearest name.
+`--no-x`; `--config FILE.yaml` holds flags by name, and those on the command line win. `--tp --pp --dp --ep` are the
+parallel sizes, as `-tp -pp -dp -ep`. A flag of `vllm serve` that Weft does not have is
+[refused](#vllms-flags-that-are-refused) if it changes what is served or how safe it is, else
+[ignored](#vllms-flags-that-are-ignored) with a warning. Any other unknown flag is an error, with Weft's flag for it if
+there is one.
 
-Exit status: 0 done, 1 an error (one line on standard error), 2 wrong usage, 3 for `weft plan`, `cost`
-and `simulate` where nothing fits, a claim is impossible or nothing meets the promise, 130 Ctrl-C. Answers and
-reports go to standard output, everything else to standard error. `VLLM_LOGGING_LEVEL` sets how much that is.
+MODEL is a directory, a `.gguf` file, a name on the hub, `demo`, or a short name: `qwen3:8b` and `Qwen3-8B` are
+`Qwen/Qwen3-8B`. A path that exists and a model in the hub's cache go before short names. If a short name stands for a
+model of another name, the command says so on standard error.
+
+Exit status: 0 done, 1 an error (one line on standard error), 2 wrong usage, 3 if nothing fits, a claim is impossible or
+nothing meets the promise (`weft plan`, `cost`, `simulate`), 130 Ctrl-C, 141 the reader of the output has left. Answers
+and reports go to standard output, everything else to standard error. `VLLM_LOGGING_LEVEL` sets how much that is.
 """
 
 
@@ -35,8 +42,8 @@ def page() -> str:
     engines = ", ".join(f"`weft {it.name}`" for it in COMMANDS.values() if ENGINE[0] in it.groups)
     parts.append(f"## Flags of every engine\n\nTaken by the commands that start one: {engines}.\n")
     parts += [table(title, flags) for title, flags in ENGINE]
-    ignored = ", ".join(f"`--{name}`" for name in sorted(ARITY))
-    parts.append(f"## Ignored with a warning\n\nvLLM has these and Weft does not: {ignored}.\n")
+    parts.append("## vLLM's flags that are refused\n\n" + foreign_table(refused=True))
+    parts.append("## vLLM's flags that are ignored\n\n" + foreign_table(refused=False))
     return "\n".join(parts)
 
 
@@ -50,6 +57,21 @@ def section(command: Command) -> str:
 def table(title: str, flags: tuple[Flag, ...]) -> str:
     lines = [f"### {title}\n", "| flag | meaning |", "|---|---|"]
     return "\n".join([*lines, *map(line, flags)]) + "\n"
+
+
+def foreign_table(*, refused: bool) -> str:
+    """vLLM's flags that Weft does not have, by topic and reason."""
+    groups: dict[tuple[str, str], list[Foreign]] = {}
+    for flag in foreign().values():
+        if flag.refused == refused:
+            groups.setdefault((flag.topic, flag.why), []).append(flag)
+    rows = [f"| {topic} | {', '.join(map(named, flags))} | {why} |" for (topic, why), flags in groups.items()]
+    return "\n".join(["| topic | flags | why |", "|---|---|---|", *rows]) + "\n"
+
+
+def named(flag: Foreign) -> str:
+    """A flag's name, and the values that are taken."""
+    return f"`--{flag.name}`" + (f" (but {', '.join(f'`{value}`' for value in flag.fine)})" if flag.fine else "")
 
 
 def line(flag: Flag) -> str:

@@ -106,7 +106,7 @@ MEMORY = (
     Flag(
         name="kv-cache-memory-bytes",
         parse=values.size,
-        help="bytes of KV cache per rank, instead of measuring; 4G is 4 GiB, 4g is 4 GB",
+        help="size of the KV cache on each GPU (on a CPU: of each rank), instead of measuring; G means GiB, g means GB",
     ),
     Flag(
         name="kv-cache-dtype",
@@ -165,12 +165,17 @@ SERVER = (
     Flag(name="allowed-origins", parse=values.words, metavar="LIST", help="origins that browsers may call from"),
     Flag(name="shutdown-timeout", parse=float, metavar="S", help="seconds that running requests get after SIGTERM"),
     Flag(name="max-body-bytes", parse=values.size, help="longest request body"),
-    Flag(name="keepalive-interval", parse=float, metavar="S", help="seconds between comments on a silent stream"),
+    Flag(
+        name="keepalive-interval",
+        parse=float,
+        metavar="S",
+        help="seconds between keep-alive messages while no token is sent",
+    ),
     Flag(
         name="progress-timeout",
         parse=float,
         metavar="S",
-        help="seconds without a finished step, requests running, after which /health fails",
+        help="/health fails if requests run but no step has finished for this many seconds",
     ),
     Flag(name="disable-log-stats", parse=None, help="no line of statistics every ten seconds"),
     Flag(name="enable-request-id-headers", parse=None, help="send X-Request-Id with every answer"),

@@ -6,11 +6,10 @@ import argparse
 import json
 import logging
 from collections.abc import Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
-from weft.cli import vllm
+from weft.cli import hints, vllm
 from weft.cli.commands import COMMANDS, Command
 from weft.cli.flags import DEFAULTS, Flag
 from weft.errors import WeftError, reason
@@ -33,6 +32,14 @@ class Parser(argparse.ArgumentParser):
         # argparse's own swallows the error of a reader that has left.
         print(self.format_help(), end="", file=file, flush=True)
 
+    def _get_option_tuples(self, option_string: str) -> Any:
+        # Without abbreviations argparse still takes -t for -tp, and -hf for -h with a value.
+        return [
+            match
+            for match in super()._get_option_tuples(option_string)
+            if option_string.startswith(match[1]) and match[0].nargs != 0
+        ]
+
 
 def find(argv: Sequence[str]) -> tuple[Command, list[str]]:
     """The command that the words begin with, and the words after its name."""
@@ -44,13 +51,7 @@ def find(argv: Sequence[str]) -> tuple[Command, list[str]]:
     if begun:
         raise UsageError(f"weft {argv[0]} needs one of: {', '.join(name.split()[1] for name in begun)}")
     known = sorted({name.split()[0] for name in COMMANDS})
-    raise UsageError(f"unknown command {argv[0]!r}{nearest(argv[0], known)}; commands: {', '.join(known)}")
-
-
-def nearest(word: str, known: Sequence[str]) -> str:
-    """ "; did you mean X?" where something known looks like `word`."""
-    close = get_close_matches(word, known, n=1, cutoff=0.6)
-    return f"; did you mean {close[0]}?" if close else ""
+    raise UsageError(f"unknown command {argv[0]!r}{hints.unknown_command(argv[0], known)}")
 
 
 def parse(command: Command, words: Sequence[str]) -> argparse.Namespace:
@@ -59,14 +60,13 @@ def parse(command: Command, words: Sequence[str]) -> argparse.Namespace:
     that cannot be read; --help prints and exits."""
     parser = build(command)
     options = option_names(command)
-    argv, warnings = vllm.strip([dashes(word) for word in words], frozenset(options))
+    argv, warnings = without_foreign([dashes(word) for word in words], options)
     argv = with_config_file(command, argv)
     arguments, extra = parser.parse_known_args(argv)
     for word in extra:
         if word.startswith("-") and word != "-":
             name = word.partition("=")[0]
-            hint = nearest(name, options) or f" (see weft {command.name} --help)"
-            raise UsageError(f"unknown flag {name} for weft {command.name}{hint}")
+            raise UsageError(f"unknown flag {name} for weft {command.name}{hints.unknown_flag(command, name)}")
     if command.takes_prompt:
         take_prompt(arguments, extra)
     elif extra:
@@ -95,6 +95,15 @@ def take_prompt(arguments: argparse.Namespace, extra: list[str]) -> None:
     if arguments.argument is not None and hasattr(arguments, "model"):
         arguments.prompt_words = [arguments.argument, *extra]
         arguments.argument = None
+
+
+def without_foreign(argv: list[str], own: Sequence[str] = ()) -> tuple[list[str], list[str]]:
+    """`argv` without vLLM's flags that are none of our `own`, and the warnings. Raises UsageError for one that changes
+    what is served."""
+    try:
+        return vllm.strip(argv, frozenset(own))
+    except vllm.RefusedFlag as error:
+        raise UsageError(str(error)) from None
 
 
 def build(command: Command) -> Parser:
@@ -164,11 +173,12 @@ def option_names(command: Command) -> list[str]:
 
 
 def dashes(word: str) -> str:
-    """--max_model_len=8 is --max-model-len=8."""
+    """--max_model_len=8 is --max-model-len=8, and --tp 2 is --tensor-parallel-size 2."""
     if not word.startswith("--"):
         return word
     name, equals, value = word.partition("=")
-    return name.replace("_", "-") + equals + value
+    name = name.replace("_", "-")
+    return hints.ALIASES.get(name, name) + equals + value
 
 
 def with_config_file(command: Command, argv: list[str]) -> list[str]:
@@ -178,19 +188,20 @@ def with_config_file(command: Command, argv: list[str]) -> list[str]:
     path = finder.parse_known_args(argv)[0].config
     if path is None:
         return argv
-    flags = {name: flag for flag in command.flags for name in (flag.name, flag.dest, flag.name.replace("-", "_"))}
+    flags = {name: flag for flag in command.flags for name in (flag.name, flag.dest.replace("_", "-"))}
     given = {word.partition("=")[0] for word in argv if word.startswith("-")}
     ahead: list[str] = []
     spelt: dict[Flag, Any] = {}
     for key, value in read_yaml(path).items():
-        flag = flags.get(str(key))
+        option = dashes(f"--{key}")
+        flag = flags.get(option[2:])
         if flag is not None and spelt.setdefault(flag, key) != key:
             raise UsageError(f"{path} has {spelt[flag]!r} and {key!r}, which are one flag; give one of them")
         if flag is None:
-            stripped, warnings = vllm.strip([f"--{dashes('--' + str(key))[2:]}"], frozenset())
+            written = json.dumps(value) if isinstance(value, dict | list) else value
+            stripped, warnings = without_foreign([f"{option}={written}"])
             if stripped:
-                known = sorted(flag.name for flag in command.flags)
-                raise UsageError(f"unknown flag {key!r} in {path}{nearest(str(key), known)}")
+                raise UsageError(f"unknown flag {key!r} in {path}{hints.unknown_flag(command, option)}")
             for warning in warnings:
                 logger.warning(warning)
         elif value is not None and not given & {flag.option, flag.short, f"--no-{flag.name}"}:

@@ -79,7 +79,12 @@ CUT = (
     Flag(name="tensor-parallel-size", short="-tp", parse=values.at_least(1), help="ranks that cut each layer"),
     Flag(name="pipeline-parallel-size", short="-pp", parse=values.at_least(1), help="stages that hold the layers"),
     Flag(name="data-parallel-size", short="-dp", parse=values.at_least(1), help="replicas of the whole"),
-    Flag(name="enable-expert-parallel", short="-ep", parse=None, help="deal experts out whole, instead of cut"),
+    Flag(
+        name="enable-expert-parallel",
+        short="-ep",
+        parse=None,
+        help="give each GPU whole experts instead of a slice of each",
+    ),
     Flag(name="tensor-split", parse=values.decimals, metavar="2,1", help="each tensor-parallel rank's weight"),
     Flag(name="pipeline-split", parse=values.integers, metavar="20,12", help="layers per stage"),
     Flag(name="device-map", parse=values.device_map, metavar="MAP", help=values.DEVICE_MAP),

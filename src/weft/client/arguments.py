@@ -5,76 +5,37 @@ from __future__ import annotations
 import difflib
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields
 from typing import Any
 
 import msgspec
 
+from weft.client.vllm import foreign
 from weft.config import EngineConfig
 from weft.errors import ConfigError
+from weft.facts import model_names
 
 log = logging.getLogger("weft")
 
 EXECUTORS = {"mp": "processes", "uni": "inline"}  # from vLLM's names
 
-# Of vLLM's LLM: what is so anyway, or cannot matter here.
-IDLE = [
+# Keywords of vLLM's LLM that ask for what is so anyway, or cannot matter here: not worth a warning.
+SILENT = (
     "trust_remote_code",
     "disable_log_stats",
     "enable_chunked_prefill",
     "disable_custom_all_reduce",
     "use_tqdm_on_load",
-]
-
-# And what Weft does not have.
-MISSING = [
-    "additional_config",
-    "allowed_local_media_path",
-    "allowed_media_domains",
-    "attention_config",
-    "calculate_kv_scales",
-    "code_revision",
-    "compilation_config",
-    "convert",
-    "cpu_offload_gb",
-    "data_parallel_size",
-    "decode_context_parallel_size",
-    "enable_expert_parallel",
-    "enable_lora",
-    "enable_sleep_mode",
-    "guided_decoding_backend",
-    "hf_overrides",
-    "kv_transfer_config",
-    "limit_mm_per_prompt",
-    "logits_processors",
-    "max_logprobs",
-    "max_lora_rank",
-    "max_loras",
-    "max_seq_len_to_capture",
-    "mm_processor_kwargs",
-    "model_impl",
-    "num_gpu_blocks_override",
-    "num_lookahead_slots",
-    "override_generation_config",
-    "override_pooler_config",
-    "pooler_config",
-    "preemption_mode",
-    "reasoning_parser",
-    "rope_scaling",
-    "rope_theta",
-    "runner",
-    "structured_outputs_config",
-    "swap_space",
-    "task",
-    "tokenizer_mode",
-    "tokenizer_revision",
-]
+)
 
 
 def engine_config(model: str | os.PathLike[str], said: Mapping[str, Any]) -> EngineConfig:
-    """The config that `said` describes, None being as good as unsaid. ConfigError, with the nearest name, for
-    a keyword that nobody knows, and for a value of the wrong type; a warning for vLLM's that Weft lacks."""
+    """The config that `said` describes, None being as good as unsaid; `model` may be a nickname, as in `qwen3:8b`.
+
+    ConfigError for a keyword that nobody knows, with the nearest name, for a value of the wrong type, and for vLLM's
+    keywords that Weft refuses; a warning for those that it ignores.
+    """
     known = {field.name for field in fields(EngineConfig)} - {"model"}
     given: dict[str, Any] = {}
     for name, value in said.items():
@@ -82,12 +43,8 @@ def engine_config(model: str | os.PathLike[str], said: Mapping[str, Any]) -> Eng
             given[name] = value
         elif name == "distributed_executor_backend":
             given["executor"] = EXECUTORS.get(value, value)
-        elif name in MISSING:
-            if value is not None:
-                log.warning("%s: Weft does not have it; it is ignored", name)
-        elif name not in IDLE:
-            near = difflib.get_close_matches(name, [*known, "distributed_executor_backend"], 1)
-            raise ConfigError(f"unknown argument {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+        elif name not in SILENT:
+            check_foreign(name, value, known)
     if "dtype" in given:
         given["dtype"] = str(given["dtype"]).removeprefix("torch.")  # torch.bfloat16 will do as well
     if given.get("plan") is not None:
@@ -95,11 +52,25 @@ def engine_config(model: str | os.PathLike[str], said: Mapping[str, Any]) -> Eng
     share = given.get("gpu_memory_utilization")
     if isinstance(share, int | float):
         given["gpu_memory_utilization"] = (share,)
-    unset = {name for name, value in given.items() if value is None}
+    said_values = {name: value for name, value in given.items() if value is not None}
+    typed = os.fspath(model)
+    full = model_names.full_name(typed, folder=said_values.get("download_dir"))
+    if message := model_names.notice(typed, full):
+        log.info(message)
     try:
-        return msgspec.convert(
-            {"model": os.fspath(model), **{name: value for name, value in given.items() if name not in unset}},
-            EngineConfig,
-        )
+        return msgspec.convert({"model": full, **said_values}, EngineConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{error}".replace("`$.", "`")) from None
+
+
+def check_foreign(name: str, value: Any, known: Collection[str]) -> None:
+    """Warn about a keyword of vLLM's LLM that Weft ignores. Raises ConfigError for one that changes what is served, and
+    for a keyword that is neither vLLM's nor ours (`known`)."""
+    flag = foreign().get(name.replace("_", "-"))
+    if flag is None:
+        near = difflib.get_close_matches(name, [*known, "distributed_executor_backend"], 1)
+        raise ConfigError(f"unknown argument {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+    if why := flag.refusal(value):
+        raise ConfigError(f"{name}={value!r}: {why}")
+    if value is not None and not flag.refused:
+        log.warning("%s: %s", name, flag.warning)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -29,7 +28,6 @@ BOOK = {
 }
 # From the driver's MiB of a GPU, each below the figure.
 TIERS = (("<8gb", 8192), ("8-16gb", 16384), ("16-24gb", 24576), ("24-48gb", 49152))
-VARIANTS = ("instruct", "chat", "it", "")  # ends of names, of those that answer first
 LARGEST, UNKNOWN = ">=48gb", "unknown"
 MIB = 1 << 20
 
@@ -62,13 +60,7 @@ def plain(name: str) -> str:
 def known(tag: str) -> str:
     """The model of the catalogue that a tag like llama3.1:8b stands for, the variant that answers where there is one;
     else the tag itself."""
-    found = (_names().get(plain(tag) + variant) for variant in VARIANTS)
-    return next(filter(None, found), tag)
-
-
-@cache
-def _names() -> dict[str, str]:
-    return {plain(name): name for entry in catalogue.entries() for name in entry.names if "/" in name}
+    return catalogue.full_name(tag) or tag
 
 
 def vram_tier(memory_bytes: int) -> str:

@@ -39,12 +39,13 @@ SUFFIXES = {
     "fp16": "fp16",
 }
 _SUFFIX = re.compile(rf"(?P<stem>.+?)-(?P<suffix>{'|'.join(sorted(map(re.escape, SUFFIXES), key=len, reverse=True))})")
-_NEAREST = 3
+_NEAREST, _FAMILY = 3, 6  # names that are told
 
 
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A line of the catalogue. The first of `names` is the model's own, the others have the same shape; without a
-    `precision` it is what the config says."""
+    """A line of the catalogue. `names` are ids on the hub of models with this shape, the line's own first; `nicknames`
+    are what people call some of them, beyond what `loose_key` makes of an id. Without a `precision` it is what the
+    config says."""
 
     names: tuple[str, ...]
     params: int
@@ -52,6 +53,7 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     source: str
     note: str = ""
     precision: str = ""
+    nicknames: dict[str, str] = {}
 
 
 @cache
@@ -66,48 +68,115 @@ def find(name: str) -> Model:
     A name that ends as those of quantised copies do (-AWQ, -FP8, ...) is the model it was made from, in that
     precision. Raises ModelError with the nearest names.
     """
-    found = look_up(name)
-    if found is not None:
-        return found
-    near = get_close_matches(_key(name), _names(), n=_NEAREST, cutoff=0.5)
-    nearest = ", ".join(dict.fromkeys(_names()[key][1] for key in near))
-    hint = f"nearest: {nearest}" if near else "give a name on the hub, a directory or a .gguf file"
-    raise ModelError(f"unknown model {name!r}; {hint}")
+    model = look_up(name)
+    if model is None:
+        near = nearest(name)
+        hint = f"nearest: {', '.join(near)}" if near else "give a name on the hub, a directory or a .gguf file"
+        raise ModelError(f"unknown model {name!r}; {hint}")
+    return model
 
 
 def look_up(name: str) -> Model | None:
-    """The same, or None where the catalogue does not have it."""
-    key = _key(name)
-    if key in _names():
-        return _model(*_names()[key])
-    match = _SUFFIX.fullmatch(key)
+    """The same, or None if the catalogue does not have it."""
+    named = _identify(name)
+    if named is not None:
+        return _model(*named)
+    match = _SUFFIX.fullmatch(_key(name))
     if match is None:
         return None
     # Copies are published by others too, and as copies of the Instruct model.
-    stem = match["stem"] if match["stem"] in _names() else match["stem"].rpartition("/")[2]
-    return _model(*_names()[stem], SUFFIXES[match["suffix"]]) if stem in _names() else None
+    named = _identify(match["stem"]) or _identify(match["stem"].rpartition("/")[2])
+    return _model(*named, SUFFIXES[match["suffix"]]) if named else None
+
+
+def full_name(name: str) -> str | None:
+    """The hub id (or "demo") of a name that people use, as in `qwen3:8b` or `Qwen3-8B`; None if it is unknown.
+
+    A version or a size is never taken for another one: every number of the name is the id's, or the model's size.
+    """
+    named = _identify(name)
+    return named[1] if named else None
+
+
+def same_name(name: str, full: str) -> bool:
+    """Whether `name` is the id `full` itself, or that without its owner, whatever the case."""
+    return _key(name) in (_key(full), _key(_bare(full)))
+
+
+def nearest(name: str) -> list[str]:
+    """Ids of known models that `name` may have meant, the likeliest first: its family (`qwen3`, `llama3.3`), or else
+    those with names alike."""
+    typed, exact = loose_key(_bare(name)), full_name(_bare(name))
+    if exact:
+        return [exact]
+    others = {key: full for key, (_, full) in _loose_names().items()}
+    family = [key for key in others if typed and _in_family(key, typed)]
+    near = get_close_matches(typed, family, n=_FAMILY, cutoff=0.0) or get_close_matches(
+        typed, others, n=_NEAREST, cutoff=0.6
+    )
+    return list(dict.fromkeys(others[key] for key in near))
+
+
+def did_you_mean(name: str) -> str:
+    """ "did you mean X, or Y, or Z?"; "" if no known name is near."""
+    near = nearest(name)[:_NEAREST]
+    return f"did you mean {', or '.join(near)}?" if near else ""
+
+
+def loose_key(name: str) -> str:
+    """What Ollama's name, `qwen3:8b`, and the hub's, `Qwen3-8B`, have in common: no -Instruct, and a family's version
+    is part of its name. Numbers are kept as they are."""
+    key = _key(name).replace(":", "-").removeprefix("meta-")
+    key = re.sub(r"-(instruct|chat|it)(-hf)?(?=-|$)|-hf$", "", key)
+    return re.sub(r"(?<=[a-z])-(?=\d)", "", key)
+
+
+def _in_family(key: str, typed: str) -> bool:
+    """Whether a loose key goes on after `typed` with another word or number: llama3.1-8b is of llama3.1, not llama3."""
+    rest = key.removeprefix(typed)
+    if rest == key:
+        return False
+    return not rest[0].isdigit() and rest[0] != "." if typed[-1].isdigit() else not rest[0].isalpha()
+
+
+def _identify(name: str) -> tuple[Entry, str] | None:
+    """The line, and the id as it is written there."""
+    return _names().get(_key(name)) or (None if "/" in name else _loose_names().get(loose_key(name)))
 
 
 @cache
 def _names() -> dict[str, tuple[Entry, str]]:
-    """By every name that a model goes by: the line, and the name as it is written there."""
-    found: dict[str, tuple[Entry, str]] = {}
-    for entry in entries():
-        for name in entry.names:
-            # A short name that is no id stands for the line's own model.
-            found[_key(name)] = entry, name if "/" in name else entry.names[0]
+    """Line and id by each id, by what people call it, and by its bare name."""
+    ids = [(entry, name) for entry in entries() for name in entry.names]
+    table = {_key(name): (entry, name) for entry, name in ids}
+    table |= {_key(short): (entry, name) for entry in entries() for short, name in entry.nicknames.items()}
     # Bare names come second: the id of one model never hides behind the bare name of another.
-    for entry in entries():
-        for name in entry.names:
-            bare = _key(name.rpartition("/")[2])
-            found.setdefault(bare, (entry, name if "/" in name else entry.names[0]))
-    for key, value in list(found.items()):
-        found.setdefault(re.sub(r"-(instruct|chat)(-hf)?(?=-|$)", "", key), value)
-    return found
+    for entry, name in ids:
+        table.setdefault(_key(_bare(name)), (entry, name))
+    for entry, name in ids:
+        table.setdefault(_key(_bare(name)).removeprefix("meta-"), (entry, name))
+    return table
+
+
+@cache
+def _loose_names() -> dict[str, tuple[Entry, str]]:
+    """Line and id by loose key: nicknames first, then models that answer, before those that only go on with a text."""
+    named = [(loose_key(short), entry, name) for entry in entries() for short, name in entry.nicknames.items()]
+    ids = [(loose_key(_bare(name)), entry, name) for entry in entries() for name in entry.names]
+    ids.sort(key=lambda row: re.search(r"-(instruct|chat|it)\b", _key(row[2])) is None)
+    table: dict[str, tuple[Entry, str]] = {}
+    for key, entry, name in (*named, *ids):
+        table.setdefault(key, (entry, name))
+    return table
+
+
+def _bare(name: str) -> str:
+    """A name without its owner."""
+    return name.rpartition("/")[2]
 
 
 def _key(name: str) -> str:
-    return re.sub(r"[\s_]+", "-", name.strip().casefold())
+    return re.sub(r"[\s_]+", "-", re.sub(r"(?<=\d)_(?=\d)", ".", name.strip().casefold()))
 
 
 def _model(entry: Entry, name: str, precision: str | None = None) -> Model:

@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 
 from weft.errors import ConfigError, ModelError, reason
-from weft.facts import config_json, demo, gguf, gguf_names, gguf_shape, hub, packed, safetensors
+from weft.facts import config_json, demo, gguf, gguf_names, gguf_shape, hub, model_names, packed, safetensors
 from weft.facts.axes import axis_length
 from weft.facts.parameters import layers_of, parameters
 from weft.facts.shape import DType, ModelShape
@@ -48,7 +48,7 @@ def resolve(
     download_dir: str | None = None,
     load_format: str = "auto",
 ) -> Checkpoint:
-    """What `model` names: `demo`, a directory, a GGUF file, or a repository on the Hugging Face hub.
+    """What `model` names: `demo`, a directory, a GGUF file, a repository on the Hugging Face hub, or a nickname of one.
 
     Fetches what is not here yet. With `load_format` "dummy" a config.json is enough. Raises ModelError, in one
     line with the ways out, where the model is missing, damaged, of an unknown architecture, or not whole.
@@ -56,7 +56,8 @@ def resolve(
     if load_format not in LOAD_FORMATS:
         raise ConfigError(f"load_format is {load_format!r}; it must be one of {', '.join(LOAD_FORMATS)}")
     try:
-        path = _locate(model, revision, hf_token, download_dir, weights=load_format != "dummy")
+        full = model_names.full_name(model, folder=download_dir)
+        path = _locate(full, revision, hf_token, download_dir, weights=load_format != "dummy")
     except (OSError, RuntimeError) as error:  # a directory that may not be read, a name too long, the ~ of nobody
         raise ModelError(f"cannot read {model}: {reason(error)}") from error
     found: Format = "safetensors" if path.is_dir() else "gguf"
@@ -106,7 +107,7 @@ def _locate(model: str, revision: str | None, token: str | None, folder: str | N
     if path is not None:
         return path
     if not hub.is_name(model):
-        raise ModelError(f"there is no file or directory {model}; {hub.WAYS_OUT}")
+        raise ModelError(f"there is no file or directory {model}; {hub.ways_out(model)}")
     return _in_directory(hub.fetch(model, revision=revision, token=token, folder=folder, weights=weights))
 
 

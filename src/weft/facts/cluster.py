@@ -19,11 +19,13 @@ NETWORK = "100Gb"  # per second and direction, between nodes of which nobody say
 MOST = 100_000  # GPUs
 MOST_BPS = 1e15  # bytes per second
 
+# The x of a count, and not that of 7900XT or 7900XTX.
+_TIMES = r"\s*[x×*](?!t\b|tx\b)\s*"
 _TERM = re.compile(
-    r"\s*(?:(?P<count>[-+]?\d{1,9})\s*[x×*]\s*)?(?P<name>[^@]*?)\s*(?:@\s*(?P<link>\S*)\s*)?",
+    rf"\s*(?:(?P<count>[-+]?\d{{1,9}}){_TIMES})?(?P<name>[^@]*?)\s*(?:@\s*(?P<link>\S*)\s*)?",
     re.IGNORECASE | re.ASCII,  # digits are 0 to 9, and not those of another script
 )
-_NODES = re.compile(r"\s*(?P<nodes>[-+]?\d{1,9})\s*[x×*]\s*(?P<gpus>[-+]?\d+\s*[x×*].*)", re.IGNORECASE | re.ASCII)
+_NODES = re.compile(rf"\s*(?P<nodes>[-+]?\d{{1,9}}){_TIMES}(?P<gpus>[-+]?\d+{_TIMES}.*)", re.IGNORECASE | re.ASCII)
 _RATE = re.compile(r"\s*(?P<number>[-+]?\d+(?:\.\d+)?)\s*(?P<unit>[a-z/]*)\s*", re.IGNORECASE | re.ASCII)
 
 
@@ -86,18 +88,21 @@ def _homes(number: int, node: Node) -> Iterator[Home]:
 
 def parse(spec: str) -> Cluster:
     """One node, or several equal ones: `4xRTX4090` or `2x8xH100`. Raises ConfigError, saying what is wrong."""
-    return parse_nodes(spec) if any(map(_NODES.fullmatch, spec.split("+"))) else parse_gpus(spec)
+    return parse_nodes(spec) if any(map(_NODES.fullmatch, _terms(spec))) else parse_gpus(spec)
 
 
 def parse_gpus(spec: str) -> Cluster:
-    """One node: `4xRTX4090`, `8xH100@nvlink`, `1xRTX4090+1xRTX3090`. Raises ConfigError, saying what is wrong."""
+    """One node: `4xRTX4090`, `8xH100@nvlink`, `1xRTX4090+1xRTX3090`, `RTX4090,RTX3090`.
+
+    Raises ConfigError, saying what is wrong.
+    """
     return Cluster((_node(spec),), network_bytes(NETWORK))
 
 
 def parse_nodes(spec: str, network: str | None = None) -> Cluster:
     """Several nodes: `2x8xH100`, `1x8xH100+2x4xA100`; `network` as in 400Gb or 50GB, per second and direction."""
     nodes: list[Node] = []
-    for term in spec.split("+"):
+    for term in _terms(spec):
         match = _NODES.fullmatch(term)
         if match is None:
             raise ConfigError(f"nodes {spec!r}: {term.strip()!r} is not NODESxGPUSxNAME, as in 2x8xH100")
@@ -126,10 +131,17 @@ def network_bytes(rate: str) -> float:
     return Bps
 
 
+def _terms(spec: str) -> list[str]:
+    """The parts of 1xRTX4090+1xRTX3090; a comma is as good as a plus."""
+    return re.split(r"[+,]", spec)
+
+
 def _node(spec: str) -> Node:
     gpus: list[GpuSpec] = []
     wanted: set[str] = set()
-    for term in spec.split("+"):
+    if (number := spec.strip()).isdecimal():
+        raise ConfigError(f"GPUs {spec!r}: {number} of which GPU? As in {number}xRTX4090")
+    for term in _terms(spec):
         match = _TERM.fullmatch(term)
         if match is None or not match["name"]:
             raise ConfigError(f"GPUs {spec!r}: {term.strip()!r} is not COUNTxNAME, as in 4xRTX4090 or 8xH100@nvlink")

@@ -166,10 +166,10 @@ def find_gpu(name: str) -> GpuSpec:
     for key in _keys(name):
         if key in names:
             return names[key]
-    near = get_close_matches(_keys(name)[0], names, n=3, cutoff=0.4)
+    near = get_close_matches(_keys(name)[0], names, n=3, cutoff=0.7)
     nearest = ", ".join(dict.fromkeys(names[key].name for key in near))
     known = f"nearest: {nearest}" if near else "give a name as in RTX 4090, L40S, A100, H100 PCIe or MI300X"
-    raise ConfigError(f"unknown GPU {name!r}; {known}")
+    raise ConfigError(f"unknown GPU {name!r}; {known}; describe another card in a YAML file (docs/hardware.md)")
 
 
 def spec_of(gpu: Gpu) -> GpuSpec:

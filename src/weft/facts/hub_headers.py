@@ -18,7 +18,7 @@ import msgspec
 from weft.errors import ModelError
 from weft.facts import config_json, safetensors
 from weft.facts.fields import Fields
-from weft.facts.hub import PATIENCE, WAYS_OUT
+from weft.facts.hub import PATIENCE, WAYS_OUT, ways_out
 
 T = TypeVar("T")
 
@@ -82,7 +82,7 @@ class _Repository:
         self.where = f"{name} on {self.endpoint}"
         self.connections = Semaphore(CONNECTIONS)
         if constants.HF_HUB_OFFLINE:
-            raise ModelError(f"Weft does not know {name!r} by itself, and HF_HUB_OFFLINE is set; {WAYS_OUT}")
+            raise ModelError(f"Weft does not know {name!r} by itself, and HF_HUB_OFFLINE is set; {ways_out(name)}")
 
     def wait(self, future: Future[T]) -> T:
         try:
@@ -96,7 +96,7 @@ class _Repository:
     def unreachable(self, reason: object) -> ModelError:
         return ModelError(
             f"Weft does not know {self.name!r} by itself, and the hub cannot be asked: {self.endpoint} ({reason}); "
-            f"{WAYS_OUT}"
+            f"{ways_out(self.name)}"
         )
 
     def get(self, file: str, start: int, length: int) -> bytes:
@@ -131,7 +131,7 @@ class _Repository:
         if error.code in (401, 404):
             return ModelError(
                 f"there is no model {self.name!r}: neither known to Weft nor on {self.endpoint} (a private one needs "
-                f"--hf-token or HF_TOKEN); {WAYS_OUT}"
+                f"--hf-token or HF_TOKEN); {ways_out(self.name)}"
             )
         return self.unreachable(f"HTTP {error.code}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from weft.errors import ModelError, reason
-from weft.facts import catalogue, checkpoint, config_json, demo, gguf, gguf_shape, hub, safetensors
+from weft.facts import catalogue, checkpoint, config_json, demo, gguf, gguf_shape, hub, model_names, safetensors
 from weft.facts.gguf_types import FILE_TYPES
 from weft.facts.model import Model
 from weft.facts.parameters import params
@@ -32,14 +32,18 @@ def look_up(
         raise ModelError(f"cannot read {model}: {reason(error)}") from error
     if path is not None:
         return _directory(model, path) if path.is_dir() else _gguf(model, path)
+    model, asked = model_names.full_name(model), refresh or revision is not None
     known = catalogue.look_up(model)
-    asked = refresh or revision is not None
+    if not asked and not (known and catalogue.same_name(model, known.name)):
+        kept = hub.cached(model)
+        if kept is not None:
+            return _directory(model, kept)
     if known is not None and (not asked or known.name == demo.NAME):  # the demo is on no hub
         return known
-    if not hub.is_name(model):
-        raise ModelError(f"there is no file or directory {model}; {hub.WAYS_OUT}")
-    if "/" not in model and known is None:
+    if "/" not in model and known is None and not model.endswith(hub.FILES):
         return catalogue.find(model)  # a bare name of nobody's: the nearest that are known help more than the hub
+    if not hub.is_name(model):
+        raise ModelError(f"there is no file or directory {model}; {hub.ways_out(model)}")
     from weft.facts import hub_headers  # HTTP and TLS, which most questions do without
 
     afar = hub_headers.look(known.name if known else model, revision=revision, token=hf_token, patience=patience)
