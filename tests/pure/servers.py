@@ -1,4 +1,4 @@
-"""An HTTP server of the tests, which answers as it is told; that of `weft serve` in a test's event loop; raw clients."""
+"""HTTP servers of the tests: one that answers as it is told, that of `weft serve` in a test's loop; raw clients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from weft.serving import listen
 from weft.serving.admission import ConnectionLimits
 from weft.serving.options import ServeOptions
 from weft.serving.server import Server as ServingServer
-
 
 PATIENCE_S = 10.0  # for what must happen some time
 

@@ -50,6 +50,7 @@ class Connection(HttpToolsProtocol):
         self._framing = 0  # bytes since the last head was complete, that are no body
         self._unfinished = 0  # bytes of the request that is being received
         self._queued = 0  # bytes of requests that wait for the one that is being answered
+        self._held = 0  # bytes that admission knows of
         self._running: RequestResponseCycle | None = None
         self._fault: HttpError | None = None  # what a callback of the parser objects to
         self._farewell: HttpError | None = None  # to be said when all before it is answered
@@ -126,7 +127,10 @@ class Connection(HttpToolsProtocol):
         if at < len(data):
             self._pending = data[at:]
             self.flow.pause_reading()
-        self._admission.hold(self, self._unfinished + self._queued + len(self._pending))
+        held = self._unfinished + self._queued + len(self._pending)
+        if held or self._held:
+            self._held = held
+            self._admission.hold(self, held)
         self._watch()
 
     def _next_piece(self, data: bytes, at: int) -> int:
@@ -306,7 +310,7 @@ class Connection(HttpToolsProtocol):
     def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer, self._timed = None, ""
+            self._timer, self._timed = None, ""
 
     def _expire(self, part: str, seconds: float) -> None:
         self._timer, self._timed = None, ""

@@ -10,9 +10,12 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from weft.serving.progress import Progress
-from weft.serving.service import Service
+
+if TYPE_CHECKING:
+    from weft.serving.service import Service
 
 log = logging.getLogger("weft.serving")
 
@@ -26,8 +29,8 @@ STDERR = 2
 
 @contextlib.contextmanager
 def bounded_stop(act: Callable[[signal.Signals, float], None], shutdown_timeout: float) -> Iterator[None]:
-    """Have the event loop call `act` for each SIGINT and SIGTERM, with its time, and end this process at the latest CLOSE_S after
-    `shutdown_timeout` seconds from the first, CLOSE_S from any other.
+    """Have the event loop call `act` for each SIGINT and SIGTERM, with its time on the monotonic clock, and end this
+    process at the latest `shutdown_timeout` + CLOSE_S seconds after the first, CLOSE_S after any other.
 
     The handler runs between two instructions of Python, so also while the loop is busy; the bound is kept by a thread
     of C that needs nothing from Python. It prints what every thread was doing. Children end with their death pipes.
@@ -55,8 +58,8 @@ def lift_bound() -> None:
 
 
 async def drain(service: Service, end_s: float) -> None:
-    """Wait until no request runs, at most until the clock is at `end_s`, and no longer than steps finish: a rank that is
-    stopped ends nothing."""
+    """Wait until no request runs, until the monotonic clock is at `end_s`, or until no step has finished for STALL_S
+    seconds: a rank that is stopped ends nothing."""
     progress = Progress(STALL_S, time.monotonic)
     while service.answers and (left := end_s - time.monotonic()) > 0:
         if progress.stalled_s(service.engine.stats.steps):
