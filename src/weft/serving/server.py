@@ -103,7 +103,9 @@ async def _serve(
         capacity = config.max_num_seqs + config.max_num_queued_reqs
         service = Service(engine, frontend, options, model=config.model, capacity=capacity)
         service.foreseen = Foreseen(expected) if expected else None
-        limits = fit_to_files(ConnectionLimits(), files)
+        # A few of the longest bodies can always be on their way at once.
+        held_bytes = max(ConnectionLimits.held_bytes, 4 * options.max_body_bytes)
+        limits = fit_to_files(ConnectionLimits(held_bytes=held_bytes), files)
         if limits.connections < capacity:
             log.warning(
                 "at most %d connections are served, for no more than %d files may be open; raise `ulimit -n`",
