@@ -1,14 +1,22 @@
-"""An HTTP server of the tests, which answers as it is told."""
+"""HTTP servers of the tests: one that answers as it is told, that of `weft serve` in a test's loop; raw clients."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
+from tests.pure.worlds import World
 from weft.bench.http import Server
+from weft.serving import listen
+from weft.serving.admission import ConnectionLimits
+from weft.serving.options import ServeOptions
+from weft.serving.server import Server as ServingServer
+
+PATIENCE_S = 10.0  # for what must happen some time
 
 
 class Exchange:
@@ -78,3 +86,62 @@ async def good(exchange: Exchange) -> None:
     exchange.event({"choices": [], "usage": usage})
     exchange.event(b"[DONE]")
     exchange.end()
+
+
+class Client:
+    """A raw connection: what a test writes is all that is said."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    async def send(self, data: bytes) -> None:
+        self.writer.write(data)
+        await self.writer.drain()
+
+    async def answer(self) -> tuple[int, dict[str, str], bytes]:
+        """Status, header fields and body of the next response, whose length must be told."""
+        head = (await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), PATIENCE_S)).decode()
+        first, *lines = head.strip().split("\r\n")
+        headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
+        return int(first.split()[1]), headers, await self.reader.readexactly(int(headers.get("content-length", 0)))
+
+    async def rest(self) -> bytes:
+        """All that comes until the server ends the connection."""
+        return await asyncio.wait_for(self.reader.read(), PATIENCE_S)
+
+
+class Live:
+    """The HTTP server of `weft serve` in this event loop."""
+
+    def __init__(self, server: ServingServer, listener: socket.socket) -> None:
+        self.server = server
+        self._address = listener.getsockname()
+        self._clients: list[Client] = []
+
+    async def connect(self) -> Client:
+        client = Client(*await asyncio.open_connection(*self._address))
+        self._clients.append(client)
+        return client
+
+    async def close(self) -> None:
+        """Hang up, and end the server."""
+        for client in self._clients:
+            client.writer.transport.abort()
+            with suppress(OSError):
+                await client.writer.wait_closed()
+        self.server.leave()
+
+
+@asynccontextmanager
+async def weft_server(world: World, **limits: Any) -> AsyncIterator[Live]:
+    """A server over a world's service; `limits` are of ConnectionLimits."""
+    with listen.bind(ServeOptions(port=0)) as listener:
+        server = ServingServer(world.service, listener, asyncio.Event().wait, ConnectionLimits(**limits))
+        live = Live(server, listener)
+        listen.begin(listener, world.service.options)
+        running = asyncio.create_task(server.serve(sockets=[listener]))
+        try:
+            yield live
+        finally:
+            await live.close()
+            await running

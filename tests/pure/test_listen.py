@@ -87,6 +87,34 @@ def test_a_path_is_taken_over_from_the_dead_only(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_text() == "mine"
 
 
+def test_a_path_belongs_to_one_server_before_it_listens(tmp_path: Path) -> None:
+    options = ServeOptions(uds=str(tmp_path / "socket"))
+    with listen.bind(options):
+        with pytest.raises(ConfigError, match="in use by another server"):
+            listen.bind(options)
+        assert (tmp_path / "socket").is_socket()
+    assert not list(tmp_path.iterdir())  # and nothing is left
+    with listen.bind(options) as again:
+        again.listen()
+
+
+def test_a_lock_that_its_owner_has_removed_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opened just before another server ended, locked just after."""
+    path, opened = tmp_path / "lock", []
+
+    def open_late(name: str, *how: int) -> int:
+        opened.append(open_file(name, *how))
+        if len(opened) == 1:
+            path.unlink()
+        return opened[-1]
+
+    open_file = os.open
+    monkeypatch.setattr(os, "open", open_late)
+    assert listen._lock(str(path)) == opened[1]
+    assert os.path.samestat(os.fstat(opened[1]), path.stat())
+    os.close(opened[1])
+
+
 def test_certificates_are_tried_before_anything_slow(tmp_path: Path) -> None:
     listen.check_tls(ANY)
     with pytest.raises(ConfigError, match="needs --ssl-certfile"):

@@ -11,6 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from weft.errors import EngineError, QueueFullError, RequestError, WeftError
+from weft.executors.ranks import CLOSED
 
 
 class HttpError(WeftError):
@@ -69,6 +70,8 @@ def describe(error: Exception) -> tuple[int, ErrorBody, dict[str, str]]:
                 headers = {"Retry-After": str(error.retry_after_s)}
         case QueueFullError():
             status, code, headers = 429, "queue_full", {"Retry-After": str(error.retry_after_s)}
+        case EngineError() if error.cause == CLOSED:
+            status, message, code, headers = 503, "the server is shutting down", "shutting_down", {"Retry-After": "1"}
         case EngineError():
             code = "engine_dead"
         case RequestError():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import socket
 import ssl
@@ -73,16 +74,64 @@ def address(listener: socket.socket, options: ServeOptions) -> str:
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}{options.root_path}"
 
 
+class PathListener(socket.socket):
+    """A socket at a path of the file system, which one process at a time may have: a lock beside it says so from the
+    first moment, when nobody listens yet. Closing it removes both files. Raises OSError."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._path = path
+        self._lock = -1
+        try:
+            self._lock = _lock(f"{path}.lock")
+            if _is_left_over(path):
+                os.unlink(path)
+            self.bind(path)
+        except BaseException:
+            self._unlock()
+            super().close()
+            raise
+
+    def close(self) -> None:
+        if self._lock >= 0:
+            with contextlib.suppress(OSError):
+                os.unlink(self._path)
+        self._unlock()
+        super().close()
+
+    def _unlock(self) -> None:
+        """Remove the lock before it is given up: whoever waits for it sees that, and makes a new one."""
+        if self._lock >= 0:
+            with contextlib.suppress(OSError):
+                os.unlink(f"{self._path}.lock")
+            os.close(self._lock)
+            self._lock = -1
+
+
 def _bind_path(path: str) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        if _is_left_over(path):
-            os.unlink(path)
-        listener.bind(path)
+        return PathListener(path)
+    except BlockingIOError:
+        why = "in use by another server, which runs or starts"
     except OSError as error:
-        listener.close()
-        raise ConfigError(f"cannot listen on {path}: {reason(error)}; give another --uds") from None
-    return listener
+        why = reason(error)
+    raise ConfigError(f"cannot listen on {path}: {why}; give another --uds") from None
+
+
+def _lock(path: str) -> int:
+    """The descriptor of a locked file, which the system unlocks when this process ends in any way. Raises
+    BlockingIOError if another has it."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Its last owner may have removed it since it was opened.
+            if os.path.exists(path) and os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
 
 
 def _is_left_over(path: str) -> bool:

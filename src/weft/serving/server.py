@@ -10,6 +10,7 @@ import signal
 import socket
 import time
 from collections.abc import Awaitable, Callable, Generator
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -26,10 +27,13 @@ from weft.planner.execution import plan_to_run, seen
 from weft.planner.memory import capacity_lines
 from weft.planner.plan import Plan
 from weft.serving import listen
+from weft.serving.admission import Admission, ConnectionLimits, fit_to_files, raise_file_limit
 from weft.serving.app import app
+from weft.serving.connection import Connection
 from weft.serving.foreseen import Foreseen
 from weft.serving.options import ServeOptions
 from weft.serving.service import Service
+from weft.serving.stopping import bounded_stop, drain, lift_bound
 
 if TYPE_CHECKING:
     from weft.facts.speeds import Speeds
@@ -65,8 +69,11 @@ def serve(config: EngineConfig, options: ServeOptions) -> None:
         )
         words = Words.load(config, checkpoint)
         log.info("found %s: %s (%.2f s)", config.model, checkpoint.path, time.monotonic() - began)
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(_serve(config, options, checkpoint, words, listener, began))
+        try:
+            with asyncio.Runner(loop_factory=_loop_factory()) as runner:  # whose end waits for threads
+                runner.run(_serve(config, options, checkpoint, words, listener, began))
+        finally:
+            lift_bound()
 
 
 async def _serve(
@@ -77,6 +84,7 @@ async def _serve(
     listener: socket.socket,
     began: float,
 ) -> None:
+    files = raise_file_limit()
     host = probe()
     plan = plan_to_run(config, checkpoint, host)
     known = None if options.disable_log_stats else _seen(plan, host)
@@ -95,7 +103,16 @@ async def _serve(
         capacity = config.max_num_seqs + config.max_num_queued_reqs
         service = Service(engine, frontend, options, model=config.model, capacity=capacity)
         service.foreseen = Foreseen(expected) if expected else None
-        server = Server(service, listener, engine.died)
+        # A few of the longest bodies can always be on their way at once.
+        held_bytes = max(ConnectionLimits.held_bytes, 4 * options.max_body_bytes)
+        limits = fit_to_files(ConnectionLimits(held_bytes=held_bytes), files)
+        if limits.connections < capacity:
+            log.warning(
+                "at most %d connections are served, for no more than %d files may be open; raise `ulimit -n`",
+                limits.connections,
+                files,
+            )
+        server = Server(service, listener, engine.died, limits)
         address = listen.address(listener, options)
         listen.begin(listener, options)
         gc.freeze()  # what is there by now stays, and no answer waits until it has been looked through
@@ -109,15 +126,21 @@ async def _serve(
 
 
 class Server(uvicorn.Server):
-    """uvicorn, with our own idea of an end: readiness first, then the running requests, then the sockets."""
+    """uvicorn, with our own connections, and our own idea of an end: readiness first, then the running requests, then
+    the sockets."""
 
-    def __init__(self, service: Service, listener: socket.socket, ended: Callable[[], Awaitable[object]]) -> None:
+    def __init__(
+        self,
+        service: Service,
+        listener: socket.socket,
+        ended: Callable[[], Awaitable[object]],
+        limits: ConnectionLimits,
+    ) -> None:
         """`ended` waits for the end of the engine."""
         options = service.options
         super().__init__(
             uvicorn.Config(
                 app(service),
-                http="httptools" if find_spec("httptools") else "h11",
                 ws="none",
                 lifespan="off",
                 root_path=options.root_path,
@@ -128,39 +151,54 @@ class Server(uvicorn.Server):
                 access_log=False,
                 log_config=None,
                 log_level="warning",
+                timeout_keep_alive=limits.keepalive_s,  # type: ignore[arg-type]  # a fraction does too
                 timeout_graceful_shutdown=CUT_S,
             )
         )
         self._service = service
         self._listener = listener
         self._ended = ended
+        self._limits = limits
         self._drain: asyncio.Task[None] | None = None
+        self._patience: asyncio.Task[None] | None = None
         self._leaving = asyncio.Event()
         self._interrupted = False
 
     async def until_ended(self) -> None:
         """Serve until a signal, or the engine's death."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._on_signal, number)
         beside = [asyncio.create_task(self._watch())]
         if not self._service.options.disable_log_stats:
             beside.append(asyncio.create_task(_log_stats(self._service)))
         try:
-            await self.serve(sockets=[self._listener])
+            with bounded_stop(self._on_signal, self._service.options.shutdown_timeout):
+                await self.serve(sockets=[self._listener])
         finally:
             for task in beside:
                 task.cancel()
-            for number in (signal.SIGINT, signal.SIGTERM):
-                loop.remove_signal_handler(number)
         if self._interrupted:
             raise KeyboardInterrupt
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept connections of our kind; a TLS handshake gets the time of a head."""
+        made = partial(Connection, Admission(self._limits), self.config, self.server_state, self.lifespan.state)
+        loop = asyncio.get_running_loop()
+        tls = self.config.ssl
+        server = await loop.create_server(
+            lambda: made(loop),
+            sock=self._listener,
+            ssl=tls,
+            ssl_handshake_timeout=self._limits.head_s if tls else None,
+            backlog=listen.BACKLOG,
+        )
+        self.servers = [server]
+        self.started = True
 
     async def main_loop(self) -> None:
         """Sleep until the end; uvicorn's own looks ten times a second whether it has come."""
         await self._leaving.wait()
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
+        """Close the connections and end; what runs is cut off."""
         self.should_exit = True
         self._leaving.set()
 
@@ -169,32 +207,43 @@ class Server(uvicorn.Server):
         """Signals are ours."""
         yield
 
-    def _on_signal(self, number: int) -> None:
+    def _on_signal(self, number: signal.Signals, at_s: float) -> None:
+        """The first lets requests end, the second cuts them off, the third does not even wait until they know."""
         if self._drain is None:
-            self._drain = asyncio.create_task(self._end(signal.Signals(number).name))
-        else:
-            self._interrupted = self.force_exit = True
-            self._leave()
+            self._drain = asyncio.create_task(self._end(number, at_s))
+            return
+        self.force_exit, self._interrupted = self._interrupted, True
+        if self._patience is not None:
+            self._patience.cancel()
 
-    async def _end(self, why: str) -> None:
+    async def _end(self, number: signal.Signals, at_s: float) -> None:
         """Take nothing new, let what runs end, as long as that may take, and stop."""
-        self._service.draining = True
-        limit = self._service.options.shutdown_timeout
-        log.info("%s: ending; requests that run: %d, for up to %g s", why, len(self._service.answers), limit)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(limit):
-                await self._service.idle.wait()
-        if self._service.answers:
-            log.warning("%d requests are cut off", len(self._service.answers))
-            for answer in self._service.answers:
+        service, limit = self._service, self._service.options.shutdown_timeout
+        service.draining = True
+        if service.answers:
+            again = "Ctrl-C again" if number == signal.SIGINT else f"another {number.name}"
+            log.info(
+                "%s: stopping; %d requests still run, and get up to %g s; %s stops at once",
+                number.name,
+                len(service.answers),
+                limit,
+                again,
+            )
+        else:
+            log.info("%s: stopping; no request runs", number.name)
+        self._patience = asyncio.create_task(drain(service, at_s + limit))
+        await asyncio.wait({self._patience})
+        if service.answers:
+            log.warning("%d requests are cut off", len(service.answers))
+            for answer in service.answers:
                 answer.cut_off()
-        self._leave()
+        self.leave()
 
     async def _watch(self) -> None:
         """A dead engine ends the server; its requests have failed with the cause."""
         await self._ended()
         self._service.draining = True
-        self._leave()
+        self.leave()
 
 
 async def _log_stats(service: Service) -> None:
