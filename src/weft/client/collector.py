@@ -10,6 +10,7 @@ from weft.client.outputs import CompletionOutput, Logprob, Metrics, RequestOutpu
 from weft.core.params import SamplingParams
 from weft.core.request import Output, Request
 from weft.core.step import TokenLogprobs
+from weft.text.stops import StopAutomaton
 from weft.text.stream import TextStream
 
 if TYPE_CHECKING:
@@ -55,8 +56,9 @@ class Collector:
         self._tokenizer = tokenizer
         prompt = requests[0].prompt
         self._choices: dict[str, Choice] = {}
+        automaton = StopAutomaton(params.stop) if params.stop else None
         for index, request in enumerate(requests):
-            stream = None if tokenizer is None else TextStream(tokenizer, params, prompt)
+            stream = None if tokenizer is None else TextStream(tokenizer, params, prompt, automaton)
             self._choices[request.id] = Choice(CompletionOutput(index), stream)
         outputs = [choice.output for choice in self._choices.values()]
         self.output = RequestOutput(name, text, prompt, outputs, Metrics(arrival_s))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from weft.text.pieces import Detokenizer
-from weft.text.stops import StopStrings
+from weft.text.stops import StopAutomaton, StopStrings
 
 if TYPE_CHECKING:
     from weft.core.params import SamplingParams
@@ -19,18 +19,27 @@ class TextStream:
     costs the same, however long the answer is.
 
     `stopped` is the stop string that ended the answer; from there on the stream is empty. A stop string counts
-    where it ends in the text of a token after the first `min_tokens`.
+    where it ends in the text of a token after the first `min_tokens`. `automaton` is that of `params.stop`, if
+    other streams share it.
     """
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        prompt_ids: Sequence[int] = (),
+        automaton: StopAutomaton | None = None,
+    ) -> None:
         self._text = Detokenizer(tokenizer.pieces, skip_special=params.skip_special_tokens, context=prompt_ids)
-        self._stops = StopStrings(params.stop, keep=params.include_stop_str_in_output) if params.stop else None
+        self._stops: StopStrings | None = None
+        if params.stop:
+            self._stops = StopStrings(automaton or StopAutomaton(params.stop), keep=params.include_stop_str_in_output)
         self._early = params.min_tokens  # tokens that are still to come before stop strings count
         self._armed = False
 
     @property
     def stopped(self) -> str | None:
-        return self._stops.found if self._stops is not None else None
+        return self._stops.match if self._stops is not None else None
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that `ids` make certain: without half a character, or what may begin a stop string."""
