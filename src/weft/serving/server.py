@@ -25,7 +25,7 @@ from weft.facts.host import Host, probe
 from weft.planner.execution import plan_to_run, seen
 from weft.planner.memory import capacity_lines
 from weft.planner.plan import Plan
-from weft.serving import listen
+from weft.serving import listen, memory
 from weft.serving.app import app
 from weft.serving.foreseen import Foreseen
 from weft.serving.options import ServeOptions
@@ -53,6 +53,7 @@ def serve(config: EngineConfig, options: ServeOptions) -> None:
     engine dies, and KeyboardInterrupt for Ctrl-C while it starts, or for a second one while requests end.
     """
     began = time.monotonic()
+    memory.limit_arenas()
     listen.check_tls(options)
     with listen.bind(options) as listener:
         # Not in the loop: a download must end with Ctrl-C, and a thread would not.

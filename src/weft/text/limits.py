@@ -50,8 +50,8 @@ class RequestLimits:
     # A chat template's rendering.
     template_s: float = 10.0
     template_characters: int = 32 * 2**20  # of the prompt, and of any text on the way to it
-    template_items: int = 1_000_000  # of a list that a template makes
-    template_number: int = 10_000  # of a width, a count or an exponent; and the digits of a number
+    template_work: int = 256 * 2**20  # of all texts on the way together
+    template_number: int = 9999  # of a width or a count; and the bits of a number
 
 
 LIMITS = RequestLimits()
