@@ -10,7 +10,6 @@ from weft.client.outputs import CompletionOutput, Logprob, Metrics, RequestOutpu
 from weft.core.params import SamplingParams
 from weft.core.request import Output, Request
 from weft.core.step import TokenLogprobs
-from weft.text.stops import StopAutomaton
 from weft.text.stream import TextStream
 
 if TYPE_CHECKING:
@@ -56,9 +55,9 @@ class Collector:
         self._tokenizer = tokenizer
         prompt = requests[0].prompt
         self._choices: dict[str, Choice] = {}
-        automaton = StopAutomaton(params.stop) if params.stop else None
+        first = None if tokenizer is None else TextStream(tokenizer, params, prompt)
         for index, request in enumerate(requests):
-            stream = None if tokenizer is None else TextStream(tokenizer, params, prompt, automaton)
+            stream = first.twin() if first is not None and index else first
             self._choices[request.id] = Choice(CompletionOutput(index), stream)
         outputs = [choice.output for choice in self._choices.values()]
         self.output = RequestOutput(name, text, prompt, outputs, Metrics(arrival_s))

@@ -125,7 +125,7 @@ class Frontend:
                 f'a prompt given as a dict needs "prompt" or "prompt_token_ids"; it has {sorted(prompt)}', param=param
             )
         if isinstance(prompt, str):
-            self._check_text(prompt, param)
+            self.check_text(prompt, param=param)
             return self.checked(Prompt(self.encode(prompt, special=special, param=param), prompt), param=param)
         if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
             raise RequestError(f"a prompt is a text or a list of token ids, not {type(prompt).__name__}", param=param)
@@ -231,16 +231,16 @@ class Frontend:
             )
         return self.tokenizer
 
-    def _check_text(self, text: str, param: str) -> None:
-        """Refuse a text that is too long whatever its tokens are, before it is cut into them."""
-        if len(text) <= self.max_model_len:  # no token is shorter than a character
+    def check_text(self, text: str, *, param: str = "prompt", least: int = 0) -> None:
+        """Refuse a text that is too long whatever its tokens are, before it is cut into them. `least` characters are
+        taken in any case."""
+        if len(text) <= max(least, self.max_model_len):  # no token is shorter than a character
             return
-        most = (self.max_model_len - 1) * self._needed("a text", param).longest_token
+        most = max(least, (self.max_model_len - 1) * self._needed("a text", param).longest_token)
         if len(text) > most:
             raise RequestError(
                 f"the prompt has {len(text):,} characters and this model's maximum context length is "
-                f"{self.max_model_len} tokens, answer included, which hold {most:,} characters at the very most; "
-                "send less",
+                f"{self.max_model_len} tokens, answer included; at most {most:,} characters are cut into tokens",
                 param=param,
             )
 

@@ -13,6 +13,7 @@ from weft.errors import RequestError
 from weft.serving.errors import Json
 from weft.serving.openai_types import DetokenizeRequest, TokenizeRequest
 from weft.serving.service import Service
+from weft.text.limits import LIMITS
 
 
 async def models(request: Request) -> Response:
@@ -66,9 +67,11 @@ def tokenized(service: Service, content: bytes) -> Response:
     if (wire.prompt is None) == (wire.messages is None):
         raise RequestError("give either prompt or messages", param="prompt")
     if wire.messages is not None:
-        ids = service.frontend.encode(service.render(wire.messages, wire), special=False)
+        text, special = service.render(wire.messages, wire), False
     else:
-        ids = service.frontend.encode(wire.prompt or "", special=wire.add_special_tokens is not False)
+        text, special = wire.prompt or "", wire.add_special_tokens is not False
+    service.frontend.check_text(text, least=LIMITS.tokenize_characters)
+    ids = service.frontend.encode(text, special=special)
     return Json({"count": len(ids), "max_model_len": service.frontend.max_model_len, "tokens": ids})
 
 

@@ -80,17 +80,24 @@ LENGTHS: Mapping[str, tuple[int, int | None]] = {
 }
 
 
-def check_lengths(raw: Mapping[str, Any], vocab: int) -> None:
-    """Raise RequestError for a field with more items, or more text, than any use of it needs. `vocab` token ids may
-    be allowed, each once."""
-    for name, (items, characters) in {**LENGTHS, "allowed_token_ids": (vocab, None)}.items():
+def check_lengths(raw: Mapping[str, Any], *, vocab: int, max_model_len: int) -> None:
+    """Raise RequestError for a field with more items, or more text, than any use of it needs."""
+    of_model = {
+        "allowed_token_ids": (vocab, None),
+        "tokens": (max(LIMITS.detokenize_ids, max_model_len), None),
+    }
+    for name, (items, characters) in {**LENGTHS, **of_model}.items():
         value = raw.get(name)
         if isinstance(value, list | dict) and len(value) > items:
             raise RequestError(f"{name} has {len(value):,} items; the limit is {items:,}", param=name)
-        texts = [value] if isinstance(value, str) else value if isinstance(value, list) else []
-        total = sum(len(text) for text in texts if isinstance(text, str))
-        if characters is not None and total > characters:
+        if characters is not None and (total := _characters(value)) > characters:
             raise RequestError(f"{name} has {total:,} characters in all; the limit is {characters:,}", param=name)
+
+
+def _characters(value: object) -> int:
+    """Characters of a text, or of all texts in a list."""
+    texts = value if isinstance(value, list) else [value]
+    return sum(len(text) for text in texts if isinstance(text, str))
 
 
 def refuse_unsupported(raw: Mapping[str, Any]) -> None:

@@ -97,7 +97,7 @@ class Service:
             body.check_structure(content, max(LIMITS.json_values, 2 * self.frontend.max_model_len))
         raw = body.parse(content)
         refuse_unsupported(raw)
-        check_lengths(raw, self.frontend.vocab)
+        check_lengths(raw, vocab=self.frontend.vocab, max_model_len=self.frontend.max_model_len)
         wire = body.convert(raw, target)
         self._unknown.note(raw, target, KNOWN)
         return wire

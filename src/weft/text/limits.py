@@ -20,7 +20,7 @@ class RequestLimits:
     inline_bytes: int = 16 * 2**10  # a body up to here is worked on in the event loop: some 5 ms
     json_texts: int = 100_000  # keys included
     json_containers: int = 100_000  # lists and objects
-    json_values: int = 1_000_000  # or twice the model's length, if that is more
+    json_values: int = 500_000  # or twice the model's length, if that is more
 
     # Lists of a request. Characters are those of all items together.
     messages: int = 10_000
@@ -31,6 +31,8 @@ class RequestLimits:
     stop_token_ids: int = 1024
     logit_bias: int = 16_384
     fields: int = 256
+    detokenize_ids: int = 131_072  # or the model's length, if that is more
+    tokenize_characters: int = 2**20  # or as many as the model's length can hold, if that is more
 
     # What goes to the engine for one HTTP request, counted once per choice.
     prompt_tokens: int = 4_000_000  # or four times the model's length, if that is more

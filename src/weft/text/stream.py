@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from typing import TYPE_CHECKING
 
 from weft.text.pieces import Detokenizer
@@ -19,23 +20,23 @@ class TextStream:
     costs the same, however long the answer is.
 
     `stopped` is the stop string that ended the answer; from there on the stream is empty. A stop string counts
-    where it ends in the text of a token after the first `min_tokens`. `automaton` is that of `params.stop`, if
-    other streams share it.
+    where it ends in the text of a token after the first `min_tokens`.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        params: SamplingParams,
-        prompt_ids: Sequence[int] = (),
-        automaton: StopAutomaton | None = None,
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_ids: Sequence[int] = ()) -> None:
         self._text = Detokenizer(tokenizer.pieces, skip_special=params.skip_special_tokens, context=prompt_ids)
         self._stops: StopStrings | None = None
         if params.stop:
-            self._stops = StopStrings(automaton or StopAutomaton(params.stop), keep=params.include_stop_str_in_output)
+            self._stops = StopStrings(StopAutomaton(params.stop), keep=params.include_stop_str_in_output)
         self._early = params.min_tokens  # tokens that are still to come before stop strings count
         self._armed = False
+
+    def twin(self) -> TextStream:
+        """Another choice's stream, in the same state. Prompt and stop strings are not looked through again."""
+        other = copy(self)
+        other._text = self._text.twin()
+        other._stops = copy(self._stops)
+        return other
 
     @property
     def stopped(self) -> str | None:

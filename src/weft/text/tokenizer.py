@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -15,10 +16,9 @@ from weft.text.cache import cached
 from weft.text.pieces import Detokenizer, Pieces
 from weft.text.settings import Settings
 
-# Characters, some 5 ms of work. Longer texts are encoded without the interpreter's lock, so that a server can
-# have it done in a thread; shorter ones not, because that way starts a thread per core.
-LONG_TEXT = 16_384
-LONG_IDS = 4096  # the same of lists of ids that are decoded
+# The library's batch calls work without the interpreter's lock, so that a server can make them in a thread beside its
+# event loop. Without this they start a thread per core as well, for a batch of one.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def load(path: str, *, gguf: bool | None = None) -> Tokenizer:
@@ -70,10 +70,7 @@ class Tokenizer:
         """
         rule = add_special_tokens and self._own_rule
         try:
-            if len(text) < LONG_TEXT:
-                encoding = self._rust.encode(text, add_special_tokens=rule)
-            else:
-                [encoding] = self._rust.encode_batch_fast([text], add_special_tokens=rule)
+            [encoding] = self._rust.encode_batch_fast([text], add_special_tokens=rule)
         except (TypeError, UnicodeEncodeError) as error:
             raise RequestError(f"the text is no valid Unicode: {_lone_surrogate(text)}") from error
         except BaseException as error:
@@ -92,10 +89,8 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of ids; those that no token has add nothing. RequestError for ids that are no ids."""
         try:
-            if len(ids) < LONG_IDS:
-                text: str = self._rust.decode(ids, skip_special_tokens=skip_special_tokens)
-            else:
-                [text] = self._rust.decode_batch([ids], skip_special_tokens=skip_special_tokens)
+            text: str
+            [text] = self._rust.decode_batch([ids], skip_special_tokens=skip_special_tokens)
         except (OverflowError, TypeError) as error:
             raise RequestError(f"token ids are whole numbers from 0 to {self.vocab_size - 1}: {error}") from error
         except BaseException as error:
