@@ -56,7 +56,7 @@ async def test_lists_at_their_limits_are_taken() -> None:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b'{"prompt": [' + b"[]," * 100_000 + b"[]]}", "100,002 lists and objects; the limit is 100,000"),
+        (b'{"prompt": [' + b"[]," * 100_000 + b"[]]}", "100,003 lists and objects; the limit is 100,000"),
         (b'{"prompt": [' + b'"a",' * 100_000 + b'"a"]}', "100,002 texts; the limit is 100,000"),
         (b'{"prompt": [' + b"1," * 500_000 + b"1]}", "500,002 values; the limit is 500,000"),
     ],
@@ -128,13 +128,13 @@ async def test_what_goes_to_the_engine_is_bounded(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        ("/v1/completions", {"prompt": ["ab " * 3000] * 4}),
+        ("/v1/completions", {"prompt": "ab", "n": 8}),
         ("/v1/chat/completions", {"messages": HI}),
         ("/tokenize", {"prompt": "ab"}),
-        ("/detokenize", {"tokens": [65] * 9000}),
+        ("/detokenize", {"tokens": [65]}),
     ],
 )
-async def test_large_bodies_and_templates_leave_the_event_loop(
+async def test_bodies_are_worked_on_outside_the_event_loop(
     path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[threading.Thread] = []
@@ -152,7 +152,7 @@ async def test_large_bodies_and_templates_leave_the_event_loop(
 async def test_work_that_takes_too_long_is_a_503_and_keeps_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "LIMITS", RequestLimits(work_s=0.05))
     workers, end = WorkThreads(1), threading.Event()
-    with pytest.raises(HttpError, match="took longer than 0.05 s") as slow:
+    with pytest.raises(HttpError, match=r"took longer than 0\.05 s") as slow:
         await workers.result(lambda: end.wait(60))
     with pytest.raises(HttpError, match="busy") as busy:
         await workers.result(lambda: 1)

@@ -198,17 +198,15 @@ class Stream(AsyncGenerator[Output, None]):
         raise news
 
     async def _next(self) -> Output | WeftError | None:
+        clock = asyncio.get_running_loop().time
         while True:
-            clock = asyncio.get_running_loop().time
-            if self._news.empty():
-                news = await self._news.get()
+            rested = self._news.empty()
+            if not rested and clock() > self._turn_ends_s:
+                await asyncio.sleep(0)
+                rested = True
+            news = await self._news.get()
+            if rested:
                 self._turn_ends_s = clock() + TURN_S
-            else:
-                if clock() > self._turn_ends_s:
-                    await asyncio.sleep(0)
-                    self._turn_ends_s = clock() + TURN_S
-                    continue  # the backlog may have been dropped
-                news = self._news.get_nowait()
             if not isinstance(news, Output) or news.id not in self._dropped:
                 return news
 

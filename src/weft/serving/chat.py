@@ -39,7 +39,7 @@ class AskedChat:
 
 async def chat(request: Request) -> Response:
     service: Service = request.app.state.service
-    asked = await service.prepared(request, prepare_chat, threaded=True)
+    asked = await service.prepared(request, prepare_chat)
     answer = service.answer(asked.jobs)
     return await Talk(service, answer, asked.model, asked.wire).reply(request)
 

@@ -57,7 +57,7 @@ def row(service: Service, name: str) -> dict[str, Any]:
 
 async def tokenize(request: Request) -> Response:
     service: Service = request.app.state.service
-    return await service.prepared(request, tokenized, threaded=True)
+    return await service.prepared(request, tokenized)
 
 
 def tokenized(service: Service, content: bytes) -> Response:

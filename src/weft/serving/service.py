@@ -75,14 +75,12 @@ class Service:
         self._threads = {False: WorkThreads(LIMITS.small_threads), True: WorkThreads(LIMITS.large_threads)}
         self._trimmer = Trimmer()
 
-    async def prepared(self, request: HttpRequest, work: Callable[[Service, bytes], P], *, threaded: bool = False) -> P:
-        """What `work` makes of a request's body. Small bodies are worked on at once unless `threaded`; large ones,
-        and those with a template, in a thread, which has only so much time."""
+    async def prepared(self, request: HttpRequest, work: Callable[[Service, bytes], P]) -> P:
+        """What `work` makes of a request's body, in a thread: a small body may ask for much, and a template is a
+        stranger's. Large bodies have threads of their own, which small ones do not wait for."""
         content = await self._intake.receive(request)
-        large = len(content) > LIMITS.inline_bytes
+        large = len(content) > LIMITS.small_bytes
         try:
-            if not (large or threaded):
-                return work(self, content)
             return await self._threads[large].result(lambda: work(self, content))
         except ModelError as error:
             log.error("%s", error)
@@ -93,7 +91,7 @@ class Service:
 
     def wire(self, content: bytes, target: type[T]) -> T:
         """A body as `target`; what is wrong with it is raised, what is unknown is logged."""
-        if len(content) > LIMITS.inline_bytes:
+        if len(content) > LIMITS.small_bytes:
             body.check_structure(content, max(LIMITS.json_values, 2 * self.frontend.max_model_len))
         raw = body.parse(content)
         refuse_unsupported(raw)

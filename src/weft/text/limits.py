@@ -17,7 +17,7 @@ class RequestLimits:
     body_bytes: int = 8 * 2**20
     bytes_per_token: int = 16  # a token in JSON: an id of six digits, or a character as \uXXXX, and what is around it
     bodies: int = 32  # bodies of the longest kind that may be held at once
-    inline_bytes: int = 16 * 2**10  # a body up to here is worked on in the event loop: some 5 ms
+    small_bytes: int = 64 * 2**10  # a body up to here is small: it does not wait for large ones
     json_texts: int = 100_000  # keys included
     json_containers: int = 100_000  # lists and objects
     json_values: int = 500_000  # or twice the model's length, if that is more
@@ -44,8 +44,8 @@ class RequestLimits:
     unknown_names_per_line: int = 10
 
     # Threads. A thread cannot be ended from outside: one that runs over its time keeps its place until it is done.
-    large_threads: int = 2  # for bodies above `inline_bytes`
-    small_threads: int = 8  # for small bodies with a template
+    large_threads: int = 2  # for large bodies
+    small_threads: int = 8  # for small bodies
     waiting: int = 64  # requests that wait for a place, per kind
     work_s: float = 30.0
 
