@@ -16,6 +16,7 @@ from weft.core.params import SamplingParams
 from weft.errors import ModelError
 from weft.text import spm
 from weft.text.settings import Settings
+from weft.text.stops import StopAutomaton, StopStrings
 from weft.text.stream import TextStream
 from weft.text.tokenizer import Tokenizer
 
@@ -202,6 +203,20 @@ def test_stop_strings_wait_for_min_tokens(
     match = first_stop(text, stops, after=len(early))
     params = {"stop": stops, "include_stop_str_in_output": keep, "min_tokens": minimum, "max_tokens": None}
     assert stream(this, chunked(ids, cuts), **params) == cut(text, match, keep)
+
+
+def test_a_character_costs_the_same_however_many_stop_strings_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[str] = []
+    plain = StopAutomaton.advance
+
+    def counted(this: StopAutomaton, state: int, char: str) -> int:
+        steps.append(char)
+        return plain(this, state, char)
+
+    watch = StopStrings(StopAutomaton([f"zq{at}" for at in range(1000)]), keep=False)
+    monkeypatch.setattr(StopAutomaton, "advance", counted)
+    assert watch.push("abzq") == "ab" and watch.push("99") == "" and watch.push("9x") == "" and watch.match == "zq9"
+    assert len(steps) == 5
 
 
 @pytest.mark.parametrize("minimum", [2, 3])

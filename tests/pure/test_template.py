@@ -9,6 +9,7 @@ import pytest
 
 from tests.pure.vocabularies import byte_level, word_level
 from weft.errors import ConfigError, ModelError, RequestError
+from weft.text.limits import RequestLimits
 from weft.text.settings import Settings
 from weft.text.template import ChatTemplate
 from weft.text.tokenizer import Tokenizer
@@ -69,6 +70,66 @@ def test_a_template_that_refuses_says_why() -> None:
 def test_the_sandbox(source: str) -> None:
     with pytest.raises(RequestError):
         ChatTemplate(source).render([USER])
+
+
+DOUBLED = "{%% set ns = namespace(s=%s) %%}{%% for i in range(40) %%}{%% set ns.s = %s %%}{%% endfor %%}{{ ns.s }}"
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("{{ 'x' * 10**10 }}", "10,000,000,000 characters"),
+        (DOUBLED % ("'x'", "ns.s ~ ns.s"), "67,108,864 characters"),
+        (DOUBLED % ("'x'", "ns.s + ns.s"), "67,108,864 characters"),
+        (DOUBLED % ("[1]", "ns.s + ns.s"), "67,108,864 characters"),
+        (DOUBLED % ("[1]", "[ns.s, ns.s]"), "characters; the limit"),
+        (DOUBLED % ("3", "ns.s * ns.s"), "over the limit of 9,999"),
+        ("{{ 'x' | center(10**10) }}", "over the limit of 9,999"),
+        ("{{ 'x'.ljust(10**10) }}", "over the limit of 9,999"),
+        ("{{ '%99999d' % 3 }}", "too large or computed"),
+        ("{{ '%*d' | format(99999, 3) }}", "too large or computed"),
+        ("{{ '{:{}}'.format(3, 99999) }}", "too large or computed"),
+        ("{{ ('a' * 1000000).replace('a', 'x' * 1000000) }}", "1,000,001,000,000 characters"),
+        ("{{ (['x' * 1000000] * 100000) | join }}", "100,000,000,000 characters"),
+        ("{{ ','.join(['x' * 1000000] * 100000) }}", "100,000,100,000 characters"),
+        ("{{ ('\n' * 1000000) | indent(9999) }}", "characters; the limit"),
+        ("{% for i in range(99999) %}{{ 'x' * 10000 }}{% endfor %}", "268,435,456 characters in all"),
+        ("{{ ([[0] * 1000] * 100000) | sum(start=[]) }}", "adds numbers only"),
+    ],
+)
+def test_templates_are_bounded_in_what_they_make(source: str, says: str) -> None:
+    with pytest.raises(RequestError, match="the chat template refuses") as error:
+        ChatTemplate(source).render([USER])
+    assert says in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
+    ],
+)
+def test_templates_are_bounded_in_time(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.text.sandbox.LIMITS", RequestLimits(template_s=0.05))
+    with pytest.raises(RequestError, match=r"it has run for 0\.05 s, which is the limit"):
+        ChatTemplate(source).render([USER])
+
+
+def test_filters_within_the_bounds_are_jinjas() -> None:
+    source = (
+        "{{ [1, 'a'] | join('-') }} {{ messages | join(',', attribute='role') }} {{ 'aXa' | replace('a', 'b', 1) }} "
+        "{{ [1, 2] | sum }} {{ messages | map(attribute='n') | sum }} {{ 'a\nb' | indent(2) }} {{ 'x' | center(3) }}|"
+        "{{ '%s-%02d' | format('q', 3) }} {{ 1 ~ none ~ 'z' }} {{ '{:>3}'.format(1) }} {{ [1] | string }} {{ 2 ** 3 }} "
+        "{% for i in 'ab' %}{{ loop.index }}{{ loop.last }}{% endfor %}"
+    )
+    rendered = ChatTemplate(source).render([{**USER, "n": 2}, {**USER, "n": 3}])
+    assert rendered == "1-a user,user bXa 3 5 a\n  b  x | q-03 1Nonez   1 [1] 8 1False2True"
+
+
+def test_a_template_that_is_nested_too_deeply() -> None:
+    with pytest.raises(ModelError, match="too deeply nested"):
+        ChatTemplate("{{" + "(" * 5000 + "1" + ")" * 5000 + "}}")
 
 
 def test_without_a_template() -> None:

@@ -164,7 +164,11 @@ SERVER = (
     Flag(name="ssl-certfile", metavar="FILE", help="certificate for HTTPS"),
     Flag(name="allowed-origins", parse=values.words, metavar="LIST", help="origins that browsers may call from"),
     Flag(name="shutdown-timeout", parse=float, metavar="S", help="seconds that running requests get after SIGTERM"),
-    Flag(name="max-body-bytes", parse=values.size, help="longest request body"),
+    Flag(
+        name="max-body-bytes",
+        parse=values.size,
+        help="longest request body (default: 8 MiB, or 16 bytes per token of the model's length if more)",
+    ),
     Flag(
         name="keepalive-interval",
         parse=float,

@@ -125,6 +125,7 @@ class Frontend:
                 f'a prompt given as a dict needs "prompt" or "prompt_token_ids"; it has {sorted(prompt)}', param=param
             )
         if isinstance(prompt, str):
+            self.check_text(prompt, param=param)
             return self.checked(Prompt(self.encode(prompt, special=special, param=param), prompt), param=param)
         if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
             raise RequestError(f"a prompt is a text or a list of token ids, not {type(prompt).__name__}", param=param)
@@ -229,6 +230,19 @@ class Frontend:
                 f"{what} needs a tokenizer, and this engine runs without (skip_tokenizer_init)", param=param
             )
         return self.tokenizer
+
+    def check_text(self, text: str, *, param: str = "prompt", least: int = 0) -> None:
+        """Refuse a text that is too long whatever its tokens are, before it is cut into them. `least` characters are
+        taken in any case."""
+        if len(text) <= max(least, self.max_model_len):  # no token is shorter than a character
+            return
+        most = max(least, (self.max_model_len - 1) * self._needed("a text", param).longest_token)
+        if len(text) > most:
+            raise RequestError(
+                f"the prompt has {len(text):,} characters and this model's maximum context length is "
+                f"{self.max_model_len} tokens, answer included; at most {most:,} characters are cut into tokens",
+                param=param,
+            )
 
     def _check_ids(self, ids: Sequence[int], param: str) -> None:
         for token in (min(ids, default=0), max(ids, default=0)):

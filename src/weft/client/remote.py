@@ -18,6 +18,8 @@ from weft.executors.rank import WORKER
 from weft.executors.ranks import CLOSED
 from weft.planner.plan import Plan
 
+TURN_S = 0.005  # of a reader that has a backlog
+
 
 class AsyncEngine:
     """Made by `await AsyncEngine.start(...)`, and used from that event loop. `plan` is the one that runs, with
@@ -88,7 +90,7 @@ class AsyncEngine:
         """Forget requests; nothing more comes for them. Those that are not there any more are no error."""
         known = [id for id in ids if id in self._streams]
         for id in known:
-            self._streams.pop(id).close(id)
+            self._streams.pop(id).drop(id)
         if known and self.alive:
             self._wire.send(Abort(known))
 
@@ -156,11 +158,15 @@ class AsyncEngine:
 
 
 class Stream(AsyncGenerator[Output, None]):
-    """What comes for the requests `open`, in the order in which the steps brought it."""
+    """What comes for the requests `open`, in the order in which the steps brought it. What has come for a request
+    that is aborted meanwhile is left out. A reader with a backlog lets the event loop go on every `TURN_S`: other
+    streams, and the news that its own client has gone, come in between."""
 
     def __init__(self, engine: AsyncEngine, ids: Sequence[str]) -> None:
         self.open = dict.fromkeys(ids)
         self._engine = engine
+        self._dropped: set[str] = set()
+        self._turn_ends_s = 0.0
         self._news: asyncio.Queue[Output | WeftError | None] = asyncio.Queue()
 
     def put(self, news: Output | WeftError) -> None:
@@ -172,9 +178,14 @@ class Stream(AsyncGenerator[Output, None]):
         if not self.open:
             self._news.put_nowait(None)
 
+    def drop(self, id: str) -> None:
+        """This one was aborted."""
+        self._dropped.add(id)
+        self.close(id)
+
     async def asend(self, value: None) -> Output:
         try:
-            news = await self._news.get()
+            news = await self._next()
         except BaseException:
             self._engine.abort(list(self.open))
             raise
@@ -185,6 +196,19 @@ class Stream(AsyncGenerator[Output, None]):
         if news is None:
             raise StopAsyncIteration
         raise news
+
+    async def _next(self) -> Output | WeftError | None:
+        clock = asyncio.get_running_loop().time
+        while True:
+            rested = self._news.empty()
+            if not rested and clock() > self._turn_ends_s:
+                await asyncio.sleep(0)
+                rested = True
+            news = await self._news.get()
+            if rested:
+                self._turn_ends_s = clock() + TURN_S
+            if not isinstance(news, Output) or news.id not in self._dropped:
+                return news
 
     async def athrow(
         self,

@@ -141,6 +141,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @property
+    def id_count(self) -> int:
+        """Number of token ids in all lists: what the parameters cost on their way to the ranks."""
+        lists = (self.stop_token_ids, self.logit_bias or (), self.allowed_token_ids or (), *self.bad_word_ids)
+        return sum(map(len, lists))
+
+    @property
     def remembers(self) -> bool:
         """Whether sampling a token needs to know those before it, which the logits do not say."""
         return self.penalised or any(len(word) > 1 for word in self.bad_word_ids)
@@ -198,7 +204,13 @@ def _texts(name: str, value: object) -> tuple[str, ...]:
 
 
 def _ids(name: str, value: object) -> tuple[int, ...]:
-    return () if value is None else tuple(_integer(name, token, 0, MAX_COUNT) for token in _items(name, value))
+    if value is None:
+        return ()
+    items: tuple[Any, ...] = tuple(_items(name, value))
+    # Checked again by the core and by each rank, which other requests wait for: no Python for each id.
+    if items and set(map(type, items)) == {int} and min(items) >= 0 and max(items) <= MAX_COUNT:
+        return items
+    return tuple(_integer(name, token, 0, MAX_COUNT) for token in items)
 
 
 def _bias(value: object) -> dict[int, float]:

@@ -12,7 +12,7 @@ from weft.export.shell import Placeholder
 from weft.export.words import Remarks, comment
 
 READ_S = 600  # seconds without a byte: an answer that is not streamed has none until it is whole
-BODY_MIB = 32  # ServeOptions.max_body_bytes
+BODY_MIB = 32  # the default of ServeOptions.max_body_bytes for two million tokens; replicas refuse less
 PLACEHOLDERS = (
     Placeholder("SERVER_NAME", "the name that clients call, as in llm.example.org"),
     Placeholder("CERTIFICATE", "path of the certificate with its chain"),

@@ -1,10 +1,11 @@
-"""Request bodies: read within a limit, decoded into their type, every fault a 400 that names the field."""
+"""Request bodies: received within limits, decoded into their type, every fault an error that names the field."""
 
 from __future__ import annotations
 
 import logging
 import re
 from collections.abc import Set
+from threading import Lock
 from typing import Any, TypeVar
 
 import msgspec
@@ -12,30 +13,67 @@ from starlette.requests import Request
 
 from weft.errors import RequestError
 from weft.serving.errors import HttpError
+from weft.text.limits import LIMITS
 
 log = logging.getLogger("weft.serving")
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 FIELD = re.compile(r"`\$\.?([^`]*)`$|required field `([^`]+)`")
-REMEMBERED = 1000  # names of unknown fields that were warned of: the wire must not fill our memory
 
 
-async def read(request: Request, limit: int) -> bytes:
-    """The body, at most `limit` bytes; HttpError 413 as soon as it is known to be longer."""
-    refusal = HttpError(
-        413, f"the body is longer than {limit} bytes; send less, or raise --max-body-bytes", code="body_too_large"
-    )
-    length = request.headers.get("content-length", "")
-    if length.isdecimal() and int(length) > limit:
-        raise refusal
-    pieces, size = [], 0
-    async for piece in request.stream():
-        size += len(piece)
-        if size > limit:
-            raise refusal
-        pieces.append(piece)
-    return b"".join(pieces)
+class Intake:
+    """Receives bodies of at most `limit` bytes each, and at most `LIMITS.bodies` times that at once."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._held = 0
+
+    async def receive(self, request: Request) -> bytes:
+        """The body. HttpError 413 as soon as it is known to be longer than the limit, and 503 if it does not fit
+        beside those that are being received."""
+        length = request.headers.get("content-length", "")
+        if length.isdecimal() and int(length) > self.limit:
+            raise self._too_long()
+        pieces, size = [], 0
+        try:
+            async for piece in request.stream():
+                size += len(piece)
+                self._held += len(piece)
+                if size > self.limit:
+                    raise self._too_long()
+                if self._held > self.limit * LIMITS.bodies:
+                    raise HttpError(
+                        503, "too many large bodies at once; try again later", code="overloaded", retry_after_s=5
+                    )
+                pieces.append(piece)
+        finally:
+            self._held -= size
+        return b"".join(pieces)
+
+    def _too_long(self) -> HttpError:
+        return HttpError(
+            413,
+            f"the body is longer than {self.limit} bytes; send less, or raise --max-body-bytes",
+            code="body_too_large",
+        )
+
+
+def check_structure(content: bytes, values: int) -> None:
+    """Raise RequestError for JSON of more than `values` values, or of too many texts, lists and objects, before any
+    of them is made: a list takes one byte of JSON and 60 bytes of memory."""
+    plain = content.replace(b"\\\\", b"").replace(b'\\"', b"")
+    texts = plain.count(b'"') // 2
+    _check_number("texts", texts, LIMITS.json_texts)
+    outside = b"".join(plain.split(b'"')[::2])
+    containers = outside.count(b"[") + outside.count(b"{")
+    _check_number("lists and objects", containers, LIMITS.json_containers)
+    _check_number("values", outside.count(b",") + containers, values)
+
+
+def _check_number(what: str, number: int, limit: int) -> None:
+    if number > limit:
+        raise RequestError(f"the body has {number:,} {what}; the limit is {limit:,}: send several requests")
 
 
 def parse(body: bytes) -> dict[str, Any]:
@@ -50,6 +88,7 @@ def parse(body: bytes) -> dict[str, Any]:
         raise RequestError(f"the body is not valid JSON: {error}") from None
     if not isinstance(raw, dict):
         raise RequestError("the body must be a JSON object")
+    _check_number("fields", len(raw), LIMITS.fields)
     return raw
 
 
@@ -58,18 +97,25 @@ def convert(raw: dict[str, Any], target: type[T]) -> T:
     try:
         return msgspec.convert(raw, target)
     except msgspec.ValidationError as error:
-        found = FIELD.search(str(error))
-        raise RequestError(str(error), param=(found[1] or found[2]) if found else None) from None
+        field = FIELD.search(str(error))
+        raise RequestError(str(error), param=(field[1] or field[2]) if field else None) from None
 
 
 class Unknown:
-    """Fields that nobody knows: ignored, and each is named in the log once."""
+    """Fields that nobody knows: ignored, and each is named in the log once. Names are kept cut, and only so many."""
 
     def __init__(self) -> None:
         self._seen: set[str] = set()
+        self._lock = Lock()
 
     def note(self, raw: dict[str, Any], target: type[msgspec.Struct], known: Set[str]) -> None:
-        names = [n for n in raw if n not in target.__struct_fields__ and n not in known and n not in self._seen]
-        if names and len(self._seen) < REMEMBERED:
+        strangers = (name for name in raw if name not in target.__struct_fields__ and name not in known)
+        cut = dict.fromkeys(name[: LIMITS.unknown_name] for name in strangers)
+        with self._lock:
+            names = [name for name in cut if name not in self._seen][: LIMITS.unknown_names - len(self._seen)]
             self._seen.update(names)
-            log.warning("ignored unknown request fields: %s", ", ".join(repr(n[:80]) for n in names))
+        if not names:
+            return
+        shown = ", ".join(map(repr, names[: LIMITS.unknown_names_per_line]))
+        more = len(names) - LIMITS.unknown_names_per_line
+        log.warning("ignored unknown request fields: %s%s", shown, f" and {more} more" if more > 0 else "")

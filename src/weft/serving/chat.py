@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from weft.client.collector import Collector
 from weft.client.outputs import Logprob
 from weft.errors import RequestError
 from weft.serving.logprobs import chat_logprobs
@@ -26,9 +28,25 @@ from weft.serving.sampling import said
 from weft.serving.service import Answer, Service
 
 
+@dataclass(frozen=True)
+class AskedChat:
+    """A chat request that is ready for the engine."""
+
+    wire: ChatRequest
+    model: str
+    jobs: list[Collector]
+
+
 async def chat(request: Request) -> Response:
     service: Service = request.app.state.service
-    wire = await service.read(request, ChatRequest)
+    asked = await service.prepared(request, prepare_chat)
+    answer = service.answer(asked.jobs)
+    return await Talk(service, answer, asked.model, asked.wire).reply(request)
+
+
+def prepare_chat(service: Service, content: bytes) -> AskedChat:
+    """Check a body, render its messages and tokenise them. Raises RequestError and HttpError."""
+    wire = service.wire(content, ChatRequest)
     model = service.named(wire.model)
     params = said(wire)
     if wire.max_completion_tokens is not None:
@@ -38,9 +56,10 @@ async def chat(request: Request) -> Response:
     if wire.logprobs:
         params["logprobs"] = wire.top_logprobs or 0
     sampling = service.frontend.params(params, max_tokens=None)
-    prompt = await service.prompt(service.render(wire.messages, wire), special=False, param="messages")
-    answer = service.answer([prompt], sampling, priority=wire.priority)
-    return await Talk(service, answer, model, wire).reply(request)
+    service.check_places(1, sampling)
+    text = service.render(wire.messages, wire)
+    prompt = service.frontend.prompt(text, special=False, param="messages")
+    return AskedChat(wire, model, service.jobs([prompt], sampling, priority=wire.priority))
 
 
 class Talk(OpenAIAnswer[ChatChunkChoice]):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, replace
 from typing import cast
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from weft.client.collector import Collector, Delta
-from weft.client.frontend import PromptLike
+from weft.client.frontend import Frontend, Prompt, PromptLike
 from weft.client.outputs import CompletionOutput, Logprob
 from weft.errors import RequestError
 from weft.serving.logprobs import completion_logprobs
@@ -19,9 +20,26 @@ from weft.serving.sampling import said
 from weft.serving.service import Answer, Service
 
 
+@dataclass(frozen=True)
+class AskedCompletion:
+    """A completion request that is ready for the engine. `scoring`: the caller wants the prompt's logprobs only."""
+
+    wire: CompletionRequest
+    model: str
+    jobs: list[Collector]
+    scoring: bool
+
+
 async def completions(request: Request) -> Response:
     service: Service = request.app.state.service
-    wire = await service.read(request, CompletionRequest)
+    asked = await service.prepared(request, prepare_completion)
+    answer = service.answer(asked.jobs)
+    return await Writing(service, answer, asked.model, asked.wire, asked.scoring).reply(request)
+
+
+def prepare_completion(service: Service, content: bytes) -> AskedCompletion:
+    """Check a body and tokenise its prompts. Raises RequestError and HttpError."""
+    wire = service.wire(content, CompletionRequest)
     model = service.named(wire.model)
     params = said(wire) | {"logprobs": wire.logprobs}
     if wire.echo and wire.logprobs is not None:
@@ -30,12 +48,20 @@ async def completions(request: Request) -> Response:
         params["prompt_logprobs"] = wire.logprobs
     scoring = bool(wire.echo) and wire.max_tokens == 0
     if scoring:
-        params["max_tokens"] = 1  # sampled, and kept back: the caller wants the prompt's logprobs
+        params["max_tokens"] = 1  # sampled, and kept back
     sampling = service.frontend.params(params)
-    special = wire.add_special_tokens is not False
-    prompts = [await service.prompt(prompt, special=special) for prompt in split_prompts(wire.prompt)]
-    answer = service.answer(prompts, sampling, priority=wire.priority)
-    return await Writing(service, answer, model, wire, scoring).reply(request)
+    given = split_prompts(wire.prompt)
+    service.check_places(len(given), sampling)
+    prompts = (read_prompt(service.frontend, prompt, wire) for prompt in given)
+    return AskedCompletion(wire, model, service.jobs(prompts, sampling, priority=wire.priority), scoring)
+
+
+def read_prompt(frontend: Frontend, given: PromptLike, wire: CompletionRequest) -> Prompt:
+    """One prompt; with echo its text too, which is decoded here rather than in the event loop."""
+    prompt = frontend.prompt(given, special=wire.add_special_tokens is not False)
+    if wire.echo and prompt.text is None and frontend.tokenizer is not None:
+        return replace(prompt, text=frontend.decode(prompt.ids))
+    return prompt
 
 
 def split_prompts(prompt: str | list[str | int | list[int]]) -> list[PromptLike]:

@@ -13,6 +13,7 @@ from weft.errors import RequestError
 from weft.serving.errors import Json
 from weft.serving.openai_types import DetokenizeRequest, TokenizeRequest
 from weft.serving.service import Service
+from weft.text.limits import LIMITS
 
 
 async def models(request: Request) -> Response:
@@ -56,20 +57,32 @@ def row(service: Service, name: str) -> dict[str, Any]:
 
 async def tokenize(request: Request) -> Response:
     service: Service = request.app.state.service
-    wire = await service.read(request, TokenizeRequest)
+    return await service.prepared(request, tokenized)
+
+
+def tokenized(service: Service, content: bytes) -> Response:
+    """The answer to /tokenize, encoded: both take long for a long text."""
+    wire = service.wire(content, TokenizeRequest)
     service.named(wire.model)
     if (wire.prompt is None) == (wire.messages is None):
         raise RequestError("give either prompt or messages", param="prompt")
     if wire.messages is not None:
-        ids = await service.encode(service.render(wire.messages, wire), special=False)
+        text, special = service.render(wire.messages, wire), False
     else:
-        ids = await service.encode(wire.prompt or "", special=wire.add_special_tokens is not False)
+        text, special = wire.prompt or "", wire.add_special_tokens is not False
+    service.frontend.check_text(text, least=LIMITS.tokenize_characters)
+    ids = service.frontend.encode(text, special=special)
     return Json({"count": len(ids), "max_model_len": service.frontend.max_model_len, "tokens": ids})
 
 
 async def detokenize(request: Request) -> Response:
     service: Service = request.app.state.service
-    wire = await service.read(request, DetokenizeRequest)
+    return await service.prepared(request, detokenized)
+
+
+def detokenized(service: Service, content: bytes) -> Response:
+    """The answer to /detokenize."""
+    wire = service.wire(content, DetokenizeRequest)
     service.named(wire.model)
     return Json({"prompt": service.frontend.decode(wire.tokens)})
 

@@ -12,7 +12,8 @@ class ServeOptions:
 
     `served_model_name` empty: the model as typed. `uds`, a path, takes the place of host and port.
     `shutdown_timeout` is how long running requests may go on after SIGTERM. A request longer than
-    `max_body_bytes` is refused unread; an open stream with nothing to say sends a comment every
+    `max_body_bytes` is refused unread (None: 8 MiB, or 16 bytes per token of the model's length, if that is more); an
+    open stream with nothing to say sends a comment every
     `keepalive_interval`; requests that run while no step finishes for `progress_timeout` are unhealthy.
     """
 
@@ -30,6 +31,6 @@ class ServeOptions:
     enable_request_id_headers: bool = False
     response_role: str = "assistant"
     default_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    max_body_bytes: int = 32 * 2**20
+    max_body_bytes: int | None = None
     keepalive_interval: float = 15.0
     progress_timeout: float = 60.0

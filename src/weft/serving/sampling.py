@@ -7,6 +7,7 @@ from typing import Any
 
 from weft.errors import RequestError
 from weft.serving.openai_types import Sampling
+from weft.text.limits import LIMITS
 
 # Fields that are SamplingParams' own, which checks their values.
 SAME = [
@@ -69,6 +70,35 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 }
 KNOWN = frozenset((*HARMLESS, *UNSUPPORTED))
 
+# Most items of a field that is a list or an object, and most characters of all items together.
+LENGTHS: Mapping[str, tuple[int, int | None]] = {
+    "stop": (LIMITS.stops, LIMITS.stop_characters),
+    "bad_words": (LIMITS.bad_words, LIMITS.bad_word_characters),
+    "stop_token_ids": (LIMITS.stop_token_ids, None),
+    "logit_bias": (LIMITS.logit_bias, None),
+    "messages": (LIMITS.messages, None),
+}
+
+
+def check_lengths(raw: Mapping[str, Any], *, vocab: int, max_model_len: int) -> None:
+    """Raise RequestError for a field with more items, or more text, than any use of it needs."""
+    of_model = {
+        "allowed_token_ids": (vocab, None),
+        "tokens": (max(LIMITS.detokenize_ids, max_model_len), None),
+    }
+    for name, (items, characters) in {**LENGTHS, **of_model}.items():
+        value = raw.get(name)
+        if isinstance(value, list | dict) and len(value) > items:
+            raise RequestError(f"{name} has {len(value):,} items; the limit is {items:,}", param=name)
+        if characters is not None and (total := _characters(value)) > characters:
+            raise RequestError(f"{name} has {total:,} characters in all; the limit is {characters:,}", param=name)
+
+
+def _characters(value: object) -> int:
+    """Characters of a text, or of all texts in a list."""
+    texts = value if isinstance(value, list) else [value]
+    return sum(len(text) for text in texts if isinstance(text, str))
+
 
 def refuse_unsupported(raw: Mapping[str, Any]) -> None:
     """RequestError for a known feature that Weft does not have."""
@@ -76,7 +106,7 @@ def refuse_unsupported(raw: Mapping[str, Any]) -> None:
         value = raw.get(name)
         if value is None or value in idle:
             continue
-        of_type = f" of type {value.get('type')!r}" if isinstance(value, dict) and "type" in value else ""
+        of_type = f" of type {value.get('type')!r:.80}" if isinstance(value, dict) and "type" in value else ""
         raise RequestError(f"{name}{of_type} is not supported; leave it out", param=name)
     best_of = raw.get("best_of")
     if best_of is not None and best_of != (raw.get("n") or 1):

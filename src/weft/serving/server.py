@@ -26,7 +26,7 @@ from weft.facts.host import Host, probe
 from weft.planner.execution import plan_to_run, seen
 from weft.planner.memory import capacity_lines
 from weft.planner.plan import Plan
-from weft.serving import listen
+from weft.serving import listen, memory
 from weft.serving.admission import Admission, ConnectionLimits, fit_to_files, raise_file_limit
 from weft.serving.app import app
 from weft.serving.connection import Connection
@@ -57,6 +57,7 @@ def serve(config: EngineConfig, options: ServeOptions) -> None:
     engine dies, and KeyboardInterrupt for Ctrl-C while it starts, or for a second one while requests end.
     """
     began = time.monotonic()
+    memory.limit_arenas()
     listen.check_tls(options)
     with listen.bind(options) as listener:
         # Not in the loop: a download must end with Ctrl-C, and a thread would not.
@@ -104,7 +105,7 @@ async def _serve(
         service = Service(engine, frontend, options, model=config.model, capacity=capacity)
         service.foreseen = Foreseen(expected) if expected else None
         # A few of the longest bodies can always be on their way at once.
-        held_bytes = max(ConnectionLimits.held_bytes, 4 * options.max_body_bytes)
+        held_bytes = max(ConnectionLimits.held_bytes, 4 * service.body_bytes)
         limits = fit_to_files(ConnectionLimits(held_bytes=held_bytes), files)
         if limits.connections < capacity:
             log.warning(

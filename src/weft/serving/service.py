@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import msgspec
 from starlette.requests import Request as HttpRequest
 
 from weft.client.collector import Collector, Delta
-from weft.client.frontend import Frontend, Prompt, PromptLike
+from weft.client.frontend import Frontend, Prompt
 from weft.core.params import SamplingParams
 from weft.core.request import Output, Request, Stats
-from weft.errors import EngineError, OutputError, RequestError
+from weft.errors import EngineError, ModelError, OutputError, RequestError
 from weft.serving import body
 from weft.serving.errors import HttpError
 from weft.serving.foreseen import Foreseen
+from weft.serving.memory import Trimmer
 from weft.serving.metrics import Metrics
 from weft.serving.openai_types import PromptTokensDetails, Rendering, Usage
 from weft.serving.options import ServeOptions
 from weft.serving.progress import Progress
-from weft.serving.sampling import KNOWN, refuse_unsupported
-from weft.text.tokenizer import LONG_TEXT
+from weft.serving.sampling import KNOWN, check_lengths, refuse_unsupported
+from weft.serving.threads import WorkThreads
+from weft.text.limits import LIMITS
+
+log = logging.getLogger("weft.serving")
 
 T = TypeVar("T", bound=msgspec.Struct)
+P = TypeVar("P")  # what an endpoint prepares
 
 
 class Engine(Protocol):
@@ -63,12 +69,34 @@ class Service:
         self.idle.set()
         self.foreseen: Foreseen | None = None
         self._progress = Progress(options.progress_timeout, time.monotonic)
+        usual_bytes = max(LIMITS.body_bytes, LIMITS.bytes_per_token * frontend.max_model_len)
+        self.body_bytes = options.max_body_bytes or usual_bytes  # of the longest body that is read
+        self._intake = body.Intake(self.body_bytes)
         self._unknown = body.Unknown()
+        self._threads = {False: WorkThreads(LIMITS.small_threads), True: WorkThreads(LIMITS.large_threads)}
+        self._trimmer = Trimmer()
 
-    async def read(self, request: HttpRequest, target: type[T]) -> T:
-        """The body of a request as `target`; what is wrong with it is raised, what is unknown is logged."""
-        raw = body.parse(await body.read(request, self.options.max_body_bytes))
+    async def prepared(self, request: HttpRequest, work: Callable[[Service, bytes], P]) -> P:
+        """What `work` makes of a request's body, in a thread: a small body may ask for much, and a template is a
+        stranger's. Large bodies have threads of their own, which small ones do not wait for."""
+        content = await self._intake.receive(request)
+        large = len(content) > LIMITS.small_bytes
+        try:
+            return await self._threads[large].result(lambda: work(self, content))
+        except ModelError as error:
+            log.error("%s", error)
+            raise
+        finally:
+            if large:
+                self._trimmer.trim_later()
+
+    def wire(self, content: bytes, target: type[T]) -> T:
+        """A body as `target`; what is wrong with it is raised, what is unknown is logged."""
+        if len(content) > LIMITS.small_bytes:
+            body.check_structure(content, max(LIMITS.json_values, 2 * self.frontend.max_model_len))
+        raw = body.parse(content)
         refuse_unsupported(raw)
+        check_lengths(raw, vocab=self.frontend.vocab, max_model_len=self.frontend.max_model_len)
         wire = body.convert(raw, target)
         self._unknown.note(raw, target, KNOWN)
         return wire
@@ -79,20 +107,8 @@ class Service:
             return model or self.names[0]
         known = ", ".join(map(repr, self.names))
         raise HttpError(
-            404, f"the model {model!r} does not exist here; known: {known}", code="model_not_found", param="model"
+            404, f"the model {model!r:.200} does not exist here; known: {known}", code="model_not_found", param="model"
         )
-
-    async def prompt(self, prompt: PromptLike, *, special: bool = True, param: str = "prompt") -> Prompt:
-        """As `Frontend.prompt`."""
-        if not isinstance(prompt, str):
-            return self.frontend.prompt(prompt, param=param)
-        return self.frontend.checked(Prompt(await self.encode(prompt, special=special), prompt), param=param)
-
-    async def encode(self, text: str, *, special: bool) -> list[int]:
-        """A text as ids. A long one is left to a thread: the loop has other streams to feed."""
-        if len(text) >= LONG_TEXT:
-            return await asyncio.to_thread(self.frontend.encode, text, special=special)
-        return self.frontend.encode(text, special=special)
 
     def render(self, messages: Sequence[Mapping[str, Any]], how: Rendering) -> str:
         """The messages of a request as text, with the server's defaults for the template."""
@@ -103,19 +119,44 @@ class Service:
             names={**self.options.default_chat_template_kwargs, **(how.chat_template_kwargs or {})},
         )
 
-    def answer(self, prompts: Sequence[Prompt], params: SamplingParams, *, priority: int | None) -> Answer:
-        """Hand prompts to the engine. Whatever speaks against it is raised here, before anything is answered."""
-        if self.draining:
-            raise shut_down()
-        wanted = params.n * len(prompts)
-        if wanted > self.capacity:
+    def check_places(self, prompts: int, params: SamplingParams) -> None:
+        """Raise RequestError for more prompts and choices than can run and wait here, before work goes into them."""
+        if params.n * prompts > self.capacity:
             raise RequestError(
-                f"{len(prompts)} prompts with n {params.n} are more than the {self.capacity} requests that can run "
+                f"{prompts} prompts with n {params.n} are more than the {self.capacity} requests that can run "
                 "and wait here; send fewer at once",
                 param="n",
             )
+
+    def jobs(self, prompts: Iterable[Prompt], params: SamplingParams, *, priority: int | None) -> list[Collector]:
+        """The engine's requests for prompts, within what may be sent to the engine at once."""
         now = time.monotonic()
-        jobs = [self.frontend.collect(p, params, arrival_s=now, priority=priority or 0) for p in prompts]
+        most = max(LIMITS.prompt_tokens, 4 * self.frontend.max_model_len)
+        jobs: list[Collector] = []
+        tokens = ids = 0
+        for prompt in prompts:
+            tokens += params.n * len(prompt.ids)
+            if tokens > most:
+                raise RequestError(
+                    f"the prompts of one request have more than {most:,} tokens, each counted n = {params.n} times; "
+                    "send several requests",
+                    param="n" if params.n > 1 else "prompt",
+                )
+            job = self.frontend.collect(prompt, params, arrival_s=now, priority=priority or 0)
+            ids += params.n * job.requests[0].params.id_count
+            if ids > LIMITS.sampling_ids:
+                raise RequestError(
+                    "stop_token_ids, logit_bias, allowed_token_ids and bad_words have more than "
+                    f"{LIMITS.sampling_ids:,} token ids, counted once per prompt and choice; send several requests",
+                    param="n",
+                )
+            jobs.append(job)
+        return jobs
+
+    def answer(self, jobs: Sequence[Collector]) -> Answer:
+        """Hand requests to the engine. Whatever speaks against it is raised here, before anything is answered."""
+        if self.draining:
+            raise shut_down()
         return Answer(self, jobs)
 
     def opened(self, answer: Answer) -> None:

@@ -81,6 +81,8 @@ def _call(call: Mapping[str, Any], name: str) -> dict[str, Any]:
         arguments = json.loads(function["arguments"] or "{}")
     except ValueError as error:
         raise _wrong(f"{name} is no valid JSON: {error}") from error
+    except RecursionError:
+        raise _wrong(f"{name} is not usable JSON: too deeply nested") from None
     return {**call, "function": {**function, "arguments": arguments}}
 
 

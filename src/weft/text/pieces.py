@@ -6,6 +6,7 @@ import codecs
 import json
 import re
 from collections.abc import Sequence
+from copy import copy
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -81,10 +82,16 @@ class Detokenizer:
         """`context` are the ids before the first one that is pushed: their text is not given again."""
         self._pieces = pieces
         self._skipped = pieces.special if skip_special else frozenset()
-        errors = "weft-each-byte" if pieces.byte_fallback else "replace"
-        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors)
         self._begun = any(self._piece(id) is not None for id in context)
+        self._utf8 = self._decoder()
         self._utf8.decode(self._tail(context))
+
+    def twin(self) -> Detokenizer:
+        """Another one in the same state, without another look at the context."""
+        other = copy(self)
+        other._utf8 = self._decoder()
+        other._utf8.setstate(self._utf8.getstate())
+        return other
 
     def push(self, id: int) -> str:
         if id in self._skipped:
@@ -103,6 +110,9 @@ class Detokenizer:
     def flush(self) -> str:
         """The bytes that wait, as replacement characters: nothing can complete them any more."""
         return self._utf8.decode(b"", final=True)
+
+    def _decoder(self) -> codecs.IncrementalDecoder:
+        return codecs.getincrementaldecoder("utf-8")("weft-each-byte" if self._pieces.byte_fallback else "replace")
 
     def _piece(self, id: int) -> str | bytes | None:
         return None if id in self._skipped else self._pieces.piece(id)

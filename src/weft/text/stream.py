@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from typing import TYPE_CHECKING
 
 from weft.text.pieces import Detokenizer
-from weft.text.stops import StopStrings
+from weft.text.stops import StopAutomaton, StopStrings
 
 if TYPE_CHECKING:
     from weft.core.params import SamplingParams
@@ -24,13 +25,22 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_ids: Sequence[int] = ()) -> None:
         self._text = Detokenizer(tokenizer.pieces, skip_special=params.skip_special_tokens, context=prompt_ids)
-        self._stops = StopStrings(params.stop, keep=params.include_stop_str_in_output) if params.stop else None
+        self._stops: StopStrings | None = None
+        if params.stop:
+            self._stops = StopStrings(StopAutomaton(params.stop), keep=params.include_stop_str_in_output)
         self._early = params.min_tokens  # tokens that are still to come before stop strings count
         self._armed = False
 
+    def twin(self) -> TextStream:
+        """Another choice's stream, in the same state. Prompt and stop strings are not looked through again."""
+        other = copy(self)
+        other._text = self._text.twin()
+        other._stops = copy(self._stops)
+        return other
+
     @property
     def stopped(self) -> str | None:
-        return self._stops.found if self._stops is not None else None
+        return self._stops.match if self._stops is not None else None
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that `ids` make certain: without half a character, or what may begin a stop string."""

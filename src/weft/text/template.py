@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +11,7 @@ from weft.errors import ConfigError, ModelError, RequestError
 from weft.text.messages import checked
 
 if TYPE_CHECKING:
-    from jinja2 import Environment, Template
+    from jinja2 import Template
 
     from weft.text.tokenizer import Tokenizer
 
@@ -35,8 +33,9 @@ DEVELOPER = re.compile("""['"]developer['"]""")
 class ChatTemplate:
     """A template's `source` with the texts of `special_tokens` ("bos_token": "<s>") that it may name.
 
-    It runs sandboxed: it can neither reach Python nor change what it is given. Without a source every
-    `render` is refused. Raises ModelError for a source that is no template.
+    It runs sandboxed: it can neither reach Python nor change what it is given, and it is bounded in time and in the
+    length of what it makes (`LIMITS`). Without a source every `render` is refused. Raises ModelError for a source that
+    is no template.
     """
 
     def __init__(self, source: str | None, special_tokens: Mapping[str, str] | None = None) -> None:
@@ -66,15 +65,20 @@ class ChatTemplate:
 
         Raises RequestError for messages that are none, and with the template's own words where it refuses them.
         """
-        if self._template is None:
+        template = self._template
+        if template is None:
             raise RequestError("this model has no chat template; give one with --chat-template", param="messages")
+        from weft.text.sandbox import bounded
+
         names = {"tools": None, "documents": None, **self._special_tokens, **kwargs}
         names["messages"] = checked(messages, developer=self._developer)
         names["add_generation_prompt"] = add_generation_prompt
         try:
-            return self._template.render(names)
+            return bounded(lambda: template.render(names))
         except Exception as error:  # a template may fail in any way that an expression can
-            raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from error
+            raise RequestError(
+                f"the chat template refuses these messages: {error!s:.2000}", param="messages"
+            ) from error
 
 
 def _given(text: str) -> str:
@@ -92,47 +96,14 @@ def _given(text: str) -> str:
 def _compile(source: str) -> Template:
     from jinja2 import TemplateSyntaxError
 
+    from weft.text.sandbox import ChatEnvironment
+
     try:
-        return _environment().from_string(source)
+        return ChatEnvironment().from_string(source)
     except TemplateSyntaxError as error:
         raise ModelError(
             f"the chat template is no valid Jinja (line {error.lineno}: {error.message}); "
             "give another with --chat-template"
         ) from error
-    except (RecursionError, MemoryError, SyntaxError) as error:  # of the Python code that Jinja makes of it
-        raise ModelError("the chat template is nested too deeply; give another with --chat-template") from error
-
-
-def _environment() -> Environment:
-    """What templates may rely on: the names and the whitespace rules that Transformers has for them."""
-    from jinja2 import TemplateError, nodes
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.parser import Parser
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """{% generation %} marks the assistant's words for training; here its body is all there is to it."""
-
-        tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
-
-        def parse(self, parser: Parser) -> nodes.Node:
-            line = next(parser.stream).lineno
-            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
-
-    def refuse(message: str) -> None:
-        raise TemplateError(message)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = _json
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
-
-
-def _json(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
-) -> str:
-    """Jinja's own escapes what HTML needs escaped."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    except (RecursionError, MemoryError, SyntaxError):  # of the Python code that Jinja makes of it
+        raise ModelError("the chat template is nested too deeply; give another with --chat-template") from None

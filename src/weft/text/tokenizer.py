@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
 from tokenizers import Tokenizer as RustTokenizer
@@ -14,9 +16,9 @@ from weft.text.cache import cached
 from weft.text.pieces import Detokenizer, Pieces
 from weft.text.settings import Settings
 
-# Characters, some 5 ms of work. Longer texts are encoded without the interpreter's lock, so that a server can
-# have it done in a thread; shorter ones not, because that way starts a thread per core.
-LONG_TEXT = 16_384
+# The library's batch calls work without the interpreter's lock, so that a server can make them in a thread beside its
+# event loop. Without this they start a thread per core as well, for a batch of one.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def load(path: str, *, gguf: bool | None = None) -> Tokenizer:
@@ -68,12 +70,11 @@ class Tokenizer:
         """
         rule = add_special_tokens and self._own_rule
         try:
-            if len(text) < LONG_TEXT:
-                encoding = self._rust.encode(text, add_special_tokens=rule)
-            else:
-                [encoding] = self._rust.encode_batch_fast([text], add_special_tokens=rule)
+            [encoding] = self._rust.encode_batch_fast([text], add_special_tokens=rule)
         except (TypeError, UnicodeEncodeError) as error:
             raise RequestError(f"the text is no valid Unicode: {_lone_surrogate(text)}") from error
+        except BaseException as error:
+            raise _panic(error) from None
         ids: list[int] = encoding.ids
         if not add_special_tokens:
             return ids
@@ -88,14 +89,24 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of ids; those that no token has add nothing. RequestError for ids that are no ids."""
         try:
-            text: str = self._rust.decode(ids, skip_special_tokens=skip_special_tokens)
+            text: str
+            [text] = self._rust.decode_batch([ids], skip_special_tokens=skip_special_tokens)
         except (OverflowError, TypeError) as error:
             raise RequestError(f"token ids are whole numbers from 0 to {self.vocab_size - 1}: {error}") from error
+        except BaseException as error:
+            raise _panic(error) from None
         if not self.pieces.byte_fallback or "\ufffd" not in text:
             return text
         # tokenizers gives up a whole run of byte tokens for one that is wrong; SentencePiece only that one.
         stream = Detokenizer(self.pieces, skip_special=skip_special_tokens)
         return "".join([stream.push(id) for id in ids]) + stream.flush()
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters that a token can stand for: no text of n tokens is longer than n times this. A normalizer may
+        shorten a text before it is cut into tokens: four characters to one, as Unicode's composition does."""
+        longest = max(map(len, self._rust.get_vocab(with_added_tokens=True)), default=1)
+        return longest if self._rust.normalizer is None else 4 * longest
 
     def token_bytes(self, id: int) -> bytes:
         """What token `id` adds to a text that has begun; b"" for an id without a token."""
@@ -118,6 +129,17 @@ class Tokenizer:
             raise RequestError(f"a bad word must have more than spaces, not {text!r}", param="bad_words")
         forms = (self.encode(form, add_special_tokens=False) for form in (word, " " + word))
         return list(dict.fromkeys(tuple(form) for form in forms))
+
+
+def _panic(error: BaseException) -> BaseException:
+    """What to raise for an error of the tokenizers library: a ModelError for a panic in its Rust, which no
+    `except Exception` catches; `error` itself for Ctrl-C and the like."""
+    if type(error).__name__ != "PanicException":
+        return error
+    return ModelError(
+        f"the tokenizer fails on this text, most likely in its regular expression: {error!s:.200}; "
+        "give another with --tokenizer"
+    )
 
 
 def _lone_surrogate(text: str) -> str:

@@ -1,0 +1,242 @@
+"""What one request may hold, and what the server spends on it before it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import threading
+from typing import Any
+
+import pytest
+from tokenizers import Regex
+from tokenizers.pre_tokenizers import Split
+
+from tests.pure.letters import VOCAB, frontend, output, words
+from tests.pure.worlds import HI, World, refused
+from weft.client import collector, remote
+from weft.client.frontend import Words
+from weft.core.params import SamplingParams
+from weft.errors import RequestError
+from weft.serving import service, threads
+from weft.serving.body import check_structure
+from weft.serving.errors import HttpError
+from weft.serving.threads import WorkThreads
+from weft.text import tokenizer as tokenizer_module
+from weft.text.byte_level import ALPHABET, build
+from weft.text.limits import LIMITS, RequestLimits
+from weft.text.pretokenizers import GPT2
+from weft.text.settings import Settings
+from weft.text.tokenizer import Tokenizer
+
+TOO_MANY: list[tuple[dict[str, Any], str, str]] = [
+    ({"stop": ["ab"] * 65}, "stop", "65 items; the limit is 64"),
+    ({"stop": ["a" * 3000, "b" * 3000]}, "stop", "6,000 characters in all; the limit is 4,096"),
+    ({"stop": "a" * 5000}, "stop", "5,000 characters in all; the limit is 4,096"),
+    ({"bad_words": ["ab"] * 1025}, "bad_words", "1,025 items; the limit is 1,024"),
+    ({"stop_token_ids": [1] * 1025}, "stop_token_ids", "1,025 items; the limit is 1,024"),
+    ({"logit_bias": {str(i): 1 for i in range(16_385)}}, "logit_bias", "16,385 items; the limit is 16,384"),
+    ({"allowed_token_ids": [1] * (VOCAB + 1)}, "allowed_token_ids", f"{VOCAB + 1} items; the limit is {VOCAB}"),
+    ({"messages": HI * 10_001}, "messages", "10,001 items; the limit is 10,000"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "says"), TOO_MANY, ids=lambda value: str(value)[:20])
+async def test_lists_are_bounded(fields: dict[str, Any], param: str, says: str) -> None:
+    world = World()
+    assert says in refused(await world.chat(**fields), param=param)
+    assert not world.engine.requests
+
+
+async def test_lists_at_their_limits_are_taken() -> None:
+    response = await World().complete(stop=["zq"] * 64, stop_token_ids=[1] * 1024, bad_words=["zq"] * 1024)
+    assert response.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b'{"prompt": [' + b"[]," * 100_000 + b"[]]}", "100,003 lists and objects; the limit is 100,000"),
+        (b'{"prompt": [' + b'"a",' * 100_000 + b'"a"]}', "100,002 texts; the limit is 100,000"),
+        (b'{"prompt": [' + b"1," * 500_000 + b"1]}", "500,002 values; the limit is 500,000"),
+    ],
+)
+async def test_json_of_too_many_values_is_refused_before_they_are_made(content: bytes, says: str) -> None:
+    assert says in refused(await World().client.post("/v1/completions", content=content))
+
+
+def test_what_is_in_texts_is_no_structure() -> None:
+    check_structure(json.dumps({"prompt": r'[{,"\[' * 50_000, "stop": ["\\"]}).encode(), 10)
+
+
+async def test_fields_are_bounded() -> None:
+    assert "257 fields" in refused(await World().complete(**{f"x{i}": 1 for i in range(255)}))
+
+
+async def test_unknown_names_are_cut_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    world = World()
+    with caplog.at_level(logging.WARNING, "weft.serving"):
+        for start in range(0, 1400, 200):
+            fields = {f"{at:04d}" + "x" * 500: 1 for at in range(start, start + 200)}
+            assert (await world.complete(**fields)).status_code == 200
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 5 and all(line.endswith("and 190 more") for line in lines)
+    assert max(map(len, lines)) < 1100
+    assert len(world.service._unknown._seen) == 1000
+    assert {len(name) for name in world.service._unknown._seen} == {80}
+
+
+async def test_a_default_limit_of_bodies_follows_the_models_length() -> None:
+    assert World().service._intake.limit == 8 * 2**20
+    long = service.Service(
+        World().engine, frontend(max_model_len=2**20), World().service.options, model="m", capacity=1
+    )
+    assert long._intake.limit == 16 * 2**20
+
+
+async def test_bodies_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.serving.body.LIMITS", RequestLimits(bodies=0))
+    assert "too many large bodies" in refused(await World().complete(), 503, code="overloaded")
+
+
+async def test_a_text_that_cannot_fit_is_not_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def encode(*_: Any, **__: Any) -> list[int]:
+        raise AssertionError("tokenised")
+
+    monkeypatch.setattr(tokenizer_module.Tokenizer, "encode", encode)
+    text = "x" * (63 * words().tokenizer.longest_token + 1)  # type: ignore[union-attr]
+    assert "maximum context length is 64 tokens" in refused(await World().complete(prompt=text), param="prompt")
+
+
+async def test_tokenize_and_detokenize_are_bounded() -> None:
+    world = World()
+    assert "1,048,577 characters" in refused(await world.post("/tokenize", {"prompt": "a" * (2**20 + 1)}))
+    assert "131,073 items" in refused(await world.post("/detokenize", {"tokens": [65] * 131_073}), param="tokens")
+    assert (await world.post("/tokenize", {"prompt": "a" * 100_000})).json()["count"] == 100_001
+
+
+async def test_what_goes_to_the_engine_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "LIMITS", RequestLimits(prompt_tokens=0, sampling_ids=40))
+    world = World(max_body_bytes=10_000)
+    ids = [65] * 40
+    refused(await world.complete(prompt=ids, n=7), param="n")  # 280 tokens; four times the model's length is 256
+    assert (await world.complete(prompt=ids, n=6)).status_code == 200
+    refused(await world.complete(stop_token_ids=[1] * 11, n=4), param="n")
+    assert (await world.complete(stop_token_ids=[1] * 10, n=4)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "ab", "n": 8}),
+        ("/v1/chat/completions", {"messages": HI}),
+        ("/tokenize", {"prompt": "ab"}),
+        ("/detokenize", {"tokens": [65]}),
+    ],
+)
+async def test_bodies_are_worked_on_outside_the_event_loop(
+    path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[threading.Thread] = []
+    plain = service.Service.wire
+
+    def noted(this: service.Service, content: bytes, target: Any) -> Any:
+        seen.append(threading.current_thread())
+        return plain(this, content, target)
+
+    monkeypatch.setattr(service.Service, "wire", noted)
+    await World().post(path, body)
+    assert [thread.daemon for thread in seen] == [True]
+
+
+async def test_work_that_takes_too_long_is_a_503_and_keeps_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "LIMITS", RequestLimits(work_s=0.05))
+    workers, end = WorkThreads(1), threading.Event()
+    with pytest.raises(HttpError, match=r"took longer than 0\.05 s") as slow:
+        await workers.result(lambda: end.wait(60))
+    with pytest.raises(HttpError, match="busy") as busy:
+        await workers.result(lambda: 1)
+    assert slow.value.status == busy.value.status == 503
+    end.set()
+    monkeypatch.setattr(threads, "LIMITS", LIMITS)
+    assert await workers.result(lambda: 2) == 2
+    with pytest.raises(RequestError, match="no"):
+        await workers.result(_raises)
+
+
+def _raises() -> None:
+    raise RequestError("no")
+
+
+async def test_a_tokenizer_that_panics_is_an_error_of_the_api(caplog: pytest.LogCaptureFixture) -> None:
+    rust = build({char: byte for byte, char in enumerate(ALPHABET)}, [], GPT2.pre_tokenizer(), whole_words=False)
+    rust.pre_tokenizer = Split(Regex("(a+)+$"), "isolated")
+    world = World(words=Words(Tokenizer(rust, Settings(tokens={}))))
+    with caplog.at_level(logging.ERROR, "weft.serving"):
+        message = refused(await world.complete(prompt="a" * 45 + "b"), 500, code="internal_error")
+    assert "the tokenizer fails on this text" in message
+    assert len(caplog.records) == 1
+
+
+async def test_arguments_nested_too_deeply_are_a_400() -> None:
+    call = {"function": {"name": "f", "arguments": "[" * 100_000}}
+    response = await World().chat(messages=[{"role": "assistant", "tool_calls": [call]}])
+    assert "too deeply nested" in refused(response, param="messages")
+
+
+class Core:
+    """The engine of a Stream, whose aborts are noted."""
+
+    def __init__(self) -> None:
+        self.aborted: list[str] = []
+
+    def abort(self, ids: list[str]) -> None:
+        self.aborted += ids
+
+
+async def test_a_backlog_lets_others_go_on_and_is_dropped_with_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "TURN_S", 0.0)
+    stream = remote.Stream(Core(), ["a", "b"])  # type: ignore[arg-type]
+    for _ in range(1000):
+        stream.put(output("a", "x"))
+        stream.put(output("b", "y"))
+    read: list[str] = []
+
+    async def reader() -> None:
+        async for news in stream:
+            read.append(news.id)
+
+    task = asyncio.create_task(reader())
+    while len(read) < 10:
+        await asyncio.sleep(0)
+    assert len(read) < 100
+    stream.drop("a")
+    stream.close("b")
+    await task
+    assert read.count("b") == 1000 and read.count("a") < 100
+
+
+async def test_a_reader_who_leaves_drops_its_backlog() -> None:
+    core = Core()
+    stream = remote.Stream(core, ["a"])  # type: ignore[arg-type]
+    for _ in range(1000):
+        stream.put(output("a", "x"))
+    await anext(stream)
+    await stream.aclose()
+    assert [news async for news in stream] == [] and core.aborted == ["a"]
+
+
+def test_choices_share_what_is_known_of_their_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+    plain = collector.TextStream
+
+    def noted(*args: Any) -> Any:
+        made.append(args)
+        return plain(*args)
+
+    monkeypatch.setattr(collector, "TextStream", noted)
+    front = frontend()
+    job = front.collect(front.prompt("ab"), SamplingParams(n=5, stop="cd"), arrival_s=0.0)
+    assert len(made) == 1
+    for request in job.requests:
+        assert [delta.text for letter in "xcd" if (delta := job.add(output(request.id, letter), 0.0))] == ["x", "", ""]
