@@ -203,18 +203,17 @@ class LLM:
                 yield one.output
 
     def _run(self, jobs: Sequence[Collector]) -> Generator[Collector, None, None]:
-        """Each job again whenever there is news of it; ends with the last."""
-        engine = self._running
+        """Yield a job whenever there is news of it; end with the last."""
         homes = {request.id: job for job in jobs for request in job.requests}
         # Closed, whatever happens: Ctrl-C must not leave requests behind that nobody waits for.
-        with closing(engine.run([request for job in jobs for request in job.requests])) as outputs:
-            for output in outputs:
+        with closing(self._running.submit([request for job in jobs for request in job.requests])) as run:
+            for output in run:
                 job = homes[output.id]
                 delta = job.add(output, time.monotonic())
                 if delta is None:
                     continue
                 if delta.cut:
-                    engine.abort([output.id])
+                    run.abort([output.id])
                 yield job
 
 
