@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 import os
 from collections.abc import Mapping
@@ -12,11 +11,27 @@ from typing import Any
 import msgspec
 
 from weft.config import EngineConfig
-from weft.errors import ConfigError
+from weft.errors import ConfigError, nearest_name
 
 log = logging.getLogger("weft")
 
 EXECUTORS = {"mp": "processes", "uni": "inline"}  # from vLLM's names
+
+# Names for the same in other libraries.
+HABITS = {
+    "context_length": "max_model_len",
+    "ctx_size": "max_model_len",
+    "load_in_4bit": "quantization",
+    "load_in_8bit": "quantization",
+    "max_seq_len": "max_model_len",
+    "n_ctx": "max_model_len",
+    "num_ctx": "max_model_len",
+    "num_gpus": "tensor_parallel_size",
+    "pp": "pipeline_parallel_size",
+    "token": "hf_token",
+    "torch_dtype": "dtype",
+    "tp": "tensor_parallel_size",
+}
 
 # Of vLLM's LLM: what is so anyway, or cannot matter here.
 IDLE = [
@@ -86,8 +101,8 @@ def engine_config(model: str | os.PathLike[str], said: Mapping[str, Any]) -> Eng
             if value is not None:
                 log.warning("%s: Weft does not have it; it is ignored", name)
         elif name not in IDLE:
-            near = difflib.get_close_matches(name, [*known, "distributed_executor_backend"], 1)
-            raise ConfigError(f"unknown argument {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+            suggestion = nearest_name(name, [*known, "distributed_executor_backend"], HABITS)
+            raise ConfigError(f"unknown argument {name!r}{suggestion}")
     if "dtype" in given:
         given["dtype"] = str(given["dtype"]).removeprefix("torch.")  # torch.bfloat16 will do as well
     if given.get("plan") is not None:

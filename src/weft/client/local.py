@@ -191,8 +191,12 @@ class CoreThread(CoreLoop):
             case Cause():
                 raise EngineError(event)
 
+    def _pump(self) -> None:
+        self._feed()
+        super()._pump()
+
     def _feed(self) -> None:
-        """Add what waits, as far as the queue has room. Runs take turns, so that a long list does not keep others out."""
+        """Add what waits, as far as the queue has room. Runs take turns: a long list does not keep others out."""
         while self._feeding:
             run = self._feeding[0]
             if run.waiting:

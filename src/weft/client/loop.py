@@ -29,7 +29,6 @@ class CoreLoop(ABC):
             while self.core.pending and self.core.pending[0].done():
                 outputs += self.core.finish_oldest()
             # The ranks first: they compute while the callers hear of the last step.
-            self._feed()
             self._pump()
             self._deliver(outputs)
 
@@ -41,10 +40,8 @@ class CoreLoop(ABC):
     def _deliver(self, outputs: list[Output]) -> None:
         """Pass on the outputs of one round, which may be none."""
 
-    def _feed(self) -> None:
-        """Add requests for which the core had no room before."""
-
     def _pump(self) -> None:
+        """Submit steps, and have each one's end come back as an event."""
         known = len(self.core.pending)
         self.core.pump()
         for future in islice(self.core.pending, known, None):
