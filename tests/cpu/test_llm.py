@@ -44,8 +44,7 @@ def llm(folder: Path) -> Iterator[LLM]:
 
 def at_rest(llm: LLM) -> bool:
     """No request and no block is held."""
-    assert llm._engine is not None
-    stats = llm._engine.stats()
+    stats = llm.stats()
     return (stats.running, stats.waiting, stats.blocks_used) == (0, 0, 0)
 
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from weft.client.heap import CallersHeap
 from weft.client.loop import CoreLoop
 from weft.config import EngineConfig
 from weft.core.engine import EngineCore
@@ -146,6 +147,7 @@ class CoreThread(CoreLoop):
         self._lock = threading.Lock()  # nothing comes into the inbox of a thread that has ended
         self._homes: dict[str, Run] = {}  # of the requests that the core has
         self._feeding: deque[Run] = deque()  # runs with requests that wait for room
+        self._heap = CallersHeap()
         self._thread = threading.Thread(target=self._serve, name="weft-core", daemon=True)
         self._thread.start()
 
@@ -193,6 +195,7 @@ class CoreThread(CoreLoop):
 
     def _pump(self) -> None:
         self._feed()
+        self._heap.set_busy(bool(self._homes))
         super()._pump()
 
     def _feed(self) -> None:
@@ -220,11 +223,13 @@ class CoreThread(CoreLoop):
             ended = output.finish_reason is not None
             run = self._homes.pop(output.id) if ended else self._homes[output.id]
             shares.setdefault(run, []).append(output)
+        self._heap.set_busy(bool(self._homes))  # a caller whose answer is complete finds its heap as it was
         for run, share in shares.items():
             run.news.put(share)
 
     def _end(self, cause: Cause) -> None:
         """Tell everyone who waits, and everyone who comes, why there will be nothing more."""
+        self._heap.set_busy(False)
         with self._lock:
             self.failure = EngineError(cause)
         runs = {*self._homes.values(), *self._feeding}
