@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -34,9 +35,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 async def last(stream: AsyncIterator[RequestOutput]) -> RequestOutput:
     async with asyncio.timeout(WAIT_S):
-        async for output in stream:
-            pass
-    return output
+        outputs = [output async for output in stream]
+    return outputs[-1]
 
 
 async def test_answers_grow_together_and_alone_alike(folder: Path) -> None:
@@ -68,6 +68,16 @@ async def test_answers_grow_together_and_alone_alike(folder: Path) -> None:
     await llm.shutdown()
     with pytest.raises(RequestError, match="shut down"):
         await last(llm.generate("a"))
+
+
+def test_the_readme_s_program(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    (program,) = [block for block in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "AsyncLLM" in block]
+    small = program.replace('AsyncLLM("demo")', f"AsyncLLM({str(folder)!r}, **{ENGINE!r})")
+    assert small != program
+    exec(compile(small, "README.md", "exec"), {"__name__": "__main__"})
+    numbers = [line.split(" ")[0] for line in capfd.readouterr().out.splitlines() if line]
+    assert numbers.count("0") >= 2 and numbers.count("1") >= 2
 
 
 async def check_aborts(llm: AsyncLLM) -> None:

@@ -316,6 +316,7 @@ def test_arguments_as_python_says_them(folder: Path, caplog: Any) -> None:
     ("said", "words"),
     [
         ({"tensor_paralel_size": 2}, "did you mean 'tensor_parallel_size'"),
+        ({"tp": 2}, "did you mean 'tensor_parallel_size'"),
         ({"zzz": 2}, "unknown argument 'zzz'"),
         ({"max_model_len": "long"}, "Expected `int.*`max_model_len`"),
         ({"max_model_len": 0}, "1 or more"),
