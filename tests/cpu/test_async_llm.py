@@ -54,8 +54,10 @@ async def test_answers_grow_together_and_alone_alike(folder: Path) -> None:
         assert llm.stats.steps - before < 40 * len(prompts) / 2
         assert len({output.request_id for output in together}) == len(prompts)
 
-        talk = await last(llm.chat(HI, GREEDY, "mine", chat_template_kwargs={"shout": True}))
-        assert (talk.prompt, talk.request_id) == ("<bos><s>user:hi<e><s>assistant:LOUD", "mine")
+        loud = await last(llm.chat(HI, GREEDY, chat_template_kwargs={"shout": True}))
+        assert loud.prompt == "<bos><s>user:hi<e><s>assistant:LOUD"
+        talk = await last(llm.chat(HI, GREEDY, "mine"))
+        assert talk.request_id == "mine"
         stop = talk.outputs[0].text[3:5]
         cut = await last(llm.chat(HI, SamplingParams(temperature=0.0, max_tokens=40, stop=stop)))
         assert cut.finished and cut.outputs[0].stop_reason == stop
