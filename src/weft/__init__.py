@@ -12,16 +12,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from weft.client.async_llm import AsyncLLM
     from weft.client.outputs import CompletionOutput, RequestOutput
     from weft.core.params import SamplingParams
     from weft.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "RequestOutput", "CompletionOutput", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "SamplingParams", "RequestOutput", "CompletionOutput", "__version__"]
 
 # Where each public name lives: imported when first asked for, so that `import weft` costs nothing.
 _HOMES = {
     "LLM": "weft.llm",
+    "AsyncLLM": "weft.client.async_llm",
     "SamplingParams": "weft.core.params",
     "RequestOutput": "weft.client.outputs",
     "CompletionOutput": "weft.client.outputs",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 import msgspec
 
 
@@ -53,6 +55,20 @@ class ConfigError(WeftError):
     """A flag or an argument with a value that it cannot take."""
 
 
+def nearest_name(typed: str, names: Iterable[str], habits: Mapping[str, str] | None = None) -> str:
+    """The suggestion "; did you mean 'NAME'?" for a name that is none of `names`; "" if none is near.
+
+    `habits` maps names that other libraries use to ours. Beyond it, a name that begins with `typed` or that `typed`
+    begins with goes before one that is spelled alike.
+    """
+    from difflib import get_close_matches  # here: only who has made a mistake waits for it
+
+    names = sorted(names)
+    alike = [name for name in names if len(typed) > 2 and (name.startswith(typed) or typed.startswith(name))]
+    near = (habits or {}).get(typed) or next(iter(alike + get_close_matches(typed, names, 1)), None)
+    return f"; did you mean {near!r}?" if near else ""
+
+
 def reason(error: Exception) -> str:
     """Why something could not be done, in the system's words where it was the system that refused."""
     return str(getattr(error, "strerror", None) or error)
@@ -73,6 +89,8 @@ class Cause(msgspec.Struct, frozen=True):
     hint: str = ""
 
     def __str__(self) -> str:
+        if self.phase == "shutdown":
+            return self.cause
         who = "the engine core" if self.rank == CORE else f"rank {self.rank}"
         return f"{who} failed during {self.phase}: {self.cause}" + (f" ({self.hint})" if self.hint else "")
 

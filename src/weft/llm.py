@@ -7,18 +7,18 @@ import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from weft.client.arguments import engine_config
 from weft.client.collector import Collector
-from weft.client.frontend import Frontend, Prompt, PromptLike, Words
+from weft.client.frontend import Frontend, Prompt, PromptLike
 from weft.client.local import LocalEngine
+from weft.client.opening import Message, check_params, describe, open_model, read_prompt
 from weft.client.outputs import RequestOutput
 from weft.client.progress import Bar, Progress
 from weft.core.params import SamplingParams
 from weft.core.request import Stats
 from weft.errors import OutputError, RequestError
-from weft.facts.checkpoint import resolve
 from weft.planner.memory import Capacity
 from weft.planner.plan import Plan
 from weft.text.tokenizer import Tokenizer
@@ -26,15 +26,16 @@ from weft.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from weft.planner.forecast import Forecast
 
-Message = Mapping[str, Any]
-
 
 class LLM:
     """An engine and its model: `model` is a directory, a GGUF file, a name on the hub, or "demo".
 
     Keywords are the flags' names: tensor_parallel_size, tensor_split=[2, 1], pipeline_parallel_size,
     pipeline_split=[1, 3, 1], dtype, max_model_len, seed, ...; `weft.config.EngineConfig` has them all, with
-    their defaults. Use it as a context manager, or call `shutdown` when done. Not for several threads at once.
+    their defaults. Use it as a context manager, or call `shutdown` when done.
+
+    Any number of threads may call it at once: their requests share the engine's steps. `shutdown` may be called from
+    any thread, and callers in flight get an EngineError. In an asyncio program take `weft.AsyncLLM`.
 
     Raises ConfigError, ModelError, PlanError and EngineError, each in one line with the way out.
     """
@@ -43,15 +44,7 @@ class LLM:
 
     def __init__(self, model: str | os.PathLike[str], **engine: Any) -> None:
         self.config = engine_config(model, engine)
-        checkpoint = resolve(
-            self.config.model,
-            revision=self.config.revision,
-            hf_token=self.config.hf_token,
-            download_dir=self.config.download_dir,
-            load_format=self.config.load_format,
-        )
-        # Before the ranks start: a tokenizer that is damaged is known at once.
-        words = Words.load(self.config, checkpoint)
+        checkpoint, words = open_model(self.config)
         self._engine = LocalEngine(self.config, checkpoint)
         self._frontend = Frontend.of(self.config, checkpoint, words, max_model_len=self._engine.plan.max_model_len)
 
@@ -122,14 +115,11 @@ class LLM:
         self, prompt: PromptLike | Sequence[Message], sampling_params: SamplingParams | None = None
     ) -> Generator[RequestOutput, None, None]:
         """One answer while it grows: the same object again and again, with all there is so far. A list of
-        messages goes through the chat template. Closing the iterator ends the request."""
-        talk = isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], Mapping)
-        if talk:
-            found = self._frontend.conversation(cast(Sequence[Message], prompt))
-        else:
-            found = self._frontend.prompt(cast(PromptLike, prompt))
-        job = self._frontend.collect(found, sampling_params or self.sampling_params(), arrival_s=time.monotonic())
-        return self._growing(job)
+        messages goes through the chat template. Closing the iterator, or leaving it, ends the request."""
+        params = self.sampling_params() if sampling_params is None else sampling_params
+        check_params(params)
+        job = self._frontend.collect(read_prompt(self._frontend, prompt), params, arrival_s=time.monotonic())
+        return AnswerStream(self._growing(job))
 
     def sampling_params(self, **said: Any) -> SamplingParams:
         """SamplingParams with the model's own defaults (generation_config.json) for what is not said."""
@@ -151,6 +141,11 @@ class LLM:
         if engine is not None:
             engine.close()
 
+    def __repr__(self) -> str:
+        engine = self._engine
+        state = "shut down" if engine is None else str(engine.failure) if engine.failure else engine.plan
+        return describe("LLM", self.config.model, state)
+
     def __enter__(self) -> LLM:
         return self
 
@@ -164,9 +159,10 @@ class LLM:
 
     @property
     def _running(self) -> LocalEngine:
-        if self._engine is None:
+        engine = self._engine  # another thread may shut it down meanwhile
+        if engine is None:
             raise RequestError("this LLM has been shut down; make another")
-        return self._engine
+        return engine
 
     def _answers(
         self,
@@ -181,11 +177,7 @@ class LLM:
             if len(values) != len(prompts):
                 raise RequestError(f"{len(values)} {name} for {len(prompts)} prompts; give one each", param=name)
         for asked in each:
-            if not isinstance(asked, SamplingParams):
-                raise RequestError(
-                    f"sampling_params is {asked!r}; it must be a SamplingParams, a list of them, or None",
-                    param="sampling_params",
-                )
+            check_params(asked)
         now = time.monotonic()
         jobs = [
             self._frontend.collect(prompt, asked, arrival_s=now, priority=first)
@@ -205,19 +197,37 @@ class LLM:
                 yield one.output
 
     def _run(self, jobs: Sequence[Collector]) -> Generator[Collector, None, None]:
-        """Each job again whenever there is news of it; ends with the last."""
-        engine = self._running
+        """Yield a job whenever there is news of it; end with the last."""
         homes = {request.id: job for job in jobs for request in job.requests}
         # Closed, whatever happens: Ctrl-C must not leave requests behind that nobody waits for.
-        with closing(engine.run([request for job in jobs for request in job.requests])) as outputs:
-            for output in outputs:
+        with closing(self._running.submit([request for job in jobs for request in job.requests])) as run:
+            for output in run:
                 job = homes[output.id]
                 delta = job.add(output, time.monotonic())
                 if delta is None:
                     continue
                 if delta.cut:
-                    engine.abort([output.id])
+                    run.abort([output.id])
                 yield job
+
+
+class AnswerStream(Generator[RequestOutput, None, None]):
+    """An iterator over an answer that grows; for plain `for` loops."""
+
+    def __init__(self, growing: Generator[RequestOutput, None, None]) -> None:
+        self._growing = growing
+
+    def send(self, value: None) -> RequestOutput:
+        return self._growing.send(value)
+
+    def throw(self, *error: Any) -> RequestOutput:
+        return self._growing.throw(*error)
+
+    def __aiter__(self) -> NoReturn:
+        raise TypeError(
+            "LLM.stream is for plain `for` loops; in asyncio take weft.AsyncLLM: "
+            "`async for output in AsyncLLM(model).generate(prompt)`"
+        )
 
 
 def _each(prompts: PromptLike | Sequence[PromptLike]) -> Sequence[PromptLike]:

@@ -44,8 +44,7 @@ def llm(folder: Path) -> Iterator[LLM]:
 
 def at_rest(llm: LLM) -> bool:
     """No request and no block is held."""
-    assert llm._engine is not None
-    stats = llm._engine.stats()
+    stats = llm.stats()
     return (stats.running, stats.waiting, stats.blocks_used) == (0, 0, 0)
 
 
@@ -317,6 +316,7 @@ def test_arguments_as_python_says_them(folder: Path, caplog: Any) -> None:
     ("said", "words"),
     [
         ({"tensor_paralel_size": 2}, "did you mean 'tensor_parallel_size'"),
+        ({"tp": 2}, "did you mean 'tensor_parallel_size'"),
         ({"zzz": 2}, "unknown argument 'zzz'"),
         ({"max_model_len": "long"}, "Expected `int.*`max_model_len`"),
         ({"max_model_len": 0}, "1 or more"),

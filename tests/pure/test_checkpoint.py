@@ -233,6 +233,10 @@ def http(kind: type[errors.HfHubHTTPError]) -> errors.HfHubHTTPError:
 def test_the_hub_fails(hub: Hub, error: Exception, message: str) -> None:
     hub(error)
     fails("a/b", message, revision="v1")
+    with pytest.raises(ModelError) as caught:
+        resolve("a/b", revision="v1")
+    # Not after the libraries' own tracebacks, a hundred lines of them.
+    assert caught.value.__cause__ is None and caught.value.__suppress_context__
 
 
 def test_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,3 +162,14 @@ def test_what_is_taken_survives_the_wire(params: SamplingParams) -> None:
 def test_it_does_not_change() -> None:
     with pytest.raises(AttributeError):
         SamplingParams().n = 2  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("unknown", "near"),
+    [("temp", "temperature"), ("top", "top_k"), ("max_new_tokens", "max_tokens"), ("logprob", "logprobs")],
+)
+def test_an_unknown_parameter_names_the_nearest(unknown: str, near: str) -> None:
+    with pytest.raises(TypeError, match=f"no parameter '{unknown}'; did you mean '{near}'"):
+        SamplingParams(**{unknown: 1})
+    with pytest.raises(TypeError, match=r"no parameter 'zzzz'$"):
+        SamplingParams(zzzz=1)  # type: ignore[call-arg]

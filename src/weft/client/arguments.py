@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 import os
 from collections.abc import Collection, Mapping
@@ -13,12 +12,28 @@ import msgspec
 
 from weft.client.vllm import foreign
 from weft.config import EngineConfig
-from weft.errors import ConfigError
+from weft.errors import ConfigError, nearest_name
 from weft.facts import model_names
 
 log = logging.getLogger("weft")
 
 EXECUTORS = {"mp": "processes", "uni": "inline"}  # from vLLM's names
+
+# Names for the same in other libraries.
+HABITS = {
+    "context_length": "max_model_len",
+    "ctx_size": "max_model_len",
+    "load_in_4bit": "quantization",
+    "load_in_8bit": "quantization",
+    "max_seq_len": "max_model_len",
+    "n_ctx": "max_model_len",
+    "num_ctx": "max_model_len",
+    "num_gpus": "tensor_parallel_size",
+    "pp": "pipeline_parallel_size",
+    "token": "hf_token",
+    "torch_dtype": "dtype",
+    "tp": "tensor_parallel_size",
+}
 
 # Keywords of vLLM's LLM that ask for what is so anyway, or cannot matter here: not worth a warning.
 SILENT = (
@@ -68,8 +83,8 @@ def check_foreign(name: str, value: Any, known: Collection[str]) -> None:
     for a keyword that is neither vLLM's nor ours (`known`)."""
     flag = foreign().get(name.replace("_", "-"))
     if flag is None:
-        near = difflib.get_close_matches(name, [*known, "distributed_executor_backend"], 1)
-        raise ConfigError(f"unknown argument {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+        suggestion = nearest_name(name, [*known, "distributed_executor_backend"], HABITS)
+        raise ConfigError(f"unknown argument {name!r}{suggestion}")
     if why := flag.refusal(value):
         raise ConfigError(f"{name}={value!r}: {why}")
     if value is not None and not flag.refused:

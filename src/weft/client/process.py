@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import gc
 import sys
-from itertools import islice
-from queue import Empty
 from typing import Any
 
 import msgspec
 
 from weft import logs
+from weft.client.loop import CoreLoop
 from weft.client.messages import Abort, Add, Begin, Broken, Outputs, Refused, Started, ToCore
 from weft.core.engine import EngineCore
 from weft.core.request import Output
@@ -21,37 +20,15 @@ from weft.executors.launch import Parent
 from weft.planner.memory import fit_length
 
 
-class CoreProcess:
-    """One loop over one queue: what the client says, steps that have ended, a rank that has failed."""
+class CoreProcess(CoreLoop):
+    """The loop in its process: takes the client's messages and sends what the steps bring."""
 
     def __init__(self, parent: Parent[ToCore], core: EngineCore) -> None:
+        super().__init__(core, parent.inbox)
         self.parent = parent
-        self.core = core
 
-    def run(self) -> None:
-        """Until a rank fails: raises EngineError. Asleep while there is nothing to do."""
-        while True:
-            self._take(self.parent.inbox.get())
-            while (event := self._next()) is not None:
-                self._take(event)
-            outputs: list[Output] = []
-            while self.core.pending and self.core.pending[0].done():
-                outputs += self.core.finish_oldest()
-            # The ranks first: they compute while the client hears of the last step.
-            self._pump()
-            self.parent.send(Outputs(outputs, self.core.stats()))
-
-    def _pump(self) -> None:
-        known = len(self.core.pending)
-        self.core.pump()
-        for future in islice(self.core.pending, known, None):
-            future.add_done_callback(self.parent.inbox.put)
-
-    def _next(self) -> Any:
-        try:
-            return self.parent.inbox.get_nowait()
-        except Empty:
-            return None
+    def _deliver(self, outputs: list[Output]) -> None:
+        self.parent.send(Outputs(outputs, self.core.stats()))
 
     def _take(self, event: Any) -> None:
         match event:
@@ -88,7 +65,7 @@ def main(descriptor: int) -> None:
         phase = "step"
         executor.failure.add_done_callback(lambda failure: parent.inbox.put(failure.result()))
         gc.freeze()  # what is there by now stays
-        CoreProcess(parent, core).run()
+        CoreProcess(parent, core).step_until_failure()
     except Exception as error:
         parent.send(Broken(cause_of(error, CORE, phase)))
     parent.end()

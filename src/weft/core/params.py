@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from weft.errors import RequestError
+from weft.errors import RequestError, nearest_name
 
 MAX_CHOICES = 16384
 MAX_LOGPROBS = 20
@@ -53,7 +53,33 @@ FLAGS = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output")
 BIAS = 100.0
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+# Names for the same in other libraries.
+HABITS = {
+    "do_sample": "temperature",
+    "length_penalty": "repetition_penalty",
+    "max_completion_tokens": "max_tokens",
+    "max_length": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "num_predict": "max_tokens",
+    "num_return_sequences": "n",
+    "repeat_penalty": "repetition_penalty",
+    "stop_sequences": "stop",
+    "stop_strings": "stop",
+}
+
+
+class Named(msgspec.StructMeta):
+    """The class of a struct whose constructor answers an unknown keyword with the nearest field."""
+
+    def __call__(cls, *args: Any, **fields: Any) -> Any:
+        unknown = next((name for name in fields if name not in cls.__struct_fields__), None)
+        if unknown is not None:
+            suggestion = nearest_name(unknown, cls.__struct_fields__, HABITS)
+            raise TypeError(f"{cls.__name__} has no parameter {unknown!r}{suggestion}")
+        return super().__call__(*args, **fields)
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, metaclass=Named):
     """How tokens are chosen and when an answer ends. Immutable; validated when made.
 
     `temperature` 0 is greedy. `top_k` 0 or -1 means all tokens. `seed` None (or -1) takes the engine's seed and

@@ -26,7 +26,7 @@ News = TypeVar("News", Loaded, Allocated)
 
 # A rank that lost a peer may say so before the peer's own end is seen: so long is the root cause waited for.
 ROOT_CAUSE_S = 1.0
-CLOSED = Cause(CORE, "shutdown", "the engine was closed")
+CLOSED = Cause(CORE, "shutdown", "the engine was closed; the requests that ran were ended")
 
 
 class RankExecutor(ABC):

@@ -39,7 +39,8 @@ def fetch(name: str, *, revision: str | None, token: str | None, folder: str | N
             )
         )
     except Exception as error:  # a dozen libraries' worth of classes; all mean that the model is not here
-        raise _failure(name, revision, error) from error
+        # Without the libraries' own errors: they are a hundred lines, and all that they say is in ours.
+        raise _failure(name, revision, error) from None
 
 
 def cached(name: str, folder: str | None = None) -> Path | None:

@@ -1,0 +1,54 @@
+"""CoreLoop: the loop that steps an EngineCore, whether it runs in a thread or in a process of its own."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from itertools import islice
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from weft.core.engine import EngineCore
+from weft.core.request import Output
+
+
+class CoreLoop(ABC):
+    """One thread that owns a core, and one inbox of events: callers' messages, causes of failure, and the futures of
+    finished steps, which only wake the loop."""
+
+    def __init__(self, core: EngineCore, inbox: SimpleQueue[Any]) -> None:
+        self.core = core
+        self.inbox = inbox
+
+    def step_until_failure(self) -> None:
+        """Step the core until an exception ends the loop. Sleeps while the inbox is empty; never waits for a step."""
+        while True:
+            self._take(self.inbox.get())
+            while (event := self._next_event()) is not None:
+                self._take(event)
+            outputs: list[Output] = []
+            while self.core.pending and self.core.pending[0].done():
+                outputs += self.core.finish_oldest()
+            # The ranks first: they compute while the callers hear of the last step.
+            self._pump()
+            self._deliver(outputs)
+
+    @abstractmethod
+    def _take(self, event: Any) -> None:
+        """Handle one event. What it raises ends the loop."""
+
+    @abstractmethod
+    def _deliver(self, outputs: list[Output]) -> None:
+        """Pass on the outputs of one round, which may be none."""
+
+    def _pump(self) -> None:
+        """Submit steps, and have each one's end come back as an event."""
+        known = len(self.core.pending)
+        self.core.pump()
+        for future in islice(self.core.pending, known, None):
+            future.add_done_callback(self.inbox.put)
+
+    def _next_event(self) -> Any:
+        try:
+            return self.inbox.get_nowait()
+        except Empty:
+            return None
