@@ -19,7 +19,7 @@ from weft.client.outputs import RequestOutput
 from weft.client.remote import AsyncEngine
 from weft.core.params import SamplingParams
 from weft.core.request import Stats
-from weft.errors import RequestError
+from weft.errors import OutputError, RequestError
 from weft.facts.host import probe
 from weft.planner.execution import plan_to_run
 from weft.planner.plan import Plan
@@ -83,7 +83,7 @@ class AsyncLLM:
         The prompt is a text, a list of token ids, or a dict with "prompt_token_ids" or "prompt". `request_id`, which
         `abort` takes, must differ from those of other requests in flight; None makes one. Without `sampling_params`
         the model's own defaults hold. Closing the iterator, or cancelling its task, ends the request. Iterating raises
-        RequestError, QueueFullError and EngineError.
+        RequestError, QueueFullError, EngineError, and OutputError for an answer that the model cannot go on with.
         """
         return self._answer(lambda frontend: frontend.prompt(prompt), sampling_params, request_id, priority)
 
@@ -206,6 +206,8 @@ class AsyncLLM:
                         continue
                     if delta.cut:
                         engine.abort([output.id])
+                    if job.error:
+                        raise OutputError(job.error)
                     yield job.output
             if not job.output.finished:
                 yield _aborted(job.output)
