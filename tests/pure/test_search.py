@@ -17,7 +17,8 @@ from weft.planner.deployment import Layout, Workload
 from weft.planner.islands import groups, islands, replicas, tensor_sizes
 from weft.planner.max_memory import Caps, capped
 from weft.planner.question import Question, Wish
-from weft.planner.search import SPLIT_GAIN, Answer, Candidate, request_s, search
+from weft.planner.ranking import SPLIT_GAIN, Candidate, request_s
+from weft.planner.search import Answer, search
 
 LONG_PROMPTS = Workload(input_len=5000, output_len=500)
 THOUSANDS = Workload(input_len=1000, output_len=1000)

@@ -18,7 +18,8 @@ from weft.planner.footprint import Footprint
 from weft.planner.islands import usable
 from weft.planner.objections import runs
 from weft.planner.question import Question, Wish
-from weft.planner.search import Answer, Candidate, closest, engine_profile, fitting, search, worth
+from weft.planner.ranking import Candidate, worth
+from weft.planner.search import Answer, closest, engine_profile, fitting, search
 from weft.planner.words import gigabytes, ways
 
 # What weights of another precision are called, those closest to the original first.

@@ -23,8 +23,9 @@ from weft.planner.notes import notes
 from weft.planner.objections import not_run
 from weft.planner.plan_file import FORMAT
 from weft.planner.question import Question
+from weft.planner.ranking import Candidate
 from weft.planner.replica import slowest_link
-from weft.planner.search import Answer, Candidate, engine_profile
+from weft.planner.search import Answer, engine_profile
 
 
 def as_json(answer: Answer, model: Model) -> dict[str, Any]:

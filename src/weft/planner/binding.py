@@ -11,7 +11,8 @@ from weft.facts.gpus import GpuSpec
 from weft.planner.cost import predict
 from weft.planner.footprint import footprint
 from weft.planner.question import Objective
-from weft.planner.search import Answer, closest, engine_profile, worth
+from weft.planner.ranking import worth
+from weft.planner.search import Answer, closest, engine_profile
 
 Resource = Literal["memory", "bandwidth", "compute", "links"]
 RESOURCES: dict[Resource, str] = {

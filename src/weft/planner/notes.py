@@ -13,7 +13,7 @@ from weft.facts.schemes import MADE
 from weft.planner.memory import CPU_KV_BYTES, CPU_KV_SHARE
 from weft.planner.objections import EVEN
 from weft.planner.question import Question
-from weft.planner.search import Candidate
+from weft.planner.ranking import Candidate
 from weft.planner.words import commas, gigabytes
 
 ROUNDED = 0.05  # of all heads; what a share may be off without a word
