@@ -309,23 +309,20 @@ def _too_large(cut: Cut, tried: Sequence[Footprint]) -> Rejected:
     number = gpus[memory.fullest]
     on_it = [it for it, other in zip(memory.ranks, gpus, strict=True) if other == number]
     replica = min(memory.replicas, key=lambda it: it.kv_tokens)
-    have = f"{gigabytes(rank.usable_bytes)} of the {gigabytes(rank.memory_bytes)} of {rank.gpu}"
     held, own = sum(it.weights.total for it in on_it), sum(it.other_bytes for it in on_it)
     draft = " and its draft model" if any(it.draft_bytes for it in on_it) else ""
-    need = f"{gigabytes(held)} of weights and {gigabytes(own)} for the engine{draft}"
-    if cut.device == "GPU":
-        need += " on one GPU"
-    else:
-        have = f"{gigabytes(rank.usable_bytes)} of the {gigabytes(rank.memory_bytes)} that are free beside {rank.gpu}"
-    if rank.limit_bytes == rank.usable_bytes:
-        have += " (--max-memory)"
+    parts = f"{gigabytes(held)} of weights + {gigabytes(own)} for the engine{draft}"
+    where = " on one GPU" if cut.device == "GPU" else ""
+    limit = " (--max-memory)" if rank.limit_bytes == rank.usable_bytes else ""
+    usable = f"{rank.gpu} has {gigabytes(rank.usable_bytes)} of {gigabytes(rank.memory_bytes)} usable{limit}"
     room = sum(it.kv_room_bytes for it in on_it)
     if room < 0:
-        return Rejected(cut, f"{need} exceed {have} by {gigabytes(-room)}", -room)
+        told = f"needs {gigabytes(held + own)}{where} ({parts}); the {usable}: {gigabytes(-room)} short"
+        return Rejected(cut, told, -room)
     short = replica.length * sum(it.kv_bytes_per_token for it in on_it) - room
     return Rejected(
         cut,
-        f"{need} leave room in {have} for {replica.kv_tokens:,} tokens of KV; "
+        f"{parts}{where} leave room for {replica.kv_tokens:,} tokens of context (the {usable}); "
         f"one request of {replica.length:,} needs {gigabytes(short)} more",
         max(1, short),
     )
