@@ -224,7 +224,7 @@ def test_the_table() -> None:
     assert status == 0 and err == ""
     for word in ("GPU 0 RTX A6000", "GPU 1 RTX 4090", "layers", "KV heads", "weights", "free", "TTFT", "$/M"):
         assert word in out, word
-    assert "what binds: " in out and "rejected:" in out and "what would help:" in out
+    assert "bottleneck: " in out and "rejected:" in out and "what would help:" in out
 
 
 def test_a_large_cluster_shows_each_kind_of_node() -> None:
@@ -241,12 +241,12 @@ def test_saturated_tokens_are_told_alike() -> None:
     words = "Llama-3.1-8B --gpus 1xRTX4090 --concurrency Max"
     rate = f"{plan(words)[1]['best']['predicted']['saturated_tok_s']:,.0f}"
     out = run(*words.split())[1]
-    assert f" {rate} tok/s; " in out and f" {rate}\n" in out
+    assert f" {rate} tok/s in all (" in out and f" {rate}\n" in out
 
 
 def test_why_nothing_fits_is_said_once() -> None:
     status, out, _ = run("Llama-3.1-70B", "--gpus", "1xH100")
-    assert status == 3 and out.count("by 59.5 GB") == 1 and "1 x H200-SXM in its place fits it" in out
+    assert status == 3 and out.count("59.5 GB short") == 1 and "1 x H200-SXM in its place fits it" in out
 
 
 @pytest.mark.parametrize(
@@ -266,22 +266,30 @@ def test_a_plan_tells_how_many_tokens_a_step_has() -> None:
     best = plan("Qwen3-8B --gpus 1xH200")[1]["best"]
     assert best["max_num_batched_tokens"] == 8192
     assert (
-        f"steps of up to 8,192 tokens: {best['max_num_batched_tokens_because']}\n"
+        f"Prompts are read up to 8,192 tokens at a time: {best['max_num_batched_tokens_because']}\n"
         in run("Qwen3-8B", "--gpus", "1xH200")[1]
     )
-    assert "steps of up to" not in run("Qwen3-8B", "--gpus", "1xH200", "--engine", "vllm")[1]
+    assert "Prompts are read" not in run("Qwen3-8B", "--gpus", "1xH200", "--engine", "vllm")[1]
 
 
 def test_gpt_oss_is_told_of_its_own_checkpoint() -> None:
     advice = plan("gpt-oss-120b --gpus 1xH100 --precision bf16 --engine vllm")[1]["advice"]
-    assert advice[0].startswith("the published MXFP4 checkpoint fits as one GPU, mxfp4") and "int4" not in str(advice)
+    command = "weft plan gpt-oss-120b --gpus 1xH100 --engine vllm --precision mxfp4"
+    assert advice[0].startswith(
+        f"try: {command} (the published MXFP4 checkpoint fits as one GPU, mxfp4"
+    ) and "int4" not in str(advice)
 
 
 def test_advice_says_what_weft_does_not_run() -> None:
     lines = plan("Llama-3.1-70B --gpus 1xH100")[1]["advice"]
-    assert lines[0].startswith("an FP8 checkpoint fits") and lines[0].endswith("; Weft does not run it yet")
-    (quantised,) = [line for line in lines if "int4" in line]
-    assert "not run" not in quantised
+    (fp8,) = [line for line in lines if "an FP8 checkpoint fits" in line]
+    assert fp8.endswith("; Weft does not run it yet)")
+    assert all("not run" not in line for line in lines[: lines.index(fp8)])
+    # What Weft makes of the weights at hand comes before what has to be fetched, and that before what it cannot run.
+    assert lines[0].startswith("try: weft plan Llama-3.1-70B --gpus 1xH100 -q int4 (one GPU, q4_1+q8_0: ")
+    assert lines[1].startswith("try: weft plan Llama-3.1-70B --gpus 1xH100 -q int8 (")
+    assert lines[2].startswith("try: weft plan Llama-3.1-70B --gpus 1xH100 --precision int4 (an AWQ or GPTQ")
+    assert lines.index(fp8) == 3
     for line in plan("Llama-3.1-70B --gpus 1xH100 --engine vllm")[1]["advice"]:
         assert "GGUF" not in line and "not run" not in line
 
@@ -290,7 +298,7 @@ def test_advice_says_what_weft_does_not_run() -> None:
     ("words", "told"),
     [
         ("Qwen2.5-72B --gpus 2xRTX4090 --precision int4 --engine vllm", "is padded to 29,696"),
-        ("Qwen2.5-72B --gpus 2xRTX4090 --precision int4 --engine weft", "weft serve is to be given such a checkpoint"),
+        ("Qwen2.5-72B --gpus 2xRTX4090 --precision int4 --engine weft", "which weft serve has to be given"),
         ("Qwen2.5-72B --gpus 4xH100 --precision bf16 --engine vllm -tp 2", None),
         ("Llama-3.1-70B --gpus 2xRTX4090 --precision int4 --engine vllm", None),
         ("Qwen3-30B-A3B --gpus 4xRTX4090 --precision int4 --engine vllm -tp 4", "768 of the experts over 4 ranks"),

@@ -24,6 +24,7 @@ from weft.planner.search import search
 from weft.planner.speculation import speculation
 from weft.planner.words import commas
 
+NOT_REPEATED = ("refresh-hardware", "device-map")  # a map is a layout, and may be a long file
 NOTHING_FITS = 3  # exit status: nothing fits, or a claim is impossible
 
 
@@ -90,7 +91,7 @@ def repeated(said: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     yield "", said.get("model", "")
     for flag in (*plan_flags.HARDWARE, *plan_flags.CUT, *plan_flags.ENGINE, *plan_flags.LOAD):
         value = said.get(flag.dest)
-        if value in (None, False, flag.default) or flag.name == "refresh-hardware":
+        if value in (None, False, flag.default) or flag.name in NOT_REPEATED:
             continue
         if isinstance(value, dict):
             yield flag.option, json.dumps(value)

@@ -32,7 +32,7 @@ def page(told: Told) -> str:
         remarks=plan_text.remarks(told),
         verdict=plan_text.verdict(told),
         racks=racks,
-        traffic=plan_text.traffic(told) if best else "",
+        traffic=plan_text.traffic(told) if best else [],
         speeds=[plan_text.legend(told), *plan_text.speeds(told), *plan_text.steps(told)] if best else [],
         binds=plan_text.binds(told),
         rejections=plan_text.rejections(told),

@@ -43,20 +43,19 @@ def verdict(told: Told) -> str:
     return f"best for {told['objective']}: {best['name']}" if best else "nothing fits"
 
 
-def traffic(told: Told) -> str:
-    """What goes over the links; empty where nothing does."""
+def traffic(told: Told) -> list[str]:
+    """What goes over each of the links."""
     links, kinds = told["best"]["links"], {spec["kind"] for spec in told["hardware"]["types"].values()}
-    told_of = []
+    lines = []
     if links["tensor"]:
         who = "ranks" if "cpu" in kinds else "GPUs"
-        told_of.append(f"the {who} exchange partial results over {LINKS[links['tensor']]} twice per layer")
+        lines.append(f"The {who} exchange partial results over {LINKS[links['tensor']]} twice per layer")
     cargo = {"pipeline": "activations from stage to stage", "experts": "tokens to their experts"}
     for kind, link in LINKS.items():
         carried = [what for use, what in cargo.items() if links[use] == kind]
         if carried:
-            told_of.append(f"{link} carries {' and '.join(carried)}")
-    text = "; ".join(told_of)
-    return text[:1].upper() + text[1:]
+            lines.append(f"{link[0].upper()}{link[1:]} carries {' and '.join(carried)}")
+    return lines
 
 
 def legend(told: Told) -> str:

@@ -39,11 +39,10 @@ def print_answer(told: Told, out: TextIO | None = None) -> None:
         say(console, told["why"])
     if best:
         draw(console, picture(told))
-        if traffic := plan_text.traffic(told):
-            say(console, traffic)
+        say(console, *plan_text.traffic(told))
         console.print()
         console.print(comparison(told, console.width))
-        say(console, plan_text.legend(told), "", *plan_text.speeds(told), *plan_text.steps(told))
+        say(console, "", plan_text.legend(told), *plan_text.speeds(told), *plan_text.steps(told))
     elif told["advice"]:
         say(console, "", *help_lines(told))
     reasons = plan_text.rejections(told)
@@ -177,7 +176,8 @@ def comparison(told: Told, width: int) -> Table:
         _widest([*map(_two_lines, row), fullest(it)]) + 2 for it, row in zip(shown, cells, strict=True)
     )
     made = _table("", *names)
-    made.add_row("fullest GPU", *map(fullest, shown))
+    if ranged <= width:
+        made.add_row("fullest GPU", *map(fullest, shown))
     for column, *row in zip(figures, *cells, strict=True):
         head = _head(column).replace("\n", " ")
         made.add_row(head, *(_two_lines(cell) if ranged <= width else cell.text for cell in row))

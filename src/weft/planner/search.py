@@ -314,15 +314,18 @@ def _too_large(cut: Cut, tried: Sequence[Footprint]) -> Rejected:
     parts = f"{gigabytes(held)} of weights + {gigabytes(own)} for the engine{draft}"
     where = " on one GPU" if cut.device == "GPU" else ""
     limit = " (--max-memory)" if rank.limit_bytes == rank.usable_bytes else ""
-    usable = f"{rank.gpu} has {gigabytes(rank.usable_bytes)} of {gigabytes(rank.memory_bytes)} usable{limit}"
+    have = f"{gigabytes(rank.usable_bytes)} of {gigabytes(rank.memory_bytes)}"
+    usable = f"the {rank.gpu} has {have} usable{limit}"
+    if cut.device == "CPU":
+        usable = f"{have} that are free beside the {rank.gpu} are usable{limit}"
     room = sum(it.kv_room_bytes for it in on_it)
     if room < 0:
-        told = f"needs {gigabytes(held + own)}{where} ({parts}); the {usable}: {gigabytes(-room)} short"
+        told = f"needs {gigabytes(held + own)}{where} ({parts}); {usable}: {gigabytes(-room)} short"
         return Rejected(cut, told, -room)
     short = replica.length * sum(it.kv_bytes_per_token for it in on_it) - room
     return Rejected(
         cut,
-        f"{parts}{where} leave room for {replica.kv_tokens:,} tokens of context (the {usable}); "
+        f"{parts}{where} leave room for {replica.kv_tokens:,} tokens of context ({usable}); "
         f"one request of {replica.length:,} needs {gigabytes(short)} more",
         max(1, short),
     )
