@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
+from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -217,6 +220,113 @@ def test_limits_that_leave_no_room_are_named() -> None:
     for flag, value in (("--gpu-memory-utilization", "0.01"), ("--max-num-batched-tokens", "100000000")):
         status, out, _ = weft("plan", "Qwen3-0.6B", "--gpus", "1xRTX4090", flag, value)
         assert status == 3 and f"without {flag} it fits as one GPU, bf16" in out
+
+
+def test_the_first_line_is_the_answer() -> None:
+    first = run("Qwen3-32B", "--gpus", "1xRTX4090+1xRTX3090", "-q", "int4")[1].splitlines()[0]
+    assert first == (
+        "Yes: Qwen3-32B in 4 bits on both GPUs, about 51 tok/s for one user (31-72), 78,000 tokens of context"
+    )
+    assert run("Qwen3-32B", "--gpus", "1xRTX4090")[1].startswith("No: Qwen3-32B in 16 bits does not fit 1 x RTX 4090;")
+    assert plan("deepseek-v3 --nodes 2x8xH200")[1]["summary"].startswith("It fits, but Weft does not run it yet: ")
+
+
+def test_nothing_fits_names_the_fix_that_needs_least_as_a_command_and_first() -> None:
+    lines = run("Qwen3-32B", "--gpus", "1xRTX4090+1xRTX3090")[1].splitlines()
+    first = lines[lines.index("what would help:") + 1]
+    command, _, told = first.removeprefix("  try: weft ").partition(" (")
+    assert command == "plan Qwen3-32B --gpus 1xRTX4090+1xRTX3090 -q int4"
+    assert told == "TP 2, q4_1+q8_0: 78,000 tokens of context, 51 tok/s for one user)"
+    assert lines.index("what would help:") < lines.index("rejected:")
+    assert weft(*command.split())[0] == 0
+
+
+def test_fixes_keep_the_flags_that_were_given() -> None:
+    words = "Qwen3-32B --gpus 1xRTX4090+1xRTX3090 --input-len 4000 --max-memory 0=20GB,1=24GB --price 0.5"
+    (fix, *_) = plan(words)[1]["advice"]
+    command = shlex.split(fix.removeprefix("try: weft ").partition(" (")[0])
+    assert command[-2:] == ["-q", "int4"] and "--precision" not in command
+    status, answer = weft_json(*command)
+    assert status == 0 and answer["workload"]["input_len"] == 4000
+    assert answer["hardware"]["dollars_per_gpu_hour"] == 0.5
+    assert [rank["usable_bytes"] for rank in answer["best"]["ranks"]] != []
+    assert any("--max-memory" in note for note in answer["notes"])
+
+
+def test_every_speed_has_a_band() -> None:
+    predicted = plan("Llama-3.1-8B --gpus 2xRTX4090 --engine vllm --price 1")[1]["best"]["predicted"]
+    names = {"single_tok_s", "ttft_s", "tpot_s_at_concurrency", "output_tok_s", "saturated_tok_s"}
+    assert predicted["bands"].keys() == names
+    for name, (low, high) in predicted["bands"].items():
+        assert low == pytest.approx(0.85 * predicted[name]) and high == pytest.approx(1.15 * predicted[name])
+    assert "published measurements" in predicted["error_source"]
+    ours = plan("Llama-3.1-8B --gpus 2xRTX4090")[1]["best"]["predicted"]
+    assert ours["error_band"] == 0.4 and "not measured on GPUs yet" in ours["error_source"]
+    emitted = run("Llama-3.1-8B", "--gpus", "2xRTX4090", "--emit", "vllm")[1]
+    assert "within 15 % (nine in ten published measurements" in emitted
+
+
+def test_speeds_and_prices_of_a_row_are_at_the_same_load() -> None:
+    words = "Llama-3.1-8B-Instruct --gpus 8xH100 --concurrency 300 --price 2.5"
+    for candidate in plan(words)[1]["candidates"]:
+        rate, gpus = candidate["predicted"]["output_tok_s"], 8
+        if str(candidate["name"]).startswith("DP 8"):
+            assert candidate["dollars_per_million_tokens"] == pytest.approx(2.5 * gpus / 3600 / rate * 1e6)
+            assert candidate["output_tok_s_per_gpu"] == pytest.approx(rate / gpus)
+    best, out = plan(words)[1]["best"], run(*words.split())[1]
+    at_300, saturated = best["predicted"]["output_tok_s"], best["predicted"]["saturated_tok_s"]
+    assert saturated > 1.5 * at_300
+    assert f"{at_300:,.0f}" in out and f"{saturated:,.0f}" not in out
+
+
+@pytest.mark.parametrize(
+    ("words", "marked"),
+    [
+        ("--concurrency 30", "at 30 *"),
+        ("", "all *"),
+        ("--objective latency", "request *"),
+        ("--objective cost", "per GPU *"),
+        ("--objective cost --price 1", "tokens *"),
+    ],
+)
+def test_the_figure_that_decided_is_marked(words: str, marked: str) -> None:
+    out = run("Llama-3.1-8B", "--gpus", "1xH100", *words.split())[1]
+    (line,) = [line for line in out.splitlines() if line.startswith("fullest GPU  ")]
+    assert line.count("*") == 1 and f"{marked.removesuffix(' *')} *" in " ".join(line.split())
+
+
+def test_requests_are_whole_and_more_of_them_at_once_are_explained() -> None:
+    out = run("Qwen3-8B", "--gpus", "1xRTX4090+1xRTX3090")[1]
+    assert "30.5" not in out and "Busy (38 requests at once, each 1,024 tokens in and 1,024 out): every user" in out
+    assert "More run at once than the 30 that fit in full length, since answers that are being written are" in out
+    assert "under load: weft simulate Qwen3-8B --gpus 1xRTX4090+1xRTX3090\n" in out
+
+
+def test_the_best_of_each_precision_is_shown() -> None:
+    out = run("Qwen3-32B", "--gpus", "2xH100", "--precision", "fp8,int8,bf16,int4", "--engine", "vllm")[1]
+    table = out[out.index("fullest GPU") : out.index("* decided")]
+    assert all(f", {precision} " in table for precision in ("fp8", "int8", "bf16", "int4"))
+    # A precision in which nothing fits comes first among the rejected.
+    out = run("Qwen3-32B", "--gpus", "2xRTX4090", "--precision", "int4,bf16")[1]
+    assert ", bf16: needs" in out[out.index("rejected:") :].splitlines()[1]
+
+
+def test_the_command_that_simulates_a_plan_is_one() -> None:
+    words = "Llama-3.1-8B --gpus 2xRTX4090 --precision bf16,int8 --concurrency 8 --max-model-len 4096"
+    command = plan(words)[1]["simulate"]
+    assert command == "weft simulate Llama-3.1-8B --gpus 2xRTX4090 --max-model-len 4096 --precision int8"
+    rate = ("--rate", "1", "--duration", "20s", "--input-len", "64", "--output-len", "16", "--json")
+    assert weft(*shlex.split(command)[1:], *rate)[0] == 0
+
+
+def test_provenance_reads_estimate() -> None:
+    """Nobody trusts a plan that says how little was looked up in words of its authors."""
+    shipped = [path for path in files("weft.facts").joinpath("data").iterdir() if path.is_file()]
+    pages = [Path(__file__).parents[2] / "docs" / name for name in ("planner-accuracy.md", "hardware.md")]
+    for file in (*shipped, *pages):
+        text = file.read_text(encoding="utf-8")
+        for words in ("unverified", "from memory,", "project began with"):
+            assert words not in text, (file.name, words)
 
 
 def test_the_table() -> None:

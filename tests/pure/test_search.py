@@ -17,7 +17,7 @@ from weft.planner.deployment import Layout, Workload
 from weft.planner.islands import groups, islands, replicas, tensor_sizes
 from weft.planner.max_memory import Caps, capped
 from weft.planner.question import Question, Wish
-from weft.planner.ranking import SPLIT_GAIN, Candidate, request_s
+from weft.planner.ranking import RANKING_ERROR, SPLIT_GAIN, Candidate, request_s, worth
 from weft.planner.search import Answer, search
 from weft.planner.verdict import why
 
@@ -531,3 +531,37 @@ def test_an_even_tensor_split_is_one_that_any_engine_makes() -> None:
     even, uneven = (plan("Llama-3.1-8B", "2xRTX4090", wish=Wish(tensor_split=it)) for it in ((1.0, 1.0), (2.0, 1.0)))
     assert sizes(best(even)) == (2, 1, 1)
     assert uneven.best is None and "--tensor-split is for weft" in uneven.rejected[0].reason
+
+
+def test_a_near_tie_goes_to_the_faster_single_request() -> None:
+    answer = plan("DeepSeek-V3", "2x8xH100", "fp8", "weft")
+    highest = max(answer.candidates, key=lambda it: it.predicted.output_tok_s)
+    assert sizes(best(answer)) == (8, 2, 1) and highest.cut.expert_parallel == 8
+    assert 1 < highest.predicted.output_tok_s / best(answer).predicted.output_tok_s < 1 + RANKING_ERROR
+    assert why(answer) == (
+        "TP 8 x PP 2, fp8 is within the error of PP 2 x DP 8 x EP 8, fp8 (3,792 vs 3,868 tok/s) and faster for a "
+        "single request (119.4 vs 27.3 tok/s)"
+    )
+
+
+def test_the_headline_says_why_a_row_with_a_higher_figure_is_not_taken() -> None:
+    answer = plan("Qwen3-8B", "1xRTX4090+1xRTX3090", engine="weft")
+    assert sizes(best(answer)) == (1, 1, 2)
+    told = why(answer)
+    assert told.startswith("DP 2, bf16 is within the error of PP 2, bf16 (1,198 vs 1,429 tok/s), and whole copies")
+    assert told.endswith("For one user at a time TP 2, bf16 is faster (81.6 vs 50.7 tok/s): --objective latency")
+    # Nothing to say of one that has the highest figure itself.
+    assert why(plan("Llama-3.1-70B-Instruct", "4xH100", engine="weft")) == ""
+
+
+@pytest.mark.parametrize("objective", ["throughput", "latency", "cost"])
+@pytest.mark.parametrize(
+    ("model", "hardware"),
+    [("Qwen3-8B", "1xRTX4090+1xRTX3090"), ("Llama-3.1-8B", "2xRTX4090"), ("Llama-3.1-70B", "8xL40S")],
+)
+def test_the_best_is_explained_or_has_the_highest_figure(model: str, hardware: str, objective: str) -> None:
+    answer = plan(model, hardware, engine="weft", objective=objective)
+    highest = max(answer.candidates, key=lambda it: worth(answer.question, it))
+    gain = worth(answer.question, highest) / worth(answer.question, best(answer))
+    assert gain < SPLIT_GAIN
+    assert (gain > 1.001) == (str(highest.cut) in why(answer))

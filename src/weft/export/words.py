@@ -102,9 +102,9 @@ def predicted(it: Deployment) -> str:
     """What `weft plan` expects of it."""
     tokens, speed = it.candidate.memory.kv_tokens, it.candidate.predicted
     return (
-        f"Predicted with {it.question.engine}, within {100 * speed.error_band:.0f} % ({speed.error_source}): a KV cache "
-        f"of {tokens:,} tokens, {speed.single_tok_s:,.1f} tok/s for one request, {speed.saturated_tok_s:,.0f} for as "
-        "many as fit."
+        f"Predicted with {it.question.engine}, within {100 * speed.error_band:.0f} % ({speed.error_source}): a KV "
+        f"cache of {tokens:,} tokens, {speed.single_tok_s:,.1f} tok/s for one request, {speed.saturated_tok_s:,.0f} for "
+        "as many as fit."
     )
 
 
