@@ -101,10 +101,10 @@ def _gpus(it: Deployment, server: Server, node: int) -> str:
 def predicted(it: Deployment) -> str:
     """What `weft plan` expects of it."""
     tokens, speed = it.candidate.memory.kv_tokens, it.candidate.predicted
+    error = f"within {100 * speed.error_band:.0f} % ({speed.error_source})"
     return (
-        f"Predicted with {it.question.engine}, within {100 * speed.error_band:.0f} % ({speed.error_source}): a KV "
-        f"cache of {tokens:,} tokens, {speed.single_tok_s:,.1f} tok/s for one request, {speed.saturated_tok_s:,.0f} for "
-        "as many as fit."
+        f"Predicted with {it.question.engine}, {error}: a KV cache of {tokens:,} tokens, {speed.single_tok_s:,.1f} "
+        f"tok/s for one request, {speed.saturated_tok_s:,.0f} for as many as fit."
     )
 
 
