@@ -317,6 +317,10 @@ def test_the_command_that_simulates_a_plan_is_one() -> None:
     assert command == "weft simulate Llama-3.1-8B --gpus 2xRTX4090 --max-model-len 4096 --precision int8"
     rate = ("--rate", "1", "--duration", "20s", "--input-len", "64", "--output-len", "16", "--json")
     assert weft(*shlex.split(command)[1:], *rate)[0] == 0
+    guessing = run("Qwen3-8B", "--gpus", "1xRTX4090", "-sc", '{"method": "ngram"}', "--json")[1]
+    assert json.loads(guessing)["simulate"] == "weft simulate Qwen3-8B --gpus 1xRTX4090"
+    capped = plan("Qwen3-8B --gpus 2xRTX4090 --max-memory 0=20GB,1=20GB")[1]["simulate"]
+    assert weft(*shlex.split(capped)[1:], *rate)[0] == 0
 
 
 def test_provenance_reads_estimate() -> None:

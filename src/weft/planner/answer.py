@@ -30,7 +30,7 @@ from weft.planner.search import Answer, engine_profile
 from weft.planner.words import command
 
 # Flags that weft simulate does not have: its load is its own.
-ONLY_PLANNED = ("--concurrency", "-sc")
+ONLY_PLANNED = ("--concurrency", "--speculative-config")
 
 
 def as_json(answer: Answer, model: Model) -> dict[str, Any]:
