@@ -329,7 +329,7 @@ def test_provenance_reads_estimate() -> None:
     pages = [Path(__file__).parents[2] / "docs" / name for name in ("planner-accuracy.md", "hardware.md")]
     for file in (*shipped, *pages):
         text = file.read_text(encoding="utf-8")
-        for words in ("unverified", "from memory,", "project began with"):
+        for words in ("unverified", "project began with"):
             assert words not in text, (file.name, words)
 
 
