@@ -12,10 +12,11 @@ import msgspec
 from calibrate import EXPECTED, expected, fit, profiles
 from matplotlib import pyplot
 
-from tests.pure.measured import LIMITS, Case, cases
+from tests.pure.measured import LIMITS, Case, cases, layouts_compared, ranking_error
 from weft.facts import kernels, links
 from weft.facts.cluster import Cluster, Node
 from weft.planner.profiles import engines, profile
+from weft.planner.ranking import RANKING_ERROR, SPLIT_GAIN
 
 ROOT = Path(__file__).parents[2]
 PAGE, PLOT = ROOT / "docs/planner-accuracy.md", ROOT / "docs/planner-accuracy.png"
@@ -47,6 +48,8 @@ def page(rows: Sequence[Case]) -> Iterator[str]:
     yield "\n![Predicted against measured](planner-accuracy.png)\n"
     yield "By engine:\n"
     yield from by_engine(rows)
+    yield "\n## Layouts beside each other\n"
+    yield from by_layout(rows)
     yield "\n## Rows that the constants have not seen\n"
     yield (
         "The constants fitted again without the rows of one GPU, or of one model, which are then predicted; from round "
@@ -82,6 +85,26 @@ def by_engine(rows: Sequence[Case]) -> Iterator[str]:
         errors = sorted(abs(row.error()) for row in rows if row.engine == engine)
         if errors:
             yield f"| {engine} | {len(errors)} | {fmean(errors):.1%} | {errors[int(0.9 * (len(errors) - 1))]:.0%} |"
+
+
+def by_layout(rows: Sequence[Case]) -> Iterator[str]:
+    pairs = sorted(layouts_compared(rows), key=ranking_error)
+    errors = [ranking_error(pair) for pair in pairs]
+    inside = sum(error <= RANKING_ERROR for error in errors)
+    yield (
+        "`weft plan` ranks layouts by ratios of predictions. Layouts of one model on one machine share the constants "
+        f"of the engine and the GPU, so errors that those make are in both. {len(pairs)} pairs of rows differ in "
+        "nothing but the layout and the number of GPUs; the error of the ratio between the two is "
+        f"{median(errors):.1%} in the median, and {inside} of {len(pairs)} pairs are within {RANKING_ERROR:.0%}. "
+        f"Layouts whose figures are within {RANKING_ERROR:.0%} of the highest are therefore a tie "
+        "(`planner/ranking.py`). Replicas of a model that fits one GPU differ more from a split of it, in which GPUs "
+        f"wait for each other: a split has to be {SPLIT_GAIN} times as fast, an assumption, since no pair of rows "
+        "shows it. The worst:\n"
+    )
+    yield "| kind | row | other row | error of their ratio |\n|---|---|---|--:|"
+    for pair in reversed(pairs[-3:]):
+        one, other = pair
+        yield f"| {one.kind} | {one.engine}: {one.label} | {other.label} | {ranking_error(pair):.0%} |"
 
 
 def held_out(rows: Sequence[Case]) -> Iterator[str]:

@@ -70,7 +70,7 @@ def text(target: str, plan: str) -> str:
         assert status == 3 and not out, err
         return f"exit status {status}\n{err}"
     told = out.replace(f"weft {__version__}", "weft VERSION")
-    return re.sub(r"(# Predicted with \S+), within.*?as many\n?#? ?as ?\n?#? ?fit\.", r"\1.", told, flags=re.DOTALL)
+    return re.sub(r"(# Predicted with \S+), within.*?fit\.", r"\1.", told, flags=re.DOTALL)
 
 
 def parts(target: str, plan: str) -> dict[str, str]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
+from itertools import combinations
 from pathlib import Path
 from statistics import fmean
 
@@ -97,6 +98,23 @@ def case(row: Mapping[str, str]) -> Case:
         layout=layout,
         workload=Workload(input_len=int(row["isl"]), output_len=int(row["osl"]), concurrency=concurrency),
     )
+
+
+def layouts_compared(some: Sequence[Case]) -> list[tuple[Case, Case]]:
+    """Pairs that differ in nothing but the layout and the number of GPUs: as near as published rows come to layouts of
+    one model on one machine."""
+
+    def same(case: Case) -> tuple[object, ...]:
+        return case.kind, case.model, case.gpu, case.engine, case.layout.precision, case.workload
+
+    return [(one, other) for one, other in combinations(some, 2) if same(one) == same(other)]
+
+
+def ranking_error(pair: tuple[Case, Case]) -> float:
+    """Relative error of the ratio that is predicted between two rows, whichever of them is the first."""
+    one, other = pair
+    off = one.predicted() / other.predicted() / (one.value / other.value)
+    return max(off, 1 / off) - 1
 
 
 def mean_errors(some: Iterable[Case], profiles: Mapping[str, Profile] | None = None) -> dict[str, float]:

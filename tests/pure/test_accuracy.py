@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from tests.pure.measured import LIMITS, Case, cases, mean_errors
+from tests.pure.measured import LIMITS, Case, cases, layouts_compared, mean_errors, ranking_error
 from weft.facts.catalogue import find
 from weft.facts.cluster import parse_gpus
+from weft.planner.answer import bands
 from weft.planner.cost import Prediction, predict
 from weft.planner.deployment import Workload, deploy
 from weft.planner.footprint import footprint
 from weft.planner.profiles import profile
+from weft.planner.ranking import RANKING_ERROR
 
 
 def test_mean_errors_are_within_their_limits() -> None:
@@ -29,6 +31,23 @@ def test_no_engine_hides_behind_another(engine: str) -> None:
 def test_most_rows_are_within_the_band_that_is_told() -> None:
     inside = [abs(case.error()) <= profile(case.engine).error.value for case in cases()]
     assert sum(inside) / len(inside) >= 0.85
+
+
+def test_most_layouts_rank_within_the_error_that_makes_a_tie() -> None:
+    errors = [ranking_error(pair) for pair in layouts_compared(cases())]
+    assert len(errors) >= 20
+    assert sum(error <= RANKING_ERROR for error in errors) / len(errors) >= 0.8
+
+
+def test_bands_hold_what_was_measured_in_eight_rows_of_ten() -> None:
+    inside = []
+    for case in cases():
+        predicted = case.prediction(profile(case.engine))
+        name = {"single": "single_tok_s", "load": "tpot_s_at_concurrency", "peak": "saturated_tok_s"}[case.kind]
+        low, high = bands(predicted)[name]
+        unit = case.figure(predicted) / ((low + high) / 2)
+        inside.append(low <= case.value / unit <= high)
+    assert sum(inside) / len(inside) >= 0.8
 
 
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.label)

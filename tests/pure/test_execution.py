@@ -125,7 +125,7 @@ def test_one_replica_runs_and_the_others_are_told_of(caplog: pytest.LogCaptureFi
         plan = run("Llama-3.1-8B", rig(FOUR, FOUR))
     assert plan.devices == ("cuda:0",)
     line, steps = [record.getMessage() for record in caplog.records]
-    assert steps.startswith("max_num_batched_tokens is 1,024: a step full of a prompt takes")
+    assert steps.startswith("max_num_batched_tokens is 1,024: a piece of that size takes")
     for word in ("DP 2, bf16", "2 replicas", "tokens/s in all", "GPU 0", "--device-ids", "--tensor-parallel-size"):
         assert word in line
 
@@ -177,7 +177,7 @@ def test_int4_is_what_others_publish(monkeypatch: pytest.MonkeyPatch) -> None:
     own = told("Llama-3.1-8B", rig(FOUR), monkeypatch, "-q", "int4")
     assert found["model"]["runs"] and own["model"]["runs"]
     (note,) = found["notes"]
-    assert "GPTQ and AWQ publish" in note and f"{own['model']['weight_bytes'] / 1e9:.1f} GB" in note
+    assert "int4 here is a GPTQ or AWQ checkpoint" in note and f"{own['model']['weight_bytes'] / 1e9:.1f} GB" in note
     assert not own["notes"]
     assert found["model"]["weight_bytes"] > own["model"]["weight_bytes"]
 

@@ -151,7 +151,7 @@ def test_what_a_cap_lacks_is_told_with_its_flag() -> None:
 
     answer = plan(capped(parse_gpus("1xA100"), read({0: "10GB"})))
     assert answer.best is None
-    assert "10.0 GB of the 85.9 GB of A100-80GB-SXM (--max-memory)" in answer.rejected[0].reason
+    assert "the A100-80GB-SXM has 10.0 GB of 85.9 GB usable (--max-memory)" in answer.rejected[0].reason
     assert any("without --max-memory it fits as one GPU" in line for line in advice(answer))
 
 

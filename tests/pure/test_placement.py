@@ -20,8 +20,9 @@ from weft.planner.advice import advice
 from weft.planner.deployment import Workload
 from weft.planner.notes import notes
 from weft.planner.question import Question, Wish
+from weft.planner.ranking import Candidate
 from weft.planner.replica import replicas
-from weft.planner.search import Answer, Candidate, engine_profile, search
+from weft.planner.search import Answer, engine_profile, search
 from weft.planner.steps import Steps
 
 LLAMA = catalogue.find("Llama-3.1-8B").shape

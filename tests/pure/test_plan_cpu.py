@@ -127,7 +127,7 @@ def test_what_does_not_fit_is_told_in_a_cpu_s_words() -> None:
     answer = ask(cpu(9 * GB), "Llama-3.1-8B")
     assert answer.best is None
     reason = binding(answer).text
-    assert "16.1 GB of weights" in reason and "of the 9.0 GB that are free beside AMD EPYC (4 cores) by" in reason
+    assert "16.1 GB of weights" in reason and "9.0 GB that are free beside the AMD EPYC (4 cores) are usable" in reason
     assert "GPU" not in reason
     lines = advice(answer)
     assert any("int4 checkpoint fits as one CPU, int4 with" in line and "GPU" not in line for line in lines)
@@ -201,5 +201,5 @@ def test_weft_plan_with_ranks_that_share_the_cpu(plan: Any) -> None:
 
 def test_weft_plan_exits_with_3_where_nothing_fits(plan: Any) -> None:
     status, out, _ = plan("Llama-3.1-70B")
-    assert status == 3 and "free beside AMD EPYC" in out
+    assert status == 3 and "free beside the AMD EPYC" in out
     assert plan("Qwen2.5-0.5B --engine trtllm")[0] == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import io
 import json
 import re
@@ -16,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.pure.commands import weft
-from weft.cli import plan_page, plan_picture, plan_view
+from weft.cli import glossary, plan_page, plan_picture, plan_view
 from weft.cli.plan_picture import numbers, picture
 
 UNEVEN = "plan Qwen3-14B --gpus 1xRTX4090+1xRTX4080"
@@ -69,7 +70,7 @@ def test_a_pipe_has_no_colours_and_the_picture_has_80_columns(words: str) -> Non
     assert not any("\x1b" in line for line in got)
     if words is not UNFIT:
         assert max(map(len, drawn(words))) <= 80
-        table = got[next(at for at, line in enumerate(got) if line.startswith("layout")) - 1 :]
+        table = got[next(at for at, line in enumerate(got) if line.startswith("layout,")) :]
         assert max(map(len, table[: table.index("")])) <= 80
 
 
@@ -97,9 +98,12 @@ def test_the_links_are_drawn_and_told() -> None:
     assert sum(line.startswith("╠═ GPU") for line in drawn(EVEN)) == 3
     assert sum(line.startswith("├─ GPU") for line in drawn(UNEVEN)) == 1
     nodes = drawn(NODES)
-    assert nodes[-1] == "the ranks of a stage sum over NVLink; stages hand on over the network"
+    assert nodes[-2:] == [
+        "The GPUs exchange partial results over NVLink twice per layer",
+        "The network carries activations from stage to stage",
+    ]
     assert sum(line.startswith("node ") for line in nodes) == 2
-    assert drawn(EXPERTS)[-1] == "replicas reach experts over PCIe"
+    assert drawn(EXPERTS)[-1] == "PCIe carries tokens to their experts"
 
 
 def test_gpus_that_a_bridge_joins_are_named() -> None:
@@ -270,6 +274,39 @@ def test_a_page_has_the_reasons_the_advice_and_the_sources(words: str) -> None:
     parts += [sources["model"], *sources["gpus"].values(), *sources["links"].values(), *sources["engine"].values()]
     for part in parts:
         assert " ".join(part.split()) in text, part
+
+
+def test_a_page_explains_its_words_once_each() -> None:
+    text = plan_page.page(told(EVEN))
+    titles = dict(re.findall(r'<abbr title="([^"]+)">([^<]+)</abbr>', text))
+    explained = list(titles.values())
+    assert {"tok/s", "tokens", "context", "TP", "TTFT", "rank", "NVLink", "KV"} <= set(explained)
+    assert len(explained) == len(set(explained)) == text.count("<abbr")
+    assert {term.meaning for term in glossary.terms()} >= set(map(html.unescape, titles))
+    hostile = glossary.Explained()("<b>TTFT</b> & TTFTs, q4_1+q8_0")
+    assert str(hostile).startswith("&lt;b&gt;<abbr title=") and str(hostile).count("<abbr") == 2
+
+
+def test_the_glossary_has_the_words_of_the_field() -> None:
+    assert glossary.PAGE.read_text(encoding="utf-8") == glossary.page(), "run python -m weft.cli.docs"
+    words = {term.name for term in glossary.terms()}
+    assert words >= {"token", "prompt", "prefill", "decode", "TTFT", "TPOT", "ITL", "KV cache", "prefix cache"}
+    assert words >= {"TP", "PP", "DP", "EP", "rank", "stage", "replica", "goodput", "preemption", "q4_1+q8_0"}
+    spellings = [form for term in glossary.terms() for form in (term.name, *term.forms)]
+    assert len(spellings) == len(set(spellings))
+
+
+def test_a_narrow_page_stacks_its_tables() -> None:
+    text = plan_page.page(told(EVEN))
+    assert "@media (max-width: 40rem)" in text and "content: attr(data-label)" in text
+    cells = re.findall(r"<td[^>]*>", text)
+    assert cells and all("data-label=" in cell for cell in cells)
+    heads = [
+        html.unescape(re.sub("<[^>]+>", "", head)).removesuffix(" *")
+        for head in re.findall(r'<th scope="col">(.*?)</th>', text)
+    ]
+    labels = re.findall(r'<td data-label="([^"]*)"', text)
+    assert set(labels) == set(heads) - {"layout"}
 
 
 def test_a_page_escapes_every_name() -> None:

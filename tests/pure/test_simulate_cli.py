@@ -284,4 +284,4 @@ def test_a_bad_line_of_a_trace_is_named(tmp_path: Path) -> None:
 
 def test_what_does_not_fit_says_what_it_lacks() -> None:
     status, out, err = run("Llama-3.1-70B --gpus 1xH100 --rate 1")
-    assert (status, out) == (3, "") and "does not fit this hardware: one GPU, bf16: 141.1 GB of weights" in err
+    assert (status, out) == (3, "") and "does not fit this hardware: one GPU, bf16: needs 143.3 GB on one GPU" in err

@@ -16,7 +16,7 @@ from weft.facts.cluster import parse as parse_cluster
 from weft.facts.precision import canonical
 from weft.facts.shape import ModelShape
 from weft.planner import cost
-from weft.planner.claims import Claim, Verdict, judge, parse
+from weft.planner.claims import RESERVED_BYTES, Claim, Verdict, judge, parse
 from weft.planner.cost import Prediction
 from weft.planner.cuts import cut_of
 from weft.planner.deployment import Layout, Workload
@@ -96,8 +96,9 @@ def told(found: Verdict, predicted: tuple[Layout, Prediction] | str | None, clai
         lines = [
             "possible",
             f"  {gigabytes(found.weight_bytes)} of weights and {gigabytes(found.kv_bytes)} of KV for "
-            f"{claim.tokens:,} tokens; {gigabytes(found.have_bytes)} can be used",
-            f"  at most {found.bound_tok_s:.1f} tok/s: each token reads {gigabytes(found.read_bytes)}",
+            f"{claim.tokens:,} tokens; {gigabytes(found.have_bytes)} usable after {gigabytes(RESERVED_BYTES)} on each "
+            f"GPU for the driver and engine",
+            f"  at most {found.bound_tok_s:.1f} tok/s: each token reads {gigabytes(found.read_bytes)} of memory",
         ]
     if isinstance(predicted, str):
         lines.append(f"  but not with {engine}: {predicted}")

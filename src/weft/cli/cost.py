@@ -19,7 +19,8 @@ from weft.facts.model import Model
 from weft.planner import economics
 from weft.planner.economics import Fleet, Mix
 from weft.planner.question import Question
-from weft.planner.search import Candidate, search
+from weft.planner.ranking import Candidate
+from weft.planner.search import search
 
 SELLERS = 5  # of those that sell the model itself, the cheapest
 HOURS_PER_MONTH = 365.25 * 24 / 12

@@ -1,9 +1,10 @@
-"""docs/cli.md, from the same data as the parser: `python -m weft.cli.docs` writes it."""
+"""docs/cli.md, from the same data as the parser: `python -m weft.cli.docs` writes it, and docs/glossary.md."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from weft.cli import glossary
 from weft.cli.commands import COMMANDS, Command
 from weft.cli.dispatch import ABOUT
 from weft.cli.flags import ENGINE, Flag
@@ -86,3 +87,4 @@ def line(flag: Flag) -> str:
 if __name__ == "__main__":
     PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text(page(), encoding="utf-8")
+    glossary.PAGE.write_text(glossary.page(), encoding="utf-8")

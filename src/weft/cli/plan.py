@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from argparse import Namespace
+from collections.abc import Iterator
 from typing import Any
 
-from weft.cli import emit, plan_outputs, wishes
+from weft.cli import emit, plan_flags, plan_outputs, wishes
 from weft.cli.parser import UsageError
 from weft.errors import ConfigError
 from weft.facts import hardware_file, lookup, machine
@@ -20,7 +22,9 @@ from weft.planner.plan import Draft, Speculation
 from weft.planner.question import Question
 from weft.planner.search import search
 from weft.planner.speculation import speculation
+from weft.planner.words import commas
 
+NOT_REPEATED = ("refresh-hardware", "device-map")  # a map is a layout, and may be a long file
 NOTHING_FITS = 3  # exit status: nothing fits, or a claim is impossible
 
 
@@ -78,7 +82,23 @@ def ask(arguments: Namespace, model: Model) -> Question:
         max_num_batched_tokens=said.get("max_num_batched_tokens"),
         speculation=guessing(arguments, model),
         remarks=wishes.remarks(said, cluster),
+        flags=tuple(repeated(said)),
     )
+
+
+def repeated(said: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """The model and the flags that a command which asks something like it repeats, with their values as words."""
+    yield "", said.get("model", "")
+    for flag in (*plan_flags.HARDWARE, *plan_flags.CUT, *plan_flags.ENGINE, *plan_flags.LOAD):
+        value = said.get(flag.dest)
+        if value in (None, False, flag.default) or flag.name in NOT_REPEATED:
+            continue
+        if isinstance(value, dict):
+            yield flag.option, json.dumps(value)
+        elif flag.parse is None:
+            yield (flag.option,)
+        else:
+            yield flag.short or flag.option, commas(value) if isinstance(value, tuple) else f"{value}"
 
 
 def made(said: dict[str, Any]) -> str | None:

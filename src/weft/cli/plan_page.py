@@ -6,8 +6,9 @@ from importlib.resources import files
 
 from weft import __version__
 from weft.cli import plan_text
+from weft.cli.glossary import Explained
+from weft.cli.plan_columns import MARK, Told, columns, fullest, rows
 from weft.cli.plan_picture import LINKS, NAMES, parts_of, picture
-from weft.cli.plan_text import Told
 from weft.planner.words import gigabytes
 
 FEW = 8  # rejected layouts that are not folded away
@@ -18,10 +19,11 @@ def page(told: Told) -> str:
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
-    environment.filters |= {"gb": gigabytes, "comma": comma, "seconds": seconds}
+    environment.filters |= {"gb": gigabytes, "comma": comma, "explained": Explained()}
     template = environment.from_string((files("weft.cli") / "data/plan.html").read_text(encoding="utf-8"))
     best = told["best"]
     racks = picture(told) if best else []
+    shown, others = rows(told)
     return template.render(
         told=told,
         best=best,
@@ -30,22 +32,21 @@ def page(told: Told) -> str:
         remarks=plan_text.remarks(told),
         verdict=plan_text.verdict(told),
         racks=racks,
-        traffic=plan_text.traffic(told) if best else "",
-        speeds=[plan_text.speeds(told), *plan_text.steps(told)] if best else [],
+        traffic=plan_text.traffic(told) if best else [],
+        speeds=[plan_text.legend(told), *plan_text.speeds(told), *plan_text.steps(told)] if best else [],
         binds=plan_text.binds(told),
         rejections=plan_text.rejections(told),
-        priced=told["hardware"]["dollars_per_gpu_hour"] is not None,
+        columns=columns(told),
+        fullest=fullest,
+        mark=MARK,
         parts=parts_of(racks),
         names=NAMES,
         links=LINKS,
-        shown=plan_text.BEST,
+        shown=shown,
+        others=others,
         few=FEW,
     )
 
 
 def comma(value: float, digits: int = 0) -> str:
     return f"{value:,.{digits}f}"
-
-
-def seconds(value: float) -> str:
-    return f"{value:.2f} s" if value >= 0.1 else f"{1000 * value:.1f} ms"

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
+from weft.cli.plan_columns import MARK, Told, between
 from weft.cli.plan_picture import LINKS
 from weft.planner.words import by_type, gigabytes
 
-BEST = 3  # candidates in the table
 REJECTED = 4  # layouts of which the reason is told
-
-Told = Mapping[str, Any]
 
 
 def model_line(told: Told) -> str:
@@ -48,40 +43,69 @@ def verdict(told: Told) -> str:
     return f"best for {told['objective']}: {best['name']}" if best else "nothing fits"
 
 
-def traffic(told: Told) -> str:
-    """What goes over the links; empty where nothing does."""
-    links = told["best"]["links"]
-    uses = {"tensor": "the ranks of a stage sum", "pipeline": "stages hand on", "experts": "replicas reach experts"}
-    over = {kind: [does for use, does in uses.items() if links[use] == kind] for kind in LINKS}
-    return "; ".join(f"{' and '.join(does)} over {LINKS[kind]}" for kind, does in over.items() if does)
+def traffic(told: Told) -> list[str]:
+    """What goes over each of the links."""
+    links, kinds = told["best"]["links"], {spec["kind"] for spec in told["hardware"]["types"].values()}
+    lines = []
+    if links["tensor"]:
+        who = "ranks" if "cpu" in kinds else "GPUs"
+        lines.append(f"The {who} exchange partial results over {LINKS[links['tensor']]} twice per layer")
+    cargo = {"pipeline": "activations from stage to stage", "experts": "tokens to their experts"}
+    for kind, link in LINKS.items():
+        carried = [what for use, what in cargo.items() if links[use] == kind]
+        if carried:
+            lines.append(f"{link[0].upper()}{link[1:]} carries {' and '.join(carried)}")
+    return lines
 
 
-def speeds(told: Told) -> str:
-    """How fast the best one is at the concurrency that was asked for."""
-    work, predicted = told["workload"], told["best"]["predicted"]
-    running = predicted["concurrency"]
-    requests = "one request" if running < 1.5 else f"{running:,.0f} requests"
-    asked = work["concurrency"]
-    guesses = " without guesses" if told["speculative_config"] else ""
-    waiting = f" (the others of {asked:,} wait)" if asked != "max" and round(running) < asked else ""
+def legend(told: Told) -> str:
+    """How the table is to be read: the column that decided, and what the ranges are."""
+    predicted = told["best"]["predicted"]
     return (
-        f"with {requests} of {work['input_len']:,} + {work['output_len']:,} tokens at once{waiting}: "
-        f"{1000 * predicted['tpot_s_at_concurrency']:.1f} ms per token of each, {predicted['output_tok_s']:,.0f} "
-        f"tok/s{guesses}; predictions are within {100 * predicted['error_band']:.0f} %"
+        f"{MARK.strip()} decided. Ranges: at least 8 of 10 measurements should lie within; +-"
+        f"{100 * predicted['error_band']:.0f} % for {told['engine']}: {predicted['error_source']}"
     )
 
 
+def speeds(told: Told) -> list[str]:
+    """How fast the best one is at the concurrency that was asked for, and what tells of times under load."""
+    work, best = told["workload"], told["best"]
+    predicted = best["predicted"]
+    running, asked = predicted["concurrency"], work["concurrency"]
+    requests = "one request" if running < 1.5 else f"{running:,.0f} requests at once"
+    each = "each " if running >= 1.5 else ""
+    waiting = f"; the others of {asked:,} wait" if asked != "max" and round(running) < asked else ""
+    guesses = " without guesses" if told["speculative_config"] else ""
+    low_high = between(predicted["bands"]["output_tok_s"])
+    lines = [
+        f"Busy ({requests}, {each}{work['input_len']:,} tokens in and {work['output_len']:,} out{waiting}): every user "
+        f"gets {1 / predicted['tpot_s_at_concurrency']:,.0f} tok/s, {predicted['output_tok_s']:,.0f} tok/s in all "
+        f"({low_high}){guesses}"
+    ]
+    if round(running) > best["max_concurrency"] and not work["max_model_len_given"]:
+        lines.append(
+            f"More run at once than the {int(best['max_concurrency']):,} that fit in full length, since answers that "
+            "are being written are shorter"
+        )
+    if told["simulate"]:
+        lines.append(f"TTFT, idle is the first token of a request that is alone; under load: {told['simulate']}")
+    return lines
+
+
 def steps(told: Told) -> list[str]:
-    """How many tokens a step of our own engine has, and why; other engines have their defaults."""
+    """How many tokens of prompts our own engine reads at a time, and why; other engines have their defaults."""
     best = told["best"]
     if told["engine"] != "weft":
         return []
-    return [f"steps of up to {best['max_num_batched_tokens']:,} tokens: {best['max_num_batched_tokens_because']}"]
+    because = best["max_num_batched_tokens_because"]
+    return [f"Prompts are read up to {best['max_num_batched_tokens']:,} tokens at a time: {because}"]
 
 
 def rejections(told: Told) -> list[str]:
-    """Why each rejected layout cannot be, those that lack least first."""
-    nearest = sorted(told["rejected"], key=lambda it: it["short_bytes"])
+    """Why each rejected layout cannot be: first those of a precision in which nothing fits, then those that lack
+    least."""
+    fits = {candidate["precision"] for candidate in told["candidates"]}
+    nearest = sorted(told["rejected"], key=lambda it: (it["layout"]["precision"] in fits, it["short_bytes"]))
     return [f"{it['layout']['name']}: {it['reason']}" for it in nearest]
 
 
@@ -89,8 +113,3 @@ def binds(told: Told) -> str:
     """What holds the plan back; empty where a rejection says so already."""
     text = str(told["binding"]["text"])
     return "" if text in rejections(told) else text
-
-
-def tokens(count: int) -> str:
-    """482,864, or 448.7 M"""
-    return f"{count:,}" if count < 1e7 else f"{count / 1e6:,.1f} M"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TextIO
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TextIO
 
 from weft.cli import plan_text, tables
+from weft.cli.plan_columns import MARK, Cell, Column, Told, columns, fullest, rows
 from weft.cli.plan_picture import NAMES, Bar, Rack, parts_of, picture
-from weft.cli.plan_text import Told
 from weft.planner.words import gigabytes
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ MOST_BARS = 24  # that are drawn; a plan with more unlike GPUs than that is for 
 PIPE = 80  # columns of a pipe, which has no width of its own
 LONGEST_BAR = 60
 FIGURE = 9  # columns of one
-NAME = 12  # columns that a layout's name needs at least
+FIGURE_NAME = 16  # columns of the name of a figure
 STYLES = {"weight": "bright_blue", "kv": "green", "other": "yellow", "held": "red", "free": "bright_black"}
 # Shades, so that a pipe without colours tells them apart as well.
 SHADES = {"weight": "█", "kv": "▓", "other": "▒", "held": "▚", "free": "░"}
@@ -31,25 +31,34 @@ def print_answer(told: Told, out: TextIO | None = None) -> None:
     """Everything, on standard output; `told` is what `planner.answer.as_json` tells."""
     console = tables.console(out, pipe=PIPE)
     best = told["best"]
-    say(console, plan_text.model_line(told), style="bold")
-    say(console, plan_text.hardware_line(told), *plan_text.remarks(told), "")
-    say(console, plan_text.verdict(told), style="bold green" if best else "bold red")
+    style = "bold green" if best else "bold red"
+    say(console, told["summary"], style=style)
+    say(console, "", plan_text.model_line(told), plan_text.hardware_line(told), *plan_text.remarks(told), "")
+    say(console, plan_text.verdict(told), style=style)
+    if told["why"]:
+        say(console, told["why"])
     if best:
         draw(console, picture(told))
-        if traffic := plan_text.traffic(told):
-            say(console, traffic)
+        say(console, *plan_text.traffic(told))
         console.print()
         console.print(comparison(told, console.width))
-        say(console, "", plan_text.speeds(told), *plan_text.steps(told))
+        say(console, "", plan_text.legend(told), *plan_text.speeds(told), *plan_text.steps(told))
+    elif told["advice"]:
+        say(console, "", *help_lines(told))
     reasons = plan_text.rejections(told)
     if reasons:
         say(console, "", "rejected:", *(f"  {reason}" for reason in reasons[: plan_text.REJECTED]))
         if len(reasons) > plan_text.REJECTED:
             say(console, f"  and {len(reasons) - plan_text.REJECTED} more")
     if binds := plan_text.binds(told):
-        say(console, "", f"what binds: {binds}")
-    if told["advice"]:
-        say(console, *([] if best else [""]), "what would help:", *(f"  {change}" for change in told["advice"]))
+        say(console, "", f"bottleneck: {binds}")
+    if best and told["advice"]:
+        say(console, *help_lines(told))
+
+
+def help_lines(told: Told) -> list[str]:
+    """What would help; first of all if nothing fits."""
+    return ["what would help:", *(f"  {change}" for change in told["advice"])]
 
 
 def say(console: Console, *lines: str, style: str = "") -> None:
@@ -151,41 +160,48 @@ def shares(parts: Sequence[int], length: int) -> list[int]:
 
 
 def comparison(told: Told, width: int) -> Table:
-    """The best candidates, side by side; below each other where `width` leaves their names no room."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    length, priced = told["workload"]["max_model_len"], told["hardware"]["dollars_per_gpu_hour"] is not None
-    heads = ["fullest,\nGB", "KV\ntokens", f"requests\nof {length:,}", "TTFT", "tok/s\none", "tok/s\nall"]
-    heads += ["$/M\ntokens"] * priced
-    shown = told["candidates"][: plan_text.BEST]
-    names, rows = [it["name"] for it in shown], [figures(it) for it in shown]
-    made = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True, show_edge=False)
-    made.add_column("layout", overflow="fold")
-    columns = ((*head.split("\n"), *cells) for head, *cells in zip(heads, *rows, strict=True))
-    if width - sum(max(map(len, column)) + 2 for column in columns) < NAME:
-        for name, cells in zip(names, rows, strict=True):
-            made.add_column(name, justify="right", min_width=max(map(len, cells)))
-        for head, *cells in zip(heads, *rows, strict=True):
-            made.add_row(head.replace("\n", " "), *cells)
+    """The best candidates with the ranges of their figures, a row for each; a column for each, with ranges if there is
+    room for them, if `width` leaves the names of the layouts none."""
+    shown, figures = rows(told)[0], columns(told)
+    cells = [[column.cell(candidate) for column in figures] for candidate in shown]
+    names = [candidate["name"] for candidate in shown]
+    heads = [_head(column) for column in figures]
+    lines = [[head, *map(_two_lines, column)] for head, *column in zip(heads, *cells, strict=True)]
+    if sum(_widest(column) + 2 for column in lines) + max(map(len, names)) <= width:
+        made = _table("layout,\nfullest GPU", *heads)
+        for candidate, row in zip(shown, cells, strict=True):
+            made.add_row(f"{candidate['name']}\n{fullest(candidate)}", *map(_two_lines, row))
         return made
-    for head in heads:
-        made.add_column(head, justify="right", no_wrap=True)
-    for name, cells in zip(names, rows, strict=True):
-        made.add_row(name, *cells)
+    ranged = FIGURE_NAME + sum(
+        _widest([*map(_two_lines, row), fullest(it)]) + 2 for it, row in zip(shown, cells, strict=True)
+    )
+    made = _table("", *names)
+    if ranged <= width:
+        made.add_row("fullest GPU", *map(fullest, shown))
+    for column, *row in zip(figures, *cells, strict=True):
+        head = _head(column).replace("\n", " ")
+        made.add_row(head, *(_two_lines(cell) if ranged <= width else cell.text for cell in row))
     return made
 
 
-def figures(candidate: Mapping[str, Any]) -> list[str]:
-    """A candidate's cells, after its name."""
-    fullest, predicted = candidate["fullest"], candidate["predicted"]
-    dollars = candidate["dollars_per_million_tokens"]
-    return [
-        f"{fullest['usable_bytes'] / 1e9:,.1f}/{fullest['memory_bytes'] / 1e9:,.1f}",
-        plan_text.tokens(candidate["kv_tokens"]),
-        f"{candidate['max_concurrency']:,.1f}",
-        f"{ttft:.2f} s" if (ttft := predicted["ttft_s"]) >= 0.01 else f"{1000 * ttft:.1f} ms",
-        f"{predicted['single_tok_s']:,.1f}",
-        f"{predicted['saturated_tok_s']:,.0f}",
-        *([] if dollars is None else [f"{dollars:,.2f}"]),
-    ]
+def _table(first: str, *heads: str) -> Table:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    made = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True, show_edge=False)
+    made.add_column(first, overflow="fold")
+    for head in heads:
+        made.add_column(head, justify="right")
+    return made
+
+
+def _head(column: Column) -> str:
+    return column.head + MARK * column.decides
+
+
+def _two_lines(cell: Cell) -> str:
+    return f"{cell.text}\n{cell.band}" if cell.band else cell.text
+
+
+def _widest(cells: Sequence[str]) -> int:
+    return max(len(line) for cell in cells for line in cell.split("\n"))

@@ -18,7 +18,8 @@ from weft.cli.plan import NOTHING_FITS, look_up
 from weft.cli.simulate_study import SHARES, asked, bare, check, questioned, studied
 from weft.planner.answer import cut_json
 from weft.planner.question import Question
-from weft.planner.search import Candidate, search
+from weft.planner.ranking import Candidate
+from weft.planner.search import search
 from weft.simulate.find import Found, alone, find_rate, find_replicas, hopeless
 from weft.simulate.load import Load
 from weft.simulate.report import Report

@@ -15,7 +15,7 @@ from weft.errors import ConfigError, PlanError
 from weft.facts.model import Model
 from weft.planner.deployment import lengths
 from weft.planner.question import Question
-from weft.planner.search import Candidate
+from weft.planner.ranking import Candidate
 from weft.simulate.deployment import Limits, specs
 from weft.simulate.lengths import Even, Fixed, Lengths, parse_lengths
 from weft.simulate.load import Drawn, Load, trace_rate

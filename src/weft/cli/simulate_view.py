@@ -8,7 +8,7 @@ from typing import Any
 from weft.cli.simulate_plots import METRICS, on_terminal
 from weft.cli.tables import console, table
 from weft.planner.question import Question
-from weft.planner.search import Candidate
+from weft.planner.ranking import Candidate
 from weft.planner.words import by_type
 from weft.simulate.find import CLOSE, CLOSE_REPLICAS, Found
 from weft.simulate.lengths import Fixed

@@ -13,7 +13,8 @@ from weft.export.words import told, uneven
 from weft.facts.kv import number_bytes
 from weft.planner.objections import not_run
 from weft.planner.question import Question, Wish
-from weft.planner.search import Answer, Candidate, closest, search
+from weft.planner.ranking import Candidate
+from weft.planner.search import Answer, closest, search
 
 
 class NothingFits(PlanError):

@@ -12,7 +12,8 @@ from weft.facts.topology import DRIVER_BYTES
 from weft.planner.footprint import Holding, RankMemory
 from weft.planner.islands import devices
 from weft.planner.question import Question
-from weft.planner.search import Candidate, engine_profile
+from weft.planner.ranking import Candidate
+from weft.planner.search import engine_profile
 
 SURE = 0.9  # of the longest request that a plan sees: an engine measures its memory, the plan reckons it
 ROUND = 1024  # tokens; lengths that memory limits are multiples of it

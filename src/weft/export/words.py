@@ -12,7 +12,7 @@ from weft.export.deployment import Deployment, Server
 from weft.export.shell import Placeholder
 from weft.planner.deployment import Layout
 from weft.planner.notes import notes
-from weft.planner.search import Candidate
+from weft.planner.ranking import Candidate
 from weft.planner.words import by_type
 
 KEYS = "HF_TOKEN and VLLM_API_KEY are read from the environment; without VLLM_API_KEY nobody is asked for a key"
@@ -101,9 +101,10 @@ def _gpus(it: Deployment, server: Server, node: int) -> str:
 def predicted(it: Deployment) -> str:
     """What `weft plan` expects of it."""
     tokens, speed = it.candidate.memory.kv_tokens, it.candidate.predicted
+    error = f"within {100 * speed.error_band:.0f} % ({speed.error_source})"
     return (
-        f"Predicted with {it.question.engine}, within {100 * speed.error_band:.0f} %: a KV cache of {tokens:,} "
-        f"tokens, {speed.single_tok_s:,.1f} tok/s for one request, {speed.saturated_tok_s:,.0f} for as many as fit."
+        f"Predicted with {it.question.engine}, {error}: a KV cache of {tokens:,} tokens, {speed.single_tok_s:,.1f} "
+        f"tok/s for one request, {speed.saturated_tok_s:,.0f} for as many as fit."
     )
 
 

@@ -17,7 +17,7 @@ from weft.facts.speeds import Speeds
 from weft.facts.topology import Gpu, islands
 
 # What copies reach of a data sheet's bandwidth, and of a PCIe link's, where nothing is wrong; a card that copies slower
-# than that is slower in everything. Source: bandwidthTest and nvbandwidth on A100 to H200 and RTX cards, unverified.
+# than that is slower in everything. Source: bandwidthTest and nvbandwidth on A100 to H200 and RTX cards, an estimate.
 COPY_SHARE = 0.8
 PCIE_SHARE = 0.85
 # 16-bit matrix operations for one of 32 bits, by the instruction set that has them; the best one counts. A CPU with

@@ -18,8 +18,9 @@ from weft.planner.footprint import Footprint
 from weft.planner.islands import usable
 from weft.planner.objections import runs
 from weft.planner.question import Question, Wish
-from weft.planner.search import Answer, Candidate, closest, engine_profile, fitting, search, worth
-from weft.planner.words import gigabytes, ways
+from weft.planner.ranking import Candidate, worth
+from weft.planner.search import Answer, closest, engine_profile, fitting, search
+from weft.planner.words import command, gigabytes, times
 
 # What weights of another precision are called, those closest to the original first.
 CHECKPOINTS = {
@@ -29,7 +30,8 @@ CHECKPOINTS = {
 }
 PUBLISHED = {"GptOssForCausalLM": {"mxfp4": "the published MXFP4 checkpoint"}}
 GGUF_CHECKPOINTS = {"q8_0": "a Q8_0 GGUF checkpoint", "q4_k_m": "a Q4_K_M GGUF checkpoint"}
-OWN = {MADE[word]: f"--quantization {word}" for word in ("int8", "int4")}  # which Weft makes of what there is
+OWN = {MADE[word]: word for word in ("int8", "int4")}  # what Weft makes of 16-bit weights, by its precision
+PRECISION_FLAGS = ("--precision", "-q")
 LIMITS = {  # of a question, which may leave no room
     "gpu_memory_utilization": "--gpu-memory-utilization",
     "max_num_seqs": "--max-num-seqs",
@@ -37,6 +39,7 @@ LIMITS = {  # of a question, which may leave no room
     "speculation": "--speculative-config",
 }
 FP8_CACHE = ("weft", "vllm", "sglang", "trtllm")  # engines that can keep KV in FP8
+NOT_YET = "; Weft does not run it yet"
 MOST_NODES = 64  # of a cluster that is tried
 
 
@@ -65,18 +68,7 @@ def _to_fit(answer: Answer) -> Iterator[str]:
             found = _roomiest(msgspec.structs.replace(question, **{name: None}))
             if found:
                 yield f"without {flag} it fits as {found[0]} with {_to_spare(*found)}"
-    smaller = dict(_smaller_checkpoints(question))
-
-    @cache
-    def fits(precision: str) -> str | None:
-        found = _roomiest(msgspec.structs.replace(question, precisions=(precision,)))
-        return found and f"{smaller[precision]} fits as {found[0]} with {_to_spare(*found)}{_yet(question, precision)}"
-
-    # The closest to the original, the smallest, and one that the engine runs; no more are tried than that takes.
-    running = [it for it in smaller if not _yet(question, it)]
-    orders = (smaller, sorted(smaller, key=lambda it: weight_bytes(question.shape, it)), running)
-    told = dict.fromkeys(next(filter(None, map(fits, order)), None) for order in orders)
-    yield from filter(None, told)
+    yield from _with_fewer_bits(question)
     if question.wish != Wish():
         found = _roomiest(msgspec.structs.replace(question, wish=Wish()))
         if found:
@@ -92,6 +84,46 @@ def _to_fit(answer: Answer) -> Iterator[str]:
     larger = _with_larger(question)
     if larger:
         yield larger
+
+
+def _with_fewer_bits(question: Question) -> Iterator[str]:
+    """What Weft makes of the weights by itself, the fastest first; then checkpoints that are to be had: one that the
+    engine runs, the closest to the original, and the smallest. What it does not run yet comes last."""
+    smaller = dict(_smaller_checkpoints(question))
+    made = []
+    for precision in [it for it in smaller if it in OWN]:
+        best = search(msgspec.structs.replace(question, precisions=(precision,))).best
+        if best:
+            made.append((best.predicted.single_tok_s, _made(question, best)))
+        del smaller[precision]
+    yield from (line for _, line in sorted(made, reverse=True))
+
+    @cache
+    def fits(precision: str) -> str | None:
+        found = _roomiest(msgspec.structs.replace(question, precisions=(precision,)))
+        if found is None:
+            return None
+        told = f"{smaller[precision]} fits as {found[0]} with {_to_spare(*found)}{_yet(question, precision)}"
+        return f"try: {_asked(question, '--precision', precision)} ({told})"
+
+    running = [it for it in smaller if not _yet(question, it)]
+    orders = (running, smaller, sorted(smaller, key=lambda it: weight_bytes(question.shape, it)))
+    # No more are tried than that takes.
+    told = dict.fromkeys(next(filter(None, map(fits, order)), None) for order in orders)
+    yield from sorted(filter(None, told), key=lambda line: NOT_YET in line)
+
+
+def _made(question: Question, best: Candidate) -> str:
+    """The command that plans with what Weft makes of the weights."""
+    word, tokens = OWN[best.layout.precision], best.memory.kv_tokens
+    told = f"{best.cut}: {tokens:,} tokens of context, {best.predicted.single_tok_s:,.0f} tok/s for one user"
+    return f"try: {_asked(question, '-q', word)} ({told})"
+
+
+def _asked(question: Question, *more: str) -> str:
+    """The command that asks the same in another precision."""
+    flags = question.flags or (("", question.model),)
+    return command("plan", flags, *more, without=PRECISION_FLAGS)
 
 
 def _longest_that_fits(question: Question) -> int | None:
@@ -144,7 +176,7 @@ def _smaller_checkpoints(question: Question) -> Iterator[tuple[str, str]]:
 def _yet(question: Question, precision: str) -> str:
     """A warning, where the engine is our own and does not run what it plans."""
     run = question.engine != "weft" or runs(precision)
-    return "" if run else "; Weft does not run it yet"
+    return "" if run else NOT_YET
 
 
 def _grown(cluster: Cluster, by: int) -> Cluster | None:
@@ -228,21 +260,19 @@ def _to_improve(answer: Answer, best: Candidate) -> Iterator[str]:
         other = Wish(expert_parallel=False) if question.wish == Wish(expert_parallel=True) else Wish()
         free = search(msgspec.structs.replace(question, wish=other)).best or best
         if worth(question, free) >= WORTH * now:
-            gain = f"{ways(worth(question, free) / now)} the {MEASURES[question.objective]}"
+            gain = f"{times(worth(question, free) / now)} the {MEASURES[question.objective]}"
             yield f"left to itself the plan is {free.cut}, with {gain}"
     elif idle:
         are, better = "is" if idle == 1 else "are", "cheaper" if question.objective == "cost" else "faster"
         no_use = "" if gains else f"; no other use of them is {better}"
         yield f"{idle} of {there} GPUs {are} idle in this layout{no_use}"
-    if gains:
-        gain = f"{ways(worth(question, faster) / now)} the {MEASURES[question.objective]}"
-        yield f"{faster.cut} is predicted to give {gain}; measure before you split what fits one GPU"
     wide = best.layout.kv_dtype in ("bf16", "fp16")
     if wide and question.engine in FP8_CACHE and not question.cluster.on_cpu:
         changed = search(_as(question, best, kv_dtype="fp8"))
         yield from _gain("an FP8 KV cache (--kv-cache-dtype fp8)", question, best, changed, now)
     # What the engine runs comes first.
-    for precision, name in sorted(_smaller_checkpoints(question), key=lambda it: bool(_yet(question, it[0]))):
+    for precision, checkpoint in sorted(_smaller_checkpoints(question), key=lambda it: bool(_yet(question, it[0]))):
+        name = f"-q {OWN[precision]}" if precision in OWN else checkpoint
         changed = search(_as(question, best, precisions=(precision,)))
         if changed.best and worth(question, changed.best) >= WORTH * now:
             yield from (line + _yet(question, precision) for line in _gain(name, question, best, changed, now))
@@ -260,7 +290,7 @@ def _to_improve(answer: Answer, best: Candidate) -> Iterator[str]:
         same = Wish(tensor_parallel=most.layout.tensor_parallel, expert_parallel=most.layout.expert_parallel > 1)
         wish = same if len(grown.nodes) > 1 else Wish()
         changed = search(msgspec.structs.replace(question, cluster=grown, wish=wish))
-        name = f"{'one' if by == 1 else by} more {question.cluster.gpus[-1].name}"
+        name = f"+{by} {question.cluster.gpus[-1].name}"
         yield from _gain(name, question, most, changed, worth(question, most))
 
 
@@ -283,10 +313,10 @@ def _gain(name: str, question: Question, best: Candidate, changed: Answer, now: 
     if found is None:
         return
     tokens, speed = found.memory.kv_tokens / best.memory.kv_tokens, worth(question, found) / now
-    parts = [f"{ways(tokens)} the KV cache"] * (tokens >= WORTH)
-    parts += [f"{ways(speed)} the {MEASURES[question.objective]}"] * (speed >= WORTH)
+    parts = [f"{times(tokens)} the context"] * (tokens >= WORTH)
+    parts += [f"{times(speed)} the {MEASURES[question.objective]}"] * (speed >= WORTH)
     if parts:
-        yield f"{name}: {' and '.join(parts)} ({found.cut}, {found.memory.kv_tokens:,} tokens of KV)"
+        yield f"{name}: {', '.join(parts)} (as {found.cut}: {found.memory.kv_tokens:,} tokens)"
 
 
 def _unlimited(cluster: Cluster) -> Cluster:

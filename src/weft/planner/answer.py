@@ -12,9 +12,10 @@ from weft.facts.model import Model
 from weft.facts.place import Place
 from weft.facts.precision import weight_bytes
 from weft.facts.shape import ModelShape
-from weft.planner import speculation
+from weft.planner import speculation, verdict
 from weft.planner.advice import advice
 from weft.planner.binding import binding
+from weft.planner.cost import Prediction
 from weft.planner.cuts import Cut
 from weft.planner.deployment import Layout
 from weft.planner.footprint import RankMemory, ReplicaMemory
@@ -23,8 +24,13 @@ from weft.planner.notes import notes
 from weft.planner.objections import not_run
 from weft.planner.plan_file import FORMAT
 from weft.planner.question import Question
+from weft.planner.ranking import Candidate, request_s
 from weft.planner.replica import slowest_link
-from weft.planner.search import Answer, Candidate, engine_profile
+from weft.planner.search import Answer, engine_profile
+from weft.planner.words import command
+
+# Flags that weft simulate does not have: its load is its own.
+ONLY_PLANNED = ("--concurrency", "--speculative-config")
 
 
 def as_json(answer: Answer, model: Model) -> dict[str, Any]:
@@ -33,6 +39,11 @@ def as_json(answer: Answer, model: Model) -> dict[str, Any]:
     held_back = binding(answer)
     return {
         "format": FORMAT,
+        "summary": verdict.summary(
+            answer, missing(question, best.layout.precision if best else question.precisions[0])
+        ),
+        "why": verdict.why(answer),
+        "simulate": simulated(question, best),
         "model": model_json(question, model, best.layout.precision if best else question.precisions[0]),
         "hardware": hardware_json(question),
         "engine": question.engine,
@@ -60,14 +71,12 @@ def as_json(answer: Answer, model: Model) -> dict[str, Any]:
 
 def model_json(question: Question, model: Model, precision: str) -> dict[str, Any]:
     shape = question.shape
-    missing, how = not_run(shape, precision), question.speculation
-    if how and how.draft:
-        missing += [f"as a draft model, {it}" for it in not_run(how.draft.shape, "bf16")]
+    lacks = missing(question, precision)
     return {
         "name": model.name,
         "architecture": shape.architecture,
-        "runs": not missing,
-        "missing": missing,
+        "runs": not lacks,
+        "missing": lacks,
         "params": model.params,
         "precision": precision,
         "weight_bytes": weight_bytes(shape, precision),
@@ -76,6 +85,25 @@ def model_json(question: Question, model: Model, precision: str) -> dict[str, An
         "kv_bytes_per_token": kv_bytes_per_token(shape, question.kv_dtype or "bf16"),
         "source": model.source,
     }
+
+
+def missing(question: Question, precision: str) -> list[str]:
+    """What our own engine lacks for the model, and for its draft model."""
+    lacks, how = not_run(question.shape, precision), question.speculation
+    if how and how.draft:
+        lacks += [f"as a draft model, {it}" for it in not_run(how.draft.shape, "bf16")]
+    return lacks
+
+
+def simulated(question: Question, best: Candidate | None) -> str | None:
+    """The command that simulates the same deployment under load; None if nothing fits, nobody asked by flags, or a
+    device map says where the stages lie."""
+    if best is None or not question.flags or question.wish.devices or question.wish.spread:
+        return None
+    if len(question.precisions) == 1:
+        return command("simulate", question.flags, without=ONLY_PLANNED)
+    chosen = ("--precision", best.layout.precision)
+    return command("simulate", question.flags, *chosen, without=(*ONLY_PLANNED, "--precision"))
 
 
 def hardware_json(question: Question) -> dict[str, Any]:
@@ -119,6 +147,7 @@ def cut_json(cut: Cut) -> dict[str, Any]:
 def candidate_json(question: Question, candidate: Candidate) -> dict[str, Any]:
     """One line of the table: no ranks."""
     layout, memory, predicted = candidate.layout, candidate.memory, candidate.predicted
+    gpus = len(set(layout.gpus))
     fullest = memory.ranks[memory.fullest]
     return {
         **cut_json(candidate.cut),
@@ -146,8 +175,13 @@ def candidate_json(question: Question, candidate: Candidate) -> dict[str, Any]:
             "saturated_concurrency": predicted.saturated_concurrency,
             "limited_by": predicted.limit,
             "error_band": predicted.error_band,
+            "error_source": predicted.error_source,
+            "request_s": request_s(question, predicted),
+            "bands": bands(predicted),
         },
-        "dollars_per_million_tokens": dollars_per_million(question, candidate),
+        "output_tok_s_per_gpu": predicted.output_tok_s / gpus,
+        "dollars_per_million_tokens": dollars(question, predicted.output_tok_s, gpus),
+        "dollars_per_million_tokens_band": dollars_band(question, predicted, gpus),
     }
 
 
@@ -229,12 +263,31 @@ def ffn_columns(shape: ModelShape, place: Place) -> int:
     return len(place.expert_ffn) if experts and not experts.dense_layers else len(place.ffn)
 
 
-def dollars_per_million(question: Question, candidate: Candidate) -> float | None:
-    """Rent of the GPUs in use for a million answer tokens, always busy; None without a price."""
+def bands(predicted: Prediction) -> dict[str, list[float]]:
+    """[low, high] of every predicted time and speed, by its name in the JSON: an interval in which at least 80 % of
+    measurements should lie. Numbers of requests follow from the memory, which has no such error."""
+    figures = {
+        "single_tok_s": predicted.single_tok_s,
+        "ttft_s": predicted.ttft_s,
+        "tpot_s_at_concurrency": predicted.tpot_s,
+        "output_tok_s": predicted.output_tok_s,
+        "saturated_tok_s": predicted.saturated_tok_s,
+    }
+    band = predicted.error_band
+    return {name: [value * (1 - band), value * (1 + band)] for name, value in figures.items()}
+
+
+def dollars(question: Question, tok_s: float, gpus: int) -> float | None:
+    """Rent of `gpus` GPUs for a million answer tokens, always busy; None without a price."""
+    return None if question.price is None else question.price * gpus / 3600 / tok_s * 1e6
+
+
+def dollars_band(question: Question, predicted: Prediction, gpus: int) -> list[float | None] | None:
+    """[low, high] of the price, at the high and the low end of the throughput's band; None without a price."""
     if question.price is None:
         return None
-    rent = question.price * len(set(candidate.layout.gpus)) / 3600
-    return rent / candidate.predicted.output_tok_s * 1e6
+    low, high = bands(predicted)["output_tok_s"]
+    return [dollars(question, tok_s, gpus) for tok_s in (high, low)]
 
 
 def provenance(question: Question, model: Model) -> dict[str, Any]:

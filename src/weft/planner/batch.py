@@ -59,21 +59,23 @@ def choices(replica: Replica, profile: Profile, longest: int) -> Iterator[Choice
     least = max(int(profile.small_num_batched_tokens.value), _power(2 * sequences))
     most = max(least, min(int(profile.max_num_batched_tokens.value), _power(sequences * longest)))
     found = [(least, replica.read_s(least, longest))]
-    why = "no larger one is taken"
+    why = "no larger piece is taken"
     while 2 * found[-1][0] <= most:
         tokens, took_s = found[-1]
         twice_s = replica.read_s(2 * tokens, longest)
         if (piped or twice_s > limit_s) and twice_s > 2 * (1 - FULL) * took_s:
-            why = f"answers wait {_told(limit_s)} at most for it"
+            why = f"running answers pause that long; the goal is {_told(limit_s)} at most"
             if piped:
-                why = "larger ones keep the stages waiting for each other"
+                why = "larger pieces would leave GPUs of the pipeline idle"
             elif took_s > limit_s:
-                why = f"answers were to wait {_told(limit_s)} at most for it, but smaller ones waste too much"
+                why = (
+                    f"running answers pause that long; the goal is {_told(limit_s)}, but smaller pieces would be slower"
+                )
             break
         found.append((2 * tokens, twice_s))
     for tokens, took_s in reversed(found):
-        yield Choice(tokens, f"a step full of a prompt takes {_told(took_s)}, and {why}")
-        why = f"a larger one takes more than {KV_SHARE:.0%} of the KV cache"
+        yield Choice(tokens, f"a piece of that size takes {_told(took_s)}, and {why}")
+        why = f"a larger one would take more than {KV_SHARE:.0%} of the KV cache"
 
 
 def _told(seconds: float) -> str:

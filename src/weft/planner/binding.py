@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
@@ -11,19 +12,21 @@ from weft.facts.gpus import GpuSpec
 from weft.planner.cost import predict
 from weft.planner.footprint import footprint
 from weft.planner.question import Objective
-from weft.planner.search import Answer, closest, engine_profile, worth
+from weft.planner.ranking import worth
+from weft.planner.search import Answer, closest, engine_profile
+from weft.planner.words import times
 
 Resource = Literal["memory", "bandwidth", "compute", "links"]
 RESOURCES: dict[Resource, str] = {
-    "memory": "twice the memory",
-    "bandwidth": "twice the memory bandwidth",
-    "compute": "twice the FLOPS",
-    "links": "twice the link bandwidth",
+    "memory": "memory",
+    "bandwidth": "memory bandwidth",
+    "compute": "compute",
+    "links": "link bandwidth",
 }
 WHAT: dict[Resource, str] = {
-    "memory": "room for KV",
-    "bandwidth": "bandwidth",
-    "compute": "compute",
+    "memory": "memory for context",
+    "bandwidth": "memory bandwidth",
+    "compute": "compute (FLOPS)",
     "links": "links between the GPUs",
 }
 # What grows with `search.worth`, in words.
@@ -40,7 +43,7 @@ class Binding(msgspec.Struct, frozen=True, kw_only=True):
     which twice of each improves what is asked for; `resource` None where none of them does."""
 
     resource: Resource | None
-    gains: dict[str, float]
+    gains: dict[Resource, float]
     text: str
 
 
@@ -52,7 +55,7 @@ def binding(answer: Answer) -> Binding:
         short = lacking is not None and lacking.short_bytes > 0
         return Binding(resource="memory" if short else None, gains={}, text=answer.obstacle)
     now = worth(question, best)
-    gains: dict[str, float] = {}
+    gains: dict[Resource, float] = {}
     for resource in RESOURCES:
         richer = msgspec.structs.replace(question, cluster=doubled(question.cluster, resource))
         engine = engine_profile(richer)
@@ -62,14 +65,16 @@ def binding(answer: Answer) -> Binding:
         gains[resource] = round(then / now, 3)
     most: Resource = max(RESOURCES, key=lambda resource: gains[resource])
     if gains[most] < WORTH:
-        text = (
-            f"none of the hardware's figures: {RESOURCES[most]} gives {gains[most]:.2f} times the speed; the engine's "
-            "fixed times per step and layer do"
-        )
-        return Binding(resource=None, gains=gains, text=text)
-    others = ", ".join(f"{RESOURCES[it]} {gains[it]:.2f}" for it in RESOURCES if it != most)
-    gain = f"{gains[most]:.2f} times the {MEASURES[question.objective]}"
-    return Binding(resource=most, gains=gains, text=f"{WHAT[most]}: {RESOURCES[most]} gives {gain} ({others})")
+        return Binding(resource=None, gains=gains, text=f"the engine's fixed times per step and layer. {_told(gains)}")
+    measure = MEASURES[question.objective]
+    return Binding(resource=most, gains=gains, text=f"{WHAT[most]}. {_told(gains, measure)}")
+
+
+def _told(gains: Mapping[Resource, float], measure: str = "speed") -> str:
+    """ "Doubling: memory -> 2.1x the throughput, compute -> 1.1x", the largest gain first."""
+    first, *others = sorted(gains, key=lambda resource: -gains[resource])
+    rest = "".join(f", {RESOURCES[it]} -> {times(gains[it])}" for it in others)
+    return f"Doubling: {RESOURCES[first]} -> {times(gains[first])} the {measure}{rest}"
 
 
 def doubled(cluster: Cluster, resource: Resource) -> Cluster:

@@ -183,6 +183,6 @@ def _too_large(weight: int, cache: int, tokens: int, usable: Sequence[float], cl
     one = f", {max(usable) / 1e9:.1f} GB on one" if count > 1 else ""
     short = f"; {(need - have) / 1e9:.1f} GB short" if need > have else ""
     return (
-        f"{told}{each} do not fit {_of(cluster)}: less {RESERVED_BYTES / 1e9} GB each, {have / 1e9:.1f} GB can be "
-        f"used{one}{short}"
+        f"{told}{each} do not fit {_of(cluster)}: {have / 1e9:.1f} GB usable{one} after {RESERVED_BYTES / 1e9} GB "
+        f"{'on each ' if count > 1 else ''}for the driver and engine{short}"
     )

@@ -27,7 +27,8 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     time per token of a request with `concurrency` requests at once, which get `output_tok_s` all together, their
     prompts read in between; `saturated_tok_s` is what the whole deployment answers with `saturated_concurrency`, which
     `limit` limits. `step` is where a round of the slowest replica goes at `concurrency`; `prefill_s` is the reading of
-    one prompt on its slowest stage. The error band is relative: 0.2 is 20 % up or down."""
+    one prompt on its slowest stage. The error band is relative: 0.2 is 20 % up or down; `error_source` says where it is
+    from."""
 
     single_tok_s: float
     ttft_s: float
@@ -40,6 +41,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     step: Seconds
     prefill_s: float
     error_band: float
+    error_source: str
 
 
 def predict(
@@ -67,6 +69,7 @@ def predict(
     fastest = min(alone, key=lambda run: (alone[run], runs.index(run)))
     # Of fewer requests than replicas some have none.
     concurrency = sum(asked) if workload.concurrency is None else min(sum(asked), workload.concurrency)
+    error = profile.error_of(shape, layout.precision)
     slowest, batch, most = max(tpots, key=lambda it: (tpots[it], -runs.index(it[0])))
     return Prediction(
         single_tok_s=1 / alone[fastest],
@@ -79,7 +82,8 @@ def predict(
         limit=limits[0][1] if asked == full else "concurrency",
         step=slowest.round_s(batch, workload),
         prefill_s=slowest.prefill_s(workload, most),
-        error_band=profile.error_band(shape, layout.precision),
+        error_band=error.value,
+        error_source=error.source,
     )
 
 

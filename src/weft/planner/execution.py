@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from weft.facts.checkpoint import Checkpoint
     from weft.facts.speeds import Speeds
     from weft.planner.question import Question
-    from weft.planner.search import Answer, Candidate
+    from weft.planner.ranking import Candidate
+    from weft.planner.search import Answer
 
 logger = logging.getLogger("weft")
 

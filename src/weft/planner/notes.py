@@ -13,7 +13,7 @@ from weft.facts.schemes import MADE
 from weft.planner.memory import CPU_KV_BYTES, CPU_KV_SHARE
 from weft.planner.objections import EVEN
 from weft.planner.question import Question
-from weft.planner.search import Candidate
+from weft.planner.ranking import Candidate
 from weft.planner.words import commas, gigabytes
 
 ROUNDED = 0.05  # of all heads; what a share may be off without a word
@@ -110,8 +110,8 @@ def _published(question: Question, best: Candidate) -> Iterator[str]:
     if precision == "int4" and own is None:
         made = MADE[precision]
         yield (
-            "int4 is what GPTQ and AWQ publish, in groups of 128: weft serve is to be given such a checkpoint; of "
-            f"16-bit weights --quantization int4 makes {made} as it loads, {gigabytes(weight_bytes(shape, made))}"
+            "int4 here is a GPTQ or AWQ checkpoint, in groups of 128, which weft serve has to be given; to compress "
+            f"the usual checkpoint while it loads use -q int4 ({made}, {gigabytes(weight_bytes(shape, made))})"
         )
 
 
@@ -123,8 +123,8 @@ def _unpacked(question: Question, best: Candidate) -> Iterator[str]:
     stored, held = weight_bytes(shape, precision), summed(shape, as_held(precision), whole(shape)).total
     if held > TOLD * stored:
         yield (
-            f"the {gigabytes(stored)} of a {precision} file are held in {gigabytes(held)}: in 4 and 8 bits, for which "
-            "Weft has kernels"
+            f"a {precision} file has {gigabytes(stored)} but takes {gigabytes(held)} of memory, because Weft converts "
+            "some of its layers to 8 bits"
         )
 
 

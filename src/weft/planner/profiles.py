@@ -156,10 +156,10 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         known = (it for it in self.measured if not (it.products and precision in NOT_COMPILED))
         return next((it for it in known if it.gpu == gpu.name), None) or kernels_of(gpu)
 
-    def error_band(self, shape: ModelShape, precision: str) -> float:
+    def error_of(self, shape: ModelShape, precision: str) -> Constant:
         """How far predictions may be off: what was measured of a CPU's kernels tells nothing of experts."""
         beyond = self.error_beyond if shape.experts or precision in NOT_COMPILED else None
-        return (beyond or self.error).value
+        return beyond or self.error
 
     def kv_dtype(self, precision: str) -> str:
         """What the engine keeps keys and values in, unless it is told."""

@@ -36,7 +36,8 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     takes by itself; `price` is dollars for one GPU and hour; `gpu_memory_utilization`, `max_num_seqs` and
     `max_num_batched_tokens` None are the engine's own.
     `speculation` is how our own engine guesses ahead, whose memory is counted.
-    `remarks` are what a reader of the answer has to know of how it was asked."""
+    `remarks` are what a reader of the answer has to know of how it was asked. `flags` are the model and the flags with
+    their values, as far as a command that asks something like it repeats them; the model's flag is empty."""
 
     model: str
     shape: ModelShape
@@ -53,3 +54,4 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int | None = None
     speculation: Speculation | None = None
     remarks: tuple[str, ...] = ()
+    flags: tuple[tuple[str, ...], ...] = ()

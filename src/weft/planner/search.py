@@ -21,22 +21,13 @@ from weft.planner.objections import objection
 from weft.planner.profiles import Constant, Profile, calibrated, profile
 from weft.planner.quantization import check_planned_cuts
 from weft.planner.question import Question, Wish
+from weft.planner.ranking import Candidate, merit, ranked
 from weft.planner.spread import load_of, spread
 from weft.planner.stages import Seat, stage_layers
 from weft.planner.words import gigabytes
 
-SPLIT_GAIN = 1.5  # by as much differ two predictions of the same that are 20 % off, one up and one down
 REARRANGED = 4  # candidates of which other orders of the stages are tried
 DEPTHS = 6  # pipeline depths that are costed for one size of tensor parallelism: the shallowest that fit
-
-
-class Candidate(msgspec.Struct, frozen=True, kw_only=True):
-    """A layout that fits, with what it holds and how fast it will be."""
-
-    cut: Cut
-    layout: Layout
-    memory: Footprint
-    predicted: Prediction
 
 
 class Rejected(msgspec.Struct, frozen=True):
@@ -95,8 +86,8 @@ def search(question: Question) -> Answer:
     for reason in sorted(reasons, key=lambda it: it.short_bytes):
         if reason.cut not in found:
             rejected.setdefault(reason.cut, reason)
-    candidates = sorted(found.values(), key=lambda candidate: merit(question, candidate))
-    return Answer(question=question, candidates=tuple(candidates), rejected=tuple(rejected.values()))
+    candidates = tuple(ranked(question, list(found.values())))
+    return Answer(question=question, candidates=candidates, rejected=tuple(rejected.values()))
 
 
 class Fitting(msgspec.Struct, frozen=True):
@@ -149,38 +140,6 @@ def _candidates(question: Question, fits: Fitting) -> Iterator[Candidate]:
     for layout, memory in fits.layouts:
         predicted = _predict(question, layout, memory)
         yield Candidate(cut=fits.cut, layout=layout, memory=memory, predicted=predicted)
-
-
-def worth(question: Question, candidate: Candidate) -> float:
-    """What is asked for: requests per second of one at a time for latency, tokens per second of the whole deployment
-    for throughput, those of each of its GPUs for cost."""
-    if question.objective == "latency":
-        return 1 / request_s(question, candidate.predicted)
-    rate = candidate.predicted.output_tok_s
-    return rate / len(set(candidate.layout.gpus)) if question.objective == "cost" else rate
-
-
-def merit(question: Question, candidate: Candidate) -> tuple[float, ...]:
-    """What is minimised: the seconds, or GPU-seconds, that `worth` comes to. Between equals the simpler layout is
-    better, and splitting a model that fits one GPU has to gain SPLIT_GAIN over its replicas, but for latency: those are
-    simpler, and one that fails leaves the others. Replicas that deal their experts out among each other are neither.
-    """
-    layout, main = candidate.layout, 1 / worth(question, candidate)
-    if question.objective != "latency" and layout.size == layout.expert_parallel == 1:
-        main /= SPLIT_GAIN
-    # To three digits: a difference below the model's own noise is none.
-    simple = layout.size, layout.pipeline_parallel, layout.expert_parallel, len(layout.gpus)
-    return float(f"{main:.3g}"), *map(float, simple), main
-
-
-def request_s(question: Question, predicted: Prediction) -> float:
-    """Seconds of a request by itself, or at the concurrency that was asked for; where fewer fit at once the others
-    wait, and all take longer by as much (Little's law)."""
-    asked = question.workload.concurrency
-    if asked is None:
-        return predicted.ttft_s + question.workload.output_len / predicted.single_tok_s
-    alone = predicted.ttft_s + question.workload.output_len * predicted.tpot_s
-    return alone * max(1.0, asked / predicted.concurrency)
 
 
 def engine_profile(question: Question) -> Profile:
@@ -350,23 +309,23 @@ def _too_large(cut: Cut, tried: Sequence[Footprint]) -> Rejected:
     number = gpus[memory.fullest]
     on_it = [it for it, other in zip(memory.ranks, gpus, strict=True) if other == number]
     replica = min(memory.replicas, key=lambda it: it.kv_tokens)
-    have = f"{gigabytes(rank.usable_bytes)} of the {gigabytes(rank.memory_bytes)} of {rank.gpu}"
     held, own = sum(it.weights.total for it in on_it), sum(it.other_bytes for it in on_it)
     draft = " and its draft model" if any(it.draft_bytes for it in on_it) else ""
-    need = f"{gigabytes(held)} of weights and {gigabytes(own)} for the engine{draft}"
-    if cut.device == "GPU":
-        need += " on one GPU"
-    else:
-        have = f"{gigabytes(rank.usable_bytes)} of the {gigabytes(rank.memory_bytes)} that are free beside {rank.gpu}"
-    if rank.limit_bytes == rank.usable_bytes:
-        have += " (--max-memory)"
+    parts = f"{gigabytes(held)} of weights + {gigabytes(own)} for the engine{draft}"
+    where = " on one GPU" if cut.device == "GPU" else ""
+    limit = " (--max-memory)" if rank.limit_bytes == rank.usable_bytes else ""
+    have = f"{gigabytes(rank.usable_bytes)} of {gigabytes(rank.memory_bytes)}"
+    usable = f"the {rank.gpu} has {have} usable{limit}"
+    if cut.device == "CPU":
+        usable = f"{have} that are free beside the {rank.gpu} are usable{limit}"
     room = sum(it.kv_room_bytes for it in on_it)
     if room < 0:
-        return Rejected(cut, f"{need} exceed {have} by {gigabytes(-room)}", -room)
+        told = f"needs {gigabytes(held + own)}{where} ({parts}); {usable}: {gigabytes(-room)} short"
+        return Rejected(cut, told, -room)
     short = replica.length * sum(it.kv_bytes_per_token for it in on_it) - room
     return Rejected(
         cut,
-        f"{need} leave room in {have} for {replica.kv_tokens:,} tokens of KV; "
+        f"{parts}{where} leave room for {replica.kv_tokens:,} tokens of context ({usable}); "
         f"one request of {replica.length:,} needs {gigabytes(short)} more",
         max(1, short),
     )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 
 def gigabytes(count: float) -> str:
@@ -11,9 +12,15 @@ def gigabytes(count: float) -> str:
     return f"{count / 1e9:,.1f} GB" if abs(count) >= 1e9 else f"{count / 1e6:,.0f} MB"
 
 
-def ways(factor: float) -> str:
-    """ "twice", "1.4 times"."""
-    return "twice" if 1.95 <= factor < 2.05 else f"{factor:.1f} times" if factor < 9.95 else f"{factor:.0f} times"
+def times(factor: float) -> str:
+    """ "1.4x", "13x"."""
+    return f"{factor:.1f}x" if factor < 9.95 else f"{factor:.0f}x"
+
+
+def command(name: str, flags: Iterable[Sequence[str]], *more: str, without: Collection[str] = ()) -> str:
+    """`weft NAME` with these flags but some, and `more` words, to be pasted into a shell."""
+    words = [word for flag in flags if flag[0] not in without for word in flag if word]
+    return shlex.join(["weft", name, *words, *more])
 
 
 def dotted(numbers: Iterable[int]) -> str:

@@ -8,8 +8,9 @@ from weft.config import EngineConfig
 from weft.errors import PlanError
 from weft.planner.footprint import BLOCK
 from weft.planner.question import Question
+from weft.planner.ranking import Candidate
 from weft.planner.replica import replicas
-from weft.planner.search import Candidate, engine_profile
+from weft.planner.search import engine_profile
 from weft.planner.steps import Steps
 from weft.simulate.replica import Spec
 

@@ -1,0 +1,128 @@
+"""Ranking: which candidate is best, and which of the others it is preferred to although their figure is higher.
+
+Two layouts of one model on one machine share the constants of the engine and of the GPUs, so most of the error of one
+prediction is in the other too. What is left, RANKING_ERROR, is from pairs of published measurements that differ in the
+layout only (docs/planner-accuracy.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from weft.planner.cost import Prediction
+from weft.planner.cuts import Cut
+from weft.planner.deployment import Layout
+from weft.planner.footprint import Footprint
+from weft.planner.question import Question
+
+# Relative; of 20 pairs 17 are within it. Source: tests/pure/test_accuracy.py, and the report that it is printed in.
+RANKING_ERROR = 0.1
+# What a split of a model that fits one GPU has to gain over replicas, in which no GPU waits for another: by as much
+# differ two predictions of the same that are 20 % off, one up and one down.
+SPLIT_GAIN = 1.5
+
+
+class Candidate(msgspec.Struct, frozen=True, kw_only=True):
+    """A layout that fits, with what it holds and how fast it will be."""
+
+    cut: Cut
+    layout: Layout
+    memory: Footprint
+    predicted: Prediction
+
+
+class Preference(msgspec.Struct, frozen=True):
+    """The candidate with the highest figure, `over` which the best one is preferred, and what made the difference;
+    `quicker` is a candidate with a much faster single request than replicas have, None without one."""
+
+    over: Candidate
+    because: Literal["single request", "simpler", "replicas"]
+    quicker: Candidate | None = None
+
+
+def worth(question: Question, candidate: Candidate) -> float:
+    """What is asked for: requests per second of one at a time for latency, tokens per second of the whole deployment
+    for throughput, those of each of its GPUs for cost."""
+    if question.objective == "latency":
+        return 1 / request_s(question, candidate.predicted)
+    rate = candidate.predicted.output_tok_s
+    return rate / len(set(candidate.layout.gpus)) if question.objective == "cost" else rate
+
+
+def request_s(question: Question, predicted: Prediction) -> float:
+    """Seconds of a request by itself, or at the concurrency that was asked for; where fewer fit at once the others
+    wait, and all take longer by as much (Little's law)."""
+    asked = question.workload.concurrency
+    if asked is None:
+        return alone_s(question, predicted)
+    crowded = predicted.ttft_s + question.workload.output_len * predicted.tpot_s
+    return crowded * max(1.0, asked / predicted.concurrency)
+
+
+def alone_s(question: Question, predicted: Prediction) -> float:
+    """Seconds of a request by itself."""
+    return predicted.ttft_s + question.workload.output_len / predicted.single_tok_s
+
+
+def weighed(question: Question, candidate: Candidate) -> float:
+    """What is minimised: the seconds, or GPU-seconds, that `worth` comes to. Splitting a model that fits one GPU has
+    to gain SPLIT_GAIN over its replicas, but for latency: those are simpler, and one that fails leaves the others.
+    Replicas that deal their experts out among each other are neither."""
+    seconds = 1 / worth(question, candidate)
+    return seconds / SPLIT_GAIN if replicated(question, candidate) else seconds
+
+
+def replicated(question: Question, candidate: Candidate) -> bool:
+    """Whether a candidate has the advantage of SPLIT_GAIN."""
+    layout = candidate.layout
+    return question.objective != "latency" and layout.size == layout.expert_parallel == 1
+
+
+def simplicity(layout: Layout) -> tuple[int, ...]:
+    """Less is simpler."""
+    return layout.size, layout.pipeline_parallel, layout.expert_parallel, len(layout.gpus)
+
+
+def merit(question: Question, candidate: Candidate) -> tuple[float, ...]:
+    """An order of candidates by `weighed`, the best first; between equals the simpler layout is better."""
+    seconds = weighed(question, candidate)
+    return _three_digits(seconds), *simplicity(candidate.layout), seconds
+
+
+def ranked(question: Question, candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The best first, the others by `merit`. Those within RANKING_ERROR of the highest figure are a tie: the best has
+    the fastest single request of these, and of equally fast ones the simplest layout."""
+    by_merit = sorted(candidates, key=lambda candidate: merit(question, candidate))
+    if not by_merit:
+        return []
+    most = weighed(question, by_merit[0]) * (1 + RANKING_ERROR)
+    tied = [candidate for candidate in by_merit if weighed(question, candidate) <= most]
+    best = min(tied, key=lambda candidate: _tie_order(question, candidate))
+    return [best, *(candidate for candidate in by_merit if candidate is not best)]
+
+
+def preference(question: Question, candidates: Sequence[Candidate]) -> Preference | None:
+    """Why the first candidate is preferred to the one with the highest figure; None if it has that itself."""
+    if not candidates:
+        return None
+    best, highest = candidates[0], max(candidates, key=lambda candidate: worth(question, candidate))
+    if _three_digits(worth(question, highest)) <= _three_digits(worth(question, best)):
+        return None
+    if replicated(question, best) and not replicated(question, highest):
+        quickest = min(candidates, key=lambda candidate: alone_s(question, candidate.predicted))
+        gain = alone_s(question, best.predicted) / alone_s(question, quickest.predicted)
+        return Preference(highest, "replicas", quickest if gain > 1 + RANKING_ERROR else None)
+    faster = _tie_order(question, best)[0] < _tie_order(question, highest)[0]
+    return Preference(highest, "single request" if faster else "simpler")
+
+
+def _tie_order(question: Question, candidate: Candidate) -> tuple[float, ...]:
+    return _three_digits(alone_s(question, candidate.predicted)), *simplicity(candidate.layout)
+
+
+def _three_digits(value: float) -> float:
+    """A difference below the model's own noise is none."""
+    return float(f"{value:.3g}")
