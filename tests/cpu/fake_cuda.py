@@ -18,7 +18,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -107,6 +107,14 @@ class Graph:
     def pool(self) -> object:
         return self.place
 
+    def capture_begin(self, pool: object = None, capture_error_mode: str = "global") -> None:
+        assert capture_error_mode in ("global", "thread_local", "relaxed")
+        self.place = object() if pool is None else pool
+        card.begin(self)
+
+    def capture_end(self) -> None:
+        card.end(self)
+
     def replay(self) -> None:
         if card.captures():
             raise CardError("a graph is replayed inside of a capture")
@@ -151,6 +159,7 @@ class Card:
         self.bytes = self.peak = 0
         self._held: dict[int, int] = {}
         self._local = threading.local()
+        self._capturing = threading.Lock()
 
     # Memory
 
@@ -210,7 +219,7 @@ class Card:
             self.waits[what] += 1
 
     def synchronize(self, *_: object) -> None:
-        self.wait("synchronize", count=False)
+        self._refuse_in_captures("synchronize")
         self.settle(list(self.late))
 
     # Graphs
@@ -218,18 +227,23 @@ class Card:
     def captures(self) -> Graph | None:
         return getattr(self._local, "graph", None)
 
-    @contextmanager
-    def graph(
-        self, graph: Graph, pool: object = None, stream: object = None, capture_error_mode: str = "global"
-    ) -> Iterator[None]:
-        assert capture_error_mode in ("global", "thread_local", "relaxed") and not self.captures()
-        graph.place = object() if pool is None else pool
+    def begin(self, graph: Graph) -> None:
+        if not self._capturing.acquire(blocking=False):
+            raise CardError("torch captures one graph at a time in a process")
         self._local.graph = graph
-        try:
-            yield
-        finally:
-            self._local.graph = None
+
+    def end(self, graph: Graph) -> None:
+        self._local.graph = None
         self.pools.setdefault(graph.place, []).extend(graph.fresh)
+        self._capturing.release()
+
+    def empty_cache(self) -> None:
+        self._refuse_in_captures("empty_cache")
+
+    def _refuse_in_captures(self, what: str) -> None:
+        """Raises CardError in any thread: what concerns the whole device ends a capture."""
+        if self._capturing.locked():
+            raise CardError(f"{what} while a graph is captured")
 
     def record(self, again: Callable[[], None], fresh: list[torch.Tensor]) -> None:
         graph = self.captures()
@@ -377,7 +391,8 @@ class Stream:
         pass
 
     def synchronize(self) -> None:
-        card.synchronize()
+        card.wait("stream", count=False)
+        card.settle(list(card.late))
 
     def wait_event(self, event: Event) -> None:
         pass
@@ -404,13 +419,13 @@ def the_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
         "memory_reserved": lambda device=None: card.bytes,
         "max_memory_allocated": lambda device=None: card.peak,
         "reset_peak_memory_stats": lambda device=None: setattr(card, "peak", card.bytes),
-        "empty_cache": lambda: None,
+        "empty_cache": card.empty_cache,
         "synchronize": card.synchronize,
         "current_stream": Stream,
         "Stream": Stream,
         "Event": Event,
         "CUDAGraph": Graph,
-        "graph": card.graph,
+        "stream": lambda stream: nullcontext(),
     }
     generator = torch.Generator
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,9 @@ from weft import LLM, SamplingParams
 from weft.client.outputs import RequestOutput
 from weft.comm import threads
 from weft.core import tables
+from weft.kernels import contest
 from weft.kernels.batch import Batch
+from weft.kernels.capture import release_cached_memory, synchronize_device
 from weft.models.decoder import Decoder
 from weft.worker import worker
 from weft.worker.device import ToHost
@@ -201,6 +205,37 @@ def test_stages(path: str, card: Card) -> None:
     assert card.replays
 
 
+@pytest.mark.parametrize("other", ["capture", "contest", "synchronize", "empty_cache"])
+def test_nothing_of_the_whole_device_happens_while_a_graph_is_captured(card: Card, other: str) -> None:
+    """Torch captures one graph at a time, and stages are threads of one process."""
+    x, inside, tried = torch.zeros(3, device=CUDA), threading.Event(), threading.Event()
+
+    def slowly() -> None:
+        x.add_(1)
+        inside.set()
+        tried.wait(0.3)
+
+    def interfere() -> None:
+        inside.wait()
+        try:
+            with fake_cuda.OnThisThread():
+                {
+                    "capture": lambda: CudaGraphs()(lambda: x.add_(1)),
+                    "contest": lambda: contest.seconds(lambda: x.add_(1)),
+                    "synchronize": lambda: synchronize_device(CUDA),
+                    "empty_cache": release_cached_memory,
+                }[other]()
+        finally:
+            tried.set()
+
+    with ThreadPoolExecutor(1) as pool:
+        job = pool.submit(interfere)
+        replay = CudaGraphs()(slowly)
+        job.result()
+    replay()
+    assert x.tolist()[0] >= 1
+
+
 Waiting = threads.ThreadComm
 
 
@@ -279,3 +314,15 @@ def test_a_graph_does_what_was_captured_and_no_more(card: Card) -> None:
         capture(lambda: torch.zeros(3).to(CUDA))
     with pytest.raises(CardError, match="of the host"):
         x.add(torch.zeros(4))
+
+
+def test_a_second_capture_is_refused_and_whatever_concerns_the_whole_device(card: Card) -> None:
+    first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    first.capture_begin()
+    with ThreadPoolExecutor(1) as pool:
+        for refused in (second.capture_begin, torch.cuda.synchronize, torch.cuda.empty_cache):
+            with pytest.raises(CardError, match="one graph at a time|while a graph"):
+                pool.submit(refused).result()
+    first.capture_end()
+    second.capture_begin()
+    second.capture_end()

@@ -13,6 +13,7 @@ import torch
 from weft.errors import ConfigError
 from weft.facts import host
 from weft.facts.cuda import BUS, ORDER, digits
+from weft.kernels.capture import release_cached_memory
 from weft.planner.plan import Plan
 
 
@@ -44,7 +45,7 @@ def free_bytes(plan: Plan, rank: int, device: torch.device, activation_bytes: in
     that is there already (others' and ours, weights, context, NCCL) and the activations' peak."""
     if device.type == "cpu":
         return host.memory(Path("/"))[1]
-    torch.cuda.empty_cache()
+    release_cached_memory()
     free, total = torch.cuda.mem_get_info(device)
     spare = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     used = total - free - spare

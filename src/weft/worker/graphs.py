@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from weft.kernels.batch import Batch
+from weft.kernels.capture import capture_graph
 
 logger = logging.getLogger("weft")
 
@@ -182,11 +183,7 @@ class CudaGraphs:
         self._stream = torch.cuda.Stream()
 
     def __call__(self, run: Callable[[], None]) -> Replay:
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        # Other threads of the process may be at work on their own devices.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            run()
+        graph = capture_graph(run, self._stream, self._pool)
         self._pool = self._pool or graph.pool()
         return graph.replay
 

@@ -17,6 +17,7 @@ from weft.facts.kv import layer_bytes_per_token
 from weft.kernels import choose, rounding
 from weft.kernels.base import AttentionShape, KVCache
 from weft.kernels.batch import Batch
+from weft.kernels.capture import release_cached_memory, synchronize_device
 from weft.kernels.warm import warm
 from weft.layers import rope
 from weft.models.decoder import Decoder
@@ -199,7 +200,7 @@ class Worker:
         self.caches = []
         self.model = self.kernels = self.sampler = None  # type: ignore[assignment]
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+            release_cached_memory()
 
     @torch.inference_mode()
     def hidden(self, batch: Batch, incoming: torch.Tensor | None = None) -> torch.Tensor:
@@ -299,7 +300,7 @@ class Worker:
         self._rehearse(counts)
         # A prompt's logits are more than those of few requests, beside all else of a step full of it.
         self._rehearse([min(tokens, plan.max_model_len)], SCORING)
-        torch.cuda.synchronize(self.device)
+        synchronize_device(self.device)
         peak = torch.cuda.max_memory_allocated(self.device) - before
         if self._captures:
             # Graphs have memory of their own: that of the largest, and what the driver takes for each.
