@@ -11,8 +11,6 @@ import pytest
 
 pytest.importorskip("triton", reason="needs triton")
 
-SHARED_BYTES = 99 << 10  # of a program, on the smallest GPU since Ampere
-
 # In a process without TRITON_INTERPRET, which is read on import. What the launches say is written down and compiled.
 LAUNCHES = """
 import sys, types
@@ -64,8 +62,9 @@ batch = types.SimpleNamespace(tables=ints, context=ints[0], row_starts=ints[0], 
                               slots=ints[0].long())
 cache = KVCache(*(torch.zeros(1, 16, 2, head_dim, dtype=kept) for _ in range(2)))
 q = torch.zeros(2, 6, head_dim, dtype=dtype)
-attention.decode(q, cache, batch, 2, 1.0, None, 132, torch.empty(2, 6 * head_dim, dtype=dtype))
-attention.prefill(q, cache, batch, 0, 1.0, 9, torch.empty(2, 6 * head_dim, dtype=dtype))
+out, limit = torch.empty(2, 6 * head_dim, dtype=dtype), 64 << 10 if capability < 80 else 99 << 10
+attention.decode(q, cache, batch, 2, 1.0, None, 132, out, shared=limit)
+attention.prefill(q, cache, batch, 0, 1.0, 9, out, shared=limit)
 pointwise.rotate_and_store(torch.zeros(2, 10 * head_dim, dtype=dtype), 6, torch.zeros(9, head_dim), cache, batch, None)
 wide = torch.zeros(2, 8192, dtype=dtype)
 reduce.sum_add_norm(torch.zeros(8, dtype=torch.int64), wide, wide[0], 1e-6)
@@ -102,6 +101,7 @@ for kind, cols in kinds.items():
         (86, 256, "bfloat16", "bfloat16"),
         (86, 8, "bfloat16", "bfloat16"),
         (86, 128, "float32", "float32"),
+        *((75, head_dim, "float16", "float16") for head_dim in (64, 96, 128, 256)),
     ],
     ids=str,
 )
@@ -110,14 +110,21 @@ def test_they_compile_and_fit(capability: int, head_dim: int, dtype: str, kept: 
     assert shared.keys() == {
         *("_decode", "_join", "_prefill", "_rotate_and_store", "_sum_add_norm", "_survey", "_filter", "_draw")
     }
-    assert max(shared.values()) <= SHARED_BYTES, shared
+    assert max(shared.values()) <= most_shared(capability), shared
 
 
-@pytest.mark.parametrize(("capability", "dtype"), [(90, "bfloat16"), (86, "float16"), (86, "float32")], ids=str)
+@pytest.mark.parametrize(
+    ("capability", "dtype"), [(90, "bfloat16"), (86, "float16"), (86, "float32"), (75, "float16")], ids=str
+)
 def test_products_compile_and_fit(capability: int, dtype: str) -> None:
     shared = compiled(PRODUCTS, str(capability), dtype)
     assert shared.keys() == {"_multiply", "_dequantise"}
-    assert max(shared.values()) <= SHARED_BYTES, shared
+    assert max(shared.values()) <= most_shared(capability), shared
+
+
+def most_shared(capability: int) -> int:
+    """Bytes of shared memory that a program may ask for: on Turing, and on the smallest GPU since Ampere."""
+    return 64 << 10 if capability < 80 else 99 << 10
 
 
 def compiled(program: str, *arguments: str) -> dict[str, int]:

@@ -17,11 +17,12 @@ from weft.kernels import samples
 from weft.kernels.base import AttentionShape, KVCache
 from weft.kernels.batch import Batch
 from weft.kernels.triton.tuning import DECODE, DEFAULT, PREFILL, Tuning, Tunings
+from weft.kernels.usable import AMPERE_SHARED_BYTES
 from weft.kernels.warm import Launch, turns
 
 LOG2_E = 1.4426950408889634
 LEAST = 16  # of each side of the smallest matrix product
-HEAD_BYTES = 256  # of the widest head whose tiles of those sizes fit the 99 KiB that any GPU since Ampere has
+HEAD_BYTES = 256  # of the widest head whose tiles fit the 99 KiB that any GPU since Ampere has; 64 KiB take half
 MOST_SPLITS = 32  # and as many as a program joins, however few there are: one kernel for all
 
 
@@ -137,21 +138,22 @@ def splits_of(tuning: Tuning, processors: int, rows: int, kv_heads: int) -> int:
     return min(MOST_SPLITS, triton.cdiv(tuning.programs * processors, rows * kv_heads))
 
 
-def tiles(head_dim: int, dtype: torch.dtype) -> tuple[int, int]:
-    """A head's width in the kernels, and the part of a tile that there is memory for: one in so many rows."""
+def tiles(head_dim: int, dtype: torch.dtype, shared: int) -> tuple[int, int]:
+    """A head's width in the kernels, and the part of a tile, one in so many rows, that fits into `shared` bytes."""
     head = max(LEAST, triton.next_power_of_2(head_dim))
-    return head, max(1, head * dtype.itemsize // HEAD_BYTES)
+    widest = HEAD_BYTES if shared >= AMPERE_SHARED_BYTES else HEAD_BYTES // 2
+    return head, max(1, head * dtype.itemsize // widest)
 
 
 def decode(
     q: torch.Tensor, cache: KVCache, batch: Batch, rows: int, scale: float, window: int | None, processors: int,
-    out: torch.Tensor, tuning: Tuning = DECODE,
+    out: torch.Tensor, tuning: Tuning = DECODE, shared: int = AMPERE_SHARED_BYTES,
 ) -> None:  # fmt: skip
     """The first `rows` rows, of one token each: q [rows, q_heads, head_dim] into out [rows, q_heads * head_dim]."""
     _, q_heads, head_dim = q.shape
     kv_heads = cache.keys.shape[2]
     splits = splits_of(tuning, processors, rows, kv_heads)
-    head, part = tiles(head_dim, q.dtype)
+    head, part = tiles(head_dim, q.dtype, shared)
     parts, sums = out, out
     if splits > 1:
         parts = q.new_empty((rows, q_heads, splits, head_dim), dtype=torch.float32)
@@ -226,14 +228,14 @@ def _prefill(
 
 def prefill(
     q: torch.Tensor, cache: KVCache, batch: Batch, first_row: int, scale: float, window: int | None, out: torch.Tensor,
-    tuning: Tuning = PREFILL,
+    tuning: Tuning = PREFILL, shared: int = AMPERE_SHARED_BYTES,
 ) -> None:  # fmt: skip
     """The rows from `first_row` on, of any number of tokens: q [T, q_heads, head_dim] into out [T, q_heads * head_dim],
     of which only those rows' tokens are touched. Rows before them have one token each."""
     tokens, q_heads, head_dim = q.shape
     kv_heads, rows = cache.keys.shape[2], batch.rows - first_row
     group = q_heads // kv_heads
-    head, part = tiles(head_dim, q.dtype)
+    head, part = tiles(head_dim, q.dtype, shared)
     lanes = max(tuning.rows // part, LEAST, triton.next_power_of_2(group))
     queries = lanes // group
     _prefill[((tokens - first_row) // queries + rows, kv_heads)](
@@ -265,12 +267,13 @@ def prefill(
 
 
 class TritonAttention:
-    """See `Attention`. `processors` is the number of the device's multiprocessors."""
+    """See `Attention`. `processors` is the number of the device's multiprocessors, `shared` the bytes of their memory
+    that a program may ask for."""
 
     name = "triton"
 
-    def __init__(self, processors: int, tunings: Tunings = DEFAULT) -> None:
-        self._processors, self.tunings = processors, tunings
+    def __init__(self, processors: int, tunings: Tunings = DEFAULT, shared: int = AMPERE_SHARED_BYTES) -> None:
+        self._processors, self.tunings, self._shared = processors, tunings, shared
 
     def prepare(self, batch: Batch) -> None:
         """Nothing that a program would not find out by itself."""
@@ -280,7 +283,7 @@ class TritonAttention:
         if batch.decodes:
             self.decode(q, cache, batch, scale, window, out)
         if batch.decodes < batch.rows:
-            prefill(q, cache, batch, batch.decodes, scale, window, out, self.tunings.prefill)
+            prefill(q, cache, batch, batch.decodes, scale, window, out, self.tunings.prefill, self._shared)
         return out
 
     def decode(
@@ -288,7 +291,7 @@ class TritonAttention:
     ) -> None:
         """The batch's rows of one token alone."""
         rows = batch.decodes
-        decode(q, cache, batch, rows, scale, window, self._processors, out, self.tunings.of(rows))
+        decode(q, cache, batch, rows, scale, window, self._processors, out, self.tunings.of(rows), self._shared)
 
     def launches(self, shape: AttentionShape, device: torch.device) -> list[list[Launch]]:
         def kernel(rows: int) -> tuple[Tuning, bool]:

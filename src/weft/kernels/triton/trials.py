@@ -22,7 +22,7 @@ from weft.kernels.triton.tuning import (
     Tuning,
     Tunings,
 )
-from weft.kernels.usable import processors
+from weft.kernels.usable import processors, shared_bytes
 
 ROWS = (1, 8, 64, 256)  # of decode steps; of other numbers the nearest counts
 SHORTEST, LONGEST = 100, 2048  # of their contexts
@@ -77,7 +77,18 @@ def decode_race(shape: AttentionShape, device: torch.device, contexts: list[int]
 
     def attend(tuning: Tuning, q: torch.Tensor, cache: KVCache, batch: Batch) -> torch.Tensor:
         out = torch.empty_like(q).flatten(1)
-        decode(q, cache, batch, batch.rows, shape.scale, shape.windows[0], processors(device), out, tuning)
+        decode(
+            q,
+            cache,
+            batch,
+            batch.rows,
+            shape.scale,
+            shape.windows[0],
+            processors(device),
+            out,
+            tuning,
+            shared_bytes(device),
+        )
         return out
 
     least, most = min(contexts), max(contexts)
@@ -91,7 +102,7 @@ def prefill_race(shape: AttentionShape, device: torch.device, what: str) -> Race
 
     def attend(tuning: Tuning, q: torch.Tensor, cache: KVCache, batch: Batch) -> torch.Tensor:
         out = torch.empty_like(q).flatten(1)
-        prefill(q, cache, batch, 0, shape.scale, shape.windows[0], out, tuning)
+        prefill(q, cache, batch, 0, shape.scale, shape.windows[0], out, tuning, shared_bytes(device))
         return out
 
     given = prompts(shape, device, counts, contexts)
