@@ -31,6 +31,7 @@ def launch(real: Callable[..., None]) -> Callable[..., None]:
         grid = executor.grid(constants) if callable(executor.grid) else executor.grid
         if any(limit < side for limit, side in zip(MOST, grid, strict=False)):
             raise CardError(f"{executor.fn.__name__}: a grid of {grid}")
+        card.launches += 1
         given = tuple(x.held if isinstance(x, OnCard) else x for x in given)
 
         def run() -> None:
