@@ -86,7 +86,8 @@ def _decode(
     WINDOWED: tl.constexpr, SPLIT: tl.constexpr, KV_BLOCK: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    # Heads first: programs that run side by side read whole lines of the cache, which has a token's heads together.
+    kv_head, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     group = q_heads // kv_heads
     length = tl.load(context + row)
     begin = 0
@@ -158,7 +159,7 @@ def decode(
     if splits > 1:
         parts = q.new_empty((rows, q_heads, splits, head_dim), dtype=torch.float32)
         sums = q.new_empty((rows, q_heads, splits), dtype=torch.float32)
-    _decode[(rows, kv_heads, splits)](
+    _decode[(kv_heads, rows, splits)](
         q,
         cache.keys,
         cache.values,
