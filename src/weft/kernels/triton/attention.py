@@ -64,6 +64,9 @@ def _mix(
     the last `window`; one that sees none gets zeros."""
     columns = tl.arange(0, HEAD)
     inside = columns < head_dim
+    if keys.dtype.element_ty == tl.float8e4nv and query.dtype == tl.bfloat16:
+        # Keys of 8 bits become float16 in one instruction for two, but bfloat16 by way of float32.
+        query = query.to(tl.float16)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, HEAD], tl.float32)
@@ -139,6 +142,11 @@ def splits_of(tuning: Tuning, processors: int, rows: int, kv_heads: int) -> int:
     return min(MOST_SPLITS, triton.cdiv(tuning.programs * processors, rows * kv_heads))
 
 
+def tile_of(tuning: Tuning, part: int, cache: KVCache) -> int:
+    """Keys in a tile, `part` as `tiles` gives it; of 8 bits twice as many, which are as many bytes."""
+    return max(LEAST, tuning.tile * (2 if cache.keys.itemsize == 1 else 1) // part)
+
+
 def tiles(head_dim: int, dtype: torch.dtype, shared: int) -> tuple[int, int]:
     """A head's width in the kernels, and the part of a tile, one in so many rows, that fits into `shared` bytes."""
     head = max(LEAST, triton.next_power_of_2(head_dim))
@@ -179,7 +187,7 @@ def decode(
         KV_BLOCK=cache.block_size,
         GROUP=max(LEAST, triton.next_power_of_2(q_heads // kv_heads)),
         HEAD=head,
-        TILE=max(LEAST, tuning.tile // part),
+        TILE=tile_of(tuning, part, cache),
         num_warps=tuning.warps,
         num_stages=tuning.stages,
     )
