@@ -75,20 +75,11 @@ def decode_race(shape: AttentionShape, device: torch.device, contexts: list[int]
     more = min(PLACES - 1, COLD_BYTES // (cache.keys.nbytes + cache.values.nbytes))
     caches = [cache, *(KVCache(cache.keys.clone(), cache.values.clone()) for _ in range(more))]
 
+    through = torch.zeros(len(contexts) * shape.kv_heads, dtype=torch.int32, device=device)
+
     def attend(tuning: Tuning, q: torch.Tensor, cache: KVCache, batch: Batch) -> torch.Tensor:
-        out = torch.empty_like(q).flatten(1)
-        decode(
-            q,
-            cache,
-            batch,
-            batch.rows,
-            shape.scale,
-            shape.windows[0],
-            processors(device),
-            out,
-            tuning,
-            shared_bytes(device),
-        )
+        out, sizes = torch.empty_like(q).flatten(1), (tuning, shared_bytes(device), through)
+        decode(q, cache, batch, batch.rows, shape.scale, shape.windows[0], processors(device), out, *sizes)
         return out
 
     least, most = min(contexts), max(contexts)
