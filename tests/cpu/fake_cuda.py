@@ -481,6 +481,7 @@ def the_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
 
     monkeypatch.setattr(inline, "run", run)
     monkeypatch.setattr("weft.weights.load.ThreadPoolExecutor", Readers)
+    monkeypatch.setattr("weft.worker.graphs.CAPTURE_S", 3600.0)  # Triton's interpreter takes long
     card.set_device(CUDA)
     with OnThisThread():
         yield card

@@ -21,8 +21,8 @@ from weft.kernels.base import KVCache
 from weft.kernels.triton import attention, pointwise, products, reduce, rounding, sampling
 
 KINDS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float8_e4m3fn: "*fp8e4nv",
-         torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64", torch.float64: "*fp64", int: "i32",
-         float: "fp32"}
+         torch.uint8: "*u8", torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64", torch.float64: "*fp64",
+         int: "i32", float: "fp32"}
 
 NAMES = ("_decode", "_prefill", "_rotate_and_store", "_sum_add_norm", "_survey", "_filter", "_draw",
          "_multiply", "_dequantise", "_round")
