@@ -84,6 +84,8 @@ from weft.quant.quantised import Quantised
 dtype = getattr(torch, sys.argv[2])
 wide, cut = Span(0, 4096), Span(64, 640)
 kinds = {"Q4_1": wide, "Q4_16_MIN": cut, "Q8_MIN": wide, "INT8": cut, "INT4_128": wide, "INT8_ROW_SYM": cut}
+if capability < 80:
+    kinds = {"Q4_1": wide}  # others take no more memory
 for kind, cols in kinds.items():
     weight = Quantised.empty(kind, 96, cols, dtype, torch.device("cpu"))
     if "ROW" not in kind:
