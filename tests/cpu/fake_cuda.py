@@ -7,8 +7,10 @@ not see, it does too:
   is captured. What it allocates lies in its pool, and may be anything when a graph of that pool is replayed;
 - copies from and to pinned memory happen as late as they may: memory that is filled again too early, or read too early,
   is found out. Fresh memory of the card is full of NaN;
+- an event is recorded, and waited for, by threads that have made the card their current device;
 - operations that wait for the card, or copy from memory that is not pinned, are counted, and refused during a capture,
-  as are tensors of both kinds in one operation.
+  as are tensors of both kinds in one operation. While one thread captures, others neither capture, nor wait for the
+  whole card, nor give its memory back.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -107,6 +109,14 @@ class Graph:
     def pool(self) -> object:
         return self.place
 
+    def capture_begin(self, pool: object = None, capture_error_mode: str = "global") -> None:
+        assert capture_error_mode in ("global", "thread_local", "relaxed")
+        self.place = object() if pool is None else pool
+        card.begin(self)
+
+    def capture_end(self) -> None:
+        card.end(self)
+
     def replay(self) -> None:
         if card.captures():
             raise CardError("a graph is replayed inside of a capture")
@@ -126,11 +136,13 @@ class Event:
         self._before: list[Late] = []
 
     def record(self, stream: object = None) -> None:
+        card.check_current_device()
         if card.captures():
             raise CardError("an event is recorded inside of a capture")
         self._before = list(card.late)
 
     def synchronize(self) -> None:
+        card.check_current_device()
         card.wait("event", count=False)
         card.settle(self._before)
 
@@ -146,11 +158,12 @@ class Card:
         self.late: list[Late] = []
         self.pools: dict[object, list[torch.Tensor]] = {}
         self.pinned: dict[int, torch.Tensor] = {}
-        self.replays = 0
+        self.replays = self.launches = 0  # of graphs, and of all else
         self.waits: Counter[str] = Counter()  # what the host waited for, by operation
-        self.bytes = self.peak = 0
+        self.bytes = self.peak = self.reserved = 0  # held, held at most, and with what the allocator keeps for later
         self._held: dict[int, int] = {}
         self._local = threading.local()
+        self._capturing = threading.Lock()
 
     # Memory
 
@@ -162,6 +175,7 @@ class Card:
             if self._held[at] == 1:
                 self.bytes += size
                 self.peak = max(self.peak, self.bytes)
+                self.reserved = max(self.reserved, self.bytes)
         weakref.finalize(tensor, self._free, self._held, at, size).atexit = False
 
     def _free(self, held: dict[int, int], at: int, size: int) -> None:
@@ -178,6 +192,18 @@ class Card:
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in self.pinned
+
+    # The current device of each thread
+
+    def set_device(self, device: torch.device | int) -> None:
+        self._local.device = torch.device("cuda", device) if isinstance(device, int) else device
+
+    def check_current_device(self) -> None:
+        """Raises CardError in a thread that has not made the card current: with several GPUs CUDA would make a context
+        on the first."""
+        current = getattr(self._local, "device", None)
+        if current != CUDA:
+            raise CardError(f"the current device of this thread is {current or 'the first there is'}, not {CUDA}")
 
     # What is under way
 
@@ -210,7 +236,7 @@ class Card:
             self.waits[what] += 1
 
     def synchronize(self, *_: object) -> None:
-        self.wait("synchronize", count=False)
+        self._refuse_in_captures("synchronize")
         self.settle(list(self.late))
 
     # Graphs
@@ -218,18 +244,24 @@ class Card:
     def captures(self) -> Graph | None:
         return getattr(self._local, "graph", None)
 
-    @contextmanager
-    def graph(
-        self, graph: Graph, pool: object = None, stream: object = None, capture_error_mode: str = "global"
-    ) -> Iterator[None]:
-        assert capture_error_mode in ("global", "thread_local", "relaxed") and not self.captures()
-        graph.place = object() if pool is None else pool
+    def begin(self, graph: Graph) -> None:
+        if not self._capturing.acquire(blocking=False):
+            raise CardError("torch captures one graph at a time in a process")
         self._local.graph = graph
-        try:
-            yield
-        finally:
-            self._local.graph = None
+
+    def end(self, graph: Graph) -> None:
+        self._local.graph = None
         self.pools.setdefault(graph.place, []).extend(graph.fresh)
+        self._capturing.release()
+
+    def empty_cache(self) -> None:
+        self._refuse_in_captures("empty_cache")
+        self.reserved = self.bytes
+
+    def _refuse_in_captures(self, what: str) -> None:
+        """Raises CardError in any thread: what concerns the whole device ends a capture."""
+        if self._capturing.locked():
+            raise CardError(f"{what} while a graph is captured")
 
     def record(self, again: Callable[[], None], fresh: list[torch.Tensor]) -> None:
         graph = self.captures()
@@ -278,6 +310,8 @@ def dispatch(operation: Any, args: Any, kwargs: Any) -> Any:
         return card.pin(result) if pins else result
     if theirs and any(x.dim() for x in ours):
         raise CardError(f"{operation}: tensors of the card and of the host in one operation")
+    if name not in FRESH and not operation.is_view:
+        card.launches += 1
     waits = name in WAITING or (name == "index" and any(x.dtype in (torch.bool, torch.uint8) for x in theirs[1:]))
     if waits:
         card.wait(name)
@@ -293,6 +327,7 @@ def dispatch(operation: Any, args: Any, kwargs: Any) -> Any:
 
 def _between(name: str, operation: Any, args: Any, given: Any, named: Any) -> Any:
     """A copy from the host to the card, or back."""
+    card.launches += 1
     target, source = (given[0], given[1]) if name == "copy_" else (None, given[0])
     goes_up = isinstance(args[0], OnCard) if name == "copy_" else not isinstance(args[0], OnCard)
     near = source if goes_up else target
@@ -377,7 +412,8 @@ class Stream:
         pass
 
     def synchronize(self) -> None:
-        card.synchronize()
+        card.wait("stream", count=False)
+        card.settle(list(card.late))
 
     def wait_event(self, event: Event) -> None:
         pass
@@ -395,22 +431,24 @@ def the_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
         "_lazy_init": lambda: None,
         "is_available": lambda: True,
         "device_count": lambda: 1,
-        "set_device": lambda device: None,
-        "get_device_properties": lambda device: SimpleNamespace(multi_processor_count=PROCESSORS, uuid="0"),
+        "set_device": card.set_device,
+        "get_device_properties": lambda device: SimpleNamespace(
+            multi_processor_count=PROCESSORS, uuid="0", shared_memory_per_block_optin=227 << 10
+        ),
         "get_device_capability": lambda device=None: (9, 0),
         "get_device_name": lambda device=None: "NVIDIA H200",
-        "mem_get_info": lambda device=None: (TOTAL_BYTES - card.bytes, TOTAL_BYTES),
+        "mem_get_info": lambda device=None: (TOTAL_BYTES - card.reserved, TOTAL_BYTES),
         "memory_allocated": lambda device=None: card.bytes,
-        "memory_reserved": lambda device=None: card.bytes,
+        "memory_reserved": lambda device=None: card.reserved,
         "max_memory_allocated": lambda device=None: card.peak,
         "reset_peak_memory_stats": lambda device=None: setattr(card, "peak", card.bytes),
-        "empty_cache": lambda: None,
+        "empty_cache": card.empty_cache,
         "synchronize": card.synchronize,
         "current_stream": Stream,
         "Stream": Stream,
         "Event": Event,
         "CUDAGraph": Graph,
-        "graph": card.graph,
+        "stream": lambda stream: nullcontext(),
     }
     generator = torch.Generator
 
@@ -443,5 +481,7 @@ def the_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
 
     monkeypatch.setattr(inline, "run", run)
     monkeypatch.setattr("weft.weights.load.ThreadPoolExecutor", Readers)
+    monkeypatch.setattr("weft.worker.graphs.CAPTURE_S", 3600.0)  # Triton's interpreter takes long
+    card.set_device(CUDA)
     with OnThisThread():
         yield card

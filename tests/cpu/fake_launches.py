@@ -12,8 +12,11 @@ import numpy as np
 import torch
 
 from tests.cpu.fake_cuda import CardError, OnCard, card
+from weft.facts.schemes import ALL, Scheme
 from weft.kernels.base import HeadNorm, KVCache
 from weft.kernels.plain import PlainKernels
+from weft.quant.quantised import Quantised
+from weft.quant.rounding import round_into
 from weft.worker.chooser import TorchChooser
 
 LOG2_E = 1.4426950408889634
@@ -31,6 +34,7 @@ def launch(real: Callable[..., None]) -> Callable[..., None]:
         grid = executor.grid(constants) if callable(executor.grid) else executor.grid
         if any(limit < side for limit, side in zip(MOST, grid, strict=False)):
             raise CardError(f"{executor.fn.__name__}: a grid of {grid}")
+        card.launches += 1
         given = tuple(x.held if isinstance(x, OnCard) else x for x in given)
 
         def run() -> None:
@@ -97,6 +101,19 @@ def _draw(
     chosen.copy_(torchs.choose(logits, slots.numpy(), positions.numpy(), []))
 
 
+def _round(
+    weight: torch.Tensor, importance: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, lowest: torch.Tensor,
+    total: int, groups: int, width: int, cols: int, lacking: int, *, BITS: int, GROUP: int, LOWEST: str, COUNTED: bool,
+    **_: Any,
+) -> None:  # fmt: skip
+    assert (total, width) == (len(weight) * groups, weight.shape[1])
+    scheme = Scheme(bits=BITS, group=GROUP, lowest=LOWEST)  # type: ignore[arg-type]
+    type = next(name for name, known in ALL.items() if known == scheme)
+    into = Quantised(type, values, scales, None if LOWEST == "middle" else lowest, lacking, weight.dtype)
+    assert into.shape == (len(weight), cols)
+    round_into(weight, into, importance if COUNTED else None)
+
+
 def _nothing(*_: Any, **__: Any) -> None:
     pass
 
@@ -106,6 +123,7 @@ SWIFT: dict[str, Callable[..., None]] = {
     "_silu_mul": _silu,
     "_rotate_and_store": _rotate,
     "_prefill": _prefill,
+    "_round": _round,
     "_draw": _draw,
     "_survey": _nothing,
     "_filter": _nothing,

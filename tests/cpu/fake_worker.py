@@ -87,9 +87,13 @@ class FakeWorker:
             load_s=0.0,
         )
 
-    def allocate(self, num_blocks: int) -> None:
+    def allocate(self, num_blocks: int) -> int:
         self.at("allocate")
         self.blocks = num_blocks
+        return 0
+
+    def capture_graph(self) -> int:
+        raise AssertionError("there are none")
 
     def execute(self, step: StepPlan) -> StepResult | None:
         self.at("step")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import replace
 
 import msgspec
@@ -15,20 +15,21 @@ from weft import LLM, SamplingParams
 from weft.core.step import Admission, StepPlan
 from weft.kernels.batch import Batch, Lengths
 from weft.worker import graphs, worker
-from weft.worker.graphs import Graphs, Prepare, sizes
+from weft.worker.graphs import Capture, Graphs, Prepare, sizes
 from weft.worker.rows import Rows
 
 pytest.importorskip("triton", reason="needs triton, whose kernels pass over rows without a context")
 
 
 class Again:
-    """What CUDA would record."""
+    """What CUDA would record; attempts in `failing` find no memory."""
 
-    def __init__(self, memory: int = 100, *, told: bool = True) -> None:
-        self.captured, self.memory, self.told = 0, memory, told
+    def __init__(self, failing: Container[int] = (), *, told: bool = True) -> None:
+        self.captured, self.attempts, self.failing, self.told = 0, 0, failing, told
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
-        if self.captured == self.memory:
+        self.attempts += 1
+        if self.attempts - 1 in self.failing:
             try:
                 raise torch.OutOfMemoryError("CUDA out of memory")
             finally:
@@ -60,9 +61,13 @@ def forward(it: Batch, incoming: torch.Tensor | None) -> torch.Tensor:
 
 
 def made(
-    capture: Again, rows: int = 9, incoming: tuple[int, torch.dtype] | None = None, prepare: Prepare = lambda it: None
+    capture: Capture,
+    rows: int = 9,
+    incoming: tuple[int, torch.dtype] | None = None,
+    prepare: Prepare = lambda it: None,
+    clock: Callable[[], float] = lambda: 0.0,
 ) -> Graphs:
-    where = {"incoming": incoming, "device": torch.device("cpu")}
+    where = {"incoming": incoming, "device": torch.device("cpu"), "clock": clock}
     return Graphs(forward, capture, prepare=prepare, rows=rows, width=6, **where)
 
 
@@ -79,13 +84,47 @@ def test_sizes_waste_little() -> None:
 def test_a_replayed_batch_gives_what_the_eager_one_gives(incoming: bool) -> None:
     capture = Again()
     graph = made(capture, incoming=(5, torch.float32) if incoming else None)
-    graph.warm(2)
-    assert capture.captured == 3  # the largest and two small ones
+    graph.capture_at_start()
+    assert capture.captured == len(sizes(9)) and not graph.uncaptured
     for rows, width in ((3, 4), (1, 2), (9, 6), (4, 1), (3, 6), (2, 3)):
         it = batch(list(range(10, 10 + rows)), list(range(1, rows + 1)), width)
         sent = torch.randn(rows, 5) if incoming else None
         torch.testing.assert_close(graph.run(it, sent), forward(it, sent))
-    assert capture.captured == 4
+    assert capture.captured == len(sizes(9))
+
+
+def test_what_a_small_batch_has_left_over_is_not_summed_into_itself() -> None:
+    """Layers add to what the stage before sent, in its place."""
+
+    def forward(it: Batch, incoming: torch.Tensor | None) -> torch.Tensor:
+        assert incoming is not None
+        return incoming.add_(incoming)
+
+    where = {"incoming": (5, torch.float32), "device": torch.device("cpu")}
+    graph = Graphs(forward, Again(), prepare=lambda it: None, rows=4, width=6, **where)
+    graph.capture_at_start()
+    graph.run(batch([1, 2, 3, 4], [1] * 4, 1), torch.ones(4, 5))
+    for _ in range(3):
+        graph.run(batch([1, 2, 3], [1] * 3, 1), torch.ones(3, 5))
+    assert graph._incoming is not None and graph._incoming[3].eq(0).all()
+
+
+@pytest.mark.parametrize(("seconds", "agreed", "at_start"), [(0.1, 0.1, 5), (0.1, 0.7, 3), (9.0, 9.0, 1)])
+def test_a_start_captures_for_two_seconds(seconds: float, agreed: float, at_start: int) -> None:
+    """The others are captured when nobody waits; until then their batches replay a larger one."""
+    capture, clock = Again(), iter([0.0, seconds])
+    graph = made(capture, clock=lambda: next(clock))
+    graph.capture_at_start(lambda own: own + agreed - seconds)
+    assert capture.captured == at_start and graph.uncaptured == sizes(9)[at_start - 1 : -1]
+    for rows in (1, 3, 8, 9):
+        it = batch(list(range(rows)), list(range(1, rows + 1)), 2)
+        torch.testing.assert_close(graph.run(it, None), forward(it, None))
+    assert capture.captured == at_start, "none is captured while a step waits"
+    left = len(graph.uncaptured)
+    while left:
+        left -= 1
+        assert graph.capture_next() == left
+    assert graph.capture_next() == 0 and capture.captured == 5
 
 
 def test_every_forward_is_prepared_for_outside_of_its_graph() -> None:
@@ -98,12 +137,13 @@ def test_every_forward_is_prepared_for_outside_of_its_graph() -> None:
 
     capture = Again()
     graph = made(capture, rows=4, prepare=prepare)
+    graph.capture_at_start()
     few = replace(batch([1, 2, 3], [4, 5, 6], 2), host=Lengths(np.arange(4), np.array([4, 5, 6])))
     for _ in range(2):
         graph.run(few, None)
     graph.run(batch([1, 2, 3, 4, 5], [4, 5, 6, 7, 8], 2), None)
     assert seen == [
-        (True, [0, 1, 2, 3, 4], [0] * 4, [0] * 4),
+        *[(True, [*range(size + 1)], [0] * size, [0] * size) for size in (4, 1, 2)],
         *[(True, [0, 1, 2, 3, 4], [4, 5, 6, 0], [4, 5, 6, 0])] * 2,
         (False, [0, 1, 2, 3, 4, 5], [4, 5, 6, 7, 8], [4, 5, 6, 7, 8]),
     ]
@@ -149,15 +189,18 @@ def test_prompts_and_batches_beyond_the_largest_run_eagerly() -> None:
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["told", "capture ended"])
-def test_without_memory_for_a_graph_the_batch_still_runs(caplog: pytest.LogCaptureFixture, told: bool) -> None:
-    capture = Again(memory=1, told=told)
-    graph = made(capture)
-    few, many = batch([1], [2], 3), batch([1, 2, 3], [4, 5, 6], 3)
-    torch.testing.assert_close(graph.run(few, None), forward(few, None))
-    for _ in range(2):
-        torch.testing.assert_close(graph.run(many, None), forward(many, None))
-    torch.testing.assert_close(graph.run(few, None), forward(few, None))
-    assert capture.captured == 1 and len(caplog.records) == 1 and "--gpu-memory-utilization" in caplog.text
+@pytest.mark.parametrize(("failing", "largest"), [((0,), 8), (range(1, 9), 9), (range(9), 0)], ids=str)
+def test_without_memory_for_a_graph_the_batch_still_runs(
+    caplog: pytest.LogCaptureFixture, failing: Container[int], largest: int, told: bool
+) -> None:
+    """Not even for the smallest one."""
+    graph = made(Again(failing, told=told))
+    graph.capture_at_start()
+    assert graph.largest == largest and graph.capture_next() == 0
+    for rows in (1, 3, 9):
+        it = batch(list(range(rows)), list(range(2, rows + 2)), 3)
+        torch.testing.assert_close(graph.run(it, None), forward(it, None))
+    assert len(caplog.records) == (largest < 9) and ("--gpu-memory-utilization" in caplog.text) == (largest < 9)
 
 
 def test_what_else_ends_a_capture_ends_the_step() -> None:
@@ -165,14 +208,14 @@ def test_what_else_ends_a_capture_ends_the_step() -> None:
         raise RuntimeError("an illegal memory access was encountered")
 
     with pytest.raises(RuntimeError, match="illegal"):
-        made(broken).run(batch([1], [2], 3), None)
+        made(broken).capture_at_start()
 
 
 def test_a_rank_that_others_sum_with_cannot_go_on_by_itself() -> None:
     where = {"incoming": None, "device": torch.device("cpu"), "alone": False}
-    graph = Graphs(forward, Again(memory=0), prepare=lambda batch: None, rows=9, width=6, **where)
+    graph = Graphs(forward, Again([0]), prepare=lambda batch: None, rows=9, width=6, **where)
     with pytest.raises(torch.OutOfMemoryError):
-        graph.run(batch([1], [2], 3), None)
+        graph.capture_at_start()
 
 
 def test_an_engine_with_triton_and_graphs_gives_the_same_tokens(
@@ -196,5 +239,6 @@ def test_an_engine_with_triton_and_graphs_gives_the_same_tokens(
     monkeypatch.setattr(worker.Worker, "_captures", True)
     monkeypatch.setattr(worker, "CudaGraphs", capture)
     monkeypatch.setattr(graphs, "sizes", lambda most: [1, 2, 4])
+    monkeypatch.setattr(graphs, "CAPTURE_S", 3600.0)  # the interpreter takes long
     assert answers(attention_backend="triton", max_num_seqs=4) == plain
     assert captures and all(it.captured == 3 for it in captures)

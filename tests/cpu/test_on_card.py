@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -17,9 +19,11 @@ from weft import LLM, SamplingParams
 from weft.client.outputs import RequestOutput
 from weft.comm import threads
 from weft.core import tables
+from weft.kernels import contest
 from weft.kernels.batch import Batch
+from weft.kernels.capture import release_cached_memory, synchronize_device
 from weft.models.decoder import Decoder
-from weft.worker import worker
+from weft.worker import graphs, worker
 from weft.worker.device import ToHost
 from weft.worker.graphs import CudaGraphs
 from weft.worker.staging import BUFFERS, Staging
@@ -111,7 +115,7 @@ def test_requests_are_preempted(path: str, card: Card, monkeypatch: pytest.Monke
 def test_requests_that_go_away_leave_the_others_as_they_were(
     path: str, card: Card, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker, "WARM_GRAPHS", 0)  # all but the largest captured while others are under way
+    monkeypatch.setattr(graphs, "CAPTURE_S", 0.0)  # all but the largest are captured between the requests
     params = asked([{}, {"temperature": 0.0}, {"top_p": 0.8}])
     want = answers(path, params, **ON_CPU)
     with LLM(path, **COMMON, **ON_CARD) as llm:
@@ -138,6 +142,41 @@ def test_no_step_takes_more_memory_than_was_measured(path: str, card: Card, monk
             card.peak = before
             llm.generate(PROMPTS[:6], asked([wish] * 6), use_tqdm=False)
             assert card.peak - before <= 1.02 * measured[0], wish
+
+
+def test_a_start_takes_the_memory_of_the_largest_step(path: str, card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the KV cache, and the allocator keeps it: no step has to ask CUDA for more."""
+    measured, measure = [], worker.Worker._measure
+    monkeypatch.setattr(worker.Worker, "_measure", lambda rank: measured.append(measure(rank)) or measured[-1])
+    with LLM(path, **COMMON, **ON_CARD) as llm:
+        reserved = card.reserved
+        assert reserved - card.bytes >= 0.9 * measured[0]
+        llm.generate(PROMPTS[:6], asked([{"top_p": 0.9, "prompt_logprobs": 2}] * 6), use_tqdm=False)
+        assert card.reserved == reserved
+
+
+@pytest.mark.parametrize("draft", [False, True], ids=["ngram", "draft"])
+def test_graphs_that_a_start_has_no_time_for_are_captured_while_nothing_runs(
+    path: str, card: Card, monkeypatch: pytest.MonkeyPatch, draft: bool
+) -> None:
+    monkeypatch.setattr(graphs, "CAPTURE_S", 0.0)
+    seen = threading.Event()
+    capture = worker.Worker.capture_graph
+
+    def capture_graph(rank: worker.Worker) -> int:
+        left = capture(rank)
+        if not left:
+            seen.set()
+        return left
+
+    monkeypatch.setattr(worker.Worker, "capture_graph", capture_graph)
+    speculation = {"model": path, "num_speculative_tokens": 2} if draft else None
+    params = asked([{"temperature": 0.0}])
+    want = answers(path, params, **ON_CPU)
+    with LLM(path, **COMMON, **ON_CARD, speculative_config=speculation) as llm:
+        assert [told(it) for it in llm.generate(PROMPTS[:1], params, use_tqdm=False)] == want
+        assert seen.wait(20)
+        assert [told(it) for it in llm.generate(PROMPTS[:1], params, use_tqdm=False)] == want
 
 
 @pytest.mark.parametrize("draft", [False, True], ids=["ngram", "draft"])
@@ -201,6 +240,38 @@ def test_stages(path: str, card: Card) -> None:
     assert card.replays
 
 
+@pytest.mark.parametrize("other", ["capture", "contest", "synchronize", "empty_cache"])
+def test_nothing_of_the_whole_device_happens_while_a_graph_is_captured(card: Card, other: str) -> None:
+    """Torch captures one graph at a time, and stages are threads of one process."""
+    x, inside, tried = torch.zeros(3, device=CUDA), threading.Event(), threading.Event()
+
+    def slowly() -> None:
+        x.add_(1)
+        inside.set()
+        tried.wait(0.3)
+
+    def interfere() -> None:
+        torch.cuda.set_device(CUDA)
+        inside.wait()
+        try:
+            with fake_cuda.OnThisThread():
+                {
+                    "capture": lambda: CudaGraphs()(lambda: x.add_(1)),
+                    "contest": lambda: contest.seconds(lambda: x.add_(1)),
+                    "synchronize": lambda: synchronize_device(CUDA),
+                    "empty_cache": release_cached_memory,
+                }[other]()
+        finally:
+            tried.set()
+
+    with ThreadPoolExecutor(1) as pool:
+        job = pool.submit(interfere)
+        replay = CudaGraphs()(slowly)
+        job.result()
+    replay()
+    assert x.tolist()[0] >= 1
+
+
 Waiting = threads.ThreadComm
 
 
@@ -249,8 +320,18 @@ def test_pinned_memory_is_not_filled_again_too_early(card: Card, monkeypatch: py
 
 def test_results_are_not_read_too_early(card: Card) -> None:
     arrival = ToHost(torch.arange(3, device=CUDA))
-    assert arrival._there.tolist() == [-1, -1, -1]
+    assert arrival._values.tolist() == [-1, -1, -1]
     assert arrival.values() == [0, 1, 2]
+
+
+def test_a_thread_has_a_device_before_it_waits_for_one(card: Card) -> None:
+    event = torch.cuda.Event()
+    event.record()
+    with ThreadPoolExecutor(1) as pool, pytest.raises(CardError, match="current device"):
+        pool.submit(event.synchronize).result()
+    arrival = ToHost(torch.arange(3, device=CUDA))
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(arrival.values).result() == [0, 1, 2]
 
 
 def test_a_graph_does_what_was_captured_and_no_more(card: Card) -> None:
@@ -279,3 +360,15 @@ def test_a_graph_does_what_was_captured_and_no_more(card: Card) -> None:
         capture(lambda: torch.zeros(3).to(CUDA))
     with pytest.raises(CardError, match="of the host"):
         x.add(torch.zeros(4))
+
+
+def test_a_second_capture_is_refused_and_whatever_concerns_the_whole_device(card: Card) -> None:
+    first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    first.capture_begin()
+    with ThreadPoolExecutor(1) as pool:
+        for refused in (second.capture_begin, torch.cuda.synchronize, torch.cuda.empty_cache):
+            with pytest.raises(CardError, match=r"one graph at a time|while a graph"):
+                pool.submit(refused).result()
+    first.capture_end()
+    second.capture_begin()
+    second.capture_end()

@@ -2,22 +2,41 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
+from tests.cpu.fake_cuda import CUDA, Card, the_card  # noqa: F401
 from tests.cpu.matrices import CPU, KINDS
 from tests.cpu.test_kernels import native
+from tests.pure.costs import cut
 from weft import compiled
+from weft.facts.catalogue import find
 from weft.facts.place import Span
 from weft.facts.schemes import ALL, SCHEMES, Scheme
 from weft.kernels import rounding
 from weft.kernels.base import AttentionShape
 from weft.kernels.native.rounding import NativeRounding, knows, made
+from weft.planner.fills import fills
 from weft.quant.quantised import Quantised
 from weft.quant.rounding import Rounding, round_into
-from weft.weights.quantised import quantise
+from weft.weights.quantised import bands, quantise
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+SHAPE = AttentionShape(
+    q_heads=4,
+    kv_heads=2,
+    head_dim=64,
+    windows=(None,),
+    scale=1.0,
+    dtype=torch.bfloat16,
+    kept=torch.bfloat16,
+    block_size=16,
+    rows=1,
+    tokens=1,
+    length=1,
+)
 WIDTH = 576  # four groups of 128 and a half
 
 
@@ -118,6 +137,75 @@ def test_a_cut_has_the_same_numbers(ours: NativeRounding, type: str) -> None:
         assert torch.equal(into.dequantise(), whole[20:120, cols.start : cols.stop])
 
 
+# --- on a GPU ---
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Rounding:
+    """The kernel in Triton's interpreter, which takes as long for a small tile as for a large one."""
+    pytest.importorskip("triton", reason="needs triton")
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("needs Triton's interpreter")
+    from weft.kernels.triton import rounding as kernel
+
+    monkeypatch.setattr(kernel, "TILE", 1 << 14)
+    return kernel.round_on_gpu
+
+
+@pytest.mark.parametrize(
+    ("type", "counted"),
+    [("Q4_1", False), ("Q4_1", True), ("Q4_0", True), ("Q8_0", False), ("INT8", False), ("Q4_16_MIN", False)],
+    ids=str,
+)
+def test_a_gpu_loses_no_more_than_torch(gpus: Rounding, type: str, counted: bool) -> None:
+    weight, counts = weights(torch.bfloat16)[55:115], importance() if counted else None
+    here, there = (made_of(weight, type, how, counts) for how in (gpus, round_into))
+    for got, want in zip(parts(here), parts(there), strict=True):
+        assert (got == want).float().mean() > 0.99
+    each = torch.ones(WIDTH) if counts is None else counts
+    off, most = (made.dequantise().sub_(weight).square_().mul_(each).sum(1) for made in (here, there))
+    assert (off <= most * 1.05 + 1e-12).all()
+    assert off.sum() <= most.sum() * 1.002
+
+
+@pytest.mark.parametrize("type", ["Q4_1", "INT8", "INT8_ROW_SYM"])
+def test_a_cut_has_the_same_numbers_on_a_gpu(gpus: Rounding, type: str) -> None:
+    weight = weights(torch.bfloat16)
+
+    def read(rows: Span, cols: Span, out: torch.Tensor) -> None:
+        out.copy_(weight[rows.start : rows.stop, cols.start : cols.stop])
+
+    whole = made_of(weight[50:90], type, gpus).dequantise()
+    for cols in (Span(0, 192), Span(384, WIDTH), Span(32, 64)):
+        into = Quantised.empty(type, 40, cols, torch.float32, CPU)
+        quantise(read, Span(50, 90), cols, WIDTH, 4, into, torch.bfloat16, gpus)
+        assert torch.equal(into.dequantise(), whole[:, cols.start : cols.stop])
+
+
+@torch.inference_mode()
+def test_an_8b_is_rounded_on_a_card_in_few_launches(
+    card: Card, gpus: Rounding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Llama-3.1-8B: the launches of a band, and the bands of all matrices. A card takes some 5 us for each."""
+    shape = find("Llama-3.1-8B").shape
+    how = rounding("auto", CUDA, SHAPE)
+    seen: dict[str, int] = {}
+    host = torch.randn(8, 256).bfloat16()
+
+    def read(rows: Span, cols: Span, out: torch.Tensor) -> None:
+        out.copy_(host)
+
+    for type in ("Q4_1", "Q8_0"):
+        into, before = Quantised.empty(type, 8, Span(0, 256), torch.bfloat16, CUDA), card.launches
+        quantise(read, Span(0, 8), Span(0, 256), 256, 4, into, torch.bfloat16, how)
+        seen[type] = card.launches - before
+    place = cut(shape, [0]).places[0]
+    pieces = [
+        len([*bands(fill.rows, len(fill.cols), shape.head_dim, CUDA)]) for fill in fills(shape, place) if fill.cols
+    ]
+    assert sum(pieces) > 32 * 7 and max(seen.values()) * sum(pieces) <= 2000
+
+
 # --- where it is used ---
 
 
@@ -133,21 +221,8 @@ def test_without_a_compiler_torch_rounds(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_who_rounds() -> None:
-    shape = AttentionShape(
-        q_heads=4,
-        kv_heads=2,
-        head_dim=64,
-        windows=(None,),
-        scale=1.0,
-        dtype=torch.bfloat16,
-        kept=torch.bfloat16,
-        block_size=16,
-        rows=1,
-        tokens=1,
-        length=1,
-    )
-    assert isinstance(rounding("auto", CPU, shape), NativeRounding)
-    assert rounding("torch", CPU, shape) is round_into
-    assert rounding("auto", torch.device("meta"), shape) is round_into
+    assert isinstance(rounding("auto", CPU, SHAPE), NativeRounding)
+    assert rounding("torch", CPU, SHAPE) is round_into
+    assert rounding("auto", torch.device("meta"), SHAPE) is round_into
     assert compiled.obstacle("float16", 64, 2) and made(torch.float16, 64, 2) is round_into
     assert knows(SCHEMES["INT8"]) and not knows(Scheme(bits=4, group=256, lowest="zero"))

@@ -18,6 +18,7 @@ from fake_worker import make_plan
 from trial_worker import HERE
 
 from weft.comm import symmetric, trial
+from weft.comm.base import add_up
 from weft.comm.distributed import DistributedComm
 from weft.comm.symmetric import LAID_BYTES, TWO_SHOT_BYTES, SymmetricComm
 from weft.comm.votes import Votes
@@ -90,10 +91,35 @@ def test_a_sum_of_another_kind_begins_the_turns_anew(group: dist.ProcessGroup) -
     memory = torch.zeros((TWO_SHOT_BYTES + 2 * LAID_BYTES) // 2, dtype=torch.float16)
     comm, x = SymmetricComm(group, CPU, memory, Handle(memory)), torch.ones(1, 8, dtype=torch.float16)
     first = comm.lay(x)
-    # Torch's own sums do not know this dtype.
+    # Two parts of a dtype that torch's own sums do not know.
     assert torch.equal(comm.sum(x.clone()), x)
     again = comm.lay(x)
     assert first is not None and again is not None and torch.equal(first, again)
+
+
+@pytest.mark.parametrize("rows", [1, 100], ids=["one shot", "two shots"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_four_parts_are_rounded_once(
+    group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rows: int
+) -> None:
+    """Torch's own sums add in the dtype that they are given."""
+    parts = [torch.randn(rows, 4096, generator=torch.Generator().manual_seed(at)).to(dtype) for at in range(4)]
+    given: list[torch.dtype] = []
+
+    def one_shot(part: torch.Tensor, *_: str) -> torch.Tensor:
+        given.append(part.dtype)
+        return sum((other.flatten().to(part.dtype) for other in parts[1:]), part.clone())
+
+    def two_shots(part: torch.Tensor, *_: str) -> None:
+        part.copy_(one_shot(part))
+
+    monkeypatch.setattr(torch.ops.symm_mem, "one_shot_all_reduce", one_shot, raising=False)
+    monkeypatch.setattr(torch.ops.symm_mem, "two_shot_all_reduce_", two_shots, raising=False)
+    memory = torch.zeros((TWO_SHOT_BYTES + 2 * LAID_BYTES) // 2, dtype=dtype)
+    comm = SymmetricComm(group, CPU, memory, Handle(memory))
+    comm.size = 4
+    assert torch.equal(comm.sum(parts[0].clone()), add_up(parts, torch.empty_like(parts[0])))
+    assert given == [torch.float32]
 
 
 def test_memory_that_lies_elsewhere_is_not_used(group: dist.ProcessGroup) -> None:

@@ -70,11 +70,19 @@ def test_steps_wait_for_nothing_and_copy_from_pinned_memory_only(tmp_path: Path)
     with LLM(str(path), attention_backend="triton", **common) as llm:
         prompts = [[3 + i, 4, 5] for i in range(len(params))]
         llm.generate(prompts, params)
+        settle(llm)
         taken = torch.cuda.memory_stats()["num_device_alloc"]
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
         with torch.profiler.profile(activities=activities) as profile:
             llm.generate(prompts, params)
+        settle(llm)
         assert torch.cuda.memory_stats()["num_device_alloc"] == taken
     names = {event.name for event in profile.events()}
     assert any("Pinned -> Device" in name for name in names), sorted(names)
     assert not [name for name in names if "Pageable" in name or name == "cudaStreamSynchronize"]
+
+
+def settle(llm: LLM) -> None:
+    """Have all steps end, one that was scheduled ahead too: each frees its tensors when it ends."""
+    llm.generate([[3]], SamplingParams(max_tokens=1))
+    torch.cuda.synchronize()

@@ -32,7 +32,11 @@ class Scripted:
             rank=0, host="", device="", weight_bytes=0, activation_bytes=0, free_bytes=0, block_bytes=0, load_s=0.0
         )
 
-    def allocate(self, num_blocks: int) -> None: ...
+    def allocate(self, num_blocks: int) -> int:
+        return 0
+
+    def capture_graph(self) -> int:
+        return 0
 
     def execute(self, step: StepPlan) -> StepResult | Callable[[], StepResult] | None:
         return self.answers[step.id]

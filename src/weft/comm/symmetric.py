@@ -28,14 +28,18 @@ MEETING = 32
 
 
 class SymmetricComm(DistributedComm):
-    """As its base, whose NCCL sums what is large, or of another dtype than its buffer. `buffer` is what the function of
-    that name gives; `handle` is what torch's rendezvous made of it."""
+    """As its base, whose NCCL sums what is large, in the order and with the roundings of its rings.
+
+    `buffer` is what the function of that name gives; `handle` is what torch's rendezvous made of it.
+    """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, buffer: torch.Tensor, handle: Any) -> None:
         super().__init__(group, device)
         self._name = group.group_name
         count, size = TWO_SHOT_BYTES // buffer.itemsize, LAID_BYTES // buffer.itemsize
-        self._shots, mine = buffer[:count], buffer[count:]
+        shots, mine = buffer[:count], buffer[count:]
+        # The same memory, as numbers of the dtypes that torch sums.
+        self._shots = {dtype: shots.view(dtype) for dtype in {torch.float32, buffer.dtype} & {*SHOT_DTYPES}}
         places = [
             [handle.get_buffer(rank, (size,), buffer.dtype, count + turn * size) for rank in range(self.size)]
             for turn in range(PLACES)
@@ -46,10 +50,15 @@ class SymmetricComm(DistributedComm):
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         self.parts.begin()
-        shots = x.dtype == self._shots.dtype and x.dtype in SHOT_DTYPES
-        if not shots or x.nbytes > TWO_SHOT_BYTES or x.nbytes % ALIGNMENT:
+        if self.size > 2 and x.itemsize == 2 and 2 * x.nbytes <= TWO_SHOT_BYTES:
+            # Torch adds in the dtype of the parts: of 16 bits it would round after each but the last.
+            return x.copy_(self._sum(x.float()))
+        return self._sum(x)
+
+    def _sum(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype not in self._shots or x.nbytes > TWO_SHOT_BYTES or x.nbytes % ALIGNMENT:
             return super().sum(x)
-        part = self._shots[: x.numel()]
+        part = self._shots[x.dtype][: x.numel()]
         part.copy_(x.reshape(-1))
         if x.nbytes <= ONE_SHOT_BYTES:
             return torch.ops.symm_mem.one_shot_all_reduce(part, "sum", self._name).view(x.shape)  # type: ignore[no-any-return]

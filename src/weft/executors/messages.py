@@ -49,7 +49,11 @@ class Run(msgspec.Struct, frozen=True, tag=True):
     step: StepPlan
 
 
-ToRank = Launch | Allocate | Run
+class CaptureGraph(msgspec.Struct, frozen=True, tag=True):
+    """No request runs or waits: capture one more CUDA graph."""
+
+
+ToRank = Launch | Allocate | Run | CaptureGraph
 
 
 class Entered(msgspec.Struct, frozen=True, tag=True):
@@ -63,7 +67,15 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
 
 
 class Allocated(msgspec.Struct, frozen=True, tag=True):
-    """The rank is warm, and ready for steps."""
+    """The rank is warm, and ready for steps. So many CUDA graphs are still to be captured."""
+
+    uncaptured: int = 0
+
+
+class GraphCaptured(msgspec.Struct, frozen=True, tag=True):
+    """The answer to CaptureGraph: so many are left."""
+
+    uncaptured: int
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
@@ -79,4 +91,4 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     lost_peer: bool
 
 
-FromRank = Entered | Loaded | Allocated | Done | Failed
+FromRank = Entered | Loaded | Allocated | GraphCaptured | Done | Failed

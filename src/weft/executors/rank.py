@@ -15,7 +15,17 @@ import msgspec
 
 from weft.core.step import StepPlan, StepResult
 from weft.executors.causes import cause_of, lost_peer
-from weft.executors.messages import Allocate, Allocated, Done, Entered, Failed, Loaded, Run
+from weft.executors.messages import (
+    Allocate,
+    Allocated,
+    CaptureGraph,
+    Done,
+    Entered,
+    Failed,
+    GraphCaptured,
+    Loaded,
+    Run,
+)
 from weft.planner.memory import Capacity
 
 WORKER = "weft.worker.worker:Worker"
@@ -30,7 +40,13 @@ class Worker(Protocol):
 
     def load(self) -> Capacity: ...
 
-    def allocate(self, num_blocks: int) -> None: ...
+    def allocate(self, num_blocks: int) -> int:
+        """Returns the number of CUDA graphs that are left to be captured while no request runs."""
+        ...
+
+    def capture_graph(self) -> int:
+        """Capture one of them; returns the number that is left."""
+        ...
 
     def execute(self, step: StepPlan) -> StepResult | Callable[[], StepResult] | None:
         """The result on the output rank, None on the others. Where a device still works on it, a function that waits
@@ -70,9 +86,11 @@ def run(rank: int, inbox: SimpleQueue[Any], send: Callable[[msgspec.Struct], Non
                         later.put(result)
                 case Allocate(num_blocks):
                     enter("allocate")
-                    worker.allocate(num_blocks)
+                    uncaptured = worker.allocate(num_blocks)
                     enter("step")
-                    say(Allocated())
+                    say(Allocated(uncaptured))
+                case CaptureGraph():
+                    say(GraphCaptured(worker.capture_graph()))
         later.close()
         worker.close()
     except BaseException as error:  # SystemExit too: a rank has no other way to end

@@ -6,6 +6,7 @@ It starts them phase by phase, keeps the steps in flight in order, and finds out
 from __future__ import annotations
 
 import atexit
+import contextlib
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
@@ -17,16 +18,29 @@ from weft import compiled
 from weft.core.step import StepPlan, StepResult
 from weft.errors import CORE, Cause, EngineError
 from weft.executors.base import Ready
-from weft.executors.messages import Allocate, Allocated, Done, Entered, Failed, FromRank, Loaded, Run, ToRank
+from weft.executors.messages import (
+    Allocate,
+    Allocated,
+    CaptureGraph,
+    Done,
+    Entered,
+    Failed,
+    FromRank,
+    GraphCaptured,
+    Loaded,
+    Run,
+    ToRank,
+)
 from weft.executors.rank import WORKER
 from weft.planner.memory import kv_blocks
 from weft.planner.plan import Plan
 
-News = TypeVar("News", Loaded, Allocated)
+News = TypeVar("News", Loaded, Allocated, GraphCaptured)
 
 # A rank that lost a peer may say so before the peer's own end is seen: so long is the root cause waited for.
 ROOT_CAUSE_S = 1.0
 CLOSED = Cause(CORE, "shutdown", "the engine was closed; the requests that ran were ended")
+IDLE_S = 0.1  # without a step in flight, and no request runs or waits
 
 
 class RankExecutor(ABC):
@@ -43,6 +57,8 @@ class RankExecutor(ABC):
         self._sending = threading.Lock()  # every rank gets the steps in the same order
         self._lock = threading.Lock()  # of what follows
         self._pending: deque[Future[StepResult]] = deque()
+        self._submitted = 0
+        self._closing = threading.Event()
         self._ended: Cause | None = None
         self._suspicion: threading.Timer | None = None
 
@@ -56,10 +72,12 @@ class RankExecutor(ABC):
             capacities = sorted((news.capacity for news in self._all(Loaded)), key=lambda c: c.rank)
             num_blocks = kv_blocks(plan, capacities)
             self._tell(Allocate(num_blocks))
-            self._all(Allocated)
+            uncaptured = max(news.uncaptured for news in self._all(Allocated))
         except BaseException:  # Ctrl-C too leaves nothing behind
             self.close()
             raise
+        if uncaptured:
+            threading.Thread(target=self._capture_while_idle, name="weft-captures", daemon=True).start()
         return Ready(num_blocks=num_blocks, ranks=capacities)
 
     def submit(self, step: StepPlan) -> Future[StepResult]:
@@ -70,6 +88,7 @@ class RankExecutor(ABC):
                 ended = self._ended
                 if ended is None:
                     self._pending.append(future)
+                    self._submitted += 1
             if ended is None:
                 self._tell(Run(step))
             else:
@@ -105,7 +124,7 @@ class RankExecutor(ABC):
                     future = self._pending.popleft() if self._ended is None else None
                 if future:
                     future.set_result(result)
-            case Loaded() | Allocated():
+            case Loaded() | Allocated() | GraphCaptured():
                 self._news.put(message)
             case Entered(phase):
                 self._phases[rank] = phase
@@ -132,6 +151,7 @@ class RankExecutor(ABC):
             if self._ended is not None:
                 return False
             self._ended = cause
+            self._closing.set()
             pending = list(self._pending)
             self._pending.clear()
             if self._suspicion:
@@ -140,6 +160,20 @@ class RankExecutor(ABC):
         for future in pending:
             future.set_exception(EngineError(cause))
         return True
+
+    def _capture_while_idle(self) -> None:
+        """Have the ranks capture the CUDA graphs that are left, one after the other, while no step is in flight."""
+        submitted, uncaptured = -1, 1
+        with contextlib.suppress(EngineError):  # which is told elsewhere
+            while uncaptured and not self._closing.wait(IDLE_S):
+                with self._sending:
+                    with self._lock:
+                        idle = not self._pending and self._submitted == submitted
+                        submitted = self._submitted
+                    if idle:
+                        self._tell(CaptureGraph())
+                if idle:
+                    uncaptured = max(news.uncaptured for news in self._all(GraphCaptured))
 
     def _all(self, kind: type[News]) -> list[News]:
         """Wait until each rank has said `kind`. Raises EngineError with the root cause where one fails."""

@@ -33,6 +33,13 @@ def rounding(backend: str, device: torch.device, shape: AttentionShape) -> Round
         from weft.kernels.native.rounding import made
 
         return made(shape.dtype, shape.head_dim, shape.group)
+    if device.type == "cuda" and backend != "torch":
+        from weft.kernels import triton
+
+        if triton.obstacle(device) is None:
+            from weft.kernels.triton.rounding import round_on_gpu
+
+            return round_on_gpu
     return round_into
 
 

@@ -18,6 +18,7 @@ from weft import __version__
 from weft.errors import WeftError
 from weft.facts.cache import cache_path, write
 from weft.kernels.base import AttentionShape, Kernels
+from weft.kernels.capture import capture_graph
 from weft.kernels.samples import Sample, decodes
 from weft.planner.backends import GPU_BACKENDS
 
@@ -32,13 +33,13 @@ Clock = Callable[[Callable[[], object]], float]
 
 def seconds(run: Callable[[], object]) -> float:
     """Of a call on the current GPU, in a graph, as decode steps run: the median over REPEATS replays."""
-    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    run()
-    torch.cuda.synchronize()
-    # Other threads of the process may be at work on their own devices.
-    with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+
+    def calls() -> None:
         for _ in range(CALLS):
             run()
+
+    run()
+    graph = capture_graph(calls, torch.cuda.Stream())
     graph.replay()
     times = []
     for _ in range(REPEATS):

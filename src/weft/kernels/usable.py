@@ -11,6 +11,8 @@ from weft.planner import backends
 
 logger = logging.getLogger("weft")
 
+AMPERE_SHARED_BYTES = 99 << 10
+
 
 def usable(what: str, obstacle: str | None, *, required: bool, instead: str) -> bool:
     """Whether there is no `obstacle`: one is a ConfigError for kernels that the user asked for, else a line of the log
@@ -40,3 +42,10 @@ def no_flash(device: torch.device, dtype: torch.dtype) -> str | None:
 def processors(device: torch.device) -> int:
     """A GPU's multiprocessors, which work is spread over."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def shared_bytes(device: torch.device) -> int:
+    """Shared memory that a program on a GPU may ask for; elsewhere the least that any since Ampere has."""
+    if device.type != "cuda":
+        return AMPERE_SHARED_BYTES
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin

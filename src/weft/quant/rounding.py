@@ -19,7 +19,8 @@ Rounding = Callable[[torch.Tensor, Quantised, torch.Tensor | None], None]
 # minimum or the zero point, None where zero is in the middle.
 Rounded = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
-CHUNK = 1 << 17  # elements rounded at once: what is made on the way stays in a core's cache
+# Elements rounded at once: on a CPU what is made on the way stays in a core's cache, on a GPU launches are few.
+CHUNK, GPU_CHUNK = 1 << 17, 1 << 22
 # Shares of a group's range that are tried for its 16 steps: the few numbers at its ends may be worth less than finer
 # steps for all. With one alone, the error of normally distributed weights is a tenth larger.
 SHARES = (1.0, 0.9, 0.8)
@@ -30,7 +31,7 @@ TINY = 1e-7  # no scale is below it: half a step of the smallest float16
 
 def round_into(weight: torch.Tensor, into: Quantised, importance: torch.Tensor | None = None) -> None:
     """A `Rounding` for every device."""
-    step = max(1, CHUNK // weight.shape[1])
+    step = max(1, (CHUNK if weight.device.type == "cpu" else GPU_CHUNK) // weight.shape[1])
     for row, some in zip(range(0, len(weight), step), weight.split(step), strict=True):
         part = into.narrow(0, row, len(some))
         q, scale, lowest = rounded(some.float(), into.scheme, importance)

@@ -14,7 +14,9 @@ from weft.quant.quantised import Quantised, pack
 from weft.quant.rounding import Rounding, round_into
 from weft.weights.blocks import numbers, zero_of
 
-BAND = 1 << 19  # elements that are read before they are rounded
+# Elements that are read before they are rounded: on a CPU as many as a core's cache has room for, on a GPU as few times
+# as there is memory for in each thread that reads.
+BAND, GPU_BAND = 1 << 19, 1 << 24
 
 Read = Callable[[Span, Span, torch.Tensor], None]  # rows and columns, to be copied into a tensor
 
@@ -74,16 +76,17 @@ def quantise(
     group = into.scheme.group
     whole = Span(cols.start - into.lacking, min(-(-cols.stop // group) * group, width))
     assert importance is None or len(importance) == len(whole)
-    for some in bands(rows, len(whole), head_dim):
+    for some in bands(rows, len(whole), head_dim, into.device):
         weight = torch.empty(len(some), len(whole), dtype=dtype, device=into.device)
         read(some, whole, weight)
         rounding(weight, into.narrow(0, some.start - rows.start, len(some)), importance)
 
 
-def bands(rows: Span, width: int, head_dim: int) -> Iterator[Span]:
-    """Rows of `width` elements, as many at once as a core's cache has room for: whole heads, which may be
-    interleaved."""
-    step = max(1, BAND // width // head_dim) * head_dim
+def bands(rows: Span, width: int, head_dim: int, device: torch.device) -> Iterator[Span]:
+    """Rows of `width` elements, as many at once as are read and rounded together on the device: whole heads, which may
+    be interleaved."""
+    band = BAND if device.type == "cpu" else GPU_BAND
+    step = max(1, band // width // head_dim) * head_dim
     for row in range(rows.start, rows.stop, step):
         yield Span(row, min(row + step, rows.stop))
 

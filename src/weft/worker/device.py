@@ -13,6 +13,7 @@ import torch
 from weft.errors import ConfigError
 from weft.facts import host
 from weft.facts.cuda import BUS, ORDER, digits
+from weft.kernels.capture import release_cached_memory
 from weft.planner.plan import Plan
 
 
@@ -44,7 +45,7 @@ def free_bytes(plan: Plan, rank: int, device: torch.device, activation_bytes: in
     that is there already (others' and ours, weights, context, NCCL) and the activations' peak."""
     if device.type == "cpu":
         return host.memory(Path("/"))[1]
-    torch.cuda.empty_cache()
+    release_cached_memory()
     free, total = torch.cuda.mem_get_info(device)
     spare = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     used = total - free - spare
@@ -64,17 +65,19 @@ def zeros(dims: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> to
 
 
 class ToHost:
-    """A tensor on its way to the host: the copy begins at once, and only who wants its values waits."""
+    """A tensor on its way to the host: the copy begins at once, and only `values` waits for it, from any thread."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._there, self._arrived = tensor, None
+        self._device, self._values, self._arrived = tensor.device, tensor, None
         if tensor.device.type == "cuda":
-            self._there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            self._there.copy_(tensor, non_blocking=True)
+            self._values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._values.copy_(tensor, non_blocking=True)
             self._arrived = torch.cuda.Event()
             self._arrived.record()
 
     def values(self) -> list[Any]:
         if self._arrived:
+            # A thread that has named no device would make a context on GPU 0 by waiting: 0.5 GB of it.
+            torch.cuda.set_device(self._device)
             self._arrived.synchronize()
-        return self._there.tolist()  # type: ignore[no-any-return]
+        return self._values.tolist()  # type: ignore[no-any-return]

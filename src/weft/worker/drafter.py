@@ -76,6 +76,15 @@ class Drafter:
         # Blocks of which the draft has the KV of all tokens.
         self._whole = np.zeros(num_blocks, dtype=np.bool_)
 
+    @property
+    def uncaptured(self) -> int:
+        """Number of its CUDA graphs that are still to be captured."""
+        return self._worker.uncaptured
+
+    def capture_graph(self) -> None:
+        """Capture one of them."""
+        self._worker.capture_graph()
+
     def admit(self, admission: Admission) -> None:
         self._texts[admission.slot] = Text([*admission.prompt, *admission.output])
 

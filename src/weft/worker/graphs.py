@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 
 from weft.kernels.batch import Batch
+from weft.kernels.capture import capture_graph
 
 logger = logging.getLogger("weft")
 
@@ -20,6 +22,7 @@ Replay = Callable[[], None]
 # Runs a function in such a way that it can be run again, on the same tensors.
 Capture = Callable[[Callable[[], None]], Replay]
 
+CAPTURE_S = 2.0  # of captures that a start waits for; the others come while no request runs
 NOWHERE = -1  # the slot of a row that only fills a batch up
 
 
@@ -40,10 +43,10 @@ class Captured:
 
 
 class Graphs:
-    """Graphs of `forward` for batches of one token per row, each captured when a batch first needs its size.
+    """Graphs of `forward` for batches of one token per row. A batch replays the smallest captured one that has room.
 
     `width` is the number of columns of a block table, `incoming` the dims and dtype of a row that the stage before
-    sends, None on the first stage. With `alone` no other rank takes part in `forward`.
+    sends, None on the first stage. With `alone` no other rank takes part in `forward`. `clock` gives seconds.
     """
 
     def __init__(
@@ -57,9 +60,10 @@ class Graphs:
         incoming: tuple[int, torch.dtype] | None,
         device: torch.device,
         alone: bool = True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._forward, self._capture, self._alone = forward, capture, alone
-        self._prepare = prepare
+        self._prepare, self._clock = prepare, clock
         self._sizes = sizes(rows)
         self._captured: dict[int, Captured] = {}
         # All graphs read the same tensors, each the beginning of them.
@@ -70,20 +74,45 @@ class Graphs:
 
     @property
     def largest(self) -> int:
-        """The most rows of a batch that may have a graph."""
-        return self._sizes[-1]
+        """The most rows of a batch that may have a graph; 0 if there is memory for none."""
+        return self._sizes[-1] if self._sizes else 0
 
-    def warm(self, count: int) -> None:
-        """Capture the largest, which the others share their memory with, and the `count` smallest."""
-        for size in [self._sizes[-1], *self._sizes[:count]]:
-            if size in self._sizes and size not in self._captured:
-                self._capture_size(size)
+    @property
+    def uncaptured(self) -> list[int]:
+        """Sizes that have no graph yet, smallest first."""
+        return [size for size in self._sizes if size not in self._captured]
+
+    def capture_at_start(self, agree: Callable[[float], float] = lambda seconds: seconds) -> None:
+        """Capture the largest size, whose memory the others share, and then the smallest ones for CAPTURE_S seconds:
+        all of them, if as many times the first one's time are not more. `agree` makes all ranks' seconds one number,
+        for all capture the same sizes."""
+        seconds, wanted = 0.0, self.largest
+        while self._sizes and not self._captured:
+            began = self._clock()
+            self._capture_size(self._sizes[-1])
+            seconds = self._clock() - began
+        if self.largest < wanted:
+            logger.warning(
+                "No memory for CUDA graphs of more than %d rows: larger batches run without; "
+                "a lower --gpu-memory-utilization leaves room",
+                self.largest,
+            )
+        seconds, count = agree(seconds), len(self._sizes)
+        if seconds * count > CAPTURE_S:
+            count = int(CAPTURE_S / seconds)
+        for _ in range(count):
+            self.capture_next()
+
+    def capture_next(self) -> int:
+        """Capture the smallest size that has no graph yet; returns the number of those that are left."""
+        if self.uncaptured:
+            self._capture_size(self.uncaptured[0])
+        return len(self.uncaptured)
 
     def run(self, batch: Batch, incoming: torch.Tensor | None) -> torch.Tensor:
         """[R, hidden], as `forward` gives it; valid until the next run."""
-        size = next((size for size in self._sizes if size >= batch.rows), None)
-        decodes = batch.decodes == batch.rows
-        if size is None or not decodes or not (size in self._captured or self._capture_size(size)):
+        size = next((size for size in self._sizes if size >= batch.rows and size in self._captured), None)
+        if size is None or batch.decodes < batch.rows:
             self._prepare(batch)
             return self._forward(batch, incoming)
         captured = self._captured[size]
@@ -92,11 +121,13 @@ class Graphs:
         if incoming is not None:
             assert captured.incoming is not None
             captured.incoming[: batch.rows].copy_(incoming)
+            # The layers add to it in place: what is left there would grow with every replay.
+            captured.incoming[batch.rows :].zero_()
         captured.replay()
         return captured.out[0][: batch.rows]
 
-    def _capture_size(self, size: int) -> bool:
-        """False where there is no memory for it: it and what is larger stays without a graph."""
+    def _capture_size(self, size: int) -> None:
+        """Capture a size; without memory for it, no size that large is tried again."""
         batch = begin(self._batch, size)
         incoming = None if self._incoming is None else self._incoming[:size]
         out: list[torch.Tensor] = []
@@ -118,15 +149,9 @@ class Graphs:
             # The others, where there are any, are in the middle of sums with this rank, and would wait for the rest.
             if not (self._alone and _is_of_memory(error)):
                 raise
-            self._sizes = [known for known in self._sizes if known < size]
-            logger.warning(
-                "No memory for a CUDA graph of %d rows: batches of that size and more run without; "
-                "a lower --gpu-memory-utilization leaves room",
-                size,
-            )
-            return False
-        self._captured[size] = Captured(batch, incoming, out, replay)
-        return True
+            self._sizes = [known for known in self._sizes if known < size or known in self._captured]
+        else:
+            self._captured[size] = Captured(batch, incoming, out, replay)
 
 
 def blank(rows: int, width: int, device: torch.device) -> Batch:
@@ -182,11 +207,7 @@ class CudaGraphs:
         self._stream = torch.cuda.Stream()
 
     def __call__(self, run: Callable[[], None]) -> Replay:
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        # Other threads of the process may be at work on their own devices.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            run()
+        graph = capture_graph(run, self._stream, self._pool)
         self._pool = self._pool or graph.pool()
         return graph.replay
 

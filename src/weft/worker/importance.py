@@ -117,7 +117,9 @@ class Reading(PlainKernels):
                 self.importance[name] = evened(x.float().square().mean(dim=0))
             y = x.new_empty(len(x), weight.shape[0])
             parts = [
-                (fill, some) for fill in self._fills[name] for some in bands(fill.rows, x.shape[1], self._head_dim)
+                (fill, some)
+                for fill in self._fills[name]
+                for some in bands(fill.rows, x.shape[1], self._head_dim, x.device)
             ]
             if x.device.type == "cpu":
                 for job in [self._pool.submit(self._multiply, x, *part, y) for part in parts]:

@@ -18,6 +18,7 @@ from weft.facts.kv import layer_bytes_per_token
 from weft.kernels import choose, rounding
 from weft.kernels.base import AttentionShape, KVCache
 from weft.kernels.batch import Batch
+from weft.kernels.capture import release_cached_memory, synchronize_device
 from weft.kernels.streams import BROKEN
 from weft.kernels.warm import warm
 from weft.layers import rope
@@ -37,7 +38,6 @@ from weft.worker.sampler import Order, Sampler
 
 logger = logging.getLogger("weft")
 
-WARM_GRAPHS = 4  # of the smallest batches, captured before the first request
 GRAPH_BYTES = 8 << 20  # of the driver's, for one graph; a prior, to be measured
 # Of KV that a GPU reads while the host launches one layer's kernels; a prior, to be measured.
 EAGER_BYTES = 128 << 20
@@ -113,8 +113,9 @@ class Worker:
         )
 
     @torch.inference_mode()
-    def allocate(self, num_blocks: int) -> None:
-        """Take the KV cache, and run one small step of each kind so that no request meets a cold path."""
+    def allocate(self, num_blocks: int) -> int:
+        """Take the KV cache, and run a step of each kind so that no request meets a cold path. Returns the number of
+        CUDA graphs that are left to `capture_graph`."""
         self.caches = self._caches(num_blocks)
         if self.drafter:
             self.drafter.allocate(num_blocks)
@@ -136,7 +137,30 @@ class Worker:
                 device=self.device,
                 alone=self.links.tensor.size == 1,
             )
-            self.graphs.warm(WARM_GRAPHS)
+            self.graphs.capture_at_start(self._agreed)
+        if self.device.type == "cuda":
+            # The largest steps again, beside the KV cache: the allocator keeps what they take, and later steps find it.
+            for counts, params in self._largest_steps():
+                self._rehearse(counts, params, num_blocks)
+        return self.uncaptured
+
+    @property
+    def uncaptured(self) -> int:
+        """Number of CUDA graphs that are still to be captured, a draft's too."""
+        return (len(self.graphs.uncaptured) if self.graphs else 0) + (self.drafter.uncaptured if self.drafter else 0)
+
+    @torch.inference_mode()
+    def capture_graph(self) -> int:
+        """Capture one more CUDA graph; returns the number that is left. All ranks call it between the same steps."""
+        if self.graphs and self.graphs.uncaptured:
+            self.graphs.capture_next()
+        elif self.drafter:
+            self.drafter.capture_graph()
+        return self.uncaptured
+
+    def _agreed(self, seconds: float) -> float:
+        """The sum of all ranks' seconds, the same bits on each."""
+        return self.links.tensor.sum(torch.tensor([seconds], device=self.device)).item()
 
     @torch.inference_mode()
     def execute(self, step: StepPlan) -> StepResult | Callable[[], StepResult] | None:
@@ -201,7 +225,7 @@ class Worker:
         self.caches = []
         self.model = self.kernels = self.sampler = None  # type: ignore[assignment]
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+            release_cached_memory()
 
     @torch.inference_mode()
     def hidden(self, batch: Batch, incoming: torch.Tensor | None = None) -> torch.Tensor:
@@ -299,18 +323,17 @@ class Worker:
     def _measure(self) -> int:
         """Bytes that the largest step takes beside the weights and graphs: run on a GPU, reckoned on a CPU."""
         plan = self.plan
-        rows = min(plan.max_num_seqs, plan.max_num_batched_tokens)
-        tokens = min(plan.max_num_batched_tokens, rows * plan.max_model_len)
+        rows, tokens = self._most
         if self.device.type == "cpu":
             return step_bytes(plan.shape, self.place, tokens, rows, self.dtype.itemsize, guesses=self._guesses)
-        counts = [tokens // rows + (r < tokens % rows) for r in range(rows)]
-        self.caches = self._caches(sum(-(-count // plan.block_size) for count in counts))
+        steps = self._largest_steps()
+        num_blocks = max(sum(-(-count // plan.block_size) for count in counts) for counts, _ in steps)
+        self.caches = self._caches(num_blocks)
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
-        self._rehearse(counts)
-        # A prompt's logits are more than those of few requests, beside all else of a step full of it.
-        self._rehearse([min(tokens, plan.max_model_len)], SCORING)
-        torch.cuda.synchronize(self.device)
+        for counts, params in steps:
+            self._rehearse(counts, params)
+        synchronize_device(self.device)
         peak = torch.cuda.max_memory_allocated(self.device) - before
         if self._captures:
             # Graphs have memory of their own: that of the largest, and what the driver takes for each.
@@ -323,17 +346,33 @@ class Worker:
         return peak
 
     @property
+    def _most(self) -> tuple[int, int]:
+        """Rows and tokens that a step has at most."""
+        plan = self.plan
+        rows = min(plan.max_num_seqs, plan.max_num_batched_tokens)
+        return rows, min(plan.max_num_batched_tokens, rows * plan.max_model_len)
+
+    def _largest_steps(self) -> list[tuple[list[int], SamplingParams]]:
+        """Prompts' lengths and wishes of the steps that take the most memory."""
+        rows, tokens = self._most
+        return [
+            ([tokens // rows + (r < tokens % rows) for r in range(rows)], DEMANDING),
+            # A prompt's logits are more than those of few requests, beside all else of a step full of it.
+            ([min(tokens, self.plan.max_model_len)], SCORING),
+        ]
+
+    @property
     def _guesses(self) -> int:
         """The most that a row of a step may have, each of which is sampled after."""
         return self.plan.speculation.tokens if self.plan.speculation else 0
 
-    def _rehearse(self, counts: list[int], params: SamplingParams = DEMANDING) -> None:
+    def _rehearse(self, counts: list[int], params: SamplingParams = DEMANDING, num_blocks: int | None = None) -> None:
         """Run one step of made-up prompts with these lengths, in slots and blocks that nobody holds yet, and with as
-        many guesses as may be."""
+        many guesses as may be. A cache of fewer `num_blocks` than that takes holds some of them one over the other."""
         size, blocks, first = self.plan.block_size, [], 0
         for count in counts:
             need = -(-count // size)
-            blocks.append(list(range(first, first + need)))
+            blocks.append([block % (num_blocks or first + need) for block in range(first, first + need)])
             first += need
         slots = list(range(len(counts)))
         step = StepPlan(

@@ -12,7 +12,7 @@ import torch
 
 from weft.facts.host import packages
 from weft.kernels.base import Attention, AttentionShape, Kernels
-from weft.kernels.usable import off_gpu, processors, usable
+from weft.kernels.usable import off_gpu, processors, shared_bytes, usable
 from weft.planner import backends
 
 if TYPE_CHECKING:
@@ -21,13 +21,17 @@ if TYPE_CHECKING:
 
 def available(device: torch.device, *, required: bool = False) -> bool:
     """Whether they run on the device; with `required` the reason that they cannot is a ConfigError."""
-    obstacle = None
-    if "triton" not in packages():
-        obstacle = backends.NO_TRITON
-    elif os.environ.get("TRITON_INTERPRET") != "1" and (obstacle := off_gpu(device)):
-        obstacle += " (TRITON_INTERPRET=1 interprets them, for tests)"
     instead = "The slower torch kernels take their place"
-    return usable(backends.KERNELS["triton"], obstacle, required=required, instead=instead)
+    return usable(backends.KERNELS["triton"], obstacle(device), required=required, instead=instead)
+
+
+def obstacle(device: torch.device) -> str | None:
+    """Why they do not run on the device."""
+    if "triton" not in packages():
+        return backends.NO_TRITON
+    if os.environ.get("TRITON_INTERPRET") != "1" and (reason := off_gpu(device)):
+        return f"{reason} (TRITON_INTERPRET=1 interprets them, for tests)"
+    return None
 
 
 def own_attention(device: torch.device, shape: AttentionShape) -> TritonAttention:
@@ -35,11 +39,13 @@ def own_attention(device: torch.device, shape: AttentionShape) -> TritonAttentio
     from weft.kernels.triton import kept
     from weft.kernels.triton.attention import TritonAttention
 
-    return TritonAttention(processors(device), kept.known(device, shape))
+    return TritonAttention(processors(device), kept.known(device, shape), shared_bytes(device))
 
 
 def made(device: torch.device, attention: Attention | None = None) -> Kernels:
     """The kernels for a device, with `attention` in place of their own."""
     from weft.kernels.triton.kernels import TritonKernels
 
-    return TritonKernels(processors(device), attention)
+    return TritonKernels(
+        processors(device), attention or TritonAttention(processors(device), shared=shared_bytes(device))
+    )

@@ -17,12 +17,14 @@ from weft.kernels import samples
 from weft.kernels.base import AttentionShape, KVCache
 from weft.kernels.batch import Batch
 from weft.kernels.triton.tuning import DECODE, DEFAULT, PREFILL, Tuning, Tunings
+from weft.kernels.usable import AMPERE_SHARED_BYTES
 from weft.kernels.warm import Launch, turns
 
 LOG2_E = 1.4426950408889634
 LEAST = 16  # of each side of the smallest matrix product
-HEAD_BYTES = 256  # of the widest head whose tiles of those sizes fit the 99 KiB that any GPU since Ampere has
-MOST_SPLITS = 32  # and as many as a program joins, however few there are: one kernel for all
+HEAD_BYTES = 256  # of the widest head whose tiles fit the 99 KiB that any GPU since Ampere has; 64 KiB take half
+MOST_SPLITS = 32
+AT_ONCE = tl.constexpr(4)  # parts that are on their way to who joins them
 
 
 @triton.jit
@@ -63,6 +65,9 @@ def _mix(
     the last `window`; one that sees none gets zeros."""
     columns = tl.arange(0, HEAD)
     inside = columns < head_dim
+    if keys.dtype.element_ty == tl.float8e4nv and query.dtype == tl.bfloat16:
+        # Keys of 8 bits become float16 in one instruction for two, but bfloat16 by way of float32.
+        query = query.to(tl.float16)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, HEAD], tl.float32)
@@ -78,14 +83,34 @@ def _mix(
     return mixed / total[:, None], top + tl.log2(total)
 
 
+@triton.jit
+def _join(parts, sums, heads, mine, kept, splits, head_dim, GROUP: tl.constexpr, HEAD: tl.constexpr):
+    """[GROUP, HEAD] of all parts of these heads, always in the same order. They are read past the first cache, which
+    knows nothing of other multiprocessors."""
+    top = tl.full([GROUP], float("-inf"), tl.float32)
+    for each in range(splits):
+        top = tl.maximum(top, tl.load(sums + heads * splits + each, mine, other=float("-inf"), cache_modifier=".cg"))
+    still = tl.where(top == float("-inf"), 0.0, top)
+    total, mixed = tl.zeros([GROUP], tl.float32), tl.zeros([GROUP, HEAD], tl.float32)
+    columns = tl.arange(0, HEAD)
+    for each in tl.range(0, splits, loop_unroll_factor=AT_ONCE):
+        at_part = heads * splits + each
+        weight = tl.exp2(tl.load(sums + at_part, mine, other=float("-inf"), cache_modifier=".cg") - still)
+        place = at_part[:, None] * head_dim + columns[None, :]
+        mixed += tl.load(parts + place, kept, other=0.0, cache_modifier=".cg") * weight[:, None]
+        total += weight
+    return mixed / tl.where(total == 0.0, 1.0, total)[:, None]
+
+
 # Figures that differ from step to step are no reason to compile anew.
 @triton.jit(do_not_specialize=["table_width", "window", "splits"])
 def _decode(
-    q, keys, values, out, sums, tables, context, table_width, q_heads, kv_heads, head_dim, scale, window, splits,
-    WINDOWED: tl.constexpr, SPLIT: tl.constexpr, KV_BLOCK: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr,
-    TILE: tl.constexpr,
+    q, keys, values, out, parts, sums, through, tables, context, table_width, q_heads, kv_heads, head_dim, scale,
+    window, splits, WINDOWED: tl.constexpr, SPLIT: tl.constexpr, KV_BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    HEAD: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    # Heads first: programs that run side by side read whole lines of the cache, which has a token's heads together.
+    kv_head, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     group = q_heads // kv_heads
     length = tl.load(context + row)
     begin = 0
@@ -108,28 +133,17 @@ def _decode(
     )  # fmt: skip
     if SPLIT:
         at_part = heads * splits + split
-        tl.store(out + at_part[:, None] * head_dim + columns[None, :], result, kept)
+        tl.store(parts + at_part[:, None] * head_dim + columns[None, :], result, kept)
         tl.store(sums + at_part, logs, mine)
+        # All threads have written before one of them says so.
+        tl.debug_barrier()
+        arrived = through + row * kv_heads + kv_head
+        if tl.atomic_add(arrived, 1, sem="acq_rel") == splits - 1:
+            tl.store(arrived, 0)  # for the next layer
+            joined = _join(parts, sums, heads, mine, kept, splits, head_dim, GROUP, HEAD)
+            tl.store(out + heads[:, None] * head_dim + columns[None, :], joined.to(out.dtype.element_ty), kept)
     else:
         tl.store(out + heads[:, None] * head_dim + columns[None, :], result.to(out.dtype.element_ty), kept)
-
-
-@triton.jit(do_not_specialize=["splits"])
-def _join(parts, sums, out, splits, head_dim, SPLITS: tl.constexpr, HEAD: tl.constexpr):
-    head = tl.program_id(0).to(tl.int64)
-    number, columns = tl.arange(0, SPLITS), tl.arange(0, HEAD)
-    used, inside = number < splits, columns < head_dim
-    logs = tl.load(sums + head * splits + number, used, other=float("-inf"))
-    top = tl.max(logs, 0)
-    weights = tl.exp2(logs - tl.where(top == float("-inf"), 0.0, top))
-    total = tl.sum(weights, 0)
-    part = tl.load(
-        parts + (head * splits + number)[:, None] * head_dim + columns[None, :],
-        used[:, None] & inside[None, :],
-        other=0.0,
-    )
-    result = tl.sum(part * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
-    tl.store(out + head * head_dim + columns, result.to(out.dtype.element_ty), inside)
 
 
 def splits_of(tuning: Tuning, processors: int, rows: int, kv_heads: int) -> int:
@@ -137,31 +151,42 @@ def splits_of(tuning: Tuning, processors: int, rows: int, kv_heads: int) -> int:
     return min(MOST_SPLITS, triton.cdiv(tuning.programs * processors, rows * kv_heads))
 
 
-def tiles(head_dim: int, dtype: torch.dtype) -> tuple[int, int]:
-    """A head's width in the kernels, and the part of a tile that there is memory for: one in so many rows."""
+def tile_of(tuning: Tuning, part: int, cache: KVCache) -> int:
+    """Keys in a tile, `part` as `tiles` gives it; of 8 bits twice as many, which are as many bytes."""
+    return max(LEAST, tuning.tile * (2 if cache.keys.itemsize == 1 else 1) // part)
+
+
+def tiles(head_dim: int, dtype: torch.dtype, shared: int) -> tuple[int, int]:
+    """A head's width in the kernels, and the part of a tile, one in so many rows, that fits into `shared` bytes."""
     head = max(LEAST, triton.next_power_of_2(head_dim))
-    return head, max(1, head * dtype.itemsize // HEAD_BYTES)
+    widest = HEAD_BYTES if shared >= AMPERE_SHARED_BYTES else HEAD_BYTES // 2
+    return head, max(1, head * dtype.itemsize // widest)
 
 
 def decode(
     q: torch.Tensor, cache: KVCache, batch: Batch, rows: int, scale: float, window: int | None, processors: int,
-    out: torch.Tensor, tuning: Tuning = DECODE,
+    out: torch.Tensor, tuning: Tuning = DECODE, shared: int = AMPERE_SHARED_BYTES, through: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    """The first `rows` rows, of one token each: q [rows, q_heads, head_dim] into out [rows, q_heads * head_dim]."""
+    """The first `rows` rows, of one token each: q [rows, q_heads, head_dim] into out [rows, q_heads * head_dim].
+    `through` is int32 zeros, one for each row and KV head: the number of programs that are through with their parts."""
     _, q_heads, head_dim = q.shape
     kv_heads = cache.keys.shape[2]
     splits = splits_of(tuning, processors, rows, kv_heads)
-    head, part = tiles(head_dim, q.dtype)
-    parts, sums = out, out
+    head, part = tiles(head_dim, q.dtype, shared)
+    parts = sums = out
+    if through is None:
+        through = q.new_zeros(rows * kv_heads, dtype=torch.int32)
     if splits > 1:
         parts = q.new_empty((rows, q_heads, splits, head_dim), dtype=torch.float32)
         sums = q.new_empty((rows, q_heads, splits), dtype=torch.float32)
-    _decode[(rows, kv_heads, splits)](
+    _decode[(kv_heads, rows, splits)](
         q,
         cache.keys,
         cache.values,
+        out,
         parts,
         sums,
+        through,
         batch.tables,
         batch.context,
         batch.tables.stride(0),
@@ -176,12 +201,10 @@ def decode(
         KV_BLOCK=cache.block_size,
         GROUP=max(LEAST, triton.next_power_of_2(q_heads // kv_heads)),
         HEAD=head,
-        TILE=max(LEAST, tuning.tile // part),
+        TILE=tile_of(tuning, part, cache),
         num_warps=tuning.warps,
         num_stages=tuning.stages,
     )
-    if splits > 1:
-        _join[(rows * q_heads,)](parts, sums, out, splits, head_dim, SPLITS=MOST_SPLITS, HEAD=head, num_warps=2)
 
 
 @triton.jit(do_not_specialize=["first_row", "rows", "table_width", "window"])
@@ -226,14 +249,14 @@ def _prefill(
 
 def prefill(
     q: torch.Tensor, cache: KVCache, batch: Batch, first_row: int, scale: float, window: int | None, out: torch.Tensor,
-    tuning: Tuning = PREFILL,
+    tuning: Tuning = PREFILL, shared: int = AMPERE_SHARED_BYTES,
 ) -> None:  # fmt: skip
     """The rows from `first_row` on, of any number of tokens: q [T, q_heads, head_dim] into out [T, q_heads * head_dim],
     of which only those rows' tokens are touched. Rows before them have one token each."""
     tokens, q_heads, head_dim = q.shape
     kv_heads, rows = cache.keys.shape[2], batch.rows - first_row
     group = q_heads // kv_heads
-    head, part = tiles(head_dim, q.dtype)
+    head, part = tiles(head_dim, q.dtype, shared)
     lanes = max(tuning.rows // part, LEAST, triton.next_power_of_2(group))
     queries = lanes // group
     _prefill[((tokens - first_row) // queries + rows, kv_heads)](
@@ -265,12 +288,15 @@ def prefill(
 
 
 class TritonAttention:
-    """See `Attention`. `processors` is the number of the device's multiprocessors."""
+    """See `Attention`. `processors` is the number of the device's multiprocessors, `shared` the bytes of their memory
+    that a program may ask for."""
 
     name = "triton"
 
-    def __init__(self, processors: int, tunings: Tunings = DEFAULT) -> None:
-        self._processors, self.tunings = processors, tunings
+    def __init__(self, processors: int, tunings: Tunings = DEFAULT, shared: int = AMPERE_SHARED_BYTES) -> None:
+        self._processors, self.tunings, self._shared = processors, tunings, shared
+        # By their number; none is ever given back, for graphs read them.
+        self._through: dict[int, torch.Tensor] = {}
 
     def prepare(self, batch: Batch) -> None:
         """Nothing that a program would not find out by itself."""
@@ -280,7 +306,7 @@ class TritonAttention:
         if batch.decodes:
             self.decode(q, cache, batch, scale, window, out)
         if batch.decodes < batch.rows:
-            prefill(q, cache, batch, batch.decodes, scale, window, out, self.tunings.prefill)
+            prefill(q, cache, batch, batch.decodes, scale, window, out, self.tunings.prefill, self._shared)
         return out
 
     def decode(
@@ -288,7 +314,11 @@ class TritonAttention:
     ) -> None:
         """The batch's rows of one token alone."""
         rows = batch.decodes
-        decode(q, cache, batch, rows, scale, window, self._processors, out, self.tunings.of(rows))
+        count = triton.next_power_of_2(rows * cache.keys.shape[2])
+        if count not in self._through:
+            self._through[count] = torch.zeros(count, dtype=torch.int32, device=q.device)
+        sizes = self.tunings.of(rows), self._shared
+        decode(q, cache, batch, rows, scale, window, self._processors, out, *sizes, self._through[count])
 
     def launches(self, shape: AttentionShape, device: torch.device) -> list[list[Launch]]:
         def kernel(rows: int) -> tuple[Tuning, bool]:

@@ -10,6 +10,9 @@ from weft.kernels.base import HeadNorm, KVCache
 from weft.kernels.batch import Batch
 
 COLUMNS = 1024  # of the MLP that one program of silu_mul takes
+# That one program rotates. With one each, starting programs takes longer than moving their bytes; with all of a token,
+# a step of one row has no other multiprocessor at work.
+HEADS = 8
 
 
 @triton.jit
@@ -79,56 +82,63 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def _half_norm(a, b, weight, columns, inside, half, eps):
-    """Of a head whose halves are a and b; rounded as the plain kernels round it."""
+def _half_norm(a, b, first, second, half, eps):
+    """Of heads whose halves are a and b [HEADS, BLOCK], with these weights; rounded as the plain kernels round it."""
     x, y = a.to(tl.float32), b.to(tl.float32)
-    rate = tl.rsqrt((tl.sum(x * x, 0) + tl.sum(y * y, 0)) / (2 * half) + eps)
-    first = tl.load(weight + columns, inside, other=0.0).to(tl.float32)
-    second = tl.load(weight + half + columns, inside, other=0.0).to(tl.float32)
+    rate = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / (2 * half) + eps)[:, None]
     a = ((x * rate).to(a.dtype).to(tl.float32) * first).to(a.dtype)
     b = ((y * rate).to(b.dtype).to(tl.float32) * second).to(b.dtype)
     return a, b
 
 
 @triton.jit
+def _head_weights(q_norm, k_norm, asks, columns, inside):
+    """[HEADS, BLOCK] float32: the query heads' weights, where a head `asks`, or else the key heads'."""
+    of_query = tl.load(q_norm + columns, inside, other=0.0).to(tl.float32)
+    of_key = tl.load(k_norm + columns, inside, other=0.0).to(tl.float32)
+    return tl.where(asks[:, None], of_query[None, :], of_key[None, :])
+
+
+@triton.jit
+def _store_halves(start, target, a, b, columns, half, mask):
+    tl.store(start + target[:, None] + columns[None, :], a.to(start.dtype.element_ty), mask)
+    tl.store(start + target[:, None] + half + columns[None, :], b.to(start.dtype.element_ty), mask)
+
+
+@triton.jit
 def _rotate_and_store(
     qkv, q, keys, values, rope, positions, slots, q_norm, k_norm, eps, q_heads, kv_heads, half,
-    NORM: tl.constexpr, BLOCK: tl.constexpr,
+    NORM: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     columns = tl.arange(0, BLOCK)
-    inside = columns < half
-    source = qkv + (token * (q_heads + 2 * kv_heads) + head) * 2 * half
-    a = tl.load(source + columns, inside, other=0.0)
-    b = tl.load(source + half + columns, inside, other=0.0)
+    inside, heads = columns < half, q_heads + 2 * kv_heads
+    asks, turns = head < q_heads, head < q_heads + kv_heads
+    there = (head < heads)[:, None] & inside[None, :]
+    source = qkv + (token * heads + head)[:, None] * 2 * half + columns[None, :]
+    a, b = tl.load(source, there, other=0.0), tl.load(source + half, there, other=0.0)
     slot = tl.load(slots + token)
-    if head < q_heads + kv_heads:
-        if NORM:
-            if head < q_heads:
-                a, b = _half_norm(a, b, q_norm, columns, inside, half, eps)
-            else:
-                a, b = _half_norm(a, b, k_norm, columns, inside, half, eps)
-        angles = rope + tl.load(positions + token).to(tl.int64) * 2 * half
-        cos = tl.load(angles + columns, inside, other=0.0)
-        sin = tl.load(angles + half + columns, inside, other=0.0)
-        x, y = a.to(tl.float32), b.to(tl.float32)
-        a, b = (x * cos - y * sin).to(a.dtype), (y * cos + x * sin).to(b.dtype)
+    angles = rope + tl.load(positions + token).to(tl.int64) * 2 * half
+    cos = tl.load(angles + columns, inside, other=0.0)[None, :]
+    sin = tl.load(angles + half + columns, inside, other=0.0)[None, :]
+    c, d = a, b
+    if NORM:
+        first = _head_weights(q_norm, k_norm, asks, columns, inside)
+        second = _head_weights(q_norm + half, k_norm + half, asks, columns, inside)
+        c, d = _half_norm(a, b, first, second, half, eps)
+    x, y = c.to(tl.float32), d.to(tl.float32)
+    a = tl.where(turns[:, None], (x * cos - y * sin).to(a.dtype), a)
+    b = tl.where(turns[:, None], (y * cos + x * sin).to(b.dtype), b)
+    _store_halves(q, (token * q_heads + head) * 2 * half, a, b, columns, half, there & asks[:, None])
     if keys.dtype.element_ty == tl.float8e4nv:
         # Its greatest number: what is beyond would be none.
-        kept_a, kept_b = tl.clamp(a.to(tl.float32), -448.0, 448.0), tl.clamp(b.to(tl.float32), -448.0, 448.0)
-    else:
-        kept_a, kept_b = a, b
-    if head < q_heads:
-        target = q + (token * q_heads + head) * 2 * half
-        tl.store(target + columns, a, inside)
-        tl.store(target + half + columns, b, inside)
-    elif slot >= 0:  # a row that fills up a captured batch has none
-        if head < q_heads + kv_heads:
-            target = keys + (slot * kv_heads + head - q_heads) * 2 * half
-        else:
-            target = values + (slot * kv_heads + head - q_heads - kv_heads) * 2 * half
-        tl.store(target + columns, kept_a.to(keys.dtype.element_ty), inside)
-        tl.store(target + half + columns, kept_b.to(keys.dtype.element_ty), inside)
+        a, b = tl.clamp(a.to(tl.float32), -448.0, 448.0), tl.clamp(b.to(tl.float32), -448.0, 448.0)
+    # A row that fills up a captured batch has slot -1: its places are below zero.
+    key, value = slot * kv_heads + head - q_heads, slot * kv_heads + head - q_heads - kv_heads
+    written = (head >= q_heads) & (key >= 0) & turns
+    _store_halves(keys, key * 2 * half, a, b, columns, half, there & written[:, None])
+    written = (head >= q_heads + kv_heads) & (value >= 0)
+    _store_halves(values, value * 2 * half, a, b, columns, half, there & written[:, None])
 
 
 def rotate_and_store(
@@ -138,7 +148,7 @@ def rotate_and_store(
     tokens, (kv_heads, head_dim) = qkv.shape[0], cache.keys.shape[2:]
     q = qkv.new_empty(tokens, q_heads, head_dim)
     weights = (head_norm.query, head_norm.key) if head_norm else (qkv, qkv)
-    _rotate_and_store[(tokens, q_heads + 2 * kv_heads)](
+    _rotate_and_store[(tokens, triton.cdiv(q_heads + 2 * kv_heads, HEADS))](
         qkv,
         q,
         cache.keys,
@@ -152,7 +162,8 @@ def rotate_and_store(
         kv_heads,
         head_dim // 2,
         NORM=head_norm is not None,
+        HEADS=HEADS,
         BLOCK=triton.next_power_of_2(head_dim // 2),
-        num_warps=1,
+        num_warps=2,
     )
     return q

@@ -22,7 +22,7 @@ from weft.kernels.triton.tuning import (
     Tuning,
     Tunings,
 )
-from weft.kernels.usable import processors
+from weft.kernels.usable import processors, shared_bytes
 
 ROWS = (1, 8, 64, 256)  # of decode steps; of other numbers the nearest counts
 SHORTEST, LONGEST = 100, 2048  # of their contexts
@@ -75,9 +75,11 @@ def decode_race(shape: AttentionShape, device: torch.device, contexts: list[int]
     more = min(PLACES - 1, COLD_BYTES // (cache.keys.nbytes + cache.values.nbytes))
     caches = [cache, *(KVCache(cache.keys.clone(), cache.values.clone()) for _ in range(more))]
 
+    through = torch.zeros(len(contexts) * shape.kv_heads, dtype=torch.int32, device=device)
+
     def attend(tuning: Tuning, q: torch.Tensor, cache: KVCache, batch: Batch) -> torch.Tensor:
-        out = torch.empty_like(q).flatten(1)
-        decode(q, cache, batch, batch.rows, shape.scale, shape.windows[0], processors(device), out, tuning)
+        out, sizes = torch.empty_like(q).flatten(1), (tuning, shared_bytes(device), through)
+        decode(q, cache, batch, batch.rows, shape.scale, shape.windows[0], processors(device), out, *sizes)
         return out
 
     least, most = min(contexts), max(contexts)
@@ -91,7 +93,7 @@ def prefill_race(shape: AttentionShape, device: torch.device, what: str) -> Race
 
     def attend(tuning: Tuning, q: torch.Tensor, cache: KVCache, batch: Batch) -> torch.Tensor:
         out = torch.empty_like(q).flatten(1)
-        prefill(q, cache, batch, 0, shape.scale, shape.windows[0], out, tuning)
+        prefill(q, cache, batch, 0, shape.scale, shape.windows[0], out, tuning, shared_bytes(device))
         return out
 
     given = prompts(shape, device, counts, contexts)

@@ -1,0 +1,177 @@
+"""Weights rounded on a GPU to the numbers of a scheme: what `weft.quant.rounding` computes, in one launch a matrix.
+
+There the formulas are explained; the names are the same.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from weft.facts.schemes import UNIT, Scheme
+from weft.quant.quantised import Quantised
+from weft.quant.rounding import BELOW_AND_ABOVE, SHARES, TINY, round_into
+
+LARGEST_GROUP = 128  # columns
+TILE = 1024  # elements that a program rounds
+TINIEST = tl.constexpr(TINY)
+# Added and taken away again, it rounds a float32 below 2^22 to the nearest whole number, halves to even.
+WHOLE = tl.constexpr(12582912.0)
+
+
+@triton.jit
+def _half(x):
+    return x.to(tl.float16).to(tl.float32)
+
+
+@triton.jit
+def _whole(x, least: tl.constexpr, most: tl.constexpr):
+    """The nearest whole number from `least` to `most`."""
+    return (tl.clamp(x, least, most) + WHOLE) - WHOLE
+
+
+@triton.jit
+def _fit_minimum(w, each, below: tl.constexpr, above: tl.constexpr, most: tl.constexpr):
+    """Numbers [G, GROUP], and [G] errors, scales and minima, from these shares of what is below and above the middle of
+    a group's range."""
+    low, high = tl.min(w, 1), tl.max(w, 1)
+    middle, mean = (high + low) / 2, tl.sum(w * each, 1)
+    first = middle - (middle - low) * below
+    scale = _half(tl.maximum(((high - middle) * above + (middle - low) * below) / most, TINIEST))
+    q = _whole((w - first[:, None]) * (1.0 / scale)[:, None], 0.0, most)
+    average = tl.sum(q * each, 1)
+    centred = q - average[:, None]
+    variance = tl.sum(centred * centred * each, 1)
+    fitted = tl.sum((w - mean[:, None]) * centred * each, 1) / tl.maximum(variance, TINIEST)
+    scale = tl.where(variance > 0.0, _half(tl.maximum(fitted, TINIEST)), scale)
+    minimum = _half(mean - scale * average)
+    q = _whole((w - minimum[:, None]) * (1.0 / scale)[:, None], 0.0, most)
+    off = q * scale[:, None] + minimum[:, None] - w
+    return tl.sum(off * off * each, 1), q, scale, minimum
+
+
+@triton.jit
+def _fit_middle(w, each, share: tl.constexpr, half: tl.constexpr, BITS: tl.constexpr):
+    """Numbers [G, GROUP] from -half on, and [G] errors and scales, from this share of a group's range."""
+    low, high = tl.min(w, 1), tl.max(w, 1)
+    far = tl.where(high > -low, high, low)
+    full = far / -half if BITS < 8 else tl.abs(far) / (half - 1.0)
+    scale = _half(full * share)
+    scale = tl.where(tl.abs(scale) < TINIEST, TINIEST, scale)
+    q = _whole(w * (1.0 / scale)[:, None], -half, half - 1.0)
+    if BITS < 8:
+        squares = tl.sum(q * q * each, 1)
+        fitted = _half(tl.sum(w * q * each, 1) / tl.maximum(squares, TINIEST))
+        scale = tl.where(tl.abs(fitted) < TINIEST, scale, fitted)
+        q = _whole(w * (1.0 / scale)[:, None], -half, half - 1.0)
+    off = q * scale[:, None] - w
+    return tl.sum(off * off * each, 1), q, scale
+
+
+@triton.jit
+def _fit(w, each, BITS: tl.constexpr, LOWEST: tl.constexpr, TRIED: tl.constexpr):
+    """Numbers [G, GROUP] without a sign, and [G] scales and minima or zero points (anything, if there are none), those
+    of TRIED with the least error."""
+    most: tl.constexpr = 2.0**BITS - 1.0
+    half: tl.constexpr = 2.0 ** (BITS - 1)
+    if LOWEST == "minimum":
+        error, q, scale, lowest = _fit_minimum(w, each, TRIED[0][0], TRIED[0][1], most)
+        for n in tl.static_range(1, len(TRIED)):
+            other, q_, scale_, lowest_ = _fit_minimum(w, each, TRIED[n][0], TRIED[n][1], most)
+            better = other < error
+            error, q = tl.where(better, other, error), tl.where(better[:, None], q_, q)
+            scale, lowest = tl.where(better, scale_, scale), tl.where(better, lowest_, lowest)
+    elif LOWEST == "middle":
+        error, q, scale = _fit_middle(w, each, TRIED[0], half, BITS)
+        for n in tl.static_range(1, len(TRIED)):
+            other, q_, scale_ = _fit_middle(w, each, TRIED[n], half, BITS)
+            better = other < error
+            error, q = tl.where(better, other, error), tl.where(better[:, None], q_, q)
+            scale = tl.where(better, scale_, scale)
+        q, lowest = q + half, scale
+    else:
+        low, high = tl.minimum(tl.min(w, 1), 0.0), tl.maximum(tl.max(w, 1), 0.0)
+        scale = _half(tl.maximum((high - low) / most, TINIEST))
+        lowest = _whole(-low / scale, 0.0, most)
+        q = tl.clamp(_whole(w * (1.0 / scale)[:, None], -most, most) + lowest[:, None], 0.0, most)
+    return q, scale, lowest
+
+
+@triton.jit
+def _round(
+    weight, importance, values, scales, lowest, total, groups, width, cols, lacking,
+    BITS: tl.constexpr, GROUP: tl.constexpr, LOWEST: tl.constexpr, TRIED: tl.constexpr, COUNTED: tl.constexpr,
+    GROUPS: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    number = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+    mine, lane = number < total, tl.arange(0, GROUP)
+    row, column = number // groups, (number % groups)[:, None] * GROUP + lane[None, :]
+    # After the last column come copies of it, which change neither end of a range.
+    source = tl.minimum(column, width - 1)
+    w = tl.load(weight + row[:, None] * width + source, mine[:, None], other=0.0).to(tl.float32)
+    each = tl.full([GROUPS, GROUP], 1.0 / GROUP, tl.float32)
+    if COUNTED:
+        each = tl.load(importance + source, mine[:, None], other=1.0)
+        each = each / tl.sum(each, 1)[:, None]
+    q, scale, least = _fit(w, each, BITS, LOWEST, TRIED)
+    tl.store(scales + number, scale.to(tl.float16), mine)
+    if LOWEST != "middle":
+        tl.store(lowest + number, least.to(lowest.dtype.element_ty), mine)
+    if BITS == 8:
+        target = column - lacking
+        kept = mine[:, None] & (target >= 0) & (target < cols)
+        tl.store(values + row[:, None] * cols + target, q.to(tl.uint8), kept)
+    else:
+        # A byte has a number of a unit's first half, and above it one of the second.
+        UNITS: tl.constexpr = GROUPS * GROUP // UNIT
+        nibbles = tl.reshape(q.to(tl.int32), [UNITS, 2, UNIT // 2]) << (tl.arange(0, 2) * 4)[None, :, None]
+        unit = tl.program_id(0).to(tl.int64) * UNITS + tl.arange(0, UNITS)
+        each_row = groups * GROUP // UNIT
+        target = unit % each_row - lacking // UNIT
+        kept = (unit < total * GROUP // UNIT) & (target >= 0) & (target < cols // UNIT)
+        place = (unit // each_row * (cols // UNIT) + target) * (UNIT // 2)
+        byte = tl.arange(0, UNIT // 2)
+        tl.store(values + place[:, None] + byte[None, :], tl.sum(nibbles, 1).to(tl.uint8), kept[:, None])
+
+
+def round_on_gpu(weight: torch.Tensor, into: Quantised, importance: torch.Tensor | None = None) -> None:
+    """A `Rounding` for GPUs, in one launch; schemes of wider groups are rounded by torch."""
+    scheme, (rows, width) = into.scheme, weight.shape
+    if not has_kernel(scheme):
+        round_into(weight, into, importance)
+        return
+    assert weight.is_contiguous() and into.values.is_contiguous()
+    groups = triton.cdiv(width, scheme.group)
+    each = TILE // scheme.group
+    _round[(triton.cdiv(rows * groups, each),)](
+        weight,
+        weight if importance is None else importance,
+        into.values,
+        into.scales,
+        into.scales if into.lowest is None else into.lowest,
+        rows * groups,
+        groups,
+        width,
+        into.shape[1],
+        into.lacking,
+        BITS=scheme.bits,
+        GROUP=scheme.group,
+        LOWEST=scheme.lowest,
+        TRIED=tried(scheme),
+        COUNTED=importance is not None,
+        GROUPS=each,
+        UNIT=UNIT,
+    )
+
+
+def has_kernel(scheme: Scheme) -> bool:
+    return scheme.bits in (4, 8) and scheme.group <= LARGEST_GROUP and LARGEST_GROUP % scheme.group == 0
+
+
+def tried(scheme: Scheme) -> tuple[tuple[float, float], ...] | tuple[float, ...]:
+    """Shares of a group's range."""
+    shares: tuple[tuple[float, float], ...] | tuple[float, ...] = (
+        BELOW_AND_ABOVE if scheme.lowest == "minimum" else SHARES
+    )
+    return shares if scheme.bits < 8 else shares[:1]
