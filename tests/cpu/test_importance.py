@@ -16,24 +16,21 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from tests.cpu import checkpoints
-from tests.cpu.checkpoints import Recipe, make, reference
+from tests.cpu.checkpoints import make, reference
 from tests.cpu.fake_cuda import CUDA, Card, OnCard, the_card  # noqa: F401
+from tests.cpu.importances import INT4, WIDE, importance_by_rank
 from tests.cpu.layouts import plan_for
 from tests.cpu.test_quantised import measured
 from weft.comm import Links, Solo
-from weft.executors.inline import InlineExecutor
 from weft.facts.checkpoint import resolve, sources, tensors
 from weft.facts.place import Place, Span
 from weft.facts.shape import ModelShape
-from weft.planner.plan import Plan
 from weft.weights.load import allocate, open_source
 from weft.weights.stored import Stored
-from weft.worker import importance, worker
+from weft.worker import importance
 from weft.worker.importance import TOKENS, drawn, evened, is_rounded
 
 CPU = torch.device("cpu")
-WIDE = Recipe("Llama", {"hidden_size": 192, "intermediate_size": 320, "head_dim": 32, "mlp_bias": True})
-INT4 = {"quantization": "int4", "dtype": "float32", "max_model_len": 128, "kv_cache_memory_bytes": 1 << 24}
 
 
 @pytest.fixture(scope="module")
@@ -60,23 +57,6 @@ def of_transformers(path: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def found_by(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> dict[int, dict[str, torch.Tensor]]:
-    """What each rank of an engine that starts has found."""
-    found = dict[int, dict[str, torch.Tensor]]()
-
-    def spy(plan: Plan, rank: int, *rest: Any) -> dict[str, torch.Tensor]:
-        found[rank] = importance.importance(plan, rank, *rest)
-        return found[rank]
-
-    monkeypatch.setattr(worker, "importance", spy)
-    executor = InlineExecutor()
-    try:
-        executor.start(plan)
-    finally:
-        executor.close()
-    return found
-
-
 def columns(shape: ModelShape, place: Place, product: str) -> Span:
     """Those of a rank."""
     whole = {"qkv": Span(0, shape.hidden), "gate_up": Span(0, shape.hidden), "down": place.ffn}
@@ -87,7 +67,7 @@ def columns(shape: ModelShape, place: Place, product: str) -> Span:
 def test_it_is_what_transformers_multiplies_with(wide: Path, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     truth, plan, seen = of_transformers(wide), plan_for(wide, layout, **INT4), 0
     theirs = {"qkv": "q_proj", "out": "o_proj", "gate_up": "gate_proj", "down": "down_proj"}
-    for rank, found in found_by(plan, monkeypatch).items():
+    for rank, found in importance_by_rank(plan, monkeypatch).items():
         for name, got in found.items():
             _, layer, _, product, _ = name.split(".")
             cols = columns(plan.shape, plan.places[rank], product)
@@ -137,7 +117,7 @@ def bands_of(count: int, rows: Span, *_: int) -> list[Span]:
 
 def test_weights_that_are_made_up_need_none(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = msgspec.structs.replace(plan_for(wide, "whole", **INT4), load_format="dummy")
-    assert found_by(plan, monkeypatch) == {0: {}}
+    assert importance_by_rank(plan, monkeypatch) == {0: {}}
 
 
 def test_what_is_no_number_counts_as_others() -> None:
