@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-from scripts.gpu import needs, report, wheels
+from scripts.gpu import needs, rehearsal, report, wheels
 from scripts.gpu.card import ROOT, about, first_card, version_of
 from scripts.gpu.children import ChildError, Children, CutError
 from scripts.gpu.parts import PARTS, Part
@@ -38,14 +38,14 @@ def main(words: Sequence[str]) -> int:
         return refused(f"{unknown[0]!r} is no part; parts are {' '.join(PARTS)}, and report, wheels")
     folder = results_folder()
     parts = [PARTS[name] for name in arguments.part]
+    if arguments.rehearse:
+        rehearsal.programs_first()
     obstacle = needs.first_obstacle(static_obstacles(parts, folder, arguments.vllm))
     if obstacle:
         return refused(obstacle)
     with ExitStack() as stack:
         if arguments.rehearse:
-            from scripts.gpu.rehearsal import stand_in
-
-            stack.enter_context(stand_in())
+            stack.enter_context(rehearsal.stand_in())
         card = first_card()
         obstacle = needs.first_obstacle(
             partial(needs.obstacle_of_card, part.name, part.needs, card, version_of("torch")) for part in parts
@@ -68,9 +68,9 @@ def results_folder() -> Path:
 def parsed(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="scripts/gpu_check",
-        description="What only a GPU can show. Each part takes less than nine minutes, keeps its rows in $RESULTS/PART.json "
-        "as they come, and goes on where an earlier run of the same commit stopped. Exit status: 0, also if a target is "
-        "missed; 1 if a test failed; 2 if a need is missing; 3 if time ran out.",
+        description="What only a GPU can show. Each part takes less than nine minutes, keeps its rows in "
+        "$RESULTS/PART.json as they come, and goes on where an earlier run of the same commit stopped. Exit status: 0, "
+        "also if a target is missed; 1 if a test failed; 2 if a need is missing; 3 if time ran out.",
         epilog="scripts/gpu_check report --help, scripts/gpu_check wheels --help: the other two commands.",
     )
     parser.add_argument("part", nargs="*", help=f"one or more of {' '.join(PARTS)}; none lists them")
@@ -85,7 +85,8 @@ def listed() -> list[str]:
     """A line per part."""
     width = max(map(len, PARTS))
     return [
-        f"{part.name:{width}}  {part.minutes:g} min  {part.what}; needs {part.needs.described()}" for part in PARTS.values()
+        f"{part.name:{width}}  {part.minutes:g} min  {part.what}; needs {part.needs.described()}"
+        for part in PARTS.values()
     ]
 
 
@@ -129,11 +130,7 @@ def measure(part: Part, folder: Path, facts: dict[str, object], arguments: argpa
 
 
 def children(folder: Path, *, rehearse: bool) -> Children:
-    if rehearse:
-        from scripts.gpu.rehearsal import RehearsedChildren
-
-        return RehearsedChildren(folder)
-    return Children(folder)
+    return rehearsal.RehearsedChildren(folder) if rehearse else Children(folder)
 
 
 def run_task(task: Task, setup: Setup, deadline: float) -> bool:

@@ -35,9 +35,7 @@ def nano(model: str, seconds: float, **more: object) -> Work:
 def one(model: str, name: str = "", **engine: object) -> Work:
     """One request."""
     name = name or model
-    return Work(
-        f"{name} one request", 120, "bench", {"model": model, "kind": "one", "name": name, "engine": engine}
-    )
+    return Work(f"{name} one request", 120, "bench", {"model": model, "kind": "one", "name": name, "engine": engine})
 
 
 SMALL, LLAMA = "Qwen3-0.6B", "Llama-3.1-8B"
@@ -48,10 +46,9 @@ FIRST = (
     Profile("_decode", "decode attention", "attention", CHOSEN),
 )
 TESTS_ALL = (
-    Tests("kernels", 480, (f"{GPU}test_triton_cuda.py",), rehearsed="test_what_lies_between and 50-dtype2"),
+    Tests("kernels", 480, (f"{GPU}test_triton_cuda.py",)),
     Tests(
         "sampling", 480, tuple(f"{GPU}test_{name}_cuda.py" for name in ("sampling", "links", "sums")),
-        rehearsed="test_rows_that_are_no_distribution",
     ),
     Tests("tuning", 480, tuple(f"{GPU}test_{name}_cuda.py" for name in ("tuning", "memory", "importance"))),
     Tests("backends", 480, (f"{GPU}test_backends_cuda.py",), "not how_long"),
@@ -59,13 +56,14 @@ TESTS_ALL = (
     Tests("products-others", 480, (f"{GPU}test_products_cuda.py",), "not bfloat16 and not captured and not scratch"),
     Tests("parity", 480, PARITY, "whole"),
 )  # fmt: skip
-TINY = (
-    ("attention", f"{GPU}test_triton_cuda.py", "test_attention_over_paged_kv_is_exact and bfloat16 and counts0"),
-    ("pointwise", f"{GPU}test_triton_cuda.py", "test_what_lies_between and bfloat16 and 50"),
-    ("sampling", f"{GPU}test_sampling_cuda.py", "test_rows_that_are_no_distribution"),
-    ("products", f"{GPU}test_products_cuda.py", "test_products and bfloat16 and Q4_1 and 33"),
-)
-SANITIZED = tuple(Sanitize(tool, *case) for tool in ("memcheck", "racecheck") for case in TINY)
+KERNELS, SAMPLER = f"{GPU}test_triton_cuda.py::test_", f"{GPU}test_sampling_cuda.py::test_"
+TINY = {  # each a second or so without the tools
+    "attention": f"{KERNELS}attention_over_paged_kv_is_exact[[1, 40, 7]-torch.bfloat16]",
+    "pointwise": f"{KERNELS}what_lies_between_the_products[50-torch.bfloat16]",
+    "sampling": f"{SAMPLER}rows_that_are_no_distribution",
+    "products": f"{GPU}test_products_cuda.py::test_products[33-Span(start=0, stop=576)-576-Q4_1-torch.bfloat16]",
+}
+SANITIZED = tuple(Sanitize(tool, case, TINY[case]) for tool in ("memcheck", "racecheck") for case in TINY)
 LOGITS = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16 and not bfloat16"}
 PARITY_SIDES = (
     *(Tests(f"logits-{name}", 480, PARITY, f"logits and {choice}") for name, choice in LOGITS.items()),

@@ -6,23 +6,29 @@ import contextlib
 import io
 import os
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from scripts.gpu.card import ROOT
-from scripts.gpu.children import PYTEST, Children
+from scripts.gpu.children import PYTEST, ChildError, Children
 from scripts.gpu.work import Figure, Options, measurement
+from scripts.gpu.work.ranks import last_line
 
 PROGRAMS = ROOT / "tests/cpu/stand_ins"  # compute-sanitizer and ncu, which check their arguments
 CARD_BYTES = 144_000_000_000
 
 
+def programs_first() -> None:
+    """Put the stand-ins for programs first on PATH, and have Triton's kernels run in its interpreter."""
+    os.environ["PATH"] = f"{PROGRAMS}{os.pathsep}{os.environ.get('PATH', '')}"
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
+
+
 @contextmanager
 def stand_in() -> Iterator[None]:
-    """A card in this process (tests/cpu/fake_cuda.py), and the stand-ins for programs first on PATH."""
-    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
-    os.environ["PATH"] = f"{PROGRAMS}{os.pathsep}{os.environ.get('PATH', '')}"
+    """A card in this process: tests/cpu/fake_cuda.py."""
     import pytest
 
     from tests.cpu import fake_cuda
@@ -37,7 +43,12 @@ class RehearsedChildren(Children):
     """Measurements and pytest run in this process; other programs are the stand-ins."""
 
     def figures(self, name: str, options: Options, log: str, limit_s: float) -> Iterator[Figure]:
-        yield from measurement(name)(options)
+        try:
+            yield from measurement(name)(options)
+        except Exception as error:
+            with (self.folder / f"{log}.log").open("a", encoding="utf-8") as file:
+                traceback.print_exc(file=file)
+            raise ChildError(f"{type(error).__name__}: {last_line(str(error))}") from error
 
     def pytest(self, arguments: Sequence[str], log: str, limit_s: float) -> tuple[int, list[str]]:
         import pytest

@@ -18,7 +18,8 @@ BEGIN, END = "<!-- begin of scripts/gpu_check report -->", "<!-- end of scripts/
 
 def main(words: Sequence[str], folder: Path) -> int:
     parser = argparse.ArgumentParser(
-        prog="scripts/gpu_check report", description="Tables of the results in $RESULTS, as docs/benchmarks.md has them."
+        prog="scripts/gpu_check report",
+        description="Tables of the results in $RESULTS, as docs/benchmarks.md has them.",
     )
     parser.add_argument("--update", action="store_true", help="write them into docs/benchmarks.md")
     parser.add_argument("--page", type=Path, default=PAGE, help=argparse.SUPPRESS)
@@ -58,8 +59,8 @@ def tables(parts: Sequence[dict[str, Any]]) -> str:
 def table(part: dict[str, Any]) -> str:
     """Heading, conditions and rows of one part."""
     conditions = (
-        f"{part['date']}, commit {part['commit']}; {part['card']} (driver {part['driver']}, torch {part['torch']}, Triton "
-        f"{part['triton']}, copies at {part['copy_GBps']:,.0f} GB/s); `scripts/gpu_check {part['part']}`."
+        f"{part['date']}, commit {part['commit']}; {part['card']} (driver {part['driver']}, torch {part['torch']}, "
+        f"Triton {part['triton']}, copies at {part['copy_GBps']:,.0f} GB/s); `scripts/gpu_check {part['part']}`."
     )
     lines = [f"**{part['part']}: {PARTS[part['part']].what}**", "", conditions, ""]
     lines += ["| | value | unit | roofline | share | target | |", "|---|---:|---|---:|---:|---:|---|"]

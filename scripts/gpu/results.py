@@ -93,7 +93,7 @@ def load_results(path: Path) -> dict[str, Any] | None:
 
 
 def judged(row: Row, *, target: float | None, lower_is_better: bool) -> Row:
-    """`row` with its target, its ratio and whether the target is met. A row that is already judged keeps its verdict."""
+    """`row` with its target, its ratio and whether the target is met. A row that is judged keeps its verdict."""
     if row.value is None:
         return row
     against = row.roofline if row.roofline is not None else target

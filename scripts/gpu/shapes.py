@@ -76,7 +76,7 @@ def shape_of(model: str, *, rehearse: bool = False) -> Shape:
     shape = SHAPES[model]
     if not rehearse:
         return shape
-    tiny = {"hidden": 64, "ffn": 128, "layers": 1, "q_heads": 4, "kv_heads": 2, "vocab": 256, "head_dim": 16}
+    tiny = {"hidden": 32, "ffn": 32, "layers": 1, "q_heads": 2, "kv_heads": 1, "vocab": 64, "head_dim": 16}
     return replace(shape, **tiny, dtype="float32")
 
 
@@ -85,5 +85,3 @@ def write_config(folder: Path, shape: Shape) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(shape.config()))
     return str(folder)
-
-

@@ -16,8 +16,10 @@ from scripts.gpu.results import Results, Row, judged
 from scripts.gpu.work import Figure
 
 SANITIZED_STATUS = 86  # of a program in which compute-sanitizer found errors
+REHEARSED = "tests/pure/test_gpu_imports.py"
 SUMMARY = re.compile(r"(\d+) (passed|failed|skipped|errors?)\b")
-SANITIZER_SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
+SANITIZER_REHEARSED = "tests/pure/test_gpu_imports.py"
+SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
 
 
 @dataclass
@@ -34,7 +36,9 @@ class Setup:
 
     def row(self, task: str, figure: Figure) -> Row:
         """A figure with its target for this card."""
-        row = Row(task, figure.name, figure.value, figure.unit, roofline=figure.roofline, ok=figure.ok, note=figure.note)
+        row = Row(
+            task, figure.name, figure.value, figure.unit, roofline=figure.roofline, ok=figure.ok, note=figure.note
+        )
         target = None if self.rehearse else target_of(figure.name, self.card, figure.roofline)
         return judged(row, target=target, lower_is_better=figure.unit in LOWER_IS_BETTER)
 
@@ -72,14 +76,13 @@ class Work:
 
 @dataclass(frozen=True)
 class Tests:
-    """Tests of tests/gpu. `rehearsed` selects those that pass on a stand-in for a card within a second or so; the others
-    are collected there."""
+    """Tests of tests/gpu. In a rehearsal they are collected, and REHEARSED runs in their place: on a stand-in for a card
+    they would take minutes."""
 
     name: str
     seconds: float
     files: tuple[str, ...]
     selection: str = ""
-    rehearsed: str = "none"
 
     def arguments(self) -> list[str]:
         return [*self.files, *(["-k", self.selection] if self.selection else [])]
@@ -87,13 +90,11 @@ class Tests:
     def rows(self, setup: Setup, limit_s: float) -> Iterator[Row]:
         arguments = self.arguments()
         if setup.rehearse:
-            arguments = [*self.files, "-k", self.rehearsed]
-            status, output = setup.children.pytest([*self.arguments(), "--collect-only", "-q"], setup.part, limit_s)
+            status, output = setup.children.pytest([*arguments, "--collect-only", "-q"], setup.part, limit_s)
             if status:
                 yield Row(self.name, f"{self.name}: collected", None, "tests", ok=False, note=failures(output))
                 return
-            if self.rehearsed == "none":
-                return
+            arguments = [REHEARSED]
         status, output = setup.children.pytest(["-v", *arguments], f"{setup.part}-{self.name}", limit_s)
         counts = {word: int(number) for number, word in SUMMARY.findall(output[-1] if output else "")}
         passed, skipped = counts.get("passed", 0), counts.get("skipped", 0)
@@ -103,13 +104,12 @@ class Tests:
 
 @dataclass(frozen=True)
 class Sanitize:
-    """Tests under one tool of compute-sanitizer. Memory comes from the driver piece by piece meanwhile: within a block of
-    torch's allocator the tool sees no bounds."""
+    """Tests under one tool of compute-sanitizer. Memory comes from the driver piece by piece meanwhile: within a block
+    of torch's allocator the tool sees no bounds."""
 
     tool: str
     case: str
-    file: str
-    selection: str
+    test: str
     seconds: float = 75
 
     @property
@@ -117,15 +117,14 @@ class Sanitize:
         return f"{self.tool} {self.case}"
 
     def rows(self, setup: Setup, limit_s: float) -> Iterator[Row]:
-        arguments = [self.file, "-k", self.selection]
         if setup.rehearse:
-            status, output = setup.children.pytest([*arguments, "--collect-only", "-q"], setup.part, limit_s)
+            status, output = setup.children.pytest([self.test, "--collect-only", "-q"], setup.part, limit_s)
             if status:
                 yield Row(self.name, f"{self.name}: collected", None, "tests", ok=False, note=failures(output))
                 return
         command = ["env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1", "compute-sanitizer", "--tool", self.tool]
         command += ["--error-exitcode", str(SANITIZED_STATUS), "--target-processes", "all", "--print-limit", "20"]
-        command += [*PYTHON, "-m", "pytest", *PYTEST, "-q", *arguments]
+        command += [*PYTHON, "-m", "pytest", *PYTEST, "-q", self.test]
         status, output = setup.children.finished(command, setup.part, limit_s)
         errors = sanitizer_errors(output)
         note = "" if status == 0 else failures(output) or (output[-1] if output else "no word")

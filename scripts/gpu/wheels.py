@@ -1,4 +1,4 @@
-"""`scripts/gpu_check wheels DIR`: packages for a machine that has torch, Triton, Transformers, safetensors and no network.
+"""`scripts/gpu_check wheels DIR`: packages for a machine that has torch, Triton, Transformers and no network.
 
 Wheels are cut into files of bounded size, with their hashes in manifest.json, and an install.py beside them that joins,
 verifies and installs them.
@@ -57,13 +57,13 @@ def main(words: Sequence[str]) -> int:
 def parsed(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="scripts/gpu_check wheels",
-        description="Download what a machine with torch 2.11, Triton 3.6, Transformers and safetensors lacks, for Linux on "
-        "x86-64. On that machine: python3 DIR/install.py TARGET, then PYTHONPATH=TARGET scripts/gpu_check PART.",
+        description="Download what a machine with torch 2.11, Triton 3.6, Transformers and safetensors lacks, for "
+        "Linux on x86-64. On that machine: python3 DIR/install.py TARGET, then PYTHONPATH=TARGET scripts/gpu_check PART.",
     )
     parser.add_argument("folder", type=Path, metavar="DIR")
     parser.add_argument("--piece", default=PIECE, help=f"largest file, as in 60MB or 512KB (default: {PIECE})")
     parser.add_argument("--python", default=PYTHON, help=f"that machine's Python (default: {PYTHON})")
-    parser.add_argument("--vllm", action="store_true", help=f"{VLLM} and what it needs into DIR/vllm, a gigabyte or so")
+    parser.add_argument("--vllm", action="store_true", help=f"{VLLM} and what it needs too, into DIR/vllm")
     return parser.parse_args(words)
 
 
@@ -133,9 +133,7 @@ def vllm_packages(tags: Sequence[str], run: Run = pip) -> list[str]:
     """What vLLM needs, as name==version, without what HAD names."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
-        run(
-            ["install", "--quiet", "--dry-run", "--ignore-installed", "--target", folder, *tags]
-            + ["--report", str(report), VLLM]
-        )
+        resolve = ["install", "--quiet", "--dry-run", "--ignore-installed", "--target", folder]
+        run([*resolve, *tags, "--report", str(report), VLLM])
         chosen = [entry["metadata"] for entry in json.loads(report.read_text())["install"]]
     return [f"{each['name']}=={each['version']}" for each in chosen if not HAD.match(each["name"].lower())]

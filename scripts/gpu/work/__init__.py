@@ -1,7 +1,8 @@
 """Measurements, each in a process of its own: `python -m scripts.gpu.work NAME OPTIONS`.
 
-A measurement is a function of a module here, named after the module: it takes its options as one dict and yields `Figure`s.
-Every options dict holds `copy_Bps`, the card's copy bandwidth in bytes per second, and `rehearse`, true on a stand-in.
+A measurement is a function of a module here, named after the module: it takes its options as one dict and yields
+`Figure`s. Every options dict holds `copy_Bps`, the card's copy bandwidth in bytes per second, and `rehearse`, true on a
+stand-in for a card.
 """
 
 from __future__ import annotations

@@ -41,7 +41,9 @@ def attention(options: Options) -> Iterator[Figure]:
             counts, contexts = ([min(length, shape.length) for length in each] for each in (counts, contexts))
             pairs = sum(n * (c - n) + n * (n + 1) / 2 for n, c in zip(counts, contexts, strict=True))
             add_backends(race, others, shape, default=PREFILL, only=rehearse)
-            yield from compared(model, race, "TFLOP/s", 4 * pairs * shape.q_heads * shape.head_dim / 1e12, None, rehearse=rehearse)
+            yield from compared(
+                model, race, "TFLOP/s", 4 * pairs * shape.q_heads * shape.head_dim / 1e12, None, rehearse=rehearse
+            )
 
 
 def attention_shape(q_heads: int, kv_heads: int, *, rehearse: bool) -> AttentionShape:
@@ -83,9 +85,7 @@ def add_backends(
         race.entries = {default: race.entries[default]}
     for name, kernels in others.items():
         kernels.prepare(race.given[0][2])
-        race.entries[name] = lambda q, cache, batch, kernels=kernels: kernels.attend(
-            q, cache, batch, shape.scale, None
-        )
+        race.entries[name] = lambda q, cache, batch, kernels=kernels: kernels.attend(q, cache, batch, shape.scale, None)
 
 
 def compared(

@@ -1,5 +1,5 @@
-"""An engine with random weights: seed 0 of the nano-vllm workload after a warm-up, or one request; with `profile`, what 20
-decode steps consist of."""
+"""An engine with random weights: seed 0 of the nano-vllm workload after a warm-up, or one request; with `profile`, what
+20 decode steps consist of."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ REHEARSED: dict[str, Any] = {
     "max_model_len": 32,
     "kv_cache_memory_bytes": 100_000,
     "max_num_seqs": 2,
-    "max_num_batched_tokens": 16,
+    "max_num_batched_tokens": 8,
 }
 
 
@@ -72,7 +72,9 @@ def nano(llm: LLM, shape: Shape, name: str, options: Options) -> Iterator[Figure
     asks = nano_asks(shape, options, 0)
     with captures_counted() as captured:
         done = run(llm, asks)
-    bound = batch_roofline(shape, asks, options["copy_Bps"]) if "quantization" not in options.get("engine", {}) else None
+    bound = (
+        batch_roofline(shape, asks, options["copy_Bps"]) if "quantization" not in options.get("engine", {}) else None
+    )
     yield Figure(f"{name}: nano-vllm seed 0", round(done.output_tok_s, 1), "tok/s", bound and round(bound, 1))
     yield Figure(f"{name}: graphs captured during seed 0", len(captured), "graphs", ok=not captured)
     yield Figure(f"{name}: time to first token, median", round(1000 * done.ttft_s, 2), "ms")

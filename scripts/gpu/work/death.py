@@ -65,7 +65,7 @@ def killed(server: subprocess.Popen[bytes], port: int) -> Figure:
     if not wait_until(lambda: server.poll() is not None or healthy(port), START_S) or server.poll() is not None:
         return Figure(name, None, "s", ok=False, note=f"the server did not start within {START_S:.0f} s")
     family = process_tree(server.pid)
-    ranks = [process for process in family if "weft.worker" in command_line(process)]
+    ranks = [process for process in family[1:] if "weft.worker" in command_line(process)]
     if not ranks:
         return Figure(name, None, "s", ok=False, note="no rank among the server's processes")
     began = time.monotonic()

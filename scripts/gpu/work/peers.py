@@ -1,4 +1,4 @@
-"""Weft and vLLM on one card: both loaded, the same token ids, by turns. vLLM's packages lie in a folder of their own."""
+"""Weft and vLLM on one card: both loaded, the same token ids, by turns. vLLM's packages lie in a folder apart."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def commands(path: str, options: Options) -> dict[str, list[str]]:
     """By engine, its process: an interpreter, a script of scripts/peers/engines and its arguments."""
     if options["rehearse"]:
         source = STAND_IN.format(engines=str(ENGINES))
-        return dict.fromkeys(("weft", "vllm"), [sys.executable, "-S", "-c", source])
+        return {name: [sys.executable, "-S", "-c", source] for name in ("weft", "vllm")}
     memory = f"gpu_memory_utilization={SHARE}"
     common = [path, "dtype=bfloat16", "load_format=dummy", "max_model_len=4096", memory]
     theirs = f"PYTHONPATH={options['vllm']}"

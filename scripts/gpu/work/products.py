@@ -27,12 +27,16 @@ def products(options: Options) -> Iterator[Figure]:
     kernels = made(CUDA)
     for rows, cols in shapes:
         for kind in TYPES:
-            weight = torch.randn(rows, cols, device=CUDA).to(dtype) if kind is None else made_up(kind, rows, cols, dtype)
+            weight = (
+                torch.randn(rows, cols, device=CUDA).to(dtype) if kind is None else made_up(kind, rows, cols, dtype)
+            )
             count = 2 if rehearse else COLD_BYTES // weight.nbytes + 1
             copies = [kernels.matrix(weight if at == 0 else copied(weight), None) for at in range(count)]
             for batch in tokens:
                 x = torch.randn(batch, cols, device=CUDA).to(dtype)
-                seconds = timed([lambda product=product, x=x: product(x) for product in copies], 1 if rehearse else REPLAYS)
+                seconds = timed(
+                    [lambda product=product, x=x: product(x) for product in copies], 1 if rehearse else REPLAYS
+                )
                 name = f"[{rows}, {cols}] {kind or str(dtype).removeprefix('torch.')}, {batch} tokens"
                 yield Figure(
                     name,

@@ -43,6 +43,7 @@ def sampling(options: Options) -> Iterator[Figure]:
                 yield Figure(row, round(ours, 1), "us", bound, note=f"torch {torchs:,.0f} us")
 
 
+@torch.inference_mode()
 def microseconds(call: Callable[[], object], calls: int) -> float:
     """Microseconds of one of several calls, each issued while the one before may run."""
     call()
@@ -54,6 +55,7 @@ def microseconds(call: Callable[[], object], calls: int) -> float:
     return (time.perf_counter() - began) / calls * 1e6
 
 
+@torch.inference_mode()
 def step(chooser: Chooser, logits: torch.Tensor, params: SamplingParams) -> Callable[[], object]:
     """A choice for rows of these parameters, whose settings are no news."""
     slots, positions = np.arange(len(logits)), np.full(len(logits), 7)

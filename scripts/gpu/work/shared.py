@@ -13,7 +13,7 @@ from weft.bench.measure import run
 # Each rank of the two has its own share of the card.
 TWO: dict[str, Any] = {"tensor_parallel_size": 2, "device_ids": (0, 0)}
 FLOAT32 = {"dtype": "float32", "kv_cache_memory_bytes": 2_000_000_000}
-PROMPTS, NEW = [[5, 6, 7], [9] * 40, [11]], 24
+PROMPTS, NEW = [[5, 6, 7], [9] * 20, [11]], 24
 
 
 def shared(options: Options) -> Iterator[Figure]:

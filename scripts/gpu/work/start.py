@@ -11,8 +11,9 @@ from scripts.gpu.work.bench import started
 
 def start(options: Options) -> Iterator[Figure]:
     """The first start is not counted: it compiles kernels."""
-    seconds = {}
-    for quantization in (options["quantization"], options["quantization"], None):
+    seconds: dict[str | None, float] = {}
+    starts = (options["quantization"], options["quantization"], None)
+    for quantization in starts[1:] if options["rehearse"] else starts:
         engine = {"quantization": quantization} if quantization else {}
         began = time.monotonic()
         with started({**options, "engine": engine}):

@@ -5,8 +5,8 @@
     in:  {"prompts": [[ids], ...], "new": n or [n, ...]}
     out: {"first_s": [...], "last_s": [...], "seconds": s, "head": [first ids of the first answer]}
 
-Prompts are submitted at once, decoded greedily, and every answer has exactly `new` tokens, or its own number of a list. Times are seconds, those of
-`ready` of the system's monotonic clock, the others since the submission.
+Prompts are submitted at once, decoded greedily, and every answer has exactly `new` tokens, or its own number of a list.
+Times are seconds, those of `ready` of the system's monotonic clock, the others since the submission.
 """
 
 import json
