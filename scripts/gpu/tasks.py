@@ -18,8 +18,7 @@ from scripts.gpu.work import Figure
 SANITIZED_STATUS = 86  # of a program in which compute-sanitizer found errors
 REHEARSED = "tests/pure/test_gpu_imports.py"
 SUMMARY = re.compile(r"(\d+) (passed|failed|skipped|errors?)\b")
-SANITIZER_REHEARSED = "tests/pure/test_gpu_imports.py"
-SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
+SANITIZER_SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
 
 
 @dataclass
@@ -76,8 +75,8 @@ class Work:
 
 @dataclass(frozen=True)
 class Tests:
-    """Tests of tests/gpu. In a rehearsal they are collected, and REHEARSED runs in their place: on a stand-in for a card
-    they would take minutes."""
+    """Tests of tests/gpu. In a rehearsal they are collected, and REHEARSED runs in their place: on a stand-in for a
+    card they would take minutes."""
 
     name: str
     seconds: float

@@ -58,7 +58,7 @@ def parsed(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="scripts/gpu_check wheels",
         description="Download what a machine with torch 2.11, Triton 3.6, Transformers and safetensors lacks, for "
-        "Linux on x86-64. On that machine: python3 DIR/install.py TARGET, then PYTHONPATH=TARGET scripts/gpu_check PART.",
+        "Linux on x86-64. There: python3 DIR/install.py TARGET, then PYTHONPATH=TARGET scripts/gpu_check PART.",
     )
     parser.add_argument("folder", type=Path, metavar="DIR")
     parser.add_argument("--piece", default=PIECE, help=f"largest file, as in 60MB or 512KB (default: {PIECE})")

@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.gpu.work.attention import compared
 from tests.cpu import checkpoints, fake_flashinfer, fake_varlen
 from tests.cpu.attention import ragged, shaped
 from weft import LLM, SamplingParams, kernels
@@ -391,6 +390,7 @@ def test_auto_says_nothing_where_it_is_not_installed(
 
 def test_a_table_goes_on_where_none_can_be_run() -> None:
     """scripts/gpu_check attention: a card that lacks memory for one table has it for the next."""
+    from scripts.gpu.work.attention import compared
 
     def broken(words: list[str], *given: object) -> torch.Tensor:
         raise RuntimeError(*words)
