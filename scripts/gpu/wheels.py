@@ -19,14 +19,15 @@ from pathlib import Path
 
 PIECE = "60MB"
 PYTHON = "3.12"
-PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64", "any")
+GLIBCS = range(35, 4, -1)  # Ubuntu 22.04 and newer
+PLATFORMS = (*(f"manylinux_2_{glibc}_x86_64" for glibc in GLIBCS), "manylinux2014_x86_64", "any")
 # What the parts need beside torch, Triton, Transformers and safetensors, and what those packages need in turn.
 NEEDED = (
     "msgspec", "httptools", "nvidia-ml-py", "pytest", "iniconfig", "pluggy", "pygments", "packaging",
     "starlette", "uvicorn", "prometheus-client", "anyio", "idna", "sniffio", "click", "h11",
 )  # fmt: skip
 # Attention that Weft measures its own against where it is installed.
-OPTIONAL = ("flashinfer-python", "apache-tvm-ffi", "einops", "ninja", "tabulate", "nvidia-ml-py", "requests")
+OPTIONAL = ("flashinfer-python", "apache-tvm-ffi", "einops", "ninja", "tabulate", "requests")
 VLLM = "vllm==0.24.0"  # of this version's own wish: torch 2.11
 # Left out of vLLM's folder: what the machine has, and CUDA's libraries, which torch brought.
 HAD = re.compile(r"(torch|triton|nvidia-(?!ml-py|cudnn-frontend|cutlass-dsl).*|cuda-(bindings|pathfinder|toolkit))$")
@@ -43,9 +44,7 @@ def main(words: Sequence[str]) -> int:
     try:
         piece = piece_bytes(arguments.piece)
         tags = pip_tags(arguments.python)
-        folders = {arguments.folder: [(NEEDED, True), (OPTIONAL, False)]}
-        for folder, sets in folders.items():
-            fetch(folder, sets, tags, piece)
+        fetch(arguments.folder, [(NEEDED, True), (OPTIONAL, False)], tags, piece)
         if arguments.vllm:
             fetch(arguments.folder / "vllm", [(vllm_packages(tags), True)], tags, piece)
     except (ValueError, DownloadError, OSError) as error:

@@ -1,4 +1,4 @@
-"""Every part of scripts/gpu_check from end to end, on a stand-in for a card, with no package but those that it asks for."""
+"""Every part of scripts/gpu_check from end to end, on a stand-in for a card, with the packages of a lent machine."""
 
 from __future__ import annotations
 
