@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from scripts.gpu.needs import SERVER, TESTS, Needs
-from scripts.gpu.tasks import Profile, Sanitize, Task, Tests, Work
+from scripts.gpu.tasks import GpuTests, Profile, Sanitize, Task, Work
 
 GPU = "tests/gpu/"
 PARITY = (f"{GPU}test_parity_cuda.py",)
@@ -46,15 +46,15 @@ FIRST = (
     Profile("_decode", "decode attention", "attention", CHOSEN),
 )
 TESTS_ALL = (
-    Tests("kernels", 480, (f"{GPU}test_triton_cuda.py",)),
-    Tests(
+    GpuTests("kernels", 480, (f"{GPU}test_triton_cuda.py",)),
+    GpuTests(
         "sampling", 480, tuple(f"{GPU}test_{name}_cuda.py" for name in ("sampling", "links", "sums")),
     ),
-    Tests("tuning", 480, tuple(f"{GPU}test_{name}_cuda.py" for name in ("tuning", "memory", "importance"))),
-    Tests("backends", 480, (f"{GPU}test_backends_cuda.py",), "not how_long"),
-    Tests("products-bfloat16", 480, (f"{GPU}test_products_cuda.py",), "bfloat16 or captured or scratch"),
-    Tests("products-others", 480, (f"{GPU}test_products_cuda.py",), "not bfloat16 and not captured and not scratch"),
-    Tests("parity", 480, PARITY, "whole"),
+    GpuTests("tuning", 480, tuple(f"{GPU}test_{name}_cuda.py" for name in ("tuning", "memory", "importance"))),
+    GpuTests("backends", 480, (f"{GPU}test_backends_cuda.py",), "not how_long"),
+    GpuTests("products-bfloat16", 480, (f"{GPU}test_products_cuda.py",), "bfloat16 or captured or scratch"),
+    GpuTests("products-others", 480, (f"{GPU}test_products_cuda.py",), "not bfloat16 and not captured and not scratch"),
+    GpuTests("parity", 480, PARITY, "whole"),
 )  # fmt: skip
 KERNELS, SAMPLER = f"{GPU}test_triton_cuda.py::test_", f"{GPU}test_sampling_cuda.py::test_"
 TINY = {  # each a second or so without the tools
@@ -66,9 +66,9 @@ TINY = {  # each a second or so without the tools
 SANITIZED = tuple(Sanitize(tool, case, TINY[case]) for tool in ("memcheck", "racecheck") for case in TINY)
 LOGITS = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16 and not bfloat16"}
 PARITY_SIDES = (
-    *(Tests(f"logits-{name}", 480, PARITY, f"logits and {choice}") for name, choice in LOGITS.items()),
-    Tests("greedy", 480, PARITY, "greedy and not processes"),
-    Tests("processes", 480, PARITY, "processes"),
+    *(GpuTests(f"logits-{name}", 480, PARITY, f"logits and {choice}") for name, choice in LOGITS.items()),
+    GpuTests("greedy", 480, PARITY, "greedy and not processes"),
+    GpuTests("processes", 480, PARITY, "processes"),
 )
 SPEED = (
     nano("Qwen3-8B", 130),

@@ -74,7 +74,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Tests:
+class GpuTests:
     """Tests of tests/gpu. In a rehearsal they are collected, and REHEARSED runs in their place: on a stand-in for a
     card they would take minutes."""
 

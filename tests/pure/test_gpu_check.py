@@ -19,7 +19,7 @@ from scripts.gpu.children import ChildError, Children, CutError
 from scripts.gpu.parts import PARTS
 from scripts.gpu.results import Results, Row, exit_status, judged
 from scripts.gpu.shapes import SHAPES
-from scripts.gpu.tasks import Setup, Tests, Work, sanitizer_errors
+from scripts.gpu.tasks import GpuTests, Setup, Work, sanitizer_errors
 from scripts.gpu.work import MEASUREMENTS, Figure, profile
 from weft.bench.workload import nano_vllm
 
@@ -41,7 +41,7 @@ def test_parts_and_their_limits() -> None:
 
 
 def test_every_gpu_test_is_in_a_part() -> None:
-    tasks = [task for part in PARTS.values() for task in part.tasks if isinstance(task, Tests)]
+    tasks = [task for part in PARTS.values() for task in part.tasks if isinstance(task, GpuTests)]
     files = {Path(name).name for task in tasks for name in task.files}
     assert files == {path.name for path in (ROOT / "tests/gpu").glob("test_*.py")}
 
