@@ -22,12 +22,13 @@ class Ended(Exception):
 
 @dataclass(frozen=True)
 class Round:
-    """One run: seconds of each request from the submission of all, and of all of them."""
+    """One run: seconds of each request from the submission of all, and of all of them. `new` is the number of tokens of
+    every answer, or a list of them."""
 
     first_s: list[float]
     last_s: list[float]
     seconds: float
-    new: int
+    new: int | list[int]
     prompt_tokens: int
 
     def figure(self, kind: str) -> float:
@@ -35,10 +36,14 @@ class Round:
         if kind == "first":
             return 1000 * median(self.first_s)
         if kind == "decode":
-            spans = zip(self.first_s, self.last_s, strict=True)
-            return median((self.new - 1) / (last - first) for first, last in spans)
-        tokens = self.prompt_tokens if kind == "prompt" else self.new * len(self.first_s)
+            spans = zip(self.lengths, self.first_s, self.last_s, strict=True)
+            return median((new - 1) / (last - first) for new, first, last in spans)
+        tokens = self.prompt_tokens if kind == "prompt" else sum(self.lengths)
         return tokens / self.seconds
+
+    @property
+    def lengths(self) -> list[int]:
+        return self.new if isinstance(self.new, list) else [self.new] * len(self.first_s)
 
 
 class Engine:
@@ -66,7 +71,7 @@ class Engine:
             raise
         self.start_s, self.threads = ready["ready"] - began, ready["threads"]
 
-    def run(self, prompts: list[list[int]], new: int) -> Round:
+    def run(self, prompts: list[list[int]], new: int | list[int]) -> Round:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"prompts": prompts, "new": new}) + "\n")
         self._process.stdin.flush()

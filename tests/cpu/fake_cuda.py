@@ -421,6 +421,12 @@ class Stream:
 
 @pytest.fixture(name="card")
 def the_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
+    with installed(monkeypatch) as there:
+        yield there
+
+
+@contextmanager
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
     """A card in this process, on this thread and on those of inline ranks."""
     from triton.runtime.interpreter import GridExecutor
 

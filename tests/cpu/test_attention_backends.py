@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
 import pytest
@@ -389,21 +388,17 @@ def test_auto_says_nothing_where_it_is_not_installed(
 # --- the table of all of them ---
 
 
-def test_a_table_goes_on_where_none_can_be_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_goes_on_where_none_can_be_run() -> None:
     """scripts/gpu_check attention: a card that lacks memory for one table has it for the next."""
-    path = Path(__file__).parents[2] / "scripts/attention"
-    loader = SourceFileLoader("attention_script", str(path))
-    script = importlib.util.module_from_spec(importlib.util.spec_from_loader(loader.name, loader))
-    loader.exec_module(script)
+    from scripts.gpu.work.attention import compared
 
     def broken(words: list[str], *given: object) -> torch.Tensor:
         raise RuntimeError(*words)
 
     entries = {"ours": partial(broken, []), "theirs": partial(broken, ["no code\nfor this GPU"])}
     given = samples.decodes(shaped(torch.float16), CPU, [3])
-    script.compare("m", trials.Race("decode", [given], entries), "GB/s", 1.0, {})
-    assert [line.split() for line in capsys.readouterr().out.splitlines() if line] == [
-        ["m,", "decode"],
-        ["ours", "RuntimeError"],
-        ["theirs", "no", "code"],
+    figures = list(compared("m", trials.Race("decode", [given], entries), "GB/s", 1.0, None, rehearse=False))
+    assert [(figure.name, figure.value, figure.note) for figure in figures] == [
+        ("m, decode: ours", None, "RuntimeError"),
+        ("m, decode: theirs", None, "no code"),
     ]

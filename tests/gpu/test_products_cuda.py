@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -65,25 +64,6 @@ def test_a_product_is_captured(tokens: int) -> None:
     torch.testing.assert_close(out, product(x), rtol=0, atol=0)
 
 
-def test_bandwidth() -> None:
-    """Printed, not judged (pytest -s): microseconds of a product, and the weights' bytes per second, beside bfloat16's.
-    Each runs over copies that no cache holds."""
-    kernels = made(CUDA)
-    for rows, cols in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)):
-        for type in (None, *KINDS):
-            plain = torch.randn(rows, cols, device=CUDA, dtype=torch.bfloat16)
-            weight = plain if type is None else made_up(type, rows, cols)
-            copies = [
-                kernels.matrix(weight if at == 0 else clone(weight), None) for at in range(2**29 // weight.nbytes + 1)
-            ]
-            found = []
-            for tokens in (1, 4, 16, 32, 64, 128, 256, 512, 2048):
-                x = torch.randn(tokens, cols, device=CUDA, dtype=torch.bfloat16)
-                seconds = timed([lambda product=product, x=x: product(x) for product in copies])
-                found.append(f"{tokens}: {seconds * 1e6:.1f} us {weight.nbytes / seconds / 1e9:,.0f} GB/s")
-            print(f"\n[{rows}, {cols}] {type or 'bfloat16'}: {', '.join(found)}", end="")
-
-
 def made_up(type: str, rows: int, cols: int) -> Quantised:
     """Numbers that are quickly made; none are negative where they need not be."""
     weight = Quantised.empty(type, rows, Span(0, cols), torch.bfloat16, CUDA)
@@ -92,31 +72,6 @@ def made_up(type: str, rows: int, cols: int) -> Quantised:
     if weight.lowest is not None:
         weight.lowest.fill_(0)
     return weight
-
-
-def clone(weight: torch.Tensor | Quantised) -> torch.Tensor | Quantised:
-    if isinstance(weight, torch.Tensor):
-        return weight.clone()
-    lowest = None if weight.lowest is None else weight.lowest.clone()
-    return replace(weight, values=weight.values.clone(), scales=weight.scales.clone(), lowest=lowest)
-
-
-def timed(calls: list[Callable[[], torch.Tensor]]) -> float:
-    """Seconds of one of them, in a captured graph of all, as the engine decodes."""
-    for call in calls[:3]:
-        call()
-    graph, begin, end = torch.cuda.CUDAGraph(), *(torch.cuda.Event(enable_timing=True) for _ in range(2))
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    graph.replay()
-    torch.cuda.synchronize()
-    begin.record()
-    for _ in range(10):
-        graph.replay()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / 1e3 / 10 / len(calls)
 
 
 def test_the_scratch_is_bounded() -> None:

@@ -2,11 +2,11 @@
 
     python ENGINE.py MODEL [OPTION ...]
     out: {"ready": first token's time, "threads": n}
-    in:  {"prompts": [[ids], ...], "new": n}
+    in:  {"prompts": [[ids], ...], "new": n or [n, ...]}
     out: {"first_s": [...], "last_s": [...], "seconds": s, "head": [first ids of the first answer]}
 
-Prompts are submitted at once, decoded greedily, and every answer has exactly `new` tokens. Times are seconds, those of
-`ready` of the system's monotonic clock, the others since the submission.
+Prompts are submitted at once, decoded greedily, and every answer has exactly `new` tokens, or its own number of a list.
+Times are seconds, those of `ready` of the system's monotonic clock, the others since the submission.
 """
 
 import json
@@ -43,9 +43,9 @@ def serve(generate, threads):
         begin = time.perf_counter()
         answers = generate(asked["prompts"], asked["new"])
         seconds = time.perf_counter() - begin
-        wrong = [len(answer.tokens) for answer in answers if len(answer.tokens) != asked["new"]]
-        if wrong:
-            raise SystemExit(f"asked for {asked['new']} tokens, got {wrong[0]}")
+        for answer, count in zip(answers, lengths(asked["new"], len(answers)), strict=True):
+            if len(answer.tokens) != count:
+                raise SystemExit(f"asked for {count} tokens, got {len(answer.tokens)}")
         say(
             {
                 "first_s": [answer.first - begin for answer in answers],
@@ -54,6 +54,11 @@ def serve(generate, threads):
                 "head": answers[0].tokens[:HEAD],
             }
         )
+
+
+def lengths(new, count):
+    """Number of tokens of each of `count` answers: `new` is one for all, or a list."""
+    return new if isinstance(new, list) else [new] * count
 
 
 def say(message):

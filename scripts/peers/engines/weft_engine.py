@@ -4,7 +4,7 @@ import json
 import sys
 import time
 
-from protocol import Answer, serve
+from protocol import Answer, lengths, serve
 
 from weft import LLM, SamplingParams
 
@@ -15,7 +15,9 @@ def main(model, *options):
 
         def generate(prompts, new):
             begin, clock = time.perf_counter(), time.monotonic()
-            params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
+            params = [
+                SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in lengths(new, len(prompts))
+            ]
             done = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
             shift = begin - clock
             return [

@@ -1,0 +1,62 @@
+"""Targets as data, and rooflines: the fastest that the card's copy bandwidth allows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from scripts.gpu.shapes import Shape
+from weft.bench.workload import Ask
+
+ANY = ""  # a target for every card
+PROFILE_BELOW = 0.75  # share of the roofline below which a kernel goes to ncu
+LOWER_IS_BETTER = ("us", "ms", "s", "s until free", "errors", "graphs")
+
+
+@dataclass(frozen=True)
+class Target:
+    """What row `row` is to reach on `card`, a word of the card's name: `least` in the row's unit (the most, for a unit
+    of LOWER_IS_BETTER), or `share` of its roofline."""
+
+    row: str
+    card: str
+    least: float | None = None
+    share: float | None = None
+
+
+TARGETS = (
+    Target("Qwen3-0.6B: nano-vllm seed 0", "H200", least=24_000),
+    Target("Qwen3-8B: nano-vllm seed 0", "H200", least=11_700),
+    Target("Llama-3.1-8B: nano-vllm seed 0", "H200", least=12_300),
+    Target("Qwen3-14B: nano-vllm seed 0", "H200", least=7_600),
+    Target("Llama-3.1-8B: one request", "H200", share=0.85),
+    Target("Qwen3-8B: 256 requests, Weft to vLLM", "H200", least=1.05),
+    Target("Qwen3-0.6B: 256 requests, Weft to vLLM", "H200", least=1.05),
+    Target("killed rank: memory free again", ANY, least=5.0),
+    Target("Llama-3.1-8B int4: start beside bfloat16", "H200", least=5.0),
+)
+
+
+def target_of(row: str, card: str, roofline: float | None) -> float | None:
+    """The target of a row in its unit, None if there is none for this card."""
+    for target in TARGETS:
+        if target.row == row and target.card in card:
+            if target.share is None:
+                return target.least
+            return None if roofline is None else target.share * roofline
+    return None
+
+
+def batch_roofline(shape: Shape, asks: Sequence[Ask], copy_Bps: float) -> float:
+    """Output tokens/s if all requests decode at once and each step takes as long as copying what it reads takes:
+    the weights once, and the keys and values of every request's context. Prompts count nothing."""
+    cached = sum(context_tokens(len(ask.prompt), ask.output_len) for ask in asks)
+    steps = max(ask.output_len for ask in asks)
+    seconds = (cached * shape.kv_bytes + steps * shape.step_bytes) / copy_Bps
+    return sum(ask.output_len for ask in asks) / seconds
+
+
+def context_tokens(prompt: int, output: int) -> int:
+    """Cached tokens read over the decode steps of one request: prompt + 1, prompt + 2, ... for each token but the
+    first, which the prompt's step gives."""
+    return (output - 1) * prompt + output * (output - 1) // 2

@@ -1,0 +1,42 @@
+"""Join the pieces of the wheels beside this file, verify them, and install them: `python3 install.py TARGET`."""
+
+import hashlib
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+
+def main(target: str) -> None:
+    here = Path(__file__).resolve().parent
+    with tempfile.TemporaryDirectory() as folder:
+        wheels = [join(row, here, Path(folder)) for row in json.loads((here / "manifest.json").read_text())]
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--upgrade"]
+        subprocess.run([*pip, "--target", target, *wheels], check=True)
+    print(f"{len(wheels)} packages in {target}: PYTHONPATH={Path(target).resolve()}")
+
+
+def join(row: dict, here: Path, folder: Path) -> str:
+    """Path of the whole wheel. Ends the program if a piece is missing or damaged."""
+    path = folder / row["wheel"]
+    whole = hashlib.sha256()
+    with path.open("wb") as wheel:
+        for piece in row["pieces"]:
+            source = here / piece["file"]
+            if not source.is_file():
+                sys.exit(f"install.py: {source} is missing; copy it again")
+            data = source.read_bytes()
+            if hashlib.sha256(data).hexdigest() != piece["sha256"]:
+                sys.exit(f"install.py: {source} is damaged; copy it again")
+            whole.update(data)
+            wheel.write(data)
+    if whole.hexdigest() != row["sha256"]:
+        sys.exit(f"install.py: {row['wheel']} is not what was downloaded; download it again")
+    return str(path)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("python3 install.py TARGET")
+    main(sys.argv[1])

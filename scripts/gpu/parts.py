@@ -1,0 +1,138 @@
+"""The parts as data: what each consists of, in the order in which its tasks run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from scripts.gpu.needs import SERVER, TESTS, Needs
+from scripts.gpu.tasks import GpuTests, Profile, Sanitize, Task, Work
+
+GPU = "tests/gpu/"
+PARITY = (f"{GPU}test_parity_cuda.py",)
+
+
+@dataclass(frozen=True)
+class Part:
+    """`minutes` is about what it takes. With `together` its tasks run side by side, since most of their time one core
+    compiles."""
+
+    name: str
+    what: str
+    minutes: float
+    tasks: Sequence[Task]
+    needs: Needs = field(default_factory=Needs)
+    together: bool = False
+
+
+def nano(model: str, seconds: float, **more: object) -> Work:
+    """Seed 0 of the nano-vllm workload."""
+    name = str(more.pop("name", model))
+    options = {"model": model, "kind": "nano", "name": name, **more}
+    return Work(f"{name} nano-vllm", seconds, "bench", options)
+
+
+def one(model: str, name: str = "", **engine: object) -> Work:
+    """One request."""
+    name = name or model
+    return Work(f"{name} one request", 120, "bench", {"model": model, "kind": "one", "name": name, "engine": engine})
+
+
+SMALL, LLAMA = "Qwen3-0.6B", "Llama-3.1-8B"
+CHOSEN = {"chosen": True}
+FIRST = (
+    nano(SMALL, 180, profile=True),
+    Work("decode attention", 90, "attention", CHOSEN),
+    Profile("_decode", "decode attention", "attention", CHOSEN),
+)
+TESTS_ALL = (
+    GpuTests("kernels", 480, (f"{GPU}test_triton_cuda.py",)),
+    GpuTests(
+        "sampling", 480, tuple(f"{GPU}test_{name}_cuda.py" for name in ("sampling", "links", "sums")),
+    ),
+    GpuTests("tuning", 480, tuple(f"{GPU}test_{name}_cuda.py" for name in ("tuning", "memory", "importance"))),
+    GpuTests("backends", 480, (f"{GPU}test_backends_cuda.py",), "not how_long"),
+    GpuTests("products-bfloat16", 480, (f"{GPU}test_products_cuda.py",), "bfloat16 or captured or scratch"),
+    GpuTests("products-others", 480, (f"{GPU}test_products_cuda.py",), "not bfloat16 and not captured and not scratch"),
+    GpuTests("parity", 480, PARITY, "whole"),
+)  # fmt: skip
+KERNELS, SAMPLER = f"{GPU}test_triton_cuda.py::test_", f"{GPU}test_sampling_cuda.py::test_"
+TINY = {  # each a second or so without the tools
+    "attention": f"{KERNELS}attention_over_paged_kv_is_exact[[1, 40, 7]-torch.bfloat16]",
+    "pointwise": f"{KERNELS}what_lies_between_the_products[50-torch.bfloat16]",
+    "sampling": f"{SAMPLER}rows_that_are_no_distribution",
+    "products": f"{GPU}test_products_cuda.py::test_products[33-Span(start=0, stop=576)-576-Q4_1-torch.bfloat16]",
+}
+SANITIZED = tuple(Sanitize(tool, case, TINY[case]) for tool in ("memcheck", "racecheck") for case in TINY)
+LOGITS = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16 and not bfloat16"}
+PARITY_SIDES = (
+    *(GpuTests(f"logits-{name}", 480, PARITY, f"logits and {choice}") for name, choice in LOGITS.items()),
+    GpuTests("greedy", 480, PARITY, "greedy and not processes"),
+    GpuTests("processes", 480, PARITY, "processes"),
+)
+SPEED = (
+    nano("Qwen3-8B", 130),
+    one(LLAMA),
+    nano(LLAMA, 130),
+    nano("Qwen3-14B", 150),
+)
+RANKS = (
+    Work("symmetric memory", 330, "symmetric"),
+    Work("NCCL in graphs", 60, "nccl"),
+    Work("killed rank", 150, "death"),
+    Work("two ranks on one card", 200, "shared", {"model": SMALL}),
+)
+ABLATIONS = (
+    nano(SMALL, 100, name="all on"),
+    nano(SMALL, 120, name="--enforce-eager", engine={"enforce_eager": True}),
+    nano(SMALL, 100, name="--no-async-scheduling", engine={"async_scheduling": False}),
+    nano(SMALL, 100, name="--kv-cache-dtype fp8", engine={"kv_cache_dtype": "fp8"}),
+    one(SMALL, "all on"),
+    one(SMALL, "--enforce-eager", enforce_eager=True),
+    one(SMALL, "--enforce-eager --attention-backend torch", enforce_eager=True, attention_backend="torch"),
+)
+PRODUCTS = (
+    Work("products", 200, "products"),
+    Profile("_multiply", "products", "products", {}),
+    one(LLAMA),
+    one(LLAMA, f"{LLAMA} int4", quantization="int4"),
+    one(LLAMA, f"{LLAMA} int8", quantization="int8"),
+    Work("int4 start", 120, "start", {"model": LLAMA, "quantization": "int4"}),
+    nano(LLAMA, 150, name=f"{LLAMA} int4", engine={"quantization": "int4"}),
+)
+PEERS = (
+    Work(f"{SMALL} beside vLLM", 270, "peers", {"model": SMALL}),
+    Work("Qwen3-8B beside vLLM", 330, "peers", {"model": "Qwen3-8B"}),
+)
+
+PARTS = {
+    part.name: part
+    for part in (
+        Part("first", "Qwen3-0.6B's speed, decode attention, what a step consists of", 5, FIRST, Needs(memory_GB=20)),
+        Part("tests", "the GPU tests, side by side", 8, TESTS_ALL, Needs(TESTS, memory_GB=20), together=True),
+        Part(
+            "sanitize", "compute-sanitizer over tiny cases of the kernels", 8, SANITIZED,
+            Needs(TESTS, ("compute-sanitizer",), memory_GB=4),
+        ),
+        Part(
+            "parity", "every architecture and layout beside Transformers", 8, PARITY_SIDES, Needs(TESTS, memory_GB=20),
+            together=True,
+        ),
+        Part("speed", "three models on the nano-vllm workload, and one request", 7, SPEED, Needs(memory_GB=60)),
+        Part(
+            "ranks", "several ranks on one card: symmetric memory, NCCL, a killed rank", 7, RANKS,
+            Needs(SERVER, files=("tests/gpu/sums_worker.py", "tests/cpu/fake_worker.py"), memory_GB=20),
+        ),
+        Part("ablations", "what graphs, scheduling ahead and each kernel bring", 7, ABLATIONS, Needs(memory_GB=20)),
+        Part(
+            "attention", "every size of the attention kernels, other backends beside them", 4,
+            (Work("attention", 480, "attention"),), Needs(memory_GB=8),
+        ),
+        Part("products", "products with quantised weights, and a model with them", 8, PRODUCTS, Needs(memory_GB=40)),
+        Part("sampling", "the sampler's kernels beside torch", 1, (Work("sampling", 200, "sampling"),), Needs()),
+        Part(
+            "peers", "Weft and vLLM, the same token ids, by turns", 8, PEERS,
+            Needs(files=("scripts/peers/engines/vllm_cuda_engine.py",), memory_GB=60, vllm=True),
+        ),
+    )
+}  # fmt: skip

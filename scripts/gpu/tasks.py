@@ -1,0 +1,178 @@
+"""Tasks: the steps of a part, each with a name, a limit in seconds, and the rows that it yields."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from scripts.gpu.bounds import LOWER_IS_BETTER, PROFILE_BELOW, target_of
+from scripts.gpu.children import PYTEST, PYTHON, Children
+from scripts.gpu.results import Results, Row, judged
+from scripts.gpu.work import Figure
+
+SANITIZED_STATUS = 86  # of a program in which compute-sanitizer found errors
+REHEARSED = "tests/pure/test_gpu_imports.py"
+SUMMARY = re.compile(r"(\d+) (passed|failed|skipped|errors?)\b")
+SANITIZER_SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
+
+
+@dataclass
+class Setup:
+    """What the tasks of one part share."""
+
+    part: str
+    children: Children
+    results: Results
+    card: str
+    copy_Bps: float
+    rehearse: bool
+    vllm: Path | None = None
+
+    def row(self, task: str, figure: Figure) -> Row:
+        """A figure with its target for this card."""
+        row = Row(
+            task, figure.name, figure.value, figure.unit, roofline=figure.roofline, ok=figure.ok, note=figure.note
+        )
+        target = None if self.rehearse else target_of(figure.name, self.card, figure.roofline)
+        return judged(row, target=target, lower_is_better=figure.unit in LOWER_IS_BETTER)
+
+
+class Task(Protocol):
+    """`seconds` is the most that it takes."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def seconds(self) -> float: ...
+
+    def rows(self, setup: Setup, limit_s: float) -> Iterator[Row]:
+        """Rows as they are measured. Raises ChildError for a child that failed."""
+        ...
+
+
+@dataclass(frozen=True)
+class Work:
+    """A measurement of `scripts.gpu.work`."""
+
+    name: str
+    seconds: float
+    measurement: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def rows(self, setup: Setup, limit_s: float) -> Iterator[Row]:
+        options = {**self.options, "copy_Bps": setup.copy_Bps, "rehearse": setup.rehearse}
+        if setup.vllm is not None:
+            options["vllm"] = str(setup.vllm)
+        for figure in setup.children.figures(self.measurement, options, setup.part, limit_s):
+            yield setup.row(self.name, figure)
+
+
+@dataclass(frozen=True)
+class GpuTests:
+    """Tests of tests/gpu. In a rehearsal they are collected, and REHEARSED runs in their place: on a stand-in for a
+    card they would take minutes."""
+
+    name: str
+    seconds: float
+    files: tuple[str, ...]
+    selection: str = ""
+
+    def arguments(self) -> list[str]:
+        return [*self.files, *(["-k", self.selection] if self.selection else [])]
+
+    def rows(self, setup: Setup, limit_s: float) -> Iterator[Row]:
+        arguments = self.arguments()
+        if setup.rehearse:
+            status, output = setup.children.pytest([*arguments, "--collect-only", "-q"], setup.part, limit_s)
+            if status:
+                yield Row(self.name, f"{self.name}: collected", None, "tests", ok=False, note=failures(output))
+                return
+            arguments = [REHEARSED]
+        status, output = setup.children.pytest(["-v", *arguments], f"{setup.part}-{self.name}", limit_s)
+        counts = {word: int(number) for number, word in SUMMARY.findall(output[-1] if output else "")}
+        passed, skipped = counts.get("passed", 0), counts.get("skipped", 0)
+        note = failures(output) if status else f"{skipped} skipped" if skipped else ""
+        yield Row(self.name, f"{self.name}: passed", passed, "tests", ok=status == 0 and passed > 0, note=note)
+
+
+@dataclass(frozen=True)
+class Sanitize:
+    """Tests under one tool of compute-sanitizer. Memory comes from the driver piece by piece meanwhile: within a block
+    of torch's allocator the tool sees no bounds."""
+
+    tool: str
+    case: str
+    test: str
+    seconds: float = 75
+
+    @property
+    def name(self) -> str:
+        return f"{self.tool} {self.case}"
+
+    def rows(self, setup: Setup, limit_s: float) -> Iterator[Row]:
+        if setup.rehearse:
+            status, output = setup.children.pytest([self.test, "--collect-only", "-q"], setup.part, limit_s)
+            if status:
+                yield Row(self.name, f"{self.name}: collected", None, "tests", ok=False, note=failures(output))
+                return
+        command = ["env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1", "compute-sanitizer", "--tool", self.tool]
+        command += ["--error-exitcode", str(SANITIZED_STATUS), "--target-processes", "all", "--print-limit", "20"]
+        command += [*PYTHON, "-m", "pytest", *PYTEST, "-q", self.test]
+        status, output = setup.children.finished(command, setup.part, limit_s)
+        errors = sanitizer_errors(output)
+        note = "" if status == 0 else failures(output) or (output[-1] if output else "no word")
+        yield Row(self.name, f"{self.name}: errors", errors, "errors", ok=status == 0 and errors == 0, note=note)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One launch of `kernel` under ncu, if rows of the task `of` are below PROFILE_BELOW of their roofline."""
+
+    kernel: str
+    of: str
+    measurement: str
+    options: dict[str, Any]
+    seconds: float = 60
+    skip: int = 2  # launches that compile and warm up
+
+    @property
+    def name(self) -> str:
+        return f"ncu {self.kernel}"
+
+    def rows(self, setup: Setup, limit_s: float) -> Iterator[Row]:
+        slow = [row for row in setup.results.of_task(self.of) if row.ratio is not None and row.ratio < PROFILE_BELOW]
+        if not slow and not setup.rehearse:
+            return
+        title = f"{self.name}, since rows are below {PROFILE_BELOW:.0%} of the roofline"
+        if shutil.which("ncu") is None:
+            yield Row(self.name, title, None, "", note="ncu is not on PATH: CUDA's toolkit has it")
+            return
+        report = setup.results.path.with_name(f"ncu-{self.kernel.strip('_')}")
+        options = {**self.options, "copy_Bps": setup.copy_Bps, "rehearse": setup.rehearse}
+        command = ["ncu", "--set", "full", "--kernel-name", f"regex:^{self.kernel}", "--launch-skip", str(self.skip)]
+        command += ["--launch-count", "1", "--force-overwrite", "--export", str(report)]
+        command += [*PYTHON, "-m", "scripts.gpu.work", self.measurement, json.dumps(options)]
+        status, output = setup.children.finished(command, setup.part, limit_s)
+        if status:  # no right to the counters, mostly: nothing of ours that failed
+            yield Row(self.name, title, None, "", note=f"ncu failed: {output[-1] if output else 'no word'}")
+        else:
+            yield Row(self.name, title, len(slow), "rows", note=f"{report}.ncu-rep")
+
+
+def failures(output: list[str]) -> str:
+    """Names of tests that failed, three at most, and their number."""
+    lines = [line for line in output if line.startswith(("FAILED", "ERROR"))]
+    names = [line.split(" - ")[0].removeprefix("FAILED ").removeprefix("ERROR ")[-120:] for line in lines]
+    return "; ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def sanitizer_errors(output: list[str]) -> int | None:
+    """Errors or hazards of all summaries, None if there is no summary."""
+    counts = [int(first or second) for line in output for first, second in SANITIZER_SUMMARY.findall(line)]
+    return sum(counts) if counts else None

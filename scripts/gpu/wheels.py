@@ -1,0 +1,138 @@
+"""`scripts/gpu_check wheels DIR`: packages for a machine that has torch, Triton, Transformers and no network.
+
+Wheels are cut into files of bounded size, with their hashes in manifest.json, and an install.py beside them that joins,
+verifies and installs them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+PIECE = "60MB"
+PYTHON = "3.12"
+GLIBCS = range(35, 4, -1)  # Ubuntu 22.04 and newer
+PLATFORMS = (*(f"manylinux_2_{glibc}_x86_64" for glibc in GLIBCS), "manylinux2014_x86_64", "any")
+# What the parts need beside torch, Triton, Transformers and safetensors, and what those packages need in turn.
+NEEDED = (
+    "msgspec", "httptools", "nvidia-ml-py", "pytest", "iniconfig", "pluggy", "pygments", "packaging",
+    "starlette", "uvicorn", "prometheus-client", "anyio", "idna", "sniffio", "click", "h11",
+)  # fmt: skip
+# Attention that Weft measures its own against where it is installed.
+OPTIONAL = ("flashinfer-python", "apache-tvm-ffi", "einops", "ninja", "tabulate", "requests")
+VLLM = "vllm==0.24.0"  # of this version's own wish: torch 2.11
+# Left out of vLLM's folder: what the machine has, and CUDA's libraries, which torch brought.
+HAD = re.compile(r"(torch|triton|nvidia-(?!ml-py|cudnn-frontend|cutlass-dsl).*|cuda-(bindings|pathfinder|toolkit))$")
+
+Run = Callable[[Sequence[str]], str]
+
+
+class DownloadError(RuntimeError):
+    """A download that failed, with pip's last line."""
+
+
+def main(words: Sequence[str]) -> int:
+    arguments = parsed(words)
+    try:
+        piece = piece_bytes(arguments.piece)
+        tags = pip_tags(arguments.python)
+        fetch(arguments.folder, [(NEEDED, True), (OPTIONAL, False)], tags, piece)
+        if arguments.vllm:
+            fetch(arguments.folder / "vllm", [(vllm_packages(tags), True)], tags, piece)
+    except (ValueError, DownloadError, OSError) as error:
+        print(f"gpu_check: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def parsed(words: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="scripts/gpu_check wheels",
+        description="Download what a machine with torch 2.11, Triton 3.6, Transformers and safetensors lacks, for "
+        "Linux on x86-64. There: python3 DIR/install.py TARGET, then PYTHONPATH=TARGET scripts/gpu_check PART.",
+    )
+    parser.add_argument("folder", type=Path, metavar="DIR")
+    parser.add_argument("--piece", default=PIECE, help=f"largest file, as in 60MB or 512KB (default: {PIECE})")
+    parser.add_argument("--python", default=PYTHON, help=f"that machine's Python (default: {PYTHON})")
+    parser.add_argument("--vllm", action="store_true", help=f"{VLLM} and what it needs too, into DIR/vllm")
+    return parser.parse_args(words)
+
+
+def piece_bytes(words: str) -> int:
+    """Bytes of "60MB". Raises ValueError."""
+    match = re.fullmatch(r"(\d+)(KB|MB|GB)", words.strip(), re.IGNORECASE)
+    size = int(match[1]) * {"KB": 10**3, "MB": 10**6, "GB": 10**9}[match[2].upper()] if match else 0
+    if not size:
+        raise ValueError(f"--piece {words!r} is no size; give one as in 60MB, 512KB or 1GB")
+    return size
+
+
+def pip_tags(python: str) -> list[str]:
+    """pip's options for wheels of another machine. Raises ValueError."""
+    if not re.fullmatch(r"3\.\d+", python):
+        raise ValueError(f"--python {python!r} is no version; give one as in 3.12")
+    return [
+        "--only-binary=:all:", "--implementation", "cp", "--python-version", python,
+        *(word for platform in PLATFORMS for word in ("--platform", platform)),
+    ]  # fmt: skip
+
+
+def pip(words: Sequence[str]) -> str:
+    """Output of pip. Raises DownloadError."""
+    command = [sys.executable, "-m", "pip", *words, "--disable-pip-version-check"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        lines = [line for line in (done.stderr or done.stdout).splitlines() if "ERROR" in line] or ["no word"]
+        raise DownloadError(f"pip {' '.join(words[:1])} ended with {done.returncode}: {lines[-1][:300]}")
+    return done.stdout
+
+
+def fetch(
+    folder: Path, sets: Iterable[tuple[Sequence[str], bool]], tags: Sequence[str], piece: int, run: Run = pip
+) -> None:
+    """Download packages into `folder` as pieces with a manifest. Each set is required or not."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as raw:
+        for packages, required in sets:
+            for package in packages:
+                try:
+                    run(["download", "--quiet", "--no-deps", *tags, "--dest", raw, package])
+                except DownloadError as error:
+                    if required:
+                        raise
+                    print(f"gpu_check: {package} is left out: {error}", file=sys.stderr)
+        manifest = [cut(wheel, folder, piece) for wheel in sorted(Path(raw).glob("*.whl"))]
+    (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    shutil.copy(Path(__file__).with_name("install_wheels.py"), folder / "install.py")
+    total = sum(int(str(each["bytes"])) for each in manifest)
+    print(f"{len(manifest)} wheels, {total / 1e6:.1f} MB, in {folder}: there python3 install.py TARGET")
+
+
+def cut(wheel: Path, folder: Path, piece: int) -> dict[str, object]:
+    """Cut a wheel into pieces in `folder`, and return its row of the manifest."""
+    whole, pieces = hashlib.sha256(), []
+    with wheel.open("rb") as source:
+        while data := source.read(piece):
+            whole.update(data)
+            name = f"{wheel.name}.{len(pieces):03d}"
+            (folder / name).write_bytes(data)
+            pieces.append({"file": name, "sha256": hashlib.sha256(data).hexdigest()})
+    return {"wheel": wheel.name, "bytes": wheel.stat().st_size, "sha256": whole.hexdigest(), "pieces": pieces}
+
+
+def vllm_packages(tags: Sequence[str], run: Run = pip) -> list[str]:
+    """What vLLM needs, as name==version, without what HAD names."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        resolve = ["install", "--quiet", "--dry-run", "--ignore-installed", "--target", folder]
+        run([*resolve, *tags, "--report", str(report), VLLM])
+        chosen = [entry["metadata"] for entry in json.loads(report.read_text())["install"]]
+    return [f"{each['name']}=={each['version']}" for each in chosen if not HAD.match(each["name"].lower())]

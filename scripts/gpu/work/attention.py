@@ -1,0 +1,114 @@
+"""Attention: every size of the Triton kernels (weft.kernels.triton.trials), and other backends that are installed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+
+import torch
+
+from scripts.gpu.work import Figure, Options
+from weft.errors import ConfigError
+from weft.kernels import choose
+from weft.kernels.base import AttentionShape, Kernels
+from weft.kernels.contest import seconds
+from weft.kernels.triton import trials
+from weft.kernels.triton.tuning import DECODE, PREFILL
+
+HEADS = {"Qwen3-0.6B": (16, 8), "Llama-3.1-8B": (32, 8)}  # of queries, of KV
+HEAD_DIM, LENGTH, BLOCK_SIZE = 128, 8192, 16
+CUDA = torch.device("cuda", 0)
+OTHERS = ("flashinfer", "varlen")
+
+
+def attention(options: Options) -> Iterator[Figure]:
+    """Every size and backend; with `chosen`, decode attention with the default sizes only."""
+    chosen, rehearse = options.get("chosen", False), options["rehearse"]
+    for model, heads in HEADS.items():
+        shape = attention_shape(*heads, rehearse=rehearse)
+        others, notes = ({}, []) if chosen else backends(shape)
+        yield from notes
+        decoders = {name: each for name, each in others.items() if name == "flashinfer"}  # torch's is for prompts
+        for contexts in decode_contexts(rehearse):
+            race = trials.decode_race(shape, CUDA, contexts)
+            read = 2 * sum(contexts) * shape.kv_heads * shape.head_dim * shape.kept.itemsize
+            add_backends(race, decoders, shape, default=DECODE, only=chosen or rehearse)
+            yield from compared(model, race, "GB/s", read / 1e9, options["copy_Bps"] / 1e9, rehearse=rehearse)
+        if chosen:
+            continue
+        for name, (counts, contexts) in trials.PROMPTS.items():
+            race = trials.prefill_race(shape, CUDA, name)
+            counts, contexts = ([min(length, shape.length) for length in each] for each in (counts, contexts))
+            pairs = sum(n * (c - n) + n * (n + 1) / 2 for n, c in zip(counts, contexts, strict=True))
+            add_backends(race, others, shape, default=PREFILL, only=rehearse)
+            yield from compared(
+                model, race, "TFLOP/s", 4 * pairs * shape.q_heads * shape.head_dim / 1e12, None, rehearse=rehearse
+            )
+
+
+def attention_shape(q_heads: int, kv_heads: int, *, rehearse: bool) -> AttentionShape:
+    dtype = torch.float32 if rehearse else torch.bfloat16
+    if rehearse:
+        q_heads, kv_heads = q_heads // 8, kv_heads // 8
+    dim, length = (16, 32) if rehearse else (HEAD_DIM, LENGTH)
+    return AttentionShape(
+        q_heads=q_heads, kv_heads=kv_heads, head_dim=dim, windows=(None,), scale=dim**-0.5, dtype=dtype, kept=dtype,
+        block_size=BLOCK_SIZE, rows=256, tokens=2048, length=length,
+    )  # fmt: skip
+
+
+def decode_contexts(rehearse: bool) -> list[list[int]]:
+    """Contexts of the rows of each batch: as on nano-vllm's workload, mixed, equal, alone."""
+    if rehearse:
+        return [[5, 20]]
+    lengths = random.Random(0)
+    nano = [lengths.randint(100, 1500) for _ in range(256)]
+    return [nano, trials.mixed(32, LENGTH), [1024] * 32, [4096]]
+
+
+def backends(shape: AttentionShape) -> tuple[dict[str, Kernels], list[Figure]]:
+    """Other backends that run here, and a note for each that does not."""
+    usable, notes = {}, []
+    for name in OTHERS:
+        try:
+            usable[name] = choose(name, CUDA, shape)
+        except ConfigError as error:
+            notes.append(Figure(f"attention by {name}, {shape.q_heads} heads", None, "", note=str(error)))
+    return usable, notes
+
+
+def add_backends(
+    race: trials.Race, others: dict[str, Kernels], shape: AttentionShape, *, default: object, only: bool
+) -> None:
+    """Have `others` race too; with `only`, ours with no other than the default sizes."""
+    if only:
+        race.entries = {default: race.entries[default]}
+    for name, kernels in others.items():
+        kernels.prepare(race.given[0][2])
+        race.entries[name] = lambda q, cache, batch, kernels=kernels: kernels.attend(q, cache, batch, shape.scale, None)
+
+
+def compared(
+    model: str, race: trials.Race, unit: str, amount: float, roofline: float | None, *, rehearse: bool
+) -> Iterator[Figure]:
+    """A figure for each entry that ran, the fastest one marked, and a note for each that did not."""
+    if rehearse:
+        race.given = race.given[:1]
+    times, obstacles = race.run(called_once if rehearse else seconds)
+    best = min(times.values(), default=None)
+    for name, took in times.items():
+        note = f"{took * 1e6:.1f} us{', fastest' if took == best and len(times) > 1 else ''}"
+        yield Figure(f"{model}, {race.what}: {label(name)}", round(amount / took, 1), unit, roofline, note=note)
+    for name, why in obstacles.items():
+        yield Figure(f"{model}, {race.what}: {label(name)}", None, unit, note=why)
+
+
+def called_once(call: Callable[[], object]) -> float:
+    """In the place of a clock on a stand-in for a card."""
+    call()
+    return 1e-3
+
+
+def label(entry: object) -> str:
+    """`entry` by name, the default sizes as "chosen"."""
+    return f"{entry} (chosen)" if entry in (DECODE, PREFILL) else str(entry)

@@ -1,0 +1,112 @@
+"""An engine with random weights: seed 0 of the nano-vllm workload after a warm-up, or one request; with `profile`, what
+20 decode steps consist of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from scripts.gpu.bounds import batch_roofline, context_tokens
+from scripts.gpu.shapes import Shape, shape_of, write_config
+from scripts.gpu.work import Figure, Options
+from scripts.gpu.work.profile import profiled_steps
+from weft import LLM
+from weft.bench.measure import Run, run
+from weft.bench.workload import Ask, nano_vllm, random_requests
+
+ONE_INPUT, ONE_OUTPUT, ONE_RUNS = 128, 256, 3
+# On a stand-in for a card: what an engine needs there.
+REHEARSED: dict[str, Any] = {
+    "dtype": "float32",
+    "executor": "inline",
+    "max_model_len": 32,
+    "kv_cache_memory_bytes": 100_000,
+    "max_num_seqs": 2,
+    "max_num_batched_tokens": 8,
+}
+
+
+def engine_settings(options: Options) -> dict[str, Any]:
+    """Arguments of LLM beside the model."""
+    common = {"load_format": "dummy", "skip_tokenizer_init": True, "device": "cuda", "max_model_len": 4096}
+    return {**common, **options.get("engine", {}), **(REHEARSED if options["rehearse"] else {})}
+
+
+@contextmanager
+def started(options: Options) -> Iterator[tuple[LLM, Shape]]:
+    """An engine on random weights of options["model"]'s shape."""
+    shape = shape_of(options["model"], rehearse=options["rehearse"])
+    with TemporaryDirectory() as folder:
+        path = write_config(Path(folder) / options["model"], shape)
+        with LLM(path, **engine_settings(options)) as llm:
+            yield llm, shape
+
+
+def bench(options: Options) -> Iterator[Figure]:
+    name = options.get("name", options["model"])
+    with started(options) as (llm, shape):
+        kind = {"nano": nano, "one": one_request}[options["kind"]]
+        yield from kind(llm, shape, name, options)
+        if options.get("profile"):
+            yield from profiled_steps(llm, name, shape.vocab, rehearse=options["rehearse"])
+
+
+def nano_asks(shape: Shape, options: Options, seed: int) -> list[Ask]:
+    """The workload with that seed; on a stand-in two short requests."""
+    if options["rehearse"]:
+        return random_requests(seed, vocab=shape.vocab, count=2, input_len=(3, 5), output_len=2)
+    return nano_vllm(shape.vocab, seed)
+
+
+def nano(llm: LLM, shape: Shape, name: str, options: Options) -> Iterator[Figure]:
+    """Tokens/s of seed 0. The warm-up is seed 1, whose batches shrink from all requests to none as well and have every
+    graph captured on the way, and whose tokens are others, so that no prefix is found again."""
+    run(llm, nano_asks(shape, options, 1))
+    asks = nano_asks(shape, options, 0)
+    with captures_counted() as captured:
+        done = run(llm, asks)
+    bound = (
+        batch_roofline(shape, asks, options["copy_Bps"]) if "quantization" not in options.get("engine", {}) else None
+    )
+    yield Figure(f"{name}: nano-vllm seed 0", round(done.output_tok_s, 1), "tok/s", bound and round(bound, 1))
+    yield Figure(f"{name}: graphs captured during seed 0", len(captured), "graphs", ok=not captured)
+    yield Figure(f"{name}: time to first token, median", round(1000 * done.ttft_s, 2), "ms")
+
+
+def one_request(llm: LLM, shape: Shape, name: str, options: Options) -> Iterator[Figure]:
+    """Tokens/s of one request after its first, the median of three runs after a warm-up."""
+    tokens, output, runs = (4, 2, 1) if options["rehearse"] else (ONE_INPUT, ONE_OUTPUT, ONE_RUNS)
+    ask = partial(random_requests, vocab=shape.vocab, count=1, input_len=(tokens, tokens), output_len=output)
+    run(llm, ask(-1))
+    done: list[Run] = [run(llm, ask(seed)) for seed in range(runs)]
+    bound = None
+    if "quantization" not in options.get("engine", {}):
+        cached = context_tokens(tokens, output) / (output - 1)
+        bound = options["copy_Bps"] / (shape.step_bytes + cached * shape.kv_bytes)
+    speed = median(each.decode_tok_s for each in done)
+    yield Figure(f"{name}: one request", round(speed, 2), "tok/s", bound and round(bound, 2))
+    yield Figure(f"{name}: one request, time to first token", round(1000 * median(r.ttft_s for r in done), 2), "ms")
+
+
+@contextmanager
+def captures_counted() -> Iterator[list[None]]:
+    """A list that grows by one with every CUDA graph that this process captures."""
+    captured: list[None] = []
+    capture: Callable[..., Any] = torch.cuda.graph
+
+    def counted(*given: Any, **named: Any) -> Any:
+        captured.append(None)
+        return capture(*given, **named)
+
+    torch.cuda.graph = counted  # type: ignore[misc, assignment]
+    try:
+        yield captured
+    finally:
+        torch.cuda.graph = capture  # type: ignore[misc, assignment]

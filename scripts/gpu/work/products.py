@@ -1,0 +1,83 @@
+"""Products with quantised weights: bytes of weights per second, beside bfloat16's, over copies that no cache holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+
+from scripts.gpu.work import Figure, Options
+from weft.facts.place import Span
+from weft.kernels.triton import made
+from weft.quant.quantised import Quantised
+
+CUDA = torch.device("cuda", 0)
+TYPES = (None, "Q4_0", "Q4_1", "Q8_0", "INT8")
+SHAPES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))  # rows, columns: of an 8B
+TOKENS = (1, 4, 16, 32, 64, 256, 2048)
+REPLAYS = 10
+COLD_BYTES = 2**29  # of copies that are read in turn
+
+
+def products(options: Options) -> Iterator[Figure]:
+    rehearse = options["rehearse"]
+    shapes, tokens = (((16, 64),), (1, 2)) if rehearse else (SHAPES, TOKENS)
+    dtype = torch.float32 if rehearse else torch.bfloat16
+    kernels = made(CUDA)
+    for rows, cols in shapes:
+        for kind in TYPES:
+            weight = (
+                torch.randn(rows, cols, device=CUDA).to(dtype) if kind is None else made_up(kind, rows, cols, dtype)
+            )
+            count = 2 if rehearse else COLD_BYTES // weight.nbytes + 1
+            copies = [kernels.matrix(weight if at == 0 else copied(weight), None) for at in range(count)]
+            for batch in tokens:
+                x = torch.randn(batch, cols, device=CUDA).to(dtype)
+                seconds = timed(
+                    [lambda product=product, x=x: product(x) for product in copies], 1 if rehearse else REPLAYS
+                )
+                name = f"[{rows}, {cols}] {kind or str(dtype).removeprefix('torch.')}, {batch} tokens"
+                yield Figure(
+                    name,
+                    round(weight.nbytes / seconds / 1e9, 1),
+                    "GB/s",
+                    round(options["copy_Bps"] / 1e9, 1) if batch <= 16 else None,  # more are bound by arithmetic
+                    note=f"{seconds * 1e6:.1f} us",
+                )
+
+
+def made_up(kind: str, rows: int, cols: int, dtype: torch.dtype) -> Quantised:
+    """Numbers that are quickly made; none are negative where they need not be."""
+    weight = Quantised.empty(kind, rows, Span(0, cols), dtype, CUDA)
+    weight.values.random_(0, 256)
+    weight.scales.fill_(0.01)
+    if weight.lowest is not None:
+        weight.lowest.fill_(0)
+    return weight
+
+
+def copied(weight: torch.Tensor | Quantised) -> torch.Tensor | Quantised:
+    if isinstance(weight, torch.Tensor):
+        return weight.clone()
+    lowest = None if weight.lowest is None else weight.lowest.clone()
+    return replace(weight, values=weight.values.clone(), scales=weight.scales.clone(), lowest=lowest)
+
+
+def timed(calls: list[Callable[[], torch.Tensor]], replays: int) -> float:
+    """Seconds of one of them, in a captured graph of all, as the engine decodes."""
+    for call in calls[:3]:
+        call()
+    graph, begin, end = torch.cuda.CUDAGraph(), *(torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    torch.cuda.synchronize()
+    begin.record()
+    for _ in range(replays):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3 / replays / len(calls)

@@ -1,0 +1,74 @@
+"""Every part of scripts/gpu_check from end to end, on a stand-in for a card, with the packages of a lent machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from scripts.gpu.parts import PARTS
+from scripts.gpu.wheels import NEEDED
+
+pytest.importorskip("triton", reason="needs triton")
+
+ROOT = Path(__file__).parents[2]
+GIVEN = ("torch", "triton", "transformers", "safetensors", "pytest")  # of a machine that is lent for an hour
+PYTHON = '#!/bin/sh\nexec {interpreter} -S "$@"\n'
+
+
+def link_packages(folder: Path) -> None:
+    """Links to GIVEN, to what those require, and to what `scripts/gpu_check wheels` brings; no other package."""
+    folder.mkdir()
+    left, seen = [*GIVEN, *NEEDED], set[str]()
+    while left:
+        name = re.sub(r"[-_.]+", "-", left.pop()).lower()
+        if name in seen:
+            continue
+        seen.add(name)
+        try:
+            package = distribution(name)
+        except PackageNotFoundError:  # for another Python
+            continue
+        if name not in NEEDED:  # whose own needs are in the list
+            wanted = map(Requirement, package.requires or [])
+            left += [each.name for each in wanted if each.marker is None or each.marker.evaluate({"extra": ""})]
+        tops = {file.parts[0] for file in package.files or []} - {"..", "__pycache__"}
+        for top in tops:
+            if not (folder / top).exists():
+                (folder / top).symlink_to(Path(str(package.locate_file(top))))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork") or not shutil.which("bash"), reason="needs bash")
+def test_all_parts_are_rehearsed(tmp_path: Path) -> None:
+    repository, programs, results = (tmp_path / name for name in ("repository", "bin", "results"))
+    for folder in (repository, programs, tmp_path / "vllm/vllm"):
+        folder.mkdir(parents=True)
+    (tmp_path / "vllm/vllm/__init__.py").touch()
+    for name in ("src", "scripts", "tests", "docs", "pyproject.toml"):  # without its .venv
+        (repository / name).symlink_to(ROOT / name)
+    base = getattr(sys, "_base_executable", sys.executable)
+    (programs / "python3").write_text(PYTHON.format(interpreter=base))
+    (programs / "python3").chmod(0o755)
+    link_packages(tmp_path / "packages")
+    environment = {
+        "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(tmp_path / "packages"),
+        "RESULTS": str(results),
+        "HOME": str(tmp_path),
+    }
+    command = [repository / "scripts/gpu_check", *PARTS, "--rehearse", "--vllm", tmp_path / "vllm"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    for part in PARTS.values():
+        kept = json.loads((results / f"{part.name}.json").read_text())
+        assert kept["rehearsed"] and kept["rows"] and kept["done"] == [task.name for task in part.tasks]
+    told = subprocess.run([command[0], "report"], env=environment, capture_output=True, text=True)
+    assert told.returncode == 2 and told.stderr.count("was rehearsed") == len(PARTS), "no figure of a rehearsal"
