@@ -223,8 +223,11 @@ def http(kind: type[errors.HfHubHTTPError]) -> errors.HfHubHTTPError:
         (http(errors.RevisionNotFoundError), "a/b has no revision 'v1' on https://"),
         (http(errors.HfHubHTTPError), "cannot fetch a/b at revision v1 from https://.*: 404 Client Error.; give a"),
         (errors.HFValidationError("no"), "'a/b' is neither a file or directory here nor a name on the hub"),
-        (errors.LocalEntryNotFoundError("no"), "a/b at revision v1 is neither .* the hub cannot be reached"),
-        (errors.OfflineModeIsEnabled("no"), "nor in the hub's cache"),
+        (
+            errors.LocalEntryNotFoundError("no"),
+            "cannot find the model a/b at revision v1: no such file, not downloaded, and https://.* is not reachable",
+        ),
+        (errors.OfflineModeIsEnabled("no"), "cannot find the model a/b at revision v1: no such file, not downloaded"),
         (OSError(28, "No space left on device"), "the disk is full while a/b is fetched"),
         (RuntimeError(""), "cannot fetch a/b .*: RuntimeError; give a directory"),
     ],
@@ -242,4 +245,4 @@ def test_the_hub_fails(hub: Hub, error: Exception, message: str) -> None:
 def test_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The library itself, told not to look further than its cache."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    fails("owner/model", "and HF_HUB_OFFLINE is set .*; give a directory", download_dir=str(tmp_path))
+    fails("owner/model", "not downloaded, and HF_HUB_OFFLINE is set; give a directory", download_dir=str(tmp_path))

@@ -94,9 +94,11 @@ def unknown_command(word: str, commands: Iterable[str]) -> str:
 
 
 def alike(word: str, known: Sequence[str]) -> str:
-    """ "did you mean X?" if a known name is like `word`, else ""."""
+    """ "did you mean X?" if a known name begins with `word` or is spelled like it, else ""."""
     plain = {name.lstrip("-"): name for name in known}
-    close = get_close_matches(word.lstrip("-"), plain, n=1, cutoff=SIMILAR)
+    bare = word.lstrip("-")
+    longer = [name for name in plain if name.startswith(f"{bare}-")]
+    close = longer or get_close_matches(bare, plain, n=1, cutoff=SIMILAR)
     return f"did you mean {plain[close[0]]}?" if close else ""
 
 

@@ -79,7 +79,7 @@ def _failure(name: str, revision: str | None, error: Exception) -> ModelError:
         case errors.LocalEntryNotFoundError() | errors.OfflineModeIsEnabled():
             offline = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} is not reachable"
             return ModelError(
-                f"cannot find the model {where!r}: no such file, not downloaded, and {offline}; {ways_out(name)}"
+                f"cannot find the model {where}: no such file, not downloaded, and {offline}; {ways_out(name)}"
             )
         case OSError() if error.errno in (errno.ENOSPC, errno.EDQUOT):
             return ModelError(f"the disk is full while {name} is fetched; make room, or give --download-dir or HF_HOME")
