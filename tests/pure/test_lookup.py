@@ -319,8 +319,8 @@ def test_only_another_name_is_told() -> None:
     [
         ("qwen3", "no such file, not downloaded, and HF_HUB_OFFLINE is set; did you mean Qwen/Qwen3-8B"),
         ("qwen3:9b", "no file or directory qwen3:9b; did you mean Qwen/Qwen3-8B"),
-        ("Qwen/Qwen3-8B", "cannot find the model 'Qwen/Qwen3-8B'.*; give a directory"),
-        ("qwen3:8b", "cannot find the model 'Qwen/Qwen3-8B'"),
+        ("Qwen/Qwen3-8B", "cannot find the model Qwen/Qwen3-8B.*; give a directory"),
+        ("qwen3:8b", "cannot find the model Qwen/Qwen3-8B"),
     ],
 )
 def test_models_that_cannot_be_fetched(

@@ -70,16 +70,18 @@ SAMPLED = ("temperature", "top-p", "top-k", "min-p", "max-tokens", "stop", "min-
 def unknown_flag(command: Command, option: str) -> str:
     """What follows "unknown flag --x for weft y": a semicolon with the hint, or where to look.
 
-    Looked for in this order: the flag in other commands, what other programs call so, a name that is alike.
+    Looked for in this order: a longer flag of this command, the flag in other commands, what other programs call so, a name that is alike.
     """
     name = option.lstrip("-")
     ours = next((flag for flag, theirs in HABITS.items() if name in theirs.split()), "")
     note = next((text for text, theirs in NOTES.items() if name in theirs.split()), "")
+    own = [f"--{flag.name}" for flag in command.flags]
     hint = (
-        _elsewhere(command, name)
+        alike(option, [flag for flag in own if flag.startswith(f"{option}-")])
+        or _elsewhere(command, name)
         or (ours and (_own(command, ours) or _elsewhere(command, ours, f"--{ours}")))
         or note.format(example=command.example)
-        or alike(option, [f"--{flag.name}" for flag in command.flags])
+        or alike(option, own)
     )
     return f"; {hint}" if hint else f" (see weft {command.name} --help)"
 
