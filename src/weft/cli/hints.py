@@ -70,7 +70,8 @@ SAMPLED = ("temperature", "top-p", "top-k", "min-p", "max-tokens", "stop", "min-
 def unknown_flag(command: Command, option: str) -> str:
     """What follows "unknown flag --x for weft y": a semicolon with the hint, or where to look.
 
-    Looked for in this order: a longer flag of this command, the flag in other commands, what other programs call so, a name that is alike.
+    Looked for in this order: a longer flag of this command, the flag in other commands, what other programs call so, a
+    name that is alike.
     """
     name = option.lstrip("-")
     ours = next((flag for flag, theirs in HABITS.items() if name in theirs.split()), "")
