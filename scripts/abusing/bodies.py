@@ -90,7 +90,9 @@ def call(arguments: str) -> bytes:
 MESSAGE = b'{"role":"user","content":"a"}'
 STOPS = {"max_tokens": 8000, "ignore_eos": True, "n": 4, "temperature": 1}
 ATTACKS = (
-    body("stops-100000", "1", COMPLETIONS, lambda: completion(**STOPS, stop=words(100_000)), "400", says="stop"),
+    body(
+        "stops-99000", "1", COMPLETIONS, lambda: completion(**STOPS, stop=words(99_000)), "400", says='"param":"stop"'
+    ),
     body("stops-65", "1", COMPLETIONS, lambda: completion(stop=words(65)), "400", says='"param":"stop"'),
     body("stops-64", "1", COMPLETIONS, lambda: completion(max_tokens=50, stop=words(64), n=16), "200"),
     body("bad-words-100000", "1, 9", COMPLETIONS, lambda: completion(bad_words=words(100_000)), "400"),
@@ -101,7 +103,8 @@ ATTACKS = (
     body("long-name", "2, 3", COMPLETIONS, lambda: completion(**{"k" + "x" * 7 * MEGA: 1}), "200"),
     Attack("long-names-leak", "2", leak),
     Attack("unknown-names", "3", cut_unknown_names),
-    body("keys-700000", "3", COMPLETIONS, lambda: many_keys(700_000), "400"),
+    body("keys-99000", "3", COMPLETIONS, lambda: many_keys(99_000), "400", says="fields"),
+    body("keys-550000", "3", COMPLETIONS, lambda: many_keys(550_000), "400"),
     body("empty-prompts", "9", COMPLETIONS, lambda: many(b'{"prompt":[', b"[]", 7 * MEGA // 3, b"]}"), "400"),
     body("body-31MB", "9, 20", COMPLETIONS, lambda: completion(prompt="x " * 15 * MEGA), "413", RESET),
     body("text-7.9MB", "9", COMPLETIONS, lambda: completion(prompt="x " * 3_900_000), "400"),

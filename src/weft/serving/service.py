@@ -71,10 +71,10 @@ class Service:
         self._progress = Progress(options.progress_timeout, time.monotonic)
         usual_bytes = max(LIMITS.body_bytes, LIMITS.bytes_per_token * frontend.max_model_len)
         self.body_bytes = options.max_body_bytes or usual_bytes  # of the longest body that is read
-        self._intake = body.Intake(self.body_bytes)
+        self._trimmer = Trimmer()
+        self._intake = body.Intake(self.body_bytes, self._trimmer.trim_later)
         self._unknown = body.Unknown()
         self._threads = {False: WorkThreads(LIMITS.small_threads), True: WorkThreads(LIMITS.large_threads)}
-        self._trimmer = Trimmer()
 
     async def prepared(self, request: HttpRequest, work: Callable[[Service, bytes], P]) -> P:
         """What `work` makes of a request's body, in a thread: a small body may ask for much, and a template is a
