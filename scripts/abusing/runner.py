@@ -55,7 +55,7 @@ class Result:
     def memory_ratio(self) -> float | None:
         if self.memory_before_bytes is None or self.memory_after_bytes is None:
             return None
-        return self.memory_after_bytes / self.memory_before_bytes
+        return round(self.memory_after_bytes / self.memory_before_bytes, 3)
 
     def misses(self, goals: Goals) -> list[str]:
         """Names of the goals that this case misses."""
@@ -104,7 +104,7 @@ class Runner:
                 outcome.statuses,
                 outcome.unexpected,
                 sigterm_s=outcome.sigterm_s,
-                seconds=time.monotonic() - began,
+                seconds=round(time.monotonic() - began, 1),
             )
         )
 

@@ -38,7 +38,7 @@ def two_on_a_socket(words: tuple[str, ...]) -> Outcome:
             for server in (first, second):
                 target.check(server.served or _is_brief(server), f"the other's words: {server.log()[-500:]}")
             target.record("the one", asyncio.run(target.get("/v1/models")), ("200",))
-            took_s = serving[0].terminate()
+            took_s = round(serving[0].terminate(), 2)
             target.check(not os.path.exists(path), "the socket is still there after the end")
     return Outcome(dict(target.statuses), target.unexpected, took_s)
 

@@ -41,7 +41,7 @@ async def streams(target: Target) -> None:
 
 
 async def choices(target: Target) -> None:
-    """Answers of many choices and stop strings, which nobody reads."""
+    """Streams of many choices and stop strings."""
     body = LONG | {"n": 64, "temperature": 1, "stream": True, "stop": [f"zq{number}" for number in range(64)]}
     answers = await asyncio.gather(*(target.post(COMPLETIONS, body) for _ in range(4)))
     for answer in answers:
@@ -121,7 +121,7 @@ async def _end(server: Server, target: Target, load: Load, harm: Callable[[Serve
             await running
     except (TimeoutError, OSError) as error:
         target.unexpected.append(f"a client after the end: {error!r}")
-    return took_s
+    return round(took_s, 2)
 
 
 def second_signal(words: tuple[str, ...]) -> Outcome:
@@ -141,7 +141,7 @@ async def _end_twice(server: Server, target: Target) -> float:
     await asyncio.sleep(1)
     began = time.monotonic()
     await asyncio.to_thread(server.terminate)
-    took_s = time.monotonic() - began
+    took_s = round(time.monotonic() - began, 2)
     for answer in await asyncio.gather(*whole):
         target.record("a request", answer, (SHUT,))
     for answer in await asyncio.gather(*parts):
