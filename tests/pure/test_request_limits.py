@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from weft.errors import RequestError
 from weft.serving import service, threads
 from weft.serving.body import check_structure
 from weft.serving.errors import HttpError
+from weft.serving.memory import Trimmer
 from weft.serving.threads import WorkThreads
 from weft.text import tokenizer as tokenizer_module
 from weft.text.byte_level import ALPHABET, build
@@ -240,3 +242,14 @@ def test_choices_share_what_is_known_of_their_prompt(monkeypatch: pytest.MonkeyP
     assert len(made) == 1
     for request in job.requests:
         assert [delta.text for letter in "xcd" if (delta := job.add(output(request.id, letter), 0.0))] == ["x", "", ""]
+
+
+@pytest.mark.parametrize(("tokens", "times"), [(1000, 0), (100_000, 1)])
+async def test_memory_of_long_prompts_is_given_back_after_the_answer(
+    tokens: int, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, calls = World(), []
+    monkeypatch.setattr(Trimmer, "trim_later", lambda self: calls.append(self))
+    job = SimpleNamespace(output=SimpleNamespace(prompt_token_ids=[1] * tokens))
+    world.service.closed(SimpleNamespace(jobs=[job]))  # type: ignore[arg-type]
+    assert len(calls) == times

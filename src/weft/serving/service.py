@@ -33,6 +33,8 @@ log = logging.getLogger("weft.serving")
 T = TypeVar("T", bound=msgspec.Struct)
 P = TypeVar("P")  # what an endpoint prepares
 
+LARGE_TOKENS = 2**16  # of a request's prompts, whose memory is given back to the system after the answer
+
 
 class Engine(Protocol):
     """What serving needs of `client.remote.AsyncEngine`."""
@@ -171,6 +173,8 @@ class Service:
         self.answers.discard(answer)
         if not self.answers:
             self.idle.set()
+        if sum(len(job.output.prompt_token_ids) for job in answer.jobs) > LARGE_TOKENS:
+            self._trimmer.trim_later()  # they were held until now
         if self.foreseen:
             self.foreseen.closed([job.output for job in answer.jobs], len(self.answers))
             if self.foreseen.told:
