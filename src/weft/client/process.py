@@ -83,7 +83,7 @@ def main(descriptor: int) -> None:
         ready = executor.start(begin.plan)
         phase = "allocate"
         plan = msgspec.structs.replace(begin.plan, max_model_len=fit_length(begin.plan, ready.num_blocks))
-        core = EngineCore.start(plan, ready.num_blocks, executor, begin.config)
+        core = EngineCore.start(plan, ready.num_blocks, executor, begin.config, paced=True)
         parent.send(Started(plan, ready))
         phase = "step"
         executor.failure.add_done_callback(lambda failure: parent.inbox.put(failure.result()))
