@@ -301,8 +301,8 @@ async def test_unfinished_bodies_are_bounded_together() -> None:
 async def test_memory_of_bodies_that_never_came_whole_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     released = asyncio.Event()
     loop = asyncio.get_running_loop()
-    monkeypatch.setattr("weft.serving.memory.QUIET_S", 0)
-    monkeypatch.setattr("weft.serving.memory.release", lambda: loop.call_soon_threadsafe(released.set))
+    monkeypatch.setattr("weft.client.memory.QUIET_S", 0)
+    monkeypatch.setattr("weft.client.memory.release", lambda: loop.call_soon_threadsafe(released.set))
     world = World()
     async with weft_server(world) as live:
         client = await live.connect()

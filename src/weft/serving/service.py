@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -13,19 +14,19 @@ from starlette.requests import Request as HttpRequest
 
 from weft.client.collector import Collector, Delta
 from weft.client.frontend import Frontend, Prompt
+from weft.client.memory import Trimmer
 from weft.core.params import SamplingParams
 from weft.core.request import Output, Request, Stats
 from weft.errors import EngineError, ModelError, OutputError, RequestError
 from weft.serving import body
 from weft.serving.errors import HttpError
 from weft.serving.foreseen import Foreseen
-from weft.serving.memory import Trimmer
 from weft.serving.metrics import Metrics
 from weft.serving.openai_types import PromptTokensDetails, Rendering, Usage
 from weft.serving.options import ServeOptions
 from weft.serving.progress import Progress
 from weft.serving.sampling import KNOWN, check_lengths, refuse_unsupported
-from weft.serving.threads import WorkThreads
+from weft.serving.threads import LoopShare, WorkThreads
 from weft.text.limits import LIMITS
 
 log = logging.getLogger("weft.serving")
@@ -77,14 +78,22 @@ class Service:
         self._intake = body.Intake(self.body_bytes, self._trimmer.trim_later)
         self._unknown = body.Unknown()
         self._threads = {False: WorkThreads(LIMITS.small_threads), True: WorkThreads(LIMITS.large_threads)}
+        self._loop_share = LoopShare(time.monotonic)
 
     async def prepared(self, request: HttpRequest, work: Callable[[Service, bytes], P]) -> P:
-        """What `work` makes of a request's body, in a thread: a small body may ask for much, and a template is a
-        stranger's. Large bodies have threads of their own, which small ones do not wait for."""
+        """Result of `work` on a request's body. It runs in a thread: a small body may ask for much, and a template is a
+        stranger's. Large bodies have threads of their own, which small ones do not wait for. What is tiny, and of a
+        kind that is quick here, runs in the event loop, where it costs less than the way to a thread."""
         content = await self._intake.receive(request)
         large = len(content) > LIMITS.small_bytes
+        run = partial(work, self, content)
+        tiny = len(content) <= LIMITS.tiny_bytes
+        if tiny:
+            run = partial(self._loop_share.timed, work, run)
         try:
-            return await self._threads[large].result(lambda: work(self, content))
+            if tiny and self._loop_share.allows(work):
+                return run()
+            return await self._threads[large].result(run)
         except ModelError as error:
             log.error("%s", error)
             raise
@@ -223,7 +232,10 @@ class Answer:
         async for output in self._outputs:
             now = time.monotonic()
             at, job = self._homes[output.id]
-            delta = job.add(output, now)
+            if output.prompt_logprobs and len(output.prompt_logprobs) > LIMITS.loop_positions:
+                delta = await asyncio.to_thread(job.add, output, now)
+            else:
+                delta = job.add(output, now)
             if delta is None:
                 continue
             if job.error:
