@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from ipaddress import ip_address
 from urllib.parse import urlsplit
@@ -31,6 +32,7 @@ CASES: tuple[Case, ...] = (
 
 def main() -> int:
     arguments = parse_arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # not without ending its servers
     if arguments.list:
         for case in CASES:
             print(f"{case.name:26} {case.finding}")
