@@ -134,6 +134,20 @@ async def test_a_client_that_pipelines_and_reads_nothing_is_read_no_more() -> No
         assert connection.full() and connection.flow.read_paused
 
 
+async def test_a_client_that_pipelines_and_leaves_makes_no_noise(caplog: pytest.LogCaptureFixture) -> None:
+    """The request that was being answered learns of it, not only the newest."""
+    world = World()
+    world.engine.script = endless
+    async with weft_server(world) as live:
+        client = await live.connect()
+        await client.send(post(asking(max_tokens=500, stream=True, ignore_eos=True)) + GET * 5)
+        assert await client.reader.readuntil(b"data: ")
+        client.writer.transport.abort()
+        async with asyncio.timeout(PATIENCE_S):
+            await world.service.idle.wait()
+    assert not caplog.records
+
+
 async def test_an_error_waits_for_the_answers_before_it() -> None:
     world = World()
     async with weft_server(world) as live:
@@ -282,6 +296,22 @@ async def test_unfinished_bodies_are_bounded_together() -> None:
         assert "oldest" in refusal(await stuck[0].rest(), 503, "too_many_unfinished")
         await stuck[1].send(b" " * 10_000)
         assert (await stuck[1].answer())[0] == 400  # whole, and no JSON
+
+
+async def test_memory_of_bodies_that_never_came_whole_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    released = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr("weft.client.memory.QUIET_S", 0)
+    monkeypatch.setattr("weft.client.memory.release", lambda: loop.call_soon_threadsafe(released.set))
+    world = World()
+    async with weft_server(world) as live:
+        client = await live.connect()
+        await client.send(post(b" " * 100_000, length=200_000))
+        await asyncio.sleep(0.1)
+        assert not released.is_set()
+        client.writer.transport.abort()
+        async with asyncio.timeout(PATIENCE_S):
+            await released.wait()
 
 
 def test_bytes_that_are_held_are_given_back() -> None:

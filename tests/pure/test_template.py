@@ -124,11 +124,11 @@ def test_filters_within_the_bounds_are_jinjas() -> None:
         "{% for i in 'ab' %}{{ loop.index }}{{ loop.last }}{% endfor %}"
     )
     rendered = ChatTemplate(source).render([{**USER, "n": 2}, {**USER, "n": 3}])
-    assert rendered == "1-a user,user bXa 3 5 a\n  b  x | q-03 1Nonez   1 [1] 8 1False2True"
+    assert rendered == "1-a user,user bXa 3 5 a\n  b  x |q-03 1Nonez   1 [1] 8 1False2True"
 
 
 def test_a_template_that_is_nested_too_deeply() -> None:
-    with pytest.raises(ModelError, match="too deeply nested"):
+    with pytest.raises(ModelError, match="nested too deeply"):
         ChatTemplate("{{" + "(" * 5000 + "1" + ")" * 5000 + "}}")
 
 

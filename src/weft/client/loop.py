@@ -22,7 +22,7 @@ class CoreLoop(ABC):
     def step_until_failure(self) -> None:
         """Step the core until an exception ends the loop. Sleeps while the inbox is empty; never waits for a step."""
         while True:
-            self._take(self.inbox.get())
+            self._take(self._wait())
             while (event := self._next_event()) is not None:
                 self._take(event)
             outputs: list[Output] = []
@@ -31,6 +31,10 @@ class CoreLoop(ABC):
             # The ranks first: they compute while the callers hear of the last step.
             self._pump()
             self._deliver(outputs)
+
+    def _wait(self) -> Any:
+        """Sleep until the next event."""
+        return self.inbox.get()
 
     @abstractmethod
     def _take(self, event: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Literal, NoReturn, Protocol, cast
 
 from weft.config import EngineConfig
 from weft.core.blocks import BlockPool
+from weft.core.pace import Pace
 from weft.core.request import Output, Request, Stats
 from weft.core.scheduler import Scheduler
 from weft.core.step import StepPlan, StepResult
@@ -31,12 +32,13 @@ class EngineCore:
     """Keeps up to `depth` steps in flight on an executor that has started.
 
     Whoever drives it calls `pump` after each message and each finished step, and `finish_oldest` once the future in
-    `pending[0]` is done.
+    `pending[0]` is done. With a `pace`, prompts delay the tokens of running requests only so long; which step computes
+    which part of a prompt then depends on the clock.
 
     Once a step has failed, everything but `abort` and `stats` raises its EngineError.
     """
 
-    def __init__(self, scheduler: Scheduler, executor: Submits, *, depth: int) -> None:
+    def __init__(self, scheduler: Scheduler, executor: Submits, *, depth: int, pace: Pace | None = None) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.depth = depth
@@ -45,10 +47,14 @@ class EngineCore:
         # When requests that have no token yet took part in their first step.
         self._scheduled_s: dict[str, float] = {}
         self._worth = Worth(monotonic) if scheduler.speculation else None
+        self._pace = pace
 
     @classmethod
-    def start(cls, plan: Plan, num_blocks: int, executor: Submits, config: EngineConfig) -> EngineCore:
-        """A core with the plan's limits and the config's policies, one step in flight per stage, or one ahead."""
+    def start(
+        cls, plan: Plan, num_blocks: int, executor: Submits, config: EngineConfig, *, paced: bool = False
+    ) -> EngineCore:
+        """A core with the plan's limits and the config's policies, one step in flight per stage, or one ahead. `paced`
+        is for servers, whose streams are read while they come."""
         scheduler = Scheduler(
             pool=BlockPool(num_blocks, plan.block_size, caching=config.enable_prefix_caching),
             max_num_seqs=plan.max_num_seqs,
@@ -60,7 +66,8 @@ class EngineCore:
             lookahead=plan.lookahead,
             speculation=plan.speculation,
         )
-        return cls(scheduler, executor, depth=plan.stages + plan.lookahead)
+        pace = Pace(monotonic, plan.max_num_batched_tokens) if paced else None
+        return cls(scheduler, executor, depth=plan.stages + plan.lookahead, pace=pace)
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestError, QueueFullError, EngineError."""
@@ -94,6 +101,8 @@ class EngineCore:
         except Exception as error:
             self._fail(error)
         self.pending.popleft()
+        if self._pace:
+            self._pace.ended()
         outputs = self.scheduler.apply(result)
         if result.failed:
             for output in outputs:
@@ -107,7 +116,15 @@ class EngineCore:
         return outputs
 
     def _next(self) -> StepPlan | None:
-        """The next step, with guesses if they pay."""
+        """The next step, at the pace, and with guesses if they pay."""
+        if self._pace:
+            self.scheduler.prompt_limit = self._pace.tokens
+        plan = self._schedule()
+        if self._pace and plan:
+            self._pace.began(self.scheduler.prompt_tokens)
+        return plan
+
+    def _schedule(self) -> StepPlan | None:
         if self._worth is None:
             return self.scheduler.schedule()
         rows = self.scheduler.active

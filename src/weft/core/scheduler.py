@@ -80,6 +80,9 @@ class Scheduler:
         self._in_flight: deque[Flight] = deque()
         # Ids of the requests that the last scheduled step was the first for.
         self.started: list[str] = []
+        # Prompt tokens of the last scheduled step, and the most of a step while others await their next token.
+        self.prompt_tokens = 0
+        self.prompt_limit = max_num_batched_tokens
         self._counters = Stats(blocks_total=pool.num_blocks)
 
     # Requests in and out
@@ -171,13 +174,17 @@ class Scheduler:
                 budget -= 1 + len(guesses)
             else:
                 prefills.append(sequence)
+        plan = flight.plan
+        decoded = len(plan.tokens)
+        if len(self._running) > len(prefills):
+            budget = min(budget, self.prompt_limit)
         if prefills:
             budget = self._continue_prefills(flight, prefills, budget)
         if self._queue:
             self._admit(flight, budget)
-        plan = flight.plan
         if not plan.slots:
             return None
+        self.prompt_tokens = len(plan.tokens) - decoded
         if self.guessing and self.speculation and self.speculation.draft:
             plan.asks = [self._ask(sequence) for sequence in flight.rows]
         # Where nothing runs any more, slots wait for the next step to be told: they hold no KV.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Set
+from collections.abc import Callable, Set
 from threading import Lock
 from typing import Any, TypeVar
 
@@ -23,10 +23,12 @@ FIELD = re.compile(r"`\$\.?([^`]*)`$|required field `([^`]+)`")
 
 
 class Intake:
-    """Receives bodies of at most `limit` bytes each, and at most `LIMITS.bodies` times that at once."""
+    """Receives bodies of at most `limit` bytes each, and at most `LIMITS.bodies` times that at once. `on_drop` is
+    called when a large body does not come whole, and its memory is free again."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, on_drop: Callable[[], None]) -> None:
         self.limit = limit
+        self._on_drop = on_drop
         self._held = 0
 
     async def receive(self, request: Request) -> bytes:
@@ -47,6 +49,10 @@ class Intake:
                         503, "too many large bodies at once; try again later", code="overloaded", retry_after_s=5
                     )
                 pieces.append(piece)
+        except BaseException:
+            if size > LIMITS.small_bytes:
+                self._on_drop()
+            raise
         finally:
             self._held -= size
         return b"".join(pieces)

@@ -74,6 +74,9 @@ class Connection(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         self._pending = b""
         self._admission.leave(self)
+        if self._running is not None:  # uvicorn tells only the newest, which may be one that waits
+            self._running.disconnected = True
+            self._running.message_event.set()
         super().connection_lost(error)
 
     def data_received(self, data: bytes) -> None:

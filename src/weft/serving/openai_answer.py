@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -12,9 +13,11 @@ from typing import Any, Generic, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
+from weft.serving.errors import Json
 from weft.serving.openai_types import Sampling, StreamOptions, Usage
 from weft.serving.service import Answer, Service
 from weft.serving.sse import DONE, event, reply
+from weft.text.limits import LIMITS
 
 Choice = TypeVar("Choice")  # of a chunk
 
@@ -57,9 +60,11 @@ class OpenAIAnswer(ABC, Generic[Choice]):
         """So far."""
         return self._answer.usage
 
-    async def _finished(self) -> Any:
+    async def _finished(self) -> Response:
         await self._answer.finish()
-        return self._whole()
+        if self._answer.usage.total_tokens > LIMITS.loop_positions:
+            return await asyncio.to_thread(lambda: Json(self._whole()))
+        return Json(self._whole())
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
         running = self._options.include_usage and self._options.continuous_usage_stats

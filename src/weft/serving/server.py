@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
+from weft.client import memory
 from weft.client.frontend import Frontend, Words
 from weft.client.remote import AsyncEngine
 from weft.config import EngineConfig
@@ -26,7 +27,7 @@ from weft.facts.host import Host, probe
 from weft.planner.execution import plan_to_run, seen
 from weft.planner.memory import capacity_lines
 from weft.planner.plan import Plan
-from weft.serving import listen, memory
+from weft.serving import listen
 from weft.serving.admission import Admission, ConnectionLimits, fit_to_files, raise_file_limit
 from weft.serving.app import app
 from weft.serving.connection import Connection

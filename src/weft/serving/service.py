@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -13,25 +14,27 @@ from starlette.requests import Request as HttpRequest
 
 from weft.client.collector import Collector, Delta
 from weft.client.frontend import Frontend, Prompt
+from weft.client.memory import Trimmer
 from weft.core.params import SamplingParams
 from weft.core.request import Output, Request, Stats
 from weft.errors import EngineError, ModelError, OutputError, RequestError
 from weft.serving import body
 from weft.serving.errors import HttpError
 from weft.serving.foreseen import Foreseen
-from weft.serving.memory import Trimmer
 from weft.serving.metrics import Metrics
 from weft.serving.openai_types import PromptTokensDetails, Rendering, Usage
 from weft.serving.options import ServeOptions
 from weft.serving.progress import Progress
 from weft.serving.sampling import KNOWN, check_lengths, refuse_unsupported
-from weft.serving.threads import WorkThreads
+from weft.serving.threads import LoopShare, WorkThreads
 from weft.text.limits import LIMITS
 
 log = logging.getLogger("weft.serving")
 
 T = TypeVar("T", bound=msgspec.Struct)
 P = TypeVar("P")  # what an endpoint prepares
+
+LARGE_TOKENS = 2**16  # of a request's prompts, whose memory is given back to the system after the answer
 
 
 class Engine(Protocol):
@@ -71,18 +74,26 @@ class Service:
         self._progress = Progress(options.progress_timeout, time.monotonic)
         usual_bytes = max(LIMITS.body_bytes, LIMITS.bytes_per_token * frontend.max_model_len)
         self.body_bytes = options.max_body_bytes or usual_bytes  # of the longest body that is read
-        self._intake = body.Intake(self.body_bytes)
+        self._trimmer = Trimmer()
+        self._intake = body.Intake(self.body_bytes, self._trimmer.trim_later)
         self._unknown = body.Unknown()
         self._threads = {False: WorkThreads(LIMITS.small_threads), True: WorkThreads(LIMITS.large_threads)}
-        self._trimmer = Trimmer()
+        self._loop_share = LoopShare(time.monotonic)
 
     async def prepared(self, request: HttpRequest, work: Callable[[Service, bytes], P]) -> P:
-        """What `work` makes of a request's body, in a thread: a small body may ask for much, and a template is a
-        stranger's. Large bodies have threads of their own, which small ones do not wait for."""
+        """Result of `work` on a request's body. It runs in a thread: a small body may ask for much, and a template is a
+        stranger's. Large bodies have threads of their own, which small ones do not wait for. What is tiny, and of a
+        kind that is quick here, runs in the event loop, where it costs less than the way to a thread."""
         content = await self._intake.receive(request)
         large = len(content) > LIMITS.small_bytes
+        run = partial(work, self, content)
+        tiny = len(content) <= LIMITS.tiny_bytes
+        if tiny:
+            run = partial(self._loop_share.timed, work, run)
         try:
-            return await self._threads[large].result(lambda: work(self, content))
+            if tiny and self._loop_share.allows(work):
+                return run()
+            return await self._threads[large].result(run)
         except ModelError as error:
             log.error("%s", error)
             raise
@@ -171,6 +182,8 @@ class Service:
         self.answers.discard(answer)
         if not self.answers:
             self.idle.set()
+        if sum(len(job.output.prompt_token_ids) for job in answer.jobs) > LARGE_TOKENS:
+            self._trimmer.trim_later()  # they were held until now
         if self.foreseen:
             self.foreseen.closed([job.output for job in answer.jobs], len(self.answers))
             if self.foreseen.told:
@@ -219,7 +232,10 @@ class Answer:
         async for output in self._outputs:
             now = time.monotonic()
             at, job = self._homes[output.id]
-            delta = job.add(output, now)
+            if output.prompt_logprobs and len(output.prompt_logprobs) > LIMITS.loop_positions:
+                delta = await asyncio.to_thread(job.add, output, now)
+            else:
+                delta = job.add(output, now)
             if delta is None:
                 continue
             if job.error:

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from weft.errors import WeftError
-from weft.serving.errors import Json, frame
+from weft.serving.errors import frame
 
 log = logging.getLogger("weft.serving")
 
@@ -62,17 +62,17 @@ async def reply(
     *,
     stream: bool,
     events: Callable[[], AsyncGenerator[bytes, None]],
-    whole: Callable[[], Coroutine[Any, Any, Any]],
+    whole: Callable[[], Coroutine[Any, Any, Response]],
     keepalive_s: float,
 ) -> Response:
-    """The answer of `source` as its events while they come, or whole as JSON; closed when the client goes away."""
+    """The answer of `source` as its events while they come, or whole; closed when the client goes away."""
     if stream:
         return EventStream(events(), source, keepalive_s=keepalive_s)
     try:
         made = await while_connected(request.receive, whole())
     finally:
         await source.aclose()
-    return Json(made)
+    return made or Response()  # which nobody reads
 
 
 class EventStream(Response):

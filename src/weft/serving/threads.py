@@ -57,6 +57,31 @@ class WorkThreads:
             self._waiting -= 1
 
 
+class LoopShare:
+    """Which kinds of work are quick enough for the event loop: those that have run before, and have not taken longer
+    than `LIMITS.tiny_s` for `LIMITS.tiny_after_s`. A template or a tokenizer that is slow stops the loop once a minute
+    at most."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._from_s: dict[Callable[..., object], float] = {}  # when each kind may run in the loop
+
+    def allows(self, kind: Callable[..., object]) -> bool:
+        return self._clock() >= self._from_s.get(kind, float("inf"))
+
+    def timed(self, kind: Callable[..., object], work: Callable[[], T]) -> T:
+        """Result of `work`, whose time counts for its kind."""
+        began_s = self._clock()
+        try:
+            return work()
+        finally:
+            now = self._clock()
+            if now - began_s > LIMITS.tiny_s:
+                self._from_s[kind] = now + LIMITS.tiny_after_s
+            else:
+                self._from_s.setdefault(kind, now)
+
+
 def _settle(future: Future[T], work: Callable[[], T]) -> None:
     if not future.set_running_or_notify_cancel():
         return

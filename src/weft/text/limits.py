@@ -18,6 +18,9 @@ class RequestLimits:
     bytes_per_token: int = 16  # a token in JSON: an id of six digits, or a character as \uXXXX, and what is around it
     bodies: int = 32  # bodies of the longest kind that may be held at once
     small_bytes: int = 64 * 2**10  # a body up to here is small: it does not wait for large ones
+    tiny_bytes: int = 4096  # a body up to here may be worked on in the event loop
+    tiny_s: float = 0.05  # if that kind of work takes no longer than this
+    tiny_after_s: float = 60.0  # since it last took longer
     json_texts: int = 100_000  # keys included
     json_containers: int = 100_000  # lists and objects
     json_values: int = 500_000  # or twice the model's length, if that is more
@@ -42,6 +45,9 @@ class RequestLimits:
     unknown_name: int = 80
     unknown_names: int = 1000
     unknown_names_per_line: int = 10
+
+    # Answers. What is longer is made and encoded in a thread.
+    loop_positions: int = 512  # tokens of prompt and answer together
 
     # Threads. A thread cannot be ended from outside: one that runs over its time keeps its place until it is done.
     large_threads: int = 2  # for large bodies

@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import gc
 import sys
+from collections.abc import Callable
 
 M_ARENA_MAX = -8
 M_MMAP_THRESHOLD = -3
@@ -40,6 +41,29 @@ class Trimmer:
             self._timer.cancel()
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(QUIET_S, lambda: loop.run_in_executor(None, release))
+
+
+class Tidying:
+    """The same for a loop without asyncio: `wait_s` is how long it may sleep, and `tidy` is called when it wakes."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._due_s: float | None = None
+
+    def later(self) -> None:
+        """Plan a `release` for QUIET_S from now, in place of one that is planned."""
+        self._due_s = self._clock() + QUIET_S
+
+    @property
+    def wait_s(self) -> float | None:
+        """Seconds until something is due; None if nothing is."""
+        return None if self._due_s is None else max(0.0, self._due_s - self._clock())
+
+    def tidy(self) -> None:
+        """Call `release` if that is due."""
+        if self.wait_s == 0.0:
+            self._due_s = None
+            release()
 
 
 def _glibc() -> ctypes.CDLL | None:

@@ -1,0 +1,78 @@
+"""Prompts beside running requests: how much of them a step may have, by the clock."""
+
+from __future__ import annotations
+
+from tests.pure.scheduling import LIMITS, Engine, request
+from weft.core.pace import FIRST, LEAST, STEP_S, Pace
+
+
+class Machine:
+    """A clock, and steps that take `fixed_s` and `token_s` for each prompt token."""
+
+    def __init__(self, most: int, token_s: float, fixed_s: float = 0.0) -> None:
+        self.now_s = 0.0
+        self.pace = Pace(lambda: self.now_s, most)
+        self._token_s, self._fixed_s = token_s, fixed_s
+
+    def step(self, prompt_tokens: int | None = None) -> float:
+        """Seconds of one step; as many prompt tokens as may be, unless it is said."""
+        count = self.pace.tokens if prompt_tokens is None else prompt_tokens
+        took_s = self._fixed_s + count * self._token_s
+        self.pace.began(count)
+        self.now_s += took_s
+        self.pace.ended()
+        return took_s
+
+
+def test_a_slow_machine_takes_prompts_in_small_pieces() -> None:
+    machine = Machine(2048, token_s=0.005)
+    first_s = machine.step()
+    assert first_s == FIRST * 0.005 > STEP_S
+    assert max(machine.step() for _ in range(50)) <= STEP_S
+
+
+def test_a_fast_machine_soon_takes_whole_steps_of_prompts() -> None:
+    machine = Machine(8192, token_s=1e-5)
+    for _ in range(6):
+        machine.step()
+    assert machine.pace.tokens == 8192
+
+
+def test_a_step_of_prompts_alone_tells_what_the_next_may_have() -> None:
+    machine = Machine(2048, token_s=0.005)
+    machine.step(2048)
+    assert machine.step() <= STEP_S
+
+
+def test_steps_without_prompts_tell_nothing_and_some_tokens_are_always_allowed() -> None:
+    machine = Machine(2048, token_s=0.0, fixed_s=10.0)
+    machine.step(0)
+    assert machine.pace.tokens == FIRST
+    machine.step()
+    assert machine.pace.tokens == LEAST
+
+
+def test_a_step_that_waited_for_another_is_not_slow() -> None:
+    times_s = iter([0.0, 0.0, 0.09, 0.18])
+    pace = Pace(lambda: next(times_s), 2048)
+    pace.began(128)
+    pace.began(128)
+    pace.ended()
+    pace.ended()
+    assert pace.tokens == 2 * FIRST
+
+
+def test_only_who_runs_alone_has_steps_full_of_its_prompt() -> None:
+    engine = Engine({**LIMITS, "prefix_caching": False})
+    engine.scheduler.prompt_limit = 8
+    engine.scheduler.add(request("long", [1] * 40, max_tokens=4))
+    step = engine.scheduler.schedule()
+    assert step is not None and step.counts == [40] and engine.scheduler.prompt_tokens == 40
+
+    engine = Engine({**LIMITS, "prefix_caching": False, "lookahead": True})
+    engine.scheduler.prompt_limit = 8
+    engine.scheduler.add(request("running", [1], max_tokens=20))
+    assert engine.scheduler.schedule() is not None
+    engine.scheduler.add(request("long", [2] * 20, max_tokens=1))
+    counts = [(step.counts, engine.scheduler.prompt_tokens) for _ in range(3) if (step := engine.scheduler.schedule())]
+    assert counts[0] == ([1, 8], 8)
