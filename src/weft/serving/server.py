@@ -44,8 +44,9 @@ log = logging.getLogger("weft.serving")
 
 # What uvicorn says looks as what we say.
 logging.getLogger("uvicorn").parent = log
-# Cutting a stream that has failed is our intent; uvicorn takes it for an oversight and says so.
-logging.getLogger("uvicorn.error").addFilter(lambda record: "without completing response" not in record.getMessage())
+# What is our intent, and uvicorn takes for an oversight: a failed stream that is cut, and a client too slow for CUT_S.
+INTENDED = ("without completing response", "timeout graceful shutdown exceeded")
+logging.getLogger("uvicorn.error").addFilter(lambda record: not any(part in record.getMessage() for part in INTENDED))
 
 CUT_S = 1  # what connections get to take their last bytes, once they are to end
 STATS_S = 10.0
