@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.pure.scheduling import LIMITS, Engine, request
-from weft.core.pace import FIRST, LEAST, STEP_S, Pace
+from weft.core.pace import LEAST_SHARE, STEP_S, Pace
 
 
 class Machine:
@@ -25,41 +27,45 @@ class Machine:
 
 
 def test_a_slow_machine_takes_prompts_in_small_pieces() -> None:
-    machine = Machine(2048, token_s=0.005)
-    first_s = machine.step()
-    assert first_s == FIRST * 0.005 > STEP_S
+    machine = Machine(2048, token_s=0.0005)
+    assert machine.step(2048) > STEP_S
     assert max(machine.step() for _ in range(50)) <= STEP_S
+    assert machine.pace.tokens == 2048 // LEAST_SHARE
 
 
 def test_a_fast_machine_soon_takes_whole_steps_of_prompts() -> None:
     machine = Machine(8192, token_s=1e-5)
-    for _ in range(6):
+    for _ in range(3):
         machine.step()
     assert machine.pace.tokens == 8192
 
 
-def test_a_step_of_prompts_alone_tells_what_the_next_may_have() -> None:
-    machine = Machine(2048, token_s=0.005)
-    machine.step(2048)
-    assert machine.step() <= STEP_S
-
-
-def test_steps_without_prompts_tell_nothing_and_some_tokens_are_always_allowed() -> None:
-    machine = Machine(2048, token_s=0.0, fixed_s=10.0)
-    machine.step(0)
-    assert machine.pace.tokens == FIRST
+def test_a_part_of_the_planned_tokens_is_always_allowed() -> None:
+    machine = Machine(2048, token_s=0.1)
     machine.step()
-    assert machine.pace.tokens == LEAST
+    machine.step()
+    assert machine.pace.tokens == 2048 // LEAST_SHARE
+
+
+def test_where_a_decode_step_is_slow_prompts_may_take_as_long_again() -> None:
+    """Else a large model on a slow machine would read prompts in the smallest pieces, each for all of its weights."""
+    machine = Machine(512, token_s=0.001, fixed_s=0.4)
+    for _ in range(5):
+        machine.step(0)
+    assert machine.pace.limit_s == pytest.approx(0.8)
+    for _ in range(20):
+        machine.step()
+    assert 200 <= machine.pace.tokens <= 400
 
 
 def test_a_step_that_waited_for_another_is_not_slow() -> None:
     times_s = iter([0.0, 0.0, 0.09, 0.18])
     pace = Pace(lambda: next(times_s), 2048)
-    pace.began(128)
-    pace.began(128)
+    pace.began(256)
+    pace.began(256)
     pace.ended()
     pace.ended()
-    assert pace.tokens == 2 * FIRST
+    assert pace.tokens == 512
 
 
 def test_only_who_runs_alone_has_steps_full_of_its_prompt() -> None:

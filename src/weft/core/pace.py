@@ -1,25 +1,35 @@
-"""Pace: how many prompt tokens a step may have while running requests await their next token, by the clock."""
+"""Pace: prompt tokens of a step while running requests await their next token, bounded by the clock."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
 
-STEP_S = 0.2  # what a step with prompts may delay the tokens of those that run
-FIRST, LEAST = 128, 16  # prompt tokens: of the first such step, and of any
+STEP_S = 0.2  # a step with prompts may take this long,
+DECODE_STEPS = 2.0  # or as long as so many steps without: on slow hardware a decode step alone takes longer
+LEAST_SHARE = 8  # a step may always have this part of the planned prompt tokens: smaller ones waste too much
+RECENT = 0.1  # weight of the last step without prompts in their average
 
 
 class Pace:
-    """Learns from steps that have ended. `tokens` prompt tokens, at most `most`, are what the next step may have: twice
-    as many after a step that used them in less than half of STEP_S, fewer after one that took longer than STEP_S.
-    Steps end in the order in which they began."""
+    """Adapts `tokens`, the prompt tokens that the next step may have, to the time that steps really take.
+
+    The plan chose `most` by predicted times; a busy machine is slower. `tokens` doubles after a step that leaves time
+    for twice as many, and shrinks after one that took longer than the limit. Steps end in the order of their begin.
+    """
 
     def __init__(self, clock: Callable[[], float], most: int) -> None:
-        self.tokens = min(FIRST, most)
+        self.tokens = self._least = max(1, most // LEAST_SHARE)
         self._clock = clock
         self._most = most
-        self._under_way: deque[tuple[float, int]] = deque()  # when a step began, and its prompt tokens
+        self._under_way: deque[tuple[float, int]] = deque()  # begin in seconds, prompt tokens
         self._ended_s = float("-inf")
+        self._decode_s = 0.0
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds that a step with prompts may take."""
+        return max(STEP_S, DECODE_STEPS * self._decode_s)
 
     def began(self, prompt_tokens: int) -> None:
         """Note a step that was submitted."""
@@ -32,8 +42,11 @@ class Pace:
         took_s = now - max(began_s, self._ended_s)
         self._ended_s = now
         if not count:
+            self._decode_s += (took_s - self._decode_s) * (RECENT if self._decode_s else 1.0)
             return
-        if took_s > STEP_S:
-            self.tokens = max(LEAST, min(self.tokens, int(count * STEP_S / took_s)))
-        elif count >= self.tokens and took_s < STEP_S / 2:
+        prompts_s = max(took_s - self._decode_s, 1e-9)  # what the prompts added to a step of decodes
+        room_s = self.limit_s - self._decode_s
+        if prompts_s > room_s:
+            self.tokens = max(self._least, min(self.tokens, int(count * room_s / prompts_s)))
+        elif count >= self.tokens and 2 * prompts_s < room_s:
             self.tokens = min(self._most, 2 * self.tokens)
