@@ -122,7 +122,7 @@ def test_memory_that_others_hold_is_left_to_them(saved: Any) -> None:
 
 def test_one_replica_runs_and_the_others_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "weft"):
-        plan = run("Llama-3.1-8B", rig(FOUR, FOUR))
+        plan = run("Llama-3.2-1B", rig(FOUR, FOUR))
     assert plan.devices == ("cuda:0",)
     line, steps = [record.getMessage() for record in caplog.records]
     assert steps.startswith("max_num_batched_tokens is 1,024: a piece of that size takes")
@@ -365,7 +365,7 @@ def test_weights_are_held_as_planned(saved: Any, precision: str) -> None:
 def test_replicas_of_a_plan_are_told_of(saved: Any, caplog: pytest.LogCaptureFixture) -> None:
     where = rig(FOUR, FOUR)
     with caplog.at_level(logging.WARNING, "weft"):
-        plan = run("Llama-3.1-8B", where, plan=saved("Llama-3.1-8B", where))
+        plan = run("Llama-3.1-8B", where, plan=saved("Llama-3.1-8B", where, "-dp", "2"))
     assert plan.devices == ("cuda:0",)
     assert [record.getMessage().split(": ")[0].rpartition("/")[2] for record in caplog.records] == [
         "plan.json has 2 replicas (DP 2, bf16); Weft runs one of them yet, GPU 0"
