@@ -16,7 +16,7 @@ from tests.pure.measured import LIMITS, Case, cases, layouts_compared, ranking_e
 from weft.facts import kernels, links
 from weft.facts.cluster import Cluster, Node
 from weft.planner.profiles import engines, profile
-from weft.planner.ranking import RANKING_ERROR, TIE
+from weft.planner.ranking import RANKING_ERROR
 
 ROOT = Path(__file__).parents[2]
 PAGE, PLOT = ROOT / "docs/planner-accuracy.md", ROOT / "docs/planner-accuracy.png"
@@ -90,15 +90,14 @@ def by_engine(rows: Sequence[Case]) -> Iterator[str]:
 def by_layout(rows: Sequence[Case]) -> Iterator[str]:
     pairs = sorted(layouts_compared(rows), key=ranking_error)
     errors = [ranking_error(pair) for pair in pairs]
-    inside, near = (sum(error <= most for error in errors) for most in (RANKING_ERROR, TIE - 1))
+    inside = sum(error <= RANKING_ERROR for error in errors)
     yield (
         "`weft plan` ranks layouts by ratios of predictions. Layouts of one model on one machine share the constants "
         f"of the engine and the GPU, so errors that those make are in both. {len(pairs)} pairs of rows differ in "
         "nothing but the layout and the number of GPUs; the error of the ratio between the two is "
         f"{median(errors):.1%} in the median, and {inside} of {len(pairs)} pairs are within {RANKING_ERROR:.0%}. "
-        f"Two figures whose ranges of +-{RANKING_ERROR:.0%} overlap, the higher up to {TIE:.2f} times the lower, are "
-        "therefore a tie (`planner/ranking.py`): the layout with the faster single request is taken, then the simpler "
-        f"one. {near} of {len(pairs)} pairs are within that. The worst:\n"
+        f"Layouts whose figures are within {RANKING_ERROR:.0%} of the highest are therefore a tie "
+        "(`planner/ranking.py`): the one with the faster single request is taken, then the simpler one. The worst:\n"
     )
     yield "| kind | row | other row | error of their ratio |\n|---|---|---|--:|"
     for pair in reversed(pairs[-3:]):

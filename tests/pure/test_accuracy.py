@@ -12,7 +12,7 @@ from weft.planner.cost import Prediction, predict
 from weft.planner.deployment import Workload, deploy
 from weft.planner.footprint import footprint
 from weft.planner.profiles import profile
-from weft.planner.ranking import RANKING_ERROR, TIE
+from weft.planner.ranking import RANKING_ERROR
 
 
 def test_mean_errors_are_within_their_limits() -> None:
@@ -37,7 +37,6 @@ def test_most_layouts_rank_within_the_error_that_makes_a_tie() -> None:
     errors = [ranking_error(pair) for pair in layouts_compared(cases())]
     assert len(errors) >= 20
     assert sum(error <= RANKING_ERROR for error in errors) / len(errors) >= 0.8
-    assert sum(error <= TIE - 1 for error in errors) / len(errors) >= 0.9
 
 
 def test_bands_hold_what_was_measured_in_eight_rows_of_ten() -> None:

@@ -20,8 +20,6 @@ from weft.planner.question import Question
 
 # Relative; 17 of 20 pairs are within it. Source: tests/pure/test_accuracy.py, and the report that it is printed in.
 RANKING_ERROR = 0.1
-# Most that the higher of two figures may be of the lower, so that their ranges of +- RANKING_ERROR overlap: a tie.
-TIE = (1 + RANKING_ERROR) / (1 - RANKING_ERROR)
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,12 +74,12 @@ def merit(question: Question, candidate: Candidate) -> tuple[float, ...]:
 
 
 def ranked(question: Question, candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The best first, the others by `merit`. Those within the error of the highest figure, and it of theirs, are a tie:
-    the best has the fastest single request of these, and of equally fast ones the simplest layout."""
+    """The best first, the others by `merit`. Those within RANKING_ERROR of the highest figure are a tie: the best has
+    the fastest single request of these, and of equally fast ones the simplest layout."""
     by_merit = sorted(candidates, key=lambda candidate: merit(question, candidate))
     if not by_merit:
         return []
-    least = worth(question, by_merit[0]) / TIE
+    least = worth(question, by_merit[0]) / (1 + RANKING_ERROR)
     tied = [candidate for candidate in by_merit if worth(question, candidate) >= least]
     best = min(tied, key=lambda candidate: _tie_order(question, candidate))
     return [best, *(candidate for candidate in by_merit if candidate is not best)]
@@ -96,6 +94,16 @@ def preference(question: Question, candidates: Sequence[Candidate]) -> Preferenc
         return None
     faster = _tie_order(question, best)[0] < _tie_order(question, highest)[0]
     return Preference(highest, "single request" if faster else "simpler")
+
+
+def quicker(question: Question, candidates: Sequence[Candidate]) -> Candidate | None:
+    """The candidate with the fastest single request, if that is faster than the first candidate's by more than
+    RANKING_ERROR; else None."""
+    if not candidates:
+        return None
+    quickest = min(candidates, key=lambda candidate: alone_s(question, candidate.predicted))
+    gain = alone_s(question, candidates[0].predicted) / alone_s(question, quickest.predicted)
+    return quickest if gain > 1 + RANKING_ERROR else None
 
 
 def _tie_order(question: Question, candidate: Candidate) -> tuple[float, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from weft.planner.question import Question
-from weft.planner.ranking import Candidate, alone_s, preference, request_s, worth
+from weft.planner.ranking import Candidate, alone_s, preference, quicker, request_s, worth
 from weft.planner.search import Answer, closest
 from weft.planner.words import by_type, gigabytes
 
@@ -54,15 +54,22 @@ def gpus_used(question: Question, candidate: Candidate) -> str:
 
 
 def why(answer: Answer) -> str:
-    """Why the best one stands before one with a higher figure; empty if it has the highest."""
-    question, preferred = answer.question, preference(answer.question, answer.candidates)
-    if preferred is None or answer.best is None:
+    """Why the best one stands before one with a higher figure, and what is faster for one user at a time; empty if it
+    is first in both."""
+    question, best = answer.question, answer.best
+    if best is None:
         return ""
-    best, over = answer.best, preferred.over
-    because = "simpler"
-    if preferred.because == "single request":
-        because = f"faster for a single request ({_alone(question, best, over)})"
-    return f"{best.cut} is within the error of {over.cut} ({_figures(question, best, over)}) and {because}"
+    sentences = []
+    if preferred := preference(question, answer.candidates):
+        over, because = preferred.over, "simpler"
+        if preferred.because == "single request":
+            because = f"faster for a single request ({_alone(question, best, over)})"
+        figures = _figures(question, best, over)
+        sentences.append(f"{best.cut} is within the error of {over.cut} ({figures}) and {because}")
+    if question.objective == "throughput" and (quickest := quicker(question, answer.candidates)):
+        speeds = _alone(question, quickest, best)
+        sentences.append(f"For one user at a time {quickest.cut} is faster ({speeds}): --objective latency")
+    return ". ".join(sentences)
 
 
 def _figures(question: Question, one: Candidate, other: Candidate) -> str:
