@@ -475,7 +475,7 @@ def test_notes(words: str, told: str | None) -> None:
         ("gpt2 --gpus 2xH100 --pipeline-split 12,0", 2, ["at least one"]),
         ("gpt2 --gpus 2xH100 --pipeline-split 6,6 -pp 3", 2, ["2 stages", "3"]),
         ("gpt2 --gpus 1xH100 --gpuz 2", 2, ["--gpuz", "--gpus"]),
-        ("--gpus 1xH100", 2, ["which model"]),
+        ("--gpus 1xH100 --emit vllm", 2, ["which model", "--emit"]),
         ("--check nonsense", 1, ["nonsense", "MODEL PRECISION on NxGPU"]),
         ("gpt2 --check nonsense", 2, ["leave out model"]),
         ("-q int4 --check nonsense", 2, ["leave out quantization"]),

@@ -102,9 +102,10 @@ COMMANDS = {
         ),
         Command(
             name="plan",
-            summary="Show whether a model fits on GPUs, the best layout, its speed, and why.",
+            summary="Show whether a model fits on GPUs, the best layout, its speed, and why; without MODEL: what fits.",
             module="weft.cli.plan",
             groups=PLAN,
+            needs_model=False,
             example="weft plan Llama-3.1-70B-Instruct --gpus 4xA100",
         ),
         Command(

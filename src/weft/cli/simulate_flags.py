@@ -32,7 +32,12 @@ def sample(text: str) -> int | None:
 
 LOAD = (
     plan_flags.RATE,
-    Flag(name="rates", parse=values.listed(plan_flags.rate), metavar="R,R,...", help="one run for each, a table, and plots"),
+    Flag(
+        name="rates",
+        parse=values.listed(plan_flags.rate),
+        metavar="R,R,...",
+        help="one run for each, a table, and plots",
+    ),
     plan_flags.USERS,
     plan_flags.THINK,
     Flag(
