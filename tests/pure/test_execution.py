@@ -125,7 +125,7 @@ def test_one_replica_runs_and_the_others_are_told_of(caplog: pytest.LogCaptureFi
         plan = run("Llama-3.2-1B", rig(FOUR, FOUR))
     assert plan.devices == ("cuda:0",)
     line, steps = [record.getMessage() for record in caplog.records]
-    assert steps.startswith("max_num_batched_tokens is 1,024: a piece of that size takes")
+    assert steps.startswith("max_num_batched_tokens is 4,096: a piece of that size takes")
     for word in ("DP 2, bf16", "2 replicas", "tokens/s in all", "GPU 0", "--device-ids", "--tensor-parallel-size"):
         assert word in line
 
@@ -193,7 +193,7 @@ def test_device_ids_alone_choose_the_gpus_to_search() -> None:
     where = rig(FOUR, THREE, FOUR, SIX)
     assert run("Qwen3-14B", where, device_ids=(0, 2)).devices == ("cuda:0", "cuda:2")
     assert run("Qwen3-14B", where, device_ids=(3,)).devices == ("cuda:3",)
-    assert run("Llama-3.1-8B", where, device_ids=(2, 0)).devices == ("cuda:2",)
+    assert run("Llama-3.1-8B", where, device_ids=(2, 0)).devices == ("cuda:2", "cuda:0")
 
 
 def test_lengths_stay_the_user_s() -> None:

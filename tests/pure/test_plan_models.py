@@ -52,13 +52,13 @@ def test_the_table_has_a_line_for_each_model_and_says_how_to_go_on() -> None:
 
 
 def test_flags_hold_for_all_models() -> None:
-    out = weft("plan", *["--nodes", "2x8xH100", "--concurrency", "300", "-q", "int4"])[1]
+    out = weft("plan", *["--nodes", "2x1xH100", "--concurrency", "300", "-q", "int4"])[1]
     assert "tok/s at 300" in out and "bf16" not in out
-    assert out.endswith("weft plan MODEL --nodes 2x8xH100 -q int4 --concurrency 300 for one of them\n")
+    assert out.endswith("weft plan MODEL --nodes 2x1xH100 -q int4 --concurrency 300 for one of them\n")
     told = weft_json("plan", "--gpus", "1xH100", "--objective", "latency", "--engine", "vllm")[1]
     assert (told["objective"], told["engine"]) == ("latency", "vllm")
     # Flags that some models cannot have rule those out, and no others.
-    rows = weft_json("plan", "--gpus", "4xH100", "-ep")[1]["models"]
+    rows = weft_json("plan", "--gpus", "2xH100", "-ep")[1]["models"]
     refused = [row for row in rows if "has no experts" in row.get("reason", "")]
     assert refused and any(row["fits"] for row in rows)
 

@@ -24,7 +24,7 @@ from weft.simulate.objective import duration, parse_objective
 from weft.simulate.report import Report
 from weft.simulate.study import Study
 
-REQUESTS = 4000  # of a run: enough for a p99
+REQUESTS = 2000  # of a run: enough for a p95 to a few percent
 TURNS = 8  # of a user, a request and the time to think each
 # Flags of a plan that a simulation has no use for, and what to do about each.
 REFUSED = {
