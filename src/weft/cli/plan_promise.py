@@ -25,6 +25,7 @@ from weft.simulate.report import Report
 from weft.simulate.study import Study
 
 REQUESTS = 2000  # of a run: enough for a p95 to a few percent
+LEAST_S = 60.0  # of a run at a rate: an overload shows only as the queue grows
 TURNS = 8  # of a user, a request and the time to think each
 # Flags of a plan that a simulation has no use for, and what to do about each.
 REFUSED = {
@@ -100,8 +101,9 @@ def watched_s(given: dict[str, Any], load: Load, best: Candidate) -> float:
     weft simulate takes by itself."""
     turn_s = best.predicted.ttft_s + load.mean[1] / best.predicted.single_tok_s + load.think_s
     rate = load.offered or (load.users or 1) / turn_s
+    enough_s = max(REQUESTS / rate, TURNS * turn_s, 0.0 if load.users else LEAST_S)
     usual_s = simulate_study.usual_duration(given, load, best, best.layout.data_parallel)
-    return float(f"{min(usual_s, max(REQUESTS / rate, TURNS * turn_s)):.2g}")
+    return float(f"{min(usual_s, enough_s):.2g}")
 
 
 def simulation(given: dict[str, Any], question: Question, best: Candidate) -> str | None:
