@@ -16,7 +16,7 @@ from tests.pure.measured import LIMITS, Case, cases, layouts_compared, ranking_e
 from weft.facts import kernels, links
 from weft.facts.cluster import Cluster, Node
 from weft.planner.profiles import engines, profile
-from weft.planner.ranking import RANKING_ERROR, SPLIT_GAIN
+from weft.planner.ranking import RANKING_ERROR
 
 ROOT = Path(__file__).parents[2]
 PAGE, PLOT = ROOT / "docs/planner-accuracy.md", ROOT / "docs/planner-accuracy.png"
@@ -97,9 +97,7 @@ def by_layout(rows: Sequence[Case]) -> Iterator[str]:
         "nothing but the layout and the number of GPUs; the error of the ratio between the two is "
         f"{median(errors):.1%} in the median, and {inside} of {len(pairs)} pairs are within {RANKING_ERROR:.0%}. "
         f"Layouts whose figures are within {RANKING_ERROR:.0%} of the highest are therefore a tie "
-        "(`planner/ranking.py`). Replicas of a model that fits one GPU differ more from a split of it, in which GPUs "
-        f"wait for each other: a split has to be {SPLIT_GAIN} times as fast, an assumption, since no pair of rows "
-        "shows it. The worst:\n"
+        "(`planner/ranking.py`): the one with the faster single request is taken, then the simpler one. The worst:\n"
     )
     yield "| kind | row | other row | error of their ratio |\n|---|---|---|--:|"
     for pair in reversed(pairs[-3:]):

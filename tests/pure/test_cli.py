@@ -228,7 +228,7 @@ def test_flags_that_change_what_is_served_are_refused(flag: Foreign, capsys: pyt
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("plan m --slo 1", "; it belongs to weft simulate"),
+        ("plan m --policy 1", "; it belongs to weft simulate"),
         ("serve m --gpus 2", "; weft serve uses this machine's GPUs; choose them with --device-ids"),
         ("serve m --nodes 2", "weft plan, cost and simulate take --nodes"),
         ("serve m --ctx-size 4", "; here it is --max-model-len"),

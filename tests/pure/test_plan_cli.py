@@ -91,7 +91,9 @@ def test_expert_parallelism_is_forced() -> None:
 
 
 def test_llama_cpp_has_no_replicas_that_share_experts() -> None:
-    _, told = weft_json("plan", "Mixtral-8x7B", "--gpus", "2xRTX3090", "--precision", "q4_k_m", "--engine", "llama.cpp")
+    _, told = weft_json(
+        "plan", "mistralai/Mixtral-8x7B-v0.1", "--gpus", "2xRTX3090", "--precision", "q4_k_m", "--engine", "llama.cpp"
+    )
     assert {it["expert_parallel"] for it in told["candidates"]} == {1}
     shared = next(it for it in told["rejected"] if it["layout"]["name"].startswith("DP 2 x EP 2"))
     assert shared["reason"] == "llama.cpp puts whole layers on GPUs; 2 replicas cannot share one"
@@ -235,7 +237,7 @@ def test_nothing_fits_names_the_fix_that_needs_least_as_a_command_and_first() ->
     lines = run("Qwen3-32B", "--gpus", "1xRTX4090+1xRTX3090")[1].splitlines()
     first = lines[lines.index("what would help:") + 1]
     command, _, told = first.removeprefix("  try: weft ").partition(" (")
-    assert command == "plan Qwen3-32B --gpus 1xRTX4090+1xRTX3090 -q int4"
+    assert command == "plan Qwen/Qwen3-32B --gpus 1xRTX4090+1xRTX3090 -q int4"
     assert told == "TP 2, q4_1+q8_0: 78,000 tokens of context, 51 tok/s for one user)"
     assert lines.index("what would help:") < lines.index("rejected:")
     assert weft(*command.split())[0] == 0
@@ -267,7 +269,7 @@ def test_every_speed_has_a_band() -> None:
 
 
 def test_speeds_and_prices_of_a_row_are_at_the_same_load() -> None:
-    words = "Llama-3.1-8B-Instruct --gpus 8xH100 --concurrency 300 --price 2.5"
+    words = "Llama-3.1-8B-Instruct --gpus 8xH100 -dp 8 --concurrency 300 --price 2.5"
     for candidate in plan(words)[1]["candidates"]:
         rate, gpus = candidate["predicted"]["output_tok_s"], 8
         if str(candidate["name"]).startswith("DP 8"):
@@ -296,10 +298,10 @@ def test_the_figure_that_decided_is_marked(words: str, marked: str) -> None:
 
 
 def test_requests_are_whole_and_more_of_them_at_once_are_explained() -> None:
-    out = run("Qwen3-8B", "--gpus", "1xRTX4090+1xRTX3090")[1]
+    out = run("Qwen3-8B", "--gpus", "1xRTX4090+1xRTX3090", "-dp", "2")[1]
     assert "30.5" not in out and "Busy (38 requests at once, each 1,024 tokens in and 1,024 out): every user" in out
     assert "More run at once than the 30 that fit in full length, since answers that are being written are" in out
-    assert "under load: weft simulate Qwen3-8B --gpus 1xRTX4090+1xRTX3090\n" in out
+    assert "under load: weft simulate Qwen/Qwen3-8B --gpus 1xRTX4090+1xRTX3090 -dp 2\n" in out
 
 
 def test_the_best_of_each_precision_is_shown() -> None:
@@ -314,11 +316,11 @@ def test_the_best_of_each_precision_is_shown() -> None:
 def test_the_command_that_simulates_a_plan_is_one() -> None:
     words = "Llama-3.1-8B --gpus 2xRTX4090 --precision bf16,int8 --concurrency 8 --max-model-len 4096"
     command = plan(words)[1]["simulate"]
-    assert command == "weft simulate Llama-3.1-8B --gpus 2xRTX4090 --max-model-len 4096 --precision int8"
+    assert command == "weft simulate meta-llama/Llama-3.1-8B --gpus 2xRTX4090 --max-model-len 4096 --precision int8"
     rate = ("--rate", "1", "--duration", "20s", "--input-len", "64", "--output-len", "16", "--json")
     assert weft(*shlex.split(command)[1:], *rate)[0] == 0
     guessing = run("Qwen3-8B", "--gpus", "1xRTX4090", "-sc", '{"method": "ngram"}', "--json")[1]
-    assert json.loads(guessing)["simulate"] == "weft simulate Qwen3-8B --gpus 1xRTX4090"
+    assert json.loads(guessing)["simulate"] == "weft simulate Qwen/Qwen3-8B --gpus 1xRTX4090"
     capped = plan("Qwen3-8B --gpus 2xRTX4090 --max-memory 0=20GB,1=20GB")[1]["simulate"]
     assert weft(*shlex.split(capped)[1:], *rate)[0] == 0
 
@@ -388,7 +390,7 @@ def test_a_plan_tells_how_many_tokens_a_step_has() -> None:
 
 def test_gpt_oss_is_told_of_its_own_checkpoint() -> None:
     advice = plan("gpt-oss-120b --gpus 1xH100 --precision bf16 --engine vllm")[1]["advice"]
-    command = "weft plan gpt-oss-120b --gpus 1xH100 --engine vllm --precision mxfp4"
+    command = "weft plan openai/gpt-oss-120b --gpus 1xH100 --engine vllm --precision mxfp4"
     assert advice[0].startswith(
         f"try: {command} (the published MXFP4 checkpoint fits as one GPU, mxfp4"
     ) and "int4" not in str(advice)
@@ -400,9 +402,9 @@ def test_advice_says_what_weft_does_not_run() -> None:
     assert fp8.endswith("; Weft does not run it yet)")
     assert all("not run" not in line for line in lines[: lines.index(fp8)])
     # What Weft makes of the weights at hand comes before what has to be fetched, and that before what it cannot run.
-    assert lines[0].startswith("try: weft plan Llama-3.1-70B --gpus 1xH100 -q int4 (one GPU, q4_1+q8_0: ")
-    assert lines[1].startswith("try: weft plan Llama-3.1-70B --gpus 1xH100 -q int8 (")
-    assert lines[2].startswith("try: weft plan Llama-3.1-70B --gpus 1xH100 --precision int4 (an AWQ or GPTQ")
+    assert lines[0].startswith("try: weft plan meta-llama/Llama-3.1-70B --gpus 1xH100 -q int4 (one GPU, q4_1+q8_0: ")
+    assert lines[1].startswith("try: weft plan meta-llama/Llama-3.1-70B --gpus 1xH100 -q int8 (")
+    assert lines[2].startswith("try: weft plan meta-llama/Llama-3.1-70B --gpus 1xH100 --precision int4 (an AWQ or GPTQ")
     assert lines.index(fp8) == 3
     for line in plan("Llama-3.1-70B --gpus 1xH100 --engine vllm")[1]["advice"]:
         assert "GGUF" not in line and "not run" not in line
@@ -417,8 +419,8 @@ def test_advice_says_what_weft_does_not_run() -> None:
         ("Llama-3.1-70B --gpus 2xRTX4090 --precision int4 --engine vllm", None),
         ("Qwen3-30B-A3B --gpus 4xRTX4090 --precision int4 --engine vllm -tp 4", "768 of the experts over 4 ranks"),
         ("Qwen3-30B-A3B --gpus 4xRTX4090 --precision int4 --engine vllm -tp 4 -ep", None),
-        ("Llama-3-8B --gpus 1xH100 --input-len 9000", "9,001 tokens is longer than the 8,192"),
-        ("Llama-3-8B --gpus 1xH100 --input-len 8000", None),
+        ("Meta-Llama-3-8B --gpus 1xH100 --input-len 9000", "9,001 tokens is longer than the 8,192"),
+        ("Meta-Llama-3-8B --gpus 1xH100 --input-len 8000", None),
     ],
 )
 def test_notes(words: str, told: str | None) -> None:
@@ -475,7 +477,7 @@ def test_notes(words: str, told: str | None) -> None:
         ("gpt2 --gpus 2xH100 --pipeline-split 12,0", 2, ["at least one"]),
         ("gpt2 --gpus 2xH100 --pipeline-split 6,6 -pp 3", 2, ["2 stages", "3"]),
         ("gpt2 --gpus 1xH100 --gpuz 2", 2, ["--gpuz", "--gpus"]),
-        ("--gpus 1xH100", 2, ["which model"]),
+        ("--gpus 1xH100 --emit vllm", 2, ["which model", "--emit"]),
         ("--check nonsense", 1, ["nonsense", "MODEL PRECISION on NxGPU"]),
         ("gpt2 --check nonsense", 2, ["leave out model"]),
         ("-q int4 --check nonsense", 2, ["leave out quantization"]),

@@ -17,7 +17,7 @@ from weft.planner.deployment import Layout, Workload
 from weft.planner.islands import groups, islands, replicas, tensor_sizes
 from weft.planner.max_memory import Caps, capped
 from weft.planner.question import Question, Wish
-from weft.planner.ranking import RANKING_ERROR, SPLIT_GAIN, Candidate, request_s, worth
+from weft.planner.ranking import RANKING_ERROR, Candidate, alone_s, request_s, worth
 from weft.planner.search import Answer, search
 from weft.planner.verdict import why
 
@@ -56,6 +56,15 @@ def forced(model: str, hardware: str, tensor: int, stages: int, precision: str, 
 
 @pytest.mark.parametrize("engine", ["weft", "vllm", "sglang"])
 @pytest.mark.parametrize(
+    ("model", "hardware"), [("SmolLM2-135M-Instruct", "8xA100"), ("Llama-3.2-1B", "4xA100"), ("gpt2", "8xH100")]
+)
+def test_what_is_small_for_one_gpu_is_replicated_not_split(model: str, hardware: str, engine: str) -> None:
+    answer = plan(model, hardware, engine=engine)
+    assert sizes(best(answer)) == (1, 1, len(answer.question.cluster.gpus))
+
+
+@pytest.mark.parametrize("engine", ["weft", "vllm", "sglang"])
+@pytest.mark.parametrize(
     ("model", "hardware", "precision"),
     [
         ("Llama-3.1-8B-Instruct", "4xA100", "bf16"),
@@ -64,9 +73,17 @@ def forced(model: str, hardware: str, tensor: int, stages: int, precision: str, 
         ("gpt2", "8xT4", "fp16"),
     ],
 )
-def test_what_fits_one_gpu_is_replicated_not_split(model: str, hardware: str, precision: str, engine: str) -> None:
+def test_what_fits_one_gpu_is_split_only_within_the_error_of_its_replicas(
+    model: str, hardware: str, precision: str, engine: str
+) -> None:
+    """Replicas have the highest throughput. A split was once preferred only from 1.5 times that on, an assumption that
+    no measurement bore out; now the rule for near ties holds for it as for any other layout."""
     answer = plan(model, hardware, precision, engine)
-    assert sizes(best(answer)) == (1, 1, len(answer.question.cluster.gpus))
+    highest = max(answer.candidates, key=lambda it: worth(answer.question, it))
+    assert sizes(highest) == (1, 1, len(answer.question.cluster.gpus))
+    if highest is not best(answer):
+        assert worth(answer.question, highest) < (1 + RANKING_ERROR) * worth(answer.question, best(answer))
+        assert alone_s(answer.question, best(answer).predicted) < alone_s(answer.question, highest.predicted)
 
 
 @pytest.mark.parametrize("engine", ["weft", "vllm", "trtllm", "sglang"])
@@ -111,16 +128,15 @@ def test_tensor_parallelism_across_nodes_is_slower_than_a_pipeline_between_them(
     assert across.predicted.saturated_tok_s < between.predicted.saturated_tok_s / 2
 
 
-def test_a_split_of_what_fits_one_gpu_has_to_gain_much() -> None:
-    """A 24 GB card holds an 8B model, and little KV beside it."""
+def test_a_split_of_what_fits_one_gpu_is_taken_if_it_is_faster() -> None:
+    """A 24 GB card holds an 8B model, and little KV beside it: a split has room for more requests, and reads the
+    weights twice as fast for one."""
     answer = plan("Llama-3.1-8B-Instruct", "2xRTX4090", engine="weft")
-    copied = best(answer)
-    assert sizes(copied) == (1, 1, 2)
-    split = max(answer.candidates, key=lambda it: it.predicted.saturated_tok_s)
-    assert 1.05 < split.predicted.saturated_tok_s / copied.predicted.saturated_tok_s < SPLIT_GAIN
-    assert str(split.cut) in why(answer) and "measure both" in why(answer)
-    # Where the weights leave next to nothing for KV, it does.
-    assert best(plan("Qwen2.5-32B-Instruct", "2xA100", engine="weft")).layout.size == 2
+    split = best(answer)
+    assert sizes(split) == (2, 1, 1)
+    copied = next(it for it in answer.candidates if sizes(it) == (1, 1, 2))
+    assert split.predicted.output_tok_s > copied.predicted.output_tok_s
+    assert split.predicted.single_tok_s > 1.5 * copied.predicted.single_tok_s
 
 
 @pytest.mark.parametrize(("model", "hardware"), [("Llama-3.1-70B-Instruct", "3xH100"), ("gpt2", "5xRTX 3090")])
@@ -356,7 +372,7 @@ def test_objectives_differ() -> None:
     much = best(plan("Llama-3.1-70B-Instruct", "8xH100"))
     assert fast.predicted.single_tok_s > much.predicted.single_tok_s
     assert fast.predicted.saturated_tok_s < much.predicted.saturated_tok_s
-    cheap = best(plan("Llama-3.1-70B-Instruct", "3xH200", "fp8", objective="cost"))
+    cheap = best(plan("Llama-3.1-8B-Instruct", "3xH200", objective="cost"))
     assert cheap.cut.data_parallel == 3
 
 
@@ -451,7 +467,7 @@ def test_the_binding_constraint_is_the_one_that_helps_most() -> None:
 
 
 def test_one_more_gpu_is_weighed() -> None:
-    answer = plan("Llama-3.1-8B-Instruct", "1xA100")
+    answer = plan("Llama-3.2-3B-Instruct", "1xA100")
     more = next(change for change in advice(answer) if change.startswith("+1 A100"))
     assert "2.0x the context, 2.0x the throughput" in more
 
@@ -522,9 +538,9 @@ def test_more_requests_than_fit_are_as_fast_as_saturated() -> None:
 
 
 def test_an_idle_gpu_is_not_called_useless_beside_a_use_of_it() -> None:
-    answer = plan("Llama-3.1-8B", "1xRTX4090+1xRTX3060", engine="weft")
+    answer = plan("Qwen2.5-3B", "1xH100+1xRTX3060", engine="weft")
     assert advice(answer)[0] == "1 of 2 GPUs is idle in this layout"
-    assert why(answer).startswith("one GPU, bf16 is within the error of TP 2, bf16")
+    assert why(answer) == "one GPU, bf16 is within the error of DP 2, bf16 (14,830 vs 15,577 tok/s) and simpler"
 
 
 def test_an_even_tensor_split_is_one_that_any_engine_makes() -> None:
@@ -546,10 +562,13 @@ def test_a_near_tie_goes_to_the_faster_single_request() -> None:
 
 def test_the_headline_says_why_a_row_with_a_higher_figure_is_not_taken() -> None:
     answer = plan("Qwen3-8B", "1xRTX4090+1xRTX3090", engine="weft")
-    assert sizes(best(answer)) == (1, 1, 2)
-    told = why(answer)
-    assert told.startswith("DP 2, bf16 is within the error of PP 2, bf16 (1,198 vs 1,429 tok/s), and whole copies")
-    assert told.endswith("For one user at a time TP 2, bf16 is faster (81.6 vs 50.7 tok/s): --objective latency")
+    assert sizes(best(answer)) == (1, 2, 1)
+    assert why(answer) == "For one user at a time TP 2, bf16 is faster (81.6 vs 48.4 tok/s): --objective latency"
+    answer = plan("Llama-3.1-8B-Instruct", "2xRTX4090", engine="weft")
+    assert why(answer) == (
+        "TP 2, bf16 is within the error of PP 2, bf16 (1,990 vs 2,092 tok/s) and faster for a single request (90.5 vs "
+        "51.5 tok/s)"
+    )
     # Nothing to say of one that has the highest figure itself.
     assert why(plan("Llama-3.1-70B-Instruct", "4xH100", engine="weft")) == ""
 
@@ -563,5 +582,5 @@ def test_the_best_is_explained_or_has_the_highest_figure(model: str, hardware: s
     answer = plan(model, hardware, engine="weft", objective=objective)
     highest = max(answer.candidates, key=lambda it: worth(answer.question, it))
     gain = worth(answer.question, highest) / worth(answer.question, best(answer))
-    assert gain < SPLIT_GAIN
+    assert gain < 1 + RANKING_ERROR
     assert (gain > 1.001) == (str(highest.cut) in why(answer))

@@ -102,16 +102,17 @@ COMMANDS = {
         ),
         Command(
             name="plan",
-            summary="Show whether a model fits on GPUs, the best layout, its speed, and why.",
+            summary="Show whether a model fits on GPUs, the best layout, its speed, and why; without MODEL: what fits.",
             module="weft.cli.plan",
             groups=PLAN,
+            needs_model=False,
             example="weft plan Llama-3.1-70B-Instruct --gpus 4xA100",
         ),
         Command(
             name="cost",
             summary="Compare the cost of own GPUs with APIs, and divide a load between them.",
             module="weft.cli.cost",
-            groups=(("cost", COST), *(group for group in PLAN if group[0] not in ("answer", "export"))),
+            groups=(("cost", COST), *(group for group in PLAN if group[0] not in ("promise", "answer", "export"))),
             example="weft cost Llama-3.3-70B-Instruct --gpus 4xH100 --price 2.49 --demand 1,1,4,9,4",
         ),
         Command(

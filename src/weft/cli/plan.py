@@ -1,4 +1,4 @@
-"""weft plan MODEL: what fits, how to cut it, how fast it will be, and why."""
+"""weft plan [MODEL]: what fits, how to cut it, how fast it will be, and why."""
 
 from __future__ import annotations
 
@@ -25,20 +25,35 @@ from weft.planner.speculation import speculation
 from weft.planner.words import commas
 
 NOT_REPEATED = ("refresh-hardware", "device-map")  # a map is a layout, and may be a long file
-NOTHING_FITS = 3  # exit status: nothing fits, or a claim is impossible
+REPEATED = (*plan_flags.HARDWARE, *plan_flags.CUT, *plan_flags.ENGINE, *plan_flags.LOAD, *plan_flags.PROMISE)
+NOTHING_FITS = 3  # exit status: nothing fits, a claim is impossible, or a promise is not kept
 
 
 def main(arguments: Namespace) -> int:
-    """Print the plan, or the verdict on a claim; 3 where nothing fits or the claim is impossible."""
+    """Print the plan, the verdict on a claim, or without a model what fits; 3 if nothing fits, the claim is impossible
+    or the promise is not kept."""
+    promised = any(hasattr(arguments, flag.dest) for flag in plan_flags.PROMISE)
+    if promised:
+        from weft.cli import plan_promise  # the simulation, which other plans do without
+
+        plan_promise.check(arguments)
     emit.check(arguments)
     if hasattr(arguments, "check"):
         from weft.cli import check
 
         return check.main(arguments)
+    if not getattr(arguments, "model", "") and not hasattr(arguments, "infernet_config"):
+        from weft.cli import plan_models
+
+        return plan_models.main(arguments)
     if hasattr(arguments, "emit"):
         return emit.main(arguments)
     plan_outputs.check(arguments)
     model = look_up(arguments)
+    if promised:
+        from weft.cli import plan_promise
+
+        return plan_promise.main(arguments, model)
     answer = search(ask(arguments, model))
     plan_outputs.tell(arguments, answer, model)
     return 0 if answer.best else NOTHING_FITS
@@ -54,10 +69,16 @@ def look_up(arguments: Namespace) -> Model:
     )
 
 
-def ask(arguments: Namespace, model: Model) -> Question:
-    """The question that the flags make. Raises UsageError for flags that contradict each other."""
+def described(said: dict[str, Any]) -> Cluster:
+    """The cluster that the flags describe, with what they leave of it for this many ranks."""
+    return machine.shared_out(wishes.capped(said, hardware(said)), wishes.ranks(said))
+
+
+def ask(arguments: Namespace, model: Model, cluster: Cluster | None = None) -> Question:
+    """The question that the flags make, on `cluster` or what they describe. Raises UsageError for flags that contradict
+    each other."""
     said: dict[str, Any] = vars(arguments)
-    cluster = machine.shared_out(wishes.capped(said, hardware(said)), wishes.ranks(said))
+    cluster = cluster or described(said)
     compared = precisions(made(said) or said.get("precision"), model, cluster)
     wish = wishes.wished(said, cluster, model, compared[0])
     kv_dtype = said.get("kv_cache_dtype")
@@ -89,7 +110,7 @@ def ask(arguments: Namespace, model: Model) -> Question:
 def repeated(said: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     """The model and the flags that a command which asks something like it repeats, with their values as words."""
     yield "", said.get("model", "")
-    for flag in (*plan_flags.HARDWARE, *plan_flags.CUT, *plan_flags.ENGINE, *plan_flags.LOAD):
+    for flag in REPEATED:
         value = said.get(flag.dest)
         if value in (None, False, flag.default) or flag.name in NOT_REPEATED:
             continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import ArgumentTypeError
+from math import inf
 
 from weft.cli import values
 from weft.cli.flags import Flag
@@ -35,7 +36,7 @@ def price(text: str) -> float:
         dollars = float(text.removeprefix("$"))
     except ValueError:
         raise ArgumentTypeError(f"{text!r} is no price in dollars, as in 2.49") from None
-    if not 0 < dollars < float("inf"):
+    if not 0 < dollars < inf:
         raise ArgumentTypeError(f"{text!r} is no price in dollars: it must be above 0")
     return dollars
 
@@ -49,6 +50,17 @@ def share(text: str) -> float:
     if not 0 < part <= 1:
         raise ArgumentTypeError(f"{text!r} is no share: above 0, up to 1")
     return part
+
+
+def rate(text: str) -> float:
+    """Requests per second, above 0."""
+    try:
+        per_second = float(text)
+    except ValueError:
+        raise ArgumentTypeError(f"{text!r} is no rate in requests per second, as in 4 or 0.5") from None
+    if not 0 < per_second < inf:
+        raise ArgumentTypeError(f"{text!r} is no rate in requests per second: it must be above 0")
+    return per_second
 
 
 HARDWARE = (
@@ -127,6 +139,20 @@ LOAD = (
     Flag(name="input-len", parse=values.at_least(1), help="prompt tokens; left out: 1024, or what the model can"),
     Flag(name="output-len", parse=values.at_least(1), help="answer tokens; left out: 1024, or what the model can"),
 )
+RATE = Flag(name="rate", parse=rate, metavar="R", help="requests per second, whatever becomes of them")
+USERS = Flag(
+    name="users",
+    parse=values.at_least(1),
+    metavar="N",
+    help="instead: number of users, who each ask, wait for the answer, and ask again",
+)
+THINK = Flag(name="think", metavar="TIME", help="time that a user takes from an answer to the next question, as in 5s")
+SLO = Flag(
+    name="slo",
+    metavar="TARGETS",
+    help="what is promised: ttft, tpot, itl, e2e or queue, as in ttft_p95=1s,tpot_p95=50ms",
+)
+PROMISE = (RATE, USERS, THINK, SLO)  # simulated, with a load and a promise
 TOLD = (
     Flag(name="check", metavar="CLAIM", help='judge "MODEL PRECISION on NxGPU[ at N tokens], X tok/s"'),
     Flag(name="json", parse=None, help="print one JSON object, which weft serve --plan FILE carries out"),
@@ -161,6 +187,7 @@ PLAN = (
     ("hardware", HARDWARE),
     ("layout", (*CUT, *ENGINE)),
     ("workload", LOAD),
+    ("promise", PROMISE),
     ("answer", TOLD),
     ("export", EXPORT),
 )

@@ -6,6 +6,7 @@ import json
 import sys
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 from weft.cli.parser import UsageError
 from weft.errors import reason
@@ -22,9 +23,12 @@ def check(arguments: Namespace) -> None:
         raise UsageError("--json and --html - both write to standard output; give --html a file")
 
 
-def tell(arguments: Namespace, answer: Answer, model: Model) -> None:
-    """Everything that the flags ask for; standard output gets one thing, by default the picture."""
+def tell(arguments: Namespace, answer: Answer, model: Model, promise: dict[str, Any] | None = None) -> None:
+    """Everything that the flags ask for; standard output gets one thing, by default the picture. `promise` is the
+    verdict of a simulation, as `cli.plan_promise` has it."""
     told, page = as_json(answer, model), getattr(arguments, "html", None)
+    if promise:
+        add_promise(told, promise)
     if page is not None:
         from weft.cli.plan_page import page as page_of
 
@@ -35,6 +39,21 @@ def tell(arguments: Namespace, answer: Answer, model: Model) -> None:
         from weft.cli.plan_view import print_answer
 
         print_answer(told)
+
+
+def add_promise(told: dict[str, Any], promise: dict[str, Any]) -> None:
+    """Put the verdict, and the times of its simulation among what is predicted, into the plan's JSON."""
+    told["promise"] = promise
+    ttft, tpot = promise["run"]["ttft_s"], promise["run"]["tpot_s"]
+    times = {
+        "ttft_s_at_concurrency": ttft and ttft["mean"],
+        "ttft_s_at_concurrency_p95": ttft and ttft["p95"],
+        "tpot_s_at_concurrency_p95": tpot and tpot["p95"],
+    }
+    for row in (told["best"], told["candidates"][0]):
+        predicted, band = row["predicted"], row["predicted"]["error_band"]
+        predicted.update(times)
+        predicted["bands"] |= {name: [s * (1 - band), s * (1 + band)] for name, s in times.items() if s is not None}
 
 
 def write(name: str, text: str) -> None:

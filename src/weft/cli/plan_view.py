@@ -33,6 +33,10 @@ def print_answer(told: Told, out: TextIO | None = None) -> None:
     best = told["best"]
     style = "bold green" if best else "bold red"
     say(console, told["summary"], style=style)
+    if promise := told["promise"]:
+        say(console, promise["text"], style="bold green" if promise["kept"] else "bold red")
+        if promise["needed"]:
+            say(console, promise["needed"]["text"])
     say(console, "", plan_text.model_line(told), plan_text.hardware_line(told), *plan_text.remarks(told), "")
     say(console, plan_text.verdict(told), style=style)
     if told["why"]:

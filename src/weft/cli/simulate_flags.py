@@ -12,17 +12,6 @@ from weft.cli.flags import Flag
 POLICIES = ("least-connections", "round-robin")
 
 
-def rate(text: str) -> float:
-    """Above 0."""
-    try:
-        found = float(text)
-    except ValueError:
-        raise ArgumentTypeError(f"{text!r} is no rate in requests per second, as in 4 or 0.5") from None
-    if not 0 < found < inf:
-        raise ArgumentTypeError(f"{text!r} is no rate in requests per second: it must be above 0")
-    return found
-
-
 def shape(text: str) -> float:
     """Of a gamma distribution."""
     try:
@@ -42,12 +31,15 @@ def sample(text: str) -> int | None:
 
 
 LOAD = (
-    Flag(name="rate", parse=rate, metavar="R", help="requests per second, whatever becomes of them"),
-    Flag(name="rates", parse=values.listed(rate), metavar="R,R,...", help="one run for each, a table, and plots"),
+    plan_flags.RATE,
     Flag(
-        name="users", parse=values.at_least(1), metavar="N", help="instead: so many, who each ask, wait, and ask again"
+        name="rates",
+        parse=values.listed(plan_flags.rate),
+        metavar="R,R,...",
+        help="one run for each, a table, and plots",
     ),
-    Flag(name="think", metavar="TIME", help="what a user takes from an answer to the next question, as in 5s"),
+    plan_flags.USERS,
+    plan_flags.THINK,
     Flag(
         name="trace",
         metavar="FILE",
@@ -113,11 +105,7 @@ SERVICE = (
     ),
 )
 ANSWER = (
-    Flag(
-        name="slo",
-        metavar="TARGETS",
-        help="what is promised: ttft, tpot, itl, e2e or queue, as in ttft_p95=1s,tpot_p95=50ms",
-    ),
+    plan_flags.SLO,
     Flag(
         name="find",
         choices=("replicas", "rate"),

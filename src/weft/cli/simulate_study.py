@@ -10,7 +10,7 @@ import msgspec
 
 from weft.cli import plot
 from weft.cli.parser import UsageError
-from weft.cli.plan import ask
+from weft.cli.plan import ask, repeated
 from weft.errors import ConfigError, PlanError
 from weft.facts.model import Model
 from weft.planner.deployment import lengths
@@ -132,7 +132,8 @@ def questioned(arguments: Namespace, model: Model, load: Load, longest: int | No
     question = ask(asked, model)
     work = question.workload
     work = msgspec.structs.replace(work, max_model_len=work.max_model_len or longest, output_spread=load.spread)
-    return msgspec.structs.replace(question, workload=work)
+    # A command that asks something like it has the lengths as they were given, not their means.
+    return msgspec.structs.replace(question, workload=work, flags=tuple(repeated(vars(arguments))))
 
 
 def studied(said: dict[str, Any], question: Question, best: Candidate, load: Load) -> Study:

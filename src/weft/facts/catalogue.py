@@ -45,7 +45,7 @@ _NEAREST, _FAMILY = 3, 6  # names that are told
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A line of the catalogue. `names` are ids on the hub of models with this shape, the line's own first; `nicknames`
     are what people call some of them, beyond what `loose_key` makes of an id. Without a `precision` it is what the
-    config says."""
+    config says. `listed` is the id that stands for the line in a list of well known models, "" for most lines."""
 
     names: tuple[str, ...]
     params: int
@@ -54,12 +54,18 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     note: str = ""
     precision: str = ""
     nicknames: dict[str, str] = {}
+    listed: str = ""
 
 
 @cache
 def entries() -> tuple[Entry, ...]:
     """Every line of the catalogue."""
     return msgspec.json.decode((files("weft.facts") / "data/models.json").read_bytes(), type=tuple[Entry, ...])
+
+
+def well_known() -> list[Model]:
+    """The newest sizes of the usual families, the smallest first."""
+    return sorted((_model(it, it.listed) for it in entries() if it.listed), key=lambda model: model.params)
 
 
 def find(name: str) -> Model:

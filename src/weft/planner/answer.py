@@ -31,6 +31,8 @@ from weft.planner.words import command
 
 # Flags that weft simulate does not have: its load is its own.
 ONLY_PLANNED = ("--concurrency", "--speculative-config")
+# Times under load, which a simulation tells (cli/plan_promise.py); None without one.
+SIMULATED = ("ttft_s_at_concurrency", "ttft_s_at_concurrency_p95", "tpot_s_at_concurrency_p95")
 
 
 def as_json(answer: Answer, model: Model) -> dict[str, Any]:
@@ -57,6 +59,7 @@ def as_json(answer: Answer, model: Model) -> dict[str, Any]:
         },
         "max_num_seqs": question.max_num_seqs,
         "speculative_config": speculation.write(question.speculation) if question.speculation else None,
+        "promise": None,
         "best": best_json(question, best) if best else None,
         "candidates": [candidate_json(question, candidate) for candidate in answer.candidates],
         "rejected": [
@@ -169,6 +172,7 @@ def candidate_json(question: Question, candidate: Candidate) -> dict[str, Any]:
             "single_tok_s": predicted.single_tok_s,
             "ttft_s": predicted.ttft_s,
             "tpot_s_at_concurrency": predicted.tpot_s,
+            **dict.fromkeys(SIMULATED),
             "concurrency": predicted.concurrency,
             "output_tok_s": predicted.output_tok_s,
             "saturated_tok_s": predicted.saturated_tok_s,

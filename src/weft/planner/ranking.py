@@ -1,7 +1,7 @@
 """Ranking: which candidate is best, and which of the others it is preferred to although their figure is higher.
 
 Two layouts of one model on one machine share the constants of the engine and of the GPUs, so most of the error of one
-prediction is in the other too. What is left, RANKING_ERROR, is from pairs of published measurements that differ in the
+prediction is in the other too. The rest, RANKING_ERROR, is from pairs of published measurements that differ in the
 layout only (docs/planner-accuracy.md).
 """
 
@@ -18,11 +18,8 @@ from weft.planner.deployment import Layout
 from weft.planner.footprint import Footprint
 from weft.planner.question import Question
 
-# Relative; of 20 pairs 17 are within it. Source: tests/pure/test_accuracy.py, and the report that it is printed in.
+# Relative; 17 of 20 pairs are within it. Source: tests/pure/test_accuracy.py, and the report that it is printed in.
 RANKING_ERROR = 0.1
-# What a split of a model that fits one GPU has to gain over replicas, in which no GPU waits for another: by as much
-# differ two predictions of the same that are 20 % off, one up and one down.
-SPLIT_GAIN = 1.5
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,12 +32,10 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Preference(msgspec.Struct, frozen=True):
-    """The candidate with the highest figure, `over` which the best one is preferred, and what made the difference;
-    `quicker` is a candidate with a much faster single request than replicas have, None without one."""
+    """The candidate with the highest figure, `over` which the best one is preferred, and what made the difference."""
 
     over: Candidate
-    because: Literal["single request", "simpler", "replicas"]
-    quicker: Candidate | None = None
+    because: Literal["single request", "simpler"]
 
 
 def worth(question: Question, candidate: Candidate) -> float:
@@ -67,28 +62,14 @@ def alone_s(question: Question, predicted: Prediction) -> float:
     return predicted.ttft_s + question.workload.output_len / predicted.single_tok_s
 
 
-def weighed(question: Question, candidate: Candidate) -> float:
-    """What is minimised: the seconds, or GPU-seconds, that `worth` comes to. Splitting a model that fits one GPU has
-    to gain SPLIT_GAIN over its replicas, but for latency: those are simpler, and one that fails leaves the others.
-    Replicas that deal their experts out among each other are neither."""
-    seconds = 1 / worth(question, candidate)
-    return seconds / SPLIT_GAIN if replicated(question, candidate) else seconds
-
-
-def replicated(question: Question, candidate: Candidate) -> bool:
-    """Whether a candidate has the advantage of SPLIT_GAIN."""
-    layout = candidate.layout
-    return question.objective != "latency" and layout.size == layout.expert_parallel == 1
-
-
 def simplicity(layout: Layout) -> tuple[int, ...]:
     """Less is simpler."""
     return layout.size, layout.pipeline_parallel, layout.expert_parallel, len(layout.gpus)
 
 
 def merit(question: Question, candidate: Candidate) -> tuple[float, ...]:
-    """An order of candidates by `weighed`, the best first; between equals the simpler layout is better."""
-    seconds = weighed(question, candidate)
+    """An order of candidates by `worth`, the best first; between equals the simpler layout is better."""
+    seconds = 1 / worth(question, candidate)
     return _three_digits(seconds), *simplicity(candidate.layout), seconds
 
 
@@ -98,8 +79,8 @@ def ranked(question: Question, candidates: Sequence[Candidate]) -> list[Candidat
     by_merit = sorted(candidates, key=lambda candidate: merit(question, candidate))
     if not by_merit:
         return []
-    most = weighed(question, by_merit[0]) * (1 + RANKING_ERROR)
-    tied = [candidate for candidate in by_merit if weighed(question, candidate) <= most]
+    least = worth(question, by_merit[0]) / (1 + RANKING_ERROR)
+    tied = [candidate for candidate in by_merit if worth(question, candidate) >= least]
     best = min(tied, key=lambda candidate: _tie_order(question, candidate))
     return [best, *(candidate for candidate in by_merit if candidate is not best)]
 
@@ -111,12 +92,18 @@ def preference(question: Question, candidates: Sequence[Candidate]) -> Preferenc
     best, highest = candidates[0], max(candidates, key=lambda candidate: worth(question, candidate))
     if _three_digits(worth(question, highest)) <= _three_digits(worth(question, best)):
         return None
-    if replicated(question, best) and not replicated(question, highest):
-        quickest = min(candidates, key=lambda candidate: alone_s(question, candidate.predicted))
-        gain = alone_s(question, best.predicted) / alone_s(question, quickest.predicted)
-        return Preference(highest, "replicas", quickest if gain > 1 + RANKING_ERROR else None)
     faster = _tie_order(question, best)[0] < _tie_order(question, highest)[0]
     return Preference(highest, "single request" if faster else "simpler")
+
+
+def quicker(question: Question, candidates: Sequence[Candidate]) -> Candidate | None:
+    """The candidate with the fastest single request, if that is faster than the first candidate's by more than
+    RANKING_ERROR; else None."""
+    if not candidates:
+        return None
+    quickest = min(candidates, key=lambda candidate: alone_s(question, candidate.predicted))
+    gain = alone_s(question, candidates[0].predicted) / alone_s(question, quickest.predicted)
+    return quickest if gain > 1 + RANKING_ERROR else None
 
 
 def _tie_order(question: Question, candidate: Candidate) -> tuple[float, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from weft.planner.question import Question
-from weft.planner.ranking import Candidate, Preference, alone_s, preference, request_s, worth
+from weft.planner.ranking import Candidate, alone_s, preference, quicker, request_s, worth
 from weft.planner.search import Answer, closest
 from weft.planner.words import by_type, gigabytes
 
@@ -54,27 +54,22 @@ def gpus_used(question: Question, candidate: Candidate) -> str:
 
 
 def why(answer: Answer) -> str:
-    """Why the best one stands before one with a higher figure; empty if it has the highest."""
-    question, found = answer.question, preference(answer.question, answer.candidates)
-    if found is None or answer.best is None:
+    """Why the best one stands before one with a higher figure, and what is faster for one user at a time; empty if it
+    is first in both."""
+    question, best = answer.question, answer.best
+    if best is None:
         return ""
-    best, over = answer.best, found.over
-    told = f"{best.cut} is within the error of {over.cut} ({_figures(question, best, over)})"
-    return told + _because(question, best, found)
-
-
-def _because(question: Question, best: Candidate, found: Preference) -> str:
-    match found.because:
-        case "single request":
-            return f" and faster for a single request ({_alone(question, best, found.over)})"
-        case "simpler":
-            return " and simpler"
-        case "replicas":
-            told = ", and whole copies are simpler: one that fails leaves the others; measure both"
-            if found.quicker is None:
-                return told
-            speeds = _alone(question, found.quicker, best)
-            return f"{told}. For one user at a time {found.quicker.cut} is faster ({speeds}): --objective latency"
+    sentences = []
+    if preferred := preference(question, answer.candidates):
+        over, because = preferred.over, "simpler"
+        if preferred.because == "single request":
+            because = f"faster for a single request ({_alone(question, best, over)})"
+        figures = _figures(question, best, over)
+        sentences.append(f"{best.cut} is within the error of {over.cut} ({figures}) and {because}")
+    if question.objective == "throughput" and (quickest := quicker(question, answer.candidates)):
+        speeds = _alone(question, quickest, best)
+        sentences.append(f"For one user at a time {quickest.cut} is faster ({speeds}): --objective latency")
+    return ". ".join(sentences)
 
 
 def _figures(question: Question, one: Candidate, other: Candidate) -> str:

@@ -46,15 +46,15 @@ def said(it: Judged) -> str:
     return f"a {it.target} of {duration(it.value_s)}, and {duration(it.limit_s)} is asked"
 
 
-def find_replicas(run: Callable[[int], Report], guess: float) -> Found:
-    """The fewest replicas, to CLOSE_REPLICAS, beginning at a guess."""
+def find_replicas(run: Callable[[int], Report], guess: float, *, too_few: int = 0) -> Found:
+    """The fewest replicas, to CLOSE_REPLICAS, beginning at a guess; `too_few` are known to miss the objective."""
     runs: list[Report] = []
 
     def met(count: int) -> bool:
         runs.append(run(count))
         return bool(runs[-1].met)
 
-    low, high = 0, max(1, ceil(guess))
+    low, high = too_few, max(too_few + 1, ceil(guess))
     while not met(high):
         if len(runs) > MOST_RISES:
             missed = "; ".join(said(it) for it in runs[-1].objective if not it.met)

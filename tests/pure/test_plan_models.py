@@ -1,0 +1,74 @@
+"""weft plan without a model: the well known ones, in the precision that suits the hardware."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.pure.commands import weft, weft_json
+from weft.facts import catalogue
+
+HOME = "--gpus 1xRTX4090+1xRTX3090"
+
+
+def test_every_well_known_model_has_a_row_or_says_what_it_lacks() -> None:
+    status, told = weft_json("plan", *HOME.split())
+    assert status == 0
+    rows = {row["name"]: row for row in told["models"]}
+    assert list(rows) == [model.name for model in catalogue.well_known()] and 15 <= len(rows) <= 20
+    assert [row["params"] for row in told["models"]] == sorted(row["params"] for row in told["models"])
+    fitting = [row for row in told["models"] if row["fits"]]
+    for row in fitting:
+        low, high = row["predicted"]["bands"]["single_tok_s"]
+        assert 0 < low < row["predicted"]["single_tok_s"] < high and row["kv_tokens"] >= 2048
+        assert row["runs"] == (not row["missing"])
+    short = [row for row in told["models"] if not row["fits"]]
+    assert short and all(row["short_bytes"] > 0 and row["reason"] for row in short)
+    # As published if that leaves room, else what Weft makes itself.
+    precisions = {name: rows[name]["precision"] for name in ("Qwen/Qwen3-14B", "Qwen/Qwen3-32B", "openai/gpt-oss-20b")}
+    assert list(precisions.values()) == ["bf16", "int8", "mxfp4"]
+    assert rows["meta-llama/Llama-3.3-70B-Instruct"]["precision"] == "q4_1+q8_0"
+
+
+def test_a_row_is_what_the_plan_of_its_model_says() -> None:
+    row = next(row for row in weft_json("plan", *HOME.split())[1]["models"] if row["name"] == "Qwen/Qwen3-32B")
+    best = weft_json("plan", "Qwen3-32B", *HOME.split(), "-q", "int8")[1]["best"]
+    assert {name: row[name] for name in ("kv_tokens", "predicted")} == {
+        name: best[name] for name in ("kv_tokens", "predicted")
+    }
+    assert best["name"] == f"{row['layout']}, {row['precision']}"
+
+
+def test_the_table_has_a_line_for_each_model_and_says_how_to_go_on() -> None:
+    status, out, err = weft("plan", *HOME.split())
+    lines = out.splitlines()
+    assert (status, err) == (0, "") and max(map(len, lines[:20])) <= 120
+    assert lines[0] == "1 x RTX 4090 + 1 x RTX 3090 (PCIe); engine weft"
+    (line,) = [line for line in lines if line.startswith("Qwen3-32B")]
+    assert line.split()[1:4] == ["int8", "TP", "2"] and line.endswith("yes")
+    (line,) = [line for line in lines if line.startswith("gpt-oss-20b")]
+    assert line.endswith("not yet")
+    assert lines[-2].startswith("do not fit") and "DeepSeek-V3.1 (187.6 GB short in int4)" in lines[-2]
+    assert lines[-1] == f"weft plan MODEL {HOME} for one of them; with -q int4 or -q int8 as the table says"
+
+
+def test_flags_hold_for_all_models() -> None:
+    out = weft("plan", *["--nodes", "2x1xH100", "--concurrency", "300", "-q", "int4"])[1]
+    assert "tok/s at 300" in out and "bf16" not in out
+    assert out.endswith("weft plan MODEL --nodes 2x1xH100 -q int4 --concurrency 300 for one of them\n")
+    told = weft_json("plan", "--gpus", "1xH100", "--objective", "latency", "--engine", "vllm")[1]
+    assert (told["objective"], told["engine"]) == ("latency", "vllm")
+    # Flags that some models cannot have rule those out, and no others.
+    rows = weft_json("plan", "--gpus", "2xH100", "-ep")[1]["models"]
+    refused = [row for row in rows if "has no experts" in row.get("reason", "")]
+    assert refused and any(row["fits"] for row in rows)
+
+
+def test_nothing_fits() -> None:
+    status, told = weft_json("plan", "--gpus", "1xH100", "--max-memory", "0=1GB")
+    assert status == 3 and not any(row["fits"] for row in told["models"])
+
+
+@pytest.mark.parametrize("words", ["--html x.html", "--emit vllm", "--revision main", "--device-map auto"])
+def test_flags_of_one_model_need_it(words: str) -> None:
+    status, out, err = weft("plan", "--gpus", "1xH100", *words.split())
+    assert (status, out) == (2, "") and err.startswith(f"weft: error: which model? {words.split()[0]} is for one")
