@@ -55,7 +55,8 @@ def main(words: Sequence[str]) -> int:
         facts = about(card, rehearse=arguments.rehearse)
         print(f"{facts['card']}, copies at {facts['copy_GBps']:,.0f} GB/s, torch {facts['torch']}; into {folder}")
         try:
-            statuses = [measure(part, folder, facts, arguments) for part in parts]
+            children = rehearsal.RehearsedChildren(folder) if arguments.rehearse else Children(folder)
+            statuses = [measure(part, children, facts, arguments) for part in parts]
         except OSError as error:
             return refused(f"{error.strerror} ({error.filename or folder}): what was measured before is kept")
     return next((status for status in (FAILED, UNFINISHED) if status in statuses), 0)
@@ -104,12 +105,12 @@ def static_obstacles(parts: Sequence[Part], folder: Path, vllm: Path | None) -> 
     return checks
 
 
-def measure(part: Part, folder: Path, facts: dict[str, object], arguments: argparse.Namespace) -> int:
+def measure(part: Part, children: Children, facts: dict[str, object], arguments: argparse.Namespace) -> int:
     """Run what is left of a part, and print a line per row."""
-    results = Results(folder, part.name, facts, again=arguments.again)
+    results = Results(children.folder, part.name, facts, again=arguments.again)
     setup = Setup(
         part.name,
-        children(folder, rehearse=arguments.rehearse),
+        children,
         results,
         card=str(facts["card"]),
         copy_Bps=float(str(facts["copy_GBps"])) * 1e9,
@@ -127,10 +128,6 @@ def measure(part: Part, folder: Path, facts: dict[str, object], arguments: argpa
     if exit_status(results.rows):
         return FAILED
     return 0 if all(complete) else UNFINISHED
-
-
-def children(folder: Path, *, rehearse: bool) -> Children:
-    return rehearsal.RehearsedChildren(folder) if rehearse else Children(folder)
 
 
 def run_task(task: Task, setup: Setup, deadline: float) -> bool:
