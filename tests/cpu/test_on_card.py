@@ -13,6 +13,7 @@ import torch
 
 pytest.importorskip("triton", reason="needs triton")
 
+from scripts.gpu.work import bench
 from tests.cpu import fake_cuda, tiny
 from tests.cpu.fake_cuda import CUDA, Card, CardError, OnCard, the_card  # noqa: F401
 from weft import LLM, SamplingParams
@@ -97,6 +98,15 @@ def test_all_that_can_be_asked(path: str, card: Card) -> None:
         # Logprobs of a prompt are brought at once, and nothing else is waited for.
         assert card.waits - before == {"tolist": 1}
     assert card.replays > 5
+
+
+@pytest.mark.usefixtures("card")
+def test_captures_are_counted() -> None:
+    """scripts/gpu_check reports graphs that were captured while it measured."""
+    with bench.captures_counted() as captured:
+        CudaGraphs()(lambda: None)
+    CudaGraphs()(lambda: None)
+    assert len(captured) == 1
 
 
 @pytest.mark.usefixtures("card")

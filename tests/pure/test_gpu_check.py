@@ -129,6 +129,11 @@ def test_targets_are_for_the_card_that_they_name() -> None:
     assert bounds.target_of(name, "NVIDIA A100-SXM4-80GB", None) is None
     assert bounds.target_of("Llama-3.1-8B: one request", "NVIDIA H200", 200.0) == 170
     assert bounds.target_of("killed rank: memory free again", "NVIDIA L4", None) == 5
+    decode = "Qwen3-0.6B, decode of 256 rows over 100 to 1,500 tokens: tile 64"
+    assert bounds.target_of(f"{decode} (chosen)", "NVIDIA L4", 100.0) == 84
+    assert bounds.target_of(decode, "NVIDIA L4", 100.0) is None
+    idle = f"{name.split(':')[0]}: GPU idle in {profile.STEPS} steps"
+    assert bounds.target_of(idle, "NVIDIA H200", None) == 5 and "% idle" in bounds.LOWER_IS_BETTER
     fast = judged(Row("t", name, 25_000, "tok/s", roofline=40_000), target=24_000, lower_is_better=False)
     assert (fast.ok, fast.ratio, fast.failed) == (True, 0.625, False)
     slow = judged(Row("t", "killed", 8.0, "s"), target=5.0, lower_is_better=True)
