@@ -16,8 +16,8 @@ LOWER_IS_BETTER = ("us", "ms", "s", "% idle", "errors", "graphs")
 
 @dataclass(frozen=True)
 class Target:
-    """Goal of the rows that match `row`, a pattern as of file names, on `card`, a word of the card's name: `least` in the
-    row's unit (the most, for a unit of LOWER_IS_BETTER), or `share` of its roofline."""
+    """Goal of the rows that match `row`, a pattern as of file names. `card` is a word of the card's name. The goal is
+    `least` in the row's unit (the most, for a unit of LOWER_IS_BETTER), or `share` of its roofline."""
 
     row: str
     card: str
