@@ -71,8 +71,8 @@ def parsed(words: Sequence[str]) -> argparse.Namespace:
         prog="scripts/gpu_check",
         description="What only a GPU can show. Each part takes less than nine minutes, keeps its rows in "
         "$RESULTS/PART.json as they come, and goes on where an earlier run of the same commit stopped. Exit status: 0, "
-        "also if a target is missed; 1 if a test or command failed; 2 for a wrong argument or a missing need; 3 if time "
-        "ran out before all was measured.",
+        "also if a target is missed; 1 if a test or command failed; 2 for a wrong argument or a missing need; "
+        "3 if time ran out before all was measured.",
         epilog="scripts/gpu_check report --help, scripts/gpu_check wheels --help: the other two commands.",
     )
     parser.add_argument("part", nargs="*", help=f"one or more of {' '.join(PARTS)}; none lists them")
