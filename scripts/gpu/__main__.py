@@ -55,7 +55,8 @@ def main(words: Sequence[str]) -> int:
         facts = about(card, rehearse=arguments.rehearse)
         print(f"{facts['card']}, copies at {facts['copy_GBps']:,.0f} GB/s, torch {facts['torch']}; into {folder}")
         try:
-            statuses = [measure(part, folder, facts, arguments) for part in parts]
+            children = rehearsal.RehearsedChildren(folder) if arguments.rehearse else Children(folder)
+            statuses = [measure(part, children, facts, arguments) for part in parts]
         except OSError as error:
             return refused(f"{error.strerror} ({error.filename or folder}): what was measured before is kept")
     return next((status for status in (FAILED, UNFINISHED) if status in statuses), 0)
@@ -70,7 +71,8 @@ def parsed(words: Sequence[str]) -> argparse.Namespace:
         prog="scripts/gpu_check",
         description="What only a GPU can show. Each part takes less than nine minutes, keeps its rows in "
         "$RESULTS/PART.json as they come, and goes on where an earlier run of the same commit stopped. Exit status: 0, "
-        "also if a target is missed; 1 if a test failed; 2 if a need is missing; 3 if time ran out.",
+        "also if a target is missed; 1 if a test or command failed; 2 for a wrong argument or a missing need; "
+        "3 if time ran out before all was measured.",
         epilog="scripts/gpu_check report --help, scripts/gpu_check wheels --help: the other two commands.",
     )
     parser.add_argument("part", nargs="*", help=f"one or more of {' '.join(PARTS)}; none lists them")
@@ -104,12 +106,12 @@ def static_obstacles(parts: Sequence[Part], folder: Path, vllm: Path | None) -> 
     return checks
 
 
-def measure(part: Part, folder: Path, facts: dict[str, object], arguments: argparse.Namespace) -> int:
+def measure(part: Part, children: Children, facts: dict[str, object], arguments: argparse.Namespace) -> int:
     """Run what is left of a part, and print a line per row."""
-    results = Results(folder, part.name, facts, again=arguments.again)
+    results = Results(children.folder, part.name, facts, again=arguments.again)
     setup = Setup(
         part.name,
-        children(folder, rehearse=arguments.rehearse),
+        children,
         results,
         card=str(facts["card"]),
         copy_Bps=float(str(facts["copy_GBps"])) * 1e9,
@@ -127,10 +129,6 @@ def measure(part: Part, folder: Path, facts: dict[str, object], arguments: argpa
     if exit_status(results.rows):
         return FAILED
     return 0 if all(complete) else UNFINISHED
-
-
-def children(folder: Path, *, rehearse: bool) -> Children:
-    return rehearsal.RehearsedChildren(folder) if rehearse else Children(folder)
 
 
 def run_task(task: Task, setup: Setup, deadline: float) -> bool:

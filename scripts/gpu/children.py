@@ -45,9 +45,10 @@ class Children:
             if line.startswith('{"figure"'):
                 yield Figure(**json.loads(line)["figure"])
 
-    def pytest(self, arguments: Sequence[str], log: str, limit_s: float) -> tuple[int, list[str]]:
-        """Exit status and output of pytest. Raises CutError."""
-        return self.finished([*PYTHON, "-m", "pytest", *PYTEST, *arguments], log, limit_s)
+    def tests(self, files: Sequence[str], selection: str, log: str, limit_s: float) -> tuple[int, list[str]]:
+        """Exit status and output of pytest on `files` with -k `selection`. Raises CutError."""
+        arguments = [*files, *(["-k", selection] if selection else [])]
+        return self.finished([*PYTHON, "-m", "pytest", *PYTEST, "-v", *arguments], log, limit_s)
 
     def finished(self, command: Sequence[str], log: str, limit_s: float) -> tuple[int, list[str]]:
         """Exit status and output of a program. Raises CutError."""

@@ -13,7 +13,8 @@ def main(target: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         wheels = [join(row, here, Path(folder)) for row in json.loads((here / "manifest.json").read_text())]
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--upgrade"]
-        subprocess.run([*pip, "--target", target, *wheels], check=True)
+        # Bytecode of thousands of files would take minutes.
+        subprocess.run([*pip, "--no-compile", "--target", target, *wheels], check=True)
     print(f"{len(wheels)} packages in {target}: PYTHONPATH={Path(target).resolve()}")
 
 

@@ -89,7 +89,7 @@ ABLATIONS = (
     nano(SMALL, 100, name="--kv-cache-dtype fp8", engine={"kv_cache_dtype": "fp8"}),
     one(SMALL, "all on"),
     one(SMALL, "--enforce-eager", enforce_eager=True),
-    one(SMALL, "--enforce-eager --attention-backend torch", enforce_eager=True, attention_backend="torch"),
+    one(SMALL, "--attention-backend torch", attention_backend="torch"),
 )
 PRODUCTS = (
     Work("products", 200, "products"),

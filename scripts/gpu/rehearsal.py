@@ -5,18 +5,23 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 from scripts.gpu.card import ROOT
 from scripts.gpu.children import PYTEST, ChildError, Children
 from scripts.gpu.work import Figure, Options, measurement
 from scripts.gpu.work.ranks import last_line
 
+if TYPE_CHECKING:
+    import pytest
+
 PROGRAMS = ROOT / "tests/cpu/stand_ins"  # compute-sanitizer and ncu, which check their arguments
+STAND_IN_TESTS = "tests/pure/test_gpu_imports.py"
+NO_TESTS = 5  # pytest's exit status
 CARD_BYTES = 144_000_000_000
 
 
@@ -50,13 +55,56 @@ class RehearsedChildren(Children):
                 traceback.print_exc(file=file)
             raise ChildError(f"{type(error).__name__}: {last_line(str(error))}") from error
 
-    def pytest(self, arguments: Sequence[str], log: str, limit_s: float) -> tuple[int, list[str]]:
-        import pytest
+    def tests(self, files: Sequence[str], selection: str, log: str, limit_s: float) -> tuple[int, list[str]]:
+        """Output of STAND_IN_TESTS, in the place of tests that would take minutes on a stand-in for a card. Fails if
+        tests/gpu cannot be collected, or has no such test."""
+        status, output = self._collected
+        if status == 0 and not self._gpu_tests.count(files, selection):
+            status, output = NO_TESTS, [f"ERROR no test of {' '.join(files)} is selected by {selection!r}"]
+        if status == 0:
+            status, output = self._stand_in_tests
+        (self.folder / f"{log}.log").write_text("\n".join(output) + "\n", encoding="utf-8")
+        return status, output
 
-        output = io.StringIO()
-        with contextlib.chdir(ROOT), contextlib.redirect_stdout(output):
-            status = pytest.main([*PYTEST, *arguments])
-        text = output.getvalue()
-        Path(self.folder / f"{log}.log").write_text(text, encoding="utf-8")
-        sys.stdout.flush()
-        return int(status), text.splitlines()
+    @cached_property
+    def _gpu_tests(self) -> Collection:
+        return Collection()
+
+    @cached_property
+    def _collected(self) -> tuple[int, list[str]]:
+        return run_pytest(["tests/gpu", "--collect-only", "-q"], [self._gpu_tests])
+
+    @cached_property
+    def _stand_in_tests(self) -> tuple[int, list[str]]:
+        return run_pytest(["-v", STAND_IN_TESTS], [])
+
+
+class Collection:
+    """A plugin of pytest that keeps the collected tests, for selections from them afterwards."""
+
+    session: pytest.Session
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self.session = session
+
+    def count(self, files: Sequence[str], selection: str) -> int:
+        """Tests of `files` (paths or node ids) that -k `selection` leaves."""
+        items = [item for item in self.session.items if any(lies_in(item.nodeid, file) for file in files)]
+        config = self.session.config
+        config.option.keyword = selection
+        config.hook.pytest_collection_modifyitems(session=self.session, config=config, items=items)
+        return len(items)
+
+
+def lies_in(node: str, file: str) -> bool:
+    return node == file or node.startswith((f"{file}::", f"{file}["))
+
+
+def run_pytest(arguments: Sequence[str], plugins: Sequence[object]) -> tuple[int, list[str]]:
+    """Exit status and output of pytest in this process."""
+    import pytest
+
+    output = io.StringIO()
+    with contextlib.chdir(ROOT), contextlib.redirect_stdout(output):
+        status = pytest.main([*PYTEST, *arguments], plugins)
+    return int(status), output.getvalue().splitlines()

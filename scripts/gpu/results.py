@@ -98,7 +98,7 @@ def judged(row: Row, *, target: float | None, lower_is_better: bool) -> Row:
         return row
     against = row.roofline if row.roofline is not None else target
     ratio = None
-    if against and row.value:
+    if against and row.value > 0:
         ratio = round(against / row.value if lower_is_better else row.value / against, 4)
     ok = row.ok
     if target is not None and ok is None:

@@ -16,7 +16,6 @@ from scripts.gpu.results import Results, Row, judged
 from scripts.gpu.work import Figure
 
 SANITIZED_STATUS = 86  # of a program in which compute-sanitizer found errors
-REHEARSED = "tests/pure/test_gpu_imports.py"
 SUMMARY = re.compile(r"(\d+) (passed|failed|skipped|errors?)\b")
 SANITIZER_SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
 
@@ -75,26 +74,15 @@ class Work:
 
 @dataclass(frozen=True)
 class GpuTests:
-    """Tests of tests/gpu. In a rehearsal they are collected, and REHEARSED runs in their place: on a stand-in for a
-    card they would take minutes."""
+    """Tests of tests/gpu: those of `files` that pytest's -k `selection` leaves."""
 
     name: str
     seconds: float
     files: tuple[str, ...]
     selection: str = ""
 
-    def arguments(self) -> list[str]:
-        return [*self.files, *(["-k", self.selection] if self.selection else [])]
-
     def rows(self, setup: Setup, limit_s: float) -> Iterator[Row]:
-        arguments = self.arguments()
-        if setup.rehearse:
-            status, output = setup.children.pytest([*arguments, "--collect-only", "-q"], setup.part, limit_s)
-            if status:
-                yield Row(self.name, f"{self.name}: collected", None, "tests", ok=False, note=failures(output))
-                return
-            arguments = [REHEARSED]
-        status, output = setup.children.pytest(["-v", *arguments], f"{setup.part}-{self.name}", limit_s)
+        status, output = setup.children.tests(self.files, self.selection, f"{setup.part}-{self.name}", limit_s)
         counts = {word: int(number) for number, word in SUMMARY.findall(output[-1] if output else "")}
         passed, skipped = counts.get("passed", 0), counts.get("skipped", 0)
         note = failures(output) if status else f"{skipped} skipped" if skipped else ""
@@ -117,7 +105,7 @@ class Sanitize:
 
     def rows(self, setup: Setup, limit_s: float) -> Iterator[Row]:
         if setup.rehearse:
-            status, output = setup.children.pytest([self.test, "--collect-only", "-q"], setup.part, limit_s)
+            status, output = setup.children.tests([self.test], "", setup.part, limit_s)
             if status:
                 yield Row(self.name, f"{self.name}: collected", None, "tests", ok=False, note=failures(output))
                 return

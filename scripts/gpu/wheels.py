@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import zipfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -28,7 +29,8 @@ NEEDED = (
 )  # fmt: skip
 # Attention that Weft measures its own against where it is installed.
 OPTIONAL = ("flashinfer-python", "apache-tvm-ffi", "einops", "ninja", "tabulate", "requests")
-VLLM = "vllm==0.24.0"  # of this version's own wish: torch 2.11
+VLLM = "vllm==0.24.0"
+GIVEN = {"torch": "2.11.0", "triton": "3.6.0"}
 # Left out of vLLM's folder: what the machine has, and CUDA's libraries, which torch brought.
 HAD = re.compile(r"(torch|triton|nvidia-(?!ml-py|cudnn-frontend|cutlass-dsl).*|cuda-(bindings|pathfinder|toolkit))$")
 
@@ -46,7 +48,7 @@ def main(words: Sequence[str]) -> int:
         tags = pip_tags(arguments.python)
         fetch(arguments.folder, [(NEEDED, True), (OPTIONAL, False)], tags, piece)
         if arguments.vllm:
-            fetch(arguments.folder / "vllm", [(vllm_packages(tags), True)], tags, piece)
+            fetch_vllm(arguments.folder / "vllm", tags, piece)
     except (ValueError, DownloadError, OSError) as error:
         print(f"gpu_check: {error}", file=sys.stderr)
         return 2
@@ -109,7 +111,12 @@ def fetch(
                     if required:
                         raise
                     print(f"gpu_check: {package} is left out: {error}", file=sys.stderr)
-        manifest = [cut(wheel, folder, piece) for wheel in sorted(Path(raw).glob("*.whl"))]
+        keep_pieces(Path(raw).glob("*.whl"), folder, piece)
+
+
+def keep_pieces(wheels: Iterable[Path], folder: Path, piece: int) -> None:
+    """Cut wheels into pieces in `folder`, with their manifest and install.py."""
+    manifest = [cut(wheel, folder, piece) for wheel in sorted(wheels)]
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
     shutil.copy(Path(__file__).with_name("install_wheels.py"), folder / "install.py")
     total = sum(int(str(each["bytes"])) for each in manifest)
@@ -128,11 +135,29 @@ def cut(wheel: Path, folder: Path, piece: int) -> dict[str, object]:
     return {"wheel": wheel.name, "bytes": wheel.stat().st_size, "sha256": whole.hexdigest(), "pieces": pieces}
 
 
-def vllm_packages(tags: Sequence[str], run: Run = pip) -> list[str]:
-    """What vLLM needs, as name==version, without what HAD names."""
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.json"
-        resolve = ["install", "--quiet", "--dry-run", "--ignore-installed", "--target", folder]
-        run([*resolve, *tags, "--report", str(report), VLLM])
-        chosen = [entry["metadata"] for entry in json.loads(report.read_text())["install"]]
-    return [f"{each['name']}=={each['version']}" for each in chosen if not HAD.match(each["name"].lower())]
+def fetch_vllm(folder: Path, tags: Sequence[str], piece: int, run: Run = pip) -> None:
+    """Download vLLM and what it needs into `folder`, except what HAD names. Empty wheels stand for torch and Triton:
+    pip takes neither these nor CUDA's libraries, and refuses packages that need another version."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as raw, tempfile.TemporaryDirectory(dir=folder) as stubs:
+        for name, version in GIVEN.items():
+            write_stub(Path(stubs), name, version)
+        run(["download", "--quiet", *tags, "--find-links", stubs, "--dest", raw, VLLM])
+        wheels = [wheel for wheel in Path(raw).glob("*.whl") if not HAD.match(package_of(wheel))]
+        keep_pieces(wheels, folder, piece)
+
+
+def write_stub(folder: Path, name: str, version: str) -> None:
+    """A wheel without files, of a version that comes before the index's own of the same number."""
+    version += "+had"
+    info = f"{name}-{version}.dist-info"
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        wheel.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: weft\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        wheel.writestr(f"{info}/RECORD", "")
+
+
+def package_of(wheel: Path) -> str:
+    return wheel.name.partition("-")[0].lower().replace("_", "-")

@@ -13,13 +13,14 @@ import torch
 
 pytest.importorskip("triton", reason="needs triton")
 
+from scripts.gpu.work import bench
 from tests.cpu import fake_cuda, tiny
 from tests.cpu.fake_cuda import CUDA, Card, CardError, OnCard, the_card  # noqa: F401
 from weft import LLM, SamplingParams
 from weft.client.outputs import RequestOutput
 from weft.comm import threads
 from weft.core import tables
-from weft.kernels import contest
+from weft.kernels import contest, triton
 from weft.kernels.batch import Batch
 from weft.kernels.capture import release_cached_memory, synchronize_device
 from weft.models.decoder import Decoder
@@ -97,6 +98,29 @@ def test_all_that_can_be_asked(path: str, card: Card) -> None:
         # Logprobs of a prompt are brought at once, and nothing else is waited for.
         assert card.waits - before == {"tolist": 1}
     assert card.replays > 5
+
+
+@pytest.mark.usefixtures("card")
+def test_captures_are_counted() -> None:
+    """scripts/gpu_check reports graphs that were captured while it measured."""
+    with bench.captures_counted() as captured:
+        CudaGraphs()(lambda: None)
+    CudaGraphs()(lambda: None)
+    assert len(captured) == 1
+
+
+@pytest.mark.usefixtures("card")
+def test_kernels_without_a_shape_have_their_own_attention() -> None:
+    assert triton.made(CUDA).name == "triton"
+
+
+def test_attention_by_torch_runs_without_graphs(path: str, card: Card, caplog: pytest.LogCaptureFixture) -> None:
+    """It asks the card for contexts in every layer, which no capture allows."""
+    params = asked(WISHES[:3])
+    want = answers(path, params, **ON_CPU)
+    assert answers(path, params, device="cuda", attention_backend="torch") == want
+    assert card.replays == 0
+    assert "decode steps run without CUDA graphs" in caplog.text
 
 
 def test_requests_are_preempted(path: str, card: Card, monkeypatch: pytest.MonkeyPatch) -> None:

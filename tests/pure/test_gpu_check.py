@@ -129,6 +129,11 @@ def test_targets_are_for_the_card_that_they_name() -> None:
     assert bounds.target_of(name, "NVIDIA A100-SXM4-80GB", None) is None
     assert bounds.target_of("Llama-3.1-8B: one request", "NVIDIA H200", 200.0) == 170
     assert bounds.target_of("killed rank: memory free again", "NVIDIA L4", None) == 5
+    decode = "Qwen3-0.6B, decode of 256 rows over 100 to 1,500 tokens: tile 64"
+    assert bounds.target_of(f"{decode} (chosen)", "NVIDIA L4", 100.0) == 84
+    assert bounds.target_of(decode, "NVIDIA L4", 100.0) is None
+    idle = f"{name.split(':')[0]}: GPU idle in {profile.STEPS} steps"
+    assert bounds.target_of(idle, "NVIDIA H200", None) == 5 and "% idle" in bounds.LOWER_IS_BETTER
     fast = judged(Row("t", name, 25_000, "tok/s", roofline=40_000), target=24_000, lower_is_better=False)
     assert (fast.ok, fast.ratio, fast.failed) == (True, 0.625, False)
     slow = judged(Row("t", "killed", 8.0, "s"), target=5.0, lower_is_better=True)
@@ -187,6 +192,12 @@ def test_a_failed_child_is_a_row_and_is_tried_again(tmp_path: Path, capsys: pyte
     assert not gpu_check.run_task(Work("w", 10, "bench"), setup, deadline=0.0)
 
 
+def test_a_part_without_time_is_unfinished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_check, "PART_S", 0.0)
+    arguments = gpu_check.parsed(["sampling"])
+    assert gpu_check.measure(PARTS["sampling"], Children(tmp_path), ABOUT, arguments) == gpu_check.UNFINISHED == 3
+
+
 def test_report_writes_measured_parts_between_its_markers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
@@ -224,6 +235,21 @@ def test_wheels_are_cut_verified_and_joined(tmp_path: Path) -> None:
     assert done.returncode == 1 and "is damaged; copy it again" in done.stderr
     with pytest.raises(wheels.DownloadError):
         wheels.fetch(tmp_path, [(["absent"], True)], tags, 100, pip)
+
+
+def test_vllm_comes_without_torch(tmp_path: Path) -> None:
+    def pip(words: Any) -> str:
+        assert "--no-deps" not in words and words[-1] == wheels.VLLM
+        stubs = {path.name for path in Path(words[words.index("--find-links") + 1]).iterdir()}
+        assert stubs == {"torch-2.11.0+had-py3-none-any.whl", "triton-3.6.0+had-py3-none-any.whl"}
+        for name in ("vllm-0.24.0", "nvidia_cudnn_frontend-1.0", "nvidia_cublas-13.0", *stubs):
+            Path(words[words.index("--dest") + 1], f"{name.removesuffix('-py3-none-any.whl')}-py3-none-any.whl").touch()
+        return ""
+
+    wheels.fetch_vllm(tmp_path, wheels.pip_tags("3.12"), 100, pip)
+    kept = [row["wheel"].partition("-")[0] for row in json.loads((tmp_path / "manifest.json").read_text())]
+    assert kept == ["nvidia_cudnn_frontend", "vllm"]
+    assert {path.name for path in tmp_path.iterdir()} == {"manifest.json", "install.py"}
 
 
 def test_wheels_refuses_what_it_cannot_read(capsys: pytest.CaptureFixture[str]) -> None:

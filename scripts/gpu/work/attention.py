@@ -13,7 +13,7 @@ from weft.kernels import choose
 from weft.kernels.base import AttentionShape, Kernels
 from weft.kernels.contest import seconds
 from weft.kernels.triton import trials
-from weft.kernels.triton.tuning import DECODE, PREFILL
+from weft.kernels.triton.tuning import DECODE, PREFILL, Tuning
 
 HEADS = {"Qwen3-0.6B": (16, 8), "Llama-3.1-8B": (32, 8)}  # of queries, of KV
 HEAD_DIM, LENGTH, BLOCK_SIZE = 128, 8192, 16
@@ -33,7 +33,7 @@ def attention(options: Options) -> Iterator[Figure]:
             race = trials.decode_race(shape, CUDA, contexts)
             read = 2 * sum(contexts) * shape.kv_heads * shape.head_dim * shape.kept.itemsize
             add_backends(race, decoders, shape, default=DECODE, only=chosen or rehearse)
-            yield from compared(model, race, "GB/s", read / 1e9, options["copy_Bps"] / 1e9, rehearse=rehearse)
+            yield from compared(model, race, DECODE, "GB/s", read / 1e9, options["copy_Bps"] / 1e9, rehearse=rehearse)
         if chosen:
             continue
         for name, (counts, contexts) in trials.PROMPTS.items():
@@ -41,9 +41,8 @@ def attention(options: Options) -> Iterator[Figure]:
             counts, contexts = ([min(length, shape.length) for length in each] for each in (counts, contexts))
             pairs = sum(n * (c - n) + n * (n + 1) / 2 for n, c in zip(counts, contexts, strict=True))
             add_backends(race, others, shape, default=PREFILL, only=rehearse)
-            yield from compared(
-                model, race, "TFLOP/s", 4 * pairs * shape.q_heads * shape.head_dim / 1e12, None, rehearse=rehearse
-            )
+            flops = 4 * pairs * shape.q_heads * shape.head_dim
+            yield from compared(model, race, PREFILL, "TFLOP/s", flops / 1e12, None, rehearse=rehearse)
 
 
 def attention_shape(q_heads: int, kv_heads: int, *, rehearse: bool) -> AttentionShape:
@@ -89,9 +88,17 @@ def add_backends(
 
 
 def compared(
-    model: str, race: trials.Race, unit: str, amount: float, roofline: float | None, *, rehearse: bool
+    model: str,
+    race: trials.Race,
+    default: Tuning,
+    unit: str,
+    amount: float,
+    roofline: float | None,
+    *,
+    rehearse: bool,
 ) -> Iterator[Figure]:
-    """A figure for each entry that ran, the fastest one marked, and a note for each that did not."""
+    """A figure for each entry that ran, the fastest one marked, the speed of the default sizes to that of the fastest
+    ones, and a note for each entry that did not run."""
     if rehearse:
         race.given = race.given[:1]
     times, obstacles = race.run(called_once if rehearse else seconds)
@@ -99,6 +106,10 @@ def compared(
     for name, took in times.items():
         note = f"{took * 1e6:.1f} us{', fastest' if took == best and len(times) > 1 else ''}"
         yield Figure(f"{model}, {race.what}: {label(name)}", round(amount / took, 1), unit, roofline, note=note)
+    ours = [took for name, took in times.items() if isinstance(name, Tuning)]
+    if default in times and len(ours) > 1:
+        share = round(min(ours) / times[default], 3)
+        yield Figure(f"{model}, {race.what}: chosen sizes to the fastest", share, "times")
     for name, why in obstacles.items():
         yield Figure(f"{model}, {race.what}: {label(name)}", None, unit, note=why)
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from scripts.gpu.work.profile import profiled_steps
 from weft import LLM
 from weft.bench.measure import Run, run
 from weft.bench.workload import Ask, nano_vllm, random_requests
+from weft.worker import graphs
 
 ONE_INPUT, ONE_OUTPUT, ONE_RUNS = 128, 256, 3
 # On a stand-in for a card: what an engine needs there.
@@ -28,7 +29,7 @@ REHEARSED: dict[str, Any] = {
     "executor": "inline",
     "max_model_len": 32,
     "kv_cache_memory_bytes": 100_000,
-    "max_num_seqs": 2,
+    "max_num_seqs": 1,
     "max_num_batched_tokens": 8,
 }
 
@@ -59,9 +60,9 @@ def bench(options: Options) -> Iterator[Figure]:
 
 
 def nano_asks(shape: Shape, options: Options, seed: int) -> list[Ask]:
-    """The workload with that seed; on a stand-in two short requests."""
+    """The workload with that seed; on a stand-in one short request."""
     if options["rehearse"]:
-        return random_requests(seed, vocab=shape.vocab, count=2, input_len=(3, 5), output_len=2)
+        return random_requests(seed, vocab=shape.vocab, count=1, input_len=(3, 5), output_len=2)
     return nano_vllm(shape.vocab, seed)
 
 
@@ -97,16 +98,16 @@ def one_request(llm: LLM, shape: Shape, name: str, options: Options) -> Iterator
 
 @contextmanager
 def captures_counted() -> Iterator[list[None]]:
-    """A list that grows by one with every CUDA graph that this process captures."""
+    """A list that grows by one with every CUDA graph that an engine of this process captures."""
     captured: list[None] = []
-    capture: Callable[..., Any] = torch.cuda.graph
+    capture = graphs.capture_graph
 
-    def counted(*given: Any, **named: Any) -> Any:
+    def counted(*given: Any, **named: Any) -> torch.cuda.CUDAGraph:
         captured.append(None)
         return capture(*given, **named)
 
-    torch.cuda.graph = counted  # type: ignore[misc, assignment]
+    graphs.capture_graph = counted
     try:
         yield captured
     finally:
-        torch.cuda.graph = capture  # type: ignore[misc, assignment]
+        graphs.capture_graph = capture

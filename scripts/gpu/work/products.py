@@ -9,6 +9,7 @@ import torch
 
 from scripts.gpu.work import Figure, Options
 from weft.facts.place import Span
+from weft.kernels.capture import capture_graph
 from weft.kernels.triton import made
 from weft.quant.quantised import Quantised
 
@@ -68,11 +69,8 @@ def timed(calls: list[Callable[[], torch.Tensor]], replays: int) -> float:
     """Seconds of one of them, in a captured graph of all, as the engine decodes."""
     for call in calls[:3]:
         call()
-    graph, begin, end = torch.cuda.CUDAGraph(), *(torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    graph = capture_graph(lambda: [call() for call in calls], torch.cuda.Stream())
     graph.replay()
     torch.cuda.synchronize()
     begin.record()

@@ -93,6 +93,6 @@ def step_figures(name: str, spans: list[Span]) -> Iterator[Figure]:
     if not spans:
         yield Figure(f"{name}: profile", None, "", ok=False, note="the profiler recorded no kernel")
         return
-    yield Figure(f"{name}: GPU idle in {STEPS} steps", round(100 * idle_share(spans), 2), "%")
+    yield Figure(f"{name}: GPU idle in {STEPS} steps", round(100 * idle_share(spans), 2), "% idle")
     for kind, microseconds in class_times(spans).items():
         yield Figure(f"{name}: {kind}, per step", round(microseconds / STEPS, 2), "us")

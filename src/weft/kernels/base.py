@@ -137,7 +137,12 @@ class Attention(Protocol):
 
 
 class Kernels(Attention, Protocol):
-    """Inputs are bf16, fp16 or fp32 and contiguous along their last dim; sums are fp32 inside."""
+    """Inputs are bf16, fp16 or fp32 and contiguous along their last dim; sums are fp32 inside.
+
+    With `capturable`, decode steps can be captured as CUDA graphs: no call waits for the GPU, and rows that only fill
+    a batch up, of slot -1 and no context, are passed over."""
+
+    capturable: bool
 
     def matrix(self, weight: torch.Tensor | Quantised, bias: torch.Tensor | None) -> Product:
         """A product with weight [out, in], which may be packed anew: the caller does not keep it."""

@@ -18,6 +18,7 @@ from weft.quant.quantised import Quantised
 
 class PlainKernels:
     name = "torch"
+    capturable = False  # attention asks the device for the longest context, layer by layer
 
     def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Sequence[Launch]]:
         return ()

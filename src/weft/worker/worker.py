@@ -82,6 +82,8 @@ class Worker:
         if plan.schemes and self.kernels.name == "torch":
             held = weight_bytes(shape, self.place, plan.dtype)
             logger.warning("The kernels of torch do not multiply quantised weights: they are held in %s", plan.dtype)
+        if plan.graphs and not self.kernels.capturable:
+            logger.warning("The kernels of torch cannot be captured: decode steps run without CUDA graphs")
         self.model = Decoder(shape, plan.places, self.rank, tensors, self.links.tensor, self.kernels)
         if self.device.type != "cpu":
             # Where the peak is measured, with all that a step needs.
@@ -214,8 +216,10 @@ class Worker:
 
     @property
     def _captures(self) -> bool:
-        """Whether decode steps run as CUDA graphs: not where ranks meet on the host in the middle of a step."""
-        return self.plan.graphs and self.device.type == "cuda" and self.links.tensor.capturable
+        """True if decode steps run as CUDA graphs. Ranks that meet on the host in the middle of a step cannot, nor can
+        kernels that wait for the GPU."""
+        wanted = self.plan.graphs and self.device.type == "cuda"
+        return wanted and self.links.tensor.capturable and self.kernels.capturable
 
     def close(self) -> None:
         """Give the memory back."""

@@ -21,6 +21,7 @@ class NativeKernels:
     """See `Kernels`. Tensors must be contiguous, on the CPU, bf16 or fp32."""
 
     name = "cpu"
+    capturable = False
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._entries = Entries(dtype)

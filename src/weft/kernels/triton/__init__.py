@@ -44,8 +44,8 @@ def own_attention(device: torch.device, shape: AttentionShape) -> TritonAttentio
 
 def made(device: torch.device, attention: Attention | None = None) -> Kernels:
     """The kernels for a device, with `attention` in place of their own."""
+    from weft.kernels.triton.attention import TritonAttention
     from weft.kernels.triton.kernels import TritonKernels
 
-    return TritonKernels(
-        processors(device), attention or TritonAttention(processors(device), shared=shared_bytes(device))
-    )
+    own = attention or TritonAttention(processors(device), shared=shared_bytes(device))
+    return TritonKernels(processors(device), own)

@@ -22,6 +22,8 @@ class TritonKernels:
     """See `Kernels`. `processors` is the number of the device's multiprocessors, which the work is spread over;
     `attention` another one's, in place of our own."""
 
+    capturable = True
+
     def __init__(self, processors: int, attention: Attention | None = None) -> None:
         self._processors = processors
         self._attention = attention or TritonAttention(processors)
