@@ -32,7 +32,7 @@ def disassemble(cubins: Sequence[bytes], architecture: int) -> list[list[str]]:
     is then an address in that stretch; here it is the index of an instruction of the kernel.
     """
     codes = [code_of(cubin) for cubin in cubins]
-    suffix = "a" if architecture >= 90 else ""
+    suffix = "a" if architecture >= 90 else ""  # Triton compiles with what only that architecture has
     options = ["--no-dataflow", "--binary", f"SM{architecture}{suffix}"]
     listing = output_of(knobs.nvidia.nvdisasm.path, options, b"".join(codes))
     words = {int(address, 16): text for address, text in INSTRUCTION.findall(listing)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 from scripts.kernel_sass.cards import CARDS, LIMITS
@@ -14,17 +14,17 @@ from weft.facts.host import usable_cores
 Compiled = tuple[bytes, int, int]  # the cubin, warps of a program, bytes of shared memory
 
 
-def compile_case(index: int, architecture: int) -> Compiled:
+def compiled_case(index: int, architecture: int) -> Compiled:
     kernel = CASES[index].launch().compile_for(architecture)
     return kernel.asm["cubin"], kernel.metadata.num_warps, kernel.metadata.shared
 
 
-def rows(architectures: Iterable[int]) -> list[dict[str, Any]]:
+def rows(architectures: Sequence[int]) -> list[dict[str, Any]]:
     """A row for each case and architecture, cases first."""
     tasks = [(i, each) for each in architectures for i, case in enumerate(CASES) if each >= case.since]
     # Forked: each would otherwise import torch and Triton for itself.
     with multiprocessing.get_context("fork").Pool(len(usable_cores())) as pool:
-        compiled = dict(zip(tasks, pool.starmap(compile_case, tasks, chunksize=1), strict=True))
+        compiled = dict(zip(tasks, pool.starmap(compiled_case, tasks, chunksize=1), strict=True))
         groups = {each: [task for task in tasks if task[1] == each] for each in architectures}
         listings = pool.starmap(
             disassemble, [([compiled[task][0] for task in group], each) for each, group in groups.items()]

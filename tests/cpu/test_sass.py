@@ -18,8 +18,9 @@ from scripts.kernel_sass.cases import CASES
 from scripts.kernel_sass.disassembly import passes, relative
 from tests.cpu.compiling import ROOT, environment
 
-# Each differs from the others in what the compiler makes: 86 and 89 are compiled nearly as 80.
-COMPARED = (80, 90, 120)
+# Half a minute each with a core to itself. The others compile nearly as 120: the same products of matrices, and 89 the
+# same conversions from 8 bits.
+COMPARED = (90, 120)
 
 
 @pytest.mark.parametrize("architecture", COMPARED)
