@@ -3,77 +3,55 @@ compiler refuses: a product that is too small, tiles that no GPU has the memory 
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
 import pytest
 
+from tests.cpu.compiling import environment
+
 pytest.importorskip("triton", reason="needs triton")
 
-# In a process without TRITON_INTERPRET, which is read on import. What the launches say is written down and compiled.
+# In a process without TRITON_INTERPRET, which is read on import. Launches are recorded, and compiled afterwards.
 LAUNCHES = """
 import sys, types
-import torch, triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+import torch
+from scripts.kernel_sass.launches import recorded
 from weft.kernels.base import KVCache
 from weft.kernels.triton import attention, pointwise, products, reduce, rounding, sampling
 
-KINDS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float8_e4m3fn: "*fp8e4nv",
-         torch.uint8: "*u8", torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64", torch.float64: "*fp64",
-         int: "i32", float: "fp32"}
-
-NAMES = ("_decode", "_prefill", "_rotate_and_store", "_sum_add_norm", "_survey", "_filter", "_draw",
-         "_multiply", "_dequantise", "_round")
-
-class Launched:
-    def __init__(self, kernel):
-        self.kernel = kernel
-    def __getitem__(self, grid):
-        return self
-    def __call__(self, *given, num_warps=4, num_stages=3, **constants):
-        names = self.kernel.arg_names
-        kinds = {n: KINDS[x.dtype if isinstance(x, torch.Tensor) else type(x)] for n, x in zip(names, given)}
-        kinds |= {n: "constexpr" for n in constants}
-        fixed = {(names.index(n),): x for n, x in constants.items()}
-        # As a launch does: pointers and sizes that 16 divides.
-        even = [i for i, x in enumerate(given) if isinstance(x, torch.Tensor) or
-                (type(x) is int and x % 16 == 0 and not self.kernel.params[i].do_not_specialize)]
-        attrs = {(i,): [["tt.divisibility", 16]] for i in even}
-        source = ASTSource(self.kernel, {n: kinds[n] for n in names}, constexprs=fixed, attrs=attrs)
-        options = {"num_warps": num_warps, "num_stages": num_stages}
-        made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-        print(self.kernel.__name__, made.metadata.shared)
-
-for module in (attention, pointwise, products, reduce, rounding, sampling):
-    for name, kernel in list(vars(module).items()):
-        if isinstance(kernel, triton.JITFunction) and name in NAMES:
-            setattr(module, name, Launched(kernel))
-
 capability = int(sys.argv[1])
+"""
+COMPILED = """
+with recorded() as launches:
+    launch_all()
+for launch in launches:
+    print(launch.name, launch.compile_for(capability).metadata.shared)
 """
 PROGRAM = (
     LAUNCHES
     + """
-head_dims, dtype, kept = sys.argv[2].split(","), *(getattr(torch, it) for it in sys.argv[3:])
+head_dims, dtype, kept = sys.argv[2].split(","), *(getattr(torch, name) for name in sys.argv[3:])
 ints = torch.zeros(4, 4, dtype=torch.int32)
 batch = types.SimpleNamespace(tables=ints, context=ints[0], row_starts=ints[0], rows=2, positions=ints[0],
                               slots=ints[0].long())
 limit = 64 << 10 if capability < 80 else 99 << 10
-for head_dim in map(int, head_dims):
-    cache = KVCache(*(torch.zeros(1, 16, 2, head_dim, dtype=kept) for _ in range(2)))
-    q, out = torch.zeros(2, 6, head_dim, dtype=dtype), torch.empty(2, 6 * head_dim, dtype=dtype)
-    attention.decode(q, cache, batch, 2, 1.0, None, 132, out, shared=limit)
-    attention.prefill(q, cache, batch, 0, 1.0, 9, out, shared=limit)
-    pointwise.rotate_and_store(torch.zeros(2, 10 * head_dim, dtype=dtype), 6, torch.zeros(9, head_dim), cache, batch,
-                               None)
-wide = torch.zeros(2, 8192, dtype=dtype)
-reduce.sum_add_norm(torch.zeros(8, dtype=torch.int64), wide, wide[0], 1e-6)
-longs = torch.zeros(2, dtype=torch.int64)
-settings = torch.zeros(2, 4, dtype=torch.float64)
-sampling.choose(torch.zeros(2, 151936, dtype=dtype), longs, longs, settings, longs, filtered=True)
+
+def launch_all():
+    for head_dim in map(int, head_dims):
+        cache = KVCache(*(torch.zeros(1, 16, 2, head_dim, dtype=kept) for _ in range(2)))
+        q, out = torch.zeros(2, 6, head_dim, dtype=dtype), torch.empty(2, 6 * head_dim, dtype=dtype)
+        attention.decode(q, cache, batch, 2, 1.0, None, 132, out, shared=limit)
+        attention.prefill(q, cache, batch, 0, 1.0, 9, out, shared=limit)
+        pointwise.rotate_and_store(torch.zeros(2, 10 * head_dim, dtype=dtype), 6, torch.zeros(9, head_dim), cache,
+                                   batch, None)
+    wide = torch.zeros(2, 8192, dtype=dtype)
+    reduce.sum_add_norm(torch.zeros(8, dtype=torch.int64), wide, wide[0], 1e-6)
+    longs = torch.zeros(2, dtype=torch.int64)
+    settings = torch.zeros(2, 4, dtype=torch.float64)
+    sampling.choose(torch.zeros(2, 151936, dtype=dtype), longs, longs, settings, longs, filtered=True)
 """
+    + COMPILED
 )
 PRODUCTS = (
     LAUNCHES
@@ -86,16 +64,19 @@ wide, cut = Span(0, 4096), Span(64, 640)
 kinds = {"Q4_1": wide, "Q4_16_MIN": cut, "Q8_MIN": wide, "INT8": cut, "INT4_128": wide, "INT8_ROW_SYM": cut}
 if capability < 80:
     kinds = {"Q4_1": wide}  # others take no more memory
-for kind, cols in kinds.items():
-    weight = Quantised.empty(kind, 96, cols, dtype, torch.device("cpu"))
-    if "ROW" not in kind:
-        rounding.round_on_gpu(torch.zeros(96, cols.stop - cols.start + weight.lacking, dtype=dtype), weight)
-    product = products.quantised(weight, torch.zeros(96, dtype=dtype), 132)
-    for tokens in (1, 64, 200):
-        product(torch.zeros(tokens, len(cols), dtype=dtype))
-    product.rows(torch.zeros(3, dtype=torch.int64))
-    product(torch.zeros(products.MANY, len(cols), dtype=dtype))
+
+def launch_all():
+    for kind, cols in kinds.items():
+        weight = Quantised.empty(kind, 96, cols, dtype, torch.device("cpu"))
+        if "ROW" not in kind:
+            rounding.round_on_gpu(torch.zeros(96, cols.stop - cols.start + weight.lacking, dtype=dtype), weight)
+        product = products.quantised(weight, torch.zeros(96, dtype=dtype), 132)
+        for tokens in (1, 64, 200):
+            product(torch.zeros(tokens, len(cols), dtype=dtype))
+        product.rows(torch.zeros(3, dtype=torch.int64))
+        product(torch.zeros(products.MANY, len(cols), dtype=dtype))
 """
+    + COMPILED
 )
 
 
@@ -134,9 +115,8 @@ def most_shared(capability: int) -> int:
 
 def compiled(program: str, *arguments: str) -> dict[str, int]:
     """The most bytes of shared memory that a program of each kernel takes."""
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-W", "ignore", "-c", program, *arguments]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     shared: dict[str, int] = {}
     for name, size in map(str.split, done.stdout.splitlines()):

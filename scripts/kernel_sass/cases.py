@@ -1,0 +1,224 @@
+"""Kernels at their default sizes, and the work of one pass of each one's inner loop, as data.
+
+Sizes are those of Llama-3.1-8B, or of Llama-3.2-1B with its heads of 64. Launches go through the functions that the
+engine calls, so that tiles, warps and stages are the engine's own choice.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from scripts.kernel_sass.launches import Launch, recorded
+from weft.facts.gpus import FP8_CAPABILITY
+from weft.facts.place import Span
+from weft.facts.schemes import UNIT, Scheme
+from weft.kernels.base import HeadNorm, KVCache
+from weft.kernels.triton import attention, pointwise, products, reduce, rounding, sampling
+from weft.quant.quantised import Quantised
+
+PROCESSORS = 132  # of the GPU that launches are cut for: an H200
+HIDDEN, FFN, Q_HEADS, KV_HEADS, VOCAB = 4096, 14336, 32, 8, 128256
+RANKS = 2  # of a sum over ranks
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+FP8_SINCE = 10 * FP8_CAPABILITY[0] + FP8_CAPABILITY[1]
+Arguments = Mapping[str, Any]  # of a launch, by the kernel's own names
+
+
+class Work(NamedTuple):
+    """Work of one program in one pass: bytes of the GPU's memory read and written, or, of a kernel that tensor cores
+    bound, its operations."""
+
+    bytes: float = 0.0
+    flops: float = 0.0
+
+
+def decode_work(a: Arguments) -> Work:
+    """A tile of keys and one of values; queries are in registers."""
+    return Work(bytes=2 * a["TILE"] * a["HEAD"] * a["keys"].itemsize)
+
+
+def join_work(a: Arguments) -> Work:
+    """Results of AT_ONCE parts of a context, of the heads that share keys."""
+    return Work(bytes=attention.AT_ONCE.value * a["q_heads"] // a["kv_heads"] * a["head_dim"] * a["parts"].itemsize)
+
+
+def prefill_work(a: Arguments) -> Work:
+    """Scores and weighted values of a tile; its keys serve many programs, which find them in the second cache."""
+    return Work(flops=2 * 2 * a["ROWS"] * a["TILE"] * a["HEAD"])
+
+
+def multiply_work(a: Arguments) -> Work:
+    """A tile of the quantised matrix; x serves many programs."""
+    return Work(bytes=a["ROWS"] * a["UNITS"] * UNIT * stored_bytes(a))
+
+
+def dequantise_work(a: Arguments) -> Work:
+    return Work(bytes=a["ROWS"] * a["UNITS"] * UNIT * (stored_bytes(a) + a["out"].itemsize))
+
+
+def round_work(a: Arguments) -> Work:
+    return Work(bytes=a["GROUPS"] * a["GROUP"] * (stored_bytes(a) + a["weight"].itemsize))
+
+
+def stored_bytes(a: Arguments) -> float:
+    """Bytes of one number of a quantised matrix, with its share of its group's scale and minimum."""
+    scheme = Scheme(bits=a["BITS"], group=a["GROUP"], lowest=a["LOWEST"])
+    return (scheme.bits + scheme.group_bits / scheme.group) / 8
+
+
+def norm_work(a: Arguments) -> Work:
+    """A row of x and of the result, and with ADD the residual twice."""
+    return Work(bytes=(4 if a["ADD"] else 2) * a["width"] * a["x"].itemsize)
+
+
+def sum_norm_work(a: Arguments) -> Work:
+    """A row of each rank's part, of the residual twice, and of the result."""
+    return Work(bytes=(a["SIZE"] + 3) * a["width"] * a["residual"].itemsize)
+
+
+def silu_work(a: Arguments) -> Work:
+    return Work(bytes=3 * a["BLOCK"] * a["out"].itemsize)
+
+
+def rotate_work(a: Arguments) -> Work:
+    """Heads that are read once and written once."""
+    return Work(bytes=2 * a["HEADS"] * 2 * a["half"] * a["qkv"].itemsize)
+
+
+def logits_work(a: Arguments) -> Work:
+    """Blocks of a row's logits."""
+    return Work(bytes=a["BLOCKS"] * a["BLOCK"] * a["logits"].itemsize)
+
+
+def draw_work(a: Arguments) -> Work:
+    """The greatest logit and the sum of every block of a row, and the logits of the block that won."""
+    return Work(bytes=8 * a["blocks"] + a["BLOCK"] * a["logits"].itemsize)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel in one variant: `call` launches it, once or beside other kernels, and `work` is that of one pass of its
+    innermost loop with the most instructions, or of number `loop` in that order. GPUs below `since` do not have it."""
+
+    kernel: str
+    variant: str
+    work: Callable[[Arguments], Work]
+    call: Callable[[], object]
+    since: int = 80
+    loop: int = 0
+
+    def launch(self) -> Launch:
+        """The recorded launch of the kernel; raises ValueError unless there is exactly one."""
+        with recorded() as launches:
+            self.call()
+        (launch,) = (launch for launch in launches if launch.name == self.kernel)
+        return launch
+
+
+def made_cache(head_dim: int, kept: torch.dtype) -> KVCache:
+    return KVCache(*(torch.empty(1, 16, KV_HEADS, head_dim, dtype=kept) for _ in range(2)))
+
+
+def made_batch(rows: int) -> types.SimpleNamespace:
+    """Of a `Batch` what launches read: shapes and types."""
+    numbers = torch.zeros(rows + 1, dtype=torch.int32)
+    tables = torch.zeros(rows, 64, dtype=torch.int32)
+    return types.SimpleNamespace(
+        tables=tables, context=numbers, row_starts=numbers, rows=rows, positions=numbers, slots=numbers.long()
+    )
+
+
+def decode(rows: int, head_dim: int, kept: torch.dtype = BF16) -> None:
+    """A step of `rows` requests, of which each writes one token."""
+    q = torch.empty(rows, Q_HEADS, head_dim, dtype=BF16)
+    out = torch.empty(rows, Q_HEADS * head_dim, dtype=BF16)
+    attention.decode(q, made_cache(head_dim, kept), made_batch(rows), rows, 1.0, None, PROCESSORS, out)
+
+
+def prefill(head_dim: int, kept: torch.dtype = BF16) -> None:
+    q = torch.empty(256, Q_HEADS, head_dim, dtype=BF16)
+    out = torch.empty(256, Q_HEADS * head_dim, dtype=BF16)
+    attention.prefill(q, made_cache(head_dim, kept), made_batch(2), 0, 1.0, None, out)
+
+
+def rotate(head_dim: int, norm: HeadNorm | None) -> None:
+    qkv = torch.empty(2, (Q_HEADS + 2 * KV_HEADS) * head_dim, dtype=BF16)
+    cache = made_cache(head_dim, BF16)
+    pointwise.rotate_and_store(qkv, Q_HEADS, torch.empty(64, head_dim), cache, made_batch(2), norm)
+
+
+def norm(add: bool) -> None:
+    x = torch.empty(2, HIDDEN, dtype=BF16)
+    pointwise.norm(x, x if add else None, x[0], 1e-6)
+
+
+def silu_mul() -> None:
+    pointwise.silu_mul(torch.empty(2, 2 * FFN, dtype=BF16))
+
+
+def sum_add_norm() -> None:
+    x = torch.empty(2, HIDDEN, dtype=BF16)
+    reduce.sum_add_norm(torch.zeros(RANKS, dtype=torch.int64), x, x[0], 1e-6)
+
+
+def choose() -> None:
+    longs, settings = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 4, dtype=torch.float64)
+    sampling.choose(torch.empty(2, VOCAB, dtype=BF16), longs, longs, settings, longs, filtered=True)
+
+
+def made_weight(scheme: str) -> Quantised:
+    return Quantised.empty(scheme, HIDDEN, Span(0, HIDDEN), BF16, torch.device("cpu"))
+
+
+def multiply(scheme: str, tokens: int) -> None:
+    products.quantised(made_weight(scheme), None, PROCESSORS)(torch.empty(tokens, HIDDEN, dtype=BF16))
+
+
+def dequantise(scheme: str) -> None:
+    products.quantised(made_weight(scheme), None, PROCESSORS).rows(torch.zeros(16, dtype=torch.int64))
+
+
+def round_weight(scheme: str) -> None:
+    rounding.round_on_gpu(torch.empty(HIDDEN, HIDDEN, dtype=BF16), made_weight(scheme))
+
+
+def head_norm(head_dim: int) -> HeadNorm:
+    return HeadNorm(torch.empty(head_dim, dtype=BF16), torch.empty(head_dim, dtype=BF16), 1e-6)
+
+
+CASES = (
+    Case("_decode", "bf16, head 128", decode_work, partial(decode, 256, 128)),
+    Case("_decode", "bf16, head 64", decode_work, partial(decode, 256, 64)),
+    Case("_decode", "bf16, head 128, context split", decode_work, partial(decode, 1, 128)),
+    Case("_decode", "FP8 cache, head 128", decode_work, partial(decode, 256, 128, FP8), FP8_SINCE),
+    Case("_decode", "FP8 cache, head 64", decode_work, partial(decode, 256, 64, FP8), FP8_SINCE),
+    Case("_decode", "head 128, parts joined", join_work, partial(decode, 1, 128), loop=1),
+    Case("_prefill", "bf16, head 128", prefill_work, partial(prefill, 128)),
+    Case("_prefill", "bf16, head 64", prefill_work, partial(prefill, 64)),
+    Case("_prefill", "FP8 cache, head 128", prefill_work, partial(prefill, 128, FP8), FP8_SINCE),
+    Case("_rotate_and_store", "head 128", rotate_work, partial(rotate, 128, None)),
+    Case("_rotate_and_store", "head 128, norms of heads", rotate_work, partial(rotate, 128, head_norm(128))),
+    Case("_rms_norm", "4096", norm_work, partial(norm, False)),
+    Case("_rms_norm", "4096, residual added", norm_work, partial(norm, True)),
+    Case("_silu_mul", "14336", silu_work, silu_mul),
+    Case("_sum_add_norm", "4096, 2 ranks", sum_norm_work, sum_add_norm),
+    Case("_survey", "128256", logits_work, choose),
+    Case("_filter", "128256", logits_work, choose),
+    Case("_draw", "128256", draw_work, choose),
+    Case("_multiply", "Q4_1, 1-16 tokens", multiply_work, partial(multiply, "Q4_1", 1)),
+    Case("_multiply", "Q4_1, 64 tokens", multiply_work, partial(multiply, "Q4_1", 64)),
+    Case("_multiply", "INT8, 1-16 tokens", multiply_work, partial(multiply, "INT8", 1)),
+    Case("_multiply", "INT8, 64 tokens", multiply_work, partial(multiply, "INT8", 64)),
+    Case("_multiply", "INT4_128, 1-16 tokens", multiply_work, partial(multiply, "INT4_128", 1)),
+    Case("_multiply", "INT4_128, 64 tokens", multiply_work, partial(multiply, "INT4_128", 64)),
+    Case("_dequantise", "Q4_1", dequantise_work, partial(dequantise, "Q4_1")),
+    Case("_dequantise", "INT8", dequantise_work, partial(dequantise, "INT8")),
+    Case("_round", "Q4_1", round_work, partial(round_weight, "Q4_1")),
+    Case("_round", "INT8", round_work, partial(round_weight, "INT8")),
+)

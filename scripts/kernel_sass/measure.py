@@ -1,0 +1,60 @@
+"""Rows of figures: every case compiled for every architecture, in a process for each core."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Sequence
+from typing import Any
+
+from scripts.kernel_sass.cards import CARDS, LIMITS
+from scripts.kernel_sass.cases import CASES, Case
+from scripts.kernel_sass.disassembly import disassemble, passes, registers_of
+from weft.facts.host import usable_cores
+
+Compiled = tuple[bytes, int, int]  # the cubin, warps of a program, bytes of shared memory
+
+
+def compiled_case(index: int, architecture: int) -> Compiled:
+    kernel = CASES[index].launch().compile_for(architecture)
+    return kernel.asm["cubin"], kernel.metadata.num_warps, kernel.metadata.shared
+
+
+def rows(architectures: Sequence[int]) -> list[dict[str, Any]]:
+    """A row for each case and architecture, cases first."""
+    tasks = [(i, each) for each in architectures for i, case in enumerate(CASES) if each >= case.since]
+    # Forked: each would otherwise import torch and Triton for itself.
+    with multiprocessing.get_context("fork").Pool(len(usable_cores())) as pool:
+        compiled = dict(zip(tasks, pool.starmap(compiled_case, tasks, chunksize=1), strict=True))
+        groups = {each: [task for task in tasks if task[1] == each] for each in architectures}
+        listings = pool.starmap(
+            disassemble, [([compiled[task][0] for task in group], each) for each, group in groups.items()]
+        )
+    instructions = {
+        task: listing
+        for group, kernels in zip(groups.values(), listings, strict=True)
+        for task, listing in zip(group, kernels, strict=True)
+    }
+    return [row(CASES[task[0]], task[1], compiled[task], instructions[task]) for task in sorted(tasks)]
+
+
+def row(case: Case, architecture: int, compiled: Compiled, instructions: list[str]) -> dict[str, Any]:
+    cubin, warps, shared = compiled
+    registers, work = registers_of(cubin), case.work(case.launch().arguments)
+    count = passes(instructions)[case.loop]
+    return {
+        "kernel": case.kernel,
+        "variant": case.variant,
+        "architecture": architecture,
+        "instructions": count,
+        "warps": warps,
+        "registers": registers,
+        "shared_bytes": shared,
+        "programs_per_sm": LIMITS[architecture].programs_of(warps, registers, shared),
+        "bytes_per_loop": work.bytes,
+        "flops_per_loop": work.flops,
+        "shares": {
+            card.name: round(card.share(count, warps, work.bytes, work.flops), 4)
+            for card in CARDS
+            if card.architecture == architecture
+        },
+    }
