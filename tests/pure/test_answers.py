@@ -200,6 +200,13 @@ def test_values_out_of_range_are_refused_before_anything_starts(
 def test_an_answer_of_one_token_has_no_rate() -> None:
     assert engine.speed(answer("a", 1)) == {"ttft_s": 0.5, "decode_tok_s": None}
     assert engine.speed(answer("ab", 2, at=1.5)) == {"ttft_s": 0.5, "decode_tok_s": None}
+    assert engine.speed_text(answer("a", 1)) == "1 token, 500 ms to the first token"
+
+
+def test_a_stopped_answer_tells_its_first_token_and_no_rate() -> None:
+    stopped = answer("Hello", 67, finished=False)
+    assert engine.speed(stopped) == {"ttft_s": 0.5, "decode_tok_s": None}
+    assert engine.speed_text(stopped) == "67 tokens, stopped, 500 ms to the first token"
 
 
 def test_demo_cuts_the_model_in_two(llm: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,6 +30,7 @@ def names(spec: str) -> list[str]:
         ("4xH100-PCIe", 4, "H100-PCIe", "pcie"),
         ("8xMI300X", 8, "MI300X", "nvlink"),
         ("2X L40S", 2, "L40S", "pcie"),
+        ("4090", 1, "RTX 4090", "pcie"),
     ],
 )
 def test_one_node(spec: str, count: int, name: str, link: str) -> None:
@@ -43,6 +44,7 @@ def test_a_comma_is_a_plus() -> None:
 
 def test_mixed_gpus_meet_over_pcie() -> None:
     assert names("1xRTX4090+1xRTX3090") == ["RTX 4090", "RTX 3090"]
+    assert names("4090+3090") == ["RTX 4090", "RTX 3090"]
     assert parse_gpus("2xH100+2xA100").nodes[0].link == "pcie"
 
 

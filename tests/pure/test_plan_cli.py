@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.pure.commands import weft, weft_json
-from weft.cli import plan_flags
+from weft.cli import plan_flags, plan_text
 from weft.planner.profiles import engines
 from weft.planner.question import OBJECTIVES
 
@@ -229,7 +229,10 @@ def test_the_first_line_is_the_answer() -> None:
     assert first == (
         "Yes: Qwen3-32B in 4 bits on both GPUs, about 51 tok/s for one user (31-72), 78,000 tokens of context"
     )
-    assert run("Qwen3-32B", "--gpus", "1xRTX4090")[1].startswith("No: Qwen3-32B in 16 bits does not fit 1 x RTX 4090;")
+    assert run("Qwen3-32B", "--gpus", "1xRTX4090+1xRTX3090")[1].startswith(
+        "No: Qwen3-32B in 16 bits does not fit on 1 x RTX 4090 + 1 x RTX 3090: even the best layout needs 10.1 GB more on "
+        "one GPU\n"
+    )
     assert plan("deepseek-v3 --nodes 2x8xH200")[1]["summary"].startswith("It fits, but Weft does not run it yet: ")
 
 
@@ -304,6 +307,11 @@ def test_requests_are_whole_and_more_of_them_at_once_are_explained() -> None:
     assert "under load: weft simulate Qwen/Qwen3-8B --gpus 1xRTX4090+1xRTX3090 -dp 2\n" in out
 
 
+@pytest.mark.parametrize(("tok_s", "told"), [(0.42, "0.4"), (0.031, "0.03"), (1.4, "1"), (12345.6, "12,346")])
+def test_a_slow_rate_is_not_rounded_to_zero(tok_s: float, told: str) -> None:
+    assert plan_text.token_rate(tok_s) == told
+
+
 def test_the_best_of_each_precision_is_shown() -> None:
     out = run("Qwen3-32B", "--gpus", "2xH100", "--precision", "fp8,int8,bf16,int4", "--engine", "vllm")[1]
     table = out[out.index("fullest GPU") : out.index("* decided")]
@@ -362,7 +370,7 @@ def test_saturated_tokens_are_told_alike() -> None:
 
 def test_why_nothing_fits_is_said_once() -> None:
     status, out, _ = run("Llama-3.1-70B", "--gpus", "1xH100")
-    assert status == 3 and out.count("59.5 GB short") == 1 and "1 x H200-SXM in its place fits it" in out
+    assert status == 3 and out.count("59.5 GB short") == 1 and "on 1 x H200-SXM it fits" in out
 
 
 @pytest.mark.parametrize(

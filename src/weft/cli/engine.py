@@ -65,16 +65,23 @@ def tell_speed(answer: RequestOutput) -> None:
 def speed_text(answer: RequestOutput) -> str:
     """Tokens, tokens per second and time to the first token, in one line."""
     timing, tokens = speed(answer), len(answer.outputs[0].token_ids)
-    rate = f"{timing['decode_tok_s']:.1f} tokens/s" if timing["decode_tok_s"] else "too few to time"
-    return f"{tokens} tokens, {rate}, {1000 * (timing['ttft_s'] or 0):.0f} ms to the first token"
+    parts = [f"{tokens} token{'' if tokens == 1 else 's'}"]
+    if not answer.finished:
+        parts.append("stopped")
+    elif timing["decode_tok_s"]:
+        parts.append(f"{timing['decode_tok_s']:.1f} tokens/s")
+    if timing["ttft_s"] is not None:
+        parts.append(f"{1000 * timing['ttft_s']:.0f} ms to the first token")
+    return ", ".join(parts)
 
 
 def speed(answer: RequestOutput) -> dict[str, float | None]:
-    """Seconds to the first token, and tokens per second after it (None for an answer of one token)."""
+    """Seconds to the first token, None before it; tokens per second after it, None for an answer of one token or one
+    that is not finished."""
     metrics, tokens = answer.metrics, len(answer.outputs[0].token_ids)
-    if metrics.first_token_s is None or metrics.finished_s is None:
+    if metrics.first_token_s is None:
         return {"ttft_s": None, "decode_tok_s": None}
-    decode_s = metrics.finished_s - metrics.first_token_s
+    decode_s = 0.0 if metrics.finished_s is None else metrics.finished_s - metrics.first_token_s
     return {
         "ttft_s": round(metrics.first_token_s - metrics.arrival_s, 4),
         "decode_tok_s": round((tokens - 1) / decode_s, 2) if tokens > 1 and decode_s > 0 else None,

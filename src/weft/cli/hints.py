@@ -51,7 +51,7 @@ HABITS = {
 # What has no flag of ours.
 NOTES = {
     "the model is the argument, as in {example}": "m model-path model-id model-name hf hf-repo",
-    "every layer is on the GPUs that compute; --device cpu takes none": "ngl n-gpu-layers gpu-layers num-gpu",
+    "all layers are on the GPUs; with --device cpu none are": "ngl n-gpu-layers gpu-layers num-gpu",
     "each rank takes its share of the cores; OMP_NUM_THREADS limits its threads": "t threads tb threads-batch",
     "VLLM_LOGGING_LEVEL=DEBUG in the environment tells more": "log-level loglevel v",
     "a server keeps its model until it ends": "keepalive keep-alive",
@@ -63,7 +63,7 @@ IN_ENGINES = {
     "nodes": "weft {name} uses this machine's GPUs; weft plan, cost and simulate take --nodes",
     "precision": "weft {name} has --dtype and --quantization",
 }
-IN_REQUESTS = "the requests say it, and the model's generation_config.json for those that do not"
+IN_REQUESTS = "set in each request; left out there, the model's generation_config.json counts"
 SAMPLED = ("temperature", "top-p", "top-k", "min-p", "max-tokens", "stop", "min-tokens", "repetition-penalty")
 
 

@@ -77,10 +77,10 @@ def speeds(told: Told) -> list[str]:
     waiting = f"; the others of {asked:,} wait" if asked != "max" and round(running) < asked else ""
     guesses = " without guesses" if told["speculative_config"] else ""
     low_high = between(predicted["bands"]["output_tok_s"])
+    for_each = token_rate(1 / predicted["tpot_s_at_concurrency"])
     lines = [
         f"Busy ({requests}, {each}{work['input_len']:,} tokens in and {work['output_len']:,} out{waiting}): every user "
-        f"gets {1 / predicted['tpot_s_at_concurrency']:,.0f} tok/s, {predicted['output_tok_s']:,.0f} tok/s in all "
-        f"({low_high}){guesses}"
+        f"gets {for_each} tok/s, {token_rate(predicted['output_tok_s'])} tok/s in all ({low_high}){guesses}"
     ]
     if round(running) > best["max_concurrency"] and not work["max_model_len_given"]:
         lines.append(
@@ -90,6 +90,11 @@ def speeds(told: Told) -> list[str]:
     if told["simulate"]:
         lines.append(f"TTFT, idle is the first token of a request that is alone; under load: {told['simulate']}")
     return lines
+
+
+def token_rate(tok_s: float) -> str:
+    """Tokens per second as a whole number; one significant digit below 1, which would round to 0."""
+    return f"{tok_s:,.0f}" if tok_s >= 1 else f"{tok_s:.1g}"
 
 
 def steps(told: Told) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from weft.errors import ConfigError
-from weft.facts.gpus import GpuSpec, find_gpu
+from weft.facts.gpus import GpuSpec, find_gpu, is_gpu_name
 
 Link = Literal["nvlink", "pcie", "memory"]
 NETWORK = "100Gb"  # per second and direction, between nodes of which nobody says it
@@ -139,7 +139,8 @@ def _terms(spec: str) -> list[str]:
 def _node(spec: str) -> Node:
     gpus: list[GpuSpec] = []
     wanted: set[str] = set()
-    if (number := spec.strip()).isdecimal():
+    # A number may be the name of a card (4090), or a count whose card is not named.
+    if (number := spec.strip()).isdecimal() and not is_gpu_name(number):
         raise ConfigError(f"GPUs {spec!r}: {number} of which GPU? As in {number}xRTX4090")
     for term in _terms(spec):
         match = _TERM.fullmatch(term)

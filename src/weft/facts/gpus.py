@@ -172,6 +172,11 @@ def find_gpu(name: str) -> GpuSpec:
     raise ConfigError(f"unknown GPU {name!r}; {known}; describe another card in a YAML file (docs/hardware.md)")
 
 
+def is_gpu_name(name: str) -> bool:
+    """True for a name in the catalogue of GPUs, as find_gpu takes them."""
+    return any(key in _names() for key in _keys(name))
+
+
 def spec_of(gpu: Gpu) -> GpuSpec:
     """The data sheet of a GPU that is here, with the memory that its driver reports; one that the catalogue does not
     know is made from its clocks, and a MIG slice from its board. Raises ConfigError where those are unknown too."""

@@ -241,10 +241,8 @@ def _with_larger(question: Question) -> str | None:
         nodes = tuple(Node(row, usual_link(row)) for row in rows)
         found = _roomiest(msgspec.structs.replace(question, cluster=Cluster(nodes, question.cluster.network_Bps)))
         if found:
-            if on_cpu:
-                return f"on 1 x {gpu.name} it fits: {found[0]} with {_to_spare(*found)}"
-            fit = "in its place fits" if len(present) == 1 else "in their place fit"
-            return f"{len(present)} x {gpu.name} {fit} it: {found[0]} with {_to_spare(*found)}"
+            count = 1 if on_cpu else len(present)
+            return f"on {count} x {gpu.name} it fits: {found[0]} with {_to_spare(*found)}"
     return None
 
 

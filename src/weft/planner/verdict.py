@@ -34,7 +34,8 @@ def _no(answer: Answer, name: str) -> str:
     if lacking is None or not lacking.short_bytes:
         return f"No: {name} {in_bits} cannot be laid out on {there} as asked"
     each = " on one GPU" if len(cluster.gpus) > 1 and not cluster.on_cpu else ""
-    return f"No: {name} {in_bits} does not fit {there}; at best {gigabytes(lacking.short_bytes)} are lacking{each}"
+    more = f"{gigabytes(lacking.short_bytes)} more{each}"
+    return f"No: {name} {in_bits} does not fit on {there}: even the best layout needs {more}"
 
 
 def bits(precision: str) -> str:

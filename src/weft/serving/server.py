@@ -237,7 +237,7 @@ class Server(uvicorn.Server):
         self._patience = asyncio.create_task(drain(service, at_s + limit))
         await asyncio.wait({self._patience})
         if service.answers:
-            log.warning("%d requests are cut off", len(service.answers))
+            log.warning("requests cut off: %d", len(service.answers))
             for answer in service.answers:
                 answer.cut_off()
         self.leave()
