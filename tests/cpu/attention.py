@@ -9,6 +9,7 @@ import torch
 
 from weft.kernels.base import AttentionShape
 from weft.kernels.batch import Batch
+from weft.kernels.laying import Staged
 
 
 def shaped(
@@ -54,3 +55,24 @@ def ragged(counts: list[int], contexts: list[int], block_size: int, seed: int) -
         decodes=next((row for row, count in enumerate(counts) if count > 1), len(counts)),
     )
     return batch, sum(needs)
+
+
+def as_staged(batch: Batch) -> Staged:
+    """A step that is laid out as the batch: each row has a slot of its own, whose table the device knows."""
+    rows, width = batch.tables.shape
+    counts = torch.full((rows,), width, dtype=torch.int32, device=batch.tables.device)
+    return Staged(
+        tokens=batch.tokens.clone(),
+        positions=batch.positions,
+        places=batch.slots,
+        row_starts=batch.row_starts,
+        context=batch.context,
+        slots=torch.arange(rows, dtype=torch.int32, device=counts.device),
+        growth=torch.stack((counts, counts, counts * 0)),
+        blocks=counts[:0],
+        last=torch.zeros(rows, dtype=torch.int64, device=counts.device),
+        tables=batch.tables,
+        decodes=batch.decodes,
+        width=width,
+        host=batch.lengths(),
+    )

@@ -99,6 +99,36 @@ def test_all_that_can_be_asked(path: str, card: Card) -> None:
     assert card.replays > 5
 
 
+def test_one_copy_and_one_kernel_lay_a_step_into_its_graph(
+    path: str, card: Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens that the host has not seen and new blocks included. After the graph come the norm, the head, the three
+    kernels of sampling, what the next step reads and the way to the host."""
+    marks: list[tuple[str, int]] = []
+
+    def mark(owner: type, name: str) -> None:
+        run = getattr(owner, name)
+
+        def marked(*given: Any) -> Any:
+            marks.append((name, card.launches))
+            return run(*given)
+
+        monkeypatch.setattr(owner, name, marked)
+
+    mark(worker.Worker, "execute")
+    mark(fake_cuda.Graph, "replay")
+    with LLM(path, **{**COMMON, **ON_CARD, "max_num_seqs": 1}) as llm:
+        marks.clear()
+        llm.generate(PROMPTS[:1], SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True), use_tqdm=False)
+    found = [
+        (replay - begun, end - replay)
+        for (first, begun), (second, replay), (_, end) in zip(marks, marks[1:], marks[2:], strict=False)
+        if (first, second) == ("execute", "replay")
+    ]
+    assert len(found) > 15 and {before for before, _ in found} == {2}, found
+    assert max(after for _, after in found) <= 7, found
+
+
 def test_requests_are_preempted(path: str, card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three of a block each, all of which want three: there are five, and one more for each is all that is kept."""
     monkeypatch.setattr(tables, "GROWTH", 1)

@@ -10,6 +10,7 @@ import torch
 
 from weft.comm import Comm
 from weft.kernels.batch import Batch
+from weft.kernels.laying import Staged
 from weft.kernels.warm import Launch
 from weft.planner.plan import Plan
 from weft.quant.quantised import Quantised
@@ -138,6 +139,11 @@ class Attention(Protocol):
 
 class Kernels(Attention, Protocol):
     """Inputs are bf16, fp16 or fp32 and contiguous along their last dim; sums are fp32 inside."""
+
+    def lay(self, staged: Staged, batch: Batch) -> None:
+        """Write a step into the tensors of a batch with room for it, and its new blocks into the tables of all slots.
+        Rows that are left over in a `fixed` batch get no slot and no context."""
+        ...
 
     def matrix(self, weight: torch.Tensor | Quantised, bias: torch.Tensor | None) -> Product:
         """A product with weight [out, in], which may be packed anew: the caller does not keep it."""
