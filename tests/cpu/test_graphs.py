@@ -49,6 +49,7 @@ def batch(tokens: list[int], contexts: list[int], width: int) -> Batch:
         row_starts=torch.arange(rows + 1, dtype=torch.int32),
         context=torch.tensor(contexts, dtype=torch.int32),
         tables=torch.arange(rows * width, dtype=torch.int32).view(rows, width),
+        order=torch.tensor(contexts).argsort(descending=True).int(),
         decodes=rows,
     )
 
@@ -186,6 +187,7 @@ def test_the_host_knows_the_lengths_of_a_step() -> None:
     assert apart.host.row_starts.tolist() == apart.row_starts.tolist() == [*range(7)]
     assert apart.host.context.tolist() == apart.context.tolist() == [9, 1, 2, 3, 4, 5]
     assert apart.tables.tolist() == [[3, 4, 5], *[[0, 1, 0]] * 5]
+    assert it.order.tolist() == [0] and apart.order.tolist() == [0, 5, 4, 3, 2, 1], "the longest first"
     assert torch.equal(apart.slots, it.slots) and torch.equal(apart.tokens, it.tokens)
 
 

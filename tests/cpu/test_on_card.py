@@ -19,6 +19,7 @@ from weft import LLM, SamplingParams
 from weft.client.outputs import RequestOutput
 from weft.comm import threads
 from weft.core import tables
+from weft.core.step import StepPlan
 from weft.kernels import contest
 from weft.kernels.batch import Batch
 from weft.kernels.capture import release_cached_memory, synchronize_device
@@ -88,45 +89,39 @@ def told(answer: RequestOutput) -> list[Any]:
     return [of_choices, figures(answer.prompt_logprobs)]
 
 
-def test_all_that_can_be_asked(path: str, card: Card) -> None:
+def test_all_that_can_be_asked(path: str, card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
     params = asked(WISHES)
     want = answers(path, params, **ON_CPU)
+    laid = launches_before_replays(card, monkeypatch)
     with LLM(path, **COMMON, **ON_CARD) as llm:
+        laid.clear()
         before = card.waits.copy()
         assert [told(it) for it in llm.generate(PROMPTS, params, use_tqdm=False)] == want
         # Logprobs of a prompt are brought at once, and nothing else is waited for.
         assert card.waits - before == {"tolist": 1}
     assert card.replays > 5
+    # Unknown tokens and new blocks included, a step comes in one copy and is laid into its graph by one kernel.
+    assert len(laid) > 5 and {*laid} == {2}, laid
 
 
-def test_one_copy_and_one_kernel_lay_a_step_into_its_graph(
-    path: str, card: Card, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Tokens that the host has not seen and new blocks included. After the graph come the norm, the head, the three
-    kernels of sampling, what the next step reads and the way to the host."""
-    marks: list[tuple[str, int]] = []
+def launches_before_replays(card: Card, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Filled while steps run: launches of each one that is replayed, and admits no request, before its replay."""
+    counts: list[int] = []
+    begun: list[int | None] = [None]
+    execute, replay = worker.Worker.execute, fake_cuda.Graph.replay
 
-    def mark(owner: type, name: str) -> None:
-        run = getattr(owner, name)
+    def counted_execute(rank: worker.Worker, step: StepPlan) -> Any:
+        begun[0] = None if step.admitted else card.launches
+        return execute(rank, step)
 
-        def marked(*given: Any) -> Any:
-            marks.append((name, card.launches))
-            return run(*given)
+    def counted_replay(graph: fake_cuda.Graph) -> None:
+        if begun[0] is not None:
+            counts.append(card.launches - begun[0])
+        replay(graph)
 
-        monkeypatch.setattr(owner, name, marked)
-
-    mark(worker.Worker, "execute")
-    mark(fake_cuda.Graph, "replay")
-    with LLM(path, **{**COMMON, **ON_CARD, "max_num_seqs": 1}) as llm:
-        marks.clear()
-        llm.generate(PROMPTS[:1], SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True), use_tqdm=False)
-    found = [
-        (replay - begun, end - replay)
-        for (first, begun), (second, replay), (_, end) in zip(marks, marks[1:], marks[2:], strict=False)
-        if (first, second) == ("execute", "replay")
-    ]
-    assert len(found) > 15 and {before for before, _ in found} == {2}, found
-    assert max(after for _, after in found) <= 7, found
+    monkeypatch.setattr(worker.Worker, "execute", counted_execute)
+    monkeypatch.setattr(fake_cuda.Graph, "replay", counted_replay)
+    return counts
 
 
 def test_requests_are_preempted(path: str, card: Card, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,6 +58,7 @@ def test_rows_that_fill_up_a_captured_batch_read_and_write_nothing() -> None:
         row_starts=torch.arange(2 + more + 1, dtype=torch.int32),
         context=torch.cat([batch.context, torch.zeros(more, dtype=torch.int32)]),
         tables=torch.cat([batch.tables, torch.full((more, batch.tables.shape[1]), 10**6, dtype=torch.int32)]),
+        order=torch.tensor([4, 0, 2, 1, 3], dtype=torch.int32),
         decodes=2 + more,
     )
     torch.manual_seed(1)
@@ -92,6 +93,7 @@ def test_a_step_is_laid_out_as_torch_lays_it(room: int) -> None:
         places=torch.randint(10**6, (total,), generator=generator),
         row_starts=torch.tensor([0, *counts]).cumsum(0).int(),
         context=contexts,
+        order=torch.arange(5 if room else 4).flip(0).int(),
         slots=slots,
         growth=growth,
         blocks=torch.randint(1000, (49,), generator=generator).int(),
@@ -110,7 +112,7 @@ def test_a_step_is_laid_out_as_torch_lays_it(room: int) -> None:
         assert batch.tokens[:2].tolist() == [706, 702] and batch.slots[5:room].eq(-1).all()
         laid.append((batch, staged.tables))
     (want, want_tables), (got, got_tables) = laid
-    for name in ("tokens", "positions", "slots", "context"):
+    for name in ("tokens", "positions", "slots", "context", "order"):
         assert torch.equal(getattr(got, name), getattr(want, name)), name
     assert torch.equal(got_tables, want_tables) and want_tables[2, :4].tolist() == step.blocks[:4].tolist()
     for row, width in enumerate(growth[1].tolist()):

@@ -59,7 +59,7 @@ PROGRAM = (
 head_dims, dtype, kept = sys.argv[2].split(","), *(getattr(torch, it) for it in sys.argv[3:])
 ints = torch.zeros(4, 4, dtype=torch.int32)
 batch = types.SimpleNamespace(tables=ints, context=ints[0], row_starts=ints[0], rows=2, positions=ints[0],
-                              slots=ints[0].long())
+                              slots=ints[0].long(), order=ints[0])
 limit = 64 << 10 if capability < 80 else 99 << 10
 for head_dim in map(int, head_dims):
     cache = KVCache(*(torch.zeros(1, 16, 2, head_dim, dtype=kept) for _ in range(2)))

@@ -16,7 +16,7 @@ class Staged:
     """T tokens of R rows as they came from the host, and what the device keeps for each slot. int32 unless said.
 
     `tokens` [T]: an id, or ~slot for the token that the slot sampled last. `positions`, `places` (int64), `row_starts`,
-    `context`, `decodes` and `host` are those of a Batch, with `places` for its `slots`. `slots` [R] of the rows.
+    `context`, `order`, `decodes` and `host` are those of a Batch, with `places` for its `slots`. `slots` [R] of the rows.
     `growth` [3, R]: number of blocks that a row's table had before the step, that it has now, and the index in `blocks`
     [N] of the first one that is new.
 
@@ -29,6 +29,7 @@ class Staged:
     places: torch.Tensor
     row_starts: torch.Tensor
     context: torch.Tensor
+    order: torch.Tensor
     slots: torch.Tensor
     growth: torch.Tensor
     blocks: torch.Tensor
@@ -51,6 +52,7 @@ class Staged:
             row_starts=self.row_starts,
             context=self.context,
             tables=self.tables.new_empty(self.rows, self.width),
+            order=self.order,
             decodes=self.decodes,
             host=self.host,
         )
@@ -70,6 +72,8 @@ def lay(staged: Staged, batch: Batch) -> None:
         batch.slots[rows:] = NOWHERE
         batch.context[:rows] = staged.context
         batch.context[rows:] = 0
+        batch.order[:rows] = staged.order
+        torch.arange(rows, batch.rows, out=batch.order[rows:])
 
 
 def _grow(staged: Staged) -> None:

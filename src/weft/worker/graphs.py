@@ -147,6 +147,7 @@ class Graphs:
 
         batch.slots.fill_(NOWHERE)
         batch.context.zero_()
+        batch.order.copy_(batch.row_starts[:-1])
         try:
             self._prepare(batch)
             run()  # kernels are compiled, and libraries take their memory, before anything is captured
@@ -174,6 +175,7 @@ def blank(rows: int, width: int, device: torch.device) -> Batch:
         row_starts=torch.arange(rows + 1, dtype=torch.int32, device=device),
         context=zeros(rows),
         tables=zeros(rows, width),
+        order=torch.arange(rows, dtype=torch.int32, device=device),
         decodes=rows,
         fixed=True,
     )
@@ -188,6 +190,7 @@ def begin(batch: Batch, rows: int) -> Batch:
         row_starts=batch.row_starts[: rows + 1],
         context=batch.context[:rows],
         tables=batch.tables[:rows],
+        order=batch.order[:rows],
         decodes=rows,
         fixed=True,
     )

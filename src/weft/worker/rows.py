@@ -70,21 +70,24 @@ class Rows:
             growth = np.repeat(growth, counts, axis=1)
             slots, context, row_starts = token_slots, positions + 1, np.arange(len(positions) + 1)
             counts = np.ones_like(positions)
-        narrow = (array.astype(np.int32) for array in (tokens, positions, row_starts, context, slots, growth, blocks))
-        on_device = self._staging.put([*more, places, *narrow])
-        places_, tokens_, positions_, row_starts_, context_, slots_, growth_, blocks_ = on_device[len(more) :]
+        decodes = int(np.argmax(counts > 1)) if counts.max() > 1 else len(counts)
+        order = np.argsort(-context[:decodes], kind="stable")
+        wide = (tokens, positions, row_starts, context, order, slots, growth, blocks)
+        on_device = self._staging.put([*more, places, *(array.astype(np.int32) for array in wide)])
+        places_, tokens_, positions_, row_starts_, context_, order_, slots_, growth_, blocks_ = on_device[len(more) :]
         staged = Staged(
             tokens=tokens_,
             positions=positions_,
             places=places_,
             row_starts=row_starts_,
             context=context_,
+            order=order_,
             slots=slots_,
             growth=growth_,
             blocks=blocks_,
             last=self.last,
             tables=self._mirror,
-            decodes=int(np.argmax(counts > 1)) if counts.max() > 1 else len(counts),
+            decodes=decodes,
             width=int(growth[1].max()),
             host=Lengths(row_starts, context),
         )

@@ -13,11 +13,23 @@ COLUMNS = 1024  # of a row's block table that one program copies
 
 
 # Figures that differ from step to step are no reason to compile anew.
-@triton.jit(do_not_specialize=["tokens", "rows", "room", "row_room", "width", "tables_width", "batch_width"])
+@triton.jit(
+    do_not_specialize=[
+        "tokens",
+        "rows",
+        "decodes",
+        "room",
+        "row_room",
+        "order_room",
+        "width",
+        "tables_width",
+        "batch_width",
+    ]
+)
 def _lay(
-    staged_tokens, staged_positions, staged_places, staged_context, slots, growth, blocks, last, tables,
-    batch_tokens, batch_positions, batch_slots, batch_context, batch_tables,
-    tokens, rows, room, row_room, width, tables_width, batch_width,
+    staged_tokens, staged_positions, staged_places, staged_context, staged_order, slots, growth, blocks, last, tables,
+    batch_tokens, batch_positions, batch_slots, batch_context, batch_order, batch_tables,
+    tokens, rows, decodes, room, row_room, order_room, width, tables_width, batch_width,
     NOWHERE: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     number, chunk = tl.program_id(0), tl.program_id(1)
@@ -32,6 +44,9 @@ def _lay(
         tl.store(batch_slots + at, tl.load(staged_places + at, given, other=NOWHERE), inside)
         context = tl.load(staged_context + at, at < rows, other=0)
         tl.store(batch_context + at, context, at < row_room)
+        # Rows that are left over come last.
+        order = tl.load(staged_order + at, at < decodes, other=0)
+        tl.store(batch_order + at, tl.where(at < decodes, order, at), at < order_room)
     if number < rows:
         columns = chunk * COLUMNS + tl.arange(0, COLUMNS)
         had, has = tl.load(growth + number), tl.load(growth + rows + number)
@@ -54,6 +69,7 @@ def lay(staged: Staged, batch: Batch) -> None:
         staged.positions,
         staged.places,
         staged.context,
+        staged.order,
         staged.slots,
         staged.growth,
         staged.blocks,
@@ -63,11 +79,14 @@ def lay(staged: Staged, batch: Batch) -> None:
         batch.positions,
         batch.slots,
         batch.context,
+        batch.order,
         batch.tables,
         tokens,
         rows,
+        staged.decodes,
         room,
         batch.rows,
+        batch.decodes,
         staged.width,
         staged.tables.stride(0),
         batch.tables.stride(0),
