@@ -295,6 +295,14 @@ def test_flashinfer_whose_kernels_cannot_be_built_says_so(
     assert "Triton's take their place" in caplog.text
 
 
+def test_triton_refuses_in_the_planner_s_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head wider than its tiles, on any device, and a GPU that Triton compiles nothing for."""
+    for backend in ("triton", "flashinfer", "varlen"):
+        refused(backend, backends.no_triton(320, []) or "", head_dim=320)
+    monkeypatch.setattr(triton, "cards", lambda device: [("Tesla V100", (7, 0))])
+    refused("triton", backends.no_triton(64, [("Tesla V100", (7, 0))]) or "", "7.5")
+
+
 def test_varlen_refuses_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     refused("varlen", "260", "256", head_dim=260)
     refused("varlen", "FP8", kept=FP8)
