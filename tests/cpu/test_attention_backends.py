@@ -21,7 +21,7 @@ from tests.cpu import checkpoints, fake_flashinfer, fake_varlen
 from tests.cpu.attention import ragged, shaped
 from weft import LLM, SamplingParams, kernels
 from weft.errors import ConfigError
-from weft.kernels import choose, contest, flashinfer, samples, usable, varlen
+from weft.kernels import choose, contest, flashinfer, samples, triton, usable, varlen
 from weft.kernels.base import Attention, AttentionShape, HeadNorm, Kernels, KVCache
 from weft.kernels.batch import Batch
 from weft.kernels.plain import PlainKernels

@@ -24,8 +24,8 @@ KINDS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"
          torch.uint8: "*u8", torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64", torch.float64: "*fp64",
          int: "i32", float: "fp32"}
 
-NAMES = ("_lay", "_rms_norm", "_silu_mul", "_decode", "_prefill", "_rotate_and_store", "_sum_add_norm", "_survey", "_filter", "_draw",
-         "_multiply", "_dequantise", "_round")
+NAMES = ("_lay", "_rms_norm", "_silu_mul", "_decode", "_prefill", "_rotate_and_store", "_sum_add_norm", "_survey",
+         "_filter", "_draw", "_multiply", "_dequantise", "_round")
 
 class Launched:
     def __init__(self, kernel):
@@ -72,8 +72,8 @@ for head_dim in map(int, head_dims):
 wide = torch.zeros(2, 8192, dtype=dtype)
 pointwise.norm(wide, wide, wide[0], 1e-6)
 pointwise.silu_mul(wide)
-if capability < 80:
-    sys.exit()  # the others take little memory anywhere
+if capability < 80 or kept.itemsize == 1:
+    sys.exit()  # the others take little memory anywhere, and know of no FP8
 staged = types.SimpleNamespace(tokens=ints[0], positions=ints[0], places=batch.slots, context=ints[0], order=ints[0],
                                slots=ints[0], growth=ints, blocks=ints[0], last=batch.slots, tables=ints, rows=2,
                                decodes=2, width=4)
@@ -124,7 +124,9 @@ def test_they_compile_and_fit(capability: int, head_dims: str, dtype: str, kept:
     shared = compiled(PROGRAM, str(capability), head_dims, dtype, kept)
     expected = {"_decode", "_prefill", "_rms_norm", "_silu_mul"}
     if capability >= 80:
-        expected |= {"_rotate_and_store", "_lay", "_sum_add_norm", "_survey", "_filter", "_draw"}
+        expected |= {"_rotate_and_store"}
+    if capability >= 80 and kept == dtype:
+        expected |= {"_lay", "_sum_add_norm", "_survey", "_filter", "_draw"}
     assert shared.keys() == expected
     assert max(shared.values()) <= most_shared(capability), shared
 

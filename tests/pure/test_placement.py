@@ -17,8 +17,8 @@ from weft.errors import WeftError
 from weft.facts import catalogue
 from weft.facts.cluster import parse_gpus, parse_nodes
 from weft.planner.advice import advice
-from weft.planner.deployment import Workload
 from weft.planner.backends import no_triton
+from weft.planner.deployment import Workload
 from weft.planner.notes import notes
 from weft.planner.question import Question, Wish
 from weft.planner.ranking import Candidate

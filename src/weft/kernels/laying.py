@@ -16,7 +16,7 @@ class Staged:
     """T tokens of R rows as they came from the host, and what the device keeps for each slot. int32 unless said.
 
     `tokens` [T]: an id, or ~slot for the token that the slot sampled last. `positions`, `places` (int64), `row_starts`,
-    `context`, `order`, `decodes` and `host` are those of a Batch, with `places` for its `slots`. `slots` [R] of the rows.
+    `context`, `order`, `decodes` and `host` are those of a Batch, with `places` for its `slots`. `slots` [R]: each row's.
     `growth` [3, R]: number of blocks that a row's table had before the step, that it has now, and the index in `blocks`
     [N] of the first one that is new.
 
