@@ -19,7 +19,7 @@ from weft.facts.gpus import FP8_CAPABILITY
 from weft.facts.place import Span
 from weft.facts.schemes import UNIT, Scheme
 from weft.kernels.base import HeadNorm, KVCache
-from weft.kernels.triton import attention, pointwise, products, reduce, rounding, sampling
+from weft.kernels.triton import attention, laying, pointwise, products, reduce, rounding, sampling
 from weft.quant.quantised import Quantised
 
 PROCESSORS = 132  # of the GPU that launches are cut for: an H200
@@ -77,6 +77,11 @@ def norm_work(a: Arguments) -> Work:
     return Work(bytes=(4 if a["ADD"] else 2) * a["width"] * a["x"].itemsize)
 
 
+def lay_work(a: Arguments) -> Work:
+    """Tokens, positions, KV slots (8 bytes), contexts and order, and a piece of a row's block table, read and written."""
+    return Work(bytes=2 * (a["TOKENS"] * (4 + 4 + 8 + 4 + 4) + a["COLUMNS"] * 4))
+
+
 def sum_norm_work(a: Arguments) -> Work:
     """A row of each rank's part, of the residual twice, and of the result."""
     return Work(bytes=(a["SIZE"] + 3) * a["width"] * a["residual"].itemsize)
@@ -130,7 +135,15 @@ def made_batch(rows: int) -> types.SimpleNamespace:
     numbers = torch.zeros(rows + 1, dtype=torch.int32)
     tables = torch.zeros(rows, 64, dtype=torch.int32)
     return types.SimpleNamespace(
-        tables=tables, context=numbers, row_starts=numbers, rows=rows, positions=numbers, slots=numbers.long()
+        tables=tables,
+        context=numbers,
+        row_starts=numbers,
+        rows=rows,
+        decodes=rows,
+        tokens=numbers,
+        positions=numbers,
+        slots=numbers.long(),
+        order=numbers,
     )
 
 
@@ -188,6 +201,28 @@ def round_weight(scheme: str) -> None:
     rounding.round_on_gpu(torch.empty(HIDDEN, HIDDEN, dtype=BF16), made_weight(scheme))
 
 
+def lay(rows: int) -> None:
+    """The arrays of a step in which `rows` requests write one token each."""
+    batch = made_batch(rows)
+    numbers = torch.zeros(rows, dtype=torch.int32)
+    staged = types.SimpleNamespace(
+        tokens=numbers,
+        positions=numbers,
+        places=numbers.long(),
+        context=numbers,
+        order=numbers,
+        slots=numbers,
+        growth=torch.zeros(3, rows, dtype=torch.int32),
+        blocks=numbers,
+        last=numbers.long(),
+        tables=batch.tables,
+        rows=rows,
+        decodes=rows,
+        width=batch.tables.shape[1],
+    )
+    laying.lay(staged, batch)
+
+
 def head_norm(head_dim: int) -> HeadNorm:
     return HeadNorm(torch.empty(head_dim, dtype=BF16), torch.empty(head_dim, dtype=BF16), 1e-6)
 
@@ -204,6 +239,7 @@ CASES = (
     Case("_prefill", "FP8 cache, head 128", prefill_work, partial(prefill, 128, FP8), FP8_SINCE),
     Case("_rotate_and_store", "head 128", rotate_work, partial(rotate, 128, None)),
     Case("_rotate_and_store", "head 128, norms of heads", rotate_work, partial(rotate, 128, head_norm(128))),
+    Case("_lay", "256 rows", lay_work, partial(lay, 256)),
     Case("_rms_norm", "4096", norm_work, partial(norm, False)),
     Case("_rms_norm", "4096, residual added", norm_work, partial(norm, True)),
     Case("_silu_mul", "14336", silu_work, silu_mul),

@@ -9,6 +9,7 @@ import torch
 
 from weft.kernels.base import AttentionShape
 from weft.kernels.batch import Batch
+from weft.kernels.laying import Staged
 
 
 def shaped(
@@ -44,6 +45,7 @@ def ragged(counts: list[int], contexts: list[int], block_size: int, seed: int) -
         for position in range(context - count, context):
             positions.append(position)
             slots.append(int(tables[row, position // block_size]) * block_size + position % block_size)
+    decodes = next((row for row, count in enumerate(counts) if count > 1), len(counts))
     batch = Batch(
         tokens=torch.zeros(sum(counts), dtype=torch.int32),
         positions=torch.tensor(positions, dtype=torch.int32),
@@ -51,6 +53,29 @@ def ragged(counts: list[int], contexts: list[int], block_size: int, seed: int) -
         row_starts=torch.tensor([0, *torch.tensor(counts).cumsum(0)], dtype=torch.int32),
         context=torch.tensor(contexts, dtype=torch.int32),
         tables=tables,
-        decodes=next((row for row, count in enumerate(counts) if count > 1), len(counts)),
+        order=torch.tensor(contexts[:decodes]).argsort(descending=True).int(),
+        decodes=decodes,
     )
     return batch, sum(needs)
+
+
+def as_staged(batch: Batch) -> Staged:
+    """A step that is laid out as the batch: each row has a slot of its own, whose table the device knows."""
+    rows, width = batch.tables.shape
+    counts = torch.full((rows,), width, dtype=torch.int32, device=batch.tables.device)
+    return Staged(
+        tokens=batch.tokens.clone(),
+        positions=batch.positions,
+        places=batch.slots,
+        row_starts=batch.row_starts,
+        context=batch.context,
+        order=batch.order,
+        slots=torch.arange(rows, dtype=torch.int32, device=counts.device),
+        growth=torch.stack((counts, counts, counts * 0)),
+        blocks=counts[:0],
+        last=torch.zeros(rows, dtype=torch.int64, device=counts.device),
+        tables=batch.tables,
+        decodes=batch.decodes,
+        width=width,
+        host=batch.lengths(),
+    )

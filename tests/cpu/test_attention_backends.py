@@ -21,7 +21,7 @@ from tests.cpu import checkpoints, fake_flashinfer, fake_varlen
 from tests.cpu.attention import ragged, shaped
 from weft import LLM, SamplingParams, kernels
 from weft.errors import ConfigError
-from weft.kernels import choose, contest, flashinfer, samples, usable, varlen
+from weft.kernels import choose, contest, flashinfer, samples, triton, usable, varlen
 from weft.kernels.base import Attention, AttentionShape, HeadNorm, Kernels, KVCache
 from weft.kernels.batch import Batch
 from weft.kernels.plain import PlainKernels
@@ -293,6 +293,14 @@ def test_flashinfer_whose_kernels_cannot_be_built_says_so(
     with caplog.at_level("INFO", "weft"):
         assert flashinfer.made(CPU, shaped(torch.float16), required=False) is None
     assert "Triton's take their place" in caplog.text
+
+
+def test_triton_refuses_in_the_planner_s_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head wider than its tiles, on any device, and a GPU that Triton compiles nothing for."""
+    for backend in ("triton", "flashinfer", "varlen"):
+        refused(backend, backends.no_triton(320, []) or "", head_dim=320)
+    monkeypatch.setattr(triton, "cards", lambda device: [("Tesla V100", (7, 0))])
+    refused("triton", backends.no_triton(64, [("Tesla V100", (7, 0))]) or "", "7.5")
 
 
 def test_varlen_refuses_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

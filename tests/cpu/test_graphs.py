@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container
-from dataclasses import replace
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 
 from tests.cpu import checkpoints
+from tests.cpu.attention import as_staged
 from weft import LLM, SamplingParams
 from weft.core.step import Admission, StepPlan
-from weft.kernels.batch import Batch, Lengths
+from weft.kernels.batch import Batch
+from weft.kernels.plain import PlainKernels
 from weft.worker import graphs, worker
 from weft.worker.graphs import Capture, Graphs, Prepare, sizes
 from weft.worker.rows import Rows
@@ -49,6 +49,7 @@ def batch(tokens: list[int], contexts: list[int], width: int) -> Batch:
         row_starts=torch.arange(rows + 1, dtype=torch.int32),
         context=torch.tensor(contexts, dtype=torch.int32),
         tables=torch.arange(rows * width, dtype=torch.int32).view(rows, width),
+        order=torch.tensor(contexts).argsort(descending=True).int(),
         decodes=rows,
     )
 
@@ -71,6 +72,13 @@ def made(
     return Graphs(forward, capture, prepare=prepare, rows=rows, width=6, **where)
 
 
+def replayed(graph: Graphs, it: Batch, incoming: torch.Tensor | None = None) -> torch.Tensor:
+    staged = as_staged(it)
+    laid = graph.room(staged) or staged.eager()
+    PlainKernels().lay(staged, laid)
+    return graph.run(laid, incoming)
+
+
 def test_sizes_waste_little() -> None:
     assert sizes(1) == [1] and sizes(9) == [1, 2, 4, 8, 9] and sizes(256)[-1] == 256 and sizes(5000)[-1] == 512
     for most in (1, 3, 64, 100, 256, 512):
@@ -89,7 +97,7 @@ def test_a_replayed_batch_gives_what_the_eager_one_gives(incoming: bool) -> None
     for rows, width in ((3, 4), (1, 2), (9, 6), (4, 1), (3, 6), (2, 3)):
         it = batch(list(range(10, 10 + rows)), list(range(1, rows + 1)), width)
         sent = torch.randn(rows, 5) if incoming else None
-        torch.testing.assert_close(graph.run(it, sent), forward(it, sent))
+        torch.testing.assert_close(replayed(graph, it, sent), forward(it, sent))
     assert capture.captured == len(sizes(9))
 
 
@@ -103,9 +111,9 @@ def test_what_a_small_batch_has_left_over_is_not_summed_into_itself() -> None:
     where = {"incoming": (5, torch.float32), "device": torch.device("cpu")}
     graph = Graphs(forward, Again(), prepare=lambda it: None, rows=4, width=6, **where)
     graph.capture_at_start()
-    graph.run(batch([1, 2, 3, 4], [1] * 4, 1), torch.ones(4, 5))
+    replayed(graph, batch([1, 2, 3, 4], [1] * 4, 1), torch.ones(4, 5))
     for _ in range(3):
-        graph.run(batch([1, 2, 3], [1] * 3, 1), torch.ones(3, 5))
+        replayed(graph, batch([1, 2, 3], [1] * 3, 1), torch.ones(3, 5))
     assert graph._incoming is not None and graph._incoming[3].eq(0).all()
 
 
@@ -118,7 +126,7 @@ def test_a_start_captures_for_two_seconds(seconds: float, agreed: float, at_star
     assert capture.captured == at_start and graph.uncaptured == sizes(9)[at_start - 1 : -1]
     for rows in (1, 3, 8, 9):
         it = batch(list(range(rows)), list(range(1, rows + 1)), 2)
-        torch.testing.assert_close(graph.run(it, None), forward(it, None))
+        torch.testing.assert_close(replayed(graph, it), forward(it, None))
     assert capture.captured == at_start, "none is captured while a step waits"
     left = len(graph.uncaptured)
     while left:
@@ -138,10 +146,10 @@ def test_every_forward_is_prepared_for_outside_of_its_graph() -> None:
     capture = Again()
     graph = made(capture, rows=4, prepare=prepare)
     graph.capture_at_start()
-    few = replace(batch([1, 2, 3], [4, 5, 6], 2), host=Lengths(np.arange(4), np.array([4, 5, 6])))
+    few = batch([1, 2, 3], [4, 5, 6], 2)
     for _ in range(2):
-        graph.run(few, None)
-    graph.run(batch([1, 2, 3, 4, 5], [4, 5, 6, 7, 8], 2), None)
+        replayed(graph, few)
+    replayed(graph, batch([1, 2, 3, 4, 5], [4, 5, 6, 7, 8], 2))
     assert seen == [
         *[(True, [*range(size + 1)], [0] * size, [0] * size) for size in (4, 1, 2)],
         *[(True, [0, 1, 2, 3, 4], [4, 5, 6, 0], [4, 5, 6, 0])] * 2,
@@ -166,15 +174,20 @@ def test_the_host_knows_the_lengths_of_a_step() -> None:
         samples=[True, True],
         guesses=[0, 0],
     )
-    it, _ = rows.batch(step)
+    staged, _ = rows.stage(step)
+    it = staged.eager()
+    PlainKernels().lay(staged, it)
     assert it.host is not None and it.lengths() is it.host
     assert it.host.row_starts.tolist() == it.row_starts.tolist() == [0, 1, 6]
     assert it.host.context.tolist() == it.context.tolist() == [9, 5] and it.decodes == 1
-    apart, _ = rows.batch(msgspec.structs.replace(step, blocks=[[], []]), singly=True)
+    staged, _ = rows.stage(msgspec.structs.replace(step, blocks=[[], []]), singly=True)
+    apart = staged.eager()
+    PlainKernels().lay(staged, apart)
     assert apart.host is not None and apart.decodes == apart.rows == 6
     assert apart.host.row_starts.tolist() == apart.row_starts.tolist() == [*range(7)]
     assert apart.host.context.tolist() == apart.context.tolist() == [9, 1, 2, 3, 4, 5]
     assert apart.tables.tolist() == [[3, 4, 5], *[[0, 1, 0]] * 5]
+    assert it.order.tolist() == [0] and apart.order.tolist() == [0, 5, 4, 3, 2, 1], "the longest first"
     assert torch.equal(apart.slots, it.slots) and torch.equal(apart.tokens, it.tokens)
 
 
@@ -182,9 +195,9 @@ def test_prompts_and_batches_beyond_the_largest_run_eagerly() -> None:
     capture = Again()
     graph = made(capture, rows=2)
     it = batch([1, 2, 3], [4, 5, 6], 2)
-    torch.testing.assert_close(graph.run(it, None), forward(it, None))
+    torch.testing.assert_close(replayed(graph, it), forward(it, None))
     mixed = Batch(**{**vars(batch([1, 2], [4, 5], 2)), "decodes": 1})
-    torch.testing.assert_close(graph.run(mixed, None), forward(mixed, None))
+    torch.testing.assert_close(replayed(graph, mixed), forward(mixed, None))
     assert capture.captured == 0
 
 
@@ -199,7 +212,7 @@ def test_without_memory_for_a_graph_the_batch_still_runs(
     assert graph.largest == largest and graph.capture_next() == 0
     for rows in (1, 3, 9):
         it = batch(list(range(rows)), list(range(2, rows + 2)), 3)
-        torch.testing.assert_close(graph.run(it, None), forward(it, None))
+        torch.testing.assert_close(replayed(graph, it), forward(it, None))
     assert len(caplog.records) == (largest < 9) and ("--gpu-memory-utilization" in caplog.text) == (largest < 9)
 
 

@@ -27,7 +27,7 @@ def written(kernels: Kernels, cache: KVCache) -> KVCache:
     slots = blocks * block_size
     row = [x.reshape(slots, -1) for x in (cache.keys, cache.keys, cache.values)]
     index = torch.arange(slots, dtype=torch.int32)
-    batch = Batch(index, index * 0, index.long(), index, index, index[None], 0)
+    batch = Batch(index, index * 0, index.long(), index, index, index[None], index[:0], 0)
     angles = torch.cat((torch.ones(1, head_dim // 2), torch.zeros(1, head_dim // 2)), 1)
     out = KVCache(*(torch.zeros_like(cache.keys) for _ in range(2)))
     kernels.rotate_and_store(torch.cat(row, 1), kv_heads, angles, out, batch, None)

@@ -20,6 +20,7 @@ from weft import LLM, SamplingParams
 from weft.client.outputs import RequestOutput
 from weft.comm import threads
 from weft.core import tables
+from weft.core.step import StepPlan
 from weft.kernels import contest, triton
 from weft.kernels.batch import Batch
 from weft.kernels.capture import release_cached_memory, synchronize_device
@@ -89,15 +90,39 @@ def told(answer: RequestOutput) -> list[Any]:
     return [of_choices, figures(answer.prompt_logprobs)]
 
 
-def test_all_that_can_be_asked(path: str, card: Card) -> None:
+def test_all_that_can_be_asked(path: str, card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
     params = asked(WISHES)
     want = answers(path, params, **ON_CPU)
+    laid = launches_before_replays(card, monkeypatch)
     with LLM(path, **COMMON, **ON_CARD) as llm:
+        laid.clear()
         before = card.waits.copy()
         assert [told(it) for it in llm.generate(PROMPTS, params, use_tqdm=False)] == want
         # Logprobs of a prompt are brought at once, and nothing else is waited for.
         assert card.waits - before == {"tolist": 1}
     assert card.replays > 5
+    # Unknown tokens and new blocks included, a step comes in one copy and is laid into its graph by one kernel.
+    assert len(laid) > 5 and {*laid} == {2}, laid
+
+
+def launches_before_replays(card: Card, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Filled while steps run: launches of each one that is replayed, and admits no request, before its replay."""
+    counts: list[int] = []
+    begun: list[int | None] = [None]
+    execute, replay = worker.Worker.execute, fake_cuda.Graph.replay
+
+    def counted_execute(rank: worker.Worker, step: StepPlan) -> Any:
+        begun[0] = None if step.admitted else card.launches
+        return execute(rank, step)
+
+    def counted_replay(graph: fake_cuda.Graph) -> None:
+        if begun[0] is not None:
+            counts.append(card.launches - begun[0])
+        replay(graph)
+
+    monkeypatch.setattr(worker.Worker, "execute", counted_execute)
+    monkeypatch.setattr(fake_cuda.Graph, "replay", counted_replay)
+    return counts
 
 
 @pytest.mark.usefixtures("card")

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from tests.cpu.attention import ragged
 from tests.cpu.test_kernels import CASES, TOLERANCE, attend_by_loop
 from weft.kernels.base import HeadNorm, KVCache
-from weft.kernels.batch import Batch
+from weft.kernels.batch import Batch, Lengths
+from weft.kernels.laying import Staged
 from weft.kernels.plain import PlainKernels
 
 pytest.importorskip("triton", reason="needs triton")
 
 from weft.kernels.triton.kernels import TritonKernels
+from weft.worker.graphs import blank
 
 # Triton's interpreter multiplies bfloat16 matrices wrongly: tests/gpu has that.
 DTYPES = [torch.float32, torch.float16]
@@ -55,6 +58,7 @@ def test_rows_that_fill_up_a_captured_batch_read_and_write_nothing() -> None:
         row_starts=torch.arange(2 + more + 1, dtype=torch.int32),
         context=torch.cat([batch.context, torch.zeros(more, dtype=torch.int32)]),
         tables=torch.cat([batch.tables, torch.full((more, batch.tables.shape[1]), 10**6, dtype=torch.int32)]),
+        order=torch.tensor([4, 0, 2, 1, 3], dtype=torch.int32),
         decodes=2 + more,
     )
     torch.manual_seed(1)
@@ -69,6 +73,51 @@ def test_rows_that_fill_up_a_captured_batch_read_and_write_nothing() -> None:
         torch.testing.assert_close(caches[0].keys, caches[1].keys)
         torch.testing.assert_close(out[:2], PLAIN.attend(few, caches[1], batch, 0.25, None))
         assert not out[2:].any()
+
+
+@pytest.mark.parametrize("room", [0, 6], ids=["eager", "graph"])
+def test_a_step_is_laid_out_as_torch_lays_it(room: int) -> None:
+    """Tokens that are not known yet, rows that share a slot, new blocks, and rows that are left over."""
+    generator = torch.Generator().manual_seed(3)
+    counts = [1, 1, 1, 1, 300] if not room else [1] * 5
+    slots, total = torch.tensor([6, 2, 0, 0, 5], dtype=torch.int32), sum(counts)
+    had, added = torch.tensor([3, 0, 1030, 1030, 7]), torch.tensor([0, 4, 5, 5, 40])
+    growth = torch.stack((had, had + added, torch.tensor([0, 0, 4, 4, 9]))).int()
+    tokens = torch.randint(100, (total,), generator=generator).int()
+    tokens[:2] = ~slots[:2]
+    tables = torch.randint(1000, (8, 1100), generator=generator).int()
+    contexts = torch.arange(5, dtype=torch.int32) + 300
+    step = Staged(
+        tokens=tokens,
+        positions=torch.arange(total, dtype=torch.int32),
+        places=torch.randint(10**6, (total,), generator=generator),
+        row_starts=torch.tensor([0, *counts]).cumsum(0).int(),
+        context=contexts,
+        order=torch.arange(5 if room else 4).flip(0).int(),
+        slots=slots,
+        growth=growth,
+        blocks=torch.randint(1000, (49,), generator=generator).int(),
+        last=torch.arange(8) + 700,
+        tables=tables,
+        decodes=5 if room else 4,
+        width=int(growth[1].max()),
+        host=Lengths(np.array([0, *counts]).cumsum(), contexts.numpy()),
+    )
+    laid = []
+    for kernels in (PLAIN, TritonKernels(1)):
+        staged = replace(step, tokens=tokens.clone(), tables=tables.clone())
+        batch = blank(room, 1100, torch.device("cpu")) if room else staged.eager()
+        batch.slots[5:] = 7
+        kernels.lay(staged, batch)
+        assert batch.tokens[:2].tolist() == [706, 702] and batch.slots[5:room].eq(-1).all()
+        laid.append((batch, staged.tables))
+    (want, want_tables), (got, got_tables) = laid
+    for name in ("tokens", "positions", "slots", "context", "order"):
+        assert torch.equal(getattr(got, name), getattr(want, name)), name
+    assert torch.equal(got_tables, want_tables) and want_tables[2, :4].tolist() == step.blocks[:4].tolist()
+    for row, width in enumerate(growth[1].tolist()):
+        assert torch.equal(got.tables[row, :width], want.tables[row, :width])
+        assert torch.equal(got.tables[row, :width], got_tables[slots[row], :width])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.cpu import tiny
-from tests.cpu.attention import ragged, shaped
+from tests.cpu.attention import as_staged, ragged, shaped
 from tests.cpu.test_attention_backends import CASES
 from tests.gpu.test_triton_cuda import CUDA, LONG, TOLERANCE, there
 from weft import LLM, SamplingParams
@@ -19,7 +19,7 @@ from weft.kernels import choose, contest, flashinfer, samples, varlen
 from weft.kernels.base import Kernels, KVCache
 from weft.kernels.batch import Batch
 from weft.kernels.plain import PlainKernels
-from weft.worker.graphs import CudaGraphs, blank, fill
+from weft.worker.graphs import CudaGraphs, blank
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU on this machine")
 
@@ -92,9 +92,8 @@ def test_a_graph_is_told_of_other_rows(backend: str) -> None:
     replay = CudaGraphs()(run)
     found = []
     for step, _ in steps * 3:
-        host = step.lengths()
-        fill(batch, there(step))
-        kernels.prepare(replace(batch, host=host.padded(rows)))
+        kernels.lay(as_staged(there(step)), batch)
+        kernels.prepare(replace(batch, host=step.lengths().padded(rows)))
         replay()
         found.append([out[: step.rows].clone() for out in outs])
     wide = KVCache(cache.keys.float().cpu(), cache.values.float().cpu())

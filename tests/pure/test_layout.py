@@ -218,6 +218,11 @@ def test_kernels_that_cannot_run_a_model_are_refused_before_weights_are_read() -
     for backend in ("flashinfer", "varlen"):
         refusal("7.5", "8.0", "--attention-backend torch", where=turing, attention_backend=backend, dtype="float16")
         refusal("float32", where=host(1), attention_backend=backend, dtype="float32")
+    volta = host((gpu(0, capability=(7, 0)),))
+    for backend in GPU_BACKENDS:
+        refusal("the Triton kernels", "7.0", "7.5", where=volta, attention_backend=backend, dtype="float16")
+    wide = msgspec.structs.replace(SMOLLM2, head_dim=320)
+    refusal("up to 256 dims", "320", where=turing, shape=wide, attention_backend="triton", dtype="float16")
     for backend, dims in (("flashinfer", 80), ("varlen", 260)):
         shape = msgspec.structs.replace(SMOLLM2, head_dim=dims)
         refusal(str(dims), where=host(1), shape=shape, attention_backend=backend)

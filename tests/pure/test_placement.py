@@ -17,6 +17,7 @@ from weft.errors import WeftError
 from weft.facts import catalogue
 from weft.facts.cluster import parse_gpus, parse_nodes
 from weft.planner.advice import advice
+from weft.planner.backends import no_triton
 from weft.planner.deployment import Workload
 from weft.planner.notes import notes
 from weft.planner.question import Question, Wish
@@ -114,6 +115,14 @@ def test_what_a_dictated_placement_costs_is_told() -> None:
     tied = plan("2xA100", stages((0, 10), (1, 6)), model="Llama-3.2-1B")
     (copy,) = notes(tied.question, tied.best)
     assert "tied to the embedding" in copy and "525 MB" in copy
+
+
+def test_a_gpu_that_triton_does_not_know_is_told_in_the_engine_s_words() -> None:
+    volta = plan("1xV100", Wish(), precisions=("fp16",))
+    (told,) = notes(volta.question, volta.best)
+    assert no_triton(128, [("V100-SXM2-32GB", (7, 0))]) in told and "slower" in told
+    turing = plan("1xT4", Wish(), model="Llama-3.2-1B", precisions=("fp16",))
+    assert notes(turing.question, turing.best) == [] and no_triton(128, [("T4", (7, 5))]) is None
 
 
 def test_a_split_by_weights_that_comes_to_other_shares_is_told() -> None:

@@ -230,8 +230,8 @@ def test_the_first_line_is_the_answer() -> None:
         "Yes: Qwen3-32B in 4 bits on both GPUs, about 51 tok/s for one user (31-72), 78,000 tokens of context"
     )
     assert run("Qwen3-32B", "--gpus", "1xRTX4090+1xRTX3090")[1].startswith(
-        "No: Qwen3-32B in 16 bits does not fit on 1 x RTX 4090 + 1 x RTX 3090: even the best layout needs 10.1 GB more on "
-        "one GPU\n"
+        "No: Qwen3-32B in 16 bits does not fit on 1 x RTX 4090 + 1 x RTX 3090: even the best layout needs 10.1 GB "
+        "more on one GPU\n"
     )
     assert plan("deepseek-v3 --nodes 2x8xH200")[1]["summary"].startswith("It fits, but Weft does not run it yet: ")
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.pure.commands import weft, weft_json
-from weft.cli import plot, simulate, simulate_flags
+from weft.cli import plot, simulate_flags, simulate_study
 from weft.gateway.policy import POLICIES
 
 HERE = "Llama-3.1-8B --gpus 2xH100 --engine vllm --output-len 64 --duration 40s"
@@ -57,7 +57,9 @@ def test_a_sweep_is_a_table_and_plots() -> None:
 def test_without_a_load_rates_are_shares_of_what_is_predicted() -> None:
     _, found = told(f"{HERE} --duration 8s")
     whole = 2 * found["predicted_capacity"]
-    assert [it["rate"] for it in found["runs"]] == pytest.approx([whole * share for share in simulate.SHARES], rel=0.01)
+    assert [it["rate"] for it in found["runs"]] == pytest.approx(
+        [whole * share for share in simulate_study.SHARES], rel=0.01
+    )
 
 
 def test_lengths_that_nobody_says_vary_around_the_planner_s() -> None:

@@ -22,7 +22,7 @@ def choose(backend: str, device: torch.device, shape: AttentionShape) -> Kernels
     if backend in GPU_BACKENDS or (backend == "auto" and device.type == "cuda"):
         from weft.kernels import triton
 
-        if triton.available(device, required=backend != "auto"):
+        if triton.available(device, shape.head_dim, required=backend != "auto"):
             return _on_gpu(backend, device, shape)
     return PlainKernels()
 
@@ -36,7 +36,7 @@ def rounding(backend: str, device: torch.device, shape: AttentionShape) -> Round
     if device.type == "cuda" and backend != "torch":
         from weft.kernels import triton
 
-        if triton.obstacle(device) is None:
+        if triton.obstacle(device, shape.head_dim) is None:
             from weft.kernels.triton.rounding import round_on_gpu
 
             return round_on_gpu

@@ -10,6 +10,7 @@ import torch
 
 from weft.comm import Comm
 from weft.kernels.batch import Batch
+from weft.kernels.laying import Staged
 from weft.kernels.warm import Launch
 from weft.planner.plan import Plan
 from weft.quant.quantised import Quantised
@@ -143,6 +144,11 @@ class Kernels(Attention, Protocol):
     a batch up, of slot -1 and no context, are passed over."""
 
     capturable: bool
+
+    def lay(self, staged: Staged, batch: Batch) -> None:
+        """Write a step into the tensors of a batch with room for it, and its new blocks into the tables of all slots.
+        Rows that are left over in a `fixed` batch get no slot and no context."""
+        ...
 
     def matrix(self, weight: torch.Tensor | Quantised, bias: torch.Tensor | None) -> Product:
         """A product with weight [out, in], which may be packed anew: the caller does not keep it."""

@@ -29,8 +29,10 @@ class Batch:
 
     `positions` [T] in the text; `slots` [T] int64, where each token's key and value go (block * block_size +
     offset); `row_starts` [R+1], where each row's tokens begin; `context` [R], tokens of the row in the cache
-    after this step; `tables` [R, max_blocks], the row's blocks in order. The first `decodes` rows have one token each.
-    With `fixed` its tensors are those of a graph, which later steps are laid into.
+    after this step; `tables` [R, max_blocks], the row's blocks in order. The first `decodes` rows have one token each;
+    `order` [decodes] numbers them, those with the longest contexts first, as decode attention takes them: a long row
+    that begins last would be worked on alone.
+    With `fixed` its tensors are those of a graph, which later steps are laid into; its last `idle` rows do nothing.
     """
 
     tokens: torch.Tensor
@@ -39,9 +41,11 @@ class Batch:
     row_starts: torch.Tensor
     context: torch.Tensor
     tables: torch.Tensor
+    order: torch.Tensor
     decodes: int
     host: Lengths | None = None
     fixed: bool = False
+    idle: int = 0
 
     @property
     def rows(self) -> int:

@@ -93,7 +93,7 @@ class FlashInferAttention:
         host = Lengths(np.array([0, 1, 3]), counts)
         context = torch.from_numpy(counts.astype(np.int32)).to(self._device)
         none = context[:0]
-        self.prepare(Batch(none, none, none, none, context, tables, decodes=1, host=host))
+        self.prepare(Batch(none, none, none, none, context, tables, none, decodes=1, host=host))
 
     def prepare(self, batch: Batch) -> None:
         lengths, page = batch.lengths(), self._shape.block_size

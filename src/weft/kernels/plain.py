@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from weft.comm import Comm
+from weft.kernels import laying
 from weft.kernels.base import AttentionShape, DenseLayer, HeadNorm, KVCache, Product, Stage, Table
 from weft.kernels.batch import Batch
 from weft.kernels.warm import Launch
@@ -22,6 +23,9 @@ class PlainKernels:
 
     def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Sequence[Launch]]:
         return ()
+
+    def lay(self, staged: laying.Staged, batch: Batch) -> None:
+        laying.lay(staged, batch)
 
     def matrix(self, weight: torch.Tensor | Quantised, bias: torch.Tensor | None) -> Product:
         return product(weight, bias)

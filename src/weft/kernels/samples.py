@@ -31,6 +31,7 @@ def decodes(shape: AttentionShape, device: torch.device, contexts: list[int]) ->
         row_starts=index,
         context=context,
         tables=tables.to(device),
+        order=context.argsort(descending=True).int(),
         decodes=rows,
         fixed=True,
     )

@@ -34,9 +34,14 @@ def no_flash(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why FlashAttention does not run there."""
     if obstacle := off_gpu(device):
         return obstacle
-    gpus = [device] if device.type == "cuda" else []
-    cards = [(torch.cuda.get_device_name(it), torch.cuda.get_device_capability(it)) for it in gpus]
-    return backends.no_flash(str(dtype).removeprefix("torch."), cards)
+    return backends.no_flash(str(dtype).removeprefix("torch."), cards(device))
+
+
+def cards(device: torch.device) -> list[backends.Card]:
+    """A GPU by its name and compute capability; none for any other device."""
+    if device.type != "cuda":
+        return []
+    return [(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))]
 
 
 def processors(device: torch.device) -> int:

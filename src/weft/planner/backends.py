@@ -39,6 +39,8 @@ FLASHINFER, OLDEST_FLASHINFER = "flashinfer-python", (0, 5)
 FLASHINFER_HEADS = (64, 128, 256)  # dims that its kernels are tested with
 WIDEST_FLASH_HEAD, FLASH_HEAD_UNIT = 256, 8
 NO_TRITON = "the package triton is not installed"
+TRITON_CAPABILITY = (7, 5)  # of the oldest GPU that Triton compiles for
+WIDEST_HEAD = 256  # dims whose tiles fit the memory of a multiprocessor
 
 Card = tuple[str, tuple[int, int]]  # a GPU's name and compute capability
 
@@ -93,6 +95,8 @@ def unusable(backend: str, shape: ModelShape, dtype: DType, host: Host, devices:
         return None
     elif "triton" not in host.packages:  # which does the rest for all of them
         backend, reason = "triton", NO_TRITON
+    elif reason := no_triton(shape.head_dim, [(gpu.name, gpu.capability) for gpu in gpus]):
+        backend = "triton"
     elif backend == "triton" or not gpus:
         return None
     elif backend == "flashinfer":
@@ -107,6 +111,16 @@ def unusable(backend: str, shape: ModelShape, dtype: DType, host: Host, devices:
 def refusal(kernels: str, obstacle: str) -> str:
     """Of kernels that the user asked for."""
     return f"{kernels} cannot be used: {obstacle}; --attention-backend torch always works"
+
+
+def no_triton(head_dim: int, cards: Iterable[Card]) -> str | None:
+    """Why the Triton kernels do not run a model on these GPUs."""
+    if head_dim > WIDEST_HEAD:
+        return f"their heads have up to {WIDEST_HEAD} dims, this model's {head_dim}"
+    for name, capability in cards:
+        if capability < TRITON_CAPABILITY:
+            return f"{name} has compute capability {dotted(capability)}, and they need {dotted(TRITON_CAPABILITY)}"
+    return None
 
 
 def no_flashinfer(version: str | None, head_dim: int) -> str | None:

@@ -10,6 +10,7 @@ from weft.facts.parameters import RUNNABLE
 from weft.facts.place import whole
 from weft.facts.precision import as_held, as_published, scale_columns, summed, weight_bytes
 from weft.facts.schemes import MADE
+from weft.planner.backends import KERNELS, no_triton
 from weft.planner.memory import CPU_KV_BYTES, CPU_KV_SHARE
 from weft.planner.objections import EVEN
 from weft.planner.question import Question
@@ -27,6 +28,7 @@ def notes(question: Question, best: Candidate | None) -> list[str]:
         *_too_long(question),
         *_held(question),
         *_on_cpu(question, best),
+        *(_slow_kernels(question, best) if best else ()),
         *_guessing(question, best),
         *(_published(question, best) if best else ()),
         *(_unpacked(question, best) if best else ()),
@@ -53,6 +55,14 @@ def _held(question: Question) -> Iterator[str]:
                 f"{gigabytes(gpu.held_bytes)} of GPU {number}, {gpu.name}, are in use already and left out (on the "
                 "machine itself weft hardware tells by whom)"
             )
+
+
+def _slow_kernels(question: Question, best: Candidate) -> Iterator[str]:
+    """Our own engine runs there all the same, in plain torch."""
+    gpus = [question.cluster.gpus[number] for number in best.layout.gpus] if not question.cluster.on_cpu else []
+    reason = no_triton(question.shape.head_dim, [(gpu.name, gpu.capability) for gpu in gpus]) if gpus else None
+    if question.engine == "weft" and reason:
+        yield f"{KERNELS['triton']} cannot be used: {reason}. The slower torch kernels take their place"
 
 
 def _on_cpu(question: Question, best: Candidate | None) -> Iterator[str]:

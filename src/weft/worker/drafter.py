@@ -177,8 +177,8 @@ class Drafter:
         picks = np.array([end - 1 for read, end in zip(reads, ends, strict=True) if read.more], dtype=np.int64)
         step = reading(reads)
         more = [picks, *(order.arrays if order else ())]
-        batch, (last, *there) = rows.batch(step, more=more, singly=self._worker.is_decode(step))
-        hidden = self._worker.hidden(batch)
+        staged, (last, *there) = rows.stage(step, more, singly=self._worker.is_decode(step))
+        hidden = self._worker.hidden(self._worker.lay(staged))
         for read in reads:
             self._texts[read.slot].read = read.end
         if order is None:

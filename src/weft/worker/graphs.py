@@ -11,6 +11,7 @@ import torch
 
 from weft.kernels.batch import Batch
 from weft.kernels.capture import capture_graph
+from weft.kernels.laying import NOWHERE, Staged
 
 logger = logging.getLogger("weft")
 
@@ -23,7 +24,6 @@ Replay = Callable[[], None]
 Capture = Callable[[Callable[[], None]], Replay]
 
 CAPTURE_S = 2.0  # of captures that a start waits for; the others come while no request runs
-NOWHERE = -1  # the slot of a row that only fills a batch up
 
 
 def sizes(most: int) -> list[int]:
@@ -43,7 +43,7 @@ class Captured:
 
 
 class Graphs:
-    """Graphs of `forward` for batches of one token per row. A batch replays the smallest captured one that has room.
+    """Graphs of `forward` for batches of one token per row. A step replays the smallest captured one that has room.
 
     `width` is the number of columns of a block table, `incoming` the dims and dtype of a row that the stage before
     sends, None on the first stage. With `alone` no other rank takes part in `forward`. `clock` gives seconds.
@@ -109,22 +109,28 @@ class Graphs:
             self._capture_size(self.uncaptured[0])
         return len(self.uncaptured)
 
+    def room(self, staged: Staged) -> Batch | None:
+        """The smallest captured batch that a step can be laid into, if there is one."""
+        rows = staged.rows
+        size = next((size for size in self._sizes if size >= rows and size in self._captured), None)
+        if size is None or staged.decodes < rows:
+            return None
+        return replace(self._captured[size].batch, host=staged.host.padded(size), idle=size - rows)
+
     def run(self, batch: Batch, incoming: torch.Tensor | None) -> torch.Tensor:
-        """[R, hidden], as `forward` gives it; valid until the next run."""
-        size = next((size for size in self._sizes if size >= batch.rows and size in self._captured), None)
-        if size is None or batch.decodes < batch.rows:
-            self._prepare(batch)
+        """[R, hidden] of a batch in which `room` was made, or else of any; valid until the next run."""
+        self._prepare(batch)
+        if not batch.fixed:
             return self._forward(batch, incoming)
-        captured = self._captured[size]
-        fill(captured.batch, batch)
-        self._prepare(replace(captured.batch, host=batch.host and batch.host.padded(size)))
+        captured, rows = self._captured[batch.rows], batch.rows - batch.idle
         if incoming is not None:
             assert captured.incoming is not None
-            captured.incoming[: batch.rows].copy_(incoming)
-            # The layers add to it in place: what is left there would grow with every replay.
-            captured.incoming[batch.rows :].zero_()
+            captured.incoming[:rows].copy_(incoming)
+            if batch.idle:
+                # The layers add to it in place: what is left there would grow with every replay.
+                captured.incoming[rows:].zero_()
         captured.replay()
-        return captured.out[0][: batch.rows]
+        return captured.out[0][:rows]
 
     def _capture_size(self, size: int) -> None:
         """Capture a size; without memory for it, no size that large is tried again."""
@@ -139,7 +145,9 @@ class Graphs:
             else:
                 out.append(result)
 
-        fill(batch, begin(batch, 0))
+        batch.slots.fill_(NOWHERE)
+        batch.context.zero_()
+        batch.order.copy_(batch.row_starts[:-1])
         try:
             self._prepare(batch)
             run()  # kernels are compiled, and libraries take their memory, before anything is captured
@@ -167,6 +175,7 @@ def blank(rows: int, width: int, device: torch.device) -> Batch:
         row_starts=torch.arange(rows + 1, dtype=torch.int32, device=device),
         context=zeros(rows),
         tables=zeros(rows, width),
+        order=torch.arange(rows, dtype=torch.int32, device=device),
         decodes=rows,
         fixed=True,
     )
@@ -181,21 +190,10 @@ def begin(batch: Batch, rows: int) -> Batch:
         row_starts=batch.row_starts[: rows + 1],
         context=batch.context[:rows],
         tables=batch.tables[:rows],
+        order=batch.order[:rows],
         decodes=rows,
         fixed=True,
     )
-
-
-def fill(there: Batch, batch: Batch) -> None:
-    """Lay a batch into a captured one that is as large or larger; the rows left over do nothing."""
-    rows = batch.rows
-    there.tokens[:rows].copy_(batch.tokens)
-    there.positions[:rows].copy_(batch.positions)
-    there.slots[:rows].copy_(batch.slots)
-    there.slots[rows:].fill_(NOWHERE)
-    there.context[:rows].copy_(batch.context)
-    there.context[rows:].zero_()
-    there.tables[:rows, : batch.tables.shape[1]].copy_(batch.tables)
 
 
 class CudaGraphs:

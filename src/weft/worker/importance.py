@@ -82,6 +82,7 @@ def drawn(vocab: int, tokens: int, device: torch.device) -> Batch:
         row_starts=ends.to(device),
         context=context.to(device),
         tables=torch.zeros(1, 1, dtype=torch.int32, device=device),
+        order=context[:0].to(device),
         decodes=0,
         host=Lengths(ends.long().numpy(), context.long().numpy()),
     )

@@ -1,4 +1,4 @@
-"""Rows: what every rank keeps of the requests that hold a slot, and how a StepPlan becomes a Batch."""
+"""Rows: what every rank keeps of the requests that hold a slot, and how a StepPlan comes to the device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from weft.core.step import UNKNOWN, Admission, StepPlan
-from weft.kernels.batch import Batch, Lengths
+from weft.kernels.batch import Lengths
+from weft.kernels.laying import Staged
 from weft.worker.staging import Staging
 
 
@@ -22,18 +23,17 @@ class PromptWish:
 
 
 class Rows:
-    """Block tables by slot: [slots, blocks per sequence] int32 on the host, and the same on a GPU, which hears of new
-    blocks only."""
+    """What a rank keeps by slot: block tables, [slots, blocks per sequence] int32 on the host and the same on the
+    device, which hears of new blocks only, and on the device `last`, [slots] int64, the token that was sampled last."""
 
     def __init__(self, slots: int, max_model_len: int, block_size: int, device: torch.device) -> None:
         self.block_size = block_size
         self.tables = np.zeros((slots, -(-max_model_len // block_size)), dtype=np.int32)
-        self.lengths = [0] * slots
+        self.lengths = np.zeros(slots, dtype=np.int32)
         self.wishes: dict[int, PromptWish] = {}
+        self.last = torch.zeros(slots, dtype=torch.int64, device=device)
         self._staging = Staging(device)
-        self._mirror = (
-            torch.zeros(self.tables.shape, dtype=torch.int32, device=device) if device.type != "cpu" else None
-        )
+        self._mirror = torch.zeros(self.tables.shape, dtype=torch.int32, device=device)
 
     def admit(self, admission: Admission) -> None:
         self.lengths[admission.slot] = 0
@@ -43,24 +43,19 @@ class Rows:
 
     def reach(self, slot: int) -> int:
         """Tokens that the slot's blocks hold."""
-        return self.lengths[slot] * self.block_size
+        return int(self.lengths[slot]) * self.block_size
 
     def release(self, slot: int) -> None:
         self.wishes.pop(slot, None)
 
-    def batch(
-        self,
-        step: StepPlan,
-        last: torch.Tensor | None = None,
-        more: Sequence[np.ndarray] = (),
-        *,
-        singly: bool = False,
-    ) -> tuple[Batch, list[torch.Tensor]]:
-        """Take the step's new blocks into the tables, and lay its tokens out; those that are UNKNOWN come from `last`,
-        [slots] int32, the token that each slot sampled last. `more` arrays travel with it. Laid out `singly`, every
-        token is a row of its own, which attends to what stands before it: what comes out is the same."""
-        fresh = self._grow(step)
+    def stage(
+        self, step: StepPlan, more: Sequence[np.ndarray] = (), *, singly: bool = False
+    ) -> tuple[Staged, list[torch.Tensor]]:
+        """Take the step's new blocks into the tables, and send its arrays to the device, with `more` of them. Staged
+        `singly`, every token is a row of its own, which attends to what stands before it: what comes out is the
+        same."""
         slots, starts, counts = (np.array(x, dtype=np.int64) for x in (step.slots, step.starts, step.counts))
+        growth, blocks = self._grow(step, slots)
         context = starts + counts
         row_starts = np.zeros(len(counts) + 1, dtype=np.int64)
         np.cumsum(counts, out=row_starts[1:])
@@ -69,52 +64,43 @@ class Rows:
         block, offset = np.divmod(positions, self.block_size)
         token_slots = np.repeat(slots, counts)
         places = self.tables[token_slots, block] * np.int64(self.block_size) + offset
-        width = -(-int(context.max()) // self.block_size)
+        tokens = np.array(step.tokens, dtype=np.int64)
+        tokens = np.where(tokens == UNKNOWN, ~token_slots, tokens)
         if singly:
+            growth = np.repeat(growth, counts, axis=1)
             slots, context, row_starts = token_slots, positions + 1, np.arange(len(positions) + 1)
             counts = np.ones_like(positions)
-        tokens = np.array(step.tokens, dtype=np.int32)
-        unknown = np.flatnonzero(tokens == UNKNOWN) if last is not None else slots[:0]
-        narrow = (array.astype(np.int32) for array in (positions, row_starts, context))
-        arrays = [places, unknown, token_slots[unknown], tokens, *narrow]
-        if self._mirror is None:
-            arrays.append(self.tables[slots, :width])
-        else:
-            new = np.array(fresh, dtype=np.int64)
-            arrays += [slots, new, self.tables.reshape(-1)[new]]
-        there = self._staging.put([*more, *arrays])
-        more_, arrays_ = there[: len(more)], there[len(more) :]
-        places_, unknown_, unknown_slots, tokens_, positions_, row_starts_, context_, *rest = arrays_
-        if len(unknown):
-            assert last is not None
-            tokens_ = tokens_.index_copy(0, unknown_, last[unknown_slots])
-        batch = Batch(
+        decodes = int(np.argmax(counts > 1)) if counts.max() > 1 else len(counts)
+        order = np.argsort(-context[:decodes], kind="stable")
+        wide = (tokens, positions, row_starts, context, order, slots, growth, blocks)
+        on_device = self._staging.put([*more, places, *(array.astype(np.int32) for array in wide)])
+        places_, tokens_, positions_, row_starts_, context_, order_, slots_, growth_, blocks_ = on_device[len(more) :]
+        staged = Staged(
             tokens=tokens_,
             positions=positions_,
-            slots=places_,
+            places=places_,
             row_starts=row_starts_,
             context=context_,
-            tables=rest[0] if self._mirror is None else self._mirrored(width, *rest),
-            decodes=int(np.argmax(counts > 1)) if counts.max() > 1 else len(counts),
+            order=order_,
+            slots=slots_,
+            growth=growth_,
+            blocks=blocks_,
+            last=self.last,
+            tables=self._mirror,
+            decodes=decodes,
+            width=int(growth[1].max()),
             host=Lengths(row_starts, context),
         )
-        return batch, more_
+        return staged, on_device[: len(more)]
 
-    def _mirrored(self, width: int, slots: torch.Tensor, new: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-        """The tables of these slots on the device, where `blocks` have come to the places `new`."""
-        assert self._mirror is not None
-        if len(new):
-            self._mirror.view(-1).index_copy_(0, new, blocks)
-        return self._mirror[:, :width].index_select(0, slots)
-
-    def _grow(self, step: StepPlan) -> list[int]:
-        """Append the step's new blocks to their tables; where they lie in all tables, one after the other."""
-        places: list[int] = []
-        width = self.tables.shape[1]
-        for slot, blocks in zip(step.slots, step.blocks, strict=True):
+    def _grow(self, step: StepPlan, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Append the step's new blocks to their tables: `growth` and `blocks` of Staged."""
+        added = np.array([len(blocks) for blocks in step.blocks], dtype=np.int32)
+        had = self.lengths[slots]
+        has = had + added
+        for slot, used, end, blocks in zip(step.slots, had, has, step.blocks, strict=True):
             if blocks:
-                used = self.lengths[slot]
-                self.lengths[slot] = end = used + len(blocks)
                 self.tables[slot, used:end] = blocks
-                places += range(slot * width + used, slot * width + end)
-        return places
+        self.lengths[slots] = has
+        new = [block for blocks in step.blocks for block in blocks]
+        return np.stack((had, has, np.cumsum(added) - added)), np.array(new, dtype=np.int32)

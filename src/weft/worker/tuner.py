@@ -33,10 +33,10 @@ def measure(task: Tune, parent: Parent[Tune]) -> None:
     from weft.worker import device as devices
 
     device = devices.prepare(task.plan, 0)
-    triton.available(device, required=True)
+    whole = AttentionShape.of(task.plan, 0)
+    triton.available(device, whole.head_dim, required=True)
     from weft.kernels.triton import kept, trials
 
-    whole = AttentionShape.of(task.plan, 0)
     for ranks in task.ranks:
         shape = replace(whole, q_heads=whole.q_heads // ranks, kv_heads=whole.kv_heads // ranks)
         heads = f"{shape.q_heads} query and {shape.kv_heads} KV heads, "

@@ -19,6 +19,7 @@ from weft.kernels import choose, rounding
 from weft.kernels.base import AttentionShape, KVCache
 from weft.kernels.batch import Batch
 from weft.kernels.capture import release_cached_memory, synchronize_device
+from weft.kernels.laying import Staged
 from weft.kernels.streams import BROKEN
 from weft.kernels.warm import warm
 from weft.layers import rope
@@ -57,8 +58,6 @@ class Worker:
         self.dtype: torch.dtype = getattr(torch, plan.dtype)
         self.attention = AttentionShape.of(plan, rank)
         self.caches: list[KVCache] = []
-        # By slot the token that was sampled last, where steps may need it before the core has seen it.
-        self.last: torch.Tensor | None = None
         self.graphs: Graphs | None = None
         self.graph_bytes = 0  # that all graphs keep, a draft's too
         self.drafter: Drafter | None = None
@@ -70,8 +69,6 @@ class Worker:
         plan, shape = self.plan, self.plan.shape
         self.device = devices.prepare(plan, self.rank)
         self.rows = Rows(plan.max_num_seqs, plan.max_model_len, plan.block_size, self.device)
-        if plan.lookahead:
-            self.last = torch.zeros(plan.max_num_seqs, dtype=torch.int32, device=self.device)
         # The table of parameters gives every dim, so tensors are made once, where they stay.
         tensors = allocate(plan, self.place, self.device)
         held = sum(tensor.nbytes for tensor in tensors.values())
@@ -181,7 +178,8 @@ class Worker:
         order = self.sampler.order(slots, positions) if self.sampler and slots else None
         wanted = order.arrays if order else [np.array(slots, dtype=np.int64)]
         more = [np.array(picks, dtype=np.int64), *wanted]
-        batch, there = self.rows.batch(step, self.last, more, singly=self.is_decode(step))
+        staged, there = self.rows.stage(step, more, singly=self.is_decode(step))
+        batch = self.lay(staged)
         if self.drafter:
             self.drafter.note(step, self.rows)
         incoming = None
@@ -230,6 +228,13 @@ class Worker:
         self.model = self.kernels = self.sampler = None  # type: ignore[assignment]
         if self.device.type == "cuda":
             release_cached_memory()
+
+    @torch.inference_mode()
+    def lay(self, staged: Staged) -> Batch:
+        """The step as a batch, in a graph's tensors if it can be replayed."""
+        batch = (self.graphs and self.graphs.room(staged)) or staged.eager()
+        self.kernels.lay(staged, batch)
+        return batch
 
     @torch.inference_mode()
     def hidden(self, batch: Batch, incoming: torch.Tensor | None = None) -> torch.Tensor:
@@ -284,14 +289,15 @@ class Worker:
 
     def _remember(self, slots: torch.Tensor, tokens: torch.Tensor | None) -> None:
         """Keep what was sampled for the step after, on every rank: only the output rank has it, as [R] int64."""
-        if self.last is None:
+        if not self.plan.lookahead:
             return
+        last = self.rows.last
         if self.links.tensor.size > 1:
             # As floats, which every kind of group can sum: exact for any vocabulary below 16 million.
-            given = self.last.new_zeros(len(slots), dtype=torch.float32) if tokens is None else tokens.float()
+            given = last.new_zeros(len(slots), dtype=torch.float32) if tokens is None else tokens.float()
             tokens = self.links.tensor.sum(given)
         assert tokens is not None
-        self.last.index_copy_(0, slots, tokens.to(self.last.dtype))
+        last.index_copy_(0, slots, tokens.to(last.dtype))
 
     def _score_prompts(self, step: StepPlan, hidden: torch.Tensor) -> dict[int, list[TokenLogprobs]]:
         """For rows that want it: the logprob of each prompt token that follows a position of this step."""

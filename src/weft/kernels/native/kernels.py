@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from weft.comm import Comm
+from weft.kernels import laying
 from weft.kernels.base import AttentionShape, DenseLayer, HeadNorm, KVCache, Stage
 from weft.kernels.batch import Batch
 from weft.kernels.native.entries import Entries
@@ -28,6 +29,9 @@ class NativeKernels:
 
     def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Sequence[Launch]]:
         return ()
+
+    def lay(self, staged: laying.Staged, batch: Batch) -> None:
+        laying.lay(staged, batch)
 
     def matrix(self, weight: torch.Tensor | Quantised, bias: torch.Tensor | None = None) -> NativeMatrix:
         pack = quantised if isinstance(weight, Quantised) else dense

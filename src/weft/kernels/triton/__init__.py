@@ -12,26 +12,26 @@ import torch
 
 from weft.facts.host import packages
 from weft.kernels.base import Attention, AttentionShape, Kernels
-from weft.kernels.usable import off_gpu, processors, shared_bytes, usable
+from weft.kernels.usable import cards, off_gpu, processors, shared_bytes, usable
 from weft.planner import backends
 
 if TYPE_CHECKING:
     from weft.kernels.triton.attention import TritonAttention
 
 
-def available(device: torch.device, *, required: bool = False) -> bool:
+def available(device: torch.device, head_dim: int, *, required: bool = False) -> bool:
     """Whether they run on the device; with `required` the reason that they cannot is a ConfigError."""
     instead = "The slower torch kernels take their place"
-    return usable(backends.KERNELS["triton"], obstacle(device), required=required, instead=instead)
+    return usable(backends.KERNELS["triton"], obstacle(device, head_dim), required=required, instead=instead)
 
 
-def obstacle(device: torch.device) -> str | None:
-    """Why they do not run on the device."""
+def obstacle(device: torch.device, head_dim: int) -> str | None:
+    """Why they do not run on the device, for a model with such heads."""
     if "triton" not in packages():
         return backends.NO_TRITON
     if os.environ.get("TRITON_INTERPRET") != "1" and (reason := off_gpu(device)):
         return f"{reason} (TRITON_INTERPRET=1 interprets them, for tests)"
-    return None
+    return backends.no_triton(head_dim, cards(device))
 
 
 def own_attention(device: torch.device, shape: AttentionShape) -> TritonAttention:

@@ -105,12 +105,12 @@ def _join(parts, sums, heads, mine, kept, splits, head_dim, GROUP: tl.constexpr,
 # Figures that differ from step to step are no reason to compile anew.
 @triton.jit(do_not_specialize=["table_width", "window", "splits"])
 def _decode(
-    q, keys, values, out, parts, sums, through, tables, context, table_width, q_heads, kv_heads, head_dim, scale,
+    q, keys, values, out, parts, sums, through, tables, context, order, table_width, q_heads, kv_heads, head_dim, scale,
     window, splits, WINDOWED: tl.constexpr, SPLIT: tl.constexpr, KV_BLOCK: tl.constexpr, GROUP: tl.constexpr,
     HEAD: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     # Heads first: programs that run side by side read whole lines of the cache, which has a token's heads together.
-    kv_head, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    kv_head, row, split = tl.program_id(0), tl.load(order + tl.program_id(1)), tl.program_id(2)
     group = q_heads // kv_heads
     length = tl.load(context + row)
     begin = 0
@@ -189,6 +189,7 @@ def decode(
         through,
         batch.tables,
         batch.context,
+        batch.order,
         batch.tables.stride(0),
         q_heads,
         kv_heads,

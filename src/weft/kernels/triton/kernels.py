@@ -10,7 +10,8 @@ from weft.comm import Comm
 from weft.comm.symmetric import SymmetricComm
 from weft.kernels.base import Attention, AttentionShape, DenseLayer, HeadNorm, KVCache, Product, Stage, Table
 from weft.kernels.batch import Batch
-from weft.kernels.triton import pointwise, products, reduce
+from weft.kernels.laying import Staged
+from weft.kernels.triton import laying, pointwise, products, reduce
 from weft.kernels.triton.attention import TritonAttention
 from weft.kernels.warm import Launch
 from weft.quant.dense import product
@@ -34,6 +35,9 @@ class TritonKernels:
     def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Sequence[Launch]]:
         multiplied = [launch for it in self._quantised.values() for launch in it.launches(shape.tokens)]
         return [multiplied, *self._attention.launches(shape, device)]
+
+    def lay(self, staged: Staged, batch: Batch) -> None:
+        laying.lay(staged, batch)
 
     def matrix(self, weight: torch.Tensor | Quantised, bias: torch.Tensor | None) -> Product:
         if isinstance(weight, Quantised):

@@ -1,0 +1,86 @@
+"""Laying: the arrays of a step, once they are on the device, become its batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from weft.kernels.batch import Batch, Lengths
+
+NOWHERE = -1  # slot of a token that only fills a captured batch up
+
+
+@dataclass(frozen=True)
+class Staged:
+    """T tokens of R rows as they came from the host, and what the device keeps for each slot. int32 unless said.
+
+    `tokens` [T]: an id, or ~slot for the token that the slot sampled last. `positions`, `places` (int64), `row_starts`,
+    `context`, `order`, `decodes` and `host` are those of a Batch, with `places` for its `slots`. `slots` [R]: the slot of
+    each row. `growth` [3, R]: number of blocks that a row's table had before the step, that it has now, and the index in `blocks`
+    [N] of the first one that is new.
+
+    `last` [slots] int64: the token that each slot sampled last. `tables` [slots, blocks]: block tables of all slots,
+    which hear of new blocks when the step is laid out.
+    """
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    places: torch.Tensor
+    row_starts: torch.Tensor
+    context: torch.Tensor
+    order: torch.Tensor
+    slots: torch.Tensor
+    growth: torch.Tensor
+    blocks: torch.Tensor
+    last: torch.Tensor
+    tables: torch.Tensor
+    decodes: int
+    width: int  # most blocks that a row's table has
+    host: Lengths
+
+    @property
+    def rows(self) -> int:
+        return self.context.shape[0]
+
+    def eager(self) -> Batch:
+        """A batch to lay the step into that is in no graph: it keeps the arrays, and has only its tables apart."""
+        return Batch(
+            tokens=self.tokens,
+            positions=self.positions,
+            slots=self.places,
+            row_starts=self.row_starts,
+            context=self.context,
+            tables=self.tables.new_empty(self.rows, self.width),
+            order=self.order,
+            decodes=self.decodes,
+            host=self.host,
+        )
+
+
+def lay(staged: Staged, batch: Batch) -> None:
+    """See `Kernels.lay`: in plain torch, on any device."""
+    tokens, rows = staged.tokens.shape[0], staged.rows
+    sampled = staged.last[(~staged.tokens).clamp_(min=0)]
+    batch.tokens[:tokens] = torch.where(staged.tokens < 0, sampled, staged.tokens)
+    if len(staged.blocks):
+        _grow(staged)
+    torch.index_select(staged.tables[:, : staged.width], 0, staged.slots, out=batch.tables[:rows, : staged.width])
+    if batch.fixed:
+        batch.positions[:rows] = staged.positions
+        batch.slots[:rows] = staged.places
+        batch.slots[rows:] = NOWHERE
+        batch.context[:rows] = staged.context
+        batch.context[rows:] = 0
+        batch.order[:rows] = staged.order
+        torch.arange(rows, batch.rows, out=batch.order[rows:])
+
+
+def _grow(staged: Staged) -> None:
+    """Write new blocks into the tables of their slots."""
+    had, has, first = staged.growth[:, :, None]
+    columns = torch.arange(staged.width, device=staged.slots.device)
+    fresh = (columns >= had) & (columns < has)
+    blocks = staged.blocks[(first + columns - had).clamp_(0, len(staged.blocks) - 1)]
+    tables = staged.tables[staged.slots, : staged.width]
+    staged.tables[staged.slots, : staged.width] = torch.where(fresh, blocks, tables)
