@@ -78,7 +78,7 @@ def norm_work(a: Arguments) -> Work:
 
 
 def lay_work(a: Arguments) -> Work:
-    """Tokens, positions, KV slots (8 bytes), contexts and order, and a piece of a row's block table, read and written."""
+    """Tokens, positions, KV slots (8 bytes), contexts and order, and a piece of a block table, read and written."""
     return Work(bytes=2 * (a["TOKENS"] * (4 + 4 + 8 + 4 + 4) + a["COLUMNS"] * 4))
 
 

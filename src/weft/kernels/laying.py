@@ -16,9 +16,9 @@ class Staged:
     """T tokens of R rows as they came from the host, and what the device keeps for each slot. int32 unless said.
 
     `tokens` [T]: an id, or ~slot for the token that the slot sampled last. `positions`, `places` (int64), `row_starts`,
-    `context`, `order`, `decodes` and `host` are those of a Batch, with `places` for its `slots`. `slots` [R]: the slot of
-    each row. `growth` [3, R]: number of blocks that a row's table had before the step, that it has now, and the index in `blocks`
-    [N] of the first one that is new.
+    `context`, `order`, `decodes` and `host` are those of a Batch, with `places` for its `slots`. `slots` [R]: the slot
+    of each row. `growth` [3, R]: number of blocks that a row's table had before the step, that it has now, and the
+    index in `blocks` [N] of the first one that is new.
 
     `last` [slots] int64: the token that each slot sampled last. `tables` [slots, blocks]: block tables of all slots,
     which hear of new blocks when the step is laid out.
