@@ -251,6 +251,21 @@ async def test_a_client_that_writes_for_ever_is_cut_off() -> None:
                 await asyncio.sleep(0.01)
 
 
+async def test_a_body_of_many_small_chunks_is_refused_and_one_of_large_chunks_is_not() -> None:
+    begin = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    body = json.dumps({"prompt": "a" * 1000}).encode()
+    async with weft_server(World(), chunks=20, chunk_bytes=16) as live:
+        for size, status in ((1, 400), (32, 200)):
+            client = await live.connect()
+            pieces = [body[at : at + size] for at in range(0, len(body), size)]
+            await client.send(begin + b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces))
+            await client.send(b"0\r\n\r\n")
+            if status == 200:
+                assert (await client.answer())[0] == 200
+            else:
+                assert "20 chunks" in refusal(await client.rest(), status, "too_many_chunks")
+
+
 # All connections together
 
 

@@ -21,14 +21,17 @@ LOG_EVERY_S = 60.0
 class ConnectionLimits:
     """Bounds of the HTTP transport. Times are seconds.
 
-    One connection: `head_bytes` of URL and header fields, and `header_fields` of these; `queued_requests` behind one
-    that is unanswered; `head_s` until a head is complete, `body_s` without a byte of a body, `keepalive_s` idle after
-    an answer, `linger_s` to read a refusal while the client still writes. Together: `connections` that are served,
-    `spare` more that are read for health probes, and `held_bytes` of requests that are not whole yet or wait.
+    One connection: `head_bytes` of URL and header fields, and `header_fields` of these; `chunks` of a chunked body, and
+    one more for every `chunk_bytes` of it; `queued_requests` behind one that is unanswered; `head_s` until a head is
+    complete, `body_s` without a byte of a body, `keepalive_s` idle after an answer, `linger_s` to read a refusal while
+    the client still writes. Together: `connections` that are served, `spare` more that are read for health probes, and
+    `held_bytes` of requests that are not whole yet or wait.
     """
 
     head_bytes: int = 2**16
     header_fields: int = 256
+    chunks: int = 2**14
+    chunk_bytes: int = 64
     queued_requests: int = 8
     head_s: float = 10.0
     body_s: float = 30.0

@@ -48,6 +48,8 @@ class Connection(HttpToolsProtocol):
         self._part: Literal["", "head", "body"] = ""  # of a request, that is being received
         self._body_left = 0  # bytes, if the length is known
         self._framing = 0  # bytes since the last head was complete, that are no body
+        self._chunks = 0  # pieces of the body that is being received, if its length is not known
+        self._chunked_bytes = 0  # in them
         self._unfinished = 0  # bytes of the request that is being received
         self._queued = 0  # bytes of requests that wait for the one that is being answered
         self._held = 0  # bytes that admission knows of
@@ -183,15 +185,31 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         lengths = (int(value) for name, value in self.headers if name == b"content-length")
         self._body_left = next(lengths, 0)
-        self._framing = 0
+        self._framing = self._chunks = self._chunked_bytes = 0
         self._stop_timer()
         super().on_headers_complete()
         self._part = "body"
 
     def on_body(self, body: bytes) -> None:
         self._framing = 0
+        if not self._body_left:
+            self._count_chunk(len(body))
         self._body_left = max(0, self._body_left - len(body))
         super().on_body(body)
+
+    def _count_chunk(self, size: int) -> None:
+        """Raise HttpError for a body of too many small chunks: each costs the event loop as much as a large one."""
+        self._chunks += 1
+        self._chunked_bytes += size
+        limits = self._limits
+        if self._chunks > limits.chunks + self._chunked_bytes // limits.chunk_bytes:
+            self._fault = HttpError(
+                400,
+                f"the body comes in more than {limits.chunks} chunks of less than {limits.chunk_bytes} bytes; "
+                "send larger ones",
+                code="too_many_chunks",
+            )
+            raise self._fault
 
     def on_message_complete(self) -> None:
         self._part = ""
