@@ -25,8 +25,7 @@ from weft.kernels import choose, contest, flashinfer, samples, triton, usable, v
 from weft.kernels.base import Attention, AttentionShape, HeadNorm, Kernels, KVCache
 from weft.kernels.batch import Batch
 from weft.kernels.plain import PlainKernels
-from weft.kernels.triton import attention, trials
-from weft.kernels.triton.tuning import Tuning
+from weft.kernels.triton import attention, trials, tuning
 from weft.planner import backends
 from weft.worker import graphs, worker
 
@@ -187,6 +186,8 @@ def plain(checkpoint: Path) -> list[list[int]]:
 class Composed(PlainKernels):
     """Attention of another kind beside the plain kernels: Triton's would take minutes in its interpreter."""
 
+    capturable = True
+
     def __init__(self, device: torch.device, attention: Attention) -> None:
         self.prepare, self.attend = attention.prepare, attention.attend  # type: ignore[method-assign]
 
@@ -209,9 +210,9 @@ def decode(
     window: int | None,
     processors: int,
     out: torch.Tensor,
-    tuning: Tuning,
+    *sizes: object,
 ) -> None:
-    """What Triton's kernel does."""
+    """What Triton's kernel does, whatever its sizes."""
     starts, context, tables = batch.row_starts[: rows + 1], batch.context[:rows], batch.tables[:rows]
     part = replace(batch, row_starts=starts, context=context, tables=tables)
     out[:rows] = PLAIN.attend(q[:rows], cache, part, scale, window)
@@ -405,7 +406,8 @@ def test_a_table_goes_on_where_none_can_be_run() -> None:
 
     entries = {"ours": partial(broken, []), "theirs": partial(broken, ["no code\nfor this GPU"])}
     given = samples.decodes(shaped(torch.float16), CPU, [3])
-    figures = list(compared("m", trials.Race("decode", [given], entries), "GB/s", 1.0, None, rehearse=False))
+    race = trials.Race("decode", [given], entries)
+    figures = list(compared("m", race, tuning.DECODE, "GB/s", 1.0, None, rehearse=False))
     assert [(figure.name, figure.value, figure.note) for figure in figures] == [
         ("m, decode: ours", None, "RuntimeError"),
         ("m, decode: theirs", None, "no code"),
