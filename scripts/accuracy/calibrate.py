@@ -16,18 +16,18 @@ Name = tuple[str, str]  # engine, empty for all, and constant
 
 # Where a fit starts, and how far off that may be (natural logarithm): round figures that say no more than the source
 # in the comment does, the same for every engine, so that a row that is left out has no voice by way of them.
-LAUNCH = 4  # us of a kernel, kernel_efficiency.csv
+LAUNCH = 4  # us of a kernel, a usual CUDA launch
 EXPECTED: dict[Name, tuple[float, float]] = {
-    ("", "matmul_scale"): (1.0, 0.3),  # kernel_efficiency.csv as it is
+    ("", "matmul_scale"): (1.0, 0.3),  # the fit in kernels.toml as it is
     ("", "expert_layer_us"): (5 * LAUNCH, 1.0),  # router, top-k, sort, activation, gather
-    ("", "experts_weights"): (0.5, 0.5),  # cost_model.md: 0.3 to 0.7
+    ("", "experts_weights"): (0.5, 0.5),  # estimate: 0.3 to 0.7
     ("", "experts_matmul"): (0.2, 1.0),  # a quarter of a dense product; from a half, FP4's ends elsewhere
     ("", "experts_matmul_fp4"): (0.2, 1.0),
     ("", "experts_matmul_unpacked"): (0.2, 1.0),
     ("", "hot_rank"): (1.2, 0.3),  # "a skew"
     ("", "weights int8,int4"): (0.8, 0.2),  # unpacking them has its price
     ("", "weights nvfp4,mxfp4"): (0.8, 0.2),
-    ("trtllm", "attention_scale"): (1.0, 0.2),  # kernel_efficiency.csv as it is
+    ("trtllm", "attention_scale"): (1.0, 0.2),  # the fit in kernels.toml as it is
     ("llama.cpp", "layer_us"): (12 * LAUNCH, 1.0),  # launched one by one
     ("llama.cpp", "weights 8.0"): (0.8, 0.5),
     ("llama.cpp", "weights 9.0"): (0.8, 0.5),
