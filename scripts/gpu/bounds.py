@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
 
 from scripts.gpu.shapes import Shape
-from weft.bench.workload import Ask
+
+if TYPE_CHECKING:  # what is missing is named before Weft is imported
+    from weft.bench.workload import Ask
 
 ANY = ""  # a target for every card
 PROFILE_BELOW = 0.75  # share of the roofline below which a kernel goes to ncu

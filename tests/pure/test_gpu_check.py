@@ -79,6 +79,15 @@ def test_results_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     assert "has 5 MB free, and results and logs may take 200 MB" in str(needs.obstacle_of_folder(tmp_path))
 
 
+def test_a_bare_python_is_told_what_it_lacks() -> None:
+    """Before anything of Weft is imported, which needs packages itself."""
+    program = "import runpy, sys; sys.argv[1:] = ['first']; runpy.run_module('scripts.gpu', run_name='__main__')"
+    paths = f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'src')!r}]; "
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", paths + program], capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert re.fullmatch(r"gpu_check: part first needs torch triton msgspec .*, which .* lacks; .*\n", done.stderr)
+
+
 def test_packages_and_files_that_are_missing(tmp_path: Path) -> None:
     sanitize, peers = PARTS["sanitize"].needs, PARTS["peers"].needs
     words = needs.obstacle_of_packages("sanitize", sanitize, "python3", lambda module: module not in ("pytest", "yaml"))
