@@ -12,7 +12,7 @@ import torch
 from tests.cpu.attention import ragged, shaped
 from tests.cpu.kernels import native
 from tests.cpu.programs import has_no_warnings, passes
-from weft.compiled import TYPES, build
+from weft.compiled import TYPES, build, load
 from weft.kernels import choose
 from weft.kernels.base import HeadNorm, Kernels, KVCache
 from weft.kernels.batch import Batch
@@ -203,7 +203,7 @@ def test_extreme_scores_stay_finite() -> None:
 def test_without_compiler_or_cache_it_falls_back_with_the_advice_that_helps(
     variable: str, value: str, advice: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    build.cache_clear()
+    forget_the_library()
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv(variable, value)
     try:
@@ -211,7 +211,13 @@ def test_without_compiler_or_cache_it_falls_back_with_the_advice_that_helps(
             assert choose("auto", torch.device("cpu"), shaped(torch.float32)).name == "torch"
         assert advice in caplog.text and ("g++" in advice) == ("g++" in caplog.text)
     finally:
-        build.cache_clear()
+        forget_the_library()
+
+
+def forget_the_library() -> None:
+    """This process looks for the library anew."""
+    build.cache_clear()
+    load.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", TYPES)

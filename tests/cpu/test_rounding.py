@@ -213,7 +213,7 @@ def test_without_a_compiler_torch_rounds(monkeypatch: pytest.MonkeyPatch) -> Non
     def nothing(name: str) -> None:
         raise FileNotFoundError("no C++ compiler was found")
 
-    monkeypatch.setattr("weft.kernels.native.entries.build", nothing)
+    monkeypatch.setattr("weft.compiled.load", nothing)
     weight = weights(torch.float32)
     found, want = made_of(weight, "Q4_1", NativeRounding(torch.bfloat16)), made_of(weight, "Q4_1", round_into)
     for got, part in zip(parts(found), parts(want), strict=True):
