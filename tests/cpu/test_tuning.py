@@ -49,6 +49,12 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
+def sizes_of(given: tuple[object, ...]) -> Tuning:
+    """The sizes among the arguments of a launch."""
+    (tuning,) = (argument for argument in given if isinstance(argument, Tuning))
+    return tuning
+
+
 class Clock:
     """Everything takes 10 us, but for the decode sizes `fast` by their rows, and the prompts' PREFILL_CANDIDATES[1]."""
 
@@ -57,11 +63,11 @@ class Clock:
         decode, prefill = trials.decode, trials.prefill
 
         def decoded(*given: object) -> None:
-            self.last = (given[3], given[-1])  # type: ignore[assignment]
+            self.last = (given[3], sizes_of(given))  # type: ignore[assignment]
             decode(*given)  # type: ignore[arg-type]
 
         def prefilled(*given: object) -> None:
-            self.last = (0, given[-1])  # type: ignore[assignment]
+            self.last = (0, sizes_of(given))
             prefill(*given)  # type: ignore[arg-type]
 
         monkeypatch.setattr(trials, "decode", decoded)
