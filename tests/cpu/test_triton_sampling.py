@@ -126,7 +126,7 @@ def test_a_step_has_one_copy_to_the_device(tmp_path: Path, monkeypatch: pytest.M
         raise AssertionError("an array goes to the device on its own")
 
     counted(Staging, "put")
-    counted(Rows, "batch")
+    counted(Rows, "stage")
     for module in (chooser, chunks, filters):
         monkeypatch.setattr(module, "sent", alone)
     path = checkpoints.make("llama", tmp_path)
@@ -135,4 +135,4 @@ def test_a_step_has_one_copy_to_the_device(tmp_path: Path, monkeypatch: pytest.M
     common = {"skip_tokenizer_init": True, "executor": "inline", "dtype": "float32", "kv_cache_memory_bytes": 10**6}
     with LLM(str(path), attention_backend="triton", **common) as llm:
         llm.generate([[3, 4], [5], [6], [7]], params)
-    assert calls["put"] == calls["batch"] >= 4
+    assert calls["put"] == calls["stage"] >= 4
