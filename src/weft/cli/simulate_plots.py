@@ -1,4 +1,4 @@
-"""What weft simulate draws: the distribution of one run's times, or times against the load of several runs."""
+"""Pictures of weft simulate: the distribution of one run's times, or times against the load of several runs."""
 
 from __future__ import annotations
 

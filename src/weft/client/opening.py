@@ -1,4 +1,4 @@
-"""What LLM and AsyncLLM do alike: find the model before the engine starts, and describe it afterwards."""
+"""Steps that LLM, AsyncLLM and `weft serve` share: find the model before the engine starts, describe it afterwards."""
 
 from __future__ import annotations
 

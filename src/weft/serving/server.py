@@ -18,11 +18,12 @@ import uvicorn
 
 from weft.client import memory
 from weft.client.frontend import Frontend, Words
+from weft.client.opening import open_model
 from weft.client.remote import AsyncEngine
 from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError
 from weft.executors.base import Ready
-from weft.facts.checkpoint import Checkpoint, resolve
+from weft.facts.checkpoint import Checkpoint
 from weft.facts.host import Host, probe
 from weft.planner.execution import plan_to_run, seen
 from weft.planner.memory import capacity_lines
@@ -63,14 +64,7 @@ def serve(config: EngineConfig, options: ServeOptions) -> None:
     listen.check_tls(options)
     with listen.bind(options) as listener:
         # Not in the loop: a download must end with Ctrl-C, and a thread would not.
-        checkpoint = resolve(
-            config.model,
-            revision=config.revision,
-            hf_token=config.hf_token,
-            download_dir=config.download_dir,
-            load_format=config.load_format,
-        )
-        words = Words.load(config, checkpoint)
+        checkpoint, words = open_model(config)
         log.info("found %s: %s (%.2f s)", config.model, checkpoint.path, time.monotonic() - began)
         try:
             with asyncio.Runner(loop_factory=_loop_factory()) as runner:  # whose end waits for threads
