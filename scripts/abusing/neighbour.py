@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
+import os
+import select
 import socket
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from pathlib import Path
 
+import msgspec
+
+ROOT = Path(__file__).parents[2]
 PATIENCE_S = 120.0
+KEY_VARIABLE = "WEFT_NEIGHBOUR_KEY"
 
 
 @dataclass(frozen=True)
@@ -25,29 +32,31 @@ class Lap:
 
 
 class Neighbour:
-    """Asks for one completion of `tokens` tokens after the other. What the attacker's own process does is not
-    measured: this is another one."""
+    """Stream of one completion of `tokens` tokens after the other. The attacker's own process would disturb what is
+    measured, so the stream runs in another one: a line to its standard input asks for a lap, a line of JSON answers."""
 
     def __init__(self, address: tuple[str, int], key: str | None, tokens: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_stream, args=(theirs, address, key, tokens), daemon=True)
-        self._process.start()
-        theirs.close()
+        host, port = address
+        command = [sys.executable, "-m", "scripts.abusing.neighbour", host, str(port), str(tokens)]
+        environment = os.environ | ({KEY_VARIABLE: key} if key else {})
+        self._process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
 
     def lap(self) -> Lap:
-        """What happened since the last call."""
-        self._pipe.send("lap")
-        if not self._pipe.poll(PATIENCE_S):
+        """Figures since the last call."""
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.write(b"lap\n")
+        self._process.stdin.flush()
+        ready, _, _ = select.select([self._process.stdout], [], [], PATIENCE_S)
+        line = self._process.stdout.readline() if ready else b""
+        if not line:
             raise TimeoutError("the neighbour's process does not answer")
-        lap: Lap = self._pipe.recv()
-        return lap
+        return msgspec.json.decode(line, type=Lap)
 
     def close(self) -> None:
         self._process.kill()
-        self._process.join()
-        self._process.close()
-        self._pipe.close()
+        self._process.communicate()
 
 
 class _Gaps:
@@ -85,15 +94,13 @@ class _Gaps:
             return lap
 
 
-def _stream(pipe: Connection, address: tuple[str, int], key: str | None, tokens: int) -> None:
+def main() -> None:
+    host, port, tokens = sys.argv[1:]
     gaps = _Gaps()
-    threading.Thread(target=_ask_for_ever, args=(gaps, address, key, tokens), daemon=True).start()
-    while True:
-        try:
-            pipe.recv()
-        except EOFError:
-            return
-        pipe.send(gaps.lap())
+    arguments = (gaps, (host, int(port)), os.environ.get(KEY_VARIABLE), int(tokens))
+    threading.Thread(target=_ask_for_ever, args=arguments, daemon=True).start()
+    for _ in sys.stdin:
+        print(msgspec.json.encode(gaps.lap()).decode(), flush=True)
 
 
 def _ask_for_ever(gaps: _Gaps, address: tuple[str, int], key: str | None, tokens: int) -> None:
@@ -123,3 +130,7 @@ def _watch(gaps: _Gaps, client: socket.socket) -> bool:
             gaps.event()
         tail = (tail + data)[-100:]
     return b"[DONE]" in tail
+
+
+if __name__ == "__main__":
+    main()
