@@ -16,7 +16,7 @@ from pathlib import Path
 from scripts.abusing.case import Life, Outcome
 from scripts.abusing.server import KEY, Server, StartError
 from scripts.abusing.target import Size, Target
-from weft.facts.cache import cache_dir
+from weft.cache import cache_dir
 
 NOBODY = 65534
 LOG_LINES = 20  # of a failed start; a traceback has more

@@ -1,4 +1,4 @@
-"""The constants of facts/data/engines.toml from measured speeds: least squares in the logarithm, few constants, each
+"""The constants of planner/data/engines.toml from measured speeds: least squares in the logarithm, few constants, each
 held near a round figure."""
 
 from __future__ import annotations

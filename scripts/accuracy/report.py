@@ -13,8 +13,8 @@ from calibrate import EXPECTED, expected, fit, profiles
 from matplotlib import pyplot
 
 from tests.pure.measured import LIMITS, Case, cases, layouts_compared, ranking_error
-from weft.facts import kernels, links
-from weft.facts.cluster import Cluster, Node
+from weft.hardware import kernel_shares, links
+from weft.hardware.cluster import Cluster, Node
 from weft.planner.profiles import engines, profile
 from weft.planner.ranking import RANKING_ERROR
 
@@ -152,7 +152,7 @@ def provenance() -> Iterator[str]:
     yield "\n## Kernels\n"
     yield "| GPU | weights | per kernel | products | decode attention | prefill attention | source |"
     yield "|---|--:|--:|--:|--:|--:|---|"
-    for it in kernels.table():
+    for it in kernel_shares.table():
         name = it.gpu or ("any CPU" if it.cpu else "any other")
         yield (
             f"| {name} | {it.weights:.0%} | {it.kernel_us:g} us | {it.matmul:.0%} "

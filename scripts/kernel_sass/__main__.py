@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from scripts.kernel_sass.cards import LIMITS
 from scripts.kernel_sass.report import table, update, written
-from weft.facts.cache import cache_dir
+from weft.cache import cache_dir
 
 DESCRIPTION = """Compile every Triton kernel at its default sizes without a GPU, and count the machine instructions of a
 pass of its inner loop. A share of issue slots above 1 means that the instructions take longer than the card's memory

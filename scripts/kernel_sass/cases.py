@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 
 from scripts.kernel_sass.launches import Launch, recorded
-from weft.facts.gpus import FP8_CAPABILITY
-from weft.facts.place import Span
-from weft.facts.schemes import UNIT, Scheme
+from weft.architectures.place import Span
+from weft.formats.schemes import UNIT, Scheme
+from weft.hardware.gpus import FP8_CAPABILITY
 from weft.kernels.base import HeadNorm, KVCache
 from weft.kernels.triton import attention, laying, pointwise, products, reduce, rounding, sampling
 from weft.quant.quantised import Quantised

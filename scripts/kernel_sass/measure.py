@@ -9,7 +9,7 @@ from typing import Any
 from scripts.kernel_sass.cards import CARDS, LIMITS
 from scripts.kernel_sass.cases import CASES, Case
 from scripts.kernel_sass.disassembly import disassemble, passes, registers_of
-from weft.facts.host import usable_cores
+from weft.hardware.host import usable_cores
 
 Compiled = tuple[bytes, int, int]  # the cubin, warps of a program, bytes of shared memory
 

@@ -24,8 +24,8 @@ from environments import LLAMA_CPP, ONNX_RUNTIME, OPENVINO, TRANSFORMERS, VLLM_C
 from models import LARGE, SMALL, Models
 from work import FIRST, LATENCY, PREFILL, THROUGHPUT, WORKS, Work, ask
 
-from weft.facts import demo
-from weft.facts.cache import cache_path
+from weft.cache import cache_path
+from weft.formats import demo
 
 QUIET_S = 0.7  # between two runs: threads that spin for work have gone to sleep by then
 QUICK_S = 10.0  # an engine that starts sooner is started several times

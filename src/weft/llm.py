@@ -19,8 +19,8 @@ from weft.client.progress import Bar, Progress
 from weft.core.params import SamplingParams
 from weft.core.request import Stats
 from weft.errors import OutputError, RequestError
-from weft.planner.memory import Capacity
-from weft.planner.plan import Plan
+from weft.plan.memory import Capacity
+from weft.plan.plan import Plan
 from weft.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

@@ -31,8 +31,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from weft.executors import inline
-from weft.facts import host as hosts
-from weft.facts.topology import Gpu
+from weft.hardware import host as hosts
+from weft.hardware.topology import Gpu
 
 CUDA = torch.device("cuda", 0)
 PROCESSORS = 1  # so that a decode step of one row is split and one of two is not

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from tests.cpu.fake_cuda import CardError, OnCard, card
-from weft.facts.schemes import ALL, Scheme
+from weft.formats.schemes import ALL, Scheme
 from weft.kernels.base import HeadNorm, KVCache
 from weft.kernels.plain import PlainKernels
 from weft.quant.quantised import Quantised

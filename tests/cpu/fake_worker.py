@@ -13,13 +13,13 @@ import time
 
 import torch
 
+from weft.architectures.shape import ModelShape
 from weft.comm import Links
 from weft.core.step import StepPlan, StepResult
 from weft.errors import ModelError
-from weft.facts.shape import ModelShape
-from weft.planner.memory import Capacity
-from weft.planner.place import places
-from weft.planner.plan import Plan
+from weft.plan.memory import Capacity
+from weft.plan.places import places
+from weft.plan.plan import Plan
 
 SHAPE = ModelShape(
     architecture="LlamaForCausalLM",

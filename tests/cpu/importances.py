@@ -9,7 +9,7 @@ import torch
 
 from tests.cpu.checkpoints import Recipe
 from weft.executors.inline import InlineExecutor
-from weft.planner.plan import Plan
+from weft.plan.plan import Plan
 from weft.worker import importance, worker
 
 WIDE = Recipe("Llama", {"hidden_size": 192, "intermediate_size": 320, "head_dim": 32, "mlp_bias": True})

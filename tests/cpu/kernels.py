@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from weft.compiled import build
 from weft.kernels.native import NativeKernels
+from weft.native.compiled import build
 
 
 def built(dtype: str) -> Path:

@@ -12,10 +12,10 @@ from weft.config import EngineConfig
 from weft.core.params import SamplingParams
 from weft.core.step import Admission, StepPlan, StepResult
 from weft.executors.inline import InlineExecutor
-from weft.facts import host
-from weft.facts.checkpoint import resolve
-from weft.planner.layout import layout
-from weft.planner.plan import Plan
+from weft.formats.checkpoint import resolve
+from weft.hardware import host
+from weft.plan.layout import layout
+from weft.plan.plan import Plan
 from weft.worker.sampler import Order
 from weft.worker.worker import Worker
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from weft.facts.place import Span
-from weft.facts.schemes import SCHEMES
+from weft.architectures.place import Span
+from weft.formats.schemes import SCHEMES
 from weft.quant.quantised import Quantised
 from weft.weights.quantised import quantise
 

@@ -18,7 +18,7 @@ from weft.core.params import SamplingParams
 from weft.core.request import Request
 from weft.errors import EngineError
 from weft.executors.processes import ProcessExecutor
-from weft.planner.plan import Plan
+from weft.plan.plan import Plan
 
 
 def executor(plan: Plan, worker: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.facts.library import FLAGS, SOURCES, TYPES
+from weft.native.library import FLAGS, SOURCES, TYPES
 
 WARNINGS = ("-Wall", "-Werror", "-Wno-psabi")  # the last: GCC on how vectors are passed, which no other code sees
 

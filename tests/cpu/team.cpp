@@ -1,4 +1,4 @@
-// What kernels/native/cpp/team.h promises. Prints what it breaks first and fails, or hangs, where it waits for one that
+// What native/cpp/team.h promises. Prints what it breaks first and fails, or hangs, where it waits for one that
 // must not be waited for.
 #include "team.h"
 

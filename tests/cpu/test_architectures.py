@@ -11,9 +11,9 @@ import pytest
 import torch
 import transformers
 
-from weft.facts import config_json
-from weft.facts.checkpoint import sources
-from weft.facts.parameters import params
+from weft.architectures.parameters import params
+from weft.formats import config_json
+from weft.formats.checkpoint import sources
 
 SMALL = {
     "vocab_size": 320,

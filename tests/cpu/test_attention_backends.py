@@ -25,8 +25,9 @@ from weft.kernels import choose, contest, flashinfer, samples, triton, usable, v
 from weft.kernels.base import Attention, AttentionShape, HeadNorm, Kernels, KVCache
 from weft.kernels.batch import Batch
 from weft.kernels.plain import PlainKernels
-from weft.kernels.triton import attention, trials, tuning
-from weft.planner import backends
+from weft.kernels.triton import attention, tuning
+from weft.plan import backends
+from weft.probes.on_gpu import trials
 from weft.worker import graphs, worker
 
 pytest.importorskip("triton", reason="needs triton, whose kernels do the rest")

@@ -12,10 +12,11 @@ from weft.bench import calibrate
 from weft.bench.calibrate import Load, Subject
 from weft.bench.suite import one_thread
 from weft.bench.synthetic import TINY, of_size
+from weft.cache import cache_dir
 from weft.cli import main
-from weft.facts import calibration, host, speeds
-from weft.facts.cache import cache_dir
+from weft.hardware import calibration, host
 from weft.llm import LLM
+from weft.probes import speeds
 
 SMALL = "--dtype float32 --max-model-len 512 --kv-cache-memory-bytes 16M"
 

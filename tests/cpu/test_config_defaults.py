@@ -11,8 +11,8 @@ import torch
 import transformers
 from transformers import PretrainedConfig
 
-from weft.facts import config_json
-from weft.facts.shape import ModelShape
+from weft.architectures.shape import ModelShape
+from weft.formats import config_json
 
 SIZES = {
     "vocab_size": 320,

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from weft.errors import ConfigError
-from weft.executors import links
-from weft.facts.host import Host
-from weft.facts.topology import Gpu
-from weft.worker.copies import COPIES, difference
+from weft.hardware.host import Host
+from weft.hardware.topology import Gpu
+from weft.probes import links
+from weft.probes.on_gpu.copies import COPIES, difference
 
 CPU = torch.device("cpu")
 SENT = torch.randint(0, 256, (1000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))

@@ -14,12 +14,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.cpu.test_architectures import CASES, SMALL
+from weft.architectures.modules import holds_weights, units
+from weft.architectures.shape import ModelShape
 from weft.errors import ConfigError
-from weft.facts import config_json
-from weft.facts.modules import holds_weights, units
-from weft.facts.shape import ModelShape
-from weft.planner.device_map import Room, Stages, pipeline
-from weft.planner.spread import Load, load_of, spread
+from weft.formats import config_json
+from weft.plan.device_map import Room, Stages, pipeline
+from weft.planner.balance import Load, load_of, spread
 
 FEW = settings(max_examples=60, deadline=None)
 # Layers are larger than embedding and head: then the room that accelerate keeps for the largest is theirs.

@@ -16,7 +16,7 @@ from weft.executors import create
 from weft.executors.base import Executor
 from weft.executors.inline import InlineExecutor
 from weft.executors.processes import ProcessExecutor
-from weft.planner.memory import kv_blocks
+from weft.plan.memory import kv_blocks
 
 KINDS = {"inline": InlineExecutor, "processes": ProcessExecutor}
 WAIT_S = 60  # what a test waits at most for something that comes at once

@@ -12,11 +12,11 @@ from tests.cpu.layouts import logits_of, plan_for
 from tests.cpu.test_weights import SHAPE
 from tests.pure.gguf_files import write_model
 from weft import LLM, SamplingParams
-from weft.facts.checkpoint import resolve, sources
-from weft.facts.gguf_types import type_of
-from weft.facts.parameters import parameters
-from weft.facts.precision import as_held, summed
-from weft.facts.shape import ModelShape
+from weft.architectures.parameters import parameters
+from weft.architectures.shape import ModelShape
+from weft.formats.checkpoint import resolve, sources
+from weft.formats.gguf_types import type_of
+from weft.formats.precision import as_held, summed
 
 PROMPT = list(range(3, 60))
 # Whose rows are whole super-blocks, which layouts cut, and whose are not.

@@ -21,10 +21,10 @@ from tests.cpu.fake_cuda import CUDA, Card, OnCard, the_card  # noqa: F401
 from tests.cpu.importances import INT4, WIDE, importance_by_rank
 from tests.cpu.layouts import plan_for
 from tests.cpu.test_quantised import measured
+from weft.architectures.place import Place, Span
+from weft.architectures.shape import ModelShape
 from weft.comm import Links, Solo
-from weft.facts.checkpoint import resolve, sources, tensors
-from weft.facts.place import Place, Span
-from weft.facts.shape import ModelShape
+from weft.formats.checkpoint import resolve, sources, tensors
 from weft.weights.load import allocate, open_source
 from weft.weights.stored import Stored
 from weft.worker import importance

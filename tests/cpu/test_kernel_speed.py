@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from tests.cpu.kernels import built
-from weft.facts import kernel_speed
-from weft.facts.cpus import HELD, bytes_of
-from weft.facts.kernel_speed import COLS, SOME, Kernels
-from weft.facts.schemes import Scheme
+from weft.formats.schemes import Scheme
+from weft.hardware.cpus import HELD, bytes_of
+from weft.probes import kernel_speed
+from weft.probes.kernel_speed import COLS, SOME, Kernels
 
 
 @pytest.fixture(scope="module")

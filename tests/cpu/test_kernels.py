@@ -12,11 +12,11 @@ import torch
 from tests.cpu.attention import ragged, shaped
 from tests.cpu.kernels import native
 from tests.cpu.programs import has_no_warnings, passes
-from weft.compiled import TYPES, build, load
 from weft.kernels import choose
 from weft.kernels.base import HeadNorm, Kernels, KVCache
 from weft.kernels.batch import Batch
 from weft.kernels.plain import PlainKernels
+from weft.native.compiled import TYPES, build, load
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 

@@ -17,7 +17,7 @@ from tests.cpu import checkpoints, tiny
 from tests.cpu.attention import shaped
 from tests.cpu.launches import Launches
 from weft import LLM, SamplingParams
-from weft.facts.place import Span
+from weft.architectures.place import Span
 from weft.kernels import triton, warm
 from weft.kernels.triton import attention, pointwise, products, tuning
 from weft.quant.quantised import Quantised

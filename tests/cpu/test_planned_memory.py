@@ -13,19 +13,19 @@ from tests.cpu import tiny
 from weft.config import EngineConfig
 from weft.errors import PlanError
 from weft.executors.inline import InlineExecutor
-from weft.facts import host
-from weft.facts.checkpoint import resolve
-from weft.facts.cluster import parse_gpus
-from weft.facts.cpu import CpuSpeed
-from weft.facts.speeds import Speeds
+from weft.formats.checkpoint import resolve
+from weft.hardware import host
+from weft.hardware.cluster import parse_gpus
+from weft.hardware.cpu import CpuSpeed
+from weft.plan.layout import layout
+from weft.plan.memory import Capacity, kv_blocks
+from weft.plan.plan import Plan
 from weft.planner.deployment import Workload, deploy
 from weft.planner.execution import plan_to_run
 from weft.planner.footprint import activation_bytes, footprint
 from weft.planner.forecast import forecast
-from weft.planner.layout import layout
-from weft.planner.memory import Capacity, kv_blocks
-from weft.planner.plan import Plan
 from weft.planner.profiles import profile
+from weft.probes.speeds import Speeds
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "whole": {},

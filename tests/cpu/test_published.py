@@ -16,12 +16,12 @@ from tests.cpu import published
 from tests.cpu.layouts import logits_of, plan_for
 from tests.cpu.published import RECIPES, Recipe
 from weft import LLM, SamplingParams
+from weft.architectures.published import ORDERED
 from weft.errors import ModelError
-from weft.facts.checkpoint import resolve
-from weft.facts.precision import as_held, summed
-from weft.facts.published import ORDERED
-from weft.planner.fills import fills
-from weft.planner.plan import Plan
+from weft.formats.checkpoint import resolve
+from weft.formats.precision import as_held, summed
+from weft.plan.fills import fills
+from weft.plan.plan import Plan
 from weft.quant.quantised import Quantised
 from weft.weights.load import allocate, load
 

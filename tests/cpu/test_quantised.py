@@ -16,15 +16,15 @@ from tests.cpu.matrices import KINDS, random
 from tests.cpu.test_weights import SHAPE, UNEVEN, plan_for
 from tests.pure.gguf_files import write_model
 from weft import LLM, SamplingParams
+from weft.architectures.place import Span
 from weft.errors import ModelError
-from weft.facts.checkpoint import resolve, sources
-from weft.facts.place import Span
-from weft.facts.schemes import SCHEMES, STORED, UNIT, held_as
-from weft.facts.tensor import ENCODINGS
+from weft.formats.checkpoint import resolve, sources
+from weft.formats.schemes import SCHEMES, STORED, UNIT, held_as
+from weft.formats.tensor import ENCODINGS
 from weft.kernels.plain import PlainKernels
-from weft.planner.fills import fills
-from weft.planner.plan import Plan
-from weft.planner.quantization import held_tensors
+from weft.plan.fills import fills
+from weft.plan.plan import Plan
+from weft.plan.quantization import held_tensors
 from weft.quant.quantised import Quantised, pack, unpack
 from weft.quant.rounding import rounded
 from weft.weights import stored

@@ -11,14 +11,14 @@ from tests.cpu.fake_cuda import CUDA, Card, the_card  # noqa: F401
 from tests.cpu.matrices import CPU, KINDS
 from tests.cpu.test_kernels import native
 from tests.pure.costs import cut
-from weft import compiled
-from weft.facts.catalogue import find
-from weft.facts.place import Span
-from weft.facts.schemes import ALL, SCHEMES, Scheme
+from weft.architectures.place import Span
+from weft.formats.catalogue import find
+from weft.formats.schemes import ALL, SCHEMES, Scheme
 from weft.kernels import rounding
 from weft.kernels.base import AttentionShape
 from weft.kernels.native.rounding import NativeRounding, knows, made
-from weft.planner.fills import fills
+from weft.native import compiled
+from weft.plan.fills import fills
 from weft.quant.quantised import Quantised
 from weft.quant.rounding import Rounding, round_into
 from weft.weights.quantised import bands, quantise
@@ -213,7 +213,7 @@ def test_without_a_compiler_torch_rounds(monkeypatch: pytest.MonkeyPatch) -> Non
     def nothing(name: str) -> None:
         raise FileNotFoundError("no C++ compiler was found")
 
-    monkeypatch.setattr("weft.compiled.load", nothing)
+    monkeypatch.setattr("weft.native.compiled.load", nothing)
     weight = weights(torch.float32)
     found, want = made_of(weight, "Q4_1", NativeRounding(torch.bfloat16)), made_of(weight, "Q4_1", round_into)
     for got, part in zip(parts(found), parts(want), strict=True):

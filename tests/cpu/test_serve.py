@@ -23,7 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.cpu import tiny
 from weft.errors import ModelError
-from weft.facts import demo
+from weft.formats import demo
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 # The tiny model makes 500 tokens in 50 ms, too few to do anything meanwhile; 64 times as many take a second.

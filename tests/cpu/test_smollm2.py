@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from weft import LLM, SamplingParams
-from weft.facts.demo import fetch
+from weft.formats.demo import fetch
 
 NEW = 64
 PROMPTS = [

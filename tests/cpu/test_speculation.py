@@ -22,14 +22,14 @@ from weft.core import tables
 from weft.core.speculation import Guesser
 from weft.core.worth import Worth
 from weft.errors import ConfigError, PlanError
-from weft.facts import host
-from weft.facts.checkpoint import resolve
+from weft.formats.checkpoint import resolve
+from weft.hardware import host
 from weft.kernels.batch import Batch
 from weft.models.decoder import Decoder
+from weft.plan.memory import fit_length
+from weft.plan.plan import Plan
+from weft.plan.speculation import draft_plan
 from weft.planner.execution import plan_to_run
-from weft.planner.memory import fit_length
-from weft.planner.plan import Plan
-from weft.planner.speculation import draft_plan
 from weft.worker.sampler import Sampler
 from weft.worker.worker import Worker
 

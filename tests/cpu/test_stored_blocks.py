@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.pure.gguf_files import random_blocks
-from weft.facts.tensor import ENCODINGS
+from weft.formats.tensor import ENCODINGS
 from weft.weights.blocks import BLOCKS, dequantise
 
 

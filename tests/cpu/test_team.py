@@ -11,8 +11,8 @@ from tests.cpu.attention import ragged
 from tests.cpu.kernels import native
 from tests.cpu.programs import passes
 from tests.cpu.test_quantised import random
+from weft.architectures.place import Span
 from weft.comm import Solo
-from weft.facts.place import Span
 from weft.kernels.base import DenseLayer, KVCache
 from weft.kernels.native.matrix import NativeMatrix
 

@@ -66,7 +66,7 @@ def launch_all():
 PRODUCTS = (
     LAUNCHES
     + """
-from weft.facts.place import Span
+from weft.architectures.place import Span
 from weft.quant.quantised import Quantised
 
 dtype = getattr(torch, sys.argv[2])

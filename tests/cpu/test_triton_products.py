@@ -13,8 +13,8 @@ import torch
 from tests.cpu import tiny
 from tests.cpu.matrices import KINDS, random
 from weft import LLM, SamplingParams
-from weft.facts.place import Span
-from weft.facts.schemes import ALL
+from weft.architectures.place import Span
+from weft.formats.schemes import ALL
 from weft.kernels.plain import PlainKernels
 from weft.quant.quantised import unpack
 from weft.worker import worker

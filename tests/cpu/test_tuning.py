@@ -17,13 +17,13 @@ from tests.cpu.attention import shaped
 from tests.cpu.fake_worker import make_plan
 from weft import kernels
 from weft.errors import ConfigError
-from weft.executors.tuning import Raced, Tune, Tuned, tune
 from weft.kernels.base import AttentionShape
-from weft.worker import tuner
+from weft.probes.on_gpu import tuner
+from weft.probes.tuning import Raced, Tune, Tuned, tune
 
 pytest.importorskip("triton", reason="needs triton")
 
-from weft.kernels.triton import kept, trials
+from weft.kernels.triton import kept
 from weft.kernels.triton.tuning import (
     DECODE,
     DECODE_CANDIDATES,
@@ -33,6 +33,7 @@ from weft.kernels.triton.tuning import (
     Tuning,
     Tunings,
 )
+from weft.probes.on_gpu import trials
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter")
 

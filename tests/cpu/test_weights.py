@@ -19,16 +19,16 @@ from safetensors.torch import save_file
 
 from tests.pure.gguf_files import ggml_name, interleave, write_model
 from tests.pure.shapes import layouts
+from weft.architectures.parameters import parameter_dims, rank_parameters
+from weft.architectures.place import Place, Span
+from weft.architectures.shape import DTYPE_BYTES, ModelShape
 from weft.errors import ModelError
-from weft.facts import demo
-from weft.facts.checkpoint import resolve, sources, tensors
-from weft.facts.parameters import parameter_dims, rank_parameters
-from weft.facts.place import Place, Span
-from weft.facts.shape import DTYPE_BYTES, ModelShape
-from weft.facts.tensor import ENCODINGS, TensorInfo
-from weft.planner.fills import fills
-from weft.planner.place import places
-from weft.planner.plan import Plan
+from weft.formats import demo
+from weft.formats.checkpoint import resolve, sources, tensors
+from weft.formats.tensor import ENCODINGS, TensorInfo
+from weft.plan.fills import fills
+from weft.plan.places import places
+from weft.plan.plan import Plan
 from weft.weights import stored
 from weft.weights.blocks import BLOCKS
 from weft.weights.load import load

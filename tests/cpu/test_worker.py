@@ -14,19 +14,19 @@ from msgspec.structs import replace
 
 from tests.cpu import tiny
 from tests.cpu.attention import shaped
+from weft.architectures.shape import Rope
 from weft.comm import Links, Solo
 from weft.config import EngineConfig
-from weft.facts import host
-from weft.facts.checkpoint import resolve
-from weft.facts.shape import Rope
+from weft.formats.checkpoint import resolve
+from weft.hardware import host
 from weft.kernels import choose
 from weft.kernels.base import Kernels, Product
 from weft.layers import rope
 from weft.models.decoder import Decoder
-from weft.planner import memory
-from weft.planner.layout import layout
-from weft.planner.memory import LOGITS_BYTES
-from weft.planner.plan import Plan, Speculation
+from weft.plan import memory
+from weft.plan.layout import layout
+from weft.plan.memory import LOGITS_BYTES
+from weft.plan.plan import Plan, Speculation
 from weft.worker import worker as worker_module
 from weft.worker.sampler import Order, Sampler
 from weft.worker.worker import Worker

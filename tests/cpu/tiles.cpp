@@ -1,4 +1,4 @@
-// What kernels/native/cpp/tiles.h promises. Prints what it breaks first and fails.
+// What native/cpp/tiles.h promises. Prints what it breaks first and fails.
 #include "tiles.h"
 
 #include <cstdio>

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from fake_worker import FakeWorker
 
 from weft.comm import Links, symmetric, trial
-from weft.planner.memory import Capacity
-from weft.planner.plan import Plan
+from weft.plan.memory import Capacity
+from weft.plan.plan import Plan
 
 HERE = "trial_worker:TrialWorker"
 PATIENCE = timedelta(seconds=1.9)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weft.executors import links
-from weft.facts.host import probe
-from weft.facts.machine import this_machine
-from weft.facts.speeds import Speeds, sound
+from weft.hardware.host import probe
+from weft.probes import links
+from weft.probes.machine import this_machine
+from weft.probes.speeds import Speeds, sound
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU on this machine")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.cpu.matrices import KINDS, random
-from weft.facts.place import Span
+from weft.architectures.place import Span
 from weft.kernels.triton import made, products
 from weft.quant.quantised import Quantised
 

@@ -60,7 +60,8 @@ def test_sizes_are_measured_kept_and_used(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     pytest.importorskip("triton", reason="needs triton")
-    from weft.kernels.triton import kept, trials
+    from weft.kernels.triton import kept
+    from weft.probes.on_gpu import trials
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     shape = shaped(torch.bfloat16, 128, 16, 8, rows=64, length=2048, tokens=2048)

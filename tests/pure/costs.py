@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from weft.facts.cluster import Cluster, parse_gpus
-from weft.facts.shape import ModelShape
+from weft.architectures.shape import ModelShape
+from weft.hardware.cluster import Cluster, parse_gpus
 from weft.planner.cost import Prediction, predict
 from weft.planner.deployment import Layout, Workload, deploy
 from weft.planner.profiles import profile

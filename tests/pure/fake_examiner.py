@@ -7,7 +7,7 @@ import signal
 import sys
 
 from weft.executors.launch import Parent
-from weft.executors.links import Begun, Ended, Examine, GpuResult, PairResult
+from weft.probes.links import Begun, Ended, Examine, GpuResult, PairResult
 
 
 def main(descriptor: int, lifeline: int) -> None:

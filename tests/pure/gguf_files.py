@@ -9,10 +9,10 @@ from typing import Any
 import gguf
 import numpy as np
 
-from weft.facts.checkpoint import sources
-from weft.facts.gguf_names import LAYER_MODULES, MODULES
-from weft.facts.shape import ModelShape
-from weft.facts.tensor import ENCODINGS
+from weft.architectures.shape import ModelShape
+from weft.formats.checkpoint import sources
+from weft.formats.gguf_names import LAYER_MODULES, MODULES
+from weft.formats.tensor import ENCODINGS
 
 GGML = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
 OWN_NAMES = {theirs: own for own, theirs in (MODULES | LAYER_MODULES).items()}

@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from tests.pure.shapes import SMOLLM2
+from weft.architectures.shape import ModelShape
 from weft.config import EngineConfig
-from weft.facts import catalogue
-from weft.facts.checkpoint import Checkpoint
-from weft.facts.cpu import CpuSpeed
-from weft.facts.host import Host
-from weft.facts.shape import ModelShape
-from weft.facts.speeds import Speeds
-from weft.facts.topology import Gpu
+from weft.formats import catalogue
+from weft.formats.checkpoint import Checkpoint
+from weft.hardware.cpu import CpuSpeed
+from weft.hardware.host import Host
+from weft.hardware.topology import Gpu
+from weft.plan.layout import layout
+from weft.plan.plan import Plan
 from weft.planner.forecast import Forecast, forecast
-from weft.planner.layout import layout
-from weft.planner.plan import Plan
+from weft.probes.speeds import Speeds
 
 CARDS = {  # memory in MiB, compute capability
     "NVIDIA GeForce RTX 4090": (24564, (8, 9)),

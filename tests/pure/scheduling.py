@@ -15,7 +15,7 @@ from weft.core.params import SamplingParams
 from weft.core.request import Output, Request
 from weft.core.scheduler import Scheduler
 from weft.core.step import StepPlan
-from weft.planner.plan import Draft, Speculation
+from weft.plan.plan import Draft, Speculation
 
 LIMITS: dict[str, Any] = {
     "num_blocks": 64,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from weft.facts.parameters import ARCHITECTURES, RUNNABLE
-from weft.facts.shape import Experts, Latent, ModelShape
+from weft.architectures.parameters import ARCHITECTURES, RUNNABLE
+from weft.architectures.shape import Experts, Latent, ModelShape
 
 SMOLLM2 = ModelShape(
     architecture="LlamaForCausalLM",

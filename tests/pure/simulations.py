@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from weft.facts.catalogue import find
-from weft.facts.cluster import parse_gpus
+from weft.formats.catalogue import find
 from weft.gateway.policy import LeastConnections
+from weft.hardware.cluster import parse_gpus
 from weft.planner.deployment import deploy
 from weft.planner.profiles import profile
 from weft.planner.replica import replicas

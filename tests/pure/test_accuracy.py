@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.pure.measured import LIMITS, Case, cases, layouts_compared, mean_errors, ranking_error
-from weft.facts.catalogue import find
-from weft.facts.cluster import parse_gpus
+from weft.formats.catalogue import find
+from weft.hardware.cluster import parse_gpus
 from weft.planner.answer import bands
 from weft.planner.cost import Prediction, predict
 from weft.planner.deployment import Workload, deploy

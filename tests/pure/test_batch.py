@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.pure.costs import cut
-from weft.facts.catalogue import find
-from weft.facts.cluster import Cluster, Node, parse_gpus
-from weft.facts.gpus import find_gpu
+from weft.formats.catalogue import find
+from weft.hardware.cluster import Cluster, Node, parse_gpus
+from weft.hardware.gpus import find_gpu
 from weft.planner.batch import FULL, KV_SHARE, Choice, choices, chosen
 from weft.planner.deployment import Workload
 from weft.planner.footprint import ReplicaMemory, footprint

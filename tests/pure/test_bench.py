@@ -21,9 +21,9 @@ from weft.cli import bench, engine, main
 from weft.client.outputs import CompletionOutput, Metrics, RequestOutput
 from weft.config import EngineConfig
 from weft.errors import ConfigError, WeftError
-from weft.facts.cpu import CpuSpeed
-from weft.facts.speeds import Speeds
+from weft.hardware.cpu import CpuSpeed
 from weft.planner.forecast import Forecast, forecast
+from weft.probes.speeds import Speeds
 
 
 @given(seed=st.integers(0, 2**32), low=st.integers(1, 40), more=st.integers(0, 40), count=st.integers(1, 9))

@@ -15,33 +15,35 @@ from hypothesis import strategies as st
 
 from tests.pure.commands import parsed
 from tests.pure.shapes import SMOLLM2
+from weft.architectures.place import Span
+from weft.architectures.shape import ModelShape
 from weft.bench import calibrate, fit
 from weft.bench.calibrate import LOADS, Load, Point
 from weft.bench.fit import QUANTISED, WIDTHS, Planned
 from weft.bench.synthetic import LONGEST, Synthetic, of_size
+from weft.cache import tell_damaged
 from weft.cli import bench_calibrate, main
 from weft.cli.parser import UsageError
 from weft.client.outputs import CompletionOutput, Metrics, RequestOutput
 from weft.errors import ConfigError, WeftError
-from weft.executors.tuning import Raced, Tuned
-from weft.facts import calibration, config_json, fields, host, speeds
-from weft.facts.cache import tell_damaged
-from weft.facts.calibration import Calibration, Measured
-from weft.facts.cluster import Cluster, Node, parse_gpus
-from weft.facts.cpu import Cpu, CpuSpeed
-from weft.facts.gpus import GpuSpec, find_gpu
-from weft.facts.host import Host
-from weft.facts.machine import this_machine
-from weft.facts.place import Span
-from weft.facts.precision import weight_bytes
-from weft.facts.schemes import MADE
-from weft.facts.shape import ModelShape
-from weft.facts.speeds import Speeds
+from weft.formats import config_json, fields
+from weft.formats.precision import weight_bytes
+from weft.formats.schemes import MADE
+from weft.hardware import calibration, host
+from weft.hardware.calibration import Calibration, Measured
+from weft.hardware.cluster import Cluster, Node, parse_gpus
+from weft.hardware.cpu import Cpu, CpuSpeed
+from weft.hardware.gpus import GpuSpec, find_gpu
+from weft.hardware.host import Host
 from weft.planner.profiles import LEAST_ERROR, calibrated, profile
 from weft.planner.question import Question
 from weft.planner.roofline import Rank
 from weft.planner.search import engine_profile, search
 from weft.planner.work import Product
+from weft.probes import speeds
+from weft.probes.machine import this_machine
+from weft.probes.speeds import Speeds
+from weft.probes.tuning import Raced, Tuned
 
 HOST = Host(
     hostname="here",
@@ -169,8 +171,8 @@ class FakeLLM:
 
     def __init__(self, **said: Any) -> None:
         from weft.config import EngineConfig
-        from weft.facts.checkpoint import Checkpoint
-        from weft.planner.layout import layout
+        from weft.formats.checkpoint import Checkpoint
+        from weft.plan.layout import layout
 
         self.asked: list[Load] = []
         model = Checkpoint(model="m", path=Path(), format="dummy", shape=SMOLLM2, generation={})

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from weft.architectures.kv import kv_bytes, kv_bytes_per_token, layer_bytes_per_token
+from weft.architectures.parameters import params
 from weft.errors import ModelError
-from weft.facts import catalogue
-from weft.facts.kv import kv_bytes, kv_bytes_per_token, layer_bytes_per_token
-from weft.facts.parameters import params
-from weft.facts.precision import NAMES, canonical, weight_bytes
-from weft.planner.place import places
+from weft.formats import catalogue
+from weft.formats.precision import NAMES, canonical, weight_bytes
+from weft.plan.places import places
 
 DATA = Path(__file__).parents[1] / "data"
 

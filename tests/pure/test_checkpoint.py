@@ -15,10 +15,10 @@ from huggingface_hub import errors
 from safetensors.numpy import save_file
 
 from tests.pure.gguf_files import write_model
+from weft.architectures.shape import ModelShape, Rope
 from weft.errors import ConfigError, ModelError
-from weft.facts import demo
-from weft.facts.checkpoint import Checkpoint, resolve, sources
-from weft.facts.shape import ModelShape, Rope
+from weft.formats import demo
+from weft.formats.checkpoint import Checkpoint, resolve, sources
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from weft.errors import ConfigError
-from weft.facts import catalogue
-from weft.facts.cluster import parse_gpus
+from weft.formats import catalogue
+from weft.hardware.cluster import parse_gpus
 from weft.planner.claims import Claim, Verdict, judge, parse
 
 

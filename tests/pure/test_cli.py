@@ -30,10 +30,10 @@ from weft.client.vllm import Foreign, foreign, short_forms
 from weft.config import EngineConfig
 from weft.core.params import SamplingParams
 from weft.errors import Cause, ConfigError, EngineError, ModelError
-from weft.facts.checkpoint import Checkpoint
-from weft.facts.host import Host
-from weft.facts.topology import Gpu
-from weft.planner.layout import layout
+from weft.formats.checkpoint import Checkpoint
+from weft.hardware.host import Host
+from weft.hardware.topology import Gpu
+from weft.plan.layout import layout
 from weft.serving.options import ServeOptions
 
 

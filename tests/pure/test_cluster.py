@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.errors import ConfigError
-from weft.facts.cluster import parse, parse_gpus, parse_nodes
-from weft.facts.gpus import GpuSpec, gpus
+from weft.hardware.cluster import parse, parse_gpus, parse_nodes
+from weft.hardware.gpus import GpuSpec, gpus
 
 
 def names(spec: str) -> list[str]:

@@ -16,10 +16,9 @@ import msgspec
 import pytest
 
 from tests.pure.machines import plan
-from weft import compiled
+from weft.cache import distrust
 from weft.executors.ranks import compile_ahead
-from weft.facts import library
-from weft.facts.cache import distrust
+from weft.native import compiled, library
 
 # Notes each call, and writes what it was asked for where that is wanted.
 FAKE = """#!/bin/sh
@@ -125,7 +124,7 @@ def test_what_a_killed_process_left_is_cleared_away(
 SLOW = FAKE.replace("sleep {seconds}", 'while [ -e "$(dirname $0)/slow" ]; do sleep 0.05; done')
 BUILD = """
 import logging, sys
-from weft import compiled
+from weft.native import compiled
 logging.basicConfig(format="%(message)s")
 compiled.TELL_AFTER_S, compiled.PATIENCE_S = map(float, sys.argv[1:])
 print(compiled.build("bfloat16"))

@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from weft.architectures.shape import Experts, ModelShape, Rope
 from weft.errors import ModelError
-from weft.facts import config_json
-from weft.facts.fields import Fields
-from weft.facts.shape import Experts, ModelShape, Rope
+from weft.formats import config_json
+from weft.formats.fields import Fields
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

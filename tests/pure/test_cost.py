@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.pure.costs import cut, speed
+from weft.architectures.shape import ModelShape
 from weft.errors import ConfigError
-from weft.facts import kernels, links
-from weft.facts.catalogue import find
-from weft.facts.cluster import Cluster, Node, parse_gpus, parse_nodes
-from weft.facts.gpus import find_gpu, gpus
-from weft.facts.precision import weight_bytes
-from weft.facts.shape import ModelShape
+from weft.formats.catalogue import find
+from weft.formats.precision import weight_bytes
+from weft.hardware import kernel_shares, links
+from weft.hardware.cluster import Cluster, Node, parse_gpus, parse_nodes
+from weft.hardware.gpus import find_gpu, gpus
 from weft.planner.cost import predict
 from weft.planner.deployment import Workload
 from weft.planner.footprint import footprint
@@ -249,15 +249,15 @@ def test_ranks_between_the_tabled_ones_lie_between() -> None:
 
 def test_every_gpu_of_the_catalogue_has_kernels_and_links() -> None:
     for gpu in gpus():
-        found = kernels.kernels_of(gpu)
+        found = kernel_shares.kernels_of(gpu)
         shares = found.weights, found.matmul, found.decode_attention, found.prefill_attention
         assert all(0 < share < 1 for share in shares)
         assert links.all_reduce(gpu, "pcie", 2, 1e9, True).s_per_byte > 0
 
 
 def test_h20_is_not_taken_for_an_h200() -> None:
-    assert kernels.kernels_of(find_gpu("H20")).weights < kernels.kernels_of(find_gpu("H200")).weights
-    assert "H200" in kernels.kernels_of(find_gpu("H200 NVL")).gpu
+    assert kernel_shares.kernels_of(find_gpu("H20")).weights < kernel_shares.kernels_of(find_gpu("H200")).weights
+    assert "H200" in kernel_shares.kernels_of(find_gpu("H200 NVL")).gpu
 
 
 @pytest.mark.parametrize("engine", engines())

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.pure.commands import weft, weft_json
 from weft.cli import main
-from weft.facts.api_prices import Usage, quote, quotes, stated
+from weft.planner.api_prices import Usage, quote, quotes, stated
 from weft.planner.economics import Fleet, cheapest, mix, whole
 
 LLAMA = ["cost", "Llama-3.1-8B-Instruct", "--gpus", "2xL40S", "--price", "0.9"]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from weft.facts import cpu
-from weft.facts.cpu import NumaNode, last_cache_bytes, numbers
+from weft.hardware import cpu
+from weft.hardware.cpu import NumaNode, last_cache_bytes, numbers
 
 KIB = 1024
 
@@ -97,7 +97,7 @@ def test_what_cores_have_worked(tmp_path: Path) -> None:
 
 
 def test_whether_others_compute(monkeypatch: pytest.MonkeyPatch) -> None:
-    from weft.facts import cpu_speed
+    from weft.probes import cpu_speed
 
     monkeypatch.setattr(cpu_speed, "measure", lambda *_: cpu.CpuSpeed(1.0, 1.0))
     for worked, load, busy in (([0.0, 9.0], 0.0, True), ([5.0, 5.0], 9.0, False), ([None, None], 0.9, True)):

@@ -16,23 +16,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.pure.shapes import SMOLLM2
+from weft.architectures.shape import Experts, ModelShape
 from weft.bench.predicted import predicted
 from weft.cli.hardware_view import own_kernels
 from weft.config import EngineConfig
-from weft.facts import config_json, cpus, fields, hardware_file, kernel_speed, library, speeds
-from weft.facts.checkpoint import Checkpoint
-from weft.facts.cluster import Cluster, Node
-from weft.facts.cpu import TOKENS, Cpu, CpuSpeed, KernelSpeed, ProductSpeed
-from weft.facts.gpus import GpuSpec
-from weft.facts.host import Host, probe
-from weft.facts.machine import cpu_spec, part
-from weft.facts.shape import Experts, ModelShape
-from weft.facts.speeds import Speeds
+from weft.formats import config_json, fields
+from weft.formats.checkpoint import Checkpoint
+from weft.hardware import cpus, hardware_file
+from weft.hardware.cluster import Cluster, Node
+from weft.hardware.cpu import TOKENS, Cpu, CpuSpeed, KernelSpeed, ProductSpeed
+from weft.hardware.gpus import GpuSpec
+from weft.hardware.host import Host, probe
+from weft.native import library
+from weft.plan.layout import layout
 from weft.planner.forecast import Forecast, forecast
-from weft.planner.layout import layout
 from weft.planner.profiles import MEASURED_ERROR, calibrated, profile
 from weft.planner.roofline import Rank, line
 from weft.planner.work import Product
+from weft.probes import kernel_speed, speeds
+from weft.probes.machine import cpu_spec, part
+from weft.probes.speeds import Speeds
 
 TABLE = json.loads((Path(__file__).parents[1] / "data/cpu_speeds.json").read_text())["cases"]
 FAR = 0.25

@@ -12,8 +12,8 @@ import pytest
 
 from tests.pure.fake_nvml import Card, FakeNvml, sliced
 from weft.executors import processes
-from weft.facts import cuda
-from weft.facts.host import probe
+from weft.hardware import cuda
+from weft.hardware.host import probe
 
 SLOW, FAST = Card("NVIDIA GeForce RTX 3060", "0000:01:00.0"), Card("NVIDIA GeForce RTX 4090", "0000:41:00.0")
 OTHERWISE = {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}

@@ -17,7 +17,7 @@ from threading import Barrier
 import pytest
 
 from weft.errors import ModelError
-from weft.facts import demo
+from weft.formats import demo
 
 CONTENT = b"GGUF" + bytes(range(256)) * 64
 KEPT = Path(demo.MEMBER).name

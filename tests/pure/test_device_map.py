@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.pure.shapes import shapes
+from weft.architectures.modules import holds_weights, units
+from weft.architectures.shape import ModelShape
 from weft.errors import ConfigError
-from weft.facts import catalogue
-from weft.facts.modules import holds_weights, units
-from weft.facts.shape import ModelShape
-from weft.planner.device_map import Device, Room, Stages, device, pipeline
-from weft.planner.placement import check_flags, check_stages, modules_of, unit_bytes
+from weft.formats import catalogue
+from weft.plan.device_map import Device, Room, Stages, device, pipeline
+from weft.plan.placement import check_flags, check_stages, modules_of, unit_bytes
 
 LLAMA = catalogue.find("Llama-3.1-8B").shape
 TIED = catalogue.find("Llama-3.2-1B").shape
@@ -178,7 +178,7 @@ def test_what_lies_off_the_gpus_has_its_price() -> None:
 
 
 def test_bytes_of_parts_add_up() -> None:
-    from weft.facts.precision import weight_bytes
+    from weft.formats.precision import weight_bytes
 
     for shape in (LLAMA, TIED, MIXTRAL, GPT2):
         for precision in ("bf16", "int4", "q4_k_m"):

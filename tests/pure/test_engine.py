@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.pure.ranks import Ranks, expected
+from weft.architectures.shape import ModelShape
 from weft.config import EngineConfig
 from weft.core.blocks import BlockPool
 from weft.core.engine import EngineCore
@@ -16,9 +17,8 @@ from weft.core.request import Output, Request
 from weft.core.scheduler import Scheduler
 from weft.core.step import StepPlan, StepResult
 from weft.errors import Cause, EngineError, QueueFullError
-from weft.facts.shape import ModelShape
-from weft.planner.place import places
-from weft.planner.plan import Plan
+from weft.plan.places import places
+from weft.plan.plan import Plan
 
 SIZES = {"num_blocks": 20, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 16}
 

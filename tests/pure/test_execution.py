@@ -16,16 +16,16 @@ from tests.pure.commands import parsed, weft, weft_json
 from tests.pure.machines import FOUR, H100, NOTHING, SIX, T4, THREE, checkpoint, host, rig
 from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError, WeftError
-from weft.facts.cpu import CpuSpeed
-from weft.facts.host import Host
-from weft.facts.machine import this_machine
-from weft.facts.schemes import MADE
-from weft.facts.topology import Holder
+from weft.formats.schemes import MADE
+from weft.hardware.cpu import CpuSpeed
+from weft.hardware.host import Host
+from weft.hardware.topology import Holder
+from weft.plan.layout import layout
+from weft.plan.plan import Plan
 from weft.planner import execution, plan_file
 from weft.planner.execution import plan_to_run
-from weft.planner.layout import layout
-from weft.planner.plan import Plan
 from weft.planner.search import search
+from weft.probes.machine import this_machine
 
 
 def run(model: str, where: Host, **flags: Any) -> Plan:
@@ -35,15 +35,15 @@ def run(model: str, where: Host, **flags: Any) -> Plan:
 
 def told(model: str, where: Host, monkeypatch: pytest.MonkeyPatch, *words: str) -> dict[str, Any]:
     """What weft plan MODEL WORDS --json says on that machine."""
-    monkeypatch.setattr("weft.facts.host.probe", lambda *_: where)
-    monkeypatch.setattr("weft.facts.speeds.known", lambda _: NOTHING)
-    monkeypatch.setattr("weft.facts.speeds.cpu_speed", lambda *_, **__: CpuSpeed(40e9, 0.3e12))
+    monkeypatch.setattr("weft.hardware.host.probe", lambda *_: where)
+    monkeypatch.setattr("weft.probes.speeds.known", lambda _: NOTHING)
+    monkeypatch.setattr("weft.probes.speeds.cpu_speed", lambda *_, **__: CpuSpeed(40e9, 0.3e12))
     return weft_json("plan", model, *words)[1]
 
 
 @pytest.fixture(autouse=True)
 def nothing_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.facts.speeds.known", lambda _: NOTHING)
+    monkeypatch.setattr("weft.probes.speeds.known", lambda _: NOTHING)
 
 
 # --- by itself ---

@@ -17,13 +17,13 @@ from tests.pure.exports import emit, flags, run
 from tests.pure.fake_nvml import sliced, two_consumer_cards
 from weft.export.infernet_config import known, plain, read, vram_tier
 from weft.export.targets import TARGETS
-from weft.facts import cuda
-from weft.facts.catalogue import entries
-from weft.facts.cluster import Cluster, Node, parse_gpus
-from weft.facts.gpus import GpuSpec
-from weft.facts.host import probe
-from weft.facts.machine import this_machine
-from weft.facts.speeds import Speeds
+from weft.formats.catalogue import entries
+from weft.hardware import cuda
+from weft.hardware.cluster import Cluster, Node, parse_gpus
+from weft.hardware.gpus import GpuSpec
+from weft.hardware.host import probe
+from weft.probes.machine import this_machine
+from weft.probes.speeds import Speeds
 
 SMALL = "Qwen3-8B --gpus 1xRTX4090"
 BOOK = {

@@ -16,10 +16,10 @@ import pytest
 import yaml
 
 from tests.pure.exports import VLLM, emit, flags, parts, plans
-from weft.facts.cluster import Cluster, Node, parse_gpus
-from weft.facts.cpu import CpuSpeed
-from weft.facts.host import Host
-from weft.facts.machine import cpu_spec
+from weft.hardware.cluster import Cluster, Node, parse_gpus
+from weft.hardware.cpu import CpuSpeed
+from weft.hardware.host import Host
+from weft.probes.machine import cpu_spec
 
 DATA = Path(__file__).parents[1] / "data"
 

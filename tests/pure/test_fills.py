@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 
 from tests.pure.shapes import SMOLLM2, layouts
-from weft.facts.axes import Axis, axis_length, owned
-from weft.facts.parameters import parameter_dims, parameters, rank_parameters
-from weft.facts.place import Place, Span
-from weft.facts.shape import DTYPE_BYTES, ModelShape
-from weft.planner.fills import Fill, fills, weight_bytes
-from weft.planner.place import places
+from weft.architectures.axes import Axis, axis_length, owned
+from weft.architectures.parameters import parameter_dims, parameters, rank_parameters
+from weft.architectures.place import Place, Span
+from weft.architectures.shape import DTYPE_BYTES, ModelShape
+from weft.plan.fills import Fill, fills, weight_bytes
+from weft.plan.places import places
 
 Layout = tuple[ModelShape, tuple[float, ...], tuple[int, ...]]
 EMBED = "model.embed_tokens.weight"

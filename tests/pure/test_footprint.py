@@ -7,16 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.facts.catalogue import find
-from weft.facts.cluster import Cluster, Node, parse_gpus
-from weft.facts.gpus import find_gpu
-from weft.facts.kv import kv_bytes_per_token
-from weft.facts.precision import weight_bytes
-from weft.facts.shape import ModelShape
+from weft.architectures.kv import kv_bytes_per_token
+from weft.architectures.shape import ModelShape
+from weft.formats.catalogue import find
+from weft.formats.precision import weight_bytes
+from weft.hardware.cluster import Cluster, Node, parse_gpus
+from weft.hardware.gpus import find_gpu
+from weft.plan.memory import LOGITS_BYTES
 from weft.planner.batch import Choice, chosen
 from weft.planner.deployment import Layout, Workload, deploy
 from weft.planner.footprint import BLOCK, Footprint, footprint
-from weft.planner.memory import LOGITS_BYTES
 from weft.planner.profiles import engines, profile
 
 GIB = 1 << 30

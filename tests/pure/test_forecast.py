@@ -13,8 +13,10 @@ from tests.pure.machines import FOUR, NOTHING, SIX, THREE, checkpoint, expected,
 from tests.pure.worlds import World
 from weft.client.outputs import CompletionOutput, Metrics, RequestOutput
 from weft.config import EngineConfig
-from weft.facts.host import Host
-from weft.facts.machine import this_machine
+from weft.hardware.host import Host
+from weft.plan.layout import layout
+from weft.plan.memory import Capacity
+from weft.plan.plan import Plan
 from weft.planner import execution
 from weft.planner.execution import plan_to_run
 from weft.planner.forecast import (
@@ -28,10 +30,8 @@ from weft.planner.forecast import (
     predicted_json,
     started,
 )
-from weft.planner.layout import layout
-from weft.planner.memory import Capacity
-from weft.planner.plan import Plan
 from weft.planner.search import search
+from weft.probes.machine import this_machine
 from weft.serving.foreseen import MANY, Foreseen
 
 

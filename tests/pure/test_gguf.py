@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from tests.pure.gguf_files import Stored, random_blocks, write
 from weft.errors import ModelError
-from weft.facts import gguf
-from weft.facts.tensor import ENCODINGS
+from weft.formats import gguf
+from weft.formats.tensor import ENCODINGS
 
 METADATA = {
     "small": 7,

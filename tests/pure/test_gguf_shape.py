@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from tests.pure.gguf_files import GGML, metadata_of, write, write_model
+from weft.architectures.shape import Experts, Latent, ModelShape, Rope
 from weft.errors import ModelError
-from weft.facts import gguf, gguf_shape
-from weft.facts.checkpoint import resolve, sources
-from weft.facts.shape import Experts, Latent, ModelShape, Rope
+from weft.formats import gguf, gguf_shape
+from weft.formats.checkpoint import resolve, sources
 
 LLAMA = ModelShape(
     architecture="LlamaForCausalLM",

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from weft.errors import ConfigError
-from weft.facts.gpus import find_gpu, gpus, spec_of
-from weft.facts.topology import Clocks, Gpu
+from weft.hardware.gpus import find_gpu, gpus, spec_of
+from weft.hardware.topology import Clocks, Gpu
 
 TABLE = Path(__file__).parents[1] / "data/gpus.csv"
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.pure.ranks import expected
 from tests.pure.scheduling import DRAFT, LIMITS, Engine, request
 from weft.core.speculation import Guesser
-from weft.planner.plan import Speculation
+from weft.plan.plan import Speculation
 
 
 def test_right_guesses_save_steps_and_change_nothing() -> None:

@@ -13,12 +13,13 @@ from tests.pure.commands import weft, weft_json
 from tests.pure.machines import FOUR, NOTHING, checkpoint, expected, rig
 from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError
-from weft.facts.host import Host
-from weft.planner import execution, speculation
+from weft.hardware.host import Host
+from weft.plan import speculation
+from weft.plan.memory import LOGITS_BYTES
+from weft.plan.plan import Draft, Plan, Speculation
+from weft.planner import execution
 from weft.planner.execution import plan_to_run
 from weft.planner.forecast import answered, crowded, forecast, predicted_json
-from weft.planner.memory import LOGITS_BYTES
-from weft.planner.plan import Draft, Plan, Speculation
 
 NGRAM, DRAFT = '{"method": "ngram"}', '{"model": "Qwen3-0.6B"}'
 VOCAB = 151936  # of Qwen3
@@ -32,7 +33,7 @@ def no_files(monkeypatch: pytest.MonkeyPatch) -> None:
         return Draft(model=model, checkpoint="", load_format="dummy", shape=checkpoint(model).shape)
 
     monkeypatch.setattr(execution, "fetched", fetched)
-    monkeypatch.setattr("weft.facts.speeds.known", lambda _: NOTHING)
+    monkeypatch.setattr("weft.probes.speeds.known", lambda _: NOTHING)
 
 
 def ranks(*words: str) -> list[dict[str, Any]]:
@@ -133,7 +134,7 @@ def run(where: Host, **flags: Any) -> Plan:
 
 def test_an_engine_holds_what_was_planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     where = rig(FOUR)
-    monkeypatch.setattr("weft.facts.host.probe", lambda *_: where)
+    monkeypatch.setattr("weft.hardware.host.probe", lambda *_: where)
     told = weft_json("plan", "Qwen3-8B", "-sc", DRAFT)[1]
     plan = run(where, speculative_config=json.loads(DRAFT))
     assert plan.max_num_batched_tokens == told["best"]["max_num_batched_tokens"] and not plan.lookahead
@@ -155,7 +156,7 @@ def test_an_engine_holds_what_was_planned(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 def test_a_file_says_how_many_requests_run_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     where = rig(FOUR)
-    monkeypatch.setattr("weft.facts.host.probe", lambda *_: where)
+    monkeypatch.setattr("weft.hardware.host.probe", lambda *_: where)
     file = tmp_path / "plan.json"
     file.write_text(json.dumps(weft_json("plan", "Qwen3-8B", "--max-num-seqs", "8")[1]))
     for said in ({}, {"max_num_seqs": 8}):

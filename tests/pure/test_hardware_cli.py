@@ -12,12 +12,12 @@ import pytest
 from tests.pure.commands import weft
 from tests.pure.fake_nvml import GIB, FakeNvml, bridged, eight_h100, old_driver, sliced, two_consumer_cards
 from weft.errors import ConfigError
-from weft.executors import links
-from weft.facts import host, nvml, speeds
-from weft.facts.cpu import Cpu, CpuSpeed, NumaNode
-from weft.facts.hardware_file import read
-from weft.facts.host import Host
-from weft.facts.speeds import GpuSpeed, PairSpeed
+from weft.hardware import host, nvml
+from weft.hardware.cpu import Cpu, CpuSpeed, NumaNode
+from weft.hardware.hardware_file import read
+from weft.hardware.host import Host
+from weft.probes import links, speeds
+from weft.probes.speeds import GpuSpeed, PairSpeed
 
 Run = Callable[..., tuple[int, str, str]]
 CPU = Cpu(

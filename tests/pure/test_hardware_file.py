@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.errors import ConfigError
-from weft.facts.cluster import Cluster, Link, Node, parse_gpus, parse_nodes
-from weft.facts.gpus import PCIE_BPS, GpuSpec, find_gpu, gpus
-from weft.facts.hardware_file import is_file, read, write
+from weft.hardware.cluster import Cluster, Link, Node, parse_gpus, parse_nodes
+from weft.hardware.gpus import PCIE_BPS, GpuSpec, find_gpu, gpus
+from weft.hardware.hardware_file import is_file, read, write
 
 Told = Callable[[str], Cluster]
 EXAMPLE = Path(__file__).parents[2] / "docs/hardware.md"

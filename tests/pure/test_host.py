@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from weft.facts import host
-from weft.facts.host import cpu_quota, memory, probe, usable_cores
+from weft.hardware import host
+from weft.hardware.host import cpu_quota, memory, probe, usable_cores
 
 MEMINFO = "MemTotal:       16000 kB\nMemFree:         4000 kB\nMemAvailable:    8000 kB\nHugePages_Total:       0\n"
 KIB = 1024

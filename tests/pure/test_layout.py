@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from tests.pure.machines import gpu, host, plan
 from tests.pure.shapes import SMOLLM2, shapes
+from weft.architectures.shape import ModelShape
 from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError, WeftError
-from weft.facts.host import Host
-from weft.facts.shape import ModelShape
-from weft.facts.topology import Holder
-from weft.planner.backends import GPU_BACKENDS
-from weft.planner.layout import stage_layers
-from weft.planner.plan import Plan
+from weft.hardware.host import Host
+from weft.hardware.topology import Holder
+from weft.plan.backends import GPU_BACKENDS
+from weft.plan.layout import stage_layers
+from weft.plan.plan import Plan
 
 
 def refusal(*words: str, where: Host | None = None, shape: ModelShape = SMOLLM2, **flags: Any) -> None:
@@ -114,8 +114,8 @@ def test_no_other_split_has_a_faster_slowest_stage(shape: ModelShape, stages: in
 
 def plan_bytes(shape: ModelShape, layers: int) -> int:
     """Bytes of a model of that shape with so many layers, in 16 bits."""
-    from weft.planner.fills import weight_bytes
-    from weft.planner.place import places
+    from weft.plan.fills import weight_bytes
+    from weft.plan.places import places
 
     shape = msgspec.structs.replace(shape, layers=layers)
     return weight_bytes(shape, places(shape, [1.0], [layers])[0], "float16")

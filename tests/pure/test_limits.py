@@ -16,8 +16,9 @@ from tests.pure.test_config_json import LLAMA, shape
 from weft import logs
 from weft.cli.dispatch import dispatch
 from weft.errors import ConfigError, ModelError, RequestError, printable
-from weft.facts import cluster, config_json, limits, safetensors
-from weft.planner.memory import capacity_lines
+from weft.formats import config_json, limits, safetensors
+from weft.hardware import cluster
+from weft.plan.memory import capacity_lines
 from weft.text import folder, template
 
 

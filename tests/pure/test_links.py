@@ -12,14 +12,14 @@ import pytest
 
 from tests.pure.shapes import SMOLLM2
 from weft.errors import ConfigError
-from weft.executors import links, processes
-from weft.facts import speeds
-from weft.facts.host import Host
-from weft.facts.speeds import GpuSpeed, PairSpeed, Verdict
-from weft.facts.topology import Gpu
+from weft.executors import processes
+from weft.hardware.host import Host
+from weft.hardware.topology import Gpu
+from weft.plan.places import places
+from weft.plan.plan import Plan
 from weft.planner import execution
-from weft.planner.place import places
-from weft.planner.plan import Plan
+from weft.probes import links, speeds
+from weft.probes.speeds import GpuSpeed, PairSpeed, Verdict
 
 Measure = Callable[..., tuple[tuple[GpuSpeed, ...], dict[str, PairSpeed]]]
 

@@ -16,14 +16,14 @@ import pytest
 from huggingface_hub import constants
 
 from tests.pure.commands import weft
+from weft.architectures.parameters import params
+from weft.architectures.shape import ModelShape
 from weft.cli import dispatch
 from weft.client.arguments import engine_config
 from weft.errors import ModelError
-from weft.facts import catalogue, hub_headers, model_names
-from weft.facts.checkpoint import resolve, sources
-from weft.facts.lookup import look_up
-from weft.facts.parameters import params
-from weft.facts.shape import ModelShape
+from weft.formats import catalogue, hub_headers, model_names
+from weft.formats.checkpoint import resolve, sources
+from weft.formats.lookup import look_up
 
 QWEN3 = catalogue.find("Qwen3-0.6B")
 MIXTRAL = {
@@ -127,8 +127,8 @@ def put(hub: Hub, name: str, config: dict[str, object], *, files: int = 1, revis
 
 
 def look_up_config(config: dict[str, object]) -> ModelShape:
-    from weft.facts import config_json
-    from weft.facts.fields import Fields
+    from weft.formats import config_json
+    from weft.formats.fields import Fields
 
     return config_json.shape(Fields(config, "config.json"), run=False)
 

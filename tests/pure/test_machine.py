@@ -12,18 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.pure.fake_nvml import GIB, FakeNvml, bridged, eight_h100, old_driver, sliced, two_consumer_cards
-from weft.facts import links, nvml
-from weft.facts.catalogue import find
-from weft.facts.cluster import Node, parse_gpus
-from weft.facts.cpu import Cpu, CpuSpeed
-from weft.facts.gpus import find_gpu
-from weft.facts.host import Host
-from weft.facts.machine import cpu_spec, plain, shared_out, this_machine
-from weft.facts.speeds import GpuSpeed, PairSpeed, Speeds
-from weft.planner.islands import islands
+from weft.formats.catalogue import find
+from weft.hardware import links, nvml
+from weft.hardware.cluster import Node, parse_gpus
+from weft.hardware.cpu import Cpu, CpuSpeed
+from weft.hardware.gpus import find_gpu
+from weft.hardware.host import Host
+from weft.planner.domains import islands
 from weft.planner.question import Question, Wish
 from weft.planner.replica import kind_of
 from weft.planner.search import search
+from weft.probes.machine import cpu_spec, plain, shared_out, this_machine
+from weft.probes.speeds import GpuSpeed, PairSpeed, Speeds
 
 Make = Callable[..., Host]
 NOTHING = Speeds(machine="")

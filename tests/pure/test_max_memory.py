@@ -8,12 +8,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from weft.errors import ConfigError
-from weft.facts import catalogue
-from weft.facts.cluster import Cluster, Node, parse_gpus, parse_nodes
-from weft.facts.gpus import GpuSpec, find_gpu
+from weft.formats import catalogue
+from weft.hardware.cluster import Cluster, Node, parse_gpus, parse_nodes
+from weft.hardware.gpus import GpuSpec, find_gpu
+from weft.plan.max_memory import capped, of_devices, read, size
 from weft.planner.deployment import Workload
-from weft.planner.islands import usable
-from weft.planner.max_memory import capped, of_devices, read, size
+from weft.planner.domains import usable
 from weft.planner.question import Question, Wish
 from weft.planner.search import Answer, search
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from tests.pure.shapes import SMOLLM2
 from weft.errors import PlanError
-from weft.planner.memory import Capacity, capacity_lines, fit_length, kv_blocks
-from weft.planner.place import places
-from weft.planner.plan import Plan
+from weft.plan.memory import Capacity, capacity_lines, fit_length, kv_blocks
+from weft.plan.places import places
+from weft.plan.plan import Plan
 
 
 def plan(weights: tuple[float, ...] = (1.0,), stages: tuple[int, ...] = (30,), **limits: Any) -> Plan:

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.pure.shapes import SMOLLM2, layouts
+from weft.architectures.place import Place, Span
+from weft.architectures.shape import ModelShape
 from weft.errors import PlanError
-from weft.facts.catalogue import find
-from weft.facts.place import Place, Span
-from weft.facts.shape import ModelShape
-from weft.planner.place import column_unit, cut_heads, places
+from weft.formats.catalogue import find
+from weft.plan.places import column_unit, cut_heads, places
 
 Layout = tuple[ModelShape, tuple[float, ...], tuple[int, ...]]
 

@@ -14,10 +14,10 @@ from tests.pure.commands import weft
 from tests.pure.machines import FOUR, H100, NOTHING, SIX, rig
 from tests.pure.test_execution import run
 from weft.errors import WeftError
-from weft.facts import catalogue
-from weft.facts.cluster import parse_gpus, parse_nodes
+from weft.formats import catalogue
+from weft.hardware.cluster import parse_gpus, parse_nodes
+from weft.plan.backends import no_triton
 from weft.planner.advice import advice
-from weft.planner.backends import no_triton
 from weft.planner.deployment import Workload
 from weft.planner.notes import notes
 from weft.planner.question import Question, Wish
@@ -32,7 +32,7 @@ BATCH = Workload(concurrency=64)
 
 @pytest.fixture(autouse=True)
 def nothing_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.facts.speeds.known", lambda _: NOTHING)
+    monkeypatch.setattr("weft.probes.speeds.known", lambda _: NOTHING)
 
 
 def plan(hardware: str, wish: Wish, model: str = "Llama-3.1-8B", **more: object) -> Answer:

@@ -11,20 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.pure.commands import weft
-from weft.facts import machine, speeds
-from weft.facts.catalogue import find
-from weft.facts.cluster import Cluster
-from weft.facts.cpu import Cpu, CpuSpeed
-from weft.facts.host import Host
-from weft.facts.speeds import Speeds
+from weft.formats.catalogue import find
+from weft.hardware.cluster import Cluster
+from weft.hardware.cpu import Cpu, CpuSpeed
+from weft.hardware.host import Host
+from weft.plan.memory import Capacity, kv_blocks
+from weft.plan.places import places
+from weft.plan.plan import Plan
 from weft.planner.advice import advice
 from weft.planner.binding import binding
-from weft.planner.memory import Capacity, kv_blocks
 from weft.planner.notes import notes
-from weft.planner.place import places
-from weft.planner.plan import Plan
 from weft.planner.question import Question, Wish
 from weft.planner.search import Answer, search
+from weft.probes import machine, speeds
+from weft.probes.speeds import Speeds
 
 GB = 10**9
 ZEN = Cpu(model="AMD EPYC", sockets=1, cores=4, threads=4, features=("avx512_bf16",))
@@ -171,7 +171,7 @@ def test_a_request_beyond_the_usual_cache_is_noted() -> None:
 @pytest.fixture
 def plan(monkeypatch: pytest.MonkeyPatch) -> Any:
     """weft plan WORDS on such a machine: exit status, standard output, standard error."""
-    monkeypatch.setattr("weft.facts.host.probe", lambda: host())
+    monkeypatch.setattr("weft.hardware.host.probe", lambda: host())
     monkeypatch.setattr(speeds, "cpu_speed", lambda *_, **__: CpuSpeed(50e9, 1e12))
 
     return lambda words: weft("plan", *words.split())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.pure.commands import weft, weft_json
-from weft.facts import catalogue
+from weft.formats import catalogue
 
 HOME = "--gpus 1xRTX4090+1xRTX3090"
 

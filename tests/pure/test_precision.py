@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.pure.shapes import SMOLLM2
+from weft.architectures.place import Span, whole
 from weft.errors import ConfigError
-from weft.facts import catalogue
-from weft.facts.gguf_types import BITS, MIXES
-from weft.facts.place import Span, whole
-from weft.facts.precision import FP8_BLOCKS, INT4, INT8, MXFP4, NAMES, NVFP4, canonical, weight_bytes, weights
-from weft.planner.place import places
+from weft.formats import catalogue
+from weft.formats.gguf_types import BITS, MIXES
+from weft.formats.precision import FP8_BLOCKS, INT4, INT8, MXFP4, NAMES, NVFP4, canonical, weight_bytes, weights
+from weft.plan.places import places
 
 # GB of 10^9 bytes. int4: the facts that this project began with. GGUF, MXFP4 and FP8: sizes of published files, from
 # memory; a GGUF file has at most 8 MB of metadata beside its tensors.

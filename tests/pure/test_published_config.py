@@ -9,18 +9,18 @@ import msgspec
 import pytest
 
 from tests.pure.machines import host
+from weft.architectures.published import ORDERED, Published
+from weft.architectures.shape import ModelShape
 from weft.config import EngineConfig
 from weft.errors import ConfigError, ModelError
-from weft.facts import config_json, packed
-from weft.facts.checkpoint import Checkpoint
-from weft.facts.fields import Fields
-from weft.facts.precision import as_held, summed, weight_bytes
-from weft.facts.published import ORDERED, Published
-from weft.facts.schemes import PUBLISHED
-from weft.facts.shape import ModelShape
-from weft.facts.tensor import TensorInfo
-from weft.planner.layout import layout
-from weft.planner.plan import Plan
+from weft.formats import config_json, packed
+from weft.formats.checkpoint import Checkpoint
+from weft.formats.fields import Fields
+from weft.formats.precision import as_held, summed, weight_bytes
+from weft.formats.schemes import PUBLISHED
+from weft.formats.tensor import TensorInfo
+from weft.plan.layout import layout
+from weft.plan.plan import Plan
 from weft.planner.rank_weights import rank_weights
 
 CONFIG = {

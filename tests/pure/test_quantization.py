@@ -10,20 +10,20 @@ import pytest
 
 from tests.pure.machines import H100, NOTHING, checkpoint, host, rig
 from tests.pure.shapes import SMOLLM2
+from weft.architectures.parameters import parameters
+from weft.architectures.place import Span
+from weft.architectures.shape import ModelShape
 from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError
-from weft.facts import catalogue, gguf_types
-from weft.facts.checkpoint import Checkpoint
-from weft.facts.parameters import parameters
-from weft.facts.place import Span
-from weft.facts.precision import as_held, summed, weight_bytes
-from weft.facts.schemes import MADE, SCHEMES, STORED, held_as
-from weft.facts.shape import ModelShape
-from weft.facts.tensor import ENCODINGS
+from weft.formats import catalogue, gguf_types
+from weft.formats.checkpoint import Checkpoint
+from weft.formats.precision import as_held, summed, weight_bytes
+from weft.formats.schemes import MADE, SCHEMES, STORED, held_as
+from weft.formats.tensor import ENCODINGS
+from weft.plan.layout import layout
+from weft.plan.plan import Plan
+from weft.plan.quantization import precision_of
 from weft.planner.execution import plan_to_run
-from weft.planner.layout import layout
-from weft.planner.plan import Plan
-from weft.planner.quantization import precision_of
 
 MATRICES = [
     f"self_attn.{name}_proj.weight" if name in "qkvo" else f"mlp.{name}_proj.weight"
@@ -212,7 +212,7 @@ def test_rows_that_are_no_multiple_stay_in_16_bits() -> None:
 
 
 def test_a_search_over_gpus_counts_what_will_be_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.facts.speeds.known", lambda _: NOTHING)
+    monkeypatch.setattr("weft.probes.speeds.known", lambda _: NOTHING)
     there, where = checkpoint("Llama-3.3-70B-Instruct"), rig(H100)
     with pytest.raises(PlanError, match=r"one GPU, bf16: needs 143\.3 GB on one GPU \(141\.1 GB"):
         plan_to_run(EngineConfig(model="m"), there, where)

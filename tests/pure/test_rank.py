@@ -14,7 +14,7 @@ import pytest
 from weft.core.step import StepPlan, StepResult
 from weft.executors.messages import Done, Failed, Run
 from weft.executors.rank import run, uncollected
-from weft.planner.memory import Capacity
+from weft.plan.memory import Capacity
 
 
 def result(id: int) -> StepResult:

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from weft.errors import ModelError
-from weft.facts import safetensors
+from weft.formats import safetensors
 
 TENSORS = {
     "a": np.ones((2, 3), dtype=np.float32),

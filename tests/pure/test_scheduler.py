@@ -12,7 +12,7 @@ from tests.pure.ranks import expected
 from tests.pure.scheduling import LIMITS, Engine, request
 from weft.core.step import UNKNOWN, StepPlan
 from weft.errors import QueueFullError, RequestError
-from weft.planner.plan import Speculation
+from weft.plan.plan import Speculation
 
 # Batches
 

@@ -14,7 +14,7 @@ from tests.pure.ranks import VOCAB, expected, logprob
 from tests.pure.scheduling import AHEAD, DRAFT, LIMITS, Engine, request
 from weft.core.request import Request
 from weft.errors import RequestError
-from weft.planner.plan import Speculation
+from weft.plan.plan import Speculation
 
 
 @st.composite

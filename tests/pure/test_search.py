@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.facts import catalogue
-from weft.facts.cluster import Cluster, Node, parse_gpus, parse_nodes
-from weft.facts.gpus import GpuSpec, find_gpu, gpus
+from weft.formats import catalogue
+from weft.hardware.cluster import Cluster, Node, parse_gpus, parse_nodes
+from weft.hardware.gpus import GpuSpec, find_gpu, gpus
+from weft.plan.max_memory import Caps, capped
 from weft.planner.advice import advice
 from weft.planner.binding import binding
 from weft.planner.cuts import Cut, drafts
 from weft.planner.deployment import Layout, Workload
-from weft.planner.islands import groups, islands, replicas, tensor_sizes
-from weft.planner.max_memory import Caps, capped
+from weft.planner.domains import groups, islands, replicas, tensor_sizes
 from weft.planner.question import Question, Wish
 from weft.planner.ranking import RANKING_ERROR, Candidate, alone_s, request_s, worth
 from weft.planner.search import Answer, search

@@ -11,17 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.pure.shapes import planned_layouts, planned_shapes
+from weft.architectures.axes import CUT_BY, Axis, axis_length
+from weft.architectures.parameters import Parameter, parameter_dims, params, rank_parameters
+from weft.architectures.place import Span, whole
+from weft.architectures.shape import ModelShape
 from weft.errors import PlanError
-from weft.facts import catalogue
-from weft.facts.axes import CUT_BY, Axis, axis_length
-from weft.facts.checkpoint import sources
-from weft.facts.parameters import Parameter, parameter_dims, params, rank_parameters
-from weft.facts.place import Span, whole
-from weft.facts.precision import weight_bytes, weights
-from weft.facts.shape import ModelShape
-from weft.planner import fills as engine
-from weft.planner.fills import Fill, fills
-from weft.planner.place import places
+from weft.formats import catalogue
+from weft.formats.checkpoint import sources
+from weft.formats.precision import weight_bytes, weights
+from weft.plan import fills as engine
+from weft.plan.fills import Fill, fills
+from weft.plan.places import places
 
 Layout = tuple[ModelShape, tuple[float, ...], tuple[int, ...], tuple[int, int] | None]
 

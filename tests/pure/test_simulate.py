@@ -16,9 +16,9 @@ from tests.pure.simulations import Counted, load, run, spec, steps, told
 from weft.core.blocks import BlockPool
 from weft.core.params import SamplingParams
 from weft.core.request import Request
-from weft.facts.catalogue import find
-from weft.facts.cluster import parse_gpus
+from weft.formats.catalogue import find
 from weft.gateway.policy import LeastConnections, RoundRobin
+from weft.hardware.cluster import parse_gpus
 from weft.planner.cost import predict
 from weft.planner.deployment import Workload
 from weft.planner.footprint import footprint

@@ -10,12 +10,13 @@ import msgspec
 import pytest
 
 from weft.errors import ConfigError
-from weft.facts import library, speeds
-from weft.facts.cpu import Cpu, CpuSpeed, KernelSpeed, ProductSpeed
-from weft.facts.fingerprint import fingerprint
-from weft.facts.host import Host, probe
-from weft.facts.speeds import GpuSpeed, PairSpeed, Speeds, cpu_speed, known
-from weft.facts.topology import Gpu
+from weft.hardware.cpu import Cpu, CpuSpeed, KernelSpeed, ProductSpeed
+from weft.hardware.host import Host, probe
+from weft.hardware.topology import Gpu
+from weft.native import library
+from weft.probes import speeds
+from weft.probes.fingerprint import fingerprint
+from weft.probes.speeds import GpuSpeed, PairSpeed, Speeds, cpu_speed, known
 
 CARD = Gpu(index=0, name="card", uuid="GPU-1", total_bytes=8, free_bytes=8, capability=(8, 0))
 HOST = Host(

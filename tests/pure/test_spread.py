@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.facts import catalogue
-from weft.facts.precision import weight_bytes
-from weft.planner.spread import Load, balanced, load_of, sequential, spread
+from weft.formats import catalogue
+from weft.formats.precision import weight_bytes
+from weft.planner.balance import Load, balanced, load_of, sequential, spread
 
 LAYERS = st.lists(st.integers(1, 20), min_size=1, max_size=12)
 ROOMS = st.lists(st.integers(0, 120).map(float), min_size=1, max_size=5)

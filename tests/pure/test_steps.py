@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.facts.catalogue import find
-from weft.facts.cluster import parse_gpus
+from weft.formats.catalogue import find
+from weft.hardware.cluster import parse_gpus
 from weft.planner.deployment import Workload, deploy
 from weft.planner.profiles import engines, profile
 from weft.planner.replica import Replica, replicas

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.pure.fake_nvml import GIB, FakeNvml, bridged, eight_h100, old_driver, sliced, two_consumer_cards
-from weft.facts import nvml
-from weft.facts.nvml import Driver, choose, look
-from weft.facts.topology import Clocks, Gpu, Holder, NvLinks, Pair, Pcie, islands
+from weft.hardware import nvml
+from weft.hardware.nvml import Driver, choose, look
+from weft.hardware.topology import Clocks, Gpu, Holder, NvLinks, Pair, Pcie, islands
 
 Look = Callable[..., Driver]
 
@@ -175,7 +175,9 @@ def test_an_empty_list_hides_all_without_asking(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_without_a_driver_pynvml_is_not_imported() -> None:
-    script = "import sys, weft.facts.host as h; h.probe(); sys.exit('pynvml' in sys.modules and not h.probe().driver)"
+    script = (
+        "import sys, weft.hardware.host as h; h.probe(); sys.exit('pynvml' in sys.modules and not h.probe().driver)"
+    )
     assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0
 
 

@@ -15,7 +15,7 @@ from weft.core.engine import EngineCore
 from weft.core.scheduler import Scheduler
 from weft.core.step import StepPlan, StepResult
 from weft.core.worth import LONG, SHORT, SKIPPED, Worth
-from weft.planner.plan import Speculation
+from weft.plan.plan import Speculation
 
 GUESSES = 3
 

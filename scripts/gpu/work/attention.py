@@ -1,4 +1,4 @@
-"""Attention: every size of the Triton kernels (weft.kernels.triton.trials), and other backends that are installed."""
+"""Attention: every size of the Triton kernels (weft.probes.on_gpu.trials), and other backends that are installed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from weft.errors import ConfigError
 from weft.kernels import choose
 from weft.kernels.base import AttentionShape, Kernels
 from weft.kernels.contest import seconds
-from weft.kernels.triton import trials
 from weft.kernels.triton.tuning import DECODE, PREFILL, Tuning
+from weft.probes.on_gpu import trials
 
 HEADS = {"Qwen3-0.6B": (16, 8), "Llama-3.1-8B": (32, 8)}  # of queries, of KV
 HEAD_DIM, LENGTH, BLOCK_SIZE = 128, 8192, 16

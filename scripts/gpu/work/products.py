@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from scripts.gpu.work import Figure, Options
-from weft.facts.place import Span
+from weft.architectures.place import Span
 from weft.kernels.capture import capture_graph
 from weft.kernels.triton import made
 from weft.quant.quantised import Quantised

@@ -18,7 +18,8 @@ from typing import Any
 from weft import __version__
 from weft.bench import suite
 from weft.errors import WeftError
-from weft.facts import demo, host
+from weft.formats import demo
+from weft.hardware import host
 
 ALL = ("python", "batches", "server")
 

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+from weft.architectures.shape import ModelShape
 from weft.bench.memory import pss_bytes
 from weft.bench.synthetic import TINY, Synthetic, of_size
 from weft.bench.workload import random_requests
 from weft.core.params import SamplingParams
-from weft.facts.cpu import last_cache_bytes
-from weft.facts.gpus import GpuSpec
-from weft.facts.host import Host, probe
-from weft.facts.shape import ModelShape
-from weft.planner.quantization import precision_of
+from weft.hardware.cpu import last_cache_bytes
+from weft.hardware.gpus import GpuSpec
+from weft.hardware.host import Host, probe
+from weft.plan.quantization import precision_of
 
 if TYPE_CHECKING:
     from weft.llm import LLM

@@ -14,10 +14,10 @@ import numpy as np
 
 from weft import __version__
 from weft.bench.calibrate import Point
-from weft.facts.calibration import Calibration, Measured, Quantised
-from weft.facts.cluster import Cluster, Node
-from weft.facts.gpus import GpuSpec
-from weft.facts.precision import OF_DTYPE
+from weft.formats.precision import OF_DTYPE
+from weft.hardware.calibration import Calibration, Measured, Quantised
+from weft.hardware.cluster import Cluster, Node
+from weft.hardware.gpus import GpuSpec
 from weft.planner.deployment import Workload, deploy
 from weft.planner.profiles import calibrated, profile
 from weft.planner.replica import Replica

@@ -27,7 +27,7 @@ from weft.errors import ConfigError
 from weft.llm import LLM
 
 if TYPE_CHECKING:
-    from weft.planner.plan import Plan
+    from weft.plan.plan import Plan
 
 QUIET_S = 0.3  # between two runs: threads that spin for work have gone to sleep by then
 WARM_UPS = 2

@@ -24,13 +24,14 @@ from weft.cli.flags import engine_config
 from weft.cli.parser import UsageError
 from weft.config import EngineConfig
 from weft.errors import ConfigError
-from weft.executors.tuning import Raced, Tuned, tune
-from weft.facts import calibration, host, speeds
-from weft.facts.calibration import Calibration
-from weft.facts.gpus import GpuSpec
-from weft.facts.host import Host
-from weft.facts.machine import this_machine
-from weft.planner.plan import Plan
+from weft.hardware import calibration, host
+from weft.hardware.calibration import Calibration
+from weft.hardware.gpus import GpuSpec
+from weft.hardware.host import Host
+from weft.plan.plan import Plan
+from weft.probes import speeds
+from weft.probes.machine import this_machine
+from weft.probes.tuning import Raced, Tuned, tune
 
 logger = logging.getLogger("weft.cli")
 

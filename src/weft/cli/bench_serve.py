@@ -30,7 +30,7 @@ from weft.cli.main import INTERRUPTED
 from weft.cli.parser import UsageError, words_of
 from weft.client.progress import Progress
 from weft.errors import WeftError
-from weft.facts import lookup
+from weft.formats import lookup
 
 T = TypeVar("T")
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import msgspec
 
+from weft.architectures.shape import ModelShape
 from weft.cli import plan
 from weft.cli.parser import UsageError
-from weft.facts import lookup
-from weft.facts.cluster import Cluster
-from weft.facts.cluster import parse as parse_cluster
-from weft.facts.precision import canonical
-from weft.facts.shape import ModelShape
+from weft.formats import lookup
+from weft.formats.precision import canonical
+from weft.hardware.cluster import Cluster
+from weft.hardware.cluster import parse as parse_cluster
 from weft.planner import cost
 from weft.planner.claims import RESERVED_BYTES, Claim, Verdict, judge, parse
 from weft.planner.cost import Prediction
@@ -24,7 +24,7 @@ from weft.planner.objections import not_run
 from weft.planner.profiles import profile
 from weft.planner.question import Question
 from weft.planner.search import search
-from weft.planner.words import gigabytes
+from weft.words import gigabytes
 
 # They are the claim's to say.
 SAID_BY_CLAIM = ("model", "gpus", "nodes", "network", "precision", "quantization")

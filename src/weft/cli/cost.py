@@ -9,14 +9,13 @@ from typing import Any
 
 import msgspec
 
+from weft.architectures.model import Model
 from weft.cli.parser import UsageError
 from weft.cli.plan import NOTHING_FITS, ask, look_up
 from weft.cli.tables import NARROW, console, table
 from weft.errors import ConfigError
-from weft.facts import api_prices
-from weft.facts.api_prices import Quote, Usage
-from weft.facts.model import Model
-from weft.planner import economics
+from weft.planner import api_prices, economics
+from weft.planner.api_prices import Quote, Usage
 from weft.planner.economics import Fleet, Mix
 from weft.planner.question import Question
 from weft.planner.ranking import Candidate

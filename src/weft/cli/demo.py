@@ -9,8 +9,8 @@ from typing import Any
 from weft.cli import engine
 from weft.cli.flags import sampling
 from weft.cli.plan_table import print_plan
-from weft.facts import host
-from weft.facts.demo import NAME
+from weft.formats.demo import NAME
+from weft.hardware import host
 
 PROMPT = "Why is the sky blue?"
 MAX_TOKENS = 200

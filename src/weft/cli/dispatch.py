@@ -13,7 +13,7 @@ from weft.cli import streams
 from weft.cli.commands import COMMANDS, Command
 from weft.cli.parser import UsageError, find, parse
 from weft.errors import WeftError, printable
-from weft.facts import model_names
+from weft.formats import model_names
 
 logger = logging.getLogger("weft.cli")
 

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weft.cli.parser import UsageError
-from weft.facts import catalogue, demo
+from weft.formats import catalogue, demo
 
 if TYPE_CHECKING:
+    from weft.architectures.model import Model
     from weft.export.choice import Choice
     from weft.export.deployment import Deployment
     from weft.export.infernet_config import Instance, NodeConfig
     from weft.export.target import Target
-    from weft.facts.model import Model
     from weft.planner.deployment import Layout
 
 logger = logging.getLogger("weft.cli")
@@ -142,7 +142,7 @@ def port(arguments: Namespace, target: Target, instance: Instance | None, layout
 def names_here(arguments: Namespace) -> list[str]:
     """The names of this machine's GPUs where the plan is for those that CUDA_VISIBLE_DEVICES leaves; UUIDs where a
     number is no name, or another card's in CUDA's own order."""
-    from weft.facts import cuda, host
+    from weft.hardware import cuda, host
 
     if any(hasattr(arguments, name) for name in DESCRIBED):
         return []

@@ -11,7 +11,7 @@ from weft.cli import values
 from weft.client.arguments import EXECUTORS
 from weft.config import EngineConfig
 from weft.core.params import SamplingParams
-from weft.facts.schemes import QUANTIZATIONS
+from weft.formats.schemes import QUANTIZATIONS
 from weft.serving.options import ServeOptions
 
 
@@ -223,7 +223,7 @@ def told(arguments: Namespace, flags: tuple[Flag, ...]) -> dict[str, Any]:
 def engine_config(arguments: Namespace, **ours: Any) -> EngineConfig:
     """The config of an engine; `ours` are a command's own defaults for what was not said. Raises ConfigError for
     a value out of range."""
-    from weft.planner.layout import check  # not for --help
+    from weft.plan.layout import check  # not for --help
 
     said = told(arguments, tuple(flag for _, group in ENGINE for flag in group))
     if "executor" in said:

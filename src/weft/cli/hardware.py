@@ -11,12 +11,12 @@ import msgspec
 
 from weft.cli.parser import UsageError
 from weft.errors import ConfigError
-from weft.executors import links
-from weft.facts import hardware_file, host, speeds
-from weft.facts.cluster import Cluster
-from weft.facts.host import Host
-from weft.facts.machine import this_machine
-from weft.facts.speeds import Speeds
+from weft.hardware import hardware_file, host
+from weft.hardware.cluster import Cluster
+from weft.hardware.host import Host
+from weft.probes import links, speeds
+from weft.probes.machine import this_machine
+from weft.probes.speeds import Speeds
 
 logger = logging.getLogger("weft.cli")
 

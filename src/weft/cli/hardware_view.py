@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from weft.cli.tables import console, table
-from weft.facts.cpu import CpuSpeed
-from weft.facts.host import Host
-from weft.facts.machine import plain
-from weft.facts.speeds import PairSpeed, Speeds
-from weft.facts.topology import Gpu, Pair
-from weft.planner.words import gigabytes
+from weft.hardware.cpu import CpuSpeed
+from weft.hardware.host import Host
+from weft.hardware.topology import Gpu, Pair
+from weft.probes.machine import plain
+from weft.probes.speeds import PairSpeed, Speeds
+from weft.words import gigabytes
 
 if TYPE_CHECKING:
     from rich.table import Table

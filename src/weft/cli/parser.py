@@ -13,7 +13,7 @@ from weft.cli import hints, vllm
 from weft.cli.commands import COMMANDS, Command
 from weft.cli.flags import DEFAULTS, Flag
 from weft.errors import WeftError, reason
-from weft.facts.yaml_text import load
+from weft.formats.yaml_text import load
 
 logger = logging.getLogger("weft.cli")
 

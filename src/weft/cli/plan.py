@@ -7,22 +7,24 @@ from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
 
+from weft.architectures.kv import number_bytes
+from weft.architectures.model import Model
 from weft.cli import emit, plan_flags, plan_outputs, wishes
 from weft.cli.parser import UsageError
 from weft.errors import ConfigError
-from weft.facts import hardware_file, lookup, machine
-from weft.facts.cluster import Cluster, parse_gpus, parse_nodes
-from weft.facts.gpus import BF16_CAPABILITY
-from weft.facts.kv import number_bytes
-from weft.facts.model import Model
-from weft.facts.precision import canonical
-from weft.facts.schemes import MADE
+from weft.formats import lookup
+from weft.formats.precision import canonical
+from weft.formats.schemes import MADE
+from weft.hardware import hardware_file
+from weft.hardware.cluster import Cluster, parse_gpus, parse_nodes
+from weft.hardware.gpus import BF16_CAPABILITY
+from weft.plan.plan import Draft, Speculation
+from weft.plan.speculation import speculation
 from weft.planner.deployment import Workload, lengths
-from weft.planner.plan import Draft, Speculation
 from weft.planner.question import Question
 from weft.planner.search import search
-from weft.planner.speculation import speculation
-from weft.planner.words import commas
+from weft.probes import machine
+from weft.words import commas
 
 NOT_REPEATED = ("refresh-hardware", "device-map")  # a map is a layout, and may be a long file
 REPEATED = (*plan_flags.HARDWARE, *plan_flags.CUT, *plan_flags.ENGINE, *plan_flags.LOAD, *plan_flags.PROMISE)

@@ -7,7 +7,7 @@ from math import inf
 
 from weft.cli import values
 from weft.cli.flags import Flag
-from weft.facts.schemes import MADE
+from weft.formats.schemes import MADE
 
 # As planner.question and planner.profiles have them; those are not for --help to read.
 OBJECTIVES = ("throughput", "latency", "cost")

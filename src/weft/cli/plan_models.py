@@ -9,18 +9,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from weft.architectures.model import Model
 from weft.cli import plan_columns, plan_flags, plan_text, tables
 from weft.cli.parser import UsageError
 from weft.cli.plan import NOTHING_FITS, ask, described
 from weft.errors import WeftError
-from weft.facts import catalogue
-from weft.facts.cluster import Cluster
-from weft.facts.model import Model
+from weft.formats import catalogue
+from weft.hardware.cluster import Cluster
 from weft.planner.advice import OWN
 from weft.planner.answer import candidate_json, hardware_json, missing
 from weft.planner.overview import in_best_precision, layout_name, short_bytes
 from weft.planner.search import Answer, closest, search
-from weft.planner.words import command, gigabytes
+from weft.words import command, gigabytes
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -8,9 +8,9 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+from weft.architectures.model import Model
 from weft.cli.parser import UsageError
 from weft.errors import reason
-from weft.facts.model import Model
 from weft.planner.answer import as_json
 from weft.planner.search import Answer
 

@@ -9,7 +9,7 @@ from weft.cli import plan_text
 from weft.cli.glossary import Explained
 from weft.cli.plan_columns import MARK, Told, columns, fullest, rows
 from weft.cli.plan_picture import LINKS, NAMES, parts_of, picture
-from weft.planner.words import gigabytes
+from weft.words import gigabytes
 
 FEW = 8  # rejected layouts that are not folded away
 

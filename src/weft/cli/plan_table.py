@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TextIO
 
-from weft.planner.plan import Plan
+from weft.plan.plan import Plan
 from weft.planner.table import rows
 
 WIDE = 200  # columns: never the limit

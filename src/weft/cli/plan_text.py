@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from weft.cli.plan_columns import MARK, Told, between
 from weft.cli.plan_picture import LINKS
-from weft.planner.words import by_type, gigabytes
+from weft.words import by_type, gigabytes
 
 REJECTED = 4  # layouts of which the reason is told
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TextIO
 from weft.cli import plan_text, tables
 from weft.cli.plan_columns import MARK, Cell, Column, Told, columns, fullest, rows
 from weft.cli.plan_picture import NAMES, Bar, Rack, parts_of, picture
-from weft.planner.words import gigabytes
+from weft.words import gigabytes
 
 if TYPE_CHECKING:
     from rich.console import Console

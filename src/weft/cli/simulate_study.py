@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 
+from weft.architectures.model import Model
 from weft.cli import plot
 from weft.cli.parser import UsageError
 from weft.cli.plan import ask, repeated
 from weft.errors import ConfigError, PlanError
-from weft.facts.model import Model
 from weft.planner.deployment import lengths
 from weft.planner.question import Question
 from weft.planner.ranking import Candidate

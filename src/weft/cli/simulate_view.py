@@ -9,13 +9,13 @@ from weft.cli.simulate_plots import METRICS, on_terminal
 from weft.cli.tables import console, table
 from weft.planner.question import Question
 from weft.planner.ranking import Candidate
-from weft.planner.words import by_type
 from weft.simulate.find import CLOSE, CLOSE_REPLICAS, Found
 from weft.simulate.lengths import Fixed
 from weft.simulate.load import Load
 from weft.simulate.objective import duration
 from weft.simulate.report import Judged, Report, Spread
 from weft.simulate.study import Study
+from weft.words import by_type
 
 PERCENTILES = ("p50", "p90", "p95", "p99")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import reason
-from weft.facts.yaml_text import load
+from weft.formats.yaml_text import load
 
 MULTIPLIERS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 

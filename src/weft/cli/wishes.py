@@ -5,13 +5,13 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
+from weft.architectures.model import Model
 from weft.cli.parser import UsageError
-from weft.facts.cluster import Cluster
-from weft.facts.model import Model
-from weft.planner import device_map, max_memory, placement
-from weft.planner.islands import usable
+from weft.hardware.cluster import Cluster
+from weft.plan import device_map, max_memory, placement
+from weft.planner.domains import usable
 from weft.planner.question import Wish
-from weft.planner.words import commas
+from weft.words import commas
 
 
 def ranks(said: dict[str, Any]) -> int:

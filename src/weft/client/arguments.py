@@ -13,7 +13,7 @@ import msgspec
 from weft.client.vllm import foreign
 from weft.config import EngineConfig
 from weft.errors import ConfigError, nearest_name
-from weft.facts import model_names
+from weft.formats import model_names
 
 log = logging.getLogger("weft")
 

@@ -20,9 +20,9 @@ from weft.client.remote import AsyncEngine
 from weft.core.params import SamplingParams
 from weft.core.request import Stats
 from weft.errors import OutputError, RequestError
-from weft.facts.host import probe
+from weft.hardware.host import probe
+from weft.plan.plan import Plan
 from weft.planner.execution import plan_to_run
-from weft.planner.plan import Plan
 
 UNLIMITED = 2**31 - 1
 SHUT_DOWN = "this AsyncLLM has been shut down; make another"

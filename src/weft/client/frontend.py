@@ -18,7 +18,7 @@ from weft.config import EngineConfig
 from weft.core.params import SamplingParams
 from weft.core.request import Request
 from weft.errors import RequestError
-from weft.facts.checkpoint import Checkpoint
+from weft.formats.checkpoint import Checkpoint
 from weft.text.template import ChatTemplate
 from weft.text.tokenizer import Tokenizer
 from weft.text.tokenizer import load as load_tokenizer

@@ -23,11 +23,11 @@ from weft.errors import CORE, Cause, EngineError, QueueFullError, RequestError, 
 from weft.executors import create
 from weft.executors.causes import cause_of
 from weft.executors.ranks import CLOSED
-from weft.facts.checkpoint import Checkpoint
-from weft.facts.host import probe
+from weft.formats.checkpoint import Checkpoint
+from weft.hardware.host import probe
+from weft.plan.memory import capacity_lines, fit_length
+from weft.plan.plan import Plan
 from weft.planner.execution import plan_to_run
-from weft.planner.memory import capacity_lines, fit_length
-from weft.planner.plan import Plan
 
 log = logging.getLogger("weft")
 

@@ -8,7 +8,7 @@ from weft.config import EngineConfig
 from weft.core.request import Output, Request, Stats
 from weft.errors import Cause
 from weft.executors.base import Ready
-from weft.planner.plan import Plan
+from weft.plan.plan import Plan
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):

@@ -9,8 +9,8 @@ from weft.client.frontend import Frontend, Prompt, PromptLike, Words
 from weft.config import EngineConfig
 from weft.core.params import SamplingParams
 from weft.errors import RequestError
-from weft.facts.checkpoint import Checkpoint, resolve
-from weft.planner.plan import Plan
+from weft.formats.checkpoint import Checkpoint, resolve
+from weft.plan.plan import Plan
 
 Message = Mapping[str, Any]
 

@@ -22,7 +22,7 @@ from weft.errors import CORE, Cause, EngineError, QueueFullError, RequestError
 from weft.executors import create
 from weft.executors.causes import cause_of
 from weft.executors.launch import Parent
-from weft.planner.memory import fit_length
+from weft.plan.memory import fit_length
 
 LARGE_TOKENS = 50_000  # prompt tokens of one message, whose memory is given back afterwards
 

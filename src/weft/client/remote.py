@@ -16,7 +16,7 @@ from weft.executors.framing import Decoder, encode
 from weft.executors.launch import FAMILY_EXIT_S, Child, end
 from weft.executors.rank import WORKER
 from weft.executors.ranks import CLOSED
-from weft.planner.plan import Plan
+from weft.plan.plan import Plan
 
 TURN_S = 0.005  # of a reader that has a backlog
 

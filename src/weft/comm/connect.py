@@ -13,7 +13,7 @@ from weft.comm.distributed import DistributedComm, peers_may_vanish
 from weft.comm.line import Edge, SharedLine
 from weft.comm.shared import SharedComm
 from weft.comm.trial import joined
-from weft.planner.plan import Plan
+from weft.plan.plan import Plan
 
 # A rank that dies is noticed by the executor, at once; one that loads for long is not dead.
 NEVER = timedelta(days=365)
@@ -51,7 +51,7 @@ def connect(
         torch.cuda.set_device(device)
     with peers_may_vanish():
         size = len(plan.places)
-        meeting = dist.FileStore(store, size)
+        meeting = dist.FileStore(store, size)  # type: ignore[attr-defined]  # lacks in its types
         dist.init_process_group("gloo", store=meeting, rank=rank, world_size=size, timeout=NEVER)
         # Every rank makes every group, in the same order, and keeps its own.
         if plan.tensor_parallel > 1 and not shares:

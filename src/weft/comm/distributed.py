@@ -21,7 +21,7 @@ class DistributedComm:
         self._device = device
         self._through = torch.device("cpu") if dist.get_backend(group) == "gloo" else device
         self.capturable = self._through == device
-        self._sent: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        self._sent: deque[tuple[dist.Work | None, torch.Tensor]] = deque()
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         near = x.to(self._through).contiguous()
@@ -51,7 +51,9 @@ class DistributedComm:
             # step may be 100 MB.
             self._sent.append((dist.isend(copy, group=self._group, group_dst=to), copy))
             while len(self._sent) > self.size:
-                self._sent.popleft()[0].wait()
+                sending, _ = self._sent.popleft()
+                if sending is not None:  # None for a rank outside the group, which sends nothing
+                    sending.wait()
 
     def recv(self, shape: Sequence[int], dtype: torch.dtype, source: int) -> torch.Tensor:
         near = torch.empty(tuple(shape), dtype=dtype, device=self._through)

@@ -61,7 +61,7 @@ class SymmetricComm(DistributedComm):
         part = self._shots[x.dtype][: x.numel()]
         part.copy_(x.reshape(-1))
         if x.nbytes <= ONE_SHOT_BYTES:
-            return torch.ops.symm_mem.one_shot_all_reduce(part, "sum", self._name).view(x.shape)  # type: ignore[no-any-return]
+            return torch.ops.symm_mem.one_shot_all_reduce(part, "sum", self._name).view(x.shape)
         torch.ops.symm_mem.two_shot_all_reduce_(part, "sum", self._name)
         return x.copy_(part.view(x.shape))
 

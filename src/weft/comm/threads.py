@@ -9,7 +9,7 @@ from queue import SimpleQueue
 import torch
 
 from weft.comm.base import Comm, Links, Solo, add_up
-from weft.planner.plan import Plan
+from weft.plan.plan import Plan
 
 
 class Meeting:

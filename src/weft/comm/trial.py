@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from weft.comm import symmetric
 from weft.comm.base import add_up
@@ -39,7 +40,7 @@ def joined(
     device: torch.device,
     dtype: torch.dtype,
     *,
-    store: dist.Store,
+    store: Store,
     ranks: Sequence[int],
     devices: Sequence[str],
     patience: timedelta = PATIENCE,
@@ -48,8 +49,8 @@ def joined(
     the plan's numbers of the group's, `devices` theirs; `store` is the one that the group was made with. To be called
     in a process of its own: one that is stuck in the driver ends. Raises EngineError where another rank is stuck."""
     plain = DistributedComm(group, device)
-    votes = Votes(dist.PrefixStore(f"symmetric/{ranks[0]}", store), ranks, ranks[plain.rank], patience)
-    usual = store.timeout
+    votes = Votes(PrefixStore(f"symmetric/{ranks[0]}", store), ranks, ranks[plain.rank], patience)
+    usual: timedelta = store.timeout  # type: ignore[attr-defined]  # lacks in its types
     store.set_timeout(patience / 2)  # torch's rendezvous waits through it
     try:
         with end_after(WAITS * patience):

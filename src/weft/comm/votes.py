@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from weft.errors import Cause, EngineError
 
@@ -17,7 +17,7 @@ HINT = "its process is stopped, or something in it does not come back; restart, 
 class Votes:
     """`ranks` are the plan's numbers of the group's, `rank` is this one's. The store is the group's own."""
 
-    def __init__(self, store: dist.Store, ranks: Sequence[int], rank: int, patience: timedelta) -> None:
+    def __init__(self, store: Store, ranks: Sequence[int], rank: int, patience: timedelta) -> None:
         self._store, self._ranks, self._rank, self._patience = store, ranks, rank, patience
 
     def objection(self, question: str, mine: str) -> str:

@@ -17,7 +17,7 @@ from weft.core.scheduler import Scheduler
 from weft.core.step import StepPlan, StepResult
 from weft.core.worth import Worth
 from weft.errors import Cause, EngineError
-from weft.planner.plan import Plan
+from weft.plan.plan import Plan
 
 logger = logging.getLogger("weft")
 

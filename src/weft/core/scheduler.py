@@ -23,7 +23,7 @@ from weft.core.speculation import Guesser, common
 from weft.core.step import UNKNOWN, Admission, StepPlan, StepResult
 from weft.core.tables import Tables
 from weft.errors import QueueFullError, RequestError
-from weft.planner.plan import Speculation
+from weft.plan.plan import Speculation
 
 by_order = attrgetter("order")
 

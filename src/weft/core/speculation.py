@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from weft.planner.plan import Speculation
+from weft.plan.plan import Speculation
 
 # Of what a guess was worth lately, so much is kept when the next one is judged.
 MEMORY = 0.8

@@ -12,8 +12,8 @@ from typing import Any
 from weft.executors.messages import ToRank
 from weft.executors.rank import SPIN_COUNT, SPINS, WORKER, Worker, keep_to, run, uncollected, worker_class
 from weft.executors.ranks import RankExecutor
-from weft.facts import cuda
-from weft.planner.plan import Plan
+from weft.hardware import cuda
+from weft.plan.plan import Plan
 
 END_S = 5.0  # a thread cannot be killed: one that is in the middle of something longer goes when that is done
 

@@ -6,8 +6,8 @@ import msgspec
 
 from weft.core.step import StepPlan, StepResult
 from weft.errors import Cause
-from weft.planner.memory import Capacity
-from weft.planner.plan import Plan
+from weft.plan.memory import Capacity
+from weft.plan.plan import Plan
 
 
 class Shared(msgspec.Struct, frozen=True):

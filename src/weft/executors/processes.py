@@ -14,8 +14,8 @@ from weft.executors.launch import Child, end
 from weft.executors.messages import Failed, FromRank, Launch, Neighbour, Shared, ToRank
 from weft.executors.rank import SPIN_COUNT, SPINS, WORKER
 from weft.executors.ranks import RankExecutor
-from weft.facts import cuda
-from weft.planner.plan import Plan
+from weft.hardware import cuda
+from weft.plan.plan import Plan
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 

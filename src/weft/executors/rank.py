@@ -26,7 +26,7 @@ from weft.executors.messages import (
     Loaded,
     Run,
 )
-from weft.planner.memory import Capacity
+from weft.plan.memory import Capacity
 
 WORKER = "weft.worker.worker:Worker"
 

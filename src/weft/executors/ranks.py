@@ -14,7 +14,6 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import TypeVar
 
-from weft import compiled
 from weft.core.step import StepPlan, StepResult
 from weft.errors import CORE, Cause, EngineError
 from weft.executors.base import Ready
@@ -32,8 +31,9 @@ from weft.executors.messages import (
     ToRank,
 )
 from weft.executors.rank import WORKER
-from weft.planner.memory import kv_blocks
-from weft.planner.plan import Plan
+from weft.native import compiled
+from weft.plan.memory import kv_blocks
+from weft.plan.plan import Plan
 
 News = TypeVar("News", Loaded, Allocated, GraphCaptured)
 

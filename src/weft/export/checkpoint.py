@@ -7,11 +7,11 @@ from pathlib import Path
 
 import msgspec
 
+from weft.architectures.model import Model
 from weft.export.shell import Placeholder
-from weft.facts import catalogue, demo, gguf_types
-from weft.facts.model import Model
-from weft.facts.precision import canonical
-from weft.facts.schemes import asked_for
+from weft.formats import catalogue, demo, gguf_types
+from weft.formats.precision import canonical
+from weft.formats.schemes import asked_for
 
 # Engines turn one into another as they load; they all have these words for them.
 FLOATS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import msgspec
 
+from weft.architectures.kv import number_bytes
 from weft.errors import PlanError
 from weft.export import engines
 from weft.export.target import Target, nearest
 from weft.export.words import told, uneven
-from weft.facts.kv import number_bytes
 from weft.planner.objections import not_run
 from weft.planner.question import Question, Wish
 from weft.planner.ranking import Candidate

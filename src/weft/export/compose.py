@@ -12,7 +12,7 @@ from weft.export.files import File
 from weft.export.shell import Placeholder, words
 from weft.export.target import shares_experts, spans_nodes
 from weft.export.words import Remarks, comment
-from weft.facts.yaml_text import Block, dump
+from weft.formats.yaml_text import Block, dump
 from weft.planner.deployment import Layout
 from weft.planner.question import Question
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from weft.export.checkpoint import Checkpoint
-from weft.facts.gpus import GpuSpec
-from weft.facts.topology import DRIVER_BYTES
+from weft.hardware.gpus import GpuSpec
+from weft.hardware.topology import DRIVER_BYTES
+from weft.planner.domains import devices
 from weft.planner.footprint import Holding, RankMemory
-from weft.planner.islands import devices
 from weft.planner.question import Question
 from weft.planner.ranking import Candidate
 from weft.planner.search import engine_profile

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from weft.errors import ConfigError, reason
-from weft.facts import catalogue
+from weft.formats import catalogue
 
 # What profullstack/infernet-protocol reads: apps/cli/lib/config.js and packages/engine, April 2026.
 LIVE = ("controlPlane", "node", "engine", "supabase")

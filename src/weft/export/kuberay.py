@@ -13,9 +13,9 @@ from weft.export.files import File
 from weft.export.shell import Placeholder
 from weft.export.target import shares_experts
 from weft.export.words import Remarks, comment
-from weft.facts.yaml_text import Block, dump
+from weft.formats.yaml_text import Block, dump
 from weft.planner.deployment import Layout
-from weft.planner.islands import devices
+from weft.planner.domains import devices
 from weft.planner.question import Question
 
 # One version for the cluster and its images, of which each has its own Python and CUDA.

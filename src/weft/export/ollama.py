@@ -10,7 +10,7 @@ from weft.export.files import SCRIPT, File
 from weft.export.shell import command, export, script
 from weft.export.target import shares_experts, spans_nodes
 from weft.export.words import Remarks, comment
-from weft.facts import gguf_types
+from weft.formats import gguf_types
 from weft.planner.deployment import Layout
 from weft.planner.question import Question
 

@@ -11,7 +11,7 @@ from weft.export.deployment import Deployment
 from weft.export.files import File
 from weft.planner.cuts import Cut
 from weft.planner.deployment import Layout
-from weft.planner.islands import devices
+from weft.planner.domains import devices
 from weft.planner.question import Question
 
 Cannot = Callable[[Question, Layout], str]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections import Counter
 
+from weft.architectures.modules import units
+from weft.architectures.shape import ModelShape
 from weft.export import hosts
 from weft.export.checkpoint import FLOATS
 from weft.export.deployment import Deployment
@@ -13,9 +15,7 @@ from weft.export.pages import page
 from weft.export.shell import command
 from weft.export.target import shares_experts, spans_nodes
 from weft.export.words import Remarks, comment
-from weft.facts import gguf_types
-from weft.facts.modules import units
-from weft.facts.shape import ModelShape
+from weft.formats import gguf_types
 from weft.planner.deployment import Layout
 from weft.planner.footprint import MIB
 from weft.planner.question import Question

@@ -12,7 +12,7 @@ from weft.export.hosts import INTERFACE, address
 from weft.export.shell import Flags, Raw, Value, command, export, script, together
 from weft.export.target import crowded, shares_experts, spans_nodes
 from weft.export.words import KEYS, Remarks, comment
-from weft.facts import gguf_types
+from weft.formats import gguf_types
 from weft.planner.deployment import Layout
 from weft.planner.question import Question
 

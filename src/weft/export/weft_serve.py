@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from weft.architectures.kv import number_bytes
 from weft.export import hosts
 from weft.export.checkpoint import FLOATS
 from weft.export.deployment import Deployment, Server
@@ -12,9 +13,8 @@ from weft.export.hosts import on_cpu
 from weft.export.shell import Flags, Value, command, script, together
 from weft.export.target import crowded, shares_experts, spans_nodes
 from weft.export.words import KEYS, Remarks, comment
-from weft.facts.kv import number_bytes
-from weft.planner import speculation
-from weft.planner.backends import KV_CACHE_DTYPES, no_narrow_cache
+from weft.plan import speculation
+from weft.plan.backends import KV_CACHE_DTYPES, no_narrow_cache
 from weft.planner.deployment import Layout, deploy
 from weft.planner.question import Question
 

@@ -13,7 +13,7 @@ from weft.export.shell import Placeholder
 from weft.planner.deployment import Layout
 from weft.planner.notes import notes
 from weft.planner.ranking import Candidate
-from weft.planner.words import by_type
+from weft.words import by_type
 
 KEYS = "HF_TOKEN and VLLM_API_KEY are read from the environment; without VLLM_API_KEY nobody is asked for a key"
 WIDTH = 100  # columns of a comment

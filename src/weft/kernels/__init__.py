@@ -6,7 +6,7 @@ import torch
 
 from weft.kernels.base import Attention, AttentionShape, Kernels
 from weft.kernels.plain import PlainKernels
-from weft.planner.backends import ATTENTION_BACKENDS, GPU_BACKENDS
+from weft.plan.backends import ATTENTION_BACKENDS, GPU_BACKENDS
 from weft.quant.rounding import Rounding, round_into
 
 

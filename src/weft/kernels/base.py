@@ -12,7 +12,7 @@ from weft.comm import Comm
 from weft.kernels.batch import Batch
 from weft.kernels.laying import Staged
 from weft.kernels.warm import Launch
-from weft.planner.plan import Plan
+from weft.plan.plan import Plan
 from weft.quant.quantised import Quantised
 
 

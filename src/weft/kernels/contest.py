@@ -15,12 +15,12 @@ from statistics import median
 import torch
 
 from weft import __version__
+from weft.cache import cache_path, write
 from weft.errors import WeftError
-from weft.facts.cache import cache_path, write
 from weft.kernels.base import AttentionShape, Kernels
 from weft.kernels.capture import capture_graph
 from weft.kernels.samples import Sample, decodes
-from weft.planner.backends import GPU_BACKENDS
+from weft.plan.backends import GPU_BACKENDS
 
 logger = logging.getLogger("weft")
 

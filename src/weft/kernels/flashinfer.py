@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from weft.facts.host import packages
+from weft.hardware.host import packages
 from weft.kernels.base import AttentionShape, KVCache
 from weft.kernels.batch import Batch, Lengths, spread
 from weft.kernels.usable import no_flash, processors, usable
 from weft.kernels.warm import Launch
-from weft.planner import backends
+from weft.plan import backends
 
 logger = logging.getLogger("weft")
 

@@ -7,7 +7,7 @@ import logging
 import torch
 
 from weft.errors import ConfigError
-from weft.planner import backends
+from weft.plan import backends
 
 logger = logging.getLogger("weft")
 
@@ -53,4 +53,5 @@ def shared_bytes(device: torch.device) -> int:
     """Shared memory that a program on a GPU may ask for; elsewhere the least that any since Ampere has."""
     if device.type != "cuda":
         return AMPERE_SHARED_BYTES
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    limit: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # noqa: B009: untyped
+    return limit

@@ -25,7 +25,7 @@ from weft.kernels.base import AttentionShape, KVCache
 from weft.kernels.batch import Batch, spread
 from weft.kernels.usable import no_flash, usable
 from weft.kernels.warm import Launch
-from weft.planner import backends
+from weft.plan import backends
 
 logger = logging.getLogger("weft")
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from weft.architectures.place import Span
 from weft.comm import Comm
-from weft.facts.place import Span
 from weft.kernels.base import Product, Table
 
 

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from weft.facts.shape import Rope
+from weft.architectures.shape import Rope
 
 
 def table(rope: Rope, head_dim: int, max_positions: int, length: int, rows: int) -> torch.Tensor:

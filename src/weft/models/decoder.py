@@ -6,9 +6,9 @@ from collections.abc import MutableMapping, Sequence
 
 import torch
 
+from weft.architectures.place import Place
+from weft.architectures.shape import ModelShape
 from weft.comm import Comm
-from weft.facts.place import Place
-from weft.facts.shape import ModelShape
 from weft.kernels.base import DenseLayer, HeadNorm, Kernels, KVCache, Product
 from weft.kernels.batch import Batch
 from weft.layers.embedding import Embedding, Head
@@ -42,7 +42,7 @@ class Decoder:
             tied = table if "head.weight" not in tensors else None
             product = kernels.matrix(tensors.pop("head.weight"), None) if tied is None else tied
             self.head = Head(product, [len(p.vocab) for p in peers], comm)
-            self.norm = tensors["norm.weight"]
+            self.norm = plain_tensor(tensors, "norm.weight")
 
     def hidden(
         self, incoming: torch.Tensor | None, rope: torch.Tensor, caches: Sequence[KVCache], batch: Batch
@@ -88,27 +88,40 @@ class Decoder:
         return self.head(self.kernels.norm(hidden, self.norm, self.eps))
 
 
+def plain_tensor(tensors: Tensors, name: str) -> torch.Tensor:
+    """A parameter that no scheme quantises: a norm's weight or a bias."""
+    tensor = tensors[name]
+    assert isinstance(tensor, torch.Tensor), name
+    return tensor
+
+
 def dense_layer(
     shape: ModelShape, place: Place, layer: int, tensors: Tensors, comm: Comm, kernels: Kernels
 ) -> DenseLayer:
     """A layer with this rank's heads and columns, its matrices taken out of `tensors`."""
     attention, mlp = f"layers.{layer}.attention.", f"layers.{layer}.mlp."
 
+    def bias(name: str) -> torch.Tensor | None:
+        return plain_tensor(tensors, name + ".bias") if name + ".bias" in tensors else None
+
+    def norm(name: str) -> torch.Tensor:
+        return plain_tensor(tensors, f"layers.{layer}.{name}.weight")
+
     def column(name: str) -> Product:
-        return column_linear(tensors.pop(name + ".weight"), tensors.get(name + ".bias"), kernels)
+        return column_linear(tensors.pop(name + ".weight"), bias(name), kernels)
 
     def row(name: str) -> Product:
-        return row_linear(tensors.pop(name + ".weight"), tensors.get(name + ".bias"), comm, kernels)
+        return row_linear(tensors.pop(name + ".weight"), bias(name), comm, kernels)
 
     head_norm = None
     if shape.qk_norm:
-        head_norm = HeadNorm(tensors[attention + "q_norm.weight"], tensors[attention + "k_norm.weight"], shape.norm_eps)
+        head_norm = HeadNorm(norm("attention.q_norm"), norm("attention.k_norm"), shape.norm_eps)
     return DenseLayer(
-        attention_norm=tensors[f"layers.{layer}.attention_norm.weight"],
+        attention_norm=norm("attention_norm"),
         qkv=column(attention + "qkv"),
         head_norm=head_norm,
         out=row(attention + "out"),
-        mlp_norm=tensors[f"layers.{layer}.mlp_norm.weight"],
+        mlp_norm=norm("mlp_norm"),
         gate_up=column(mlp + "gate_up"),
         down=row(mlp + "down"),
         q_heads=len(place.q_heads),

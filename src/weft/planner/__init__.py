@@ -1,1 +1,1 @@
-"""How a model is cut, and the plan of it; what fits and how fast it is, the search for the best, and advice."""
+"""The planner: search for the best layout, its predicted speed and memory, advice and costs."""

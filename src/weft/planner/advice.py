@@ -7,20 +7,20 @@ from functools import cache
 
 import msgspec
 
-from weft.facts import gguf_types
-from weft.facts.cluster import Cluster, Node, usual_link
-from weft.facts.gpus import gpus
-from weft.facts.precision import weight_bytes
-from weft.facts.schemes import MADE
+from weft.formats import gguf_types
+from weft.formats.precision import weight_bytes
+from weft.formats.schemes import MADE
+from weft.hardware.cluster import Cluster, Node, usual_link
+from weft.hardware.gpus import gpus
 from weft.planner.binding import MEASURES, WORTH
 from weft.planner.cuts import Cut
+from weft.planner.domains import usable
 from weft.planner.footprint import Footprint
-from weft.planner.islands import usable
 from weft.planner.objections import runs
 from weft.planner.question import Question, Wish
 from weft.planner.ranking import Candidate, worth
 from weft.planner.search import Answer, closest, engine_profile, fitting, search
-from weft.planner.words import command, gigabytes, times
+from weft.words import command, gigabytes, times
 
 # What weights of another precision are called, those closest to the original first.
 CHECKPOINTS = {

@@ -5,21 +5,22 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from weft.facts.cluster import Cluster, Home, Node
-from weft.facts.kv import kv_bytes_per_token
-from weft.facts.links import nvlink, table
-from weft.facts.model import Model
-from weft.facts.place import Place
-from weft.facts.precision import weight_bytes
-from weft.facts.shape import ModelShape
-from weft.planner import speculation, verdict
+from weft.architectures.kv import kv_bytes_per_token
+from weft.architectures.model import Model
+from weft.architectures.place import Place
+from weft.architectures.shape import ModelShape
+from weft.formats.precision import weight_bytes
+from weft.hardware.cluster import Cluster, Home, Node
+from weft.hardware.links import nvlink, table
+from weft.plan import speculation
+from weft.planner import verdict
 from weft.planner.advice import advice
 from weft.planner.binding import binding
 from weft.planner.cost import Prediction
 from weft.planner.cuts import Cut
 from weft.planner.deployment import Layout
+from weft.planner.domains import devices
 from weft.planner.footprint import RankMemory, ReplicaMemory
-from weft.planner.islands import devices
 from weft.planner.notes import notes
 from weft.planner.objections import not_run
 from weft.planner.plan_file import FORMAT
@@ -27,7 +28,7 @@ from weft.planner.question import Question
 from weft.planner.ranking import Candidate, request_s
 from weft.planner.replica import slowest_link
 from weft.planner.search import Answer, engine_profile
-from weft.planner.words import command
+from weft.words import command
 
 # Flags that weft simulate does not have: its load is its own.
 ONLY_PLANNED = ("--concurrency", "--speculative-config")

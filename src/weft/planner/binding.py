@@ -7,14 +7,14 @@ from typing import Literal
 
 import msgspec
 
-from weft.facts.cluster import Cluster
-from weft.facts.gpus import GpuSpec
+from weft.hardware.cluster import Cluster
+from weft.hardware.gpus import GpuSpec
 from weft.planner.cost import predict
 from weft.planner.footprint import footprint
 from weft.planner.question import Objective
 from weft.planner.ranking import worth
 from weft.planner.search import Answer, closest, engine_profile
-from weft.planner.words import times
+from weft.words import times
 
 Resource = Literal["memory", "bandwidth", "compute", "links"]
 RESOURCES: dict[Resource, str] = {

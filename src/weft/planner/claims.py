@@ -7,16 +7,16 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from weft.architectures.kv import kv_bytes
+from weft.architectures.place import Place
+from weft.architectures.shape import ModelShape
 from weft.errors import ConfigError, PlanError
-from weft.facts.cluster import Cluster
-from weft.facts.kv import kv_bytes
-from weft.facts.place import Place
-from weft.facts.precision import canonical, weights
-from weft.facts.shape import ModelShape
+from weft.formats.precision import canonical, weights
+from weft.hardware.cluster import Cluster
 from weft.planner.deployment import Layout, deploy
-from weft.planner.islands import devices
+from weft.planner.domains import devices
 from weft.planner.stages import Seat, read_bytes, stage_layers
-from weft.planner.words import by_type
+from weft.words import by_type
 
 RESERVED_BYTES = 1.5e9  # of each GPU: context, workspace and activations of any engine
 TOKENS = 2048  # of the one request, where the claim names no length

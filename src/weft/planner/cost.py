@@ -10,8 +10,8 @@ from typing import Literal
 
 import msgspec
 
-from weft.facts.cluster import Cluster
-from weft.facts.shape import ModelShape
+from weft.architectures.shape import ModelShape
+from weft.hardware.cluster import Cluster
 from weft.planner.deployment import Layout, Workload
 from weft.planner.footprint import Footprint, footprint
 from weft.planner.profiles import Profile

@@ -9,7 +9,7 @@ from itertools import permutations
 import msgspec
 
 from weft.planner.deployment import Layout
-from weft.planner.islands import Device, devices, groups, islands, nodes, replicas, sort, tensor_sizes
+from weft.planner.domains import Device, devices, groups, islands, nodes, replicas, sort, tensor_sizes
 from weft.planner.question import Question
 
 MOST_SORTS = 3  # of GPUs whose orders are all tried

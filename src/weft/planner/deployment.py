@@ -7,11 +7,11 @@ from functools import lru_cache
 
 import msgspec
 
+from weft.architectures.place import Place
+from weft.architectures.shape import ModelShape
 from weft.errors import PlanError
-from weft.facts.cluster import Cluster
-from weft.facts.place import Place
-from weft.facts.shape import ModelShape
-from weft.planner.place import column_unit, deal, places
+from weft.hardware.cluster import Cluster
+from weft.plan.places import column_unit, deal, places
 
 LENGTH = 1024  # tokens of a prompt, and of an answer, where nobody says
 
@@ -59,7 +59,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     `places` and `gpus` have one entry per rank of the deployment, replica by replica, and in it stage by stage:
     rank = (replica * pipeline_parallel + stage) * tensor_parallel + tp_rank. `gpus[rank]` is the number of its
     GPU in `Cluster` order (node by node). Replicas differ in nothing but which experts they hold; `place.rank`
-    counts within a replica. `precision` and `kv_dtype` are names of `facts.precision`.
+    counts within a replica. `precision` and `kv_dtype` are names of `formats.precision`.
 
     `expert_parallel` is the number of ranks that a layer's routed experts are dealt out to whole: 1 where every
     rank holds a slice of each expert, else tensor_parallel, or tensor_parallel * data_parallel where the

@@ -11,23 +11,23 @@ import msgspec
 
 from weft.config import USUAL, EngineConfig
 from weft.errors import ConfigError, PlanError
-from weft.facts.cluster import Cluster, Node
-from weft.facts.host import Host
-from weft.facts.precision import OF_DTYPE
-from weft.planner.layout import check, check_weights_fit, compute_dtype, device_kind, layout
-from weft.planner.max_memory import capped, of_devices, read
-from weft.planner.placement import placed, spread_of
-from weft.planner.plan import Plan, Speculation
+from weft.formats.precision import OF_DTYPE
+from weft.hardware.cluster import Cluster, Node
+from weft.hardware.host import Host
+from weft.plan.layout import check, check_weights_fit, compute_dtype, device_kind, layout
+from weft.plan.max_memory import capped, of_devices, read
+from weft.plan.placement import placed, spread_of
+from weft.plan.plan import Plan, Speculation
+from weft.plan.quantization import precision_held
+from weft.plan.speculation import fetched, speculation
 from weft.planner.profiles import OURS, profile
-from weft.planner.quantization import precision_held
-from weft.planner.speculation import fetched, speculation
 
 if TYPE_CHECKING:
-    from weft.facts.checkpoint import Checkpoint
-    from weft.facts.speeds import Speeds
+    from weft.formats.checkpoint import Checkpoint
     from weft.planner.question import Question
     from weft.planner.ranking import Candidate
     from weft.planner.search import Answer
+    from weft.probes.speeds import Speeds
 
 logger = logging.getLogger("weft")
 
@@ -39,25 +39,25 @@ def plan_to_run(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Pla
     """What the engine runs. `config.plan` names a file that `weft plan --json` wrote. Without it, and where nothing
     says how to cut the model over the GPUs, it is the best layout that `weft plan` finds for this machine.
 
-    Raises ConfigError and PlanError as `planner.layout.layout`, and where a plan file cannot be carried out here or
+    Raises ConfigError and PlanError as `plan.layout.layout`, and where a plan file cannot be carried out here or
     nothing fits.
     """
     check(config)
     if config.plan is not None:
-        from weft.planner import plan_file, planned
+        from weft.planner import plan_file, run_plan_file
 
         file = plan_file.read(config.plan)
-        config = planned.carried_out(file, config, checkpoint, host)
+        config = run_plan_file.carried_out(file, config, checkpoint, host)
         plan = laid_out(config, checkpoint, host, speculating(config, checkpoint))
-        planned.check_carried_out(file, plan)
+        run_plan_file.check_carried_out(file, plan)
         return plan
     how = speculating(config, checkpoint)
     dtype, devices = compute_dtype(config, checkpoint, host, ()), [device_kind(config, host)]
     config = placed(config, checkpoint.shape, host, precision_held(config, checkpoint, dtype, devices))
     if device_kind(config, host) == "cpu" or (is_cut(config, host) and not leaves_shares_open(config, host)):
         return laid_out(config, checkpoint, host, how)
-    from weft.facts.machine import this_machine
-    from weft.facts.speeds import known
+    from weft.probes.machine import this_machine
+    from weft.probes.speeds import known
 
     try:
         config = searched(config, checkpoint, host, this_machine(host, known(host)), how)
@@ -93,8 +93,8 @@ def stepping(plan: Plan, config: EngineConfig, host: Host) -> Plan:
     if plan.devices[0] == "cpu":
         tokens, why = plan.max_num_batched_tokens, profile(OURS, on_cpu=True).max_num_batched_tokens.source
     else:
-        from weft.facts.speeds import known
         from weft.planner.forecast import step_choice
+        from weft.probes.speeds import known
 
         try:
             tokens, why = step_choice(plan, host, known(host))
@@ -108,7 +108,7 @@ def linked(plan: Plan, host: Host) -> Plan:
     """The plan, without peer-to-peer where a measurement (`weft hardware`) found that it does not work here."""
     if len({device for device in plan.devices if device != "cpu"}) < 2:
         return plan
-    from weft.facts.speeds import known
+    from weft.probes.speeds import known
 
     faults = [pair for pair in known(host).pairs if pair.verdict != "works"]
     if not faults:
@@ -122,7 +122,7 @@ def linked(plan: Plan, host: Host) -> Plan:
 def seen(plan: Plan, host: Host) -> Speeds:
     """What was measured of this machine. A CPU that ranks are to run on is measured now where that is still to do,
     which takes a second and an idle machine. Raises ConfigError where it is not possible."""
-    from weft.facts import speeds
+    from weft.probes import speeds
 
     known = speeds.known(host)
     if plan.devices[0] != "cpu":

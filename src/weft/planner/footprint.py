@@ -8,16 +8,16 @@ from functools import lru_cache
 
 import msgspec
 
-from weft.facts.cluster import Cluster
-from weft.facts.gpus import GpuSpec
-from weft.facts.kv import kv_bytes, kv_bytes_per_token
-from weft.facts.place import Place, whole
-from weft.facts.precision import WeightBytes, canonical
-from weft.facts.shape import DTYPE_BYTES, DType, ModelShape
+from weft.architectures.kv import kv_bytes, kv_bytes_per_token
+from weft.architectures.place import Place, whole
+from weft.architectures.shape import DTYPE_BYTES, DType, ModelShape
+from weft.formats.precision import WeightBytes, canonical
+from weft.hardware.cluster import Cluster
+from weft.hardware.gpus import GpuSpec
+from weft.plan.memory import CPU_KV_BYTES, CPU_KV_SHARE, LOGITS_BYTES, step_bytes
 from weft.planner.batch import KV_SHARE, Choice, choices, chosen
 from weft.planner.deployment import Layout, Workload
-from weft.planner.guessing import DraftBytes, draft_bytes, drafting, guesses
-from weft.planner.memory import CPU_KV_BYTES, CPU_KV_SHARE, LOGITS_BYTES, step_bytes
+from weft.planner.draft_memory import DraftBytes, draft_bytes, drafting, guesses
 from weft.planner.profiles import OURS, Profile
 from weft.planner.rank_weights import rank_weights
 from weft.planner.replica import Replica
@@ -176,7 +176,7 @@ def _chosen(holding: Holding, seats: Sequence[Seat], length: int, tried: Sequenc
 
 
 class Holding(msgspec.Struct, frozen=True):
-    """A model as an engine holds it: weights in `precision`, as `facts.precision.canonical` gives it, and keys and
+    """A model as an engine holds it: weights in `precision`, as `formats.precision.canonical` gives it, and keys and
     values in `kv_dtype`."""
 
     shape: ModelShape

@@ -9,24 +9,24 @@ from typing import Any
 
 import msgspec
 
+from weft.architectures.shape import DTYPE_BYTES
 from weft.config import USUAL
-from weft.facts.cluster import Cluster, Node
-from weft.facts.host import Host
-from weft.facts.machine import part, this_machine
-from weft.facts.precision import OF_DTYPE
-from weft.facts.shape import DTYPE_BYTES
-from weft.facts.speeds import Speeds
+from weft.formats.precision import OF_DTYPE
+from weft.hardware.cluster import Cluster, Node
+from weft.hardware.host import Host
+from weft.plan.memory import Capacity
+from weft.plan.plan import Plan
+from weft.plan.quantization import precision_of
 from weft.planner.batch import Choice
 from weft.planner.cost import Prediction, predict
 from weft.planner.deployment import Layout, Workload
 from weft.planner.footprint import Footprint, activation_bytes, footprint
-from weft.planner.memory import Capacity
-from weft.planner.plan import Plan
 from weft.planner.profiles import Profile
-from weft.planner.quantization import precision_of
 from weft.planner.question import Question
 from weft.planner.search import engine_profile
-from weft.planner.words import gigabytes
+from weft.probes.machine import part, this_machine
+from weft.probes.speeds import Speeds
+from weft.words import gigabytes
 
 GUESSED = " (with guesses, whose worth is not predicted)"
 HINT = "weft bench calibrate measures what this machine really does"

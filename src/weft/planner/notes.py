@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from weft.facts.gguf_types import MIXES
-from weft.facts.kv import kv_bytes_per_token
-from weft.facts.parameters import RUNNABLE
-from weft.facts.place import whole
-from weft.facts.precision import as_held, as_published, scale_columns, summed, weight_bytes
-from weft.facts.schemes import MADE
-from weft.planner.backends import KERNELS, no_triton
-from weft.planner.memory import CPU_KV_BYTES, CPU_KV_SHARE
+from weft.architectures.kv import kv_bytes_per_token
+from weft.architectures.parameters import RUNNABLE
+from weft.architectures.place import whole
+from weft.formats.gguf_types import MIXES
+from weft.formats.precision import as_held, as_published, scale_columns, summed, weight_bytes
+from weft.formats.schemes import MADE
+from weft.plan.backends import KERNELS, no_triton
+from weft.plan.memory import CPU_KV_BYTES, CPU_KV_SHARE
 from weft.planner.objections import EVEN
 from weft.planner.question import Question
 from weft.planner.ranking import Candidate
-from weft.planner.words import commas, gigabytes
+from weft.words import commas, gigabytes
 
 ROUNDED = 0.05  # of all heads; what a share may be off without a word
 MOST_CAPS = 8  # that are told one by one

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from weft.facts import gguf_types
-from weft.facts.gpus import BF16_CAPABILITY
-from weft.facts.kv import number_bytes
-from weft.facts.parameters import RUNNABLE
-from weft.facts.precision import OF_DTYPE
-from weft.facts.shape import ModelShape
-from weft.planner.backends import no_narrow_cache
+from weft.architectures.kv import number_bytes
+from weft.architectures.parameters import RUNNABLE
+from weft.architectures.shape import ModelShape
+from weft.formats import gguf_types
+from weft.formats.precision import OF_DTYPE
+from weft.hardware.gpus import BF16_CAPABILITY
+from weft.plan.backends import no_narrow_cache
 from weft.planner.cuts import Draft
 from weft.planner.profiles import engines, runs_on_cpu
 from weft.planner.question import Question
-from weft.planner.words import dotted
+from weft.words import dotted
 
 # Engines that
 EVEN = ("vllm", "trtllm", "sglang")  # cut heads evenly,
 LAYERS_ONLY = ("llama.cpp", "transformers")  # know no tensor parallelism,
 SHARING = ("weft", "transformers")  # run several stages on one GPU
-# Precisions that Weft's own engine computes with, the latter in few bits (facts.schemes), as it does with GGUF's mixes.
+# Precisions that Weft computes with: whole numbers, and few bits (formats.schemes), as it does with GGUF's mixes.
 WHOLE, KEPT = tuple(OF_DTYPE.values()), ("int8", "int4")
 # What kernels unpack to bfloat16, or is that.
 NEED_BF16 = ("bf16", "fp8", "mxfp4", "nvfp4")

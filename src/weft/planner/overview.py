@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import msgspec
 
-from weft.facts.precision import weight_bytes
-from weft.facts.schemes import MADE
+from weft.formats.precision import weight_bytes
+from weft.formats.schemes import MADE
 from weft.planner.question import Question
 from weft.planner.ranking import Candidate
 from weft.planner.search import Answer, closest, search

@@ -1,4 +1,4 @@
-"""Plan file: what `weft plan --json` printed, read again. `planner.planned` carries it out on this machine."""
+"""Plan file: what `weft plan --json` printed, read again. `planner.run_plan_file` carries it out on this machine."""
 
 from __future__ import annotations
 

@@ -12,17 +12,17 @@ from typing import Any
 
 import msgspec
 
+from weft.architectures.shape import ModelShape
 from weft.errors import ConfigError
-from weft.facts.calibration import Calibration
-from weft.facts.cpu import KernelSpeed
-from weft.facts.gguf_types import MIXES
-from weft.facts.gpus import GpuSpec
-from weft.facts.kernels import Kernels, Products, kernels_of
-from weft.facts.library import TYPES
-from weft.facts.precision import OF_DTYPE, as_held
-from weft.facts.schemes import SCHEMES, held_as
-from weft.facts.shape import ModelShape
-from weft.planner.plan import Speculation
+from weft.formats.gguf_types import MIXES
+from weft.formats.precision import OF_DTYPE, as_held
+from weft.formats.schemes import SCHEMES, held_as
+from weft.hardware.calibration import Calibration
+from weft.hardware.cpu import KernelSpeed
+from weft.hardware.gpus import GpuSpec
+from weft.hardware.kernel_shares import Kernels, Products, kernels_of
+from weft.native.library import TYPES
+from weft.plan.plan import Speculation
 
 OURS = "weft"  # the engine that can be calibrated
 # Of a calibration's mean error: models are less alike than those that it was fitted on.
@@ -92,7 +92,7 @@ class KvRule(_For, frozen=True, kw_only=True):
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
-    """The constants of one engine; `facts/data/engines.toml` says what each is. `measured` are the kernels of GPUs on
+    """The constants of one engine; `planner/data/engines.toml` says what each is. `measured` are the kernels of GPUs on
     which it was calibrated, `speculation` is how the user has it guess ahead."""
 
     name: str
@@ -189,7 +189,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 
 @cache
 def _data() -> dict[str, Any]:
-    return tomllib.loads((files("weft.facts") / "data/engines.toml").read_text())
+    return tomllib.loads((files("weft.planner") / "data/engines.toml").read_text())
 
 
 def engines() -> tuple[str, ...]:

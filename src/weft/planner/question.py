@@ -6,11 +6,11 @@ from typing import Literal, get_args
 
 import msgspec
 
-from weft.facts.cluster import Cluster
-from weft.facts.shape import ModelShape
+from weft.architectures.shape import ModelShape
+from weft.hardware.cluster import Cluster
+from weft.plan.device_map import Spread
+from weft.plan.plan import Speculation
 from weft.planner.deployment import Workload
-from weft.planner.device_map import Spread
-from weft.planner.plan import Speculation
 
 Objective = Literal["throughput", "latency", "cost"]
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
@@ -19,7 +19,7 @@ OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 class Wish(msgspec.Struct, frozen=True, kw_only=True):
     """What the user has decided; None leaves it to the search. `tensor_split` are weights, `pipeline_split`
     layers per stage, and `devices` the GPU of each stage, in `Cluster` order; one may hold several stages. `spread`
-    puts whole layers on all GPUs, by a word that `planner.spread` explains."""
+    puts whole layers on all GPUs, by a word that `planner.balance` explains."""
 
     tensor_parallel: int | None = None
     pipeline_parallel: int | None = None

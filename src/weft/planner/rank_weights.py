@@ -6,16 +6,16 @@ from functools import lru_cache
 
 import msgspec
 
-from weft.facts.place import Place, Span
-from weft.facts.precision import WeightBytes, summed
-from weft.facts.shape import ModelShape
+from weft.architectures.place import Place, Span
+from weft.architectures.shape import ModelShape
+from weft.formats.precision import WeightBytes, summed
 from weft.planner.work import Kind, kinds
 
 
 @lru_cache(maxsize=8192)
 def rank_weights(shape: ModelShape, precision: str, place: Place) -> WeightBytes:
-    """A rank's weights; `precision` as `canonical` or `as_held` of `facts.precision` gives it. Ranks that hold as many
-    experts, and stages as many layers of each kind, hold as many bytes."""
+    """Weight bytes of one rank; `precision` is a result of `canonical` or `as_held` of `formats.precision`. Ranks with
+    equally many experts, and stages with equally many layers of each kind, hold equally many bytes."""
     share = msgspec.structs.replace(
         place,
         rank=0,

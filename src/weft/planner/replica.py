@@ -10,11 +10,11 @@ from collections.abc import Collection, Sequence
 from math import ceil, exp, inf, lgamma, log
 from typing import TypeVar
 
-from weft.facts.cluster import Cluster, Home
-from weft.facts.gpus import GpuSpec
-from weft.facts.links import AllReduce, Kind, all_reduce, send
-from weft.facts.precision import canonical
-from weft.facts.shape import ModelShape
+from weft.architectures.shape import ModelShape
+from weft.formats.precision import canonical
+from weft.hardware.cluster import Cluster, Home
+from weft.hardware.gpus import GpuSpec
+from weft.hardware.links import AllReduce, Kind, all_reduce, send
 from weft.planner.deployment import Layout, Workload
 from weft.planner.profiles import Profile
 from weft.planner.roofline import Rank, Seconds

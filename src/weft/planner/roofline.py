@@ -8,8 +8,8 @@ from math import ceil, pow
 
 import msgspec
 
-from weft.facts.cpu import TOKENS
-from weft.facts.gpus import GpuSpec
+from weft.hardware.cpu import TOKENS
+from weft.hardware.gpus import GpuSpec
 from weft.planner.profiles import Profile
 from weft.planner.work import Attention, ExpertWork, Product, Work
 

@@ -6,25 +6,25 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from weft.architectures.place import Span, whole
 from weft.errors import PlanError
-from weft.facts.gpus import GpuSpec
-from weft.facts.place import Span, whole
-from weft.facts.precision import canonical
+from weft.formats.precision import canonical
+from weft.hardware.gpus import GpuSpec
+from weft.plan.device_map import Spread
+from weft.plan.quantization import check_planned_cuts
+from weft.planner.balance import load_of, spread
 from weft.planner.batch import shortest
 from weft.planner.cost import Prediction, predict
 from weft.planner.cuts import Cut, Draft, drafts, rearranged
 from weft.planner.deployment import Layout, deploy
-from weft.planner.device_map import Spread
+from weft.planner.domains import alike, usable
 from weft.planner.footprint import Footprint, Holding, footprint
-from weft.planner.islands import alike, usable
 from weft.planner.objections import objection
 from weft.planner.profiles import Constant, Profile, calibrated, profile
-from weft.planner.quantization import check_planned_cuts
 from weft.planner.question import Question, Wish
 from weft.planner.ranking import Candidate, merit, ranked
-from weft.planner.spread import load_of, spread
 from weft.planner.stages import Seat, stage_layers
-from weft.planner.words import gigabytes
+from weft.words import gigabytes
 
 REARRANGED = 4  # candidates of which other orders of the stages are tried
 DEPTHS = 6  # pipeline depths that are costed for one size of tensor parallelism: the shallowest that fit

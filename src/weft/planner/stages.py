@@ -7,12 +7,12 @@ from functools import lru_cache
 
 import msgspec
 
-from weft.facts.kv import kv_bytes
-from weft.facts.place import Place, Span
-from weft.facts.precision import WeightBytes, alike, summed
-from weft.facts.shape import ModelShape
+from weft.architectures.kv import kv_bytes
+from weft.architectures.place import Place, Span
+from weft.architectures.shape import ModelShape
+from weft.formats.precision import WeightBytes, alike, summed
+from weft.plan.places import column_unit, places
 from weft.planner.partition import Stage, partition
-from weft.planner.place import column_unit, places
 
 
 class Seat(msgspec.Struct, frozen=True):
@@ -44,7 +44,7 @@ def stage_layers(
     """Layers per stage so that every rank has the room for its weights and the KV of `tokens` tokens, and the
     stage that takes longest for a token takes as little as can be; with `by_room` the stage that is fullest is
     as little full as can be. None where there is not enough room, or fewer layers than stages. `precision` as
-    `canonical` or `as_held` of `facts.precision` gives it; `expert_group` is that of `planner.place`.
+    `canonical` or `as_held` of `formats.precision` gives it; `expert_group` is that of `plan.places`.
     """
     ranks = tuple(places(shape, tensor_weights, [shape.layers], expert_group, column_unit(shape, precision)))
     by_rank = [_layers(shape, precision, kv_dtype, tokens, rank) for rank in ranks]

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from weft.planner.plan import Plan
+from weft.plan.plan import Plan
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,7 +7,7 @@ import re
 from weft.planner.question import Question
 from weft.planner.ranking import Candidate, alone_s, preference, quicker, request_s, worth
 from weft.planner.search import Answer, closest
-from weft.planner.words import by_type, gigabytes
+from weft.words import by_type, gigabytes
 
 
 def summary(answer: Answer, missing: list[str]) -> str:

@@ -7,12 +7,12 @@ from functools import lru_cache
 
 import msgspec
 
-from weft.facts.axes import owned
-from weft.facts.kv import layer_bytes_per_token
-from weft.facts.parameters import Parameter, parameters
-from weft.facts.place import Place, Span
-from weft.facts.precision import OTHERS, alike, parameter_bytes
-from weft.facts.shape import ModelShape
+from weft.architectures.axes import owned
+from weft.architectures.kv import layer_bytes_per_token
+from weft.architectures.parameters import Parameter, parameters
+from weft.architectures.place import Place, Span
+from weft.architectures.shape import ModelShape
+from weft.formats.precision import OTHERS, alike, parameter_bytes
 
 
 class Product(msgspec.Struct, frozen=True):
@@ -69,8 +69,8 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
 
 @lru_cache(maxsize=8192)
 def work(shape: ModelShape, precision: str, kv_dtype: str, place: Place) -> Work:
-    """The work of a rank; `precision` as `canonical` or `as_held` of `facts.precision` gives it. Equal shares have the
-    same object."""
+    """Work of one rank; `precision` is a result of `canonical` or `as_held` of `formats.precision`. Equal shares give
+    the same object."""
     # What counts is how much a rank holds, not which: ranks of a stage, and stages, do equal work.
     names = ("q_heads", "kv_heads", "ffn", "vocab", "experts", "expert_ffn", "shared_ffn")
     spans = {name: Span(0, len(getattr(place, name))) for name in names}

@@ -20,5 +20,5 @@ def product(weight: torch.Tensor | Quantised, bias: torch.Tensor | None = None) 
     if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and torch.backends.mkldnn.is_available():
         packed = torch.ops.mkldnn._reorder_linear_weight(weight)
         linear = torch.ops.mkldnn._linear_pointwise
-        return lambda x: linear(x, packed, bias, "none", [], "")  # type: ignore[no-any-return]
+        return lambda x: linear(x, packed, bias, "none", [], "")
     return lambda x: F.linear(x, weight, bias)

@@ -1,4 +1,4 @@
-"""Quantised: a matrix, or some of its rows and columns, in a scheme of `facts.schemes`."""
+"""Quantised: a matrix, or some of its rows and columns, in a scheme of `formats.schemes`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from weft.facts.place import Span
-from weft.facts.schemes import ALL, UNIT, Scheme
+from weft.architectures.place import Span
+from weft.formats.schemes import ALL, UNIT, Scheme
 
 
 @dataclass(frozen=True)

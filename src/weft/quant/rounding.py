@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from weft.facts.schemes import Scheme
+from weft.formats.schemes import Scheme
 from weft.quant.quantised import Quantised, pack
 
 # Rounds weight [rows, cols], of any float dtype, into a matrix of those rows. Its first column begins the first group

@@ -23,11 +23,11 @@ from weft.client.remote import AsyncEngine
 from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError
 from weft.executors.base import Ready
-from weft.facts.checkpoint import Checkpoint
-from weft.facts.host import Host, probe
+from weft.formats.checkpoint import Checkpoint
+from weft.hardware.host import Host, probe
+from weft.plan.memory import capacity_lines
+from weft.plan.plan import Plan
 from weft.planner.execution import plan_to_run, seen
-from weft.planner.memory import capacity_lines
-from weft.planner.plan import Plan
 from weft.serving import listen
 from weft.serving.admission import Admission, ConnectionLimits, fit_to_files, raise_file_limit
 from weft.serving.app import app
@@ -38,8 +38,8 @@ from weft.serving.service import Service
 from weft.serving.stopping import bounded_stop, drain, lift_bound
 
 if TYPE_CHECKING:
-    from weft.facts.speeds import Speeds
     from weft.planner.forecast import Forecast
+    from weft.probes.speeds import Speeds
 
 log = logging.getLogger("weft.serving")
 

@@ -35,7 +35,7 @@ def specs(question: Question, candidate: Candidate, limits: Limits) -> list[Spec
     runs = replicas(question.shape, layout, question.cluster, profile)
     # An engine without a pipeline has one step under way, on one GPU after the other.
     stages = layout.pipeline_parallel if profile.pipelined.value else 1
-    # As planner.layout.lookahead: on GPUs, where there is no pipeline.
+    # As plan.layout.lookahead: on GPUs, where there is no pipeline.
     ahead = not question.cluster.on_cpu if limits.lookahead is None else limits.lookahead
     for replica, memory in zip(runs, candidate.memory.replicas, strict=True):
         key = id(replica), id(memory)

@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 from tokenizers import Tokenizer
 
+from weft.cache import cache_path, write
 from weft.errors import ModelError
-from weft.facts.cache import cache_path, write
 from weft.text.settings import Settings
 
 FORMAT = 1  # to be raised when what is made from the same file changes

@@ -12,7 +12,7 @@ import msgspec
 from tokenizers import AddedToken, Tokenizer
 
 from weft.errors import ModelError
-from weft.facts import limits
+from weft.formats import limits
 from weft.text import gguf_tokenizer, spm, tiktoken_file
 from weft.text.cache import cached
 from weft.text.settings import Settings

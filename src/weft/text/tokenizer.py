@@ -10,7 +10,7 @@ from pathlib import Path
 from tokenizers import Tokenizer as RustTokenizer
 
 from weft.errors import ModelError, RequestError
-from weft.facts.gguf import is_gguf
+from weft.formats.gguf import is_gguf
 from weft.text import folder, gguf_tokenizer
 from weft.text.cache import cached
 from weft.text.pieces import Detokenizer, Pieces

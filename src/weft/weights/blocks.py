@@ -1,7 +1,7 @@
 """Blocks: what GGUF's quantised types pack, as whole numbers with a scale for each group of them, on any device.
 
 Layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h. In each function `b` is
-[blocks, bytes of a block] uint8; which groups a type has is `facts.schemes.STORED`.
+[blocks, bytes of a block] uint8; which groups a type has is `formats.schemes.STORED`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import torch
 
-from weft.facts.schemes import STORED
-from weft.facts.tensor import ENCODINGS
+from weft.formats.schemes import STORED
+from weft.formats.tensor import ENCODINGS
 
 # (q, scale, lowest): q [blocks, groups, group] uint8, the others [blocks, groups, 1] float32; `lowest` is None where
 # numbers are (q - zero) * scale instead of q * scale + lowest, with the type's own `zero_of`.

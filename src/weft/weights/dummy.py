@@ -6,7 +6,7 @@ from hashlib import blake2b
 
 import torch
 
-from weft.facts.place import Span
+from weft.architectures.place import Span
 from weft.quant.quantised import Quantised
 
 STD = 0.02  # what models of this family are initialised with

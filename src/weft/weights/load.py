@@ -11,12 +11,12 @@ from typing import Protocol
 
 import torch
 
-from weft.facts.axes import owned
-from weft.facts.checkpoint import sources, tensors
-from weft.facts.parameters import parameter_dims, rank_parameters
-from weft.facts.place import Place, Span
-from weft.planner.fills import Fill, fills, scheme_of
-from weft.planner.plan import Plan
+from weft.architectures.axes import owned
+from weft.architectures.parameters import parameter_dims, rank_parameters
+from weft.architectures.place import Place, Span
+from weft.formats.checkpoint import sources, tensors
+from weft.plan.fills import Fill, fills, scheme_of
+from weft.plan.plan import Plan
 from weft.quant.quantised import Quantised
 from weft.quant.rounding import Rounding, round_into
 from weft.weights.dummy import Dummy
@@ -37,7 +37,7 @@ class Source(Protocol):
         ...
 
     def holds(self, source: str, type: str) -> bool:
-        """Whether it is stored in a scheme of `facts.schemes`, or in what that has room for."""
+        """Whether it is stored in a scheme of `formats.schemes`, or in what that has room for."""
         ...
 
     def read_blocks(self, source: str, rows: Span, cols: Span, into: Quantised) -> bool:
@@ -73,7 +73,7 @@ def load(
     rounding: Rounding = round_into,
     importance: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> None:
-    """Fill `targets`, one for each parameter of this rank as `facts.parameters.rank_parameters` lists them.
+    """Fill `targets`, one for each parameter of this rank as `architectures.parameters.rank_parameters` lists them.
 
     They are allocated already, on any device and of any float dtype or scheme; what the checkpoint does not hold in
     their scheme is made by `rounding`, in several threads, with the `importance` of a parameter's columns where it is

@@ -1,4 +1,4 @@
-"""Packed: matrices of GPTQ, AWQ and compressed-tensors, bit for bit. Layouts: `facts.packed`."""
+"""Packed: matrices of GPTQ, AWQ and compressed-tensors, bit for bit. Layouts: `formats.packed`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import torch
 
+from weft.architectures.place import Span
 from weft.errors import ModelError
-from weft.facts.packed import WORD, Packed
-from weft.facts.place import Span
-from weft.facts.tensor import TensorInfo
+from weft.formats.packed import WORD, Packed
+from weft.formats.tensor import TensorInfo
 from weft.quant.quantised import Quantised, pack
 from weft.weights.stored import DENSE, Stored, mapped, rows_at_once, typed
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from weft.architectures.place import Span
 from weft.errors import ModelError
-from weft.facts.place import Span
-from weft.facts.schemes import STORED
+from weft.formats.schemes import STORED
 from weft.quant.quantised import Quantised, pack
 from weft.quant.rounding import Rounding, round_into
 from weft.weights.blocks import numbers, zero_of

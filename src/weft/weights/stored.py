@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 import torch
 
+from weft.architectures.place import Span
 from weft.errors import ModelError
-from weft.facts.place import Span
-from weft.facts.schemes import ALL, STORED
-from weft.facts.tensor import ENCODINGS, TensorInfo
+from weft.formats.schemes import ALL, STORED
+from weft.formats.tensor import ENCODINGS, TensorInfo
 from weft.quant.quantised import Quantised
 from weft.weights.blocks import dequantise
 from weft.weights.quantised import split, unpack

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from weft.errors import ConfigError
-from weft.facts import host
-from weft.facts.cuda import BUS, ORDER, digits
+from weft.hardware import host
+from weft.hardware.cuda import BUS, ORDER, digits
 from weft.kernels.capture import release_cached_memory
-from weft.planner.plan import Plan
+from weft.plan.plan import Plan
 
 
 def prepare(plan: Plan, rank: int) -> torch.device:
@@ -80,4 +80,4 @@ class ToHost:
             # A thread that has named no device would make a context on GPU 0 by waiting: 0.5 GB of it.
             torch.cuda.set_device(self._device)
             self._arrived.synchronize()
-        return self._values.tolist()  # type: ignore[no-any-return]
+        return self._values.tolist()

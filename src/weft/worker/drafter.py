@@ -11,9 +11,9 @@ from weft.comm import Links
 from weft.comm.base import Solo
 from weft.core.speculation import common
 from weft.core.step import Admission, StepPlan
-from weft.planner.memory import Capacity
-from weft.planner.plan import Plan
-from weft.planner.speculation import draft_plan
+from weft.plan.memory import Capacity
+from weft.plan.plan import Plan
+from weft.plan.speculation import draft_plan
 from weft.worker.rows import Rows
 from weft.worker.sampler import Sampler
 

@@ -16,16 +16,16 @@ from concurrent.futures import Executor
 import torch
 import torch.nn.functional as F
 
+from weft.architectures.place import Span
 from weft.comm import Links
-from weft.facts.place import Span
-from weft.facts.schemes import ALL, UNIT
+from weft.formats.schemes import ALL, UNIT
 from weft.kernels.base import KVCache, Product, Table
 from weft.kernels.batch import Batch, Lengths
 from weft.kernels.plain import PlainKernels
 from weft.layers import rope
 from weft.models.decoder import Decoder
-from weft.planner.fills import Fill, fills
-from weft.planner.plan import Plan
+from weft.plan.fills import Fill, fills
+from weft.plan.plan import Plan
 from weft.quant.quantised import Quantised
 from weft.weights.load import Source, loading, open_source
 from weft.weights.quantised import bands

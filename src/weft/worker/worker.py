@@ -10,11 +10,11 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from weft.architectures.kv import layer_bytes_per_token
 from weft.comm import Links
 from weft.core.params import SamplingParams
 from weft.core.step import Admission, StepPlan, StepResult, TokenLogprobs
 from weft.errors import ModelError
-from weft.facts.kv import layer_bytes_per_token
 from weft.kernels import choose, rounding
 from weft.kernels.base import AttentionShape, KVCache
 from weft.kernels.batch import Batch
@@ -24,9 +24,9 @@ from weft.kernels.streams import BROKEN
 from weft.kernels.warm import warm
 from weft.layers import rope
 from weft.models.decoder import Decoder
-from weft.planner.fills import weight_bytes
-from weft.planner.memory import SCORED, Capacity, step_bytes
-from weft.planner.plan import Plan
+from weft.plan.fills import weight_bytes
+from weft.plan.memory import SCORED, Capacity, step_bytes
+from weft.plan.plan import Plan
 from weft.weights.load import allocate, load
 from weft.worker import device as devices
 from weft.worker.chooser import chooser

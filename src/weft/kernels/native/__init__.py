@@ -6,10 +6,10 @@ import subprocess
 
 import torch
 
-from weft import compiled
 from weft.kernels.native.kernels import NativeKernels
 from weft.kernels.usable import usable
-from weft.planner import backends
+from weft.native import compiled
+from weft.plan import backends
 
 __all__ = ["NativeKernels", "available"]
 

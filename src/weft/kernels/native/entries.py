@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from weft import compiled
-from weft.facts.library import POINTER, REAL, SIZE
+from weft.native import compiled
+from weft.native.library import POINTER, REAL, SIZE
 
 
 class Entries:

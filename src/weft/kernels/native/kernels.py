@@ -34,8 +34,9 @@ class NativeKernels:
         laying.lay(staged, batch)
 
     def matrix(self, weight: torch.Tensor | Quantised, bias: torch.Tensor | None = None) -> NativeMatrix:
-        pack = quantised if isinstance(weight, Quantised) else dense
-        return pack(self._entries, weight, bias)
+        if isinstance(weight, Quantised):
+            return quantised(self._entries, weight, bias)
+        return dense(self._entries, weight, bias)
 
     def table(self, weight: torch.Tensor | Quantised) -> NativeMatrix:
         return self.matrix(weight)

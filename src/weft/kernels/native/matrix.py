@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.facts.library import LOWEST, PANEL, Matrix
-from weft.facts.schemes import UNIT
+from weft.formats.schemes import UNIT
 from weft.kernels.native.entries import Entries
+from weft.native.library import LOWEST, PANEL, Matrix
 from weft.quant.quantised import Quantised
 
 

@@ -8,10 +8,10 @@ from functools import cached_property
 
 import torch
 
-from weft import compiled
-from weft.facts.library import LOWEST, SIZE
-from weft.facts.schemes import UNIT, Scheme
+from weft.formats.schemes import UNIT, Scheme
 from weft.kernels.native.entries import Entries
+from weft.native import compiled
+from weft.native.library import LOWEST, SIZE
 from weft.quant.quantised import Quantised
 from weft.quant.rounding import Rounding, counts, round_into
 

@@ -10,11 +10,11 @@ import torch
 
 from weft.comm import Comm
 from weft.comm.shared import HEAD_BYTES, SharedComm
-from weft.facts.library import POINTER, REAL, SIZE, Matrix
 from weft.kernels.base import DenseLayer, KVCache
 from weft.kernels.batch import Batch
 from weft.kernels.native.entries import Entries
 from weft.kernels.native.matrix import NativeMatrix
+from weft.native.library import POINTER, REAL, SIZE, Matrix
 
 ALIGNMENT = 64  # bytes, as Workspace in stage.h wants it
 SUM = ctypes.CFUNCTYPE(ctypes.c_int32)
@@ -61,7 +61,8 @@ class NativeStage:
         self._part = torch.empty(0)
         self._error: BaseException | None = None
         self._shared = share(comm) if isinstance(comm, SharedComm) and sys.platform == "linux" else None
-        self._sum = SUM() if comm.size == 1 or self._shared else SUM(self._add_up)
+        self._calls_back = comm.size > 1 and self._shared is None
+        self._sum = SUM(self._add_up) if self._calls_back else SUM()
 
     def __call__(
         self, residual: torch.Tensor, rope: torch.Tensor, caches: Sequence[KVCache], batch: Batch
@@ -71,7 +72,7 @@ class NativeStage:
             self._take_memory(tokens)
         if caches is not self._caches:
             self._take_caches(caches)
-        if self._sum:
+        if self._calls_back:
             # Where the C++ leaves what is to be summed: at the beginning of its memory.
             self._part = self._memory[: residual.nbytes].view(residual.dtype).view(residual.shape)
         step = StepDescriptor(

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from weft.facts.host import packages
+from weft.hardware.host import packages
 from weft.kernels.base import Attention, AttentionShape, Kernels
 from weft.kernels.usable import cards, off_gpu, processors, shared_bytes, usable
-from weft.planner import backends
+from weft.plan import backends
 
 if TYPE_CHECKING:
     from weft.kernels.triton.attention import TritonAttention

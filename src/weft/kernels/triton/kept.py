@@ -12,7 +12,7 @@ import torch
 import triton
 
 from weft import __version__
-from weft.facts.cache import cache_path, write
+from weft.cache import cache_path, write
 from weft.kernels.base import AttentionShape
 from weft.kernels.triton.tuning import DECODE_CANDIDATES, DEFAULT, PREFILL_CANDIDATES, Tunings
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from weft.facts.schemes import UNIT, Scheme
+from weft.formats.schemes import UNIT, Scheme
 from weft.kernels.warm import Launch, turns
 from weft.quant.quantised import Quantised
 

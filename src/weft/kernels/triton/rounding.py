@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from weft.facts.schemes import UNIT, Scheme
+from weft.formats.schemes import UNIT, Scheme
 from weft.quant.quantised import Quantised
 from weft.quant.rounding import BELOW_AND_ABOVE, SHARES, TINY, round_into
 

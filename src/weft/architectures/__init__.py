@@ -1,0 +1,1 @@
+"""Model architectures as data: shapes, parameters and how they may be cut, KV bytes."""

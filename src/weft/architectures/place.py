@@ -1,0 +1,86 @@
+"""Place: which contiguous ranges of a model one rank owns, as plain data. `plan.places` cuts them."""
+
+from __future__ import annotations
+
+import msgspec
+
+from weft.architectures.shape import ModelShape
+
+
+class Span(msgspec.Struct, frozen=True, array_like=True):
+    """A half-open range of indices that survives JSON and MessagePack."""
+
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def scaled(self, by: int) -> Span:
+        return Span(self.start * by, self.stop * by)
+
+    def shifted(self, by: int) -> Span:
+        return Span(self.start + by, self.stop + by)
+
+    def blocks(self, size: int) -> int:
+        """How many blocks of `size` indices, counted from 0, it touches."""
+        return (self.stop - 1) // size - self.start // size + 1 if len(self) else 0
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's share. `rank` = stage * stage_size + `tp_rank`. All spans use the whole model's numbering.
+
+    `kv_heads` may overlap between neighbouring ranks (replicated where there are more ranks than KV heads);
+    `q_heads`, `ffn` and `vocab` never do within a stage. In a model with experts a rank holds the columns
+    `expert_ffn` of each of `experts`, of all experts under tensor parallelism and of all columns under expert
+    parallelism, and the columns `shared_ffn` of the shared experts; the three are empty in other models.
+    """
+
+    rank: int
+    stage: int
+    stages: int
+    tp_rank: int
+    tp_size: int
+    layers: Span
+    q_heads: Span
+    kv_heads: Span
+    ffn: Span
+    vocab: Span
+    experts: Span = Span(0, 0)
+    expert_ffn: Span = Span(0, 0)
+    shared_ffn: Span = Span(0, 0)
+
+    @property
+    def first(self) -> bool:
+        """Holds the embedding."""
+        return self.stage == 0
+
+    @property
+    def last(self) -> bool:
+        """Holds the final norm and the head."""
+        return self.stage == self.stages - 1
+
+    @property
+    def samples(self) -> bool:
+        """Gathers the logits, and draws tokens from them."""
+        return self.last and self.tp_rank == 0
+
+
+def whole(shape: ModelShape) -> Place:
+    """The one rank that owns everything."""
+    experts = shape.experts
+    return Place(
+        rank=0,
+        stage=0,
+        stages=1,
+        tp_rank=0,
+        tp_size=1,
+        layers=Span(0, shape.layers),
+        q_heads=Span(0, shape.q_heads),
+        kv_heads=Span(0, shape.kv_heads),
+        ffn=Span(0, shape.ffn),
+        vocab=Span(0, shape.vocab),
+        experts=Span(0, experts.count if experts else 0),
+        expert_ffn=Span(0, experts.ffn if experts else 0),
+        shared_ffn=Span(0, experts.shared_ffn if experts else 0),
+    )

@@ -1,1 +1,0 @@
-"""What is true: model shapes, parameters as data, checkpoint headers, this machine."""

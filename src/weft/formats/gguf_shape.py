@@ -1,0 +1,250 @@
+"""The shape that a GGUF file's metadata and tensors give, and the sampling that it recommends."""
+
+from __future__ import annotations
+
+import struct
+from math import isfinite, log
+
+from weft.architectures.defaults import DEFAULTS
+from weft.architectures.shape import THETA, DType, Experts, Latent, ModelShape, Rope
+from weft.errors import ModelError
+from weft.formats import limits
+from weft.formats.fields import Fields
+from weft.formats.gguf import Array, Gguf
+from weft.formats.gguf_names import ROPE_FACTORS
+from weft.formats.tensor import TensorInfo
+
+# general.architecture; `llama` is Llama, Mistral, SmolLM2 and whoever else computes as they do.
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+# Those that the planner knows beside them.
+PLANNED = {
+    "deepseek2": "DeepseekV2ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+    "gpt-oss": "GptOssForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+    "minimax-m2": "MiniMaxM2ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "qwen": "QWenLMHeadModel",
+    "qwen3moe": "Qwen3MoeForCausalLM",
+}
+# Of tokenizer.ggml: each ends an answer in llama.cpp.
+END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
+SAMPLING = {
+    "general.sampling.temp": "temperature",
+    "general.sampling.top_k": "top_k",
+    "general.sampling.top_p": "top_p",
+    "general.sampling.min_p": "min_p",
+    "general.sampling.penalty_repeat": "repetition_penalty",
+}
+CORRECTION = "exp_probs_b.bias"  # of the router; DeepSeek has it since version 3
+EMBEDDING, HEAD = "token_embd.weight", "output.weight"
+PER_LAYER = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")  # in some architectures
+# What llama.cpp computes differently where a file has it. None is written for the models above.
+REFUSED = (
+    "expert_count",
+    "attention.key_length_mla",
+    "attention.scale",
+    "attention.clamp_kqv",
+    "attention.sliding_window_pattern",
+    "embedding_scale",
+    "residual_scale",
+    "logit_scale",
+    "final_logit_softcapping",
+    "rope.scaling.yarn_log_multiplier",
+)
+
+
+def architecture(gguf: Gguf, *, run: bool = True) -> str:
+    """Hugging Face's name of the file's architecture; with `run` one that the engine runs."""
+    name = Fields(gguf.metadata, gguf.path).text_or("general.architecture", None)
+    known = ", ".join(ARCHITECTURES)
+    if name in PLANNED and run:
+        raise ModelError(
+            f"{gguf.path}: {name} is known to `weft plan`, but the engine does not run it yet; it runs {known}"
+        )
+    if name == "llama" and gguf.metadata.get("llama.expert_count") and not run:
+        return "MixtralForCausalLM"
+    if name == "deepseek2" and any(tensor.endswith(CORRECTION) for tensor in gguf.tensors):
+        return "DeepseekV3ForCausalLM"
+    if name in PLANNED:
+        return PLANNED[name]
+    if name not in ARCHITECTURES:
+        raise ModelError(f"{gguf.path} has the unknown architecture {name!r}; known in GGUF files: {known}")
+    return ARCHITECTURES[name]
+
+
+def shape(gguf: Gguf, *, run: bool = True) -> ModelShape:
+    """Raises ModelError, in one line, for what is missing, impossible or unknown, and with `run` for what the
+    engine does not compute. Without it the rotary embedding is not read beyond its base."""
+    name, tensors, where = architecture(gguf, run=run), gguf.tensors, gguf.path
+    prefix = f"{gguf.metadata['general.architecture']}."
+    own = {key.removeprefix(prefix): value for key, value in gguf.metadata.items() if key.startswith(prefix)}
+    fields = Fields(own, f"{where}: {prefix.removesuffix('.')}")
+    if run:
+        _refuse(fields, where, prefix)
+    for key in PER_LAYER:
+        if isinstance(own.get(key), Array):
+            raise ModelError(f"{where} has a {prefix}{key} per layer, which Weft does not compute; use another model")
+    if EMBEDDING not in tensors or len(tensors[EMBEDDING].dims) != 2:
+        raise ModelError(f"{where} has no {EMBEDDING} of two dims; it holds no whole model")
+    hidden, q_heads, mla = fields.integer("embedding_length"), fields.integer("attention.head_count"), latent(fields)
+    head_dim = fields.integer_or("attention.key_length", hidden // q_heads) or 0
+    if mla is not None:
+        head_dim = mla.nope_dim + mla.rope_dim
+    for key in ("attention.value_length", "rope.dimension_count") if run else ():
+        if fields.integer_or(key, head_dim) != head_dim:
+            raise fields.wrong(key, f"the head's own length, {head_dim}")
+    layers, vocab = fields.integer("block_count", maximum=limits.LAYERS), tensors[EMBEDDING].dims[0]
+    ffn = fields.integer("feed_forward_length")
+    tokens, rotary = Fields(gguf.metadata, where), rope(gguf, fields, head_dim) if run else planned_rope(fields)
+    ends = (end for key in END_TOKENS for end in tokens.ids(f"tokenizer.ggml.{key}"))
+    kv_heads = q_heads if mla else fields.integer_or("attention.head_count_kv", q_heads) or q_heads
+    return ModelShape(
+        architecture=name,
+        layers=layers,
+        hidden=hidden,
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        ffn=ffn // DEFAULTS[name].ffn_parts,
+        vocab=vocab,
+        max_positions=rotary.reach(fields.integer("context_length", maximum=limits.POSITIONS)),
+        norm_eps=fields.number_or("attention.layer_norm_epsilon", None)
+        or fields.number("attention.layer_norm_rms_epsilon"),
+        rope=rotary,
+        tied=HEAD not in tensors,
+        qkv_bias=any(f"blk.0.attn_{part}.bias" in tensors for part in ("q", "qkv")),
+        out_bias="blk.0.attn_output.bias" in tensors,
+        mlp_bias=any(f"blk.0.ffn_down{kind}.bias" in tensors for kind in ("", "_exps")),
+        qk_norm="blk.0.attn_q_norm.weight" in tensors,
+        windows=windows(fields, name, layers),
+        experts=experts(fields, ffn),
+        mla=mla,
+        dtype=dtype(tensors[EMBEDDING]),
+        bos=tokens.integer_or("tokenizer.ggml.bos_token_id", None, minimum=0),
+        eos=tuple(dict.fromkeys(ends)),
+    )
+
+
+def _refuse(fields: Fields, where: str, prefix: str) -> None:
+    for key in REFUSED:
+        if fields.values.get(key):
+            raise ModelError(f"{where} has {prefix}{key}, which Weft's models do not compute; use another model")
+
+
+def latent(fields: Fields) -> Latent | None:
+    """Multi-head latent attention; newer files have the heads' own lengths under names of their own."""
+    if "attention.kv_lora_rank" not in fields:
+        return None
+    key = fields.integer_or("attention.key_length_mla", None) or fields.integer("attention.key_length")
+    value = fields.integer_or("attention.value_length_mla", None) or fields.integer("attention.value_length")
+    rope_dim = fields.integer("rope.dimension_count")
+    if rope_dim >= key:
+        raise fields.wrong("rope.dimension_count", f"less than the key's length, {key}")
+    return Latent(
+        kv_lora_rank=fields.integer("attention.kv_lora_rank"),
+        q_lora_rank=fields.integer_or("attention.q_lora_rank", None),
+        nope_dim=key - rope_dim,
+        rope_dim=rope_dim,
+        v_dim=value,
+    )
+
+
+def experts(fields: Fields, ffn: int) -> Experts | None:
+    """The mixture of experts."""
+    if not fields.integer_or("expert_count", 0, minimum=0):
+        return None
+    width = fields.integer_or("expert_feed_forward_length", ffn) or ffn
+    shared = fields.integer_or("expert_shared_count", 0, minimum=0) or 0
+    return Experts(
+        count=fields.integer("expert_count"),
+        top_k=fields.integer("expert_used_count"),
+        ffn=width,
+        shared=shared,
+        shared_ffn=shared * width,
+        dense_layers=tuple(range(fields.integer_or("leading_dense_block_count", 0, minimum=0) or 0)),
+    )
+
+
+def windows(fields: Fields, name: str, layers: int) -> tuple[int | None, ...]:
+    """Each layer's sliding window in tokens; () where no layer has one."""
+    window, kind = fields.integer_or("attention.sliding_window", None, minimum=0), DEFAULTS[name].window
+    if not window:
+        return ()
+    every = kind if isinstance(kind, int) else layers + 1
+    return tuple(window if (layer + 1) % every else None for layer in range(layers))
+
+
+def planned_rope(fields: Fields) -> Rope:
+    """Its base alone."""
+    return Rope(theta=fields.number_or("rope.freq_base", None) or THETA)
+
+
+def rope(gguf: Gguf, fields: Fields, head_dim: int) -> Rope:
+    """The rotary embedding, its scaling included; llama3's comes as a tensor of divisors."""
+    theta = planned_rope(fields).theta
+    kind = fields.text_or("rope.scaling.type", None)
+    legacy = fields.number_or("rope.scale_linear", 1.0) or 1.0
+    if kind is None and legacy != 1:
+        return Rope(theta=theta, kind="linear", factor=legacy)
+    if ROPE_FACTORS in gguf.tensors:
+        if kind not in (None, "none"):
+            raise ModelError(f"{gguf.path} has both {ROPE_FACTORS} and rope.scaling.type {kind!r}; Weft knows either")
+        return Rope(theta=theta, kind="llama3", factors=factors(gguf, head_dim))
+    match kind:
+        case None | "none":
+            return Rope(theta=theta)
+        case "linear":
+            return Rope(theta=theta, kind="linear", factor=fields.number("rope.scaling.factor"))
+        case "yarn":
+            return yarn(fields, theta)
+    raise fields.wrong("rope.scaling.type", "none, linear or yarn")
+
+
+def yarn(fields: Fields, theta: float) -> Rope:
+    factor = fields.number("rope.scaling.factor")
+    # `attn_factor` multiplies what YaRN itself gives; `yarn_attn_factor` is config.json's `attention_factor`.
+    times = fields.number_or("rope.scaling.attn_factor", 1.0) or 1.0
+    magnitude = fields.number_or("rope.scaling.yarn_attn_factor", None)
+    if magnitude is None and times != 1:
+        magnitude = times * (0.1 * log(max(factor, 1.0)) + 1.0)
+    if fields.number_or("rope.scaling.yarn_ext_factor", 1.0) != 1.0:
+        raise fields.wrong("rope.scaling.yarn_ext_factor", "1")
+    return Rope(
+        theta=theta,
+        kind="yarn",
+        factor=factor,
+        original_max_positions=fields.integer_or("rope.scaling.original_context_length", None)
+        or fields.integer("context_length"),
+        beta_fast=fields.number_or("rope.scaling.yarn_beta_fast", None),
+        beta_slow=fields.number_or("rope.scaling.yarn_beta_slow", None),
+        attention_factor=magnitude,
+    )
+
+
+def factors(gguf: Gguf, head_dim: int) -> tuple[float, ...]:
+    """The divisors of the head_dim/2 frequencies, from the file's own tensor of them."""
+    info = gguf.tensors[ROPE_FACTORS]
+    if info.type != "F32" or info.dims != (head_dim // 2,):
+        raise ModelError(
+            f"{gguf.path}: {ROPE_FACTORS} is {info.type} of {list(info.dims)}; it must be F32 of [{head_dim // 2}]"
+        )
+    with open(info.file, "rb") as file:
+        file.seek(info.offset)
+        values = struct.unpack(f"<{head_dim // 2}f", file.read(info.nbytes))
+    if not all(isfinite(value) and value > 0 for value in values):
+        raise ModelError(f"{gguf.path} is damaged: {ROPE_FACTORS} holds values that are not above 0; fetch it again")
+    return values
+
+
+def dtype(embedding: TensorInfo) -> DType:
+    """The dtype to compute in by default: the embedding's own, bfloat16 where that is quantised."""
+    dense: dict[str, DType] = {"F32": "float32", "F16": "float16"}
+    return dense.get(embedding.type, "bfloat16")
+
+
+def sampling(gguf: Gguf) -> dict[str, float | int | bool]:
+    """The sampling that the file recommends, in generation_config.json's words."""
+    found = ((name, gguf.metadata.get(key)) for key, name in SAMPLING.items())
+    return {name: value for name, value in found if isinstance(value, float | int)}

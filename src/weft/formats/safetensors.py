@@ -1,0 +1,145 @@
+"""safetensors: the header of a file, and the files of a directory, without the library and without torch.
+
+Format: https://huggingface.co/docs/safetensors/index#format
+"""
+
+from __future__ import annotations
+
+from math import prod
+from pathlib import Path
+
+import msgspec
+
+from weft.errors import ModelError, reason
+from weft.formats import limits
+from weft.formats.tensor import TensorInfo, check_bounds
+
+LENGTH_BYTES = 8  # the header's length, little-endian, comes first
+LARGEST_HEADER = 100_000_000  # bytes, the format's own limit
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+# Bits per element, of every dtype that the format has.
+BITS = {"F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16}
+BITS |= {"I16": 16, "U16": 16, "I8": 8, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8}
+BITS |= {"F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4}
+
+
+class _Entry(msgspec.Struct, forbid_unknown_fields=True):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+def read(path: Path) -> dict[str, TensorInfo]:
+    """The tensors of one file. Raises ModelError where it is missing, cut short, damaged or of unknown types."""
+    try:
+        limits.check_file(path)
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(0)
+            length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+            if size < LENGTH_BYTES or length > min(size - LENGTH_BYTES, LARGEST_HEADER):
+                raise ModelError(
+                    f"{path} is cut short or no safetensors file: its header would be {length:,} bytes, the file has "
+                    f"{size:,}; fetch it again"
+                )
+            header = file.read(length)
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {reason(error)}") from error
+    tensors = decode(header, str(path))
+    start = LENGTH_BYTES + length
+    tensors = {name: msgspec.structs.replace(info, offset=start + info.offset) for name, info in tensors.items()}
+    check_bounds(tensors, str(path), size)
+    end = max((info.offset + info.nbytes for info in tensors.values()), default=start)
+    if end != size:
+        raise ModelError(f"{path} is damaged: {size - end:,} bytes at its end belong to no tensor; fetch it again")
+    return tensors
+
+
+def decode(header: bytes, path: str) -> dict[str, TensorInfo]:
+    """The tensors that a header tells of, each `offset` without the start of the data. Raises ModelError."""
+    try:
+        entries = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+        entries.pop("__metadata__", None)
+        decoder = msgspec.json.Decoder(_Entry)
+        limits.check_unique(header, path)
+        return {name: _tensor(path, name, decoder.decode(raw)) for name, raw in entries.items()}
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ModelError(f"{path} is damaged: its header is not safetensors' JSON ({error}); fetch it again") from error
+
+
+def _tensor(path: str, name: str, entry: _Entry) -> TensorInfo:
+    bits, (start, end) = BITS.get(entry.dtype), entry.data_offsets
+    if bits is None:
+        raise ModelError(f"{path}: tensor {name!r:.80} has the unknown dtype {entry.dtype!r}; known: {', '.join(BITS)}")
+    if min(entry.shape, default=0) < 0 or start < 0 or (end - start) * 8 != prod(entry.shape) * bits:
+        raise ModelError(
+            f"{path} is damaged: tensor {name!r:.80} is {entry.dtype} of {list(entry.shape)} in bytes {start:,} to "
+            f"{end:,}; fetch it again"
+        )
+    return TensorInfo(file=path, type=entry.dtype, dims=entry.shape, offset=start, nbytes=end - start)
+
+
+def read_directory(folder: Path) -> dict[str, TensorInfo]:
+    """The tensors of a checkpoint: of `model.safetensors`, else of the index's files, else of all that are there."""
+    if (folder / SINGLE).exists():
+        return read(folder / SINGLE)
+    if (folder / INDEX).exists():
+        return _read_indexed(folder)
+    # Mistral's own format, under other names, lies beside the one that everybody reads.
+    files = [path for path in sorted(folder.glob("*.safetensors")) if not path.name.startswith("consolidated")]
+    if not files:
+        raise _no_weights(folder)
+    tensors: dict[str, TensorInfo] = {}
+    for path in files:
+        part = read(path)
+        twice = min(tensors.keys() & part.keys(), default=None)
+        if twice is not None:
+            raise ModelError(
+                f"{twice!r:.80} is in {path} and in {tensors[twice].file}; leave one checkpoint in that directory"
+            )
+        tensors |= part
+    return tensors
+
+
+def _read_indexed(folder: Path) -> dict[str, TensorInfo]:
+    index = folder / INDEX
+    try:
+        limits.check_file(index, limits.CONFIG_BYTES)
+        text = index.read_bytes()
+        weight_map = msgspec.json.decode(text, type=_Index).weight_map
+        limits.check_unique(text, str(index))
+    except OSError as error:
+        raise ModelError(f"cannot read {index}: {reason(error)}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ModelError(f"{index} is damaged ({error}); fetch it again") from error
+    names, files = sorted(set(weight_map.values())), {}
+    for name in names:
+        if Path(name).name != name:
+            raise ModelError(f"{index} names {name!r}, which is not a file beside it; fetch it again")
+        if not (folder / name).exists():
+            raise ModelError(f"{folder} lacks {name}, one of the {len(names)} files of its index; fetch it again")
+        files[name] = read(folder / name)
+    missing = next((tensor for tensor, file in weight_map.items() if tensor not in files[file]), None)
+    if missing is not None:
+        raise ModelError(
+            f"{folder / weight_map[missing]} lacks tensor {missing!r:.80}, which the index puts there; fetch it again"
+        )
+    return {tensor: files[file][tensor] for tensor, file in weight_map.items()}
+
+
+def _no_weights(folder: Path) -> ModelError:
+    pickled = next((path for path in sorted(folder.iterdir()) if path.suffix in PICKLED), None)
+    if pickled is None:
+        return ModelError(
+            f"{folder} holds no weights: neither *.safetensors nor *.gguf; fetch them, or give another model"
+        )
+    return ModelError(
+        f"{folder} has its weights only in pickled files ({pickled.name}), which can run code when they are read; "
+        "use a revision with safetensors, or convert it with Transformers' save_pretrained"
+    )

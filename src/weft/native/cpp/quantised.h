@@ -1,0 +1,335 @@
+// Products with quantised weights: 4 or 8 bits each, in groups of columns that share a scale.
+//
+// x is quantised too, to 8 bits, every BLOCK columns of a token with a scale of their own, so that integers are
+// multiplied: AVX512-VNNI does 64 products an instruction. Weights have no sign: w = scale * q + lowest, where the
+// lowest number of a group is stored, or follows from its zero point, or from zero being in the middle.
+//
+// A panel is a sequence of blocks of BLOCK columns, in each its slices of SLICE rows, [BLOCK / 4][SLICE][4] numbers; of
+// 4 bits, the first half of the columns are the low nibbles and the second the high ones. The panel's scales are
+// [groups][PANEL] fp16; beside them lie as many minima of the same kind, or zero points of a byte. A group has one or more
+// blocks, or is half of one: PER_BLOCK is 2 for those, 1 for all others.
+#pragma once
+
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
+
+#include "dense.h"
+#include "numbers.h"
+
+constexpr int64_t BLOCK = 32;  // columns
+#ifdef __AVX512F__
+constexpr int64_t SLICE = 16;  // rows of a panel that one vector has a number of
+#else
+constexpr int64_t SLICE = 8;
+#endif
+constexpr int64_t SLICES = PANEL / SLICE;
+
+enum class Lowest : int64_t { MIDDLE, ZERO, MINIMUM };  // what tells it, see formats/schemes.py
+
+// Columns in blocks; the group that a matrix begins in may lack its first ones.
+struct Grouping {
+    int64_t blocks;  // of all columns
+    int64_t group;   // of a whole group, 0 where two are a block
+    int64_t lacking; // of the first one
+
+    int64_t per_block() const { return group ? 1 : 2; }
+    int64_t groups() const { return group ? (blocks + lacking + group - 1) / group : 2 * blocks; }
+    int64_t group_of(int64_t block, int64_t half) const { return group ? (block + lacking) / group : 2 * block + half; }
+    int64_t end(int64_t g) const { return std::min((g + 1) * group - lacking, blocks); }
+};
+
+template <int BITS> constexpr int64_t BLOCK_BYTES = PANEL * BLOCK * BITS / 8;
+
+// ---------------------------------------------------------------------------------------------- vectors
+
+// One number for each row of a slice. The compiler makes do where vectors are shorter.
+typedef float floats __attribute__((vector_size(4 * SLICE)));
+typedef int32_t ints __attribute__((vector_size(4 * SLICE)));
+
+template <class V> inline V load(const void *from) {
+    V v;
+    std::memcpy(&v, from, sizeof v);
+    return v;
+}
+
+inline floats halves(const char *from) {
+#ifdef __AVX512F__
+    return (floats)_mm512_cvtph_ps(load<__m256i>(from));
+#else
+    typedef uint16_t shorts __attribute__((vector_size(2 * SLICE)));
+    ints bits = __builtin_convertvector(load<shorts>(from), ints);
+    // The exponents' other bias is made up for by a product, which gets the subnormal ones right too.
+    return (floats)((ints)((floats)((bits & 0x7fff) << 13) * 0x1p112f) | (bits & 0x8000) << 16);
+#endif
+}
+
+inline float half(const char *from) {
+    char lanes[2 * SLICE] = {};
+    std::memcpy(lanes, from, 2);
+    return halves(lanes)[0];
+}
+
+inline floats bytes(const char *from) {
+    typedef uint8_t vector __attribute__((vector_size(SLICE)));
+    return __builtin_convertvector(load<vector>(from), floats);
+}
+
+// sum += four columns of a slice times four of x.
+inline void dot(ints &sum, ints w, const int8_t *x) {
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+    int32_t four;
+    std::memcpy(&four, x, 4);
+#endif
+#if defined(__AVX512VNNI__)
+    sum = (ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, _mm512_set1_epi32(four));
+#elif defined(__AVXVNNI__)
+    sum = (ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)w, _mm256_set1_epi32(four));
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    // Even and odd columns as 16 bits each, two products a lane.
+    auto two = [](int8_t low, int8_t high) { return _mm256_set1_epi32(int32_t(uint16_t(low)) | int32_t(high) << 16); };
+    sum += (ints)_mm256_madd_epi16((__m256i)(w & 0x00ff00ff), two(x[0], x[2]));
+    sum += (ints)_mm256_madd_epi16((__m256i)(w >> 8 & 0x00ff00ff), two(x[1], x[3]));
+#else
+    for (int j = 0; j < 4; j++) sum += (w >> (8 * j) & 255) * int32_t(x[j]);
+#endif
+}
+
+// ------------------------------------------------------------------------------------------- the tokens
+
+// A token's row of x in 8 bits: [blocks][BLOCK] integers, then a scale for each block, and the sum of its numbers: that
+// of the first halves of blocks, then that of the second ones where those are `per_block` groups of weights.
+struct Row {
+    const int8_t *values;
+    const char *scales;
+
+    Row(const char *at, int64_t blocks)
+        : values(reinterpret_cast<const int8_t *>(at)), scales(at + blocks * BLOCK) {}
+    static int64_t sums_after(int64_t blocks) { return blocks * int64_t(sizeof(float)); }
+    static int64_t bytes(int64_t blocks, int64_t per_block) {
+        return (blocks * BLOCK + (1 + per_block) * sums_after(blocks) + 63) / 64 * 64;
+    }
+};
+
+// To the nearest integer, ties to even, of up to 2^22: what a float of 1.5 * 2^23 has in its last bits.
+inline ints nearest(floats x) { return (ints)(x + 0x1.8p23f) - 0x4b400000; }
+
+inline floats wide(const float *from) { return load<floats>(from); }
+inline floats wide(const bf16 *from) {
+    typedef uint16_t shorts __attribute__((vector_size(2 * SLICE)));
+    return (floats)(__builtin_convertvector(load<shorts>(from), ints) << 16);
+}
+
+template <class T> void quantise_row(const T *x, int64_t blocks, int64_t per_block, char *to) {
+    typedef int8_t bytes __attribute__((vector_size(SLICE)));
+    constexpr int64_t PARTS = BLOCK / SLICE;
+    float *scales = reinterpret_cast<float *>(to + blocks * BLOCK), *sums = scales + blocks;
+    for (int64_t b = 0; b < blocks; b++, x += BLOCK, to += BLOCK) {
+        floats part[PARTS], largest = {};
+        for (int64_t i = 0; i < PARTS; i++) {
+            part[i] = wide(x + i * SLICE);
+            floats size = part[i] < 0 ? -part[i] : part[i];
+            largest = size > largest ? size : largest;
+        }
+        float each[SLICE], most = 0;
+        std::memcpy(each, &largest, sizeof each);
+#pragma omp simd reduction(max : most)
+        for (int64_t i = 0; i < SLICE; i++) most = std::max(most, each[i]);
+        float times = most > 0 ? 127 / most : 0;
+        ints total[2] = {};
+        for (int64_t i = 0; i < PARTS; i++) {
+            ints q = nearest(part[i] * times);
+            total[i / (PARTS / 2)] += q;
+            bytes eight = __builtin_convertvector(q, bytes);
+            std::memcpy(to + i * SLICE, &eight, sizeof eight);
+        }
+        scales[b] = most / 127;
+        if (per_block == 1) total[0] += total[1];
+        for (int64_t half = 0; half < per_block; half++) {
+            int32_t count[SLICE], sum = 0;
+            std::memcpy(count, &total[half], sizeof count);
+#pragma omp simd reduction(+ : sum)
+            for (int64_t i = 0; i < SLICE; i++) sum += count[i];
+            sums[half * blocks + b] = scales[b] * float(sum);
+        }
+    }
+}
+
+// ---------------------------------------------------------------------------------------------- products
+
+constexpr int64_t BATCH = 24;  // tokens whose sums are written out together
+constexpr int64_t AHEAD = 2048;  // bytes of a panel that one tile reads once, and waits for
+
+// Packed weights: all panels, or one of them.
+struct Packed {
+    const char *values, *scales, *lowest;
+    Lowest kind;
+    Grouping columns;
+
+    template <int BITS> Packed panel(int64_t p) const {
+        int64_t at = p * columns.groups() * PANEL;
+        return {values + p * columns.blocks * BLOCK_BYTES<BITS>, scales + at * 2,
+                lowest + at * (kind == Lowest::ZERO ? 1 : 2), kind, columns};
+    }
+};
+
+// The sums of N rows of x with H slices of a panel, from slice `first` on: [N][PANEL]. With each block that is
+// multiplied, `step` bytes are fetched, from `next` on; where N is 1, in which a loop would count, a block's.
+template <int BITS, int PER_BLOCK, int N, int H>
+[[gnu::noinline]] void quantised_tile(const Packed &panel, const char *x, int64_t first, float *sums, const char *next,
+                                      int64_t step) {
+    const Grouping &columns = panel.columns;
+    // Rows of x by threes from few addresses: there are not registers for twelve.
+    int64_t stride = Row::bytes(columns.blocks, PER_BLOCK), sums_after = Row::sums_after(columns.blocks);
+    const int8_t *value[(N + 2) / 3];
+    const char *scale_of[(N + 2) / 3];
+    for (int n = 0; n < N; n += 3) {
+        Row row(x + n * stride, columns.blocks);
+        value[n / 3] = row.values;
+        scale_of[n / 3] = row.scales;
+    }
+    auto number = [&](int n, int64_t after) {
+        float f;
+        std::memcpy(&f, scale_of[n / 3] + n % 3 * stride + after, sizeof f);
+        return f;
+    };
+    floats total[N][H] = {};
+    const char *at = panel.values + first * BLOCK_BYTES<BITS> / SLICES;
+    for (int64_t g = 0, block = 0; block < columns.blocks; g++) {
+        floats scale[H][PER_BLOCK], lowest[H][PER_BLOCK];
+#pragma GCC unroll 4
+        for (int i = 0; i < H * PER_BLOCK; i++) {
+            int h = i / PER_BLOCK, half = i % PER_BLOCK;
+            int64_t from = (g * PER_BLOCK + half) * PANEL + (first + h) * SLICE;
+            scale[h][half] = halves(panel.scales + from * 2);
+            if (panel.kind == Lowest::MINIMUM)
+                lowest[h][half] = halves(panel.lowest + from * 2);
+            else if (panel.kind == Lowest::ZERO)
+                lowest[h][half] = scale[h][half] * -bytes(panel.lowest + from);
+            else
+                lowest[h][half] = scale[h][half] * -float(1 << (BITS - 1));
+        }
+        for (int64_t end = PER_BLOCK == 2 ? block + 1 : columns.end(g); block < end; block++) {
+            if constexpr (N == 1) {
+                if (step)
+#pragma GCC unroll 16
+                    for (int64_t line = 0; line < BLOCK_BYTES<BITS>; line += 64) __builtin_prefetch(next + line);
+            } else {
+                for (int64_t line = 0; line < step; line += 64) __builtin_prefetch(next + line);
+            }
+            next += step;
+#pragma GCC unroll 2
+            for (int h = 0; h < H; h++) {
+                ints sum[N][PER_BLOCK] = {};
+                const char *from = at + h * BLOCK_BYTES<BITS> / SLICES;
+#pragma GCC unroll 8
+                for (int v = 0; v < BITS; v++) {
+                    ints w = load<ints>(from + v * 4 * SLICE);
+#pragma GCC unroll 12
+                    for (int n = 0; n < N; n++) {
+                        const int8_t *four = value[n / 3] + n % 3 * stride + v * 4;
+                        if constexpr (BITS == 4) {
+                            dot(sum[n][0], w & 0x0f0f0f0f, four);
+                            dot(sum[n][PER_BLOCK - 1], w >> 4 & 0x0f0f0f0f, four + BLOCK / 2);
+                        } else {
+                            dot(sum[n][v * PER_BLOCK / BITS], w, four);
+                        }
+                    }
+                }
+#pragma GCC unroll 12
+                for (int n = 0; n < N; n++)
+#pragma GCC unroll 2
+                    for (int half = 0; half < PER_BLOCK; half++) {
+                        floats products = __builtin_convertvector(sum[n][half], floats);
+                        total[n][h] += products * (scale[h][half] * number(n, 0));
+                        total[n][h] += lowest[h][half] * number(n, (1 + half) * sums_after);
+                    }
+            }
+            at += BLOCK_BYTES<BITS>;
+#pragma GCC unroll 4
+            for (int i = 0; i < (N + 2) / 3; i++) {
+                value[i] += BLOCK;
+                scale_of[i] += sizeof(float);
+            }
+        }
+    }
+#pragma GCC unroll 12
+    for (int n = 0; n < N; n++)
+#pragma GCC unroll 2
+        for (int h = 0; h < H; h++) std::memcpy(sums + n * PANEL + (first + h) * SLICE, &total[n][h], sizeof(floats));
+}
+
+// All of a panel for as many of the tokens as N says, and then for the rest of them. While `all` of them are
+// multiplied, as many bytes are fetched as a panel has, by each tile its share; none where `all` is 0.
+template <int BITS, int PER_BLOCK, int N, int... FEWER>
+void quantised_tiles(const Packed &panel, const char *x, int64_t tokens, float *sums, const char *next, int64_t all) {
+    int64_t stride = Row::bytes(panel.columns.blocks, PER_BLOCK);
+    // Sixteen go better by eights than as twelve and four.
+    for (; tokens >= N && !(N == 12 && tokens == 16); tokens -= N, x += N * stride, sums += N * PANEL) {
+        // A few tokens leave registers for several slices at once.
+        constexpr int TOGETHER = N * SLICES <= 8 ? SLICES : 1;
+        constexpr int64_t WORK = BLOCK_BYTES<BITS> * N * TOGETHER / SLICES;
+        int64_t step = all ? (WORK / all + 63) / 64 * 64 : 0;
+        for (int64_t slice = 0; slice < SLICES; slice += TOGETHER, next += step * panel.columns.blocks)
+            quantised_tile<BITS, PER_BLOCK, N, TOGETHER>(panel, x, slice, sums, next, step);
+    }
+    if constexpr (sizeof...(FEWER) > 0) quantised_tiles<BITS, PER_BLOCK, FEWER...>(panel, x, tokens, sums, next, all);
+}
+
+template <int BITS, int PER_BLOCK>
+void tiles(const Packed &panel, const char *x, int64_t tokens, float *sums, bool fetch) {
+    // One tile alone runs ahead of itself; several have the next panel there when they come to it.
+    constexpr int64_t MOST = 8 / SLICES;  // tokens of a tile that goes through the panel once
+    bool alone = tokens <= MOST && !(tokens & (tokens - 1));
+    const char *next = panel.values + (alone ? AHEAD : panel.columns.blocks * BLOCK_BYTES<BITS>);
+    int64_t all = fetch ? tokens : 0;
+#ifdef __AVX512VNNI__
+    // Twelve have as many sums of integers and of floats in 32 registers; of halves there are twice as many integers.
+    if constexpr (PER_BLOCK == 1) return quantised_tiles<BITS, 1, 12, 8, 4, 2, 1>(panel, x, tokens, sums, next, all);
+    quantised_tiles<BITS, PER_BLOCK, 8, 4, 2, 1>(panel, x, tokens, sums, next, all);
+#else
+    quantised_tiles<BITS, PER_BLOCK, 2, 1>(panel, x, tokens, sums, next, all);
+#endif
+}
+
+// out = x W^T + bias for the rows of panels [first, last), see matrix.h; `x` is prepared.
+template <int BITS, int PER_BLOCK, class T, class Out>
+void quantised(const Packed &weights, const T *bias, int64_t rows, const char *x, int64_t tokens, Out *out,
+               int64_t first, int64_t last) {
+    int64_t stride = Row::bytes(weights.columns.blocks, PER_BLOCK);
+    alignas(64) float sums[BATCH * PANEL];
+    for (int64_t p = first; p < last; p++) {
+        Packed panel = weights.panel<BITS>(p);
+        int64_t row = p * PANEL, count = std::min(PANEL, rows - row);
+        for (int64_t t = 0; t < tokens; t += BATCH) {
+            int64_t n = std::min(BATCH, tokens - t);
+            tiles<BITS, PER_BLOCK>(panel, x + t * stride, n, sums, t == 0);
+            for (int64_t i = 0; i < n; i++)
+                for (int64_t r = 0; r < count; r++)
+                    out[(t + i) * rows + row + r] =
+                        narrow<Out>(sums[i * PANEL + r] + (bias ? widen(bias[row + r]) : 0.0f));
+        }
+    }
+}
+
+// One row of weights as it is: out [blocks * BLOCK].
+template <int BITS, class T> void row_of(const Packed &weights, int64_t row, T *out) {
+    constexpr int64_t WORDS = BLOCK * BITS / 32;
+    Packed panel = weights.panel<BITS>(row / PANEL);
+    const Grouping &columns = panel.columns;
+    int64_t lane = row % PANEL, length = BLOCK / columns.per_block();
+    const char *at = panel.values + (lane / SLICE * WORDS * SLICE + lane % SLICE) * 4;
+    for (int64_t block = 0; block < columns.blocks; block++, at += BLOCK_BYTES<BITS>, out += BLOCK)
+        for (int64_t first = 0; first < BLOCK; first += length) {
+            int64_t from = columns.group_of(block, first / length) * PANEL + lane;
+            float scale = half(panel.scales + from * 2), lowest = scale * -float(1 << (BITS - 1));
+            if (panel.kind == Lowest::MINIMUM) lowest = half(panel.lowest + from * 2);
+            if (panel.kind == Lowest::ZERO) lowest = scale * -float(uint8_t(panel.lowest[from]));
+#pragma GCC unroll 1
+            for (int64_t i = first; i < first + length; i++) {
+                int q = uint8_t(at[i / 4 % WORDS * SLICE * 4 + i % 4]);
+                if (BITS == 4) q = i < BLOCK / 2 ? q & 15 : q >> 4;
+                out[i] = narrow<T>(scale * float(q) + lowest);
+            }
+        }
+}

@@ -1,0 +1,79 @@
+"""Fills: which piece of which checkpoint tensor goes where in one rank's parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import prod
+
+import msgspec
+
+from weft.architectures.axes import axis_length, owned
+from weft.architectures.parameters import Parameter, Part, parameter_dims, rank_parameters
+from weft.architectures.place import Place, Span
+from weft.architectures.shape import DTYPE_BYTES, ModelShape
+from weft.formats.schemes import ALL
+
+
+class Fill(msgspec.Struct, frozen=True):
+    """Copy source[rows, cols] (cols None: one-dimensional) to parameter `param` from its row `at` on.
+
+    `expert` is the block of a stack of experts to copy to, `index` the one of a source that is such a stack
+    itself. `transposed`: the source has rows and columns the other way round.
+    """
+
+    param: str
+    source: str
+    rows: Span
+    cols: Span | None
+    at: int
+    expert: int | None = None
+    index: int | None = None
+    transposed: bool = False
+
+
+def fills(shape: ModelShape, place: Place) -> Iterator[Fill]:
+    """Everything that a rank reads, and nothing else, in the order of its parameters."""
+    for name, parameter, layer in rank_parameters(shape, place):
+        experts = range(place.experts.start, place.experts.stop) if parameter.role == "expert" else (None,)
+        for expert in experts:
+            at = 0
+            for part in parameter.parts:
+                rows = owned(shape, place, part.rows)
+                yield _fill(shape, place, name, part, layer, expert, rows, at)
+                at += len(rows)
+
+
+def _fill(
+    shape: ModelShape, place: Place, name: str, part: Part, layer: int | None, expert: int | None, rows: Span, at: int
+) -> Fill:
+    before = sum(axis_length(shape, axis) for axis in part.after)
+    own = "{expert}" in part.source
+    return Fill(
+        name,
+        part.source.format(layer=layer, expert=expert),
+        rows.shifted(before),
+        None if part.cols is None else owned(shape, place, part.cols),
+        at,
+        expert=None if expert is None else expert - place.experts.start,
+        index=None if own else expert,
+        transposed=part.transposed,
+    )
+
+
+def scheme_of(parameter: Parameter, layer: int | None, schemes: Mapping[str, str]) -> str | None:
+    """The scheme of a parameter, given those of the checkpoint's tensors; all its parts have the same."""
+    return schemes.get(parameter.parts[0].source.format(layer=layer, expert=0))
+
+
+def weight_bytes(shape: ModelShape, place: Place, dtype: str, schemes: Mapping[str, str] | None = None) -> int:
+    """Bytes of a rank's parameters: those of tensors that `schemes` names as these say, the others in `dtype`."""
+    total = 0
+    for _, parameter, layer in rank_parameters(shape, place):
+        dims, scheme, cols = parameter_dims(shape, place, parameter), None, parameter.parts[0].cols
+        if schemes and cols is not None:
+            scheme = scheme_of(parameter, layer, schemes)
+        if scheme is None or cols is None:
+            total += DTYPE_BYTES[dtype] * prod(dims)
+        else:
+            total += ALL[scheme].nbytes(prod(dims[:-1]), owned(shape, place, cols))
+    return total

@@ -1,0 +1,1 @@
+"""Measurements of this machine: memory, links, kernels, and the figures kept from them."""

@@ -1,0 +1,105 @@
+"""Copies: how fast a GPU copies within itself, from and to the host and another GPU, and whether all bytes arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from weft.probes.links import GpuResult, PairResult
+
+MOST_BYTES = 256 << 20  # of one copy; long enough that its start does not count
+SHARE = 8  # and at most one part in so many of a GPU's free memory
+REPEATS = 8  # of which the fastest counts
+HALVES = 2  # of a strided copy's memory, of which one is written
+
+Copy = Callable[[torch.Tensor, torch.device], torch.Tensor]
+
+
+def check_devices(wanted: int) -> None:
+    """Raises RuntimeError where torch does not see as many GPUs as the driver tells of."""
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if there < wanted:
+        raise RuntimeError(f"torch {torch.__version__} sees {there} GPUs where the driver tells of {wanted}")
+
+
+def gpu(index: int) -> GpuResult:
+    """One GPU by itself, with pinned memory of the host."""
+    device = torch.device("cuda", index)
+    source, target = (torch.empty(size(device), dtype=torch.uint8, device=device) for _ in range(2))
+    host = torch.empty(source.shape, dtype=torch.uint8, pin_memory=True)
+    return GpuResult(
+        index=index,
+        copy_Bps=2 * rate(source, lambda: target.copy_(source)),
+        from_host_Bps=rate(source, lambda: target.copy_(host, non_blocking=True)),
+        to_host_Bps=rate(source, lambda: host.copy_(source, non_blocking=True)),
+    )
+
+
+def pair(first: int, second: int) -> PairResult:
+    """Two GPUs, in both directions: the bytes of each copy are compared on the host, then copies are timed."""
+    here, there = torch.device("cuda", first), torch.device("cuda", second)
+    peer = torch.cuda.can_device_access_peer(first, second) and torch.cuda.can_device_access_peer(second, first)
+    speeds, nbytes = [], min(size(here), size(there))
+    for source, target in ((here, there), (there, here)):
+        generator = torch.Generator(source).manual_seed(first * 1000 + second)
+        sent = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=source, generator=generator)
+        for name, copy in COPIES.items():
+            wrong = difference(sent, target, copy)
+            if wrong:
+                detail = f"{wrong:,} of {nbytes:,} bytes of a {name} copy from {source} to {target} arrived wrong"
+                return PairResult(first=first, second=second, peer=peer, Bps=0.0, detail=detail)
+        arrived = torch.empty(nbytes, dtype=torch.uint8, device=target)
+        speeds.append(rate(sent, partial(arrived.copy_, sent)))
+    return PairResult(first=first, second=second, peer=peer, Bps=min(speeds), detail="")
+
+
+def whole(sent: torch.Tensor, target: torch.device) -> torch.Tensor:
+    """By the copy engine, as one run of bytes."""
+    return torch.zeros_like(sent, device=target).copy_(sent)
+
+
+def strided(sent: torch.Tensor, target: torch.device) -> torch.Tensor:
+    """By a kernel on one GPU that writes the other's memory, every other byte: as sums through peer memory do."""
+    wide = torch.zeros(HALVES * sent.numel(), dtype=sent.dtype, device=target)
+    wide[::HALVES].copy_(sent)
+    # What was not written to has to be as it was.
+    return wide[::HALVES] + wide[1::HALVES]
+
+
+COPIES: dict[str, Copy] = {"whole": whole, "strided": strided}
+
+
+def difference(sent: torch.Tensor, target: torch.device, copy: Copy) -> int:
+    """How many bytes arrive wrong, counted on the host: no way between the GPUs is trusted with that."""
+    truth, arrived = sent.cpu(), copy(sent, target)
+    synchronise(sent.device, arrived.device)
+    return int((arrived.cpu() != truth).sum())
+
+
+def rate(sent: torch.Tensor, copy: Callable[[], object]) -> float:
+    """Bytes per second, on the stream of the GPU that `sent` is on."""
+    with torch.cuda.device(sent.device):
+        copy()
+        synchronise(sent.device)
+        fastest = float("inf")
+        for _ in range(REPEATS):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            copy()
+            end.record()
+            end.synchronize()
+            fastest = min(fastest, begin.elapsed_time(end))
+    return sent.numel() * 1000 / fastest  # of milliseconds
+
+
+def synchronise(*devices: torch.device) -> None:
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+
+def size(device: torch.device) -> int:
+    """Bytes of one copy."""
+    return min(MOST_BYTES, torch.cuda.mem_get_info(device)[0] // SHARE)

@@ -1,0 +1,35 @@
+"""Process that measures copies between GPUs: `python -m weft.probes.on_gpu.examiner FD LIFELINE`.
+
+`probes.links` starts it.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+from weft.executors.launch import Parent
+from weft.probes.links import Begun, Ended, Examine
+
+
+def main(descriptor: int, lifeline: int) -> None:
+    # Before torch is imported: from here on this process ends with its parent.
+    parent: Parent[Examine] = Parent(descriptor, Examine, lifeline)
+    examine = parent.inbox.get()
+    try:
+        from weft.probes.on_gpu import copies
+
+        copies.check_devices(1 + max(index for task in examine.tasks for index in task))
+        for task in examine.tasks:
+            parent.send(Begun(task))
+            parent.send(copies.gpu(*task) if len(task) == 1 else copies.pair(*task))
+    except (RuntimeError, ImportError, OSError) as error:
+        parent.send(Ended((str(error).strip().splitlines() or [type(error).__name__])[0]))
+    else:
+        parent.send(Ended(""))
+    while True:  # to end this process is the parent's to do
+        signal.pause()
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
