@@ -335,7 +335,8 @@ def test_the_command_that_simulates_a_plan_is_one() -> None:
 
 def test_provenance_reads_estimate() -> None:
     """Nobody trusts a plan that says how little was looked up in words of its authors."""
-    shipped = [path for path in files("weft.hardware").joinpath("data").iterdir() if path.is_file()]
+    packages = ("weft.formats", "weft.hardware", "weft.planner")
+    shipped = [path for package in packages for path in files(package).joinpath("data").iterdir() if path.is_file()]
     pages = [Path(__file__).parents[2] / "docs" / name for name in ("planner-accuracy.md", "hardware.md")]
     for file in (*shipped, *pages):
         text = file.read_text(encoding="utf-8")

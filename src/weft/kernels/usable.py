@@ -53,5 +53,6 @@ def shared_bytes(device: torch.device) -> int:
     """Shared memory that a program on a GPU may ask for; elsewhere the least that any since Ampere has."""
     if device.type != "cuda":
         return AMPERE_SHARED_BYTES
-    limit: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # noqa: B009: untyped
+    properties = torch.cuda.get_device_properties(device)
+    limit: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # lacks in its types
     return limit
