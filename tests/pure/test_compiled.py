@@ -67,7 +67,7 @@ PARTS = len(list(compiled.SOURCES.glob("*.cpp")))
 def test_processes_and_threads_build_it_once(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = install(FAKE, tmp_path, monkeypatch, seconds=0.2)
     ahead = compiled.build_ahead("bfloat16")
-    command = [sys.executable, "-c", "from weft import compiled; print(compiled.build('bfloat16'))"]
+    command = [sys.executable, "-c", "from weft.native import compiled; print(compiled.build('bfloat16'))"]
     others = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     found = {Path(process.communicate(timeout=60)[0].strip()) for process in others}
     assert found | {compiled.build("bfloat16")} == set(cache.glob("*.so"))
