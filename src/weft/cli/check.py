@@ -13,6 +13,7 @@ from weft.cli import plan
 from weft.cli.parser import UsageError
 from weft.formats import lookup
 from weft.formats.precision import canonical
+from weft.formatting import format_bytes
 from weft.hardware.cluster import Cluster
 from weft.hardware.cluster import parse as parse_cluster
 from weft.planner import cost
@@ -24,7 +25,6 @@ from weft.planner.objections import not_run
 from weft.planner.profiles import profile
 from weft.planner.question import Question
 from weft.planner.search import search
-from weft.words import gigabytes
 
 # They are the claim's to say.
 SAID_BY_CLAIM = ("model", "gpus", "nodes", "network", "precision", "quantization")
@@ -95,10 +95,10 @@ def told(found: Verdict, predicted: tuple[Layout, Prediction] | str | None, clai
     else:
         lines = [
             "possible",
-            f"  {gigabytes(found.weight_bytes)} of weights and {gigabytes(found.kv_bytes)} of KV for "
-            f"{claim.tokens:,} tokens; {gigabytes(found.have_bytes)} usable after {gigabytes(RESERVED_BYTES)} on each "
+            f"  {format_bytes(found.weight_bytes)} of weights and {format_bytes(found.kv_bytes)} of KV for "
+            f"{claim.tokens:,} tokens; {format_bytes(found.have_bytes)} usable after {format_bytes(RESERVED_BYTES)} on each "
             f"GPU for the driver and engine",
-            f"  at most {found.bound_tok_s:.1f} tok/s: each token reads {gigabytes(found.read_bytes)} of memory",
+            f"  at most {found.bound_tok_s:.1f} tok/s: each token reads {format_bytes(found.read_bytes)} of memory",
         ]
     if isinstance(predicted, str):
         lines.append(f"  but not with {engine}: {predicted}")

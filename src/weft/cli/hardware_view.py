@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from weft.cli.tables import console, table
+from weft.formatting import format_bytes
 from weft.hardware.cpu import CpuSpeed
 from weft.hardware.host import Host
 from weft.hardware.topology import Gpu, Pair
 from weft.probes.machine import plain
 from weft.probes.speeds import PairSpeed, Speeds
-from weft.words import gigabytes
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -56,12 +56,12 @@ def cpu_lines(here: Host, speeds: Speeds) -> Iterator[str]:
         if cpu.features:
             yield f"  instructions: {', '.join(cpu.features)}"
         for node in cpu.nodes if len(cpu.nodes) > 1 else ():
-            yield f"  NUMA node {node.number}: {len(node.cores)} threads, {gigabytes(node.memory_total_bytes)}"
-    yield f"  memory: {gigabytes(here.memory_free_bytes)} free of {gigabytes(here.memory_total_bytes)}"
+            yield f"  NUMA node {node.number}: {len(node.cores)} threads, {format_bytes(node.memory_total_bytes)}"
+    yield f"  memory: {format_bytes(here.memory_free_bytes)} free of {format_bytes(here.memory_total_bytes)}"
     if speeds.cpu:
         teraflops = speeds.cpu.fp32_flops / 1e12
         low = "; the machine was busy, and may be faster: --refresh-hardware" if speeds.cpu.busy else ""
-        yield f"  measured: reads {gigabytes(speeds.cpu.bandwidth_Bps)}/s, {teraflops:.2f} TFLOPS in 32 bits{low}"
+        yield f"  measured: reads {format_bytes(speeds.cpu.bandwidth_Bps)}/s, {teraflops:.2f} TFLOPS in 32 bits{low}"
         yield f"  Weft's own kernels: {own_kernels(speeds.cpu)}"
 
 
@@ -92,13 +92,13 @@ def gpu_lines(here: Host, speeds: Speeds) -> Iterator[str]:
 
 def one_gpu(gpu: Gpu, speeds: Speeds) -> Iterator[str]:
     """Its memory and who holds it, its links and clocks, and what was measured."""
-    yield f"{gpu.name}, {gigabytes(gpu.free_bytes)} free of {gigabytes(gpu.total_bytes)}"
+    yield f"{gpu.name}, {format_bytes(gpu.free_bytes)} free of {format_bytes(gpu.total_bytes)}"
     if gpu.slice:
         yield "a MIG slice: CUDA shows a process one of them; CUDA_VISIBLE_DEVICES=MIG-... takes another"
     if gpu.holders:
         yield f"in use by {', '.join(map(str, gpu.holders))}"
     elif gpu.held_bytes:
-        yield f"{gigabytes(gpu.held_bytes)} are in use, by whom the driver does not tell"
+        yield f"{format_bytes(gpu.held_bytes)} are in use, by whom the driver does not tell"
     joined = [
         *pcie(gpu),
         *nvlinks(gpu),

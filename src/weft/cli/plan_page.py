@@ -9,7 +9,7 @@ from weft.cli import plan_text
 from weft.cli.glossary import Explained
 from weft.cli.plan_columns import MARK, Told, columns, fullest, rows
 from weft.cli.plan_picture import LINKS, NAMES, parts_of, picture
-from weft.words import gigabytes
+from weft.formatting import format_bytes
 
 FEW = 8  # rejected layouts that are not folded away
 
@@ -19,7 +19,7 @@ def page(told: Told) -> str:
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
-    environment.filters |= {"gb": gigabytes, "comma": comma, "explained": Explained()}
+    environment.filters |= {"gb": format_bytes, "comma": comma, "explained": Explained()}
     template = environment.from_string((files("weft.cli") / "data/plan.html").read_text(encoding="utf-8"))
     best = told["best"]
     racks = picture(told) if best else []

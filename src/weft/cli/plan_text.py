@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from weft.cli.plan_columns import MARK, Told, between
 from weft.cli.plan_picture import LINKS
-from weft.words import by_type, gigabytes
+from weft.formatting import format_bytes, format_counts
 
 REJECTED = 4  # layouts of which the reason is told
 
@@ -12,7 +12,7 @@ REJECTED = 4  # layouts of which the reason is told
 def model_line(told: Told) -> str:
     """The model, how large it is, and in what."""
     model = told["model"]
-    sizes = ", ".join(f"{name} {gigabytes(size)}" for name, size in model["weight_bytes_by_precision"].items())
+    sizes = ", ".join(f"{name} {format_bytes(size)}" for name, size in model["weight_bytes_by_precision"].items())
     return f"{model['name']}: {model['params'] / 1e9:,.2f} billion parameters, {sizes}"
 
 
@@ -20,7 +20,7 @@ def hardware_line(told: Told) -> str:
     """The GPUs by type, what joins them, and the engine."""
     hardware = told["hardware"]
     nodes = hardware["nodes"]
-    there = by_type(name for node in nodes for name in node["gpus"])
+    there = format_counts(name for node in nodes for name in node["gpus"])
     links = "/".join(dict.fromkeys(LINKS[node["link"]] for node in nodes if len(node["gpus"]) > 1))
     if len(nodes) > 1:
         inside = f"{links} inside, " if links else ""

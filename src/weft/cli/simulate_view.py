@@ -7,6 +7,7 @@ from typing import Any
 
 from weft.cli.simulate_plots import METRICS, on_terminal
 from weft.cli.tables import console, table
+from weft.formatting import format_counts
 from weft.planner.question import Question
 from weft.planner.ranking import Candidate
 from weft.simulate.find import CLOSE, CLOSE_REPLICAS, Found
@@ -15,14 +16,13 @@ from weft.simulate.load import Load
 from weft.simulate.objective import duration
 from weft.simulate.report import Judged, Report, Spread
 from weft.simulate.study import Study
-from weft.words import by_type
 
 PERCENTILES = ("p50", "p90", "p95", "p99")
 
 
 def hardware(question: Question) -> str:
     """The GPUs by type."""
-    there = by_type(gpu.name for gpu in question.cluster.gpus)
+    there = format_counts(gpu.name for gpu in question.cluster.gpus)
     nodes = len(question.cluster.nodes)
     return f"{there} on {nodes:,} nodes" if nodes > 1 else there
 

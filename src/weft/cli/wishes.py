@@ -7,11 +7,11 @@ from typing import Any
 
 from weft.architectures.model import Model
 from weft.cli.parser import UsageError
+from weft.formatting import join_commas
 from weft.hardware.cluster import Cluster
 from weft.plan import device_map, max_memory, placement
 from weft.planner.domains import usable
 from weft.planner.question import Wish
-from weft.words import commas
 
 
 def ranks(said: dict[str, Any]) -> int:
@@ -45,14 +45,14 @@ def wished(said: dict[str, Any], cluster: Cluster, model: Model, precision: str)
     weights, layers = said.get("tensor_split"), said.get("pipeline_split")
     if weights is not None:
         if any(not 0 < weight < float("inf") for weight in weights):
-            raise UsageError(f"--tensor-split {commas(weights)}: each weight must be above 0")
+            raise UsageError(f"--tensor-split {join_commas(weights)}: each weight must be above 0")
         if tensor not in (None, len(weights)):
             raise UsageError(f"--tensor-split has {len(weights)} weights; --tensor-parallel-size is {tensor}")
         tensor = len(weights)
     if layers is not None:
         if any(count < 1 for count in layers) or sum(layers) != model.shape.layers:
             raise UsageError(
-                f"--pipeline-split {commas(layers)} holds {sum(layers)} layers; {model.name} has {model.shape.layers}, "
+                f"--pipeline-split {join_commas(layers)} holds {sum(layers)} layers; {model.name} has {model.shape.layers}, "
                 "at least one per stage"
             )
         if stages not in (None, len(layers)):
