@@ -96,8 +96,8 @@ def told(found: Verdict, predicted: tuple[Layout, Prediction] | str | None, clai
         lines = [
             "possible",
             f"  {format_bytes(found.weight_bytes)} of weights and {format_bytes(found.kv_bytes)} of KV for "
-            f"{claim.tokens:,} tokens; {format_bytes(found.have_bytes)} usable after {format_bytes(RESERVED_BYTES)} on each "
-            f"GPU for the driver and engine",
+            f"{claim.tokens:,} tokens; {format_bytes(found.have_bytes)} usable after {format_bytes(RESERVED_BYTES)} on "
+            f"each GPU for the driver and engine",
             f"  at most {found.bound_tok_s:.1f} tok/s: each token reads {format_bytes(found.read_bytes)} of memory",
         ]
     if isinstance(predicted, str):

@@ -52,8 +52,8 @@ def wished(said: dict[str, Any], cluster: Cluster, model: Model, precision: str)
     if layers is not None:
         if any(count < 1 for count in layers) or sum(layers) != model.shape.layers:
             raise UsageError(
-                f"--pipeline-split {join_commas(layers)} holds {sum(layers)} layers; {model.name} has {model.shape.layers}, "
-                "at least one per stage"
+                f"--pipeline-split {join_commas(layers)} holds {sum(layers)} layers; {model.name} has "
+                f"{model.shape.layers}, at least one per stage"
             )
         if stages not in (None, len(layers)):
             raise UsageError(f"--pipeline-split has {len(layers)} stages; --pipeline-parallel-size is {stages}")

@@ -119,7 +119,8 @@ def no_triton(head_dim: int, cards: Iterable[Card]) -> str | None:
         return f"their heads have up to {WIDEST_HEAD} dims, this model's {head_dim}"
     for name, capability in cards:
         if capability < TRITON_CAPABILITY:
-            return f"{name} has compute capability {format_version(capability)}, and they need {format_version(TRITON_CAPABILITY)}"
+            needed = format_version(TRITON_CAPABILITY)
+            return f"{name} has compute capability {format_version(capability)}, and they need {needed}"
     return None
 
 
@@ -148,7 +149,8 @@ def no_flash(dtype: str, cards: Iterable[Card]) -> str | None:
         return f"they compute in {' and '.join(FLASH_DTYPES)}, not in {dtype}"
     for name, capability in cards:
         if capability < FLASH_CAPABILITY:
-            return f"{name} has compute capability {format_version(capability)}, and they need {format_version(FLASH_CAPABILITY)}"
+            needed = format_version(FLASH_CAPABILITY)
+            return f"{name} has compute capability {format_version(capability)}, and they need {needed}"
     return None
 
 

@@ -350,8 +350,8 @@ def check_weights_fit(plan: Plan, host: Host) -> None:
         cap = plan.max_memory.get(device)
         if cap is not None and size > cap:
             raise PlanError(
-                f"{format_bytes(size)} of weights exceed the {format_bytes(cap)} that --max-memory leaves of {where}; raise "
-                + ("it" if device == "cpu" else "it, or cut the model over more GPUs")
+                f"{format_bytes(size)} of weights exceed the {format_bytes(cap)} that --max-memory leaves of {where}; "
+                + ("raise it" if device == "cpu" else "raise it, or cut the model over more GPUs")
             )
         if size > free:
             smaller = "" if DTYPE_BYTES[plan.dtype] == 2 else ", a 16-bit --dtype"

@@ -68,14 +68,14 @@ def check_stages(stages: Stages, said: Mapping[str, Any]) -> None:
     layers, sizes = said.get("pipeline_split"), said.get("pipeline_parallel_size")
     if layers is not None and tuple(layers) != stages.layers:
         raise ConfigError(
-            f"--pipeline-split {join_commas(layers)} contradicts --device-map, which makes it {join_commas(stages.layers)}: "
-            "leave one of them out"
+            f"--pipeline-split {join_commas(layers)} contradicts --device-map, which makes it "
+            f"{join_commas(stages.layers)}: leave one of them out"
         )
     if sizes is not None and sizes != len(stages.layers):
         raise ConfigError(
             f"--pipeline-parallel-size {sizes} contradicts --device-map, which makes {len(stages.layers)} "
-            f"{'stage' if len(stages.layers) == 1 else 'stages'} ({join_commas(stages.layers)} layers): leave one of them "
-            "out"
+            f"{'stage' if len(stages.layers) == 1 else 'stages'} ({join_commas(stages.layers)} layers): leave one of "
+            "them out"
         )
 
 

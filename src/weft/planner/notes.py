@@ -133,8 +133,8 @@ def _unpacked(question: Question, best: Candidate) -> Iterator[str]:
     stored, held = weight_bytes(shape, precision), summed(shape, as_held(precision), whole(shape)).total
     if held > TOLD * stored:
         yield (
-            f"a {precision} file has {format_bytes(stored)} but takes {format_bytes(held)} of memory, because Weft converts "
-            "some of its layers to 8 bits"
+            f"a {precision} file has {format_bytes(stored)} but takes {format_bytes(held)} of memory, because Weft "
+            "converts some of its layers to 8 bits"
         )
 
 
@@ -185,8 +185,8 @@ def _rounded(question: Question, best: Candidate) -> Iterator[str]:
     if off > ROUNDED:
         heads = ", ".join(str(len(it.q_heads)) for it in ranks)
         yield (
-            f"--tensor-split {join_commas(weights)} comes to {heads} of {shape.q_heads} query heads: they are cut in whole "
-            f"groups, one for each of {shape.kv_heads} KV heads"
+            f"--tensor-split {join_commas(weights)} comes to {heads} of {shape.q_heads} query heads: they are cut in "
+            f"whole groups, one for each of {shape.kv_heads} KV heads"
         )
 
 
