@@ -69,7 +69,7 @@ def nearest_name(typed: str, names: Iterable[str], habits: Mapping[str, str] | N
     return f"; did you mean {near!r}?" if near else ""
 
 
-def reason(error: Exception) -> str:
+def error_reason(error: Exception) -> str:
     """Why something could not be done, in the system's words where it was the system that refused."""
     return str(getattr(error, "strerror", None) or error)
 

