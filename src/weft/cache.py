@@ -46,7 +46,7 @@ def make_private(folder: Path) -> None:
         folder.mkdir(PRIVATE, exist_ok=True)
 
 
-def distrust(path: Path) -> str | None:
+def distrust_reason(path: Path) -> str | None:
     """Reason not to run code from the cache file `path`, which need not exist; None if only this user and root can have
     put it there.
 
@@ -74,12 +74,12 @@ def distrust(path: Path) -> str | None:
 
 
 @functools.cache
-def tell_damaged(path: Path, why: str, way_out: str) -> None:
+def warn_damaged(path: Path, why: str, way_out: str) -> None:
     """Say, once, that a file of the cache is ignored."""
     logger.warning("%s is damaged and ignored (%s); %s", path, why, way_out)
 
 
-def write(path: Path, content: bytes) -> None:
+def write_cache_file(path: Path, content: bytes) -> None:
     """Write a file of the cache, whole or not at all, even if the machine stops. Raises OSError, and what `cache_dir`
     raises."""
     cache_dir()
@@ -88,13 +88,13 @@ def write(path: Path, content: bytes) -> None:
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content)
-        install(Path(name), path)
+        install_cache_file(Path(name), path)
     except BaseException:  # a full disk, Ctrl-C: what is half written must not stay
         Path(name).unlink(missing_ok=True)
         raise
 
 
-def install(made: Path, path: Path) -> None:
+def install_cache_file(made: Path, path: Path) -> None:
     """Move a whole file to its place in the cache, on the same disk: after a power cut the old file is there or the new
     one, never half of one. Raises OSError."""
     _flush(made)

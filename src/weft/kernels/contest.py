@@ -15,7 +15,7 @@ from statistics import median
 import torch
 
 from weft import __version__
-from weft.cache import cache_path, write
+from weft.cache import cache_path, write_cache_file
 from weft.errors import WeftError
 from weft.kernels.base import AttentionShape, Kernels
 from weft.kernels.capture import capture_graph
@@ -86,7 +86,7 @@ def keep(at: Path | None, found: str | None) -> None:
     if at is None or found is None:
         return
     try:
-        write(at, found.encode())
+        write_cache_file(at, found.encode())
     except (OSError, WeftError) as error:
         logger.debug("the faster attention cannot be kept: %s", error)
 

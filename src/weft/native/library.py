@@ -15,7 +15,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from weft.cache import cache_path, distrust, install, write
+from weft.cache import cache_path, distrust_reason, install_cache_file, write_cache_file
 
 logger = logging.getLogger("weft")
 
@@ -83,8 +83,8 @@ def found() -> str | None:
 def keep(made: Path, path: Path) -> None:
     """Put a library that was built into its place in the cache, with its digest beside it. Raises OSError."""
     made.chmod(0o700)
-    write(digest_path(path), _digest(made).encode())
-    install(made, path)
+    write_cache_file(digest_path(path), _digest(made).encode())
+    install_cache_file(made, path)
 
 
 def intact(path: Path) -> bool:
@@ -109,7 +109,7 @@ def load(path: Path) -> ctypes.CDLL:
 def objection(path: Path) -> str | None:
     """Reason not to run the library at `path`, which need not exist: somebody else could have written it, or its
     digest."""
-    return distrust(path) or distrust(digest_path(path))
+    return distrust_reason(path) or distrust_reason(digest_path(path))
 
 
 def digest_path(path: Path) -> Path:

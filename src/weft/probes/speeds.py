@@ -13,7 +13,7 @@ from typing import Literal
 
 import msgspec
 
-from weft.cache import cache_path, tell_damaged, write
+from weft.cache import cache_path, warn_damaged, write_cache_file
 from weft.errors import ConfigError, WeftError
 from weft.hardware import calibration, cpu
 from weft.hardware.calibration import Calibration
@@ -90,10 +90,10 @@ def known(host: Host) -> Speeds:
         found = msgspec.json.decode(path(host).read_bytes(), type=Speeds)
     except (OSError, RuntimeError, msgspec.DecodeError) as error:
         if not isinstance(error, FileNotFoundError | RuntimeError):  # RuntimeError: there is no home, and so no cache
-            tell_damaged(path(host), str(error), MEASURED_AGAIN)
+            warn_damaged(path(host), str(error), MEASURED_AGAIN)
         return nothing
     if (found.machine, found.version) != (nothing.machine, VERSION) or not sound(found):
-        tell_damaged(path(host), "its figures cannot be", MEASURED_AGAIN)
+        warn_damaged(path(host), "its figures cannot be", MEASURED_AGAIN)
         return nothing
     return msgspec.structs.replace(found, calibrations=nothing.calibrations)
 
@@ -113,7 +113,7 @@ def keep(host: Host, speeds: Speeds) -> None:
     """Write them down for the next time; where that is not possible they are measured again then."""
     text = msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(speeds, calibrations=())))
     try:
-        write(path(host), text)
+        write_cache_file(path(host), text)
     except (OSError, RuntimeError, WeftError) as error:
         logger.warning("what was measured of this machine cannot be kept, and will be measured again: %s", error)
 

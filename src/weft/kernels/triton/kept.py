@@ -12,7 +12,7 @@ import torch
 import triton
 
 from weft import __version__
-from weft.cache import cache_path, write
+from weft.cache import cache_path, write_cache_file
 from weft.kernels.base import AttentionShape
 from weft.kernels.triton.tuning import DECODE_CANDIDATES, DEFAULT, PREFILL_CANDIDATES, Tunings
 
@@ -50,7 +50,7 @@ def known(device: torch.device, shape: AttentionShape) -> Tunings:
 def keep(device: torch.device, shape: AttentionShape, tunings: Tunings) -> Path:
     """Have them known at the next start. Raises OSError, RuntimeError or WeftError where that is not possible."""
     of = measured_of(device, shape)
-    write(path(of), msgspec.json.encode(Note(of, tunings)))
+    write_cache_file(path(of), msgspec.json.encode(Note(of, tunings)))
     return path(of)
 
 
