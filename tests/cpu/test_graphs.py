@@ -172,7 +172,7 @@ def test_the_host_knows_the_lengths_of_a_step() -> None:
         tokens=[1] * 6,
         blocks=[[3, 4, 5], [0, 1]],
         samples=[True, True],
-        guesses=[0, 0],
+        draft_counts=[0, 0],
     )
     staged, _ = rows.stage(step)
     it = staged.eager()

@@ -52,7 +52,7 @@ def test_what_a_draft_said_of_an_earlier_text_is_forgotten(monkeypatch: pytest.M
         engine.apply()
     engine.scheduler.abort(["b"])
     plan = engine.schedule()
-    assert plan and plan.guesses == [0]
+    assert plan and plan.draft_counts == [0]
 
 
 def test_what_a_draft_said_before_a_preemption_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +67,7 @@ def test_what_a_draft_said_before_a_preemption_is_forgotten(monkeypatch: pytest.
     engine.schedule()
     engine.apply()
     plan = engine.schedule()
-    assert plan and plan.guesses == [0]
+    assert plan and plan.draft_counts == [0]
 
 
 def test_what_came_before_is_guessed_again() -> None:

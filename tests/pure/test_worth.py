@@ -39,7 +39,7 @@ def decode(rows: int, guesses: int) -> StepPlan:
         tokens=[],
         blocks=[],
         samples=[True] * rows,
-        guesses=[guesses] * rows,
+        draft_counts=[guesses] * rows,
     )
 
 
@@ -76,12 +76,12 @@ def test_a_draft_that_has_much_to_read_first_is_tried_seldom(reading: float) -> 
         late = min(100, missed) if guess else 0
         missed = missed - late if guess else min(1000, missed + 1)
         plan = decode(1, 4 if guess and not missed else 0)
-        plan.asks = [4 * guess]
+        plan.draft_requests = [4 * guess]
         it.began(plan, 1)
         clock.now += 0.01 * (1 + reading * late + 5 * guess)
         answered = guess and not missed
-        it.ended(1 + 3 * sum(plan.guesses) // 4, [0] if answered else [])
-        tokens += 1 + 3 * sum(plan.guesses) // 4
+        it.ended(1 + 3 * sum(plan.draft_counts) // 4, [0] if answered else [])
+        tokens += 1 + 3 * sum(plan.draft_counts) // 4
     assert clock.now - 100.0 < 0.01 * tokens * 1.04
 
 
@@ -93,7 +93,7 @@ def test_a_draft_that_never_comes_to_all_texts_ends_is_judged_as_it_is() -> None
         guess = it.guessing(8)
         guessing += guess
         plan = decode(8, 0)
-        plan.asks = [4 * guess] * 8
+        plan.draft_requests = [4 * guess] * 8
         it.began(plan, 8)
         clock.now += 0.01 * (1 + 3 * guess)
         it.ended(8, [*range(7)] if guess else [])
@@ -166,11 +166,15 @@ class Ranks:
         self.clock, self.drafted = clock, 0
 
     def submit(self, step: StepPlan) -> Future[StepResult]:
-        asked = sum(step.asks)
-        self.clock.now += 1.0 + sum(step.guesses) + asked
+        asked = sum(step.draft_requests)
+        self.clock.now += 1.0 + sum(step.draft_counts) + asked
         self.drafted += asked
-        sampled = sum(1 + guesses for samples, guesses in zip(step.samples, step.guesses, strict=True) if samples)
-        guesses = {slot: [9] * asks for slot, asks in zip(step.slots, step.asks, strict=True)} if step.asks else {}
+        sampled = sum(1 + guesses for samples, guesses in zip(step.samples, step.draft_counts, strict=True) if samples)
+        guesses = (
+            {slot: [9] * asks for slot, asks in zip(step.slots, step.draft_requests, strict=True)}
+            if step.draft_requests
+            else {}
+        )
         future: Future[StepResult] = Future()
         future.set_result(StepResult(step.id, [7] * sampled, [None] * sampled, {}, guesses))
         return future

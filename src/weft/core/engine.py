@@ -109,7 +109,7 @@ class EngineCore:
                 if output.error:
                     logger.error("request %s ended: %s", output.id, output.error)
         if self._worth:
-            self._worth.ended(sum(len(output.tokens) for output in outputs), result.guesses)
+            self._worth.ended(sum(len(output.tokens) for output in outputs), result.drafts)
         if self._scheduled_s:
             for output in outputs:
                 output.scheduled_s = self._scheduled_s.pop(output.id, None)

@@ -186,7 +186,7 @@ class Scheduler:
             return None
         self.prompt_tokens = len(plan.tokens) - decoded
         if self.guessing and self.speculation and self.speculation.draft:
-            plan.asks = [self._ask(sequence) for sequence in flight.rows]
+            plan.draft_requests = [self._ask(sequence) for sequence in flight.rows]
         # Where nothing runs any more, slots wait for the next step to be told: they hold no KV.
         plan.released, self._released = self._released, []
         self._steps += 1
@@ -309,7 +309,7 @@ class Scheduler:
         else:
             plan.tokens += tokens[start:end]
             plan.tokens += guesses
-        plan.guesses.append(len(guesses))
+        plan.draft_counts.append(len(guesses))
         flight.rows.append(sequence)
         if end == len(tokens) + sequence.pending + len(guesses):
             plan.samples.append(True)
@@ -354,7 +354,9 @@ class Scheduler:
         outputs = self._fail_rows(flight, result.failed) if result.failed else []
         sampled = zip(result.tokens, result.logprobs, strict=True)
         at = 0
-        for sequence, count, samples, guessed in zip(flight.rows, plan.counts, plan.samples, plan.guesses, strict=True):
+        for sequence, count, samples, guessed in zip(
+            flight.rows, plan.counts, plan.samples, plan.draft_counts, strict=True
+        ):
             at += count
             sequence.outstanding -= 1
             if samples:
@@ -367,10 +369,10 @@ class Scheduler:
                     outputs.append(self._extend(sequence, brought))
                     counters.generation_tokens += len(outputs[-1].tokens)
         assert next(sampled, None) is None, "more tokens than were asked for"
-        for sequence in flight.rows if result.guesses else ():
+        for sequence in flight.rows if result.drafts else ():
             # Who has been preempted meanwhile has no slot.
-            if sequence.guesser and sequence.slot in result.guesses:
-                sequence.guesser.offer(result.guesses[sequence.slot])
+            if sequence.guesser and sequence.slot in result.drafts:
+                sequence.guesser.offer(result.drafts[sequence.slot])
         return outputs
 
     def _fail_rows(self, flight: Flight, failed: Mapping[int, str]) -> list[Output]:

@@ -32,9 +32,9 @@ class StepPlan(msgspec.Struct, array_like=True):
     row's attention in each layer, so a row may read blocks that another row of the same step fills. A token that is
     UNKNOWN is the one that the slot sampled last.
 
-    The last `guesses[r]` tokens of row r are guesses: where it samples, it does so after each of them and after the
-    token before them. `asks[r]` guesses of what comes after row r are wanted of a draft model; where it does not sample
-    yet, the draft is to read along. Without a draft `asks` is empty.
+    The last `draft_counts[r]` tokens of row r are guesses: where it samples, it does so after each of them and after the
+    token before them. `draft_requests[r]` guesses of what comes after row r are wanted of a draft model; where it does not sample
+    yet, the draft is to read along. Without a draft `draft_requests` is empty.
     """
 
     id: int
@@ -46,8 +46,8 @@ class StepPlan(msgspec.Struct, array_like=True):
     tokens: list[int]
     blocks: list[list[int]]
     samples: list[bool]
-    guesses: list[int]
-    asks: list[int] = []
+    draft_counts: list[int]
+    draft_requests: list[int] = []
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):
@@ -63,7 +63,7 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
 class StepResult(msgspec.Struct, array_like=True):
     """`tokens` and `logprobs` have one entry per row with `samples` and one more for each of its guesses, in order
     (None where none were asked for). `prompt_logprobs[slot]` holds those of the prompt positions after the ones
-    computed in this step, `guesses[slot]` what a draft model thinks comes next: no entry where it was asked, but has
+    computed in this step, `drafts[slot]` what a draft model thinks comes next: no entry where it was asked, but has
     not read the text to its end. `failed[slot]` says why no token could be sampled for a slot; the ids of its row mean
     nothing."""
 
@@ -71,5 +71,5 @@ class StepResult(msgspec.Struct, array_like=True):
     tokens: list[int]
     logprobs: list[TokenLogprobs | None]
     prompt_logprobs: dict[int, list[TokenLogprobs]]
-    guesses: dict[int, list[int]] = {}
+    drafts: dict[int, list[int]] = {}
     failed: dict[int, str] = {}

@@ -48,8 +48,12 @@ class Worth:
     def began(self, plan: StepPlan, rows: int) -> None:
         """That step has been made."""
         # One that reads prompts as well says nothing.
-        decodes = all(plan.samples) and all(map(_is_token, plan.counts, plan.guesses))
-        asked = [slot for slot, asks in zip(plan.slots, plan.asks, strict=True) if asks] if plan.asks else []
+        decodes = all(plan.samples) and all(map(_is_token, plan.counts, plan.draft_counts))
+        asked = (
+            [slot for slot, asks in zip(plan.slots, plan.draft_requests, strict=True) if asks]
+            if plan.draft_requests
+            else []
+        )
         turns = self._of(rows)
         self._under_way.append(UnderWay(self._clock(), turns, turns.guessing, decodes, asked))
 

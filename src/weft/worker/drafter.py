@@ -124,7 +124,7 @@ class Drafter:
         texts end with what is sure by now."""
         asked, at, drawn = {}, 0, 0
         for slot, start, count, samples, guessed, most in zip(
-            step.slots, step.starts, step.counts, step.samples, step.guesses, step.asks, strict=True
+            step.slots, step.starts, step.counts, step.samples, step.draft_counts, step.draft_requests, strict=True
         ):
             at += count
             if samples:
@@ -202,5 +202,5 @@ def reading(reads: list[Read]) -> StepPlan:
         tokens=[token for read in reads for token in read.tokens],
         blocks=[[] for _ in reads],
         samples=[True] * count,
-        guesses=[0] * count,
+        draft_counts=[0] * count,
     )

@@ -191,11 +191,11 @@ class Worker:
             self.links.pipeline.send(hidden, self.place.stage + 1)
             return None
         result = self._finish(step, hidden, order, there)
-        if self.drafter and self.sampler and any(step.asks):
+        if self.drafter and self.sampler and any(step.draft_requests):
             # Guesses come after what was sampled: it is waited for.
             found = result() if callable(result) else result
             assert found is not None
-            found.guesses = self.drafter.guess(step, found.tokens, self.rows, self.sampler)
+            found.drafts = self.drafter.guess(step, found.tokens, self.rows, self.sampler)
             return found
         return result
 
@@ -395,7 +395,7 @@ class Worker:
             tokens=[0] * sum(counts),
             blocks=blocks,
             samples=[True] * len(counts),
-            guesses=[min(self._guesses, count - 1) for count in counts],
+            draft_counts=[min(self._guesses, count - 1) for count in counts],
         )
         result = self.execute(step)
         made = result() if callable(result) else result
@@ -413,7 +413,7 @@ def sampled_positions(step: StepPlan) -> tuple[list[int], list[int], list[int]]:
     """Of all tokens that are sampled: the index in the step of the one before it, its slot, and its position."""
     picks, slots, positions, end = [], [], [], 0
     for slot, start, count, samples, guesses in zip(
-        step.slots, step.starts, step.counts, step.samples, step.guesses, strict=True
+        step.slots, step.starts, step.counts, step.samples, step.draft_counts, strict=True
     ):
         end += count
         if samples:
