@@ -79,16 +79,16 @@ def test_the_same_answers(model: str, truth: list, layout: dict, draft: bool) ->
     assert found == truth
     if draft:
         # What is asked for is bounded by the blocks that a text has: nearly all the rest is right.
-        assert stats.confirmed_tokens > 0.9 * stats.guessed_tokens > 40
+        assert stats.accepted_tokens > 0.9 * stats.draft_tokens > 40
     else:
-        assert stats.guessed_tokens > 0
+        assert stats.draft_tokens > 0
 
 
 def test_a_draft_that_guesses_badly_changes_nothing(model: str, truth: list, folder: Path) -> None:
     other = checkpoints.make("llama-mha-odd", folder)
     found, stats = run(model, speculative_config={"model": str(other)})
     assert found == truth
-    assert stats.guessed_tokens > 0 and stats.confirmed_tokens < stats.guessed_tokens
+    assert stats.draft_tokens > 0 and stats.accepted_tokens < stats.draft_tokens
 
 
 def test_a_draft_forgets_what_it_guessed_wrong(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +124,7 @@ def test_a_prefix_that_is_found_is_found_by_the_draft_too(model: str, reads: lis
         again = llm.generate(PROMPTS, GREEDY)
         after = llm.stats()
     assert [it.outputs[0].token_ids for it in again] == want and again[3].num_cached_tokens > 30
-    right, all_ = (getattr(after, name) - getattr(before, name) for name in ("confirmed_tokens", "guessed_tokens"))
+    right, all_ = (getattr(after, name) - getattr(before, name) for name in ("accepted_tokens", "draft_tokens"))
     assert right > 0.9 * all_ > 0
     # Of the prompts what is no whole block, and of the answers each token.
     assert sum(reads) < 4 * (4 + 30 + 1)
@@ -194,7 +194,7 @@ def test_a_draft_reads_what_it_missed(
         found = [[it.outputs[0].token_ids for it in llm.generate(prompts, params)] for _ in range(2)]
         stats = llm.stats()
     assert found == want and bool(stats.preemptions) == ("max_model_len" in limits)
-    assert stats.guessed_tokens > 10 and stats.confirmed_tokens == stats.guessed_tokens
+    assert stats.draft_tokens > 10 and stats.accepted_tokens == stats.draft_tokens
 
 
 def test_what_is_ordered_is_sampled(model: str, monkeypatch: pytest.MonkeyPatch) -> None:

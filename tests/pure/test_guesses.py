@@ -20,8 +20,8 @@ def test_right_guesses_save_steps_and_change_nothing() -> None:
     engine.run(item)
     assert engine.tokens("a") == plain.tokens("a") == expected(item, 64)[0]
     stats = engine.scheduler.stats()
-    assert stats.confirmed_tokens > 0 and stats.guessed_tokens > stats.confirmed_tokens
-    assert stats.steps == 20 - stats.confirmed_tokens < plain.scheduler.stats().steps
+    assert stats.accepted_tokens > 0 and stats.draft_tokens > stats.accepted_tokens
+    assert stats.steps == 20 - stats.accepted_tokens < plain.scheduler.stats().steps
     assert stats.generation_tokens == 20
     assert any(len(output.tokens) > 1 for output in engine.outputs["a"])
 
@@ -38,7 +38,7 @@ def test_an_end_among_confirmed_guesses_ends_it() -> None:
 def test_who_remembers_its_tokens_is_not_guessed() -> None:
     engine = Engine(LIMITS | {"speculation": Speculation(tokens=4, draft=DRAFT)})
     engine.run(request("a", [1, 2, 3], max_tokens=9, repetition_penalty=1.1))
-    assert engine.scheduler.stats().guessed_tokens == 0
+    assert engine.scheduler.stats().draft_tokens == 0
 
 
 def test_what_a_draft_said_of_an_earlier_text_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ class Output(msgspec.Struct, array_like=True):
 class Stats(msgspec.Struct, kw_only=True):
     """The core at one moment, and its counters since start. Requests, tokens, blocks.
 
-    `computed_tokens` are those of all steps; of `guessed_tokens` so many were `confirmed_tokens`; `step_sizes[b]`
+    `computed_tokens` are those of all steps; of `draft_tokens` so many were `accepted_tokens`; `step_sizes[b]`
     counts the steps of more than 2^(b-1) tokens, up to 2^b.
     """
 
@@ -64,7 +64,7 @@ class Stats(msgspec.Struct, kw_only=True):
     prefix_queries: int = 0
     prefix_hits: int = 0
     preemptions: int = 0
-    guessed_tokens: int = 0
-    confirmed_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
     computed_tokens: int = 0
     step_sizes: list[int] = msgspec.field(default_factory=lambda: [0] * 32)

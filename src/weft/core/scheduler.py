@@ -389,8 +389,8 @@ class Scheduler:
         right = common(guesses, [token for token, _ in brought])
         assert sequence.guesser
         sequence.guesser.judge(len(guesses), right)
-        self._counters.guessed_tokens += len(guesses)
-        self._counters.confirmed_tokens += right
+        self._counters.draft_tokens += len(guesses)
+        self._counters.accepted_tokens += right
         if sequence.slot >= 0:
             # The KV of wrong guesses is written over.
             sequence.computed -= len(guesses) - right
