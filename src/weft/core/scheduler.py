@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from weft.core.blocks import BlockPool
 from weft.core.request import Output, Request, Stats
 from weft.core.sequence import Flight, Sample, Sequence
-from weft.core.speculation import Guesser, common
+from weft.core.speculation import Guesser, common_prefix_length
 from weft.core.step import UNKNOWN, Admission, StepPlan, StepResult
 from weft.core.tables import Tables
 from weft.errors import QueueFullError, RequestError
@@ -386,7 +386,7 @@ class Scheduler:
 
     def _confirm(self, sequence: Sequence, guesses: list[int], brought: list[Sample]) -> list[Sample]:
         """What was sampled after guesses that were right, and after the token before them."""
-        right = common(guesses, [token for token, _ in brought])
+        right = common_prefix_length(guesses, [token for token, _ in brought])
         assert sequence.guesser
         sequence.guesser.judge(len(guesses), right)
         self._counters.draft_tokens += len(guesses)

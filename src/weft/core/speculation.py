@@ -18,7 +18,7 @@ PLACES = 64  # where a run came before that are looked at, the latest ones
 REST = 24  # tokens that it rests for, before one guess is tried again
 
 
-def common(these: Sequence[int], those: Sequence[int]) -> int:
+def common_prefix_length(these: Sequence[int], those: Sequence[int]) -> int:
     """How many tokens both begin with: of guesses and what was sampled, how many are right."""
     length = min(len(these), len(those))
     if these[:length] == those[:length]:

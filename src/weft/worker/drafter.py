@@ -9,7 +9,7 @@ import numpy as np
 
 from weft.comm import Links
 from weft.comm.base import Solo
-from weft.core.speculation import common
+from weft.core.speculation import common_prefix_length
 from weft.core.step import Admission, StepPlan
 from weft.plan.memory import Capacity
 from weft.plan.plan import Plan
@@ -29,7 +29,7 @@ class Text:
 
     def write(self, at: int, tokens: list[int]) -> None:
         """These stand from `at` on, and nothing after them."""
-        self.read = min(self.read, at + common(self.tokens[at : at + len(tokens)], tokens))
+        self.read = min(self.read, at + common_prefix_length(self.tokens[at : at + len(tokens)], tokens))
         self.tokens[at:] = tokens
 
 
@@ -131,7 +131,7 @@ class Drafter:
                 tokens = sampled[drawn : drawn + guessed + 1]
                 drawn += len(tokens)
                 if most:
-                    right = common(step.tokens[at - guessed : at], tokens)
+                    right = common_prefix_length(step.tokens[at - guessed : at], tokens)
                     self._texts[slot].write(start + count - guessed + right, [tokens[right]])
             if most:
                 asked[slot] = most if samples else 0
