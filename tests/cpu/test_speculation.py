@@ -19,7 +19,7 @@ from weft.comm import Links
 from weft.comm.base import Solo
 from weft.config import EngineConfig
 from weft.core import tables
-from weft.core.speculation import Guesser
+from weft.core.speculation import DraftProposer
 from weft.core.worth import Worth
 from weft.errors import ConfigError, PlanError
 from weft.formats.checkpoint import resolve
@@ -96,7 +96,9 @@ def test_a_draft_forgets_what_it_guessed_wrong(model: str, monkeypatch: pytest.M
     with LLM(model, **how) as llm:
         want = llm.generate([PROMPTS[0]], GREEDY)[0].outputs[0].token_ids
     judged: list[tuple[int, int]] = []
-    monkeypatch.setattr(Guesser, "judge", lambda self, guessed, confirmed: judged.append((guessed, confirmed)))
+    monkeypatch.setattr(
+        DraftProposer, "record_accepted", lambda self, guessed, confirmed: judged.append((guessed, confirmed))
+    )
     with LLM(model, speculative_config={"model": model, "num_speculative_tokens": 3}, **how) as llm:
         logits, calls = Decoder.logits, count()
 

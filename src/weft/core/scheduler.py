@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from weft.core.blocks import BlockPool
 from weft.core.request import Output, Request, Stats
 from weft.core.sequence import Flight, Sample, Sequence
-from weft.core.speculation import Guesser, common_prefix_length
+from weft.core.speculation import DraftProposer, common_prefix_length
 from weft.core.step import UNKNOWN, Admission, StepPlan, StepResult
 from weft.core.tables import Tables
 from weft.errors import QueueFullError, RequestError
@@ -116,7 +116,7 @@ class Scheduler:
         longest = min(self.max_model_len, self.pool.num_blocks * self.pool.block_size)
         sequence = Sequence(request, order, longest)
         if self.speculation and not sequence.remembers:
-            sequence.guesser = Guesser(self.speculation)
+            sequence.proposer = DraftProposer(self.speculation)
         self._arrivals += 1
         self._unfinished[request.id] = sequence
         heappush(self._queue, (order, sequence))
@@ -167,7 +167,7 @@ class Scheduler:
         for number, sequence in enumerate(chosen):
             if len(sequence.tokens) + sequence.pending - sequence.computed == 1:
                 guesses: list[int] = []
-                if sequence.guesser:
+                if sequence.proposer:
                     # Everybody after it is sure of a token.
                     guesses = self._guess(sequence, budget - len(chosen) + number)
                 self._add_row(flight, sequence, 1 + len(guesses), [], guesses)
@@ -272,20 +272,20 @@ class Scheduler:
 
     def _guess(self, sequence: Sequence, budget: int) -> list[int]:
         """Guesses of what follows a sequence's last token, as far as tokens and blocks are to spare and it may grow."""
-        assert sequence.guesser
+        assert sequence.proposer
         most = 0
         if self.guessing:
             room = sequence.room + self.tables.spare(len(self._running)) - sequence.computed - 1
             most = min(budget, room, sequence.limit - len(sequence.tokens) - 1)
         if most < 1:
-            sequence.guesser.offer([])  # what a draft said is of a text that goes on without it
+            sequence.proposer.set_model_drafts([])  # what a draft said is of a text that goes on without it
             return []
-        return sequence.guesser.guesses(sequence.tokens, most)
+        return sequence.proposer.propose(sequence.tokens, most)
 
     @staticmethod
     def _ask(sequence: Sequence) -> int:
         """How many guesses a draft is asked for, after a step that brings a sequence one token at least."""
-        return sequence.guesser.worth(sequence.limit - len(sequence.tokens) - 2) if sequence.guesser else 0
+        return sequence.proposer.draft_limit(sequence.limit - len(sequence.tokens) - 2) if sequence.proposer else 0
 
     def _add_row(
         self, flight: Flight, sequence: Sequence, count: int, blocks: list[int], guesses: Collection[int] = ()
@@ -371,8 +371,8 @@ class Scheduler:
         assert next(sampled, None) is None, "more tokens than were asked for"
         for sequence in flight.rows if result.drafts else ():
             # Who has been preempted meanwhile has no slot.
-            if sequence.guesser and sequence.slot in result.drafts:
-                sequence.guesser.offer(result.drafts[sequence.slot])
+            if sequence.proposer and sequence.slot in result.drafts:
+                sequence.proposer.set_model_drafts(result.drafts[sequence.slot])
         return outputs
 
     def _fail_rows(self, flight: Flight, failed: Mapping[int, str]) -> list[Output]:
@@ -387,8 +387,8 @@ class Scheduler:
     def _confirm(self, sequence: Sequence, guesses: list[int], brought: list[Sample]) -> list[Sample]:
         """What was sampled after guesses that were right, and after the token before them."""
         right = common_prefix_length(guesses, [token for token, _ in brought])
-        assert sequence.guesser
-        sequence.guesser.judge(len(guesses), right)
+        assert sequence.proposer
+        sequence.proposer.record_accepted(len(guesses), right)
         self._counters.draft_tokens += len(guesses)
         self._counters.accepted_tokens += right
         if sequence.slot >= 0:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from weft.core.blocks import block_digest
 from weft.core.request import Output, Request
-from weft.core.speculation import Guesser
+from weft.core.speculation import DraftProposer
 from weft.core.step import StepPlan, TokenLogprobs
 
 # A token, and its logprobs where they were asked for.
@@ -22,7 +22,7 @@ class Sequence:
         "cached",
         "computed",
         "done",
-        "guesser",
+        "proposer",
         "limit",
         "order",
         "outstanding",
@@ -65,7 +65,7 @@ class Sequence:
         self.cached: int | None = None  # prompt tokens found in the prefix cache when first admitted
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.done = False
-        self.guesser: Guesser | None = None  # where its answer is guessed ahead
+        self.proposer: DraftProposer | None = None  # where its answer is guessed ahead
         self._digests: list[bytes] = []
 
     def digests(self, count: int, block_size: int) -> list[bytes]:

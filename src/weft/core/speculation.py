@@ -26,7 +26,7 @@ def common_prefix_length(these: Sequence[int], those: Sequence[int]) -> int:
     return next(n for n in range(length) if these[n] != those[n])
 
 
-class Guesser:
+class DraftProposer:
     """Guesses for one sequence, as many as were worth it lately, none while it rests."""
 
     __slots__ = ("_confirmed", "_earlier", "_index", "_longest", "_most", "_offered", "_resting", "_shortest")
@@ -42,28 +42,28 @@ class Guesser:
         self._index: dict[tuple[int, ...], int] = {}
         self._earlier: list[int] = []
 
-    def worth(self, most: int) -> int:
+    def draft_limit(self, most: int) -> int:
         """How many guesses a step is worth, of at most so many."""
         # One more than was confirmed lately: so the number can grow.
         return 0 if self._resting else max(0, min(most, self._most, int(self._confirmed + 1.5)))
 
-    def offer(self, guesses: list[int]) -> None:
+    def set_model_drafts(self, guesses: list[int]) -> None:
         """What a draft model guesses for the next step, in place of a look into the text."""
         self._offered = guesses
 
-    def guesses(self, tokens: Sequence[int], most: int) -> list[int]:
+    def propose(self, tokens: Sequence[int], most: int) -> list[int]:
         """At most `most` tokens that may follow `tokens`."""
         if self._resting:
             self._resting -= 1
             self._offered = []
             return []
-        most = self.worth(most)
+        most = self.draft_limit(most)
         if not most:
             return []
         found, self._offered = self._offered[:most], []
         return found or self._look_up(tokens, most)
 
-    def judge(self, guessed: int, confirmed: int) -> None:
+    def record_accepted(self, guessed: int, confirmed: int) -> None:
         """How many of a step's guesses were right."""
         if not guessed:
             return
