@@ -20,7 +20,7 @@ from weft.comm.base import Solo
 from weft.config import EngineConfig
 from weft.core import tables
 from weft.core.speculation import DraftProposer
-from weft.core.worth import Worth
+from weft.core.speculation_gate import SpeculationGate
 from weft.errors import ConfigError, PlanError
 from weft.formats.checkpoint import resolve
 from weft.hardware import host
@@ -159,7 +159,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def guesses_when(monkeypatch: pytest.MonkeyPatch, turns: Callable[[int], bool]) -> None:
     """Guess in those steps alone, whatever the clock says."""
     steps = count()
-    monkeypatch.setattr(Worth, "guessing", lambda self, rows: turns(next(steps)))
+    monkeypatch.setattr(SpeculationGate, "allows_drafts", lambda self, rows: turns(next(steps)))
 
 
 OFTEN = {

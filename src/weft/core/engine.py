@@ -14,8 +14,8 @@ from weft.core.blocks import BlockPool
 from weft.core.pace import Pace
 from weft.core.request import Output, Request, Stats
 from weft.core.scheduler import Scheduler
+from weft.core.speculation_gate import SpeculationGate
 from weft.core.step import StepPlan, StepResult
-from weft.core.worth import Worth
 from weft.errors import Cause, EngineError
 from weft.plan.plan import Plan
 
@@ -46,7 +46,7 @@ class EngineCore:
         self.failure: EngineError | None = None
         # When requests that have no token yet took part in their first step.
         self._scheduled_s: dict[str, float] = {}
-        self._worth = Worth(monotonic) if scheduler.speculation else None
+        self._speculation_gate = SpeculationGate(monotonic) if scheduler.speculation else None
         self._pace = pace
 
     @classmethod
@@ -102,14 +102,14 @@ class EngineCore:
             self._fail(error)
         self.pending.popleft()
         if self._pace:
-            self._pace.ended()
+            self._pace.step_finished()
         outputs = self.scheduler.apply(result)
         if result.failed:
             for output in outputs:
                 if output.error:
                     logger.error("request %s ended: %s", output.id, output.error)
-        if self._worth:
-            self._worth.ended(sum(len(output.tokens) for output in outputs), result.drafts)
+        if self._speculation_gate:
+            self._speculation_gate.step_finished(sum(len(output.tokens) for output in outputs), result.drafts)
         if self._scheduled_s:
             for output in outputs:
                 output.scheduled_s = self._scheduled_s.pop(output.id, None)
@@ -121,17 +121,17 @@ class EngineCore:
             self.scheduler.prompt_limit = self._pace.tokens
         plan = self._schedule()
         if self._pace and plan:
-            self._pace.began(self.scheduler.prompt_tokens)
+            self._pace.step_started(self.scheduler.prompt_tokens)
         return plan
 
     def _schedule(self) -> StepPlan | None:
-        if self._worth is None:
+        if self._speculation_gate is None:
             return self.scheduler.schedule()
         rows = self.scheduler.active
-        self.scheduler.guessing = self._worth.guessing(rows)
+        self.scheduler.speculating = self._speculation_gate.allows_drafts(rows)
         plan = self.scheduler.schedule()
         if plan:
-            self._worth.began(plan, rows)
+            self._speculation_gate.step_started(plan, rows)
         return plan
 
     def stats(self) -> Stats:

@@ -31,11 +31,11 @@ class Pace:
         """Seconds that a step with prompts may take."""
         return max(STEP_S, DECODE_STEPS * self._decode_s)
 
-    def began(self, prompt_tokens: int) -> None:
+    def step_started(self, prompt_tokens: int) -> None:
         """Note a step that was submitted."""
         self._under_way.append((self._clock(), prompt_tokens))
 
-    def ended(self) -> None:
+    def step_finished(self) -> None:
         """Learn from the oldest step. Its time begins with the end of the one before it, if that is later."""
         began_s, count = self._under_way.popleft()
         now = self._clock()

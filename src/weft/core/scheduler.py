@@ -36,7 +36,7 @@ class Scheduler:
     several pipeline `stages` a step takes its share of the requests only, so that each stage has one to work on. With
     `lookahead` a request may take part in the step after the one that samples its token, before that is known: the
     ranks put it in. What such a step brings for a request that has ended meanwhile is dropped. With `speculation`
-    tokens of an answer are guessed, and a step confirms several, where `guessing` is not set to False.
+    tokens of an answer are guessed, and a step confirms several, where `speculating` is not set to False.
 
     Requests are admitted in order of arrival, under `policy` "priority" by lower priority first; where
     blocks run out, the last in this order is preempted: it loses its blocks, and computes them anew when it
@@ -65,7 +65,7 @@ class Scheduler:
         self.stages = stages
         self.lookahead = lookahead
         self.speculation = speculation
-        self.guessing = True
+        self.speculating = True
         self._by_priority = policy == "priority"
         self._arrivals = 0
         self._steps = 0
@@ -185,7 +185,7 @@ class Scheduler:
         if not plan.slots:
             return None
         self.prompt_tokens = len(plan.tokens) - decoded
-        if self.guessing and self.speculation and self.speculation.draft:
+        if self.speculating and self.speculation and self.speculation.draft:
             plan.draft_requests = [self._ask(sequence) for sequence in flight.rows]
         # Where nothing runs any more, slots wait for the next step to be told: they hold no KV.
         plan.released, self._released = self._released, []
@@ -274,7 +274,7 @@ class Scheduler:
         """Guesses of what follows a sequence's last token, as far as tokens and blocks are to spare and it may grow."""
         assert sequence.proposer
         most = 0
-        if self.guessing:
+        if self.speculating:
             room = sequence.room + self.tables.spare(len(self._running)) - sequence.computed - 1
             most = min(budget, room, sequence.limit - len(sequence.tokens) - 1)
         if most < 1:

@@ -1,4 +1,4 @@
-"""Worth: whether guessing pays, by the clock. That hangs on the machine, on the draft model and on the batch: beside
+"""SpeculationGate: whether guessing pays, by the clock. That hangs on the machine, on the draft model and on the batch: beside
 many rows a guess takes as long as a token does, and a draft may take as long as its model."""
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ class UnderWay(NamedTuple):
     the slots that a draft is asked about."""
 
     began: float
-    turns: Turns
+    turns: BatchSizeGate
     guessing: bool
     decodes: bool
     asked: list[int]
 
 
-class Worth:
+class SpeculationGate:
     """Steps of batches of about the same size, up to twice as many rows, take turns with guesses and without; the way
     that takes less time for a token has the long turns. Steps end in the order in which they began."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._turns: defaultdict[int, Turns] = defaultdict(Turns)
+        self._turns: defaultdict[int, BatchSizeGate] = defaultdict(BatchSizeGate)
         self._under_way: deque[UnderWay] = deque()
         self._ended = clock()
 
-    def guessing(self, rows: int) -> bool:
+    def allows_drafts(self, rows: int) -> bool:
         """Whether the next step is to have guesses, where so many requests run."""
         return self._of(rows).guessing
 
-    def began(self, plan: StepPlan, rows: int) -> None:
+    def step_started(self, plan: StepPlan, rows: int) -> None:
         """That step has been made."""
         # One that reads prompts as well says nothing.
         decodes = all(plan.samples) and all(map(_is_token, plan.counts, plan.draft_counts))
@@ -57,7 +57,7 @@ class Worth:
         turns = self._of(rows)
         self._under_way.append(UnderWay(self._clock(), turns, turns.guessing, decodes, asked))
 
-    def ended(self, tokens: int, answered: Collection[int]) -> None:
+    def step_finished(self, tokens: int, answered: Collection[int]) -> None:
         """The oldest step has brought so many tokens, and a draft has said something about these slots."""
         step, now = self._under_way.popleft(), self._clock()
         if step.decodes:
@@ -65,7 +65,7 @@ class Worth:
             step.turns.note(step.guessing, tokens, now - max(step.began, self._ended), ready)
         self._ended = now
 
-    def _of(self, rows: int) -> Turns:
+    def _of(self, rows: int) -> BatchSizeGate:
         return self._turns[rows.bit_length()]
 
 
@@ -73,7 +73,7 @@ def _is_token(count: int, guesses: int) -> bool:
     return count == 1 + guesses
 
 
-class Turns:
+class BatchSizeGate:
     """Whose turn it is, among steps of about as many rows."""
 
     __slots__ = ("_cost", "_least_s", "_left", "_lost", "_seconds", "_skip", "_steps", "_taken", "_tokens", "guessing")
