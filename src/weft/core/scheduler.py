@@ -16,12 +16,12 @@ from typing import Literal
 
 from msgspec.structs import replace
 
+from weft.core.block_tables import BlockTables
 from weft.core.blocks import BlockPool
 from weft.core.request import Output, Request, Stats
 from weft.core.sequence import Flight, Sample, Sequence
 from weft.core.speculation import DraftProposer, common_prefix_length
 from weft.core.step import UNKNOWN, Admission, StepPlan, StepResult
-from weft.core.tables import Tables
 from weft.errors import QueueFullError, RequestError
 from weft.plan.plan import Speculation
 
@@ -57,7 +57,7 @@ class Scheduler:
         speculation: Speculation | None = None,
     ) -> None:
         self.pool = pool
-        self.tables = Tables(pool)
+        self.tables = BlockTables(pool)
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_queued = max_num_queued
@@ -89,7 +89,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestError where it can never run, QueueFullError where too many wait."""
-        length, blocks = len(request.prompt), self.tables.blocks(len(request.prompt) + 1)
+        length, blocks = len(request.prompt), self.tables.count_blocks(len(request.prompt) + 1)
         if not length:
             raise RequestError("the prompt is empty; give at least one token", param="prompt")
         if request.id in self._unfinished:
@@ -241,8 +241,8 @@ class Scheduler:
             # Preempted, and its last step is not back: what that brings belongs to its tokens.
             if sequence.outstanding:
                 return
-            found = self.tables.find(sequence)
-            new = self.tables.blocks(len(sequence.tokens)) - len(found)
+            found = self.tables.match_prefix(sequence)
+            new = self.tables.count_blocks(len(sequence.tokens)) - len(found)
             if not self.tables.has_room(new, found, len(self._running)):
                 return
             heappop(self._queue)
@@ -260,7 +260,7 @@ class Scheduler:
         flight.plan.admitted.append(
             Admission(sequence.slot, request.key, request.params, request.prompt, output),
         )
-        self.tables.open(sequence, found, new)
+        self.tables.open_table(sequence, found, new)
         # Its pieces come anew.
         sequence.prompt_logprobs = []
         if sequence.cached is None:
@@ -275,7 +275,7 @@ class Scheduler:
         assert sequence.proposer
         most = 0
         if self.speculating:
-            room = sequence.room + self.tables.spare(len(self._running)) - sequence.computed - 1
+            room = sequence.room + self.tables.spare_tokens(len(self._running)) - sequence.computed - 1
             most = min(budget, room, sequence.limit - len(sequence.tokens) - 1)
         if most < 1:
             sequence.proposer.set_model_drafts([])  # what a draft said is of a text that goes on without it
@@ -296,7 +296,7 @@ class Scheduler:
         end = start + count
         tokens = sequence.tokens
         if end > sequence.room:
-            blocks = blocks + self.tables.grow(sequence, end)
+            blocks = blocks + self.tables.grow_table(sequence, end)
         sequence.computed = end
         sequence.outstanding += 1
         plan = flight.plan
@@ -321,7 +321,7 @@ class Scheduler:
             # Its next chunk needs no result of this one.
             self._await_turn(sequence)
         if self.pool.caching and end // self.pool.block_size > sequence.registered:
-            self.tables.register(sequence)
+            self.tables.register_full_blocks(sequence)
 
     def _may_go_on(self, sequence: Sequence) -> bool:
         """Whether a sequence can take part in the next step, where one of its tokens is still on its way."""
@@ -424,7 +424,7 @@ class Scheduler:
     def _stop(self, sequence: Sequence) -> None:
         """Take back a running sequence's slot and blocks."""
         del self._running[sequence.request.id]
-        self.tables.close(sequence)
+        self.tables.close_table(sequence)
         self._released.append(sequence.slot)
         self._slots.append(sequence.slot)
         sequence.slot = -1

@@ -1,4 +1,4 @@
-"""Tables: which KV blocks each sequence has, which are promised to it, and what of them others may find."""
+"""BlockTables: which KV blocks each sequence has, which are promised to it, and what of them others may find."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weft.core.sequence import Sequence
 GROWTH = 64
 
 
-class Tables:
+class BlockTables:
     """The block tables of the sequences that run, over one pool.
 
     `promised` are the blocks that they still need for what they have not prefilled yet; `growth` the tokens that each
@@ -25,7 +25,7 @@ class Tables:
         self.growth = GROWTH
         self.promised = 0
 
-    def blocks(self, tokens: int) -> int:
+    def count_blocks(self, tokens: int) -> int:
         """How many hold so many tokens."""
         return -(-tokens // self.block_size)
 
@@ -36,7 +36,7 @@ class Tables:
             sequence.request.params.prompt_logprobs is None or len(sequence.tokens) > sequence.prompt_length
         )
 
-    def find(self, sequence: Sequence) -> list[int]:
+    def match_prefix(self, sequence: Sequence) -> list[int]:
         """The cached blocks of a sequence's beginning: never its last token, whose logits are wanted."""
         if not self.may_reuse(sequence):
             return []
@@ -46,13 +46,13 @@ class Tables:
         """Whether a prompt fits that has `found` blocks in the cache and needs `new` ones: all of it, and what those
         `running` grow by. Else the newcomer would soon be preempted, or preempt."""
         revived = sum(self.pool.references[block] == 0 for block in found)
-        return new + revived + self.promised + running * self.blocks(self.growth) <= self.pool.free
+        return new + revived + self.promised + running * self.count_blocks(self.growth) <= self.pool.free
 
-    def spare(self, running: int) -> int:
+    def spare_tokens(self, running: int) -> int:
         """Tokens that the blocks hold that nobody is sure of."""
         return max(0, self.pool.free - running - self.promised) * self.block_size
 
-    def open(self, sequence: Sequence, found: list[int], new: int) -> None:
+    def open_table(self, sequence: Sequence, found: list[int], new: int) -> None:
         """Begin a table with the blocks that hold the sequence's beginning, and promise it the `new` ones."""
         self.pool.hold(found)
         sequence.blocks = list(found)
@@ -61,9 +61,9 @@ class Tables:
         sequence.promised = new
         self.promised += new
 
-    def grow(self, sequence: Sequence, end: int) -> list[int]:
+    def grow_table(self, sequence: Sequence, end: int) -> list[int]:
         """Blocks for a sequence's tokens up to `end`; returns those that are new."""
-        new = self.pool.allocate(self.blocks(end - sequence.room))
+        new = self.pool.allocate(self.count_blocks(end - sequence.room))
         sequence.blocks += new
         sequence.room += len(new) * self.block_size
         if sequence.promised:
@@ -73,7 +73,7 @@ class Tables:
             self.promised -= kept
         return new
 
-    def register(self, sequence: Sequence) -> None:
+    def register_full_blocks(self, sequence: Sequence) -> None:
         """Let others find the blocks that the scheduled tokens fill."""
         # A token that is on its way has no digest yet.
         full = min(sequence.computed, len(sequence.tokens)) // self.block_size
@@ -82,11 +82,11 @@ class Tables:
             self.pool.register(sequence.blocks[index], digests[index])
         sequence.registered = full
 
-    def close(self, sequence: Sequence) -> None:
+    def close_table(self, sequence: Sequence) -> None:
         """Take all blocks back."""
         if self.pool.caching and sequence.computed // self.block_size > sequence.registered:
             # A block may have been filled by a token that was not known then.
-            self.register(sequence)
+            self.register_full_blocks(sequence)
         self.pool.release(sequence.blocks)
         self.promised -= sequence.promised
         sequence.blocks = []
