@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from weft.errors import Cause, EngineError, ModelError
-from weft.executors.causes import cause_of, lost_peer, obituary
+from weft.executors.causes import cause_of, lost_peer, describe_exit
 
 
 def test_advice_is_passed_on_without_a_trace(capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,6 +80,6 @@ Thread 0x00007fd6729d0b80 (most recent call first):
     ],
 )
 def test_an_end_without_a_word(returncode: int | None, words: str, cause: str) -> None:
-    text, hint = obituary(returncode, words)
+    text, hint = describe_exit(returncode, words)
     assert text == cause
     assert ("dmesg" in hint) == (returncode == -9)

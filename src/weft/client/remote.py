@@ -140,7 +140,7 @@ class AsyncEngine:
         self._died.set_result(None)
 
     async def _bury(self, error: Exception | None) -> None:
-        text, hint = await asyncio.to_thread(self._child.obituary)
+        text, hint = await asyncio.to_thread(self._child.describe_exit)
         if isinstance(error, WeftError):
             text, hint = str(error), ""
         self.die(Cause(CORE, "step" if self._started.done() else "start", text, hint))

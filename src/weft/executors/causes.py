@@ -38,7 +38,7 @@ def lost_peer(error: BaseException) -> bool:
     return isinstance(error, ConnectionError)
 
 
-def obituary(returncode: int | None, words: str) -> tuple[str, str]:
+def describe_exit(returncode: int | None, words: str) -> tuple[str, str]:
     """Cause and hint for a process that ended without a word of its own; `words` is the end of its stderr."""
     if returncode is None:
         return "closed its connection", ""

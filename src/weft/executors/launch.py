@@ -26,12 +26,12 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 import msgspec
 
-from weft.executors.causes import obituary
+from weft.executors.causes import describe_exit
 from weft.executors.framing import Channel, FrameError
 
 M = TypeVar("M")
 
-WORDS_BYTES = 8192  # the end of a child's stderr that is kept for its obituary
+WORDS_BYTES = 8192  # the end of a child's stderr that is kept for its describe_exit
 EXIT_S = 1.0  # what a child gets to end by itself once its socket has closed
 FAMILY_EXIT_S = 3  # and one that has children of its own to end
 REAP_S = 10.0  # what the system gets to take a killed process's memory back
@@ -101,12 +101,12 @@ class Child(Generic[M]):
     def kill(self) -> None:
         self.process.kill()
 
-    def obituary(self) -> tuple[str, str]:
+    def describe_exit(self) -> tuple[str, str]:
         """How it ended, and a hint, for a child whose socket has closed without a last word."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(LAST_WORDS_S)
         self.hear_out()
-        return obituary(self.process.returncode, self._words.decode("utf-8", "replace"))
+        return describe_exit(self.process.returncode, self._words.decode("utf-8", "replace"))
 
     def hear_out(self) -> None:
         """Wait until all that it has printed is printed here."""

@@ -79,7 +79,7 @@ class ProcessExecutor(RankExecutor):
         except FrameError as error:
             self._fail(Cause(rank, self._phases[rank], str(error)))
         if not spoken:
-            self._fail(Cause(rank, self._phases[rank], *child.obituary()))
+            self._fail(Cause(rank, self._phases[rank], *child.describe_exit()))
 
     def _kill(self) -> None:
         for child in list(self._children):

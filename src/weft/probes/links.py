@@ -159,7 +159,7 @@ def _examined(
                         yield Fault(task, "broken", reason)
                     return
                 case None:
-                    yield Fault(task, "broken", child.obituary()[0])
+                    yield Fault(task, "broken", child.describe_exit()[0])
                     return
     finally:
         end([child])

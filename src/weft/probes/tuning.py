@@ -66,7 +66,7 @@ def tune(
                     return found
                 case Ended(reason=reason):
                     raise ConfigError(f"the sizes of attention cannot be measured: {reason}")
-        raise ConfigError(f"the sizes of attention cannot be measured: {child.obituary()[0]}")
+        raise ConfigError(f"the sizes of attention cannot be measured: {child.describe_exit()[0]}")
     finally:
         end([child])
         child.close()
