@@ -20,7 +20,7 @@ from weft.config import EngineConfig
 from weft.core.engine import EngineCore
 from weft.core.request import Output, Request, Stats
 from weft.errors import CORE, Cause, EngineError, QueueFullError, RequestError, WeftError
-from weft.executors import create
+from weft.executors import create_executor
 from weft.executors.causes import cause_of
 from weft.executors.ranks import CLOSED
 from weft.formats.checkpoint import Checkpoint
@@ -46,7 +46,7 @@ class LocalEngine:
         self.host = probe()
         plan = plan_to_run(config, checkpoint, self.host)
         kind = config.executor or ("inline" if len(plan.places) == 1 else "processes")
-        self._executor = create(kind)
+        self._executor = create_executor(kind)
         try:
             ready = self._executor.start(plan)
             self.num_blocks, self.capacities = ready.num_blocks, ready.ranks

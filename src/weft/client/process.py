@@ -19,7 +19,7 @@ from weft.client.messages import Abort, Add, Begin, Broken, Outputs, Refused, St
 from weft.core.engine import EngineCore
 from weft.core.request import Output
 from weft.errors import CORE, Cause, EngineError, QueueFullError, RequestError
-from weft.executors import create
+from weft.executors import create_executor
 from weft.executors.causes import cause_of
 from weft.executors.launch import Parent
 from weft.plan.memory import fit_length
@@ -85,7 +85,7 @@ def main(descriptor: int) -> None:
     phase = "start"
     try:
         # A process of its own for each rank, be it the only one: this one stays without torch, and awake.
-        executor = create(begin.config.executor or "processes", begin.worker)
+        executor = create_executor(begin.config.executor or "processes", begin.worker)
         parent.farewell = executor.close
         ready = executor.start(begin.plan)
         phase = "allocate"

@@ -7,7 +7,7 @@ from weft.executors.base import Executor
 from weft.executors.rank import WORKER
 
 
-def create(kind: str, worker: str = WORKER) -> Executor:
+def create_executor(kind: str, worker: str = WORKER) -> Executor:
     """An executor that has not started. `kind` is "inline" or "processes", `worker` the class that each rank
     runs, as "module:Class"."""
     match kind:
