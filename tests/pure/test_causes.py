@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from weft.errors import Cause, EngineError, ModelError
-from weft.executors.causes import cause_of, lost_peer, describe_exit
+from weft.executors.causes import cause_of, describe_exit, lost_peer
 
 
 def test_advice_is_passed_on_without_a_trace(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,8 +12,8 @@ from weft.config import EngineConfig
 from weft.core.request import Output, Request, Stats
 from weft.errors import CORE, Cause, EngineError, QueueFullError, RequestError, WeftError
 from weft.executors.base import Ready
-from weft.executors.framing import Decoder, encode
-from weft.executors.launch import FAMILY_EXIT_S, Child, end
+from weft.executors.framing import FrameDecoder, encode_frame
+from weft.executors.launch import FAMILY_EXIT_S, Child, end_children
 from weft.executors.rank import WORKER
 from weft.executors.ranks import CLOSED
 from weft.plan.plan import Plan
@@ -102,7 +102,7 @@ class AsyncEngine:
         if not self._started.cancel() and not self._started.cancelled():
             self._started.exception()  # nobody may have waited for it
         self._wire.close()
-        await asyncio.to_thread(end, [self._child], FAMILY_EXIT_S)
+        await asyncio.to_thread(end_children, [self._child], FAMILY_EXIT_S)
         await self._wire.closed()
         self._child.close()
 
@@ -228,7 +228,7 @@ class Wire(asyncio.Protocol):
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
-        self._decoder: Decoder[FromCore] = Decoder(FromCore)
+        self._decoder: FrameDecoder[FromCore] = FrameDecoder(FromCore)
         self._transport: asyncio.WriteTransport | None = None
         self._closed = asyncio.get_running_loop().create_future()
 
@@ -237,7 +237,7 @@ class Wire(asyncio.Protocol):
 
     def send(self, message: ToCore) -> None:
         assert self._transport is not None
-        self._transport.write(encode(message))
+        self._transport.write(encode_frame(message))
 
     def close(self) -> None:
         if self._transport:

@@ -26,7 +26,7 @@ class FrameError(WeftError):
     """A frame that is over the limit, or holds no message that this end knows."""
 
 
-def encode(message: msgspec.Struct) -> bytes:
+def encode_frame(message: msgspec.Struct) -> bytes:
     """One whole frame, ready for as many sockets as need it. Raises FrameError where it is over the limit."""
     buffer = bytearray(LENGTH.size)
     _encoder.encode_into(message, buffer, LENGTH.size)
@@ -45,7 +45,7 @@ def check_size(size: int) -> int:
     return size
 
 
-class Decoder(Generic[M]):
+class FrameDecoder(Generic[M]):
     """Turns what comes off a stream, in whatever pieces, into `messages`, a tagged union of structs.
 
     A frame that the end of the stream cuts off is never given: its sender has died.
@@ -76,11 +76,11 @@ class Channel(Generic[M]):
 
     def __init__(self, end: socket.socket, messages: Any) -> None:
         self.socket = end
-        self._decoder: Decoder[M] = Decoder(messages)
+        self._decoder: FrameDecoder[M] = FrameDecoder(messages)
 
     def send(self, message: msgspec.Struct) -> None:
         """Raises OSError where the other end is gone."""
-        self.send_frame(encode(message))
+        self.send_frame(encode_frame(message))
 
     def send_frame(self, frame: bytes) -> None:
         self.socket.sendall(frame)

@@ -128,7 +128,7 @@ class Child(Generic[M]):
                     os.write(2, words)
 
 
-def end(children: Iterable[Child[Any]], exit_s: float = EXIT_S) -> None:
+def end_children(children: Iterable[Child[Any]], exit_s: float = EXIT_S) -> None:
     """End processes and wait until they are gone: at once where they can, killed where they cannot."""
     children = list(children)
     for child in children:

@@ -9,8 +9,8 @@ import tempfile
 import threading
 
 from weft.errors import Cause
-from weft.executors.framing import FrameError, encode
-from weft.executors.launch import Child, end
+from weft.executors.framing import FrameError, encode_frame
+from weft.executors.launch import Child, end_children
 from weft.executors.messages import Failed, FromRank, Launch, Neighbour, Shared, ToRank
 from weft.executors.rank import SPIN_COUNT, SPINS, WORKER
 from weft.executors.ranks import RankExecutor
@@ -66,7 +66,7 @@ class ProcessExecutor(RankExecutor):
         return f"{self._folder}/ranks", []
 
     def _tell(self, message: ToRank) -> None:
-        frame = encode(message)
+        frame = encode_frame(message)
         for child in self._children:
             child.send_frame(frame)
 
@@ -86,7 +86,7 @@ class ProcessExecutor(RankExecutor):
             child.kill()
 
     def _end(self) -> None:
-        end(self._children)
+        end_children(self._children)
         for listener in self._listeners:
             if listener is not threading.current_thread():
                 listener.join()
