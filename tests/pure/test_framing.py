@@ -17,7 +17,7 @@ from weft.core.step import Admission, StepPlan, StepResult, TokenLogprobs
 from weft.errors import Cause
 from weft.executors import framing
 from weft.executors.framing import LENGTH, Channel, FrameDecoder, FrameError, encode_frame
-from weft.executors.messages import Allocate, Done, Entered, Failed, FromRank, Run, ToRank
+from weft.executors.messages import Allocate, Failed, FromRank, PhaseEntered, RunStep, StepDone, ToRank
 
 tokens = st.lists(st.integers(0, 2**31), max_size=40)
 logprobs = st.builds(TokenLogprobs, st.floats(-99, 0), st.integers(1, 9), tokens, st.lists(st.floats(-99, 0)))
@@ -51,10 +51,10 @@ results = st.builds(
     st.dictionaries(st.integers(0, 255), st.lists(logprobs, max_size=2), max_size=2),
     st.dictionaries(st.integers(0, 255), tokens, max_size=2),
 )
-to_rank = st.builds(Run, steps) | st.builds(Allocate, st.integers(0, 2**40))
+to_rank = st.builds(RunStep, steps) | st.builds(Allocate, st.integers(0, 2**40))
 from_rank = (
-    st.builds(Done, results)
-    | st.builds(Entered, st.text())
+    st.builds(StepDone, results)
+    | st.builds(PhaseEntered, st.text())
     | st.builds(Failed, st.builds(Cause, st.integers(-1, 99), st.text(), st.text(), st.text()), st.booleans())
 )
 
@@ -92,9 +92,9 @@ def test_noise_gives_nothing_or_an_error(noise: bytes) -> None:
 
 def test_a_frame_over_the_limit_is_neither_sent_nor_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(framing, "MAX_FRAME", 100)
-    assert encode_frame(Entered("x" * 50))
+    assert encode_frame(PhaseEntered("x" * 50))
     with pytest.raises(FrameError, match=r"a message of 1,0\d\d bytes is over the limit of 100 bytes"):
-        encode_frame(Entered("x" * 1000))
+        encode_frame(PhaseEntered("x" * 1000))
     decoder: FrameDecoder[FromRank] = FrameDecoder(FromRank)
     with pytest.raises(FrameError, match="a message of 101 bytes is over the limit of 100 bytes"):
         # The length is enough: the body is not waited for.
@@ -118,9 +118,9 @@ def channels() -> Iterator[tuple[Channel[ToRank], Channel[ToRank]]]:
 def test_more_than_a_socket_holds(channels: tuple[Channel[ToRank], Channel[ToRank]]) -> None:
     ours, theirs = channels
     step = StepPlan(1, [], [], [0], [0], [10**6], [123456] * 10**6, [[1]], [True], [0])
-    sender = threading.Thread(target=lambda: (ours.send(Run(step)), ours.send(Allocate(7)), ours.hang_up()))
+    sender = threading.Thread(target=lambda: (ours.send(RunStep(step)), ours.send(Allocate(7)), ours.hang_up()))
     sender.start()
-    assert list(theirs) == [Run(step), Allocate(7)]
+    assert list(theirs) == [RunStep(step), Allocate(7)]
     sender.join()
 
 

@@ -10,7 +10,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from weft.executors.messages import ToRank
-from weft.executors.rank import SPIN_COUNT, SPINS, WORKER, Worker, keep_to, run, uncollected, worker_class
+from weft.executors.rank import SPIN_COUNT, SPINS, WORKER, RankWorker, bind_to_cores, gc_paused, run_rank, worker_class
 from weft.executors.ranks import RankExecutor
 from weft.hardware import cuda
 from weft.plan.plan import Plan
@@ -30,7 +30,7 @@ class InlineExecutor(RankExecutor):
     def _launch(self, plan: Plan) -> None:
         os.environ.setdefault(SPINS, SPIN_COUNT)
         os.environ.update(cuda.order(os.environ))
-        with uncollected():
+        with gc_paused():
             threads = import_module("weft.comm.threads")  # by name: this room does not import torch
         self._groups = threads.ThreadGroups(plan)
         for place in plan.places:
@@ -43,11 +43,11 @@ class InlineExecutor(RankExecutor):
             thread.start()
 
     def _run(self, plan: Plan, rank: int, inbox: SimpleQueue[Any]) -> None:
-        def make() -> Worker:
-            keep_to(plan.cores[rank])
+        def make() -> RankWorker:
+            bind_to_cores(plan.cores[rank])
             return worker_class(self._worker)(plan, rank, self._groups.links[rank])
 
-        run(rank, inbox, partial(self._hear, rank), make)
+        run_rank(rank, inbox, partial(self._hear, rank), make)
 
     def _tell(self, message: ToRank) -> None:
         for inbox in self._inboxes:

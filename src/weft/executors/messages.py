@@ -10,14 +10,14 @@ from weft.plan.memory import Capacity
 from weft.plan.plan import Plan
 
 
-class Shared(msgspec.Struct, frozen=True):
+class StageFiles(msgspec.Struct, frozen=True):
     """Open files that the ranks of one stage have in common: memory, and for each a pipe (read, write)."""
 
     memory: int
     pipes: tuple[tuple[int, int], ...]
 
 
-class Neighbour(msgspec.Struct, frozen=True):
+class LinkFiles(msgspec.Struct, frozen=True):
     """Open files that two stages have in common: memory, and pipes (read, write) that tell of what was brought and of
     what was taken."""
 
@@ -34,9 +34,9 @@ class Launch(msgspec.Struct, frozen=True, tag=True):
     rank: int
     worker: str
     store: str
-    shared: Shared | None
-    before: Neighbour | None = None
-    after: Neighbour | None = None
+    shared: StageFiles | None
+    before: LinkFiles | None = None
+    after: LinkFiles | None = None
 
 
 class Allocate(msgspec.Struct, frozen=True, tag=True):
@@ -45,7 +45,7 @@ class Allocate(msgspec.Struct, frozen=True, tag=True):
     num_blocks: int
 
 
-class Run(msgspec.Struct, frozen=True, tag=True):
+class RunStep(msgspec.Struct, frozen=True, tag=True):
     step: StepPlan
 
 
@@ -53,10 +53,10 @@ class CaptureGraph(msgspec.Struct, frozen=True, tag=True):
     """No request runs or waits: capture one more CUDA graph."""
 
 
-ToRank = Launch | Allocate | Run | CaptureGraph
+ToRank = Launch | Allocate | RunStep | CaptureGraph
 
 
-class Entered(msgspec.Struct, frozen=True, tag=True):
+class PhaseEntered(msgspec.Struct, frozen=True, tag=True):
     """The rank goes on to the next phase of its start."""
 
     phase: str
@@ -78,7 +78,7 @@ class GraphCaptured(msgspec.Struct, frozen=True, tag=True):
     uncaptured: int
 
 
-class Done(msgspec.Struct, frozen=True, tag=True):
+class StepDone(msgspec.Struct, frozen=True, tag=True):
     """From the output rank, once per step and in their order."""
 
     result: StepResult
@@ -91,4 +91,4 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     lost_peer: bool
 
 
-FromRank = Entered | Loaded | Allocated | GraphCaptured | Done | Failed
+FromRank = PhaseEntered | Loaded | Allocated | GraphCaptured | StepDone | Failed

@@ -11,7 +11,7 @@ import threading
 from weft.errors import Cause
 from weft.executors.framing import FrameError, encode_frame
 from weft.executors.launch import Child, end_children
-from weft.executors.messages import Failed, FromRank, Launch, Neighbour, Shared, ToRank
+from weft.executors.messages import Failed, FromRank, Launch, LinkFiles, StageFiles, ToRank
 from weft.executors.rank import SPIN_COUNT, SPINS, WORKER
 from weft.executors.ranks import RankExecutor
 from weft.hardware import cuda
@@ -113,22 +113,22 @@ def environment(threads: int, peer_to_peer: bool = True) -> dict[str, str]:
     return {name: value for name, value in ours.items() if name not in os.environ}
 
 
-def share(ranks: int) -> Shared | None:
+def share(ranks: int) -> StageFiles | None:
     """Memory and pipes for the ranks of a stage, where the system has memory without a name."""
     if ranks == 1 or not hasattr(os, "memfd_create"):
         return None
-    return Shared(os.memfd_create("weft"), tuple(os.pipe() for _ in range(ranks)))
+    return StageFiles(os.memfd_create("weft"), tuple(os.pipe() for _ in range(ranks)))
 
 
-def adjoin() -> Neighbour | None:
+def adjoin() -> LinkFiles | None:
     """Memory and pipes between two stages, where the system has memory without a name."""
-    return Neighbour(os.memfd_create("weft"), os.pipe(), os.pipe()) if hasattr(os, "memfd_create") else None
+    return LinkFiles(os.memfd_create("weft"), os.pipe(), os.pipe()) if hasattr(os, "memfd_create") else None
 
 
-def descriptors(*several: Shared | Neighbour | None) -> list[int]:
+def descriptors(*several: StageFiles | LinkFiles | None) -> list[int]:
     found = []
     for files in several:
         if files is not None:
-            pipes = files.pipes if isinstance(files, Shared) else (files.full, files.free)
+            pipes = files.pipes if isinstance(files, StageFiles) else (files.full, files.free)
             found += [files.memory, *(end for pipe in pipes for end in pipe)]
     return found

@@ -19,12 +19,12 @@ from weft.executors.messages import (
     Allocate,
     Allocated,
     CaptureGraph,
-    Done,
-    Entered,
     Failed,
     GraphCaptured,
     Loaded,
-    Run,
+    PhaseEntered,
+    RunStep,
+    StepDone,
 )
 from weft.plan.memory import Capacity
 
@@ -35,7 +35,7 @@ WORKER = "weft.worker.worker:Worker"
 SPINS, SPIN_COUNT = "GOMP_SPINCOUNT", "3000"
 
 
-class Worker(Protocol):
+class RankWorker(Protocol):
     """What a rank does. Made as `Worker(plan, rank, links)`; all calls come from one thread, in this order."""
 
     def load(self) -> Capacity: ...
@@ -56,7 +56,9 @@ class Worker(Protocol):
     def close(self) -> None: ...
 
 
-def run(rank: int, inbox: SimpleQueue[Any], send: Callable[[msgspec.Struct], None], make: Callable[[], Worker]) -> None:
+def run_rank(
+    rank: int, inbox: SimpleQueue[Any], send: Callable[[msgspec.Struct], None], make: Callable[[], RankWorker]
+) -> None:
     """Obey what comes in until None does. Whatever goes wrong is the last message, with its cause."""
     phase = "start"
     speaking = threading.Lock()
@@ -68,19 +70,19 @@ def run(rank: int, inbox: SimpleQueue[Any], send: Callable[[msgspec.Struct], Non
     def enter(name: str) -> None:
         nonlocal phase
         phase = name
-        say(Entered(name))
+        say(PhaseEntered(name))
 
     def fail(error: BaseException) -> None:
         say(Failed(cause_of(error, rank, phase), lost_peer(error)))
 
-    later = Later(lambda result: say(Done(result)), fail)
+    later = Later(lambda result: say(StepDone(result)), fail)
     try:
         worker = make()
         enter("load")
         say(Loaded(worker.load()))
         while (message := inbox.get()) is not None:
             match message:
-                case Run(step):
+                case RunStep(step):
                     result = worker.execute(step)
                     if result is not None:
                         later.put(result)
@@ -130,7 +132,7 @@ class Later:
 
 
 @contextlib.contextmanager
-def uncollected() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """While torch is imported: what is made then stays, and Python would look through it for garbage again and again,
     which takes a tenth of the import. Afterwards all there is counts as old."""
     collecting = gc.isenabled()
@@ -144,14 +146,14 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def worker_class(name: str) -> Callable[..., Worker]:
+def worker_class(name: str) -> Callable[..., RankWorker]:
     """The class behind "module:Class": this room does not import torch, the class's module does."""
     module, _, attribute = name.partition(":")
-    found: Callable[..., Worker] = getattr(import_module(module), attribute)
+    found: Callable[..., RankWorker] = getattr(import_module(module), attribute)
     return found
 
 
-def keep_to(cores: tuple[int, ...]) -> None:
+def bind_to_cores(cores: tuple[int, ...]) -> None:
     """Bind this thread, and all that it starts, to its share of the host's cores, as far as they are ours."""
     if hasattr(os, "sched_setaffinity") and (ours := os.sched_getaffinity(0).intersection(cores)):
         os.sched_setaffinity(0, ours)

@@ -21,13 +21,13 @@ from weft.executors.messages import (
     Allocate,
     Allocated,
     CaptureGraph,
-    Done,
-    Entered,
     Failed,
     FromRank,
     GraphCaptured,
     Loaded,
-    Run,
+    PhaseEntered,
+    RunStep,
+    StepDone,
     ToRank,
 )
 from weft.executors.rank import WORKER
@@ -90,7 +90,7 @@ class RankExecutor(ABC):
                     self._pending.append(future)
                     self._submitted += 1
             if ended is None:
-                self._tell(Run(step))
+                self._tell(RunStep(step))
             else:
                 future.set_exception(EngineError(ended))
         return future
@@ -119,14 +119,14 @@ class RankExecutor(ABC):
     def _hear(self, rank: int, message: FromRank) -> None:
         """Take in what a rank says."""
         match message:
-            case Done(result):
+            case StepDone(result):
                 with self._lock:
                     future = self._pending.popleft() if self._ended is None else None
                 if future:
                     future.set_result(result)
             case Loaded() | Allocated() | GraphCaptured():
                 self._news.put(message)
-            case Entered(phase):
+            case PhaseEntered(phase):
                 self._phases[rank] = phase
             case Failed(cause, lost_peer):
                 self._fail(cause, lost_peer)
