@@ -31,9 +31,9 @@ class ProcessExecutor(RankExecutor):
 
     def _launch(self, plan: Plan) -> None:
         store, opened = self._store()
-        shared = [share(plan.tensor_parallel) for _ in range(plan.stages)]
+        shared = [create_stage_files(plan.tensor_parallel) for _ in range(plan.stages)]
         # Between each rank and the one of the same place in the stage after it.
-        lines = [adjoin() for _ in plan.places[: -plan.tensor_parallel]]
+        lines = [create_link_files() for _ in plan.places[: -plan.tensor_parallel]]
         try:
             for place in plan.places:
                 files = shared[place.stage]
@@ -42,8 +42,8 @@ class ProcessExecutor(RankExecutor):
                 child: Child[FromRank] = Child(
                     "weft.worker.process",
                     FromRank,
-                    env=environment(plan.threads(place.rank), plan.peer_to_peer),
-                    files=[*opened, *descriptors(files, before, after)],
+                    env=rank_environment(plan.threads(place.rank), plan.peer_to_peer),
+                    files=[*opened, *file_descriptors(files, before, after)],
                 )
                 self._children.append(child)
                 child.send(Launch(plan, place.rank, self._worker, store, files, before, after))
@@ -53,7 +53,7 @@ class ProcessExecutor(RankExecutor):
                 self._listeners.append(listener)
                 listener.start()
         finally:
-            for descriptor in (*opened, *descriptors(*shared, *lines)):
+            for descriptor in (*opened, *file_descriptors(*shared, *lines)):
                 os.close(descriptor)
 
     def _store(self) -> tuple[str, list[int]]:
@@ -96,7 +96,7 @@ class ProcessExecutor(RankExecutor):
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def environment(threads: int, peer_to_peer: bool = True) -> dict[str, str]:
+def rank_environment(threads: int, peer_to_peer: bool = True) -> dict[str, str]:
     """What a rank's libraries read when they are imported; the user's own settings stay."""
     number = str(threads)
     ours = {
@@ -113,19 +113,19 @@ def environment(threads: int, peer_to_peer: bool = True) -> dict[str, str]:
     return {name: value for name, value in ours.items() if name not in os.environ}
 
 
-def share(ranks: int) -> StageFiles | None:
+def create_stage_files(ranks: int) -> StageFiles | None:
     """Memory and pipes for the ranks of a stage, where the system has memory without a name."""
     if ranks == 1 or not hasattr(os, "memfd_create"):
         return None
     return StageFiles(os.memfd_create("weft"), tuple(os.pipe() for _ in range(ranks)))
 
 
-def adjoin() -> LinkFiles | None:
+def create_link_files() -> LinkFiles | None:
     """Memory and pipes between two stages, where the system has memory without a name."""
     return LinkFiles(os.memfd_create("weft"), os.pipe(), os.pipe()) if hasattr(os, "memfd_create") else None
 
 
-def descriptors(*several: StageFiles | LinkFiles | None) -> list[int]:
+def file_descriptors(*several: StageFiles | LinkFiles | None) -> list[int]:
     found = []
     for files in several:
         if files is not None:
