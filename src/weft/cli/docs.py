@@ -9,7 +9,7 @@ from weft.cli.commands import COMMANDS, Command
 from weft.cli.dispatch import ABOUT
 from weft.cli.flags import ENGINE, Flag
 from weft.cli.parser import default_text
-from weft.client.vllm import Foreign, foreign
+from weft.client.vllm import VLLMArgument, vllm_arguments
 
 PAGE = Path(__file__).parents[3] / "docs" / "cli.md"
 
@@ -62,15 +62,15 @@ def table(title: str, flags: tuple[Flag, ...]) -> str:
 
 def foreign_table(*, refused: bool) -> str:
     """vLLM's flags that Weft does not have, by topic and reason."""
-    groups: dict[tuple[str, str], list[Foreign]] = {}
-    for flag in foreign().values():
+    groups: dict[tuple[str, str], list[VLLMArgument]] = {}
+    for flag in vllm_arguments().values():
         if flag.refused == refused:
             groups.setdefault((flag.topic, flag.why), []).append(flag)
     rows = [f"| {topic} | {', '.join(map(named, flags))} | {why} |" for (topic, why), flags in groups.items()]
     return "\n".join(["| topic | flags | why |", "|---|---|---|", *rows]) + "\n"
 
 
-def named(flag: Foreign) -> str:
+def named(flag: VLLMArgument) -> str:
     """A flag's name, and the values that are taken."""
     return f"`--{flag.name}`" + (f" (but {', '.join(f'`{value}`' for value in flag.fine)})" if flag.fine else "")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from weft.client.vllm import Foreign, foreign, short_forms
+from weft.client.vllm import VLLMArgument, short_forms, vllm_arguments
 
 
 class RefusedFlag(Exception):
@@ -40,15 +40,15 @@ def strip(argv: list[str], own: frozenset[str]) -> tuple[list[str], list[str]]:
     return kept, warnings
 
 
-def _flag(option: str) -> tuple[Foreign | None, bool]:
+def _flag(option: str) -> tuple[VLLMArgument | None, bool]:
     """The flag that an option is written for, without what selects a part of it (--config.key, -O3), and whether it
     is not its --no-."""
     stem = option.partition(".")[0]
     if re.fullmatch(r"-O\d", stem):
         stem = "-O"
     name = short_forms().get(stem, "") if not stem.startswith("--") else stem[2:]
-    flag = foreign().get(name)
+    flag = vllm_arguments().get(name)
     if flag is not None or not name.startswith("no-"):
         return flag, True
-    switch = foreign().get(name.removeprefix("no-"))
+    switch = vllm_arguments().get(name.removeprefix("no-"))
     return (switch, False) if switch is not None and switch.arity == 0 else (None, True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from weft.client.vllm import foreign
+from weft.client.vllm import vllm_arguments
 from weft.config import EngineConfig
 from weft.errors import ConfigError, nearest_name
 from weft.formats import model_names
@@ -81,7 +81,7 @@ def engine_config(model: str | os.PathLike[str], said: Mapping[str, Any]) -> Eng
 def check_foreign(name: str, value: Any, known: Collection[str]) -> None:
     """Warn about a keyword of vLLM's LLM that Weft ignores. Raises ConfigError for one that changes what is served, and
     for a keyword that is neither vLLM's nor ours (`known`)."""
-    flag = foreign().get(name.replace("_", "-"))
+    flag = vllm_arguments().get(name.replace("_", "-"))
     if flag is None:
         suggestion = nearest_name(name, [*known, "distributed_executor_backend"], HABITS)
         raise ConfigError(f"unknown argument {name!r}{suggestion}")

@@ -17,7 +17,7 @@ UNSAID = ("", "none", "false", "{}", "[]")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Foreign:
+class VLLMArgument:
     """An argument of vLLM by its flag's name, without dashes. `arity`: 0 for a switch, 1 for a value, -1 for several.
     `why` tells why it is refused, or, where it is ignored, why that makes no difference. Values in `fine` say what
     Weft does anyway."""
@@ -45,10 +45,10 @@ class Foreign:
 
 
 @cache
-def foreign() -> dict[str, Foreign]:
+def vllm_arguments() -> dict[str, VLLMArgument]:
     """Every argument of the table, by name."""
     return {
-        name: Foreign(
+        name: VLLMArgument(
             name=name,
             topic=group["topic"],
             arity=arity,
