@@ -53,4 +53,4 @@ class EngineConfig:
     enforce_eager: bool = False  # no CUDA graphs
 
 
-USUAL = EngineConfig(model="")  # of what nobody says anything
+DEFAULT_CONFIG = EngineConfig(model="")  # of what nobody says anything

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from weft.architectures.shape import DTYPE_BYTES
-from weft.config import USUAL
+from weft.config import DEFAULT_CONFIG
 from weft.formats.precision import OF_DTYPE
 from weft.formatting import format_bytes
 from weft.hardware.cluster import Cluster, Node
@@ -137,7 +137,11 @@ def limited(cluster: Cluster, plan: Plan, devices: Sequence[int]) -> Cluster:
         gpu, limit = gpus[device], plan.max_memory.get(plan.devices[rank])
         if limit is None and len(set(plan.gpu_memory_utilization)) > 1:
             share = plan.gpu_memory_utilization[rank]
-            limit = int(gpu.memory_bytes * share) - gpu.held_bytes if share < USUAL.gpu_memory_utilization[0] else None
+            limit = (
+                int(gpu.memory_bytes * share) - gpu.held_bytes
+                if share < DEFAULT_CONFIG.gpu_memory_utilization[0]
+                else None
+            )
         gpus[device] = msgspec.structs.replace(gpu, limit_bytes=limit)
     return cluster.with_gpus(gpus)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from weft.architectures.kv import number_bytes
 from weft.architectures.parameters import params
-from weft.config import USUAL, EngineConfig
+from weft.config import DEFAULT_CONFIG, EngineConfig
 from weft.errors import ConfigError, PlanError
 from weft.formats import gguf_types
 from weft.formats.precision import OF_DTYPE, as_published, canonical
@@ -59,7 +59,7 @@ def carried_out(plan: PlanFile, config: EngineConfig, checkpoint: Checkpoint, ho
     for name, value in wanted.items():
         _check_flag(plan, name, getattr(config, name), value)
     if plan.max_num_seqs is not None:
-        said = None if config.max_num_seqs == USUAL.max_num_seqs else config.max_num_seqs
+        said = None if config.max_num_seqs == DEFAULT_CONFIG.max_num_seqs else config.max_num_seqs
         _check_flag(plan, "max_num_seqs", said, plan.max_num_seqs)
         wanted["max_num_seqs"] = plan.max_num_seqs
     if config.max_num_batched_tokens is None:
@@ -242,7 +242,7 @@ def _shares(plan: PlanFile, config: EngineConfig) -> tuple[float, ...]:
     said = config.gpu_memory_utilization
     each = said * len(planned) if len(said) == 1 else said
     others = any(abs(a - b) > SAME_SHARE for a, b in zip(each, planned, strict=False))
-    if others and said != USUAL.gpu_memory_utilization:
+    if others and said != DEFAULT_CONFIG.gpu_memory_utilization:
         raise ConfigError(
             f"gpu_memory_utilization is {_told(said)} and {plan.path} takes {_told(planned)}; leave the flag out, or "
             "plan again with it"
