@@ -44,9 +44,9 @@ class LLM:
 
     def __init__(self, model: str | os.PathLike[str], **engine: Any) -> None:
         self.config = engine_config(model, engine)
-        checkpoint, words = open_model(self.config)
+        checkpoint, text_tools = open_model(self.config)
         self._engine = LocalEngine(self.config, checkpoint)
-        self._frontend = Frontend.of(self.config, checkpoint, words, max_model_len=self._engine.plan.max_model_len)
+        self._frontend = Frontend.of(self.config, checkpoint, text_tools, max_model_len=self._engine.plan.max_model_len)
 
     @property
     def plan(self) -> Plan:

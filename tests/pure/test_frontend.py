@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.pure.letters import BOS, END, VOCAB, frontend, output, words
+from tests.pure.letters import BOS, END, VOCAB, frontend, output, text_tools
 from weft.client.collector import Collector
-from weft.client.frontend import Prompt, Words, sampling_defaults, stream_key
+from weft.client.frontend import Prompt, TextTools, sampling_defaults, stream_key
 from weft.core.params import SamplingParams
 from weft.core.request import Output
 from weft.core.step import TokenLogprobs
@@ -87,7 +87,7 @@ def test_a_conversation_has_its_variables_and_its_own_template() -> None:
 
 
 def test_without_a_tokenizer_ids_go_in_and_come_out() -> None:
-    front = frontend(words=Words())
+    front = frontend(text_tools=TextTools())
     for ask in (lambda: front.prompt("ab"), lambda: front.render([{"role": "user", "content": "hi"}])):
         with pytest.raises(RequestError, match="skip_tokenizer_init"):
             ask()
@@ -268,7 +268,7 @@ def test_prompt_logprobs_have_none_first() -> None:
 
 
 def test_words_come_from_the_tokenizer() -> None:
-    assert words().tokenizer is not None
+    assert text_tools().tokenizer is not None
     front = frontend()
     assert front.decode([BOS, 104, 105]) == "<bos>hi"
     with pytest.raises(RequestError, match="outside"):

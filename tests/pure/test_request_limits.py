@@ -13,10 +13,10 @@ import pytest
 from tokenizers import Regex
 from tokenizers.pre_tokenizers import Split
 
-from tests.pure.letters import VOCAB, frontend, output, words
+from tests.pure.letters import VOCAB, frontend, output, text_tools
 from tests.pure.worlds import HI, World, refused
 from weft.client import collector, remote
-from weft.client.frontend import Words
+from weft.client.frontend import TextTools
 from weft.client.memory import Trimmer
 from weft.core.params import SamplingParams
 from weft.errors import RequestError
@@ -106,7 +106,7 @@ async def test_a_text_that_cannot_fit_is_not_tokenised(monkeypatch: pytest.Monke
         raise AssertionError("tokenised")
 
     monkeypatch.setattr(tokenizer_module.Tokenizer, "encode", encode)
-    text = "x" * (63 * words().tokenizer.longest_token + 1)  # type: ignore[union-attr]
+    text = "x" * (63 * text_tools().tokenizer.longest_token + 1)  # type: ignore[union-attr]
     assert "maximum context length is 64 tokens" in refused(await World().complete(prompt=text), param="prompt")
 
 
@@ -173,7 +173,7 @@ def _raises() -> None:
 async def test_a_tokenizer_that_panics_is_an_error_of_the_api(caplog: pytest.LogCaptureFixture) -> None:
     rust = build({char: byte for byte, char in enumerate(ALPHABET)}, [], GPT2.pre_tokenizer(), whole_words=False)
     rust.pre_tokenizer = Split(Regex("(a+)+$"), "isolated")
-    world = World(words=Words(Tokenizer(rust, Settings(tokens={}))))
+    world = World(text_tools=TextTools(Tokenizer(rust, Settings(tokens={}))))
     with caplog.at_level(logging.ERROR, "weft.serving"):
         message = refused(await world.complete(prompt="a" * 45 + "b"), 500, code="internal_error")
     assert "the tokenizer fails on this text" in message

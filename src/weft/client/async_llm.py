@@ -168,10 +168,12 @@ class AsyncLLM:
             raise
 
     async def _open(self) -> Started:
-        checkpoint, words = await asyncio.to_thread(open_model, self.config)
+        checkpoint, text_tools = await asyncio.to_thread(open_model, self.config)
         plan = await asyncio.to_thread(lambda: plan_to_run(self.config, checkpoint, probe()))
         engine = await AsyncEngine.start(plan, self.config)
-        return Started(engine, Frontend.of(self.config, checkpoint, words, max_model_len=engine.plan.max_model_len))
+        return Started(
+            engine, Frontend.of(self.config, checkpoint, text_tools, max_model_len=engine.plan.max_model_len)
+        )
 
     async def _close(self, start: asyncio.Task[Started]) -> None:
         start.cancel()

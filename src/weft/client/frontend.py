@@ -50,14 +50,14 @@ def stream_key(*parts: object) -> int:
 
 
 @dataclass(frozen=True)
-class Words:
+class TextTools:
     """A model's tokenizer and chat template; both None with skip_tokenizer_init."""
 
     tokenizer: Tokenizer | None = None
     template: ChatTemplate | None = None
 
     @classmethod
-    def load(cls, config: EngineConfig, checkpoint: Checkpoint) -> Words:
+    def load(cls, config: EngineConfig, checkpoint: Checkpoint) -> TextTools:
         """Read from `config.tokenizer` where it is given, else from the checkpoint. Raises ModelError."""
         if config.skip_tokenizer_init:
             return cls()
@@ -78,35 +78,35 @@ class Frontend:
         vocab: int,
         max_model_len: int,
         eos: Sequence[int],
-        words: Words,
+        text_tools: TextTools,
         defaults: Mapping[str, Any] | None = None,
         seed: int = 0,
     ) -> None:
         self.vocab = vocab
         self.max_model_len = max_model_len
         self._eos = tuple(eos)
-        self._words = words
+        self._text_tools = text_tools
         self._defaults = dict(defaults or {})
         self._seed = seed
         self._unseeded = count()
         self._names = count()
 
     @classmethod
-    def of(cls, config: EngineConfig, checkpoint: Checkpoint, words: Words, max_model_len: int) -> Frontend:
+    def of(cls, config: EngineConfig, checkpoint: Checkpoint, text_tools: TextTools, max_model_len: int) -> Frontend:
         """The frontend of an engine that serves up to `max_model_len` tokens."""
-        shape, tokenizer = checkpoint.shape, words.tokenizer
+        shape, tokenizer = checkpoint.shape, text_tools.tokenizer
         return cls(
             vocab=shape.vocab,
             max_model_len=max_model_len,
             eos=sorted({*shape.eos, *(tokenizer.end_ids if tokenizer else ())}),
-            words=words,
+            text_tools=text_tools,
             defaults=sampling_defaults(checkpoint.generation, config.generation_config),
             seed=config.seed,
         )
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        return self._words.tokenizer
+        return self._text_tools.tokenizer
 
     def params(self, said: Mapping[str, Any], **ours: Any) -> SamplingParams:
         """SamplingParams from what a caller said (None counts as unsaid), over `ours`, over the model's own."""
@@ -165,7 +165,7 @@ class Frontend:
         file or the text itself, takes the place of the model's; `names` are variables for it. With
         `continue_final_message` the text ends where the last message does."""
         tokenizer = self._needed("a conversation", "messages")
-        template = self._words.template if chat_template is None else ChatTemplate.of(tokenizer, chat_template)
+        template = self._text_tools.template if chat_template is None else ChatTemplate.of(tokenizer, chat_template)
         assert template is not None, "a tokenizer comes with a template"
         known = dict(names or {})
         opens = bool(known.pop("add_generation_prompt", add_generation_prompt)) and not continue_final_message

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from weft.client.frontend import Frontend, Prompt, PromptLike, Words
+from weft.client.frontend import Frontend, Prompt, PromptLike, TextTools
 from weft.config import EngineConfig
 from weft.core.params import SamplingParams
 from weft.errors import RequestError
@@ -15,7 +15,7 @@ from weft.plan.plan import Plan
 Message = Mapping[str, Any]
 
 
-def open_model(config: EngineConfig) -> tuple[Checkpoint, Words]:
+def open_model(config: EngineConfig) -> tuple[Checkpoint, TextTools]:
     """The checkpoint that the config names, fetched if need be, with its tokenizer and chat template.
 
     Before the ranks start: a tokenizer that is damaged is known at once. Raises ModelError and ConfigError.
@@ -27,7 +27,7 @@ def open_model(config: EngineConfig) -> tuple[Checkpoint, Words]:
         download_dir=config.download_dir,
         load_format=config.load_format,
     )
-    return checkpoint, Words.load(config, checkpoint)
+    return checkpoint, TextTools.load(config, checkpoint)
 
 
 def read_prompt(frontend: Frontend, prompt: PromptLike | Sequence[Message]) -> Prompt:
