@@ -46,7 +46,9 @@ class LLM:
         self.config = engine_config(model, engine)
         checkpoint, text_tools = open_model(self.config)
         self._engine = LocalEngine(self.config, checkpoint)
-        self._frontend = Frontend.of(self.config, checkpoint, text_tools, max_model_len=self._engine.plan.max_model_len)
+        self._frontend = Frontend.for_engine(
+            self.config, checkpoint, text_tools, max_model_len=self._engine.plan.max_model_len
+        )
 
     @property
     def plan(self) -> Plan:
@@ -83,7 +85,9 @@ class LLM:
         """The answers, in the order of the prompts: texts, lists of token ids, or dicts with
         "prompt_token_ids" or "prompt". One SamplingParams for all or one each; None takes the model's own
         defaults. Raises RequestError before anything runs."""
-        return self._answers([self._frontend.prompt(p) for p in _each(prompts)], sampling_params, use_tqdm, priority)
+        return self._answers(
+            [self._frontend.parse_prompt(p) for p in _each(prompts)], sampling_params, use_tqdm, priority
+        )
 
     def chat(
         self,
@@ -100,12 +104,12 @@ class LLM:
         one = bool(messages) and isinstance(messages[0], Mapping)
         talks = cast(Sequence[Sequence[Message]], [messages] if one or not messages else messages)
         prompts = [
-            self._frontend.conversation(
+            self._frontend.chat_prompt(
                 talk,
                 chat_template=chat_template,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                names=chat_template_kwargs,
+                template_variables=chat_template_kwargs,
             )
             for talk in talks
         ]
@@ -118,12 +122,12 @@ class LLM:
         messages goes through the chat template. Closing the iterator, or leaving it, ends the request."""
         params = self.sampling_params() if sampling_params is None else sampling_params
         check_params(params)
-        job = self._frontend.collect(read_prompt(self._frontend, prompt), params, arrival_s=time.monotonic())
+        job = self._frontend.create_collector(read_prompt(self._frontend, prompt), params, arrival_s=time.monotonic())
         return AnswerStream(self._growing(job))
 
     def sampling_params(self, **said: Any) -> SamplingParams:
         """SamplingParams with the model's own defaults (generation_config.json) for what is not said."""
-        return self._frontend.params({}, **said)
+        return self._frontend.sampling_params({}, **said)
 
     def stats(self) -> Stats:
         """Requests, KV blocks and counters of this moment."""
@@ -180,7 +184,7 @@ class LLM:
             check_params(asked)
         now = time.monotonic()
         jobs = [
-            self._frontend.collect(prompt, asked, arrival_s=now, priority=first)
+            self._frontend.create_collector(prompt, asked, arrival_s=now, priority=first)
             for prompt, asked, first in zip(prompts, each, order, strict=True)
         ]
         with Progress(len(jobs), use_tqdm) as progress, closing(self._run(jobs)) as news:

@@ -238,7 +238,7 @@ def test_choices_share_what_is_known_of_their_prompt(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(collector, "TextStream", noted)
     front = frontend()
-    job = front.collect(front.prompt("ab"), SamplingParams(n=5, stop="cd"), arrival_s=0.0)
+    job = front.create_collector(front.parse_prompt("ab"), SamplingParams(n=5, stop="cd"), arrival_s=0.0)
     assert len(made) == 1
     for request in job.requests:
         assert [delta.text for letter in "xcd" if (delta := job.add(output(request.id, letter), 0.0))] == ["x", "", ""]

@@ -85,7 +85,7 @@ class AsyncLLM:
         the model's own defaults hold. Closing the iterator, or cancelling its task, ends the request. Iterating raises
         RequestError, QueueFullError, EngineError, and OutputError for an answer that the model cannot go on with.
         """
-        return self._answer(lambda frontend: frontend.prompt(prompt), sampling_params, request_id, priority)
+        return self._answer(lambda frontend: frontend.parse_prompt(prompt), sampling_params, request_id, priority)
 
     def chat(
         self,
@@ -102,12 +102,12 @@ class AsyncLLM:
         """The same for one conversation, through the model's chat template."""
 
         def render(frontend: Frontend) -> Prompt:
-            return frontend.conversation(
+            return frontend.chat_prompt(
                 messages,
                 chat_template=chat_template,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                names=chat_template_kwargs,
+                template_variables=chat_template_kwargs,
             )
 
         return self._answer(render, sampling_params, request_id, priority)
@@ -172,7 +172,7 @@ class AsyncLLM:
         plan = await asyncio.to_thread(lambda: plan_to_run(self.config, checkpoint, probe()))
         engine = await AsyncEngine.start(plan, self.config)
         return Started(
-            engine, Frontend.of(self.config, checkpoint, text_tools, max_model_len=engine.plan.max_model_len)
+            engine, Frontend.for_engine(self.config, checkpoint, text_tools, max_model_len=engine.plan.max_model_len)
         )
 
     async def _close(self, start: asyncio.Task[Started]) -> None:
@@ -190,11 +190,11 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         started = await self._ready()
         engine, frontend = started.engine, started.frontend
-        params = frontend.params({}) if sampling_params is None else sampling_params
+        params = frontend.sampling_params({}) if sampling_params is None else sampling_params
         check_params(params)
         # In a thread: a long text takes a while, and the loop has other answers to pass on.
         prompt = await asyncio.to_thread(read_prompt, frontend)
-        job = frontend.collect(prompt, params, arrival_s=time.monotonic(), priority=priority)
+        job = frontend.create_collector(prompt, params, arrival_s=time.monotonic(), priority=priority)
         name = job.output.request_id if request_id is None else request_id
         if name in self._running:
             raise RequestError(f"a request {name!r} is running already; ids must differ", param="request_id")

@@ -92,7 +92,9 @@ class Frontend:
         self._names = count()
 
     @classmethod
-    def of(cls, config: EngineConfig, checkpoint: Checkpoint, text_tools: TextTools, max_model_len: int) -> Frontend:
+    def for_engine(
+        cls, config: EngineConfig, checkpoint: Checkpoint, text_tools: TextTools, max_model_len: int
+    ) -> Frontend:
         """The frontend of an engine that serves up to `max_model_len` tokens."""
         shape, tokenizer = checkpoint.shape, text_tools.tokenizer
         return cls(
@@ -108,34 +110,34 @@ class Frontend:
     def tokenizer(self) -> Tokenizer | None:
         return self._text_tools.tokenizer
 
-    def params(self, said: Mapping[str, Any], **ours: Any) -> SamplingParams:
+    def sampling_params(self, said: Mapping[str, Any], **ours: Any) -> SamplingParams:
         """SamplingParams from what a caller said (None counts as unsaid), over `ours`, over the model's own."""
         return SamplingParams(**{**self._defaults, **ours, **{k: v for k, v in said.items() if v is not None}})
 
-    def prompt(self, prompt: PromptLike, *, special: bool = True, param: str = "prompt") -> Prompt:
+    def parse_prompt(self, prompt: PromptLike, *, special: bool = True, param: str = "prompt") -> Prompt:
         """A text, ids, {"prompt": text} or {"prompt_token_ids": ids}. `special` adds the model's own tokens
         (BOS) to a text that does not begin with them already; `param` names the field in errors."""
         if isinstance(prompt, Mapping):
             text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
             if ids is not None:
-                return Prompt(self.prompt(ids, param=param).ids, text)
+                return Prompt(self.parse_prompt(ids, param=param).ids, text)
             if text is not None:
-                return self.prompt(text, special=special, param=param)
+                return self.parse_prompt(text, special=special, param=param)
             raise RequestError(
                 f'a prompt given as a dict needs "prompt" or "prompt_token_ids"; it has {sorted(prompt)}', param=param
             )
         if isinstance(prompt, str):
             self.check_text(prompt, param=param)
-            return self.checked(Prompt(self.encode(prompt, special=special, param=param), prompt), param=param)
+            return self.check_prompt(Prompt(self.encode(prompt, special=special, param=param), prompt), param=param)
         if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
             raise RequestError(f"a prompt is a text or a list of token ids, not {type(prompt).__name__}", param=param)
         try:
             ids = [operator.index(token) for token in prompt]
         except TypeError:
             raise RequestError("a prompt given as a list must hold token ids, all integers", param=param) from None
-        return self.checked(Prompt(ids), param=param)
+        return self.check_prompt(Prompt(ids), param=param)
 
-    def checked(self, prompt: Prompt, *, param: str = "prompt") -> Prompt:
+    def check_prompt(self, prompt: Prompt, *, param: str = "prompt") -> Prompt:
         """The prompt, if it is neither empty nor too long, and its ids are known."""
         if not prompt.ids:
             raise RequestError("the prompt is empty; give at least one token", param=param)
@@ -152,31 +154,33 @@ class Frontend:
         """A text as ids, however long."""
         return self._needed("a text", param).encode(text, add_special_tokens=special)
 
-    def render(
+    def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template: str | None = None,
-        names: Mapping[str, Any] | None = None,
+        template_variables: Mapping[str, Any] | None = None,
     ) -> str:
         """A conversation as the text of a prompt, which holds BOS where the model wants it. `chat_template`, a
-        file or the text itself, takes the place of the model's; `names` are variables for it. With
+        file or the text itself, takes the place of the model's; `template_variables` are variables for it. With
         `continue_final_message` the text ends where the last message does."""
         tokenizer = self._needed("a conversation", "messages")
         template = self._text_tools.template if chat_template is None else ChatTemplate.of(tokenizer, chat_template)
         assert template is not None, "a tokenizer comes with a template"
-        known = dict(names or {})
+        known = dict(template_variables or {})
         opens = bool(known.pop("add_generation_prompt", add_generation_prompt)) and not continue_final_message
         text = template.render(messages, add_generation_prompt=opens, **known)
         return _cut_after(text, messages[-1].get("content")) if continue_final_message else text
 
-    def conversation(self, messages: Sequence[Mapping[str, Any]], **how: Any) -> Prompt:
-        """Messages, rendered as by `render`, as a prompt."""
-        return self.prompt(self.render(messages, **how), special=False, param="messages")
+    def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **how: Any) -> Prompt:
+        """Messages, rendered as by `render_chat`, as a prompt."""
+        return self.parse_prompt(self.render_chat(messages, **how), special=False, param="messages")
 
-    def collect(self, prompt: Prompt, params: SamplingParams, *, arrival_s: float, priority: int = 0) -> Collector:
+    def create_collector(
+        self, prompt: Prompt, params: SamplingParams, *, arrival_s: float, priority: int = 0
+    ) -> Collector:
         """The core's requests for a prompt, one per choice, in the Collector that will make its answer."""
         check_priority(priority)
         for field in ("stop", "bad_words"):
@@ -205,7 +209,7 @@ class Frontend:
         ]
         return Collector(name, prompt.text, params, requests, self.tokenizer, arrival_s)
 
-    def text(self, output: RequestOutput) -> str:
+    def prompt_text(self, output: RequestOutput) -> str:
         """The prompt of an answer as text."""
         if output.prompt is not None:
             return output.prompt

@@ -33,8 +33,8 @@ def open_model(config: EngineConfig) -> tuple[Checkpoint, TextTools]:
 def read_prompt(frontend: Frontend, prompt: PromptLike | Sequence[Message]) -> Prompt:
     """A text, token ids, or messages, as a prompt. Raises RequestError."""
     if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
-        return frontend.conversation(cast(Sequence[Message], prompt))
-    return frontend.prompt(cast(PromptLike, prompt))
+        return frontend.chat_prompt(cast(Sequence[Message], prompt))
+    return frontend.parse_prompt(cast(PromptLike, prompt))
 
 
 def check_params(params: object) -> None:

@@ -95,7 +95,7 @@ async def _serve(
         expected = await foreseeing if foreseeing else None
         if expected:
             log.info(_beside(expected, engine.ready))
-        frontend = Frontend.of(config, checkpoint, text_tools, max_model_len=engine.plan.max_model_len)
+        frontend = Frontend.for_engine(config, checkpoint, text_tools, max_model_len=engine.plan.max_model_len)
         log.info("the engine is ready (%.2f s)", time.monotonic() - starting)
         capacity = config.max_num_seqs + config.max_num_queued_reqs
         service = Service(engine, frontend, options, model=config.model, capacity=capacity)
