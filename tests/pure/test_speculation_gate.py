@@ -13,7 +13,7 @@ from weft.core import engine
 from weft.core.blocks import BlockPool
 from weft.core.engine import EngineCore
 from weft.core.scheduler import Scheduler
-from weft.core.speculation_gate import LONG, SHORT, SKIPPED, SpeculationGate
+from weft.core.speculation_gate import LONG_TURN, SHORT_TURN, SKIPPED, SpeculationGate
 from weft.core.step import StepPlan, StepResult
 from weft.plan.plan import Speculation
 
@@ -63,7 +63,7 @@ def test_it_goes_on_where_it_pays() -> None:
 
 @pytest.mark.parametrize("confirmed", [0, 2])
 def test_it_is_only_tried_where_it_does_not(confirmed: int) -> None:
-    assert share(32, lambda tokens: 1 + 1.0 * tokens, confirmed) < (SHORT + SKIPPED) / LONG
+    assert share(32, lambda tokens: 1 + 1.0 * tokens, confirmed) < (SHORT_TURN + SKIPPED) / LONG_TURN
 
 
 @pytest.mark.parametrize("reading", [0.02, 0.1])
@@ -111,7 +111,7 @@ def test_a_try_in_which_the_machine_stood_still_is_repeated_soon(stalled: list[i
         clock.now += 0.01 + 2.0 * (seen[-4:] == [False, True, True, True] and tries in stalled)
         it.step_finished(1 + 2 * guess, ())
         seen.append(guess)
-    assert sum(seen) > 3000 - 4 * LONG
+    assert sum(seen) > 3000 - 4 * LONG_TURN
 
 
 def test_batches_of_other_sizes_find_out_for_themselves() -> None:
@@ -138,7 +138,7 @@ def test_it_is_tried_again_when_the_text_changes() -> None:
         clock.now += 1.0 + 0.2 * guess
         it.step_finished(1 + confirmed * guess, ())
         seen.append(guess)
-    assert sum(seen[500:1000]) <= 2 * (SHORT + SKIPPED) and sum(seen[-300:]) > 280
+    assert sum(seen[500:1000]) <= 2 * (SHORT_TURN + SKIPPED) and sum(seen[-300:]) > 280
 
 
 def test_steps_that_read_prompts_and_time_without_steps_do_not_count() -> None:
@@ -200,5 +200,5 @@ def test_a_core_stops_asking_a_draft_that_costs_more_than_it_brings(clock: Clock
         core.finish_oldest()
         core.pump()
         steps += 1
-    tries = 1 + 600 // LONG
-    assert steps == 600 and 0 < ranks.drafted <= 4 * tries * (SHORT + SKIPPED)
+    tries = 1 + 600 // LONG_TURN
+    assert steps == 600 and 0 < ranks.drafted <= 4 * tries * (SHORT_TURN + SKIPPED)

@@ -1,20 +1,20 @@
-"""BlockTables: which KV blocks each sequence has, which are promised to it, and what of them others may find."""
+"""BlockTables: the KV blocks of each running sequence, the blocks promised to it, and its part of the prefix cache."""
 
 from __future__ import annotations
 
 from weft.core.blocks import BlockPool
 from weft.core.sequence import Sequence
 
-# Where room for one token is kept, those that grow preempt those that came last again and again; where too much is, it
-# lies idle. In docs/benchmarks.md is what 16 to 256 give.
+# Tokens of growth that are reserved per running sequence. With room for only one token, growing sequences preempt the
+# latest arrivals again and again; with too much, memory lies idle. docs/benchmarks.md has the figures for 16 to 256.
 GROWTH = 64
 
 
 class BlockTables:
-    """The block tables of the sequences that run, over one pool.
+    """The block tables of the running sequences, over one pool.
 
-    `promised` are the blocks that they still need for what they have not prefilled yet; `growth` the tokens that each
-    of them is kept room for before others are let in.
+    `promised` is the number of blocks that running sequences still need for what they have not prefilled yet.
+    `growth` is the number of tokens that each running sequence is kept room for before another is admitted.
     """
 
     __slots__ = ("block_size", "growth", "pool", "promised")
@@ -26,56 +26,59 @@ class BlockTables:
         self.promised = 0
 
     def count_blocks(self, tokens: int) -> int:
-        """How many hold so many tokens."""
+        """Number of blocks that `tokens` tokens need."""
         return -(-tokens // self.block_size)
 
     def may_reuse(self, sequence: Sequence) -> bool:
-        """Whether it may begin with blocks that are there."""
+        """Return True if the sequence may begin with cached prefix blocks."""
         # Logprobs of the prompt need the logits of all its positions.
         return self.pool.caching and (
             sequence.request.params.prompt_logprobs is None or len(sequence.tokens) > sequence.prompt_length
         )
 
     def match_prefix(self, sequence: Sequence) -> list[int]:
-        """The cached blocks of a sequence's beginning: never its last token, whose logits are wanted."""
+        """Return the cached blocks of a sequence's prefix, never with its last token, whose logits are needed."""
         if not self.may_reuse(sequence):
             return []
         return self.pool.match(sequence.digests((len(sequence.tokens) - 1) // self.block_size, self.block_size))
 
-    def has_room(self, new: int, found: list[int], running: int) -> bool:
-        """Whether a prompt fits that has `found` blocks in the cache and needs `new` ones: all of it, and what those
-        `running` grow by. Else the newcomer would soon be preempted, or preempt."""
-        revived = sum(self.pool.references[block] == 0 for block in found)
+    def has_room(self, new: int, cached: list[int], running: int) -> bool:
+        """Return True if a prompt fits that has `cached` blocks in the cache and needs `new` ones.
+
+        All of the prompt must fit, beside what is promised and the growth of the `running` sequences. Otherwise the
+        new sequence would soon be preempted, or preempt another.
+        """
+        revived = sum(self.pool.references[block] == 0 for block in cached)
         return new + revived + self.promised + running * self.count_blocks(self.growth) <= self.pool.free
 
     def spare_tokens(self, running: int) -> int:
-        """Tokens that the blocks hold that nobody is sure of."""
+        """Tokens that fit in the blocks beyond those promised and one for each running sequence."""
         return max(0, self.pool.free - running - self.promised) * self.block_size
 
-    def open_table(self, sequence: Sequence, found: list[int], new: int) -> None:
-        """Begin a table with the blocks that hold the sequence's beginning, and promise it the `new` ones."""
-        self.pool.hold(found)
-        sequence.blocks = list(found)
-        sequence.registered = len(found)
-        sequence.room = sequence.computed = len(found) * self.block_size
+    def open_table(self, sequence: Sequence, cached: list[int], new: int) -> None:
+        """Begin a block table with the `cached` blocks of the sequence's prefix, and promise it `new` more."""
+        self.pool.hold(cached)
+        sequence.blocks = list(cached)
+        sequence.registered = len(cached)
+        sequence.room = sequence.computed = len(cached) * self.block_size
         sequence.promised = new
         self.promised += new
 
     def grow_table(self, sequence: Sequence, end: int) -> list[int]:
-        """Blocks for a sequence's tokens up to `end`; returns those that are new."""
+        """Allocate blocks for a sequence's tokens up to `end`. Returns the new blocks."""
         new = self.pool.allocate(self.count_blocks(end - sequence.room))
         sequence.blocks += new
         sequence.room += len(new) * self.block_size
         if sequence.promised:
-            # Guesses after a prompt's last token take more than it was promised.
+            # Draft tokens after a prompt's last token take more than the sequence was promised.
             kept = min(sequence.promised, len(new))
             sequence.promised -= kept
             self.promised -= kept
         return new
 
     def register_full_blocks(self, sequence: Sequence) -> None:
-        """Let others find the blocks that the scheduled tokens fill."""
-        # A token that is on its way has no digest yet.
+        """Add the blocks that the scheduled tokens fill to the prefix cache."""
+        # A token that is still being sampled has no digest yet.
         full = min(sequence.computed, len(sequence.tokens)) // self.block_size
         digests = sequence.digests(full, self.block_size)
         for index in range(sequence.registered, full):
@@ -83,7 +86,7 @@ class BlockTables:
         sequence.registered = full
 
     def close_table(self, sequence: Sequence) -> None:
-        """Take all blocks back."""
+        """Release all blocks of a sequence."""
         if self.pool.caching and sequence.computed // self.block_size > sequence.registered:
             # A block may have been filled by a token that was not known then.
             self.register_full_blocks(sequence)

@@ -1,4 +1,4 @@
-"""EngineCore: the scheduler's decisions, the executor's results, and what becomes of a failure."""
+"""EngineCore: drives the scheduler and the executor step by step, and keeps the first failure."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from weft.plan.plan import Plan
 logger = logging.getLogger("weft")
 
 
-class Submits(Protocol):
-    """What the core needs of an executor that has started: steps are carried out in the order of their submission."""
+class StepExecutor(Protocol):
+    """The part of a started executor that the core uses. Steps are executed in the order of their submission."""
 
     def submit(self, step: StepPlan) -> Future[StepResult]: ...
 
@@ -31,14 +31,14 @@ class Submits(Protocol):
 class EngineCore:
     """Keeps up to `depth` steps in flight on an executor that has started.
 
-    Whoever drives it calls `pump` after each message and each finished step, and `finish_oldest` once the future in
-    `pending[0]` is done. With a `pace`, prompts delay the tokens of running requests only so long; which step computes
-    which part of a prompt then depends on the clock.
+    The caller calls `pump` after each message and each finished step, and `finish_oldest` once the future in
+    `pending[0]` is done. With a `pace`, prompts delay the tokens of running requests only for a limited time; which
+    step computes which part of a prompt then depends on the clock.
 
     Once a step has failed, everything but `abort` and `stats` raises its EngineError.
     """
 
-    def __init__(self, scheduler: Scheduler, executor: Submits, *, depth: int, pace: Pace | None = None) -> None:
+    def __init__(self, scheduler: Scheduler, executor: StepExecutor, *, depth: int, pace: Pace | None = None) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.depth = depth
@@ -51,10 +51,13 @@ class EngineCore:
 
     @classmethod
     def start(
-        cls, plan: Plan, num_blocks: int, executor: Submits, config: EngineConfig, *, paced: bool = False
+        cls, plan: Plan, num_blocks: int, executor: StepExecutor, config: EngineConfig, *, paced: bool = False
     ) -> EngineCore:
-        """A core with the plan's limits and the config's policies, one step in flight per stage, or one ahead. `paced`
-        is for servers, whose streams are read while they come."""
+        """Create a core with the plan's limits and the config's policies.
+
+        One step is in flight per stage, and one more with lookahead. `paced` is for servers, whose streams are read
+        while they grow.
+        """
         scheduler = Scheduler(
             pool=BlockPool(num_blocks, plan.block_size, caching=config.enable_prefix_caching),
             max_num_seqs=plan.max_num_seqs,
@@ -75,7 +78,7 @@ class EngineCore:
         self.scheduler.add(request)
 
     def abort(self, ids: Iterable[str]) -> None:
-        """Forget requests; those that are not there any more are no error, and nothing more comes for any."""
+        """Forget requests; they get no more output. Unknown ids are ignored."""
         ids = list(ids)
         self.scheduler.abort(ids)
         for id in ids:
@@ -84,7 +87,7 @@ class EngineCore:
     def pump(self) -> None:
         """Submit steps while fewer than `depth` are in flight and there is something to run. Never waits."""
         self._raise_failure()
-        while len(self.pending) < self.depth and (plan := self._next()):
+        while len(self.pending) < self.depth and (plan := self._next_step()):
             for id in self.scheduler.started:
                 self._scheduled_s[id] = monotonic()
             try:
@@ -93,10 +96,10 @@ class EngineCore:
                 self._fail(error)
 
     def finish_oldest(self) -> list[Output]:
-        """Wait for the oldest step in flight and return what it brought."""
+        """Wait for the oldest step in flight and return its outputs."""
         self._raise_failure()
         try:
-            # It stays in `pending` until it is there: an interrupted wait loses nothing.
+            # The future stays in `pending` until it is done: an interrupted wait loses nothing.
             result = self.pending[0].result()
         except Exception as error:
             self._fail(error)
@@ -115,8 +118,8 @@ class EngineCore:
                 output.scheduled_s = self._scheduled_s.pop(output.id, None)
         return outputs
 
-    def _next(self) -> StepPlan | None:
-        """The next step, at the pace, and with guesses if they pay."""
+    def _next_step(self) -> StepPlan | None:
+        """Schedule the next step: with the pace's limit on prompt tokens, and with drafts if they pay."""
         if self._pace:
             self.scheduler.prompt_limit = self._pace.tokens
         plan = self._schedule()
@@ -135,7 +138,7 @@ class EngineCore:
         return plan
 
     def stats(self) -> Stats:
-        """Gauges of now, counters since start. `steps` grows with every finished step: it is the sign of life."""
+        """Return the gauges of now and the counters since start. `steps` grows with every finished step."""
         return self.scheduler.stats()
 
     def _raise_failure(self) -> None:
