@@ -75,7 +75,7 @@ Thread 0x00007fd6729d0b80 (most recent call first):
         (-11, FATAL, "killed by SIGSEGV: Fatal Python error: Segmentation fault"),
         (-9, "some progress", "killed by SIGKILL"),
         (-200, "", "killed by signal 200"),
-        (1, STUCK, "came no further and ended itself"),
+        (1, STUCK, "was stuck and ended itself"),
         (None, "", "closed its connection"),
     ],
 )

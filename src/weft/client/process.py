@@ -86,7 +86,7 @@ def main(descriptor: int) -> None:
     try:
         # A process of its own for each rank, be it the only one: this one stays without torch, and awake.
         executor = create_executor(begin.config.executor or "processes", begin.worker)
-        parent.farewell = executor.close
+        parent.before_exit = executor.close
         ready = executor.start(begin.plan)
         phase = "allocate"
         plan = msgspec.structs.replace(begin.plan, max_model_len=fit_length(begin.plan, ready.num_blocks))
@@ -98,7 +98,7 @@ def main(descriptor: int) -> None:
         CoreProcess(parent, core).step_until_failure()
     except Exception as error:
         parent.send(Broken(cause_of(error, CORE, phase)))
-    parent.end()
+    parent.exit()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What an executor and the process of a rank say to each other."""
+"""Messages between an executor and the process of a rank."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from weft.plan.plan import Plan
 
 
 class StageFiles(msgspec.Struct, frozen=True):
-    """Open files that the ranks of one stage have in common: memory, and for each a pipe (read, write)."""
+    """File descriptors that the ranks of one stage share: memory, and a pipe (read, write) for each rank."""
 
     memory: int
     pipes: tuple[tuple[int, int], ...]
 
 
 class LinkFiles(msgspec.Struct, frozen=True):
-    """Open files that two stages have in common: memory, and pipes (read, write) that tell of what was brought and of
-    what was taken."""
+    """File descriptors that two consecutive stages share: memory, and two pipes (read, write).
+
+    `full` tells the receiver that a tensor was written, `free` tells the sender that one was taken.
+    """
 
     memory: int
     full: tuple[int, int]
@@ -27,8 +29,11 @@ class LinkFiles(msgspec.Struct, frozen=True):
 
 
 class Launch(msgspec.Struct, frozen=True, tag=True):
-    """The first frame: who you are. `worker` is "module:Class", `store` a file through which ranks find each
-    other."""
+    """The first frame: which rank of which plan the process is.
+
+    `worker` is "module:Class". `store` is the path of a file through which ranks find each other. `before` and `after`
+    are the links to the neighbouring stages.
+    """
 
     plan: Plan
     rank: int
@@ -40,7 +45,7 @@ class Launch(msgspec.Struct, frozen=True, tag=True):
 
 
 class Allocate(msgspec.Struct, frozen=True, tag=True):
-    """Every rank has reported its capacity: this many KV blocks fit on all."""
+    """Every rank has reported its capacity, and this number of KV blocks fits on all of them."""
 
     num_blocks: int
 
@@ -67,25 +72,25 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
 
 
 class Allocated(msgspec.Struct, frozen=True, tag=True):
-    """The rank is warm, and ready for steps. So many CUDA graphs are still to be captured."""
+    """The rank is warm, and ready for steps. `uncaptured` is the number of CUDA graphs still to be captured."""
 
     uncaptured: int = 0
 
 
 class GraphCaptured(msgspec.Struct, frozen=True, tag=True):
-    """The answer to CaptureGraph: so many are left."""
+    """The answer to CaptureGraph, with the number of CUDA graphs that are left."""
 
     uncaptured: int
 
 
 class StepDone(msgspec.Struct, frozen=True, tag=True):
-    """From the output rank, once per step and in their order."""
+    """A step's result, from the output rank, in the order of the steps."""
 
     result: StepResult
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The rank's last word. With `lost_peer` it fails only because another has gone."""
+    """The rank's last message. With `lost_peer`, it fails only because another rank has gone."""
 
     cause: Cause
     lost_peer: bool
