@@ -25,7 +25,7 @@ from weft.cli.commands import COMMANDS
 from weft.cli.flags import DEFAULTS, ENGINE, SAMPLING, SERVER, engine_config, sampling, serve_options
 from weft.cli.parser import UsageError, build
 from weft.cli.plan_flags import PLAN
-from weft.client.arguments import check_foreign
+from weft.client.arguments import check_vllm_argument
 from weft.client.vllm import VLLMArgument, short_forms, vllm_arguments
 from weft.config import EngineConfig
 from weft.core.params import SamplingParams
@@ -223,8 +223,8 @@ def test_flags_that_change_what_is_served_are_refused(flag: VLLMArgument, capsys
     if not flag.arity:
         assert vllm.strip([f"--no-{flag.name}"], frozenset()) == ([], [])
     with pytest.raises(ConfigError, match=f"^{flag.name.replace('-', '_')}="):
-        check_foreign(flag.name.replace("-", "_"), 17 if flag.arity else True, ())
-    check_foreign(flag.name.replace("-", "_"), None if flag.arity else False, ())
+        check_vllm_argument(flag.name.replace("-", "_"), 17 if flag.arity else True, ())
+    check_vllm_argument(flag.name.replace("-", "_"), None if flag.arity else False, ())
 
 
 @pytest.mark.parametrize(

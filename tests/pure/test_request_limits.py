@@ -187,7 +187,7 @@ async def test_arguments_nested_too_deeply_are_a_400() -> None:
 
 
 class Core:
-    """The engine of a Stream, whose aborts are noted."""
+    """The engine of an OutputStream, whose aborts are noted."""
 
     def __init__(self) -> None:
         self.aborted: list[str] = []
@@ -198,7 +198,7 @@ class Core:
 
 async def test_a_backlog_lets_others_go_on_and_is_dropped_with_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "TURN_S", 0.0)
-    stream = remote.Stream(Core(), ["a", "b"])  # type: ignore[arg-type]
+    stream = remote.OutputStream(Core(), ["a", "b"])  # type: ignore[arg-type]
     for _ in range(1000):
         stream.put(output("a", "x"))
         stream.put(output("b", "y"))
@@ -212,15 +212,15 @@ async def test_a_backlog_lets_others_go_on_and_is_dropped_with_its_request(monke
     while len(read) < 10:
         await asyncio.sleep(0)
     assert len(read) < 100
-    stream.drop("a")
-    stream.close("b")
+    stream.drop_request("a")
+    stream.close_request("b")
     await task
     assert read.count("b") == 1000 and read.count("a") < 100
 
 
 async def test_a_reader_who_leaves_drops_its_backlog() -> None:
     core = Core()
-    stream = remote.Stream(core, ["a"])  # type: ignore[arg-type]
+    stream = remote.OutputStream(core, ["a"])  # type: ignore[arg-type]
     for _ in range(1000):
         stream.put(output("a", "x"))
     await anext(stream)

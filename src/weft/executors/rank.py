@@ -162,7 +162,7 @@ def gc_paused() -> Iterator[None]:
 
 
 def worker_class(name: str) -> Callable[..., RankWorker]:
-    """Return the class "module:Class", imported by name: this package does not import torch, the class's module does."""
+    """Return the class "module:Class", imported by name: unlike this package, its module imports torch."""
     module, _, attribute = name.partition(":")
     worker: Callable[..., RankWorker] = getattr(import_module(module), attribute)
     return worker
