@@ -47,7 +47,7 @@ def make_private(folder: Path) -> None:
 
 
 def distrust_reason(path: Path) -> str | None:
-    """Return a reason not to run code from the cache file `path`; None if only this user and root can have put it there.
+    """Return a reason not to run code from the cache file `path`; None if only this user and root can have written it.
 
     The file need not exist. The file and its two folders (`weft/kernels`) must belong to this user or root and be
     closed to other writers. A folder further up may belong to somebody else, and to a group: homes are mounted like
