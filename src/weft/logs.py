@@ -26,13 +26,13 @@ def configure(level: str = "WARNING") -> None:
     The variable is set too, so that the processes that we start, which also call this, log at the same level.
     """
     global _our_level
-    wanted = os.environ.get(VARIABLE, "").upper()
-    if wanted == _our_level or wanted not in logging.getLevelNamesMapping():
-        wanted = _our_level = level
+    level_name = os.environ.get(VARIABLE, "").upper()
+    if level_name == _our_level or level_name not in logging.getLevelNamesMapping():
+        level_name = _our_level = level
     logger = logging.getLogger("weft")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(Printable("%(levelname)s %(asctime)s %(message)s", "%m-%d %H:%M:%S"))
     logger.handlers = [handler]
-    logger.setLevel(wanted)
+    logger.setLevel(level_name)
     logger.propagate = False
-    os.environ[VARIABLE] = wanted
+    os.environ[VARIABLE] = level_name

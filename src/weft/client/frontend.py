@@ -198,8 +198,8 @@ class Frontend:
         """Return the Collector of a prompt's answer, which holds the core's requests, one per choice."""
         check_priority(priority)
         choice = self._choice_params(prompt, params)
-        check_ids(choice, self.vocab)
         name = str(next(self._names))
+        check_ids(choice, self.vocab)
         # Without a seed, the same requests in the same order still get the same tokens.
         origin = ("seed", params.seed) if params.seed is not None else ("engine", self._seed, next(self._unseeded))
         requests = [

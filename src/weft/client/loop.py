@@ -48,9 +48,9 @@ class CoreLoop(ABC):
 
     def _pump(self) -> None:
         """Submit steps, and have the future of each come back as an event when the step has finished."""
-        known = len(self.core.pending)
+        first_new = len(self.core.pending)
         self.core.pump()
-        for future in islice(self.core.pending, known, None):
+        for future in islice(self.core.pending, first_new, None):
             future.add_done_callback(self.inbox.put)
 
     def _next_event(self) -> Any:

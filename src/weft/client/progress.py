@@ -22,15 +22,15 @@ class Bar(Protocol):
 class Progress(AbstractContextManager["Progress"]):
     """A bar for `total` prompts.
 
-    If `wanted` is True, the bar is shown if standard error is a terminal. `wanted` may be a function with tqdm's
+    If `bar` is True, the bar is shown if standard error is a terminal. `bar` may be a function with tqdm's
     arguments, such as tqdm itself; its bar is shown wherever that function shows it.
     """
 
-    def __init__(self, total: int, wanted: bool | Callable[..., Bar]) -> None:
+    def __init__(self, total: int, bar: bool | Callable[..., Bar]) -> None:
         self._bar: Bar | None = None
-        if callable(wanted):
-            self._bar = wanted(total=total, desc=DESCRIPTION)
-        elif wanted and sys.stderr.isatty():
+        if callable(bar):
+            self._bar = bar(total=total, desc=DESCRIPTION)
+        elif bar and sys.stderr.isatty():
             self._bar = RichBar(total)
 
     def advance(self) -> None:

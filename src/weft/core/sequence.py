@@ -70,11 +70,11 @@ class Sequence:
 
     def digests(self, count: int, block_size: int) -> list[bytes]:
         """Chained digests of the first `count` full blocks, each computed once."""
-        known = self._digests
-        for index in range(len(known), count):
-            parent = known[index - 1] if index else b""
-            known.append(block_digest(parent, self.tokens[index * block_size : (index + 1) * block_size]))
-        return known if len(known) == count else known[:count]
+        digests = self._digests
+        for index in range(len(digests), count):
+            parent = digests[index - 1] if index else b""
+            digests.append(block_digest(parent, self.tokens[index * block_size : (index + 1) * block_size]))
+        return digests if len(digests) == count else digests[:count]
 
     def may_continue(self, lookahead: bool) -> bool:
         """Return True if the sequence can take part in the next step, with `lookahead` beside one token in flight."""

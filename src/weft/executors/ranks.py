@@ -192,6 +192,6 @@ class RankExecutor(ABC):
 
 def compile_ahead(plan: Plan) -> None:
     """Compile the CPU kernels, if a rank will need them, while the ranks import torch and read their weights."""
-    wanted = plan.attention_backend in ("auto", "cpu") and "cpu" in plan.devices
-    if wanted and compiled.obstacle(plan.dtype, plan.shape.head_dim, plan.shape.group) is None:
+    needed = plan.attention_backend in ("auto", "cpu") and "cpu" in plan.devices
+    if needed and compiled.obstacle(plan.dtype, plan.shape.head_dim, plan.shape.group) is None:
         compiled.build_ahead(plan.dtype)
