@@ -16,7 +16,7 @@ from weft.kernels import choose
 from weft.kernels.base import HeadNorm, Kernels, KVCache
 from weft.kernels.batch import Batch
 from weft.kernels.plain import PlainKernels
-from weft.native.compiled import TYPES, build, load
+from weft.native.build import TYPES, build_library, load_library
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 

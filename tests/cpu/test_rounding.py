@@ -17,7 +17,7 @@ from weft.formats.schemes import ALL, SCHEMES, Scheme
 from weft.kernels import rounding
 from weft.kernels.base import AttentionShape
 from weft.kernels.native.rounding import NativeRounding, knows, made
-from weft.native import compiled
+from weft.native import build
 from weft.plan.fills import fills
 from weft.quant.quantised import Quantised
 from weft.quant.rounding import Rounding, round_into
@@ -213,7 +213,7 @@ def test_without_a_compiler_torch_rounds(monkeypatch: pytest.MonkeyPatch) -> Non
     def nothing(name: str) -> None:
         raise FileNotFoundError("no C++ compiler was found")
 
-    monkeypatch.setattr("weft.native.compiled.load", nothing)
+    monkeypatch.setattr("weft.native.build.load_library", nothing)
     weight = weights(torch.float32)
     found, want = made_of(weight, "Q4_1", NativeRounding(torch.bfloat16)), made_of(weight, "Q4_1", round_into)
     for got, part in zip(parts(found), parts(want), strict=True):
@@ -224,5 +224,5 @@ def test_who_rounds() -> None:
     assert isinstance(rounding("auto", CPU, SHAPE), NativeRounding)
     assert rounding("torch", CPU, SHAPE) is round_into
     assert rounding("auto", torch.device("meta"), SHAPE) is round_into
-    assert compiled.obstacle("float16", 64, 2) and made(torch.float16, 64, 2) is round_into
+    assert build.obstacle("float16", 64, 2) and made(torch.float16, 64, 2) is round_into
     assert knows(SCHEMES["INT8"]) and not knows(Scheme(bits=4, group=256, lowest="zero"))

@@ -31,7 +31,7 @@ from weft.executors.messages import (
     ToRank,
 )
 from weft.executors.rank import WORKER
-from weft.native import compiled
+from weft.native import build
 from weft.plan.memory import kv_blocks
 from weft.plan.plan import Plan
 
@@ -190,5 +190,5 @@ class RankExecutor(ABC):
 def compile_ahead(plan: Plan) -> None:
     """Have the CPU kernels compiled, where a rank will want them, while it imports torch and reads its weights."""
     wanted = plan.attention_backend in ("auto", "cpu") and "cpu" in plan.devices
-    if wanted and compiled.obstacle(plan.dtype, plan.shape.head_dim, plan.shape.group) is None:
-        compiled.build_ahead(plan.dtype)
+    if wanted and build.obstacle(plan.dtype, plan.shape.head_dim, plan.shape.group) is None:
+        build.build_ahead(plan.dtype)

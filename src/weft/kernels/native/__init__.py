@@ -8,7 +8,7 @@ import torch
 
 from weft.kernels.native.kernels import NativeKernels
 from weft.kernels.usable import usable
-from weft.native import compiled
+from weft.native import build
 from weft.plan import backends
 
 __all__ = ["NativeKernels", "available"]
@@ -18,10 +18,10 @@ def available(dtype: torch.dtype, head_dim: int, group: int, *, required: bool =
     """Whether these kernels can serve a model of this dtype, head_dim and query heads per KV head, and
     their library could be built and loaded; with `required` the reason that they cannot is a ConfigError."""
     name = str(dtype).removeprefix("torch.")
-    reason = compiled.obstacle(name, head_dim, group)
+    reason = build.obstacle(name, head_dim, group)
     if reason is None:
         try:
-            compiled.load(name)
+            build.load_library(name)
         except (OSError, subprocess.SubprocessError) as error:
             reason = str(error)
     instead = "The slower torch kernels take their place"

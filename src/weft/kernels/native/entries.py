@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from weft.native import compiled
+from weft.native import build
 from weft.native.library import POINTER, REAL, SIZE
 
 
@@ -17,7 +17,7 @@ class Entries:
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self._suffix = str(dtype).removeprefix("torch.")
-        self._compiled = compiled.load(self._suffix)
+        self._compiled = build.load_library(self._suffix)
         self.norm = self._threaded("norm", *[POINTER] * 4, SIZE, SIZE, REAL)
         self.silu_mul = self._threaded("silu_mul", *[POINTER] * 2, SIZE, SIZE)
         self.rotate_and_store = self._threaded("rotate_and_store", *[POINTER] * 9, REAL, *[SIZE] * 5)

@@ -10,7 +10,7 @@ import torch
 
 from weft.formats.schemes import UNIT, Scheme
 from weft.kernels.native.entries import Entries
-from weft.native import compiled
+from weft.native import build
 from weft.native.library import LOWEST, SIZE
 from weft.quant.quantised import Quantised
 from weft.quant.rounding import Rounding, counts, round_into
@@ -29,7 +29,7 @@ class Descriptor(ctypes.Structure):
 
 def made(dtype: torch.dtype, head_dim: int, group: int) -> Rounding:
     """What rounds the weights of a model of this dtype, head_dim and query heads per KV head."""
-    if compiled.obstacle(str(dtype).removeprefix("torch."), head_dim, group) is None:
+    if build.obstacle(str(dtype).removeprefix("torch."), head_dim, group) is None:
         return NativeRounding(dtype)
     return round_into
 

@@ -48,7 +48,7 @@ def obstacle(dtype: str, head_dim: int, group: int) -> str | None:
 
 
 @functools.cache
-def build(dtype: str) -> Path:
+def build_library(dtype: str) -> Path:
     """The library for activations of a dtype of TYPES, from the cache or made now, which takes a compiler some seconds.
 
     One process builds and others wait, but not for ever for one that is stopped: the first to lose patience builds in
@@ -77,9 +77,9 @@ def build(dtype: str) -> Path:
 
 
 @functools.cache
-def load(dtype: str) -> ctypes.CDLL:
-    """The library for a dtype of TYPES in this process. Raises what `build` does, and OSError if it does not load."""
-    return library.load(build(dtype))
+def load_library(dtype: str) -> ctypes.CDLL:
+    """The library for a dtype of TYPES in this process. Raises what `build_library` does, and OSError if it does not load."""
+    return library.load(build_library(dtype))
 
 
 def _build_alone(recipe: Recipe, lock: Path) -> None:
@@ -148,11 +148,11 @@ def _holder(lock: Path) -> str:
 
 
 def build_ahead(dtype: str) -> threading.Thread:
-    """Begin to build, in a thread of its own. Whoever calls `build` waits for it, and hears why it could not."""
+    """Begin to build, in a thread of its own. Whoever calls `build_library` waits for it, and hears why it could not."""
 
     def run() -> None:
         with contextlib.suppress(Exception):
-            build(dtype)
+            build_library(dtype)
 
     thread = threading.Thread(target=run, name="weft-compile", daemon=True)
     thread.start()
