@@ -16,7 +16,7 @@ from weft.kernels import choose
 from weft.kernels.base import HeadNorm, Kernels, KVCache
 from weft.kernels.batch import Batch
 from weft.kernels.plain import PlainKernels
-from weft.native.build import TYPES, build_library, load_library
+from weft.native.build import CPP_TYPES, build_library, load_library
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
@@ -220,7 +220,7 @@ def forget_the_library() -> None:
     load.cache_clear()
 
 
-@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("dtype", CPP_TYPES)
 def test_the_compiler_has_nothing_to_warn_of(dtype: str) -> None:
     has_no_warnings(dtype)
 

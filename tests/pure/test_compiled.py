@@ -254,7 +254,7 @@ def test_what_others_could_have_written_is_not_loaded(
         build.load_library("bfloat16")
     assert calls(log) == before
     # Nor by whoever measures for a plan, which says so and goes on.
-    assert library.found() == "" and "are not loaded" in caplog.text
+    assert library.built_library() == "" and "are not loaded" in caplog.text
 
 
 def test_a_folder_of_everybody_above_the_cache_is_refused_unless_it_is_sticky(
@@ -301,12 +301,12 @@ def test_a_damaged_library_is_built_anew(
             path.with_suffix(".sha256").unlink()
         case "another's digest":
             path.with_suffix(".sha256").write_text("0" * 64)
-    assert library.found() == ""
+    assert library.built_library() == ""
     with pytest.raises(OSError, match="is damaged: its digest does not hold"):
         library.load(path)
     assert build.build_library("bfloat16") == path and path.read_text() == "made\n"
     assert calls(log) == before + PARTS + 1 and "are damaged, and are built anew" in caplog.text
-    assert library.found() == str(path)
+    assert library.built_library() == str(path)
 
 
 def test_a_disk_that_does_not_keep_it_is_told_after_one_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

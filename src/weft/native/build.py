@@ -25,7 +25,7 @@ from pathlib import Path
 
 from weft.cache import WAY_OUT, make_private
 from weft.native import library
-from weft.native.library import SOURCES, TYPES, Recipe
+from weft.native.library import CPP_TYPES, SOURCES, Recipe
 
 WIDEST_HEAD = 256  # as in paged.h: WIDEST
 WIDEST_GROUP = 96  # as in tiles.h: QUERIES
@@ -40,7 +40,7 @@ _building = threading.Lock()  # one thread of this process
 
 def obstacle(dtype: str, head_dim: int, group: int) -> str | None:
     """Why these kernels cannot serve a model of this dtype, head_dim and query heads per KV head."""
-    if dtype not in TYPES:
+    if dtype not in CPP_TYPES:
         return f"they know bfloat16 and float32, not {dtype}"
     if head_dim > WIDEST_HEAD or group > WIDEST_GROUP:
         return f"head_dim {head_dim} with {group} query heads per KV head is beyond {WIDEST_HEAD} and {WIDEST_GROUP}"
@@ -49,7 +49,7 @@ def obstacle(dtype: str, head_dim: int, group: int) -> str | None:
 
 @functools.cache
 def build_library(dtype: str) -> Path:
-    """The library for activations of a dtype of TYPES, from the cache or made now, which takes a compiler some seconds.
+    """The library for activations of a dtype of CPP_TYPES, from the cache or made now, which takes a compiler some seconds.
 
     One process builds and others wait, but not for ever for one that is stopped: the first to lose patience builds in
     its place. Whoever is through first or last, the file is always a whole one. One that is damaged is built anew.
@@ -78,7 +78,7 @@ def build_library(dtype: str) -> Path:
 
 @functools.cache
 def load_library(dtype: str) -> ctypes.CDLL:
-    """The library for a dtype of TYPES in this process. Raises what `build_library` does, and OSError if it does not load."""
+    """The library for a dtype of CPP_TYPES in this process. Raises what `build_library` does, and OSError if it does not load."""
     return library.load(build_library(dtype))
 
 

@@ -24,10 +24,10 @@ FLAGS = (
     *("-O3", "-march=native", "-ffast-math", "-fno-finite-math-only", "-fopenmp-simd", "-std=c++17"),
     *("-pthread", "-fPIC", "-fvisibility=hidden"),
 )
-TYPES = {"bfloat16": "bf16", "float32": "float"}  # in C++
-USUAL = "bfloat16"  # what a CPU computes in unless it is told
+CPP_TYPES = {"bfloat16": "bf16", "float32": "float"}  # in C++
+DEFAULT_DTYPE = "bfloat16"  # what a CPU computes in unless it is told
 PANEL = 32  # as in dense.h
-LOWEST = {"middle": 0, "zero": 1, "minimum": 2}  # as in quantised.h: Lowest
+LOWEST_KINDS = {"middle": 0, "zero": 1, "minimum": 2}  # as in quantised.h: Lowest
 POINTER, SIZE, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
@@ -52,22 +52,22 @@ class Recipe:
 
 
 def recipe(dtype: str) -> Recipe:
-    """Of a dtype of TYPES. Raises FileNotFoundError without a compiler."""
+    """Of a dtype of CPP_TYPES. Raises FileNotFoundError without a compiler."""
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))), None)
     if compiler is None:
         raise FileNotFoundError("no C++ compiler was found; install g++")
     sources = [path.read_text() for path in sorted(SOURCES.iterdir())]
-    flags = (*FLAGS, f"-DWEFT_TYPE={TYPES[dtype]}", f"-DWEFT_NAME={dtype}")
+    flags = (*FLAGS, f"-DWEFT_TYPE={CPP_TYPES[dtype]}", f"-DWEFT_NAME={dtype}")
     facts = (*sources, compiler, *flags, platform.machine(), _cpu())
     key = hashlib.sha256("\0".join(facts).encode()).hexdigest()[:20]
     return Recipe(compiler, flags, key, cache_path() / "kernels" / f"{dtype}-{key}.so")
 
 
-def found() -> str | None:
+def built_library() -> str | None:
     """The library that models usually run with: its path, "" where it was not built yet or may not be loaded, None
     without a compiler."""
     try:
-        path = recipe(USUAL).path
+        path = recipe(DEFAULT_DTYPE).path
     except FileNotFoundError:
         return None
     except (OSError, RuntimeError):  # RuntimeError: there is no home, and so no cache

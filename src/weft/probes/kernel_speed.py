@@ -19,7 +19,7 @@ from weft.formats.schemes import Scheme
 from weft.hardware.cpu import TOKENS, KernelSpeed, ProductSpeed
 from weft.hardware.cpus import HELD, bytes_of
 from weft.native import library
-from weft.native.library import LOWEST, PANEL, POINTER, REAL, SIZE, USUAL, Matrix
+from weft.native.library import DEFAULT_DTYPE, LOWEST_KINDS, PANEL, POINTER, REAL, SIZE, Matrix
 
 ROUNDS_S = 0.4  # of all measurements in turn: the best of each counts, others may have been disturbed
 COLS = 2048
@@ -42,7 +42,7 @@ class Kernels:
         compiled = library.load(Path(path))
 
         def entry(name: str, *arguments: type) -> Callable[..., object]:
-            function = getattr(compiled, f"weft_{name}_{USUAL}")
+            function = getattr(compiled, f"weft_{name}_{DEFAULT_DTYPE}")
             function.argtypes, function.restype = [*arguments, SIZE], None
             return lambda *given: function(*given, threads)
 
@@ -57,7 +57,7 @@ class Kernels:
         matrix = Matrix(rows=rows, cols=COLS, data=at)
         if scheme:
             scales = at + numbers * scheme.bits // 8
-            matrix.bits, matrix.group, matrix.kind = scheme.bits, scheme.group, LOWEST[scheme.lowest]
+            matrix.bits, matrix.group, matrix.kind = scheme.bits, scheme.group, LOWEST_KINDS[scheme.lowest]
             matrix.scales, matrix.lowest = scales, scales + numbers // scheme.group * 2
         x, out = filled(tokens, COLS), filled(tokens, rows)
         return lambda: self._product(byref(matrix), x.ctypes.data, tokens, out.ctypes.data)

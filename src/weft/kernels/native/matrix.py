@@ -9,7 +9,7 @@ import torch
 
 from weft.formats.schemes import UNIT
 from weft.kernels.native.entries import Entries
-from weft.native.library import LOWEST, PANEL, Matrix
+from weft.native.library import LOWEST_KINDS, PANEL, Matrix
 from weft.quant.quantised import Quantised
 
 
@@ -65,7 +65,7 @@ def quantised(entries: Entries, weight: Quantised, bias: torch.Tensor | None) ->
         scales=scales.data_ptr(),
         group=weight.scheme.group,
         lacking=weight.lacking,
-        kind=LOWEST[weight.scheme.lowest],
+        kind=LOWEST_KINDS[weight.scheme.lowest],
     )
     if lowest is not None:
         descriptor.lowest = lowest.data_ptr()
