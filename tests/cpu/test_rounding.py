@@ -224,5 +224,5 @@ def test_who_rounds() -> None:
     assert isinstance(rounding("auto", CPU, SHAPE), NativeRounding)
     assert rounding("torch", CPU, SHAPE) is round_into
     assert rounding("auto", torch.device("meta"), SHAPE) is round_into
-    assert build.obstacle("float16", 64, 2) and made(torch.float16, 64, 2) is round_into
+    assert build.native_obstacle("float16", 64, 2) and made(torch.float16, 64, 2) is round_into
     assert knows(SCHEMES["INT8"]) and not knows(Scheme(bits=4, group=256, lowest="zero"))

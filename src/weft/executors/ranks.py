@@ -190,5 +190,5 @@ class RankExecutor(ABC):
 def compile_ahead(plan: Plan) -> None:
     """Have the CPU kernels compiled, where a rank will want them, while it imports torch and reads its weights."""
     wanted = plan.attention_backend in ("auto", "cpu") and "cpu" in plan.devices
-    if wanted and build.obstacle(plan.dtype, plan.shape.head_dim, plan.shape.group) is None:
+    if wanted and build.native_obstacle(plan.dtype, plan.shape.head_dim, plan.shape.group) is None:
         build.build_ahead(plan.dtype)

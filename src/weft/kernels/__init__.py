@@ -36,7 +36,7 @@ def rounding(backend: str, device: torch.device, shape: AttentionShape) -> Round
     if device.type == "cuda" and backend != "torch":
         from weft.kernels import triton
 
-        if triton.obstacle(device, shape.head_dim) is None:
+        if triton.triton_obstacle(device, shape.head_dim) is None:
             from weft.kernels.triton.rounding import round_on_gpu
 
             return round_on_gpu

@@ -35,7 +35,7 @@ def installed() -> str | None:
     return packages().get(backends.FLASHINFER)
 
 
-def obstacle(device: torch.device, shape: AttentionShape) -> str | None:
+def flashinfer_obstacle(device: torch.device, shape: AttentionShape) -> str | None:
     """Why it cannot be used there."""
     return backends.no_flashinfer(installed(), shape.head_dim) or no_flash(device, shape.dtype)
 
@@ -46,7 +46,7 @@ def made(device: torch.device, shape: AttentionShape, *, required: bool) -> Flas
     if installed() is None and not required:
         return None
     what, instead = backends.KERNELS["flashinfer"], "Triton's take their place"
-    if not usable(what, obstacle(device, shape), required=required, instead=instead):
+    if not usable(what, flashinfer_obstacle(device, shape), required=required, instead=instead):
         return None
     logger.info("FlashInfer %s: what it has no kernels of yet it compiles now, which takes a minute", installed())
     try:

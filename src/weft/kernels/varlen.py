@@ -44,7 +44,7 @@ def function() -> tuple[Any, frozenset[str]] | None:
     return (varlen_attn, names) if {"window_size", "scale"} <= names else None
 
 
-def obstacle(device: torch.device, shape: AttentionShape) -> str | None:
+def varlen_obstacle(device: torch.device, shape: AttentionShape) -> str | None:
     """Why it cannot be used there."""
     if function() is None:
         return f"torch {torch.__version__} has no varlen attention with windows, which came with 2.11"
@@ -55,7 +55,7 @@ def obstacle(device: torch.device, shape: AttentionShape) -> str | None:
 
 def made(device: torch.device, shape: AttentionShape) -> VarlenAttention:
     """torch's varlen attention. Raises ConfigError where it cannot be used."""
-    usable(backends.KERNELS["varlen"], obstacle(device, shape), required=True, instead="")
+    usable(backends.KERNELS["varlen"], varlen_obstacle(device, shape), required=True, instead="")
     return VarlenAttention(device, shape, paged=third(device, shape))
 
 

@@ -38,7 +38,7 @@ logger = logging.getLogger("weft")
 _building = threading.Lock()  # one thread of this process
 
 
-def obstacle(dtype: str, head_dim: int, group: int) -> str | None:
+def native_obstacle(dtype: str, head_dim: int, group: int) -> str | None:
     """Why these kernels cannot serve a model of this dtype, head_dim and query heads per KV head."""
     if dtype not in CPP_TYPES:
         return f"they know bfloat16 and float32, not {dtype}"

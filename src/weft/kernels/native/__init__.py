@@ -18,7 +18,7 @@ def available(dtype: torch.dtype, head_dim: int, group: int, *, required: bool =
     """Whether these kernels can serve a model of this dtype, head_dim and query heads per KV head, and
     their library could be built and loaded; with `required` the reason that they cannot is a ConfigError."""
     name = str(dtype).removeprefix("torch.")
-    reason = build.obstacle(name, head_dim, group)
+    reason = build.native_obstacle(name, head_dim, group)
     if reason is None:
         try:
             build.load_library(name)

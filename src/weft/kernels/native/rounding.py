@@ -29,7 +29,7 @@ class Descriptor(ctypes.Structure):
 
 def made(dtype: torch.dtype, head_dim: int, group: int) -> Rounding:
     """What rounds the weights of a model of this dtype, head_dim and query heads per KV head."""
-    if build.obstacle(str(dtype).removeprefix("torch."), head_dim, group) is None:
+    if build.native_obstacle(str(dtype).removeprefix("torch."), head_dim, group) is None:
         return NativeRounding(dtype)
     return round_into
 

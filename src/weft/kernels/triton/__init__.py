@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 def available(device: torch.device, head_dim: int, *, required: bool = False) -> bool:
     """Whether they run on the device; with `required` the reason that they cannot is a ConfigError."""
     instead = "The slower torch kernels take their place"
-    return usable(backends.KERNELS["triton"], obstacle(device, head_dim), required=required, instead=instead)
+    return usable(backends.KERNELS["triton"], triton_obstacle(device, head_dim), required=required, instead=instead)
 
 
-def obstacle(device: torch.device, head_dim: int) -> str | None:
+def triton_obstacle(device: torch.device, head_dim: int) -> str | None:
     """Why they do not run on the device, for a model with such heads."""
     if "triton" not in packages():
         return backends.NO_TRITON
