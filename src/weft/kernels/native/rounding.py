@@ -11,7 +11,7 @@ import torch
 from weft.formats.schemes import UNIT, Scheme
 from weft.kernels.native.entries import Entries
 from weft.native import build
-from weft.native.library import LOWEST, SIZE
+from weft.native.library import LOWEST_KINDS, SIZE
 from weft.quant.quantised import Quantised
 from weft.quant.rounding import Rounding, counts, round_into
 
@@ -61,7 +61,7 @@ class NativeRounding:
                 width=width,
                 group=scheme.group,
                 bits=scheme.bits,
-                kind=LOWEST[scheme.lowest],
+                kind=LOWEST_KINDS[scheme.lowest],
                 lacking=into.lacking,
                 cols=into.shape[1],
             )
