@@ -20,7 +20,7 @@ from weft.formats.schemes import UNIT, Scheme
 from weft.hardware.gpus import FP8_CAPABILITY
 from weft.kernels.base import HeadNorm, KVCache
 from weft.kernels.triton import attention, laying, pointwise, products, reduce, rounding, sampling
-from weft.quant.quantised import Quantised
+from weft.quant.quantised import QuantisedWeight
 
 PROCESSORS = 132  # of the GPU that launches are cut for: an H200
 HIDDEN, FFN, Q_HEADS, KV_HEADS, VOCAB = 4096, 14336, 32, 8, 128256
@@ -185,8 +185,8 @@ def choose() -> None:
     sampling.choose(torch.empty(2, VOCAB, dtype=BF16), longs, longs, settings, longs, filtered=True)
 
 
-def made_weight(scheme: str) -> Quantised:
-    return Quantised.empty(scheme, HIDDEN, Span(0, HIDDEN), BF16, torch.device("cpu"))
+def made_weight(scheme: str) -> QuantisedWeight:
+    return QuantisedWeight.empty(scheme, HIDDEN, Span(0, HIDDEN), BF16, torch.device("cpu"))
 
 
 def multiply(scheme: str, tokens: int) -> None:

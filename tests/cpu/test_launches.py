@@ -20,7 +20,7 @@ from weft import LLM, SamplingParams
 from weft.architectures.place import Span
 from weft.kernels import triton, warm
 from weft.kernels.triton import attention, pointwise, products, tuning
-from weft.quant.quantised import Quantised
+from weft.quant.quantised import QuantisedWeight
 from weft.worker import graphs, worker
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter")
@@ -109,7 +109,7 @@ def test_attention_warms_what_any_number_of_rows_launches(
 @pytest.mark.parametrize(("rows", "cols"), [(6144, 4096), (64, 14336), (32_768, 1024), (96, 96)])
 def test_products_warm_what_any_number_of_rows_launches(rows: int, cols: int, biased: bool, launches: Launches) -> None:
     bias = torch.zeros(rows, dtype=torch.bfloat16) if biased else None
-    weight = Quantised.empty("Q4_1", rows, Span(0, cols), torch.bfloat16, CPU)
+    weight = QuantisedWeight.empty("Q4_1", rows, Span(0, cols), torch.bfloat16, CPU)
     product = products.quantised(weight, bias, 132)
     warm.warm([product.launches(8192)], CPU)
     before = [*launches.variants]

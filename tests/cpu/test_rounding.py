@@ -19,7 +19,7 @@ from weft.kernels.base import AttentionShape
 from weft.kernels.native.rounding import NativeRounding, knows, made
 from weft.native import build
 from weft.plan.fills import fills
-from weft.quant.quantised import Quantised
+from weft.quant.quantised import QuantisedWeight
 from weft.quant.rounding import Rounding, round_into
 from weft.weights.quantised import bands, quantise
 
@@ -62,13 +62,13 @@ def importance() -> torch.Tensor:
     return drawn.clamp_(min=0.1)
 
 
-def made_of(weight: torch.Tensor, type: str, how: Rounding, counts: torch.Tensor | None = None) -> Quantised:
-    into = Quantised.empty(type, len(weight), Span(0, weight.shape[1]), torch.float32, CPU)
+def made_of(weight: torch.Tensor, type: str, how: Rounding, counts: torch.Tensor | None = None) -> QuantisedWeight:
+    into = QuantisedWeight.empty(type, len(weight), Span(0, weight.shape[1]), torch.float32, CPU)
     how(weight, into, counts)
     return into
 
 
-def parts(matrix: Quantised) -> list[torch.Tensor]:
+def parts(matrix: QuantisedWeight) -> list[torch.Tensor]:
     return [part for part in (matrix.values, matrix.scales, matrix.lowest) if part is not None]
 
 
@@ -132,7 +132,7 @@ def test_a_cut_has_the_same_numbers(ours: NativeRounding, type: str) -> None:
 
     whole = made_of(weight, type, ours).dequantise()
     for cols in (Span(0, 192), Span(192, 384), Span(384, WIDTH), Span(32, 64)):
-        into = Quantised.empty(type, 100, cols, torch.float32, CPU)
+        into = QuantisedWeight.empty(type, 100, cols, torch.float32, CPU)
         quantise(read, Span(20, 120), cols, WIDTH, 4, into, torch.bfloat16, ours)
         assert torch.equal(into.dequantise(), whole[20:120, cols.start : cols.stop])
 
@@ -177,7 +177,7 @@ def test_a_cut_has_the_same_numbers_on_a_gpu(gpus: Rounding, type: str) -> None:
 
     whole = made_of(weight[50:90], type, gpus).dequantise()
     for cols in (Span(0, 192), Span(384, WIDTH), Span(32, 64)):
-        into = Quantised.empty(type, 40, cols, torch.float32, CPU)
+        into = QuantisedWeight.empty(type, 40, cols, torch.float32, CPU)
         quantise(read, Span(50, 90), cols, WIDTH, 4, into, torch.bfloat16, gpus)
         assert torch.equal(into.dequantise(), whole[:, cols.start : cols.stop])
 
@@ -196,7 +196,7 @@ def test_an_8b_is_rounded_on_a_card_in_few_launches(
         out.copy_(host)
 
     for type in ("Q4_1", "Q8_0"):
-        into, before = Quantised.empty(type, 8, Span(0, 256), torch.bfloat16, CUDA), card.launches
+        into, before = QuantisedWeight.empty(type, 8, Span(0, 256), torch.bfloat16, CUDA), card.launches
         quantise(read, Span(0, 8), Span(0, 256), 256, 4, into, torch.bfloat16, how)
         seen[type] = card.launches - before
     place = cut(shape, [0]).places[0]

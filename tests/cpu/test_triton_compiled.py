@@ -67,7 +67,7 @@ PRODUCTS = (
     LAUNCHES
     + """
 from weft.architectures.place import Span
-from weft.quant.quantised import Quantised
+from weft.quant.quantised import QuantisedWeight
 
 dtype = getattr(torch, sys.argv[2])
 wide, cut = Span(0, 4096), Span(64, 640)
@@ -77,7 +77,7 @@ if capability < 80:
 
 def launch_all():
     for kind, cols in kinds.items():
-        weight = Quantised.empty(kind, 96, cols, dtype, torch.device("cpu"))
+        weight = QuantisedWeight.empty(kind, 96, cols, dtype, torch.device("cpu"))
         if "ROW" not in kind:
             rounding.round_on_gpu(torch.zeros(96, cols.stop - cols.start + weight.lacking, dtype=dtype), weight)
         product = products.quantised(weight, torch.zeros(96, dtype=dtype), 132)

@@ -10,7 +10,7 @@ import torch
 from tests.cpu.matrices import KINDS, random
 from weft.architectures.place import Span
 from weft.kernels.triton import made, products
-from weft.quant.quantised import Quantised
+from weft.quant.quantised import QuantisedWeight
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU on this machine")
 
@@ -19,7 +19,7 @@ CUDA = torch.device("cuda")
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
 
-def there(weight: Quantised) -> Quantised:
+def there(weight: QuantisedWeight) -> QuantisedWeight:
     lowest = None if weight.lowest is None else weight.lowest.to(CUDA)
     return replace(weight, values=weight.values.to(CUDA), scales=weight.scales.to(CUDA), lowest=lowest)
 
@@ -64,9 +64,9 @@ def test_a_product_is_captured(tokens: int) -> None:
     torch.testing.assert_close(out, product(x), rtol=0, atol=0)
 
 
-def made_up(type: str, rows: int, cols: int) -> Quantised:
+def made_up(type: str, rows: int, cols: int) -> QuantisedWeight:
     """Numbers that are quickly made; none are negative where they need not be."""
-    weight = Quantised.empty(type, rows, Span(0, cols), torch.bfloat16, CUDA)
+    weight = QuantisedWeight.empty(type, rows, Span(0, cols), torch.bfloat16, CUDA)
     weight.values.random_(0, 256)
     weight.scales.fill_(0.01)
     if weight.lowest is not None:

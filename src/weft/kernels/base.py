@@ -13,7 +13,7 @@ from weft.kernels.batch import Batch
 from weft.kernels.laying import Staged
 from weft.kernels.warm import Launch
 from weft.plan.plan import Plan
-from weft.quant.quantised import Quantised
+from weft.quant.quantised import QuantisedWeight
 
 
 @dataclass(frozen=True)
@@ -150,11 +150,11 @@ class Kernels(Attention, Protocol):
         Rows that are left over in a `fixed` batch get no slot and no context."""
         ...
 
-    def matrix(self, weight: torch.Tensor | Quantised, bias: torch.Tensor | None) -> Product:
+    def matrix(self, weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None) -> Product:
         """A product with weight [out, in], which may be packed anew: the caller does not keep it."""
         ...
 
-    def table(self, weight: torch.Tensor | Quantised) -> Table:
+    def table(self, weight: torch.Tensor | QuantisedWeight) -> Table:
         """The same for an embedding [vocab, hidden], whose rows are asked for too."""
         ...
 

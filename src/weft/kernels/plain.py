@@ -14,7 +14,7 @@ from weft.kernels.batch import Batch
 from weft.kernels.warm import Launch
 from weft.quant import table
 from weft.quant.dense import product
-from weft.quant.quantised import Quantised
+from weft.quant.quantised import QuantisedWeight
 
 
 class PlainKernels:
@@ -27,10 +27,10 @@ class PlainKernels:
     def lay(self, staged: laying.Staged, batch: Batch) -> None:
         laying.lay(staged, batch)
 
-    def matrix(self, weight: torch.Tensor | Quantised, bias: torch.Tensor | None) -> Product:
+    def matrix(self, weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None) -> Product:
         return product(weight, bias)
 
-    def table(self, weight: torch.Tensor | Quantised) -> Table:
+    def table(self, weight: torch.Tensor | QuantisedWeight) -> Table:
         return table.Table(weight)
 
     def fuse(self, layers: Sequence[DenseLayer], comm: Comm) -> Stage | None:

@@ -13,11 +13,11 @@ from weft.kernels.base import DenseLayer, HeadNorm, Kernels, KVCache, Product
 from weft.kernels.batch import Batch
 from weft.layers.embedding import Embedding, Head
 from weft.layers.linear import column_linear, row_linear
-from weft.quant.quantised import Quantised
+from weft.quant.quantised import QuantisedWeight
 
 # By name. Matrices are taken out as their layer is made: one that is packed for its product is then held once, not
 # twice until the whole model is built.
-Tensors = MutableMapping[str, torch.Tensor | Quantised]
+Tensors = MutableMapping[str, torch.Tensor | QuantisedWeight]
 
 
 class Decoder:

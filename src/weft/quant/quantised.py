@@ -1,4 +1,4 @@
-"""Quantised: a matrix, or some of its rows and columns, in a scheme of `formats.schemes`."""
+"""QuantisedWeight: a matrix, or some of its rows and columns, in a scheme of `formats.schemes`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weft.formats.schemes import ALL, UNIT, Scheme
 
 
 @dataclass(frozen=True)
-class Quantised:
+class QuantisedWeight:
     """[rows, cols] numbers, in memory as a file of rows would have them.
 
     `values` is [rows, cols * bits / 8] uint8; of 4 bits, the first half of each UNIT columns are the low nibbles of
@@ -28,7 +28,7 @@ class Quantised:
     dtype: torch.dtype
 
     @classmethod
-    def empty(cls, type: str, rows: int, cols: Span, dtype: torch.dtype, device: torch.device) -> Quantised:
+    def empty(cls, type: str, rows: int, cols: Span, dtype: torch.dtype, device: torch.device) -> QuantisedWeight:
         """Room for columns `cols`, in multiples of UNIT, of a matrix."""
         scheme = ALL[type]
         groups, lowest = cols.blocks(scheme.group), None
@@ -61,7 +61,7 @@ class Quantised:
     def nbytes(self) -> int:
         return sum(part.nbytes for part in (self.values, self.scales, self.lowest) if part is not None)
 
-    def narrow(self, dim: int, start: int, length: int) -> Quantised:
+    def narrow(self, dim: int, start: int, length: int) -> QuantisedWeight:
         """Some of the rows, in the same memory; `dim` is 0."""
         assert dim == 0
         lowest = None if self.lowest is None else self.lowest.narrow(0, start, length)

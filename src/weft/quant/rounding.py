@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 
 from weft.formats.schemes import Scheme
-from weft.quant.quantised import Quantised, pack
+from weft.quant.quantised import QuantisedWeight, pack
 
 # Rounds weight [rows, cols], of any float dtype, into a matrix of those rows. Its first column begins the first group
 # of the matrix; its last one ends the last group, or the whole weight. The importance [cols] float32 of columns, above
 # zero and about 1, says what the squares of their errors count; None where all count alike. 8 bits do not ask.
-Rounding = Callable[[torch.Tensor, Quantised, torch.Tensor | None], None]
+Rounding = Callable[[torch.Tensor, QuantisedWeight, torch.Tensor | None], None]
 
 # (q, scale, lowest) of groups: q [rows, groups, group] uint8, the others [rows, groups, 1] float32. `lowest` is the
 # minimum or the zero point, None where zero is in the middle.
@@ -29,7 +29,7 @@ BELOW_AND_ABOVE = ((1.0, 1.0), (1.0, 0.9), (0.9, 1.0), (0.9, 0.9))
 TINY = 1e-7  # no scale is below it: half a step of the smallest float16
 
 
-def round_into(weight: torch.Tensor, into: Quantised, importance: torch.Tensor | None = None) -> None:
+def round_into(weight: torch.Tensor, into: QuantisedWeight, importance: torch.Tensor | None = None) -> None:
     """A `Rounding` for every device."""
     step = max(1, (CHUNK if weight.device.type == "cpu" else GPU_CHUNK) // weight.shape[1])
     for row, some in zip(range(0, len(weight), step), weight.split(step), strict=True):

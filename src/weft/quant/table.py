@@ -8,14 +8,14 @@ import torch
 import torch.nn.functional as F
 
 from weft.quant.dense import Product, product
-from weft.quant.quantised import Quantised
+from weft.quant.quantised import QuantisedWeight
 
 
 class Table:
     """Rows of a weight [rows, cols], which is held in the dtype that is computed in."""
 
-    def __init__(self, weight: torch.Tensor | Quantised) -> None:
-        self.weight = weight.dequantise(weight.dtype) if isinstance(weight, Quantised) else weight
+    def __init__(self, weight: torch.Tensor | QuantisedWeight) -> None:
+        self.weight = weight.dequantise(weight.dtype) if isinstance(weight, QuantisedWeight) else weight
 
     def rows(self, numbers: torch.Tensor) -> torch.Tensor:
         """[N] -> [N, cols]."""

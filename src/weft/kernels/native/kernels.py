@@ -15,7 +15,7 @@ from weft.kernels.native.entries import Entries
 from weft.kernels.native.matrix import NativeMatrix, dense, quantised
 from weft.kernels.native.stage import NativeStage
 from weft.kernels.warm import Launch
-from weft.quant.quantised import Quantised
+from weft.quant.quantised import QuantisedWeight
 
 
 class NativeKernels:
@@ -33,12 +33,12 @@ class NativeKernels:
     def lay(self, staged: laying.Staged, batch: Batch) -> None:
         laying.lay(staged, batch)
 
-    def matrix(self, weight: torch.Tensor | Quantised, bias: torch.Tensor | None = None) -> NativeMatrix:
-        if isinstance(weight, Quantised):
+    def matrix(self, weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None = None) -> NativeMatrix:
+        if isinstance(weight, QuantisedWeight):
             return quantised(self._entries, weight, bias)
         return dense(self._entries, weight, bias)
 
-    def table(self, weight: torch.Tensor | Quantised) -> NativeMatrix:
+    def table(self, weight: torch.Tensor | QuantisedWeight) -> NativeMatrix:
         return self.matrix(weight)
 
     def fuse(self, layers: Sequence[DenseLayer], comm: Comm) -> Stage | None:

@@ -10,7 +10,7 @@ import torch
 from weft.formats.schemes import UNIT
 from weft.kernels.native.entries import Entries
 from weft.native.library import LOWEST_KINDS, PANEL, Matrix
-from weft.quant.quantised import Quantised
+from weft.quant.quantised import QuantisedWeight
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def dense(entries: Entries, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     return NativeMatrix(entries, descriptor, (packed, bias))
 
 
-def quantised(entries: Entries, weight: Quantised, bias: torch.Tensor | None) -> NativeMatrix:
+def quantised(entries: Entries, weight: QuantisedWeight, bias: torch.Tensor | None) -> NativeMatrix:
     """A quantised weight [rows, cols], in panels."""
     (rows, cols), groups = weight.shape, weight.scales.shape[1]
     padded = -(-rows // PANEL) * PANEL

@@ -12,7 +12,7 @@ from weft.formats.schemes import UNIT, Scheme
 from weft.kernels.native.entries import Entries
 from weft.native import build
 from weft.native.library import LOWEST_KINDS, SIZE
-from weft.quant.quantised import Quantised
+from weft.quant.quantised import QuantisedWeight
 from weft.quant.rounding import Rounding, counts, round_into
 
 # As in rounding.h: Weights, LONGEST.
@@ -41,7 +41,7 @@ class NativeRounding:
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
 
-    def __call__(self, weight: torch.Tensor, into: Quantised, importance: torch.Tensor | None = None) -> None:
+    def __call__(self, weight: torch.Tensor, into: QuantisedWeight, importance: torch.Tensor | None = None) -> None:
         rounding = self._native if knows(into.scheme) else round_into
         rounding(weight, into, importance)
 
@@ -52,7 +52,7 @@ class NativeRounding:
         except (OSError, subprocess.SubprocessError):  # whoever chooses the kernels says why
             return round_into
 
-        def rounding(weight: torch.Tensor, into: Quantised, importance: torch.Tensor | None) -> None:
+        def rounding(weight: torch.Tensor, into: QuantisedWeight, importance: torch.Tensor | None) -> None:
             assert weight.is_contiguous() and into.values.is_contiguous()
             (rows, width), scheme = weight.shape, into.scheme
             asked = Descriptor(

@@ -15,7 +15,7 @@ from weft.kernels.triton import laying, pointwise, products, reduce
 from weft.kernels.triton.attention import TritonAttention
 from weft.kernels.warm import Launch
 from weft.quant.dense import product
-from weft.quant.quantised import Quantised
+from weft.quant.quantised import QuantisedWeight
 from weft.quant.table import Table as DenseTable
 
 
@@ -39,17 +39,17 @@ class TritonKernels:
     def lay(self, staged: Staged, batch: Batch) -> None:
         laying.lay(staged, batch)
 
-    def matrix(self, weight: torch.Tensor | Quantised, bias: torch.Tensor | None) -> Product:
-        if isinstance(weight, Quantised):
+    def matrix(self, weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None) -> Product:
+        if isinstance(weight, QuantisedWeight):
             return self._multiplier(weight, bias)
         return product(weight, bias)
 
-    def table(self, weight: torch.Tensor | Quantised) -> Table:
-        if isinstance(weight, Quantised):
+    def table(self, weight: torch.Tensor | QuantisedWeight) -> Table:
+        if isinstance(weight, QuantisedWeight):
             return self._multiplier(weight, None)
         return DenseTable(weight)
 
-    def _multiplier(self, weight: Quantised, bias: torch.Tensor | None) -> products.QuantisedMatrix:
+    def _multiplier(self, weight: QuantisedWeight, bias: torch.Tensor | None) -> products.QuantisedMatrix:
         made = products.quantised(weight, bias, self._processors)
         self._quantised.setdefault((made.scheme, made.shape, bias is None), made)
         return made

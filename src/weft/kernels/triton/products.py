@@ -17,7 +17,7 @@ import triton.language as tl
 
 from weft.formats.schemes import UNIT, Scheme
 from weft.kernels.warm import Launch, turns
-from weft.quant.quantised import Quantised
+from weft.quant.quantised import QuantisedWeight
 
 # By the rows of x that a program takes, 16 being the tensor cores' least: rows of W, units of UNIT columns at once, and
 # warps. Chosen by what is compiled: with 16 rows 5 instructions for a number of W, and registers for 20 warps on a
@@ -164,7 +164,7 @@ class QuantisedMatrix:
     """x [T, cols] -> x W^T + bias [T, rows]; and W's rows, for an embedding.
 
     `words` are W's numbers, [rows, cols * bits / 32] int32, those of 4 bits in the order of their columns (`in_order`),
-    so that they come out of a word as x has them. `scales` and `lowest` are as in `Quantised`, but for zero points: two
+    so that they come out of a word as x has them. `scales` and `lowest` are as in `QuantisedWeight`, but for zero points: two
     of them are an int16. `lowest` is anything where there is none. The first group lacks `lacking` units. `through` is
     int32 zeros, one for each of the most tiles of a product: how many programs are through with their parts of it.
     """
@@ -297,7 +297,7 @@ class QuantisedMatrix:
         return {"BITS": self.scheme.bits, "GROUP": self.scheme.group, "LOWEST": self.scheme.lowest}
 
 
-def quantised(weight: Quantised, bias: torch.Tensor | None, processors: int) -> QuantisedMatrix:
+def quantised(weight: QuantisedWeight, bias: torch.Tensor | None, processors: int) -> QuantisedMatrix:
     """A quantised weight [rows, cols] as the kernels want it; numbers of 4 bits and zero points are copied, once."""
     lowest = weight.scales if weight.lowest is None else weight.lowest
     if lowest.dtype == torch.uint8:
@@ -320,6 +320,6 @@ def quantised(weight: Quantised, bias: torch.Tensor | None, processors: int) -> 
 
 
 def in_order(nibbles: torch.Tensor) -> torch.Tensor:
-    """Nibbles as `Quantised` has them to those of columns 2i (low) and 2i + 1 (high) in byte i: [rows, cols / 2]."""
+    """Nibbles as `QuantisedWeight` has them to those of columns 2i (low) and 2i + 1 (high) in byte i: [rows, cols / 2]."""
     even, odd = nibbles.unflatten(1, (-1, UNIT // 4, 2)).unbind(3)
     return torch.cat((even & 15 | odd << 4, even >> 4 | odd & 240), dim=2).flatten(1)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from weft.formats.schemes import UNIT, Scheme
-from weft.quant.quantised import Quantised
+from weft.quant.quantised import QuantisedWeight
 from weft.quant.rounding import BELOW_AND_ABOVE, SHARES, TINY, round_into
 
 LARGEST_GROUP = 128  # columns
@@ -135,7 +135,7 @@ def _round(
         tl.store(values + place[:, None] + byte[None, :], tl.sum(nibbles, 1).to(tl.uint8), kept[:, None])
 
 
-def round_on_gpu(weight: torch.Tensor, into: Quantised, importance: torch.Tensor | None = None) -> None:
+def round_on_gpu(weight: torch.Tensor, into: QuantisedWeight, importance: torch.Tensor | None = None) -> None:
     """A `Rounding` for GPUs, in one launch; schemes of wider groups are rounded by torch."""
     scheme, (rows, width) = into.scheme, weight.shape
     if not has_kernel(scheme):
