@@ -222,11 +222,11 @@ def test_products(type: str, dtype: torch.dtype, rows: int, cols: Span, width: i
 def test_rows_of_a_table(type: str) -> None:
     weight, numbers = random(type, 70, Span(0, 96), 96), torch.tensor([0, 69, 31, 32, 33, 0])
     want = weight.dequantise(torch.bfloat16)[numbers]
-    assert torch.equal(PlainKernels().table(weight).rows(numbers), want)
-    got = native(torch.bfloat16).table(weight).rows(numbers)
+    assert torch.equal(PlainKernels().embedding_table(weight).rows(numbers), want)
+    got = native(torch.bfloat16).embedding_table(weight).rows(numbers)
     assert torch.allclose(got.float(), want.float(), rtol=1e-2, atol=1e-3)
     dense = torch.randn(70, 95).bfloat16()
-    assert torch.equal(native(torch.bfloat16).table(dense).rows(numbers), dense[numbers])
+    assert torch.equal(native(torch.bfloat16).embedding_table(dense).rows(numbers), dense[numbers])
 
 
 # --- the real model ---

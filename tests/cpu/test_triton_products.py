@@ -74,7 +74,7 @@ def test_many_rows_are_multiplied_with_what_was_dequantised(type: str, monkeypat
 def test_rows_of_a_table(type: str, dtype: torch.dtype) -> None:
     """To the last bit what the whole table would have, for what is asked of it alone; and the head of the same."""
     weight = random(type, 70, Span(0, 576), 576, dtype=dtype)
-    table, numbers = TritonKernels(4).table(weight), torch.tensor([0, 69, 31, 32, 33, 0])
+    table, numbers = TritonKernels(4).embedding_table(weight), torch.tensor([0, 69, 31, 32, 33, 0])
     got = table.rows(numbers)
     torch.testing.assert_close(got, weight.dequantise(dtype)[numbers], rtol=0, atol=0)
     assert table.rows(numbers[:0]).shape == (0, 576)

@@ -39,7 +39,7 @@ def test_products(type: str, dtype: torch.dtype, rows: int, cols: Span, width: i
     bias = torch.randn(rows, device=CUDA).to(dtype)
     exact = weight.dequantise().double()
     kernels = made(CUDA)
-    product, table = kernels.matrix(weight, bias), kernels.table(weight)
+    product, table = kernels.matrix(weight, bias), kernels.embedding_table(weight)
     for tokens in (1, 2, 16, 17, 33, 100, 256, 257, 700):
         x = torch.randn(tokens, len(cols), device=CUDA).to(dtype)
         want = x.double() @ exact.T + bias.double()

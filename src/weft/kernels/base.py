@@ -83,7 +83,7 @@ class HeadNorm:
 Product = Callable[[torch.Tensor], torch.Tensor]
 
 
-class Table(Protocol):
+class EmbeddingTable(Protocol):
     """An embedding, and the product with it where it is the head as well."""
 
     def rows(self, numbers: torch.Tensor) -> torch.Tensor:
@@ -154,7 +154,7 @@ class Kernels(Attention, Protocol):
         """A product with weight [out, in], which may be packed anew: the caller does not keep it."""
         ...
 
-    def table(self, weight: torch.Tensor | QuantisedWeight) -> Table:
+    def embedding_table(self, weight: torch.Tensor | QuantisedWeight) -> EmbeddingTable:
         """The same for an embedding [vocab, hidden], whose rows are asked for too."""
         ...
 

@@ -9,11 +9,11 @@ import torch.nn.functional as F
 
 from weft.comm import Comm
 from weft.kernels import laying
-from weft.kernels.base import AttentionShape, DenseLayer, HeadNorm, KVCache, Product, Stage, Table
+from weft.kernels.base import AttentionShape, DenseLayer, EmbeddingTable, HeadNorm, KVCache, Product, Stage
 from weft.kernels.batch import Batch
 from weft.kernels.warm import Launch
-from weft.quant import table
 from weft.quant.dense import product
+from weft.quant.dense_table import DenseTable
 from weft.quant.quantised import QuantisedWeight
 
 
@@ -30,8 +30,8 @@ class PlainKernels:
     def matrix(self, weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None) -> Product:
         return product(weight, bias)
 
-    def table(self, weight: torch.Tensor | QuantisedWeight) -> Table:
-        return table.Table(weight)
+    def embedding_table(self, weight: torch.Tensor | QuantisedWeight) -> EmbeddingTable:
+        return DenseTable(weight)
 
     def fuse(self, layers: Sequence[DenseLayer], comm: Comm) -> Stage | None:
         return None

@@ -29,7 +29,7 @@ class Decoder:
         place = places[rank]
         peers = [p for p in places if p.stage == place.stage]
         self.comm, self.kernels, self.eps = comm, kernels, shape.norm_eps
-        table = kernels.table(tensors.pop("embed.weight")) if place.first else None
+        table = kernels.embedding_table(tensors.pop("embed.weight")) if place.first else None
         self.embed = Embedding(table, place.vocab, comm) if table is not None else None
         self.layers = [
             dense_layer(shape, place, layer, tensors, comm, kernels)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from weft.architectures.place import Span
 from weft.comm import Links
 from weft.formats.schemes import ALL, UNIT
-from weft.kernels.base import KVCache, Product, Table
+from weft.kernels.base import EmbeddingTable, KVCache, Product
 from weft.kernels.batch import Batch, Lengths
 from weft.kernels.plain import PlainKernels
 from weft.layers import rope
@@ -134,7 +134,7 @@ class Reading(PlainKernels):
 
         return product
 
-    def table(self, weight: torch.Tensor | QuantisedWeight) -> Table:
+    def embedding_table(self, weight: torch.Tensor | QuantisedWeight) -> EmbeddingTable:
         (fill,) = self._fills[self._names[id(weight)]]
         return ReadTable(self._source, fill, weight, self.matrix(weight, None))
 

@@ -38,7 +38,7 @@ class NativeKernels:
             return quantised(self._entries, weight, bias)
         return dense(self._entries, weight, bias)
 
-    def table(self, weight: torch.Tensor | QuantisedWeight) -> NativeMatrix:
+    def embedding_table(self, weight: torch.Tensor | QuantisedWeight) -> NativeMatrix:
         return self.matrix(weight)
 
     def fuse(self, layers: Sequence[DenseLayer], comm: Comm) -> Stage | None:

@@ -8,15 +8,15 @@ import torch
 
 from weft.comm import Comm
 from weft.comm.symmetric import SymmetricComm
-from weft.kernels.base import Attention, AttentionShape, DenseLayer, HeadNorm, KVCache, Product, Stage, Table
+from weft.kernels.base import Attention, AttentionShape, DenseLayer, EmbeddingTable, HeadNorm, KVCache, Product, Stage
 from weft.kernels.batch import Batch
 from weft.kernels.laying import Staged
 from weft.kernels.triton import laying, pointwise, products, reduce
 from weft.kernels.triton.attention import TritonAttention
 from weft.kernels.warm import Launch
 from weft.quant.dense import product
+from weft.quant.dense_table import DenseTable
 from weft.quant.quantised import QuantisedWeight
-from weft.quant.table import Table as DenseTable
 
 
 class TritonKernels:
@@ -44,7 +44,7 @@ class TritonKernels:
             return self._multiplier(weight, bias)
         return product(weight, bias)
 
-    def table(self, weight: torch.Tensor | QuantisedWeight) -> Table:
+    def embedding_table(self, weight: torch.Tensor | QuantisedWeight) -> EmbeddingTable:
         if isinstance(weight, QuantisedWeight):
             return self._multiplier(weight, None)
         return DenseTable(weight)

@@ -1,4 +1,4 @@
-"""Table: an embedding, and the product with it where it is a model's head as well."""
+"""DenseTable: an embedding, and the product with it where it is a model's head as well."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weft.quant.dense import Product, product
 from weft.quant.quantised import QuantisedWeight
 
 
-class Table:
+class DenseTable:
     """Rows of a weight [rows, cols], which is held in the dtype that is computed in."""
 
     def __init__(self, weight: torch.Tensor | QuantisedWeight) -> None:
