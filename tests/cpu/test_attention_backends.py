@@ -21,7 +21,7 @@ from tests.cpu import checkpoints, fake_flashinfer, fake_varlen
 from tests.cpu.attention import ragged, shaped
 from weft import LLM, SamplingParams, kernels
 from weft.errors import ConfigError
-from weft.kernels import choose, contest, flashinfer, samples, triton, usable, varlen
+from weft.kernels import contest, create_kernels, flashinfer, samples, triton, usable, varlen
 from weft.kernels.base import Attention, AttentionShape, HeadNorm, Kernels, KVCache
 from weft.kernels.batch import Batch
 from weft.kernels.plain import PlainKernels
@@ -258,7 +258,7 @@ def test_graphs_give_the_same_tokens(
 def refused(backend: str, *words: str, **others: object) -> None:
     shape = shaped(torch.float16, **{"head_dim": 64, **others})  # type: ignore[arg-type]
     with pytest.raises(ConfigError) as caught:
-        choose(backend, CPU, shape)
+        create_kernels(backend, CPU, shape)
     message = str(caught.value)
     assert "\n" not in message and "--attention-backend torch" in message
     assert all(word in message for word in words), message
@@ -326,7 +326,7 @@ def test_the_version_is_the_package_s(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def both(shape: AttentionShape) -> list[Kernels]:
-    return [choose(backend, CPU, shape) for backend in ("flashinfer", "triton")]
+    return [create_kernels(backend, CPU, shape) for backend in ("flashinfer", "triton")]
 
 
 @pytest.mark.parametrize(("times", "won"), [((2e-6, 3e-6), "flashinfer"), ((3e-6, 2e-6), "triton")])

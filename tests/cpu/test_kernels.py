@@ -12,7 +12,7 @@ import torch
 from tests.cpu.attention import ragged, shaped
 from tests.cpu.kernels import native
 from tests.cpu.programs import has_no_warnings, passes
-from weft.kernels import choose
+from weft.kernels import create_kernels
 from weft.kernels.base import HeadNorm, Kernels, KVCache
 from weft.kernels.batch import Batch
 from weft.kernels.plain import PlainKernels
@@ -208,7 +208,7 @@ def test_without_compiler_or_cache_it_falls_back_with_the_advice_that_helps(
     monkeypatch.setenv(variable, value)
     try:
         with caplog.at_level("WARNING", "weft"):
-            assert choose("auto", torch.device("cpu"), shaped(torch.float32)).name == "torch"
+            assert create_kernels("auto", torch.device("cpu"), shaped(torch.float32)).name == "torch"
         assert advice in caplog.text and ("g++" in advice) == ("g++" in caplog.text)
     finally:
         forget_the_library()
@@ -227,7 +227,7 @@ def test_the_compiler_has_nothing_to_warn_of(dtype: str) -> None:
 
 def test_fp16_falls_back_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("WARNING", "weft"):
-        assert choose("auto", torch.device("cpu"), shaped(torch.float16)).name == "torch"
+        assert create_kernels("auto", torch.device("cpu"), shaped(torch.float16)).name == "torch"
     assert "float16" in caplog.text
 
 

@@ -14,7 +14,7 @@ from tests.pure.costs import cut
 from weft.architectures.place import Span
 from weft.formats.catalogue import find
 from weft.formats.schemes import ALL, SCHEMES, Scheme
-from weft.kernels import rounding
+from weft.kernels import create_rounding
 from weft.kernels.base import AttentionShape
 from weft.kernels.native.rounding import NativeRounding, knows, made
 from weft.native import build
@@ -188,7 +188,7 @@ def test_an_8b_is_rounded_on_a_card_in_few_launches(
 ) -> None:
     """Llama-3.1-8B: the launches of a band, and the bands of all matrices. A card takes some 5 us for each."""
     shape = find("Llama-3.1-8B").shape
-    how = rounding("auto", CUDA, SHAPE)
+    how = create_rounding("auto", CUDA, SHAPE)
     seen: dict[str, int] = {}
     host = torch.randn(8, 256).bfloat16()
 
@@ -221,8 +221,8 @@ def test_without_a_compiler_torch_rounds(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_who_rounds() -> None:
-    assert isinstance(rounding("auto", CPU, SHAPE), NativeRounding)
-    assert rounding("torch", CPU, SHAPE) is round_into
-    assert rounding("auto", torch.device("meta"), SHAPE) is round_into
+    assert isinstance(create_rounding("auto", CPU, SHAPE), NativeRounding)
+    assert create_rounding("torch", CPU, SHAPE) is round_into
+    assert create_rounding("auto", torch.device("meta"), SHAPE) is round_into
     assert build.native_obstacle("float16", 64, 2) and made(torch.float16, 64, 2) is round_into
     assert knows(SCHEMES["INT8"]) and not knows(Scheme(bits=4, group=256, lowest="zero"))

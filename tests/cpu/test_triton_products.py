@@ -138,7 +138,7 @@ def test_an_engine_gives_what_the_dequantised_weights_give(
         one_at_a_time(patched)
         got = answers(tmp_path, **how, quantization=quantization, tensor_parallel_size=ranks)
     # The worker's other kernels dequantise what they get.
-    monkeypatch.setattr(worker, "choose", lambda *_: PlainKernels())
+    monkeypatch.setattr(worker, "create_kernels", lambda *_: PlainKernels())
     want = answers(tmp_path, **how, quantization=quantization)
     assert want != answers(tmp_path, **how), "nothing was quantised"
     for (tokens, scores), (their_tokens, their_scores) in zip(got, want, strict=True):

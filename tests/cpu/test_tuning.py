@@ -169,7 +169,7 @@ def test_engines_that_start_there_take_what_was_kept(caplog: pytest.LogCaptureFi
     assert kept.known(CPU, SHAPE) == DEFAULT
     path = kept.keep(CPU, SHAPE, FOUND)
     with caplog.at_level(logging.INFO, "weft"):
-        made = kernels.choose("triton", CPU, SHAPE)
+        made = kernels.create_kernels("triton", CPU, SHAPE)
     assert made._attention.tunings == FOUND and str(path) in caplog.text  # type: ignore[attr-defined]
     # Of the most that may come they are independent, of heads and dtypes not.
     assert kept.known(CPU, replace(SHAPE, rows=99, length=9)) == FOUND

@@ -9,7 +9,7 @@ import torch
 
 from scripts.gpu.work import Figure, Options
 from weft.errors import ConfigError
-from weft.kernels import choose
+from weft.kernels import create_kernels
 from weft.kernels.base import AttentionShape, Kernels
 from weft.kernels.contest import seconds
 from weft.kernels.triton.tuning import DECODE, PREFILL, Tuning
@@ -70,7 +70,7 @@ def backends(shape: AttentionShape) -> tuple[dict[str, Kernels], list[Figure]]:
     usable, notes = {}, []
     for name in OTHERS:
         try:
-            usable[name] = choose(name, CUDA, shape)
+            usable[name] = create_kernels(name, CUDA, shape)
         except ConfigError as error:
             notes.append(Figure(f"attention by {name}, {shape.q_heads} heads", None, "", note=str(error)))
     return usable, notes

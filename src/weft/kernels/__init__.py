@@ -10,7 +10,7 @@ from weft.plan.backends import ATTENTION_BACKENDS, GPU_BACKENDS
 from weft.quant.rounding import Rounding, round_into
 
 
-def choose(backend: str, device: torch.device, shape: AttentionShape) -> Kernels:
+def create_kernels(backend: str, device: torch.device, shape: AttentionShape) -> Kernels:
     """The kernels for a device, `backend` one of ATTENTION_BACKENDS: `auto` takes the fastest that runs there, and
     says so where it had to fall back. Raises ConfigError where another cannot be used."""
     assert backend in ATTENTION_BACKENDS, backend
@@ -27,7 +27,7 @@ def choose(backend: str, device: torch.device, shape: AttentionShape) -> Kernels
     return PlainKernels()
 
 
-def rounding(backend: str, device: torch.device, shape: AttentionShape) -> Rounding:
+def create_rounding(backend: str, device: torch.device, shape: AttentionShape) -> Rounding:
     """What rounds weights for these kernels, which need not be compiled yet."""
     if backend in ("auto", "cpu") and device.type == "cpu":
         from weft.kernels.native.rounding import made

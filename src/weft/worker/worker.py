@@ -15,7 +15,7 @@ from weft.comm import Links
 from weft.core.params import SamplingParams
 from weft.core.step import Admission, StepPlan, StepResult, TokenLogprobs
 from weft.errors import ModelError
-from weft.kernels import choose, rounding
+from weft.kernels import create_kernels, create_rounding
 from weft.kernels.base import AttentionShape, KVCache
 from weft.kernels.batch import Batch
 from weft.kernels.capture import release_cached_memory, synchronize_device
@@ -74,8 +74,8 @@ class Worker:
         held = sum(tensor.nbytes for tensor in tensors.values())
         wanted = plan.attention_backend, self.device, self.attention
         found = importance(plan, self.rank, self.links, tensors, self.device)
-        load(plan, self.place, tensors, rounding(*wanted), found)
-        self.kernels = choose(*wanted)
+        load(plan, self.place, tensors, create_rounding(*wanted), found)
+        self.kernels = create_kernels(*wanted)
         if plan.schemes and self.kernels.name == "torch":
             held = weight_bytes(shape, self.place, plan.dtype)
             logger.warning("The kernels of torch do not multiply quantised weights: they are held in %s", plan.dtype)
