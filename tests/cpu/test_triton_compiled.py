@@ -18,7 +18,7 @@ import sys, types
 import torch
 from scripts.kernel_sass.launches import recorded
 from weft.kernels.base import KVCache
-from weft.kernels.triton import attention, laying, pointwise, products, reduce, rounding, sampling
+from weft.kernels.triton import attention, staged, pointwise, products, reduce, rounding, sampling
 
 capability = int(sys.argv[1])
 """
@@ -55,7 +55,7 @@ def launch_all():
                                    order=ints[0], slots=ints[0], growth=ints, blocks=ints[0], last=batch.slots,
                                    tables=ints, rows=2, decodes=2, width=4)
     batch.tokens, batch.decodes = ints[0], 2
-    laying.lay(staged, batch)
+    staged_step.fill_batch(staged, batch)
     reduce.sum_add_norm(torch.zeros(8, dtype=torch.int64), wide, wide[0], 1e-6)
     longs = torch.zeros(2, dtype=torch.int64)
     settings = torch.zeros(2, 4, dtype=torch.float64)

@@ -92,7 +92,7 @@ def test_a_graph_is_told_of_other_rows(backend: str) -> None:
     replay = CudaGraphs()(run)
     found = []
     for step, _ in steps * 3:
-        kernels.lay(as_staged(there(step)), batch)
+        kernels.fill_batch(as_staged(there(step)), batch)
         kernels.prepare(replace(batch, host=step.lengths().padded(rows)))
         replay()
         found.append([out[: step.rows].clone() for out in outs])

@@ -10,7 +10,7 @@ import torch
 
 from weft.comm import Comm
 from weft.kernels.batch import Batch
-from weft.kernels.laying import Staged
+from weft.kernels.staged import StagedStep
 from weft.kernels.warm import Launch
 from weft.plan.plan import Plan
 from weft.quant.quantised import QuantisedWeight
@@ -145,7 +145,7 @@ class Kernels(Attention, Protocol):
 
     capturable: bool
 
-    def lay(self, staged: Staged, batch: Batch) -> None:
+    def fill_batch(self, staged: StagedStep, batch: Batch) -> None:
         """Write a step into the tensors of a batch with room for it, and its new blocks into the tables of all slots.
         Rows that are left over in a `fixed` batch get no slot and no context."""
         ...

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from weft.comm import Comm
-from weft.kernels import laying
+from weft.kernels import staged
 from weft.kernels.base import AttentionShape, DenseLayer, EmbeddingTable, HeadNorm, KVCache, Product, Stage
 from weft.kernels.batch import Batch
 from weft.kernels.warm import Launch
@@ -24,8 +24,8 @@ class PlainKernels:
     def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Sequence[Launch]]:
         return ()
 
-    def lay(self, staged: laying.Staged, batch: Batch) -> None:
-        laying.lay(staged, batch)
+    def fill_batch(self, staged: StagedStep, batch: Batch) -> None:
+        staged_step.fill_batch(staged, batch)
 
     def matrix(self, weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None) -> Product:
         return product(weight, bias)

@@ -19,7 +19,7 @@ from weft.kernels import create_kernels, create_rounding
 from weft.kernels.base import AttentionShape, KVCache
 from weft.kernels.batch import Batch
 from weft.kernels.capture import release_cached_memory, synchronize_device
-from weft.kernels.laying import Staged
+from weft.kernels.staged import StagedStep
 from weft.kernels.streams import BROKEN
 from weft.kernels.warm import warm
 from weft.layers import rope
@@ -230,10 +230,10 @@ class Worker:
             release_cached_memory()
 
     @torch.inference_mode()
-    def lay(self, staged: Staged) -> Batch:
+    def lay(self, staged: StagedStep) -> Batch:
         """The step as a batch, in a graph's tensors if it can be replayed."""
         batch = (self.graphs and self.graphs.room(staged)) or staged.eager()
-        self.kernels.lay(staged, batch)
+        self.kernels.fill_batch(staged, batch)
         return batch
 
     @torch.inference_mode()

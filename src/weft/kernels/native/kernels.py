@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from weft.comm import Comm
-from weft.kernels import laying
+from weft.kernels import staged
 from weft.kernels.base import AttentionShape, DenseLayer, HeadNorm, KVCache, Stage
 from weft.kernels.batch import Batch
 from weft.kernels.native.entries import Entries
@@ -30,8 +30,8 @@ class NativeKernels:
     def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Sequence[Launch]]:
         return ()
 
-    def lay(self, staged: laying.Staged, batch: Batch) -> None:
-        laying.lay(staged, batch)
+    def fill_batch(self, staged: StagedStep, batch: Batch) -> None:
+        staged_step.fill_batch(staged, batch)
 
     def matrix(self, weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None = None) -> NativeMatrix:
         if isinstance(weight, QuantisedWeight):

@@ -10,8 +10,8 @@ from weft.comm import Comm
 from weft.comm.symmetric import SymmetricComm
 from weft.kernels.base import Attention, AttentionShape, DenseLayer, EmbeddingTable, HeadNorm, KVCache, Product, Stage
 from weft.kernels.batch import Batch
-from weft.kernels.laying import Staged
-from weft.kernels.triton import laying, pointwise, products, reduce
+from weft.kernels.staged import StagedStep
+from weft.kernels.triton import pointwise, products, reduce, staged
 from weft.kernels.triton.attention import TritonAttention
 from weft.kernels.warm import Launch
 from weft.quant.dense import product
@@ -36,8 +36,8 @@ class TritonKernels:
         multiplied = [launch for it in self._quantised.values() for launch in it.launches(shape.tokens)]
         return [multiplied, *self._attention.launches(shape, device)]
 
-    def lay(self, staged: Staged, batch: Batch) -> None:
-        laying.lay(staged, batch)
+    def fill_batch(self, staged: StagedStep, batch: Batch) -> None:
+        staged_step.fill_batch(staged, batch)
 
     def matrix(self, weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None) -> Product:
         if isinstance(weight, QuantisedWeight):

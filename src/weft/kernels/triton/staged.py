@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from weft.kernels.batch import Batch
-from weft.kernels.laying import NOWHERE, Staged
+from weft.kernels.staged import NOWHERE, StagedStep
 
 TOKENS = 256  # that one program lays out
 COLUMNS = 1024  # of a row's block table that one program copies
@@ -61,8 +61,8 @@ def _lay(
         tl.store(row + columns, tl.where(fresh, new, old), columns < width)
 
 
-def lay(staged: Staged, batch: Batch) -> None:
-    """See `Kernels.lay`."""
+def fill_batch(staged: StagedStep, batch: Batch) -> None:
+    """See `Kernels.fill_batch`."""
     tokens, rows, room = staged.tokens.shape[0], staged.rows, batch.tokens.shape[0]
     _lay[(max(rows, triton.cdiv(room, TOKENS)), triton.cdiv(staged.width, COLUMNS))](
         staged.tokens,

@@ -12,7 +12,7 @@ NOWHERE = -1  # slot of a token that only fills a captured batch up
 
 
 @dataclass(frozen=True)
-class Staged:
+class StagedStep:
     """T tokens of R rows as they came from the host, and what the device keeps for each slot. int32 unless said.
 
     `tokens` [T]: an id, or ~slot for the token that the slot sampled last. `positions`, `places` (int64), `row_starts`,
@@ -58,8 +58,8 @@ class Staged:
         )
 
 
-def lay(staged: Staged, batch: Batch) -> None:
-    """See `Kernels.lay`: in plain torch, on any device."""
+def fill_batch(staged: StagedStep, batch: Batch) -> None:
+    """See `Kernels.fill_batch`: in plain torch, on any device."""
     tokens, rows = staged.tokens.shape[0], staged.rows
     sampled = staged.last[(~staged.tokens).clamp_(min=0)]
     batch.tokens[:tokens] = torch.where(staged.tokens < 0, sampled, staged.tokens)
@@ -76,7 +76,7 @@ def lay(staged: Staged, batch: Batch) -> None:
         torch.arange(rows, batch.rows, out=batch.order[rows:])
 
 
-def _grow(staged: Staged) -> None:
+def _grow(staged: StagedStep) -> None:
     """Write new blocks into the tables of their slots."""
     had, has, first = staged.growth[:, :, None]
     columns = torch.arange(staged.width, device=staged.slots.device)
