@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.cpu.draws import PARAMS, chi_square, chooser_of, chosen, far_apart, key_of, scorer_of
 from tests.cpu.reference_sampler import EOS, FILTERS, check_logprobs, expected, grid, row_of, sampled
 from weft.core.params import SamplingParams
-from weft.kernels.streams import BROKEN
+from weft.kernels.streams import NOT_FINITE
 from weft.worker.random import BLOCK, race
 from weft.worker.sampler import Sampler
 
@@ -63,7 +63,7 @@ def test_rows_that_are_no_distribution(kind: str) -> None:
         SamplingParams(temperature=0),
     ):
         got, torchs = chosen(logits, [params], np.arange(6), kind=kind)
-        assert got[1:].tolist() == [BROKEN] * 5 and got[0] >= 0
+        assert got[1:].tolist() == [NOT_FINITE] * 5 and got[0] >= 0
         assert torch.equal(got, torchs)
 
 

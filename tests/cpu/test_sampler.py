@@ -17,7 +17,7 @@ from tests.cpu.draws import MASK, chi_square
 from tests.cpu.reference_sampler import EOS, Row, check_logprobs, distribution, expected, grid, row_of, sampled
 from weft.core.params import SamplingParams
 from weft.core.step import Admission
-from weft.kernels.streams import BROKEN
+from weft.kernels.streams import NOT_FINITE
 from weft.worker import chunks
 from weft.worker import sampler as sampler_module
 from weft.worker.filters import weigh
@@ -265,7 +265,7 @@ def test_nan_stays_in_its_row() -> None:
     clean, clean_logprobs = sampled(sampler_of(600, rows), logits, slots, positions).result()
     assert tokens[1::2] == clean[1::2]
     assert logprobs[1::2] == clean_logprobs[1::2]
-    assert tokens[0::2] == [BROKEN] * 6 and all(0 <= token < 600 for token in tokens[1::2])
+    assert tokens[0::2] == [NOT_FINITE] * 6 and all(0 <= token < 600 for token in tokens[1::2])
     assert all(scores is not None and math.isnan(scores.logprob) for scores in logprobs[0::2])
 
 

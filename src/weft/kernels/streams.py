@@ -10,4 +10,4 @@ SECOND = 0x94D049BB133111EB
 BLOCK = 256  # tokens that race as one, and then among themselves; near the square root of common vocabularies
 
 # In place of a token: the greatest logit of its row is not finite (NaN or infinite), and nothing can be sampled.
-BROKEN = -1
+NOT_FINITE = -1

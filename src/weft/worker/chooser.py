@@ -12,7 +12,7 @@ import torch
 from weft.core.params import SamplingParams
 from weft.kernels.base import Kernels
 from weft.kernels.native import NativeKernels
-from weft.kernels.streams import BROKEN
+from weft.kernels.streams import NOT_FINITE
 from weft.worker.chunks import chunks, pick
 from weft.worker.filters import NEUTRAL, TEMPERATURE, weigh
 from weft.worker.random import race, seeds
@@ -33,7 +33,7 @@ class Chooser(Protocol):
     def choose(
         self, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, there: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        """Token ids [R] int64 on the device, from `logits` [R, V] of any float type, which stay as they are; BROKEN for
+        """Token ids [R] int64 on the device, from `logits` [R, V] of any float type, which stay as they are; NOT_FINITE for
         a row whose greatest logit is not finite. Slots and positions are [R] int64; `there` has them on the device, and
         then what `arrays` gave."""
         ...
@@ -83,7 +83,7 @@ class TorchChooser(HostChooser):
             parts = chunks(len(warm), logits)
             drawn = torch.cat([race(weigh(pick(logits, warm[at]), columns[at]), streams[at]) for at in parts])
             tokens = drawn if len(warm) == len(slots) else tokens.index_copy(0, sent(warm, logits.device), drawn)
-        return tokens.where(best.isfinite(), BROKEN)
+        return tokens.where(best.isfinite(), NOT_FINITE)
 
 
 class NativeChooser(HostChooser):

@@ -20,7 +20,7 @@ from weft.kernels.base import AttentionShape, KVCache
 from weft.kernels.batch import Batch
 from weft.kernels.capture import release_cached_memory, synchronize_device
 from weft.kernels.staged import StagedStep
-from weft.kernels.streams import BROKEN
+from weft.kernels.streams import NOT_FINITE
 from weft.kernels.warm import warm
 from weft.layers import rope
 from weft.models.decoder import Decoder
@@ -275,7 +275,7 @@ class Worker:
         def result() -> StepResult:
             tokens, logprobs = sampled.result()
             made = StepResult(step.id, tokens, logprobs, prompt_logprobs)
-            if min(tokens) == BROKEN:
+            if min(tokens) == NOT_FINITE:
                 self._tell_broken(made, slots)
             return made
 
@@ -284,7 +284,7 @@ class Worker:
     def _tell_broken(self, made: StepResult, slots: np.ndarray) -> None:
         """Say which of the rows' `slots` had logits that are not finite; ids take the place of what was not sampled."""
         why = f"rank {self.rank}: the model produced NaN or infinite logits, from which nothing can be sampled"
-        made.failed = {int(slots[row]): why for row, token in enumerate(made.tokens) if token == BROKEN}
+        made.failed = {int(slots[row]): why for row, token in enumerate(made.tokens) if token == NOT_FINITE}
         made.tokens = [max(token, 0) for token in made.tokens]
 
     def _remember(self, slots: torch.Tensor, tokens: torch.Tensor | None) -> None:

@@ -19,7 +19,7 @@ FILTER_BLOCKS = 32  # that a row's program reads, or leaves unread, at once
 STEP = tl.constexpr(streams.STEP)
 FIRST = tl.constexpr(streams.FIRST)
 SECOND = tl.constexpr(streams.SECOND)
-BROKEN = tl.constexpr(streams.BROKEN)
+NOT_FINITE = tl.constexpr(streams.NOT_FINITE)
 LOWEST = tl.constexpr(-(2**31))  # below the place of any float
 HIGHEST = tl.constexpr(2**31 - 1)  # the place of NaN, which greedy takes for the greatest
 
@@ -237,7 +237,7 @@ def _draw(
         kept = (token < vocab) & (x >= tl.load(floors + row))
         weights = tl.where(kept, _weights(x, _number(tl.max(place, 0)), temperature), 0.0)
         found = tl.argmax(weights.to(tl.float64) / _times(stream, blocks + member), 0)
-    tl.store(chosen + row, tl.where(_finite(best), won * BLOCK + found, BROKEN).to(tl.int64))
+    tl.store(chosen + row, tl.where(_finite(best), won * BLOCK + found, NOT_FINITE).to(tl.int64))
 
 
 def survey(
@@ -268,7 +268,7 @@ def choose(
     *,
     filtered: bool,
 ) -> torch.Tensor:
-    """One token per row: [R] int64, from `logits` [R, V] of any float type; BROKEN if its greatest logit is not finite.
+    """One token per row: [R] int64, from `logits` [R, V] of any float type; NOT_FINITE if its greatest logit is not finite.
 
     `slots` [R] and `positions` [R], both int64, say whose row it is and where its token will stand; by slot `settings`
     [S, 4] float64 has temperature (0: greedy), the logarithm of min-p, top-k and top-p, and `keys` [S] int64 the bits
