@@ -94,7 +94,7 @@ def test_attention_warms_what_any_number_of_rows_launches(
     shape = shaped(torch.float16, q_heads=16, kv_heads=kv_heads, rows=300, windows=(None, 40))
     it = attention.TritonAttention(132, tunings)
     given = it.launches(shape, CPU)
-    warm.warm(given, CPU)
+    warm.warm_kernels(given, CPU)
     before = [*launches.variants]
     assert len(launches.of("_prefill")) == 2
     sizes = len(given[0]) // 2
@@ -111,7 +111,7 @@ def test_products_warm_what_any_number_of_rows_launches(rows: int, cols: int, bi
     bias = torch.zeros(rows, dtype=torch.bfloat16) if biased else None
     weight = QuantisedWeight.empty("Q4_1", rows, Span(0, cols), torch.bfloat16, CPU)
     product = products.quantised(weight, bias, 132)
-    warm.warm([product.launches(8192)], CPU)
+    warm.warm_kernels([product.launches(8192)], CPU)
     before = [*launches.variants]
     assert len(launches.of("_multiply")) <= 2 * len(products.TILES)
     for tokens in range(1, products.MANY):
@@ -131,15 +131,15 @@ def test_threads_begin_with_one_launch_of_each_kernel(monkeypatch: pytest.Monkey
         seen.append(name)
 
     groups = [[partial(launch, f"{kernel}{n}") for n in range(4)] for kernel in "ab"]
-    warm.warm([*groups, []], torch.device("cuda:1"))
+    warm.warm_kernels([*groups, []], torch.device("cuda:1"))
     assert seen[:2] == ["a0", "b0"] and len({*seen}) == len(seen) == 8 and {*begun} == {"cuda:1"}
-    warm.warm([], torch.device("cuda:1"))
+    warm.warm_kernels([], torch.device("cuda:1"))
 
     def broken() -> None:
         raise RuntimeError("no code for this GPU")
 
     with pytest.raises(RuntimeError, match="no code"):
-        warm.warm([[broken]], torch.device("cuda:1"))
+        warm.warm_kernels([[broken]], torch.device("cuda:1"))
 
 
 def test_a_recorder_tells_variants_apart(launches: Launches) -> None:

@@ -11,7 +11,7 @@ import torch
 from weft.comm import Comm
 from weft.kernels.batch import Batch
 from weft.kernels.staged import StagedStep
-from weft.kernels.warm import Launch
+from weft.kernels.warm import KernelLaunch
 from weft.plan.plan import Plan
 from weft.quant.quantised import QuantisedWeight
 
@@ -131,7 +131,7 @@ class Attention(Protocol):
         """Causal attention of every row over its own context, all rows in one call: [T, q_heads * head_dim]."""
         ...
 
-    def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Sequence[Launch]]:
+    def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Sequence[KernelLaunch]]:
         """Calls that launch, between them, all that is compiled for steps within the shape's limits, beside what each
         step launches; those of a group launch the same kernels."""
         ...

@@ -18,7 +18,7 @@ from weft.hardware.host import packages
 from weft.kernels.base import AttentionShape, KVCache
 from weft.kernels.batch import Batch, Lengths, spread
 from weft.kernels.usable import no_flash, processors, usable
-from weft.kernels.warm import Launch
+from weft.kernels.warm import KernelLaunch
 from weft.plan import backends
 
 logger = logging.getLogger("weft")
@@ -124,7 +124,7 @@ class FlashInferAttention:
             self._wrapper(PREFILL, window, batch).run(q[first:], kept, out=out[first:])
         return out.flatten(1)
 
-    def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Sequence[Launch]]:
+    def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Sequence[KernelLaunch]]:
         return ()  # `compile` had them built
 
     def _plan(self, kind: str, batch: Batch, *rows: np.ndarray | torch.Tensor, **more: bool) -> None:

@@ -11,7 +11,7 @@ from weft.comm import Comm
 from weft.kernels import staged
 from weft.kernels.base import AttentionShape, DenseLayer, EmbeddingTable, HeadNorm, KVCache, Product, Stage
 from weft.kernels.batch import Batch
-from weft.kernels.warm import Launch
+from weft.kernels.warm import KernelLaunch
 from weft.quant.dense import product
 from weft.quant.dense_table import DenseTable
 from weft.quant.quantised import QuantisedWeight
@@ -21,7 +21,7 @@ class PlainKernels:
     name = "torch"
     capturable = False  # attention asks the device for the longest context, layer by layer
 
-    def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Sequence[Launch]]:
+    def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Sequence[KernelLaunch]]:
         return ()
 
     def fill_batch(self, staged: StagedStep, batch: Batch) -> None:

@@ -24,7 +24,7 @@ from weft.kernels import triton
 from weft.kernels.base import AttentionShape, KVCache
 from weft.kernels.batch import Batch, spread
 from weft.kernels.usable import no_flash, usable
-from weft.kernels.warm import Launch
+from weft.kernels.warm import KernelLaunch
 from weft.plan import backends
 
 logger = logging.getLogger("weft")
@@ -157,7 +157,7 @@ class VarlenAttention:
         out[first:] = mixed
         return out
 
-    def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Sequence[Launch]]:
+    def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Sequence[KernelLaunch]]:
         return self._triton.launches(shape, device)
 
     def _places(self, batch: Batch, total: int) -> torch.Tensor:

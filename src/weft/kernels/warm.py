@@ -21,7 +21,7 @@ logger = logging.getLogger("weft")
 
 THREADS = 8  # at most: MLIR begins as many more as there are cores for each kernel that is compiled
 
-Launch = Callable[[], object]
+KernelLaunch = Callable[[], object]
 
 
 def turns(variant: Callable[[int], Hashable], most: int) -> list[int]:
@@ -32,14 +32,14 @@ def turns(variant: Callable[[int], Hashable], most: int) -> list[int]:
     return list(first.values())
 
 
-def warm(launches: Sequence[Sequence[Launch]], device: torch.device) -> None:
+def warm_kernels(launches: Sequence[Sequence[KernelLaunch]], device: torch.device) -> None:
     """Run them all, those of a group launching the same kernels; on a GPU in threads, as many as the rank may have."""
 
     def begin() -> None:
         torch.cuda.set_device(device)
         torch.zeros(1, device=device)  # by CUDA's runtime, which gives the thread the device's context
 
-    def run(launch: Launch) -> None:
+    def run(launch: KernelLaunch) -> None:
         with torch.inference_mode():
             launch()
 

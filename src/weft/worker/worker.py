@@ -21,7 +21,7 @@ from weft.kernels.batch import Batch
 from weft.kernels.capture import release_cached_memory, synchronize_device
 from weft.kernels.staged import StagedStep
 from weft.kernels.streams import NOT_FINITE
-from weft.kernels.warm import warm
+from weft.kernels.warm import warm_kernels
 from weft.layers import rope
 from weft.models.decoder import Decoder
 from weft.plan.fills import weight_bytes
@@ -85,7 +85,7 @@ class Worker:
         if self.device.type != "cpu":
             # Where the peak is measured, with all that a step needs.
             self.rope = self._rope(plan.max_model_len)
-        warm(self.kernels.launches(self.attention, self.device), self.device)
+        warm_kernels(self.kernels.launches(self.attention, self.device), self.device)
         self.sampler: Sampler | None = None
         if self.rank == plan.output_rank:
             choosing = chooser(self.kernels, plan.max_num_seqs, self.device)

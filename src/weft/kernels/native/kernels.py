@@ -14,7 +14,7 @@ from weft.kernels.batch import Batch
 from weft.kernels.native.entries import Entries
 from weft.kernels.native.matrix import NativeMatrix, dense, quantised
 from weft.kernels.native.stage import NativeStage
-from weft.kernels.warm import Launch
+from weft.kernels.warm import KernelLaunch
 from weft.quant.quantised import QuantisedWeight
 
 
@@ -27,7 +27,7 @@ class NativeKernels:
     def __init__(self, dtype: torch.dtype) -> None:
         self._entries = Entries(dtype)
 
-    def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Sequence[Launch]]:
+    def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Sequence[KernelLaunch]]:
         return ()
 
     def fill_batch(self, staged: StagedStep, batch: Batch) -> None:

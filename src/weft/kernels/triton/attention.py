@@ -18,7 +18,7 @@ from weft.kernels.base import AttentionShape, KVCache
 from weft.kernels.batch import Batch
 from weft.kernels.triton.tuning import DECODE, DEFAULT, PREFILL, Tuning, Tunings
 from weft.kernels.usable import AMPERE_SHARED_BYTES
-from weft.kernels.warm import Launch, turns
+from weft.kernels.warm import KernelLaunch, turns
 
 LOG2_E = 1.4426950408889634
 LEAST = 16  # of each side of the smallest matrix product
@@ -321,7 +321,7 @@ class TritonAttention:
         sizes = self.tunings.of(rows), self._shared
         decode(q, cache, batch, rows, scale, window, self._processors, out, *sizes, self._through[count])
 
-    def launches(self, shape: AttentionShape, device: torch.device) -> list[list[Launch]]:
+    def launches(self, shape: AttentionShape, device: torch.device) -> list[list[KernelLaunch]]:
         def kernel(rows: int) -> tuple[Tuning, bool]:
             tuning = self.tunings.of(rows)
             return replace(tuning, programs=0), splits_of(tuning, self._processors, rows, shape.kv_heads) > 1

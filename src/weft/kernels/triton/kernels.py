@@ -13,7 +13,7 @@ from weft.kernels.batch import Batch
 from weft.kernels.staged import StagedStep
 from weft.kernels.triton import pointwise, products, reduce, staged
 from weft.kernels.triton.attention import TritonAttention
-from weft.kernels.warm import Launch
+from weft.kernels.warm import KernelLaunch
 from weft.quant.dense import product
 from weft.quant.dense_table import DenseTable
 from weft.quant.quantised import QuantisedWeight
@@ -32,7 +32,7 @@ class TritonKernels:
         self._quantised: dict[Hashable, products.QuantisedMatrix] = {}
         self.name = self._attention.name
 
-    def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Sequence[Launch]]:
+    def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Sequence[KernelLaunch]]:
         multiplied = [launch for it in self._quantised.values() for launch in it.launches(shape.tokens)]
         return [multiplied, *self._attention.launches(shape, device)]
 

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from weft.formats.schemes import UNIT, Scheme
-from weft.kernels.warm import Launch, turns
+from weft.kernels.warm import KernelLaunch, turns
 from weft.quant.quantised import QuantisedWeight
 
 # By the rows of x that a program takes, 16 being the tensor cores' least: rows of W, units of UNIT columns at once, and
@@ -231,7 +231,7 @@ class QuantisedMatrix:
         )
         return out
 
-    def launches(self, most: int) -> list[Launch]:
+    def launches(self, most: int) -> list[KernelLaunch]:
         """A product by each kernel that multiplies with up to `most` rows of x."""
         cols, units = self.shape[1], self.shape[1] // UNIT
 
