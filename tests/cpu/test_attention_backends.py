@@ -21,7 +21,7 @@ from tests.cpu import checkpoints, fake_flashinfer, fake_varlen
 from tests.cpu.attention import ragged, shaped
 from weft import LLM, SamplingParams, kernels
 from weft.errors import ConfigError
-from weft.kernels import contest, create_kernels, flashinfer, samples, triton, usable, varlen
+from weft.kernels import attention_inputs, contest, create_kernels, flashinfer, triton, usable, varlen
 from weft.kernels.base import Attention, AttentionShape, HeadNorm, Kernels, KVCache
 from weft.kernels.batch import Batch
 from weft.kernels.plain import PlainKernels
@@ -406,7 +406,7 @@ def test_a_table_goes_on_where_none_can_be_run() -> None:
         raise RuntimeError(*words)
 
     entries = {"ours": partial(broken, []), "theirs": partial(broken, ["no code\nfor this GPU"])}
-    given = samples.decodes(shaped(torch.float16), CPU, [3])
+    given = attention_inputs.decode_inputs(shaped(torch.float16), CPU, [3])
     race = trials.Race("decode", [given], entries)
     figures = list(compared("m", race, tuning.DECODE, "GB/s", 1.0, None, rehearse=False))
     assert [(figure.name, figure.value, figure.note) for figure in figures] == [

@@ -101,7 +101,7 @@ def test_attention_warms_what_any_number_of_rows_launches(
     assert len(launches.of("_decode")) == 2 * sizes <= 12
     for rows in range(1, 301, 7):
         for window in shape.windows:
-            it.attend(*attention.samples.decodes(shape, CPU, [3] * rows), shape.scale, window)
+            it.attend(*attention.attention_inputs.decode_inputs(shape, CPU, [3] * rows), shape.scale, window)
     assert [*launches.variants] == before
 
 

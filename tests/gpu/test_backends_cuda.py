@@ -15,7 +15,7 @@ from tests.cpu.attention import as_staged, ragged, shaped
 from tests.cpu.test_attention_backends import CASES
 from tests.gpu.test_triton_cuda import CUDA, LONG, TOLERANCE, there
 from weft import LLM, SamplingParams
-from weft.kernels import contest, create_kernels, flashinfer, samples, varlen
+from weft.kernels import attention_inputs, contest, create_kernels, flashinfer, varlen
 from weft.kernels.base import Kernels, KVCache
 from weft.kernels.batch import Batch
 from weft.kernels.plain import PlainKernels
@@ -127,7 +127,7 @@ def test_how_long_they_take(backend: str, capsys: pytest.CaptureFixture[str]) ->
     others, ours = (create_kernels(name, CUDA, shape) for name in (backend, "triton"))
     lines = []
     for rows, context in ((1, 4096), (32, 1024), (256, 1024)):
-        given = samples.decodes(shape, CUDA, [context] * rows)
+        given = attention_inputs.decode_inputs(shape, CUDA, [context] * rows)
         times = [contest.timed(kernels, shape, given) for kernels in (others, ours)]
         lines.append(f"{rows} x {context}: {others.name} {times[0] * 1e6:.1f} us, triton {times[1] * 1e6:.1f} us")
     with capsys.disabled():

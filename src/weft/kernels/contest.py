@@ -17,9 +17,9 @@ import torch
 from weft import __version__
 from weft.cache import cache_path, write
 from weft.errors import WeftError
+from weft.kernels.attention_inputs import AttentionInputs, decode_inputs
 from weft.kernels.base import AttentionShape, Kernels
 from weft.kernels.capture import capture_graph
-from weft.kernels.samples import Sample, decodes
 from weft.plan.backends import GPU_BACKENDS
 
 logger = logging.getLogger("weft")
@@ -52,7 +52,7 @@ def seconds(run: Callable[[], object]) -> float:
     return median(times)
 
 
-def timed(kernels: Kernels, shape: AttentionShape, given: Sample, clock: Clock = seconds) -> float:
+def timed(kernels: Kernels, shape: AttentionShape, given: AttentionInputs, clock: Clock = seconds) -> float:
     """Seconds of a layer's attention, of the first kind of window."""
     kernels.prepare(given[2])
     return clock(partial(kernels.attend, *given, shape.scale, shape.windows[0]))
@@ -96,7 +96,7 @@ def fastest(both: Sequence[Kernels], device: torch.device, shape: AttentionShape
     each attends with its own heads, and what they sum is the same number of tensors either way."""
     rows, context = min(ROWS, shape.rows), min(CONTEXT, shape.length)
     try:
-        given = decodes(shape, device, [context] * rows)
+        given = decode_inputs(shape, device, [context] * rows)
         times = {kernels.name: timed(kernels, shape, given, clock) for kernels in both}
     except Exception as error:
         # Memory that is not there, a kernel that this GPU has no code for: it is only an offer.

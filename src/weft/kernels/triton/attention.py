@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from weft.kernels import samples
+from weft.kernels import attention_inputs
 from weft.kernels.base import AttentionShape, KVCache
 from weft.kernels.batch import Batch
 from weft.kernels.triton.tuning import DECODE, DEFAULT, PREFILL, Tuning, Tunings
@@ -326,8 +326,8 @@ class TritonAttention:
             tuning = self.tunings.of(rows)
             return replace(tuning, programs=0), splits_of(tuning, self._processors, rows, shape.kv_heads) > 1
 
-        decodes = [samples.decodes(shape, device, [1] * rows) for rows in turns(kernel, shape.rows)]
-        prompts = [samples.prompts(shape, device, [2], [2])] * (shape.length > 1)
+        decodes = [attention_inputs.decode_inputs(shape, device, [1] * rows) for rows in turns(kernel, shape.rows)]
+        prompts = [attention_inputs.prompt_inputs(shape, device, [2], [2])] * (shape.length > 1)
         return [
             [partial(self.attend, *it, shape.scale, window) for it in given for window in shape.windows]
             for given in (decodes, prompts)

@@ -9,10 +9,10 @@ from random import Random
 
 import torch
 
+from weft.kernels.attention_inputs import AttentionInputs, decode_inputs, prompt_inputs
 from weft.kernels.base import AttentionShape, KVCache
 from weft.kernels.batch import Batch
 from weft.kernels.contest import Clock, seconds
-from weft.kernels.samples import Sample, decodes, prompts
 from weft.kernels.triton.attention import decode, prefill
 from weft.kernels.triton.tuning import (
     DECODE,
@@ -44,7 +44,7 @@ class Race:
     """What attends to the same queries, over the same keys and values at several places of memory."""
 
     what: str
-    given: Sequence[Sample]
+    given: Sequence[AttentionInputs]
     entries: dict[object, Attend]
 
     def run(self, clock: Clock = seconds) -> tuple[Times, Obstacles]:
@@ -71,7 +71,7 @@ class Race:
 
 def decode_race(shape: AttentionShape, device: torch.device, contexts: list[int]) -> Race:
     """A decode step, by each of DECODE_CANDIDATES."""
-    q, cache, batch = decodes(shape, device, contexts)
+    q, cache, batch = decode_inputs(shape, device, contexts)
     more = min(PLACES - 1, COLD_BYTES // (cache.keys.nbytes + cache.values.nbytes))
     caches = [cache, *(KVCache(cache.keys.clone(), cache.values.clone()) for _ in range(more))]
 
@@ -96,7 +96,7 @@ def prefill_race(shape: AttentionShape, device: torch.device, what: str) -> Race
         prefill(q, cache, batch, 0, shape.scale, shape.windows[0], out, tuning, shared_bytes(device))
         return out
 
-    given = prompts(shape, device, counts, contexts)
+    given = prompt_inputs(shape, device, counts, contexts)
     return Race(what, [given], {it: partial(attend, it) for it in PREFILL_CANDIDATES})
 
 

@@ -10,10 +10,10 @@ import torch
 from weft.kernels.base import AttentionShape, KVCache
 from weft.kernels.batch import Batch
 
-Sample = tuple[torch.Tensor, KVCache, Batch]
+AttentionInputs = tuple[torch.Tensor, KVCache, Batch]
 
 
-def decodes(shape: AttentionShape, device: torch.device, contexts: list[int]) -> Sample:
+def decode_inputs(shape: AttentionShape, device: torch.device, contexts: list[int]) -> AttentionInputs:
     """Rows with one token each, their blocks shuffled."""
     rows, needs = len(contexts), [-(-context // shape.block_size) for context in contexts]
     order = torch.randperm(sum(needs), generator=torch.Generator().manual_seed(0)).to(torch.int32)
@@ -38,9 +38,11 @@ def decodes(shape: AttentionShape, device: torch.device, contexts: list[int]) ->
     return queries(shape, device, rows), cache, batch
 
 
-def prompts(shape: AttentionShape, device: torch.device, counts: list[int], contexts: list[int]) -> Sample:
+def prompt_inputs(
+    shape: AttentionShape, device: torch.device, counts: list[int], contexts: list[int]
+) -> AttentionInputs:
     """Rows with `counts` tokens each, the last of their contexts."""
-    _, cache, rows = decodes(shape, device, contexts)
+    _, cache, rows = decode_inputs(shape, device, contexts)
     starts = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0).int().to(device)
     return queries(shape, device, sum(counts)), cache, replace(rows, row_starts=starts, decodes=0, fixed=False)
 
