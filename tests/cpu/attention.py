@@ -23,7 +23,7 @@ def shaped(
         windows=(None,),
         scale=head_dim**-0.5,
         dtype=dtype,
-        kept=dtype,
+        cache_dtype=dtype,
         block_size=16,
         rows=8,
         tokens=512,

@@ -110,7 +110,7 @@ def test_flashinfer_s_workspace_holds_what_it_sets_aside(
 
 
 def test_flashinfer_reads_an_fp8_cache() -> None:
-    attention = MADE["flashinfer"](shaped(torch.float16, kept=FP8))
+    attention = MADE["flashinfer"](shaped(torch.float16, cache_dtype=FP8))
     batch, blocks = ragged([1, 20], [40, 30], 16, seed=3)
     torch.manual_seed(3)
     cache = KVCache(*(torch.randn(blocks, 16, 2, 64).to(FP8) for _ in range(2)))
@@ -307,7 +307,7 @@ def test_triton_refuses_in_the_planner_s_words(monkeypatch: pytest.MonkeyPatch) 
 
 def test_varlen_refuses_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     refused("varlen", "260", "256", head_dim=260)
-    refused("varlen", "FP8", kept=FP8)
+    refused("varlen", "FP8", cache_dtype=FP8)
     monkeypatch.setattr(backends, "FLASH_DTYPES", ("bfloat16",))
     refused("varlen", "float16")
     monkeypatch.setattr(varlen, "function", lambda: None)

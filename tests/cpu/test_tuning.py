@@ -218,7 +218,7 @@ def test_what_a_process_finds_is_kept_for_every_number_of_ranks(monkeypatch: pyt
 
     monkeypatch.setattr(trials, "measured", measured)
     plan = msgspec.structs.replace(make_plan(), attention_backend="triton")
-    whole = AttentionShape.of(plan, 0)
+    whole = AttentionShape.from_plan(plan, 0)
     ranks = (1, whole.kv_heads)
     tuner.measure(Tune(plan, ranks, keep=True), SimpleNamespace(send=said.append))  # type: ignore[arg-type]
     races, tuned = said[::2], said[1::2]

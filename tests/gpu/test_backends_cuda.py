@@ -60,7 +60,7 @@ def test_attention_over_paged_kv_is_exact(backend: str, case: tuple, dtype: torc
 
 
 def test_flashinfer_reads_an_fp8_cache() -> None:
-    shape = shaped(torch.bfloat16, 128, 8, 2, kept=FP8)
+    shape = shaped(torch.bfloat16, 128, 8, 2, cache_dtype=FP8)
     if flashinfer.flashinfer_obstacle(CUDA, shape) is not None or torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("needs flashinfer and a card with FP8")
     batch, blocks = ragged([1, 1, 40], [130, 7, 90], 16, seed=3)

@@ -31,7 +31,7 @@ def attention(options: Options) -> Iterator[Figure]:
         decoders = {name: each for name, each in others.items() if name == "flashinfer"}  # torch's is for prompts
         for contexts in decode_contexts(rehearse):
             race = trials.decode_race(shape, CUDA, contexts)
-            read = 2 * sum(contexts) * shape.kv_heads * shape.head_dim * shape.kept.itemsize
+            read = 2 * sum(contexts) * shape.kv_heads * shape.head_dim * shape.cache_dtype.itemsize
             add_backends(race, decoders, shape, default=DECODE, only=chosen or rehearse)
             yield from compared(model, race, DECODE, "GB/s", read / 1e9, options["copy_Bps"] / 1e9, rehearse=rehearse)
         if chosen:
@@ -51,7 +51,7 @@ def attention_shape(q_heads: int, kv_heads: int, *, rehearse: bool) -> Attention
         q_heads, kv_heads = q_heads // 8, kv_heads // 8
     dim, length = (16, 32) if rehearse else (HEAD_DIM, LENGTH)
     return AttentionShape(
-        q_heads=q_heads, kv_heads=kv_heads, head_dim=dim, windows=(None,), scale=dim**-0.5, dtype=dtype, kept=dtype,
+        q_heads=q_heads, kv_heads=kv_heads, head_dim=dim, windows=(None,), scale=dim**-0.5, dtype=dtype, cache_dtype=dtype,
         block_size=BLOCK_SIZE, rows=256, tokens=2048, length=length,
     )  # fmt: skip
 

@@ -40,14 +40,14 @@ class AttentionShape:
     windows: tuple[int | None, ...]
     scale: float
     dtype: torch.dtype
-    kept: torch.dtype
+    cache_dtype: torch.dtype
     block_size: int
     rows: int
     tokens: int
     length: int
 
     @classmethod
-    def of(cls, plan: Plan, rank: int) -> AttentionShape:
+    def from_plan(cls, plan: Plan, rank: int) -> AttentionShape:
         """A rank's of a plan."""
         place, shape, dtype = plan.places[rank], plan.shape, getattr(torch, plan.dtype)
         return cls(
@@ -57,7 +57,7 @@ class AttentionShape:
             windows=tuple(dict.fromkeys(map(shape.window, range(place.layers.start, place.layers.stop)))),
             scale=shape.head_dim**-0.5,
             dtype=dtype,
-            kept=torch.float8_e4m3fn if plan.kv_dtype == "fp8" else dtype,
+            cache_dtype=torch.float8_e4m3fn if plan.kv_dtype == "fp8" else dtype,
             block_size=plan.block_size,
             rows=plan.max_num_seqs,
             tokens=plan.max_num_batched_tokens,

@@ -140,7 +140,7 @@ class FlashInferAttention:
                 window_left=-1 if window is None else window - 1,  # keys before a query's own
                 sm_scale=shape.scale,
                 q_data_type=shape.dtype,
-                kv_data_type=shape.kept,
+                kv_data_type=shape.cache_dtype,
                 **more,
             )
 
@@ -158,7 +158,7 @@ class FlashInferAttention:
     def _made(self, kind: str, size: int | None) -> Any:
         if kind == PREFILL:
             # Its kernels for Hopper read no FP8 beside queries of 16 bits.
-            backend = "auto" if self._shape.kept == self._shape.dtype else "fa2"
+            backend = "auto" if self._shape.cache_dtype == self._shape.dtype else "fa2"
             return self._prefiller(self._workspace, "NHD", backend=backend)
         # Those do not split a context either. Tensor cores take any number of query heads per KV head; its other kernel
         # for decode takes some.

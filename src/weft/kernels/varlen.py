@@ -48,7 +48,7 @@ def varlen_obstacle(device: torch.device, shape: AttentionShape) -> str | None:
     """Why it cannot be used there."""
     if function() is None:
         return f"torch {torch.__version__} has no varlen attention with windows, which came with 2.11"
-    if shape.kept != shape.dtype:
+    if shape.cache_dtype != shape.dtype:
         return "it reads no FP8 KV cache"
     return backends.no_varlen(shape.head_dim) or no_flash(device, shape.dtype)
 

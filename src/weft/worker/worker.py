@@ -56,7 +56,7 @@ class Worker:
         self.plan, self.rank, self.links = plan, rank, links
         self.place = plan.places[rank]
         self.dtype: torch.dtype = getattr(torch, plan.dtype)
-        self.attention = AttentionShape.of(plan, rank)
+        self.attention = AttentionShape.from_plan(plan, rank)
         self.caches: list[KVCache] = []
         self.graphs: Graphs | None = None
         self.graph_bytes = 0  # that all graphs keep, a draft's too
@@ -320,7 +320,7 @@ class Worker:
     def _caches(self, num_blocks: int) -> list[KVCache]:
         dims = (num_blocks, self.plan.block_size, len(self.place.kv_heads), self.plan.shape.head_dim)
         return [
-            KVCache(*(devices.zeros(dims, self.attention.kept, self.device) for _ in range(2)))
+            KVCache(*(devices.zeros(dims, self.attention.cache_dtype, self.device) for _ in range(2)))
             for _ in range(len(self.place.layers))
         ]
 

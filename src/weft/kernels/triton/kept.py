@@ -59,7 +59,7 @@ def measured_of(device: torch.device, shape: AttentionShape) -> list[str]:
     card = device.type
     if device.type == "cuda":
         card = f"{torch.cuda.get_device_name(device)} {torch.cuda.get_device_capability(device)}"
-    heads = (shape.q_heads, shape.kv_heads, shape.head_dim, shape.dtype, shape.kept)
+    heads = (shape.q_heads, shape.kv_heads, shape.head_dim, shape.dtype, shape.cache_dtype)
     return [card, *map(str, heads), str(torch.__version__), triton.__version__, __version__]
 
 

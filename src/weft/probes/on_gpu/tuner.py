@@ -33,7 +33,7 @@ def measure(task: Tune, parent: Parent[Tune]) -> None:
     from weft.worker import device as devices
 
     device = devices.prepare(task.plan, 0)
-    whole = AttentionShape.of(task.plan, 0)
+    whole = AttentionShape.from_plan(task.plan, 0)
     triton.available(device, whole.head_dim, required=True)
     from weft.kernels.triton import kept
     from weft.probes.on_gpu import trials
