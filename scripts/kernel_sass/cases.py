@@ -19,7 +19,8 @@ from weft.architectures.place import Span
 from weft.formats.schemes import UNIT, Scheme
 from weft.hardware.gpus import FP8_CAPABILITY
 from weft.kernels.base import HeadNorm, KVCache
-from weft.kernels.triton import attention, pointwise, products, reduce, rounding, sampling, staged
+from weft.kernels.triton import attention, pointwise, products, reduce, rounding, sampling
+from weft.kernels.triton.staged import fill_batch
 from weft.quant.quantised import QuantisedWeight
 
 PROCESSORS = 132  # of the GPU that launches are cut for: an H200
@@ -220,7 +221,7 @@ def lay(rows: int) -> None:
         decodes=rows,
         width=batch.tables.shape[1],
     )
-    staged_step.fill_batch(staged, batch)
+    fill_batch(staged, batch)
 
 
 def head_norm(head_dim: int) -> HeadNorm:

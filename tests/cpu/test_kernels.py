@@ -216,8 +216,8 @@ def test_without_compiler_or_cache_it_falls_back_with_the_advice_that_helps(
 
 def forget_the_library() -> None:
     """This process looks for the library anew."""
-    build.cache_clear()
-    load.cache_clear()
+    build_library.cache_clear()
+    load_library.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", CPP_TYPES)

@@ -18,7 +18,8 @@ import sys, types
 import torch
 from scripts.kernel_sass.launches import recorded
 from weft.kernels.base import KVCache
-from weft.kernels.triton import attention, staged, pointwise, products, reduce, rounding, sampling
+from weft.kernels.triton import attention, pointwise, products, reduce, rounding, sampling
+from weft.kernels.triton.staged import fill_batch
 
 capability = int(sys.argv[1])
 """
@@ -55,7 +56,7 @@ def launch_all():
                                    order=ints[0], slots=ints[0], growth=ints, blocks=ints[0], last=batch.slots,
                                    tables=ints, rows=2, decodes=2, width=4)
     batch.tokens, batch.decodes = ints[0], 2
-    staged_step.fill_batch(staged, batch)
+    fill_batch(staged, batch)
     reduce.sum_add_norm(torch.zeros(8, dtype=torch.int64), wide, wide[0], 1e-6)
     longs = torch.zeros(2, dtype=torch.int64)
     settings = torch.zeros(2, 4, dtype=torch.float64)

@@ -51,8 +51,8 @@ def attention_shape(q_heads: int, kv_heads: int, *, rehearse: bool) -> Attention
         q_heads, kv_heads = q_heads // 8, kv_heads // 8
     dim, length = (16, 32) if rehearse else (HEAD_DIM, LENGTH)
     return AttentionShape(
-        q_heads=q_heads, kv_heads=kv_heads, head_dim=dim, windows=(None,), scale=dim**-0.5, dtype=dtype, cache_dtype=dtype,
-        block_size=BLOCK_SIZE, rows=256, tokens=2048, length=length,
+        q_heads=q_heads, kv_heads=kv_heads, head_dim=dim, windows=(None,), scale=dim**-0.5, dtype=dtype,
+        cache_dtype=dtype, block_size=BLOCK_SIZE, rows=256, tokens=2048, length=length,
     )  # fmt: skip
 
 

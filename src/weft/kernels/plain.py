@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from weft.comm import Comm
-from weft.kernels import staged
 from weft.kernels.base import AttentionShape, DenseLayer, EmbeddingTable, HeadNorm, KVCache, Product, Stage
 from weft.kernels.batch import Batch
+from weft.kernels.staged import StagedStep, fill_batch
 from weft.kernels.warm import KernelLaunch
 from weft.quant.dense import product
 from weft.quant.dense_table import DenseTable
@@ -25,7 +25,7 @@ class PlainKernels:
         return ()
 
     def fill_batch(self, staged: StagedStep, batch: Batch) -> None:
-        staged_step.fill_batch(staged, batch)
+        fill_batch(staged, batch)
 
     def matrix(self, weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None) -> Product:
         return product(weight, bias)

@@ -1,4 +1,4 @@
-"""QuantisedWeight weights from a checkpoint: a GGUF file's blocks as the numbers that they are, everything else rounded while
+"""Quantised weights from a checkpoint: a GGUF file's blocks as the numbers that they are, everything else rounded while
 it is read."""
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class Rows:
     def stage(
         self, step: StepPlan, more: Sequence[np.ndarray] = (), *, singly: bool = False
     ) -> tuple[StagedStep, list[torch.Tensor]]:
-        """Take the step's new blocks into the tables, and send its arrays to the device, with `more` of them. StagedStep
+        """Take the step's new blocks into the tables, and send its arrays to the device, with `more` of them. Staged
         `singly`, every token is a row of its own, which attends to what stands before it: what comes out is the
         same."""
         slots, starts, counts = (np.array(x, dtype=np.int64) for x in (step.slots, step.starts, step.counts))

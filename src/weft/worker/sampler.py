@@ -48,8 +48,8 @@ class Sampler:
 
     `stop_ids` are the model's own end tokens (`ModelShape.eos`), which min_tokens holds back together with a
     request's stop_token_ids. Greedy takes the lowest of equally likely ids (as argmax promises), and so does a
-    top_k of 1. A row whose greatest logit is NaN or infinite gives NOT_FINITE, and its logprobs mean nothing; other rows
-    are as they would be without it. `chooser` has as many slots.
+    top_k of 1. A row whose greatest logit is NaN or infinite gives NOT_FINITE, and its logprobs mean nothing; other
+    rows are as they would be without it. `chooser` has as many slots.
     """
 
     def __init__(

@@ -8,12 +8,12 @@ import numpy as np
 import torch
 
 from weft.comm import Comm
-from weft.kernels import staged
 from weft.kernels.base import AttentionShape, DenseLayer, HeadNorm, KVCache, Stage
 from weft.kernels.batch import Batch
 from weft.kernels.native.entries import Entries
 from weft.kernels.native.matrix import NativeMatrix, dense, quantised
 from weft.kernels.native.stage import NativeStage
+from weft.kernels.staged import StagedStep, fill_batch
 from weft.kernels.warm import KernelLaunch
 from weft.quant.quantised import QuantisedWeight
 
@@ -31,7 +31,7 @@ class NativeKernels:
         return ()
 
     def fill_batch(self, staged: StagedStep, batch: Batch) -> None:
-        staged_step.fill_batch(staged, batch)
+        fill_batch(staged, batch)
 
     def matrix(self, weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None = None) -> NativeMatrix:
         if isinstance(weight, QuantisedWeight):

@@ -11,8 +11,9 @@ from weft.comm.symmetric import SymmetricComm
 from weft.kernels.base import Attention, AttentionShape, DenseLayer, EmbeddingTable, HeadNorm, KVCache, Product, Stage
 from weft.kernels.batch import Batch
 from weft.kernels.staged import StagedStep
-from weft.kernels.triton import pointwise, products, reduce, staged
+from weft.kernels.triton import pointwise, products, reduce
 from weft.kernels.triton.attention import TritonAttention
+from weft.kernels.triton.staged import fill_batch
 from weft.kernels.warm import KernelLaunch
 from weft.quant.dense import product
 from weft.quant.dense_table import DenseTable
@@ -37,7 +38,7 @@ class TritonKernels:
         return [multiplied, *self._attention.launches(shape, device)]
 
     def fill_batch(self, staged: StagedStep, batch: Batch) -> None:
-        staged_step.fill_batch(staged, batch)
+        fill_batch(staged, batch)
 
     def matrix(self, weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None) -> Product:
         if isinstance(weight, QuantisedWeight):
