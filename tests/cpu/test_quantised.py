@@ -1,4 +1,4 @@
-"""QuantisedWeight weights: what is made of them, what is kept of a file, and what is multiplied."""
+"""Quantised weights: what is made of them, what is kept of a file, and what is multiplied."""
 
 from __future__ import annotations
 

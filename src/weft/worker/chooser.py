@@ -34,8 +34,8 @@ class Chooser(Protocol):
         self, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, there: Sequence[torch.Tensor]
     ) -> torch.Tensor:
         """Token ids [R] int64 on the device, from `logits` [R, V] of any float type, which stay as they are; NOT_FINITE
-        for a row whose greatest logit is not finite. Slots and positions are [R] int64; `there` has them on the device, and
-        then what `arrays` gave."""
+        for a row whose greatest logit is not finite. Slots and positions are [R] int64; `there` has them on the device,
+        and then what `arrays` gave."""
         ...
 
 
