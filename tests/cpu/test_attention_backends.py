@@ -293,7 +293,7 @@ def test_flashinfer_whose_kernels_cannot_be_built_says_so(
     monkeypatch.setattr(sys.modules["flashinfer"], "BatchDecodeWithPagedKVCacheWrapper", broken)
     refused("flashinfer", "cannot be built", "nvcc: not found")
     with caplog.at_level("INFO", "weft"):
-        assert flashinfer.made(CPU, shaped(torch.float16), required=False) is None
+        assert flashinfer.create_flashinfer_attention(CPU, shaped(torch.float16), required=False) is None
     assert "Triton's take their place" in caplog.text
 
 

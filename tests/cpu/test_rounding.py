@@ -16,7 +16,7 @@ from weft.formats.catalogue import find
 from weft.formats.schemes import ALL, SCHEMES, Scheme
 from weft.kernels import create_rounding
 from weft.kernels.base import AttentionShape
-from weft.kernels.native.rounding import NativeRounding, knows, made
+from weft.kernels.native.rounding import NativeRounding, create_native_rounding, supports_scheme
 from weft.native import build
 from weft.plan.fills import fills
 from weft.quant.quantised import QuantisedWeight
@@ -224,5 +224,5 @@ def test_who_rounds() -> None:
     assert isinstance(create_rounding("auto", CPU, SHAPE), NativeRounding)
     assert create_rounding("torch", CPU, SHAPE) is round_into
     assert create_rounding("auto", torch.device("meta"), SHAPE) is round_into
-    assert build.native_obstacle("float16", 64, 2) and made(torch.float16, 64, 2) is round_into
+    assert build.native_obstacle("float16", 64, 2) and create_native_rounding(torch.float16, 64, 2) is round_into
     assert knows(SCHEMES["INT8"]) and not knows(Scheme(bits=4, group=256, lowest="zero"))

@@ -15,14 +15,14 @@ def create_kernels(backend: str, device: torch.device, shape: AttentionShape) ->
     says so where it had to fall back. Raises ConfigError where another cannot be used."""
     assert backend in ATTENTION_BACKENDS, backend
     if backend in ("auto", "cpu") and device.type == "cpu":
-        from weft.kernels.native import NativeKernels, available
+        from weft.kernels.native import NativeKernels, native_available
 
-        if available(shape.dtype, shape.head_dim, shape.group, required=backend == "cpu"):
+        if native_available(shape.dtype, shape.head_dim, shape.group, required=backend == "cpu"):
             return NativeKernels(shape.dtype)
     if backend in GPU_BACKENDS or (backend == "auto" and device.type == "cuda"):
         from weft.kernels import triton
 
-        if triton.available(device, shape.head_dim, required=backend != "auto"):
+        if triton.triton_available(device, shape.head_dim, required=backend != "auto"):
             return _on_gpu(backend, device, shape)
     return PlainKernels()
 
@@ -30,9 +30,9 @@ def create_kernels(backend: str, device: torch.device, shape: AttentionShape) ->
 def create_rounding(backend: str, device: torch.device, shape: AttentionShape) -> Rounding:
     """What rounds weights for these kernels, which need not be compiled yet."""
     if backend in ("auto", "cpu") and device.type == "cpu":
-        from weft.kernels.native.rounding import made
+        from weft.kernels.native.rounding import create_native_rounding
 
-        return made(shape.dtype, shape.head_dim, shape.group)
+        return create_native_rounding(shape.dtype, shape.head_dim, shape.group)
     if device.type == "cuda" and backend != "torch":
         from weft.kernels import triton
 
@@ -51,28 +51,28 @@ def _on_gpu(backend: str, device: torch.device, shape: AttentionShape) -> Kernel
         return _fastest(device, shape)
     attention: Attention | None
     if backend == "varlen":
-        attention = varlen.made(device, shape)
+        attention = varlen.create_varlen_attention(device, shape)
     elif backend == "flashinfer":
-        attention = flashinfer.made(device, shape, required=True)
+        attention = flashinfer.create_flashinfer_attention(device, shape, required=True)
     else:
-        attention = triton.own_attention(device, shape)
-    return triton.made(device, attention)
+        attention = triton.create_triton_attention(device, shape)
+    return triton.create_triton_kernels(device, attention)
 
 
 def _fastest(device: torch.device, shape: AttentionShape) -> Kernels:
     """With FlashInfer's attention where it is installed and was, or now is, faster."""
     from weft.kernels import contest, flashinfer, triton
 
-    own, version = triton.own_attention(device, shape), flashinfer.installed()
-    ours = triton.made(device, own)
+    own, version = triton.create_triton_attention(device, shape), flashinfer.installed()
+    ours = triton.create_triton_kernels(device, own)
     if version is None:
         return ours
     note = contest.note(device, shape, version, own.tunings)
     best = contest.winner(note)
-    attention = None if best == ours.name else flashinfer.made(device, shape, required=False)
+    attention = None if best == ours.name else flashinfer.create_flashinfer_attention(device, shape, required=False)
     if attention is None:
         return ours
-    theirs = triton.made(device, attention)
+    theirs = triton.create_triton_kernels(device, attention)
     if best is None:
         best = contest.fastest((theirs, ours), device, shape)
         contest.keep(note, best)

@@ -40,7 +40,9 @@ def flashinfer_obstacle(device: torch.device, shape: AttentionShape) -> str | No
     return backends.no_flashinfer(installed(), shape.head_dim) or no_flash(device, shape.dtype)
 
 
-def made(device: torch.device, shape: AttentionShape, *, required: bool) -> FlashInferAttention | None:
+def create_flashinfer_attention(
+    device: torch.device, shape: AttentionShape, *, required: bool
+) -> FlashInferAttention | None:
     """FlashInfer's attention, its kernels compiled. None where it cannot be had, which is a ConfigError if it is
     `required`, and else a line of the log where the package is there."""
     if installed() is None and not required:

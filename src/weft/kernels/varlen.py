@@ -53,7 +53,7 @@ def varlen_obstacle(device: torch.device, shape: AttentionShape) -> str | None:
     return backends.no_varlen(shape.head_dim) or no_flash(device, shape.dtype)
 
 
-def made(device: torch.device, shape: AttentionShape) -> VarlenAttention:
+def create_varlen_attention(device: torch.device, shape: AttentionShape) -> VarlenAttention:
     """torch's varlen attention. Raises ConfigError where it cannot be used."""
     usable(backends.KERNELS["varlen"], varlen_obstacle(device, shape), required=True, instead="")
     return VarlenAttention(device, shape, paged=third(device, shape))
@@ -98,7 +98,7 @@ class VarlenAttention:
         self._varlen, names = found
         self._group = {"enable_gqa": shape.group > 1} if "enable_gqa" in names else {}
         self._paged, self._block_size = paged, shape.block_size
-        self._triton = triton.own_attention(device, shape)
+        self._triton = triton.create_triton_attention(device, shape)
         self._prompts: Prompts | None = None
         most = 0 if paged else min(MOST_GATHERED, max(shape.tokens, shape.length))
         self._gathered = [

@@ -11,10 +11,10 @@ from weft.kernels.usable import usable
 from weft.native import build
 from weft.plan import backends
 
-__all__ = ["NativeKernels", "available"]
+__all__ = ["NativeKernels", "native_available"]
 
 
-def available(dtype: torch.dtype, head_dim: int, group: int, *, required: bool = False) -> bool:
+def native_available(dtype: torch.dtype, head_dim: int, group: int, *, required: bool = False) -> bool:
     """Whether these kernels can serve a model of this dtype, head_dim and query heads per KV head, and
     their library could be built and loaded; with `required` the reason that they cannot is a ConfigError."""
     name = str(dtype).removeprefix("torch.")

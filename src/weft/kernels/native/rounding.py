@@ -27,7 +27,7 @@ class Descriptor(ctypes.Structure):
     _fields_ = (*((name, SIZE) for name in ("type", "rows", "width", "group", "bits", "kind", "lacking", "cols")),)
 
 
-def made(dtype: torch.dtype, head_dim: int, group: int) -> Rounding:
+def create_native_rounding(dtype: torch.dtype, head_dim: int, group: int) -> Rounding:
     """What rounds the weights of a model of this dtype, head_dim and query heads per KV head."""
     if build.native_obstacle(str(dtype).removeprefix("torch."), head_dim, group) is None:
         return NativeRounding(dtype)
@@ -42,7 +42,7 @@ class NativeRounding:
         self._dtype = dtype
 
     def __call__(self, weight: torch.Tensor, into: QuantisedWeight, importance: torch.Tensor | None = None) -> None:
-        rounding = self._native if knows(into.scheme) else round_into
+        rounding = self._native if supports_scheme(into.scheme) else round_into
         rounding(weight, into, importance)
 
     @cached_property
@@ -73,5 +73,5 @@ class NativeRounding:
         return rounding
 
 
-def knows(scheme: Scheme) -> bool:
+def supports_scheme(scheme: Scheme) -> bool:
     return scheme.bits in (4, 8) and scheme.group % UNIT == 0 and scheme.group <= LONGEST

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from weft.kernels.triton.attention import TritonAttention
 
 
-def available(device: torch.device, head_dim: int, *, required: bool = False) -> bool:
+def triton_available(device: torch.device, head_dim: int, *, required: bool = False) -> bool:
     """Whether they run on the device; with `required` the reason that they cannot is a ConfigError."""
     instead = "The slower torch kernels take their place"
     return usable(backends.KERNELS["triton"], triton_obstacle(device, head_dim), required=required, instead=instead)
@@ -34,7 +34,7 @@ def triton_obstacle(device: torch.device, head_dim: int) -> str | None:
     return backends.no_triton(head_dim, cards(device))
 
 
-def own_attention(device: torch.device, shape: AttentionShape) -> TritonAttention:
+def create_triton_attention(device: torch.device, shape: AttentionShape) -> TritonAttention:
     """Our own, in the sizes that were measured on the device, if any were."""
     from weft.kernels.triton import kept
     from weft.kernels.triton.attention import TritonAttention
@@ -42,7 +42,7 @@ def own_attention(device: torch.device, shape: AttentionShape) -> TritonAttentio
     return TritonAttention(processors(device), kept.known(device, shape), shared_bytes(device))
 
 
-def made(device: torch.device, attention: Attention | None = None) -> Kernels:
+def create_triton_kernels(device: torch.device, attention: Attention | None = None) -> Kernels:
     """The kernels for a device, with `attention` in place of their own."""
     from weft.kernels.triton.attention import TritonAttention
     from weft.kernels.triton.kernels import TritonKernels

@@ -34,7 +34,7 @@ def measure(task: Tune, parent: Parent[Tune]) -> None:
 
     device = devices.prepare(task.plan, 0)
     whole = AttentionShape.from_plan(task.plan, 0)
-    triton.available(device, whole.head_dim, required=True)
+    triton.triton_available(device, whole.head_dim, required=True)
     from weft.kernels.triton import kept
     from weft.probes.on_gpu import trials
 
