@@ -25,8 +25,8 @@ from weft.kernels.plain import PlainKernels
 from weft.plan.fills import fills
 from weft.plan.plan import Plan
 from weft.plan.quantization import held_tensors
-from weft.quant.quantised import QuantisedWeight, pack, unpack
-from weft.quant.rounding import rounded
+from weft.quant.quantised import QuantisedWeight, pack_nibbles, unpack_nibbles
+from weft.quant.rounding import round_weight
 from weft.weights import stored
 from weft.weights.load import allocate, load
 from weft.weights.quantised import quantise, split
@@ -42,7 +42,7 @@ TEXT = Path(__file__).parents[2] / "LICENSE"  # English that does not change
 
 def test_nibbles() -> None:
     numbers = torch.randint(0, 16, (3, 4 * UNIT), dtype=torch.uint8)
-    assert torch.equal(unpack(pack(numbers)), numbers)
+    assert torch.equal(unpack_nibbles(pack_nibbles(numbers)), numbers)
 
 
 @pytest.mark.parametrize("type", SCHEMES)
@@ -69,7 +69,7 @@ def test_what_lies_on_a_grid_is_found_again() -> None:
     q[..., 0], q[..., 1] = 0, 15
     scale, low = (torch.rand(50, 8, 1) + 0.1).half().float(), torch.randn(50, 8, 1).half().float()
     weight = (q * scale + low).flatten(1)
-    found, fitted, lowest = rounded(weight, SCHEMES["Q4_1"])
+    found, fitted, lowest = round_weight(weight, SCHEMES["Q4_1"])
     assert lowest is not None
     assert torch.equal(found.float(), q)
     assert torch.allclose(fitted, scale, rtol=2e-3) and torch.allclose(lowest, low, atol=2e-3)

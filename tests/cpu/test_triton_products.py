@@ -16,7 +16,7 @@ from weft import LLM, SamplingParams
 from weft.architectures.place import Span
 from weft.formats.schemes import ALL
 from weft.kernels.plain import PlainKernels
-from weft.quant.quantised import unpack
+from weft.quant.quantised import unpack_nibbles
 from weft.worker import worker
 
 pytest.importorskip("triton", reason="needs triton")
@@ -93,7 +93,7 @@ def test_nibbles_in_order() -> None:
     numbers = torch.randint(0, 16, (3, 256), dtype=torch.uint8)
     found = products.in_order((numbers.view(3, 8, 2, 16)[:, :, 0] | numbers.view(3, 8, 2, 16)[:, :, 1] << 4).flatten(1))
     assert torch.equal(torch.stack((found & 15, found >> 4), dim=2).flatten(1), numbers)
-    assert not torch.equal(unpack(found), numbers)
+    assert not torch.equal(unpack_nibbles(found), numbers)
 
 
 # --- the engine ---

@@ -72,7 +72,7 @@ class QuantisedWeight:
         """q, without a sign: [rows, cols] uint8."""
         if self.scheme.bits == 8:
             return self.values
-        return unpack(self.values)
+        return unpack_nibbles(self.values)
 
     def dequantise(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The numbers that it stands for: [rows, cols], computed in float32."""
@@ -88,13 +88,13 @@ class QuantisedWeight:
         return w.to(dtype)
 
 
-def pack(numbers: torch.Tensor) -> torch.Tensor:
+def pack_nibbles(numbers: torch.Tensor) -> torch.Tensor:
     """[rows, cols] of 0 to 15 to their nibbles: [rows, cols / 2] uint8."""
     low, high = numbers.unflatten(1, (-1, 2, UNIT // 2)).unbind(2)
     return (low | high << 4).flatten(1)
 
 
-def unpack(nibbles: torch.Tensor) -> torch.Tensor:
+def unpack_nibbles(nibbles: torch.Tensor) -> torch.Tensor:
     """[rows, cols / 2] uint8 to [rows, cols] uint8 of 0 to 15."""
     both = nibbles.unflatten(1, (-1, 1, UNIT // 2))
     return torch.cat((both & 15, both >> 4), dim=2).flatten(1)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from weft.formats.schemes import Scheme
-from weft.quant.quantised import QuantisedWeight, pack
+from weft.quant.quantised import QuantisedWeight, pack_nibbles
 
 # Rounds weight [rows, cols], of any float dtype, into a matrix of those rows. Its first column begins the first group
 # of the matrix; its last one ends the last group, or the whole weight. The importance [cols] float32 of columns, above
@@ -34,18 +34,18 @@ def round_into(weight: torch.Tensor, into: QuantisedWeight, importance: torch.Te
     step = max(1, (CHUNK if weight.device.type == "cpu" else GPU_CHUNK) // weight.shape[1])
     for row, some in zip(range(0, len(weight), step), weight.split(step), strict=True):
         part = into.narrow(0, row, len(some))
-        q, scale, lowest = rounded(some.float(), into.scheme, importance)
+        q, scale, lowest = round_weight(some.float(), into.scheme, importance)
         numbers = q.flatten(1)[:, into.lacking : into.lacking + into.shape[1]]
-        part.values.copy_(pack(numbers) if into.scheme.bits == 4 else numbers)
+        part.values.copy_(pack_nibbles(numbers) if into.scheme.bits == 4 else numbers)
         part.scales.copy_(scale[..., 0])
         if part.lowest is not None and lowest is not None:
             part.lowest.copy_(lowest[..., 0])
 
 
-def rounded(weight: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None = None) -> Rounded:
+def round_weight(weight: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None = None) -> Rounded:
     """weight [rows, cols] float32, whose first column begins a group and whose last group may be short."""
     group = min(scheme.group, weight.shape[1])  # a row may be one
-    each = counts(importance, weight.shape[1], group, weight.device)
+    each = column_weights(importance, weight.shape[1], group, weight.device)
     missing = -weight.shape[1] % group
     if missing:
         # Copies of the last column change neither end of the range.
@@ -53,7 +53,7 @@ def rounded(weight: torch.Tensor, scheme: Scheme, importance: torch.Tensor | Non
     return ROUND[scheme.lowest](weight.unflatten(1, (-1, group)), each, scheme.bits)
 
 
-def counts(importance: torch.Tensor | None, width: int, group: int, device: torch.device) -> torch.Tensor:
+def column_weights(importance: torch.Tensor | None, width: int, group: int, device: torch.device) -> torch.Tensor:
     """What the square of each column's error counts in its group: [groups, group] float32, of each group 1 in all."""
     groups = -(-width // group)
     if importance is None:

@@ -10,7 +10,7 @@ import torch
 from weft.architectures.place import Span
 from weft.errors import ModelError
 from weft.formats.schemes import STORED
-from weft.quant.quantised import QuantisedWeight, pack
+from weft.quant.quantised import QuantisedWeight, pack_nibbles
 from weft.quant.rounding import Rounding, round_into
 from weft.weights.blocks import numbers, zero_of
 
@@ -36,7 +36,7 @@ def unpack(data: torch.Tensor, type: str, first: int, into: QuantisedWeight) -> 
         into.lowest.copy_(_spread(lowest, type, first, into))
     if not all(part.isfinite().all() for part in (into.scales, into.lowest) if part is not None):
         raise ModelError(f"a scale of {type} blocks is beyond the 65,504 that 16 bits hold; give --quantization none")
-    into.values.copy_(pack(q) if into.scheme.bits == 4 else q)
+    into.values.copy_(pack_nibbles(q) if into.scheme.bits == 4 else q)
 
 
 def _spread(part: torch.Tensor, type: str, first: int, into: QuantisedWeight) -> torch.Tensor:

@@ -13,7 +13,7 @@ from weft.kernels.native.entries import Entries
 from weft.native import build
 from weft.native.library import LOWEST_KINDS, SIZE
 from weft.quant.quantised import QuantisedWeight
-from weft.quant.rounding import Rounding, counts, round_into
+from weft.quant.rounding import Rounding, column_weights, round_into
 
 # As in rounding.h: Weights, LONGEST.
 TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
@@ -65,7 +65,7 @@ class NativeRounding:
                 lacking=into.lacking,
                 cols=into.shape[1],
             )
-            each = counts(importance, width, scheme.group, CPU)
+            each = column_weights(importance, width, scheme.group, CPU)
             lowest = None if into.lowest is None else into.lowest.data_ptr()
             parts = into.values.data_ptr(), into.scales.data_ptr(), lowest
             entries.round_rows(ctypes.byref(asked), weight.data_ptr(), each.data_ptr(), *parts)
