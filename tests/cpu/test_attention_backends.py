@@ -341,7 +341,7 @@ def test_the_faster_one_is_taken_and_both_figures_are_told(
         return left.pop(0)
 
     with caplog.at_level(logging.INFO, "weft"):
-        assert contest.fastest(both(shape), CPU, shape, clock) == won
+        assert contest.measure_fastest(both(shape), CPU, shape, clock) == won
     torch.testing.assert_close(*outs)  # the same rows of the same cache
     assert f"3 rows over 40 tokens: flashinfer {times[0] * 1e6:.0f} us, triton {times[1] * 1e6:.0f} us" in caplog.text
     assert f"--attention-backend {won} is used" in caplog.text
@@ -353,10 +353,10 @@ def test_what_cannot_be_measured_is_not_kept(caplog: pytest.LogCaptureFixture) -
     def clock(run: Callable[[], object]) -> float:
         raise torch.OutOfMemoryError("CUDA out of memory\nand more")
 
-    assert contest.fastest(both(shape), CPU, shape, clock) is None
+    assert contest.measure_fastest(both(shape), CPU, shape, clock) is None
     assert "(CUDA out of memory)" in caplog.text
-    contest.keep(contest.note(CPU, shape, "0.6"), None)
-    assert contest.winner(contest.note(CPU, shape, "0.6")) is None
+    contest.save_winner(contest.winner_path(CPU, shape, "0.6"), None)
+    assert contest.load_winner(contest.winner_path(CPU, shape, "0.6")) is None
 
 
 @pytest.mark.parametrize("won", ["flashinfer", "triton"])
@@ -364,7 +364,7 @@ def test_the_winner_is_known_at_the_next_start(won: str, monkeypatch: pytest.Mon
     """Then a library that has lost is not even imported; another version of it, or other heads, are another contest."""
     shape, held = shaped(torch.float32), []
 
-    def fastest(found: Sequence[Kernels], *given: object) -> str:
+    def measure_fastest(found: Sequence[Kernels], *given: object) -> str:
         held.append(1)
         return won
 
@@ -374,17 +374,17 @@ def test_the_winner_is_known_at_the_next_start(won: str, monkeypatch: pytest.Mon
         monkeypatch.setattr(flashinfer, "made", None)
     assert kernels._on_gpu("auto", CPU, shape).name == won
     assert len(held) == 1
-    assert contest.winner(contest.note(CPU, shape, "0.6.13")) is None
-    assert contest.winner(contest.note(CPU, replace(shape, kv_heads=1), "0.6.12.post1")) is None
+    assert contest.load_winner(contest.winner_path(CPU, shape, "0.6.13")) is None
+    assert contest.load_winner(contest.winner_path(CPU, replace(shape, kv_heads=1), "0.6.12.post1")) is None
 
 
 @pytest.mark.parametrize("content", [b"", b"torch", b"\xff\xfe", b"{}"])
 def test_a_damaged_note_is_none(content: bytes) -> None:
-    note = contest.note(CPU, shaped(torch.float32), "0.6")
-    contest.keep(note, "triton")
-    assert note and contest.winner(note) == "triton"
+    note = contest.winner_path(CPU, shaped(torch.float32), "0.6")
+    contest.save_winner(note, "triton")
+    assert note and contest.load_winner(note) == "triton"
     note.write_bytes(content)
-    assert contest.winner(note) is None
+    assert contest.load_winner(note) is None
 
 
 def test_auto_says_nothing_where_it_is_not_installed(

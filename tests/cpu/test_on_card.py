@@ -306,7 +306,7 @@ def test_nothing_of_the_whole_device_happens_while_a_graph_is_captured(card: Car
             with fake_cuda.OnThisThread():
                 {
                     "capture": lambda: CudaGraphs()(lambda: x.add_(1)),
-                    "contest": lambda: contest.seconds(lambda: x.add_(1)),
+                    "contest": lambda: contest.graph_seconds(lambda: x.add_(1)),
                     "synchronize": lambda: synchronize_device(CUDA),
                     "empty_cache": release_cached_memory,
                 }[other]()

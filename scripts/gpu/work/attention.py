@@ -11,7 +11,7 @@ from scripts.gpu.work import Figure, Options
 from weft.errors import ConfigError
 from weft.kernels import create_kernels
 from weft.kernels.base import AttentionShape, Kernels
-from weft.kernels.contest import seconds
+from weft.kernels.contest import graph_seconds
 from weft.kernels.triton.tuning import DECODE, PREFILL, Tuning
 from weft.probes.on_gpu import trials
 

@@ -67,13 +67,13 @@ def _fastest(device: torch.device, shape: AttentionShape) -> Kernels:
     ours = triton.create_triton_kernels(device, own)
     if version is None:
         return ours
-    note = contest.note(device, shape, version, own.tunings)
-    best = contest.winner(note)
+    note = contest.winner_path(device, shape, version, own.tunings)
+    best = contest.load_winner(note)
     attention = None if best == ours.name else flashinfer.create_flashinfer_attention(device, shape, required=False)
     if attention is None:
         return ours
     theirs = triton.create_triton_kernels(device, attention)
     if best is None:
-        best = contest.fastest((theirs, ours), device, shape)
-        contest.keep(note, best)
+        best = contest.measure_fastest((theirs, ours), device, shape)
+        contest.save_winner(note, best)
     return theirs if best == theirs.name else ours

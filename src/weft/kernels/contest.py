@@ -31,7 +31,7 @@ CALLS, REPEATS = 8, 7  # of a layer in a graph, and of the graph
 Clock = Callable[[Callable[[], object]], float]
 
 
-def seconds(run: Callable[[], object]) -> float:
+def graph_seconds(run: Callable[[], object]) -> float:
     """Of a call on the current GPU, in a graph, as decode steps run: the median over REPEATS replays."""
 
     def calls() -> None:
@@ -52,13 +52,15 @@ def seconds(run: Callable[[], object]) -> float:
     return median(times)
 
 
-def timed(kernels: Kernels, shape: AttentionShape, given: AttentionInputs, clock: Clock = seconds) -> float:
+def attention_seconds(
+    kernels: Kernels, shape: AttentionShape, given: AttentionInputs, clock: Clock = graph_seconds
+) -> float:
     """Seconds of a layer's attention, of the first kind of window."""
     kernels.prepare(given[2])
     return clock(partial(kernels.attend, *given, shape.scale, shape.windows[0]))
 
 
-def note(device: torch.device, shape: AttentionShape, *rivals: object) -> Path | None:
+def winner_path(device: torch.device, shape: AttentionShape, *rivals: object) -> Path | None:
     """Where the winner is kept for this GPU, these heads and these versions; `rivals` are the other library's and our
     sizes. None where there is no home for a cache."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
@@ -69,7 +71,7 @@ def note(device: torch.device, shape: AttentionShape, *rivals: object) -> Path |
         return None
 
 
-def winner(at: Path | None) -> str | None:
+def load_winner(at: Path | None) -> str | None:
     """Who won before."""
     try:
         found = at.read_text().strip() if at else ""
@@ -81,7 +83,7 @@ def winner(at: Path | None) -> str | None:
     return found
 
 
-def keep(at: Path | None, found: str | None) -> None:
+def save_winner(at: Path | None, found: str | None) -> None:
     """Have it known at the next start; where it cannot be written it is measured again."""
     if at is None or found is None:
         return
@@ -91,13 +93,15 @@ def keep(at: Path | None, found: str | None) -> None:
         logger.debug("the faster attention cannot be kept: %s", error)
 
 
-def fastest(both: Sequence[Kernels], device: torch.device, shape: AttentionShape, clock: Clock = seconds) -> str | None:
+def measure_fastest(
+    both: Sequence[Kernels], device: torch.device, shape: AttentionShape, clock: Clock = graph_seconds
+) -> str | None:
     """Which takes the least time for a layer's decode rows, None where that cannot be measured. Ranks need not agree:
     each attends with its own heads, and what they sum is the same number of tensors either way."""
     rows, context = min(ROWS, shape.rows), min(CONTEXT, shape.length)
     try:
         given = decode_inputs(shape, device, [context] * rows)
-        times = {kernels.name: timed(kernels, shape, given, clock) for kernels in both}
+        times = {kernels.name: attention_seconds(kernels, shape, given, clock) for kernels in both}
     except Exception as error:
         # Memory that is not there, a kernel that this GPU has no code for: it is only an offer.
         lines = str(error).strip().splitlines() or [type(error).__name__]

@@ -12,7 +12,7 @@ import torch
 from weft.kernels.attention_inputs import AttentionInputs, decode_inputs, prompt_inputs
 from weft.kernels.base import AttentionShape, KVCache
 from weft.kernels.batch import Batch
-from weft.kernels.contest import Clock, seconds
+from weft.kernels.contest import Clock, graph_seconds
 from weft.kernels.triton.attention import decode, prefill
 from weft.kernels.triton.tuning import (
     DECODE,
@@ -47,7 +47,7 @@ class Race:
     given: Sequence[AttentionInputs]
     entries: dict[object, Attend]
 
-    def run(self, clock: Clock = seconds) -> tuple[Times, Obstacles]:
+    def run(self, clock: Clock = graph_seconds) -> tuple[Times, Obstacles]:
         """Passed over is what cannot run on this device, and what gives other numbers than the first that does."""
         times: Times = {}
         obstacles: Obstacles = {}
@@ -115,7 +115,7 @@ def mixed(rows: int, longest: int) -> list[int]:
 def measured(
     shape: AttentionShape,
     device: torch.device,
-    clock: Clock = seconds,
+    clock: Clock = graph_seconds,
     tell: Callable[[str, Times, Obstacles], object] = lambda what, times, obstacles: None,
 ) -> Tunings:
     """The fastest sizes; `tell` hears of every race. What there is no memory for stays as it is; where nothing can be
