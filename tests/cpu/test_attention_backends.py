@@ -47,7 +47,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(backends, "FLASHINFER_HEADS", (16, 64, 128))
     monkeypatch.setattr(flashinfer, "WORKSPACE_BYTES", 1 << 10)
     monkeypatch.setattr(backends, "FLASH_DTYPES", ("float32", "float16"))
-    monkeypatch.setattr(usable, "off_gpu", lambda device: None)
+    monkeypatch.setattr(usable, "gpu_obstacle", lambda device: None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     use(monkeypatch, fake_varlen.varlen_attn)
 
@@ -301,7 +301,7 @@ def test_triton_refuses_in_the_planner_s_words(monkeypatch: pytest.MonkeyPatch) 
     """A head wider than its tiles, on any device, and a GPU that Triton compiles nothing for."""
     for backend in ("triton", "flashinfer", "varlen"):
         refused(backend, backends.no_triton(320, []) or "", head_dim=320)
-    monkeypatch.setattr(triton, "cards", lambda device: [("Tesla V100", (7, 0))])
+    monkeypatch.setattr(triton, "gpu_cards", lambda device: [("Tesla V100", (7, 0))])
     refused("triton", backends.no_triton(64, [("Tesla V100", (7, 0))]) or "", "7.5")
 
 

@@ -17,7 +17,7 @@ import torch
 from weft.hardware.host import packages
 from weft.kernels.base import AttentionShape, KVCache
 from weft.kernels.batch import Batch, Lengths, spread
-from weft.kernels.usable import no_flash, processors, usable
+from weft.kernels.usable import check_usable, flash_obstacle, multiprocessor_count
 from weft.kernels.warm import KernelLaunch
 from weft.plan import backends
 
@@ -37,7 +37,7 @@ def installed() -> str | None:
 
 def flashinfer_obstacle(device: torch.device, shape: AttentionShape) -> str | None:
     """Why it cannot be used there."""
-    return backends.no_flashinfer(installed(), shape.head_dim) or no_flash(device, shape.dtype)
+    return backends.no_flashinfer(installed(), shape.head_dim) or flash_obstacle(device, shape.dtype)
 
 
 def create_flashinfer_attention(
@@ -48,7 +48,7 @@ def create_flashinfer_attention(
     if installed() is None and not required:
         return None
     what, instead = backends.KERNELS["flashinfer"], "Triton's take their place"
-    if not usable(what, flashinfer_obstacle(device, shape), required=required, instead=instead):
+    if not check_usable(what, flashinfer_obstacle(device, shape), required=required, instead=instead):
         return None
     logger.info("FlashInfer %s: what it has no kernels of yet it compiles now, which takes a minute", installed())
     try:
@@ -58,7 +58,7 @@ def create_flashinfer_attention(
         # No compiler, no CUDA toolkit beside the driver, a package for another torch: nothing that a start ends with.
         lines = str(error).strip().splitlines() or [type(error).__name__]
         telling = next((line for line in lines if "error" in line.lower() or "not found" in line), lines[-1])
-        usable(what, f"they cannot be built ({telling.strip()[:200]})", required=required, instead=instead)
+        check_usable(what, f"they cannot be built ({telling.strip()[:200]})", required=required, instead=instead)
         return None
     return attention
 
@@ -78,7 +78,9 @@ class FlashInferAttention:
         self._decoder = flashinfer.BatchDecodeWithPagedKVCacheWrapper
         self._prefiller = flashinfer.BatchPrefillWithPagedKVCacheWrapper
         self._device, self._shape = device, shape
-        self._workspace = torch.zeros(workspace_bytes(shape, processors(device)), dtype=torch.uint8, device=device)
+        self._workspace = torch.zeros(
+            workspace_bytes(shape, multiprocessor_count(device)), dtype=torch.uint8, device=device
+        )
         self._wrappers: dict[tuple[str, int | None, int | None], Any] = {}
         self._plans: dict[tuple[str, int | None], torch.Tensor] = {}
         # What the wrappers of graphs read, whatever their size and window: rows and their blocks are the same.

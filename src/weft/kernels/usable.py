@@ -14,7 +14,7 @@ logger = logging.getLogger("weft")
 AMPERE_SHARED_BYTES = 99 << 10
 
 
-def usable(what: str, obstacle: str | None, *, required: bool, instead: str) -> bool:
+def check_usable(what: str, obstacle: str | None, *, required: bool, instead: str) -> bool:
     """Whether there is no `obstacle`: one is a ConfigError for kernels that the user asked for, else a line of the log
     that says what is used `instead`."""
     if obstacle is None:
@@ -25,31 +25,31 @@ def usable(what: str, obstacle: str | None, *, required: bool, instead: str) -> 
     return False
 
 
-def off_gpu(device: torch.device) -> str | None:
+def gpu_obstacle(device: torch.device) -> str | None:
     """Why kernels for GPUs do not run on a device."""
     return None if device.type == "cuda" else f"they run on GPUs, not on {device.type}"
 
 
-def no_flash(device: torch.device, dtype: torch.dtype) -> str | None:
+def flash_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why FlashAttention does not run there."""
-    if obstacle := off_gpu(device):
+    if obstacle := gpu_obstacle(device):
         return obstacle
-    return backends.no_flash(str(dtype).removeprefix("torch."), cards(device))
+    return backends.no_flash(str(dtype).removeprefix("torch."), gpu_cards(device))
 
 
-def cards(device: torch.device) -> list[backends.Card]:
+def gpu_cards(device: torch.device) -> list[backends.Card]:
     """A GPU by its name and compute capability; none for any other device."""
     if device.type != "cuda":
         return []
     return [(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))]
 
 
-def processors(device: torch.device) -> int:
+def multiprocessor_count(device: torch.device) -> int:
     """A GPU's multiprocessors, which work is spread over."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def shared_bytes(device: torch.device) -> int:
+def shared_memory_bytes(device: torch.device) -> int:
     """Shared memory that a program on a GPU may ask for; elsewhere the least that any since Ampere has."""
     if device.type != "cuda":
         return AMPERE_SHARED_BYTES

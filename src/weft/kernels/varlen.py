@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from weft.kernels import triton
 from weft.kernels.base import AttentionShape, KVCache
 from weft.kernels.batch import Batch, spread
-from weft.kernels.usable import no_flash, usable
+from weft.kernels.usable import check_usable, flash_obstacle
 from weft.kernels.warm import KernelLaunch
 from weft.plan import backends
 
@@ -50,12 +50,12 @@ def varlen_obstacle(device: torch.device, shape: AttentionShape) -> str | None:
         return f"torch {torch.__version__} has no varlen attention with windows, which came with 2.11"
     if shape.cache_dtype != shape.dtype:
         return "it reads no FP8 KV cache"
-    return backends.no_varlen(shape.head_dim) or no_flash(device, shape.dtype)
+    return backends.no_varlen(shape.head_dim) or flash_obstacle(device, shape.dtype)
 
 
 def create_varlen_attention(device: torch.device, shape: AttentionShape) -> VarlenAttention:
     """torch's varlen attention. Raises ConfigError where it cannot be used."""
-    usable(backends.KERNELS["varlen"], varlen_obstacle(device, shape), required=True, instead="")
+    check_usable(backends.KERNELS["varlen"], varlen_obstacle(device, shape), required=True, instead="")
     return VarlenAttention(device, shape, paged=third(device, shape))
 
 

@@ -7,7 +7,7 @@ import subprocess
 import torch
 
 from weft.kernels.native.kernels import NativeKernels
-from weft.kernels.usable import usable
+from weft.kernels.usable import check_usable
 from weft.native import build
 from weft.plan import backends
 
@@ -25,4 +25,4 @@ def native_available(dtype: torch.dtype, head_dim: int, group: int, *, required:
         except (OSError, subprocess.SubprocessError) as error:
             reason = str(error)
     instead = "The slower torch kernels take their place"
-    return usable(backends.KERNELS["cpu"], reason, required=required, instead=instead)
+    return check_usable(backends.KERNELS["cpu"], reason, required=required, instead=instead)

@@ -12,7 +12,7 @@ import torch
 
 from weft.hardware.host import packages
 from weft.kernels.base import Attention, AttentionShape, Kernels
-from weft.kernels.usable import cards, off_gpu, processors, shared_bytes, usable
+from weft.kernels.usable import check_usable, gpu_cards, gpu_obstacle, multiprocessor_count, shared_memory_bytes
 from weft.plan import backends
 
 if TYPE_CHECKING:
@@ -22,16 +22,18 @@ if TYPE_CHECKING:
 def triton_available(device: torch.device, head_dim: int, *, required: bool = False) -> bool:
     """Whether they run on the device; with `required` the reason that they cannot is a ConfigError."""
     instead = "The slower torch kernels take their place"
-    return usable(backends.KERNELS["triton"], triton_obstacle(device, head_dim), required=required, instead=instead)
+    return check_usable(
+        backends.KERNELS["triton"], triton_obstacle(device, head_dim), required=required, instead=instead
+    )
 
 
 def triton_obstacle(device: torch.device, head_dim: int) -> str | None:
     """Why they do not run on the device, for a model with such heads."""
     if "triton" not in packages():
         return backends.NO_TRITON
-    if os.environ.get("TRITON_INTERPRET") != "1" and (reason := off_gpu(device)):
+    if os.environ.get("TRITON_INTERPRET") != "1" and (reason := gpu_obstacle(device)):
         return f"{reason} (TRITON_INTERPRET=1 interprets them, for tests)"
-    return backends.no_triton(head_dim, cards(device))
+    return backends.no_triton(head_dim, gpu_cards(device))
 
 
 def create_triton_attention(device: torch.device, shape: AttentionShape) -> TritonAttention:
@@ -39,7 +41,7 @@ def create_triton_attention(device: torch.device, shape: AttentionShape) -> Trit
     from weft.kernels.triton import kept
     from weft.kernels.triton.attention import TritonAttention
 
-    return TritonAttention(processors(device), kept.known(device, shape), shared_bytes(device))
+    return TritonAttention(multiprocessor_count(device), kept.known(device, shape), shared_memory_bytes(device))
 
 
 def create_triton_kernels(device: torch.device, attention: Attention | None = None) -> Kernels:
@@ -47,5 +49,5 @@ def create_triton_kernels(device: torch.device, attention: Attention | None = No
     from weft.kernels.triton.attention import TritonAttention
     from weft.kernels.triton.kernels import TritonKernels
 
-    own = attention or TritonAttention(processors(device), shared=shared_bytes(device))
-    return TritonKernels(processors(device), own)
+    own = attention or TritonAttention(multiprocessor_count(device), shared=shared_memory_bytes(device))
+    return TritonKernels(multiprocessor_count(device), own)

@@ -22,7 +22,7 @@ from weft.kernels.triton.tuning import (
     Tuning,
     Tunings,
 )
-from weft.kernels.usable import processors, shared_bytes
+from weft.kernels.usable import multiprocessor_count, shared_memory_bytes
 
 ROWS = (1, 8, 64, 256)  # of decode steps; of other numbers the nearest counts
 SHORTEST, LONGEST = 100, 2048  # of their contexts
@@ -78,8 +78,8 @@ def decode_race(shape: AttentionShape, device: torch.device, contexts: list[int]
     through = torch.zeros(len(contexts) * shape.kv_heads, dtype=torch.int32, device=device)
 
     def attend(tuning: Tuning, q: torch.Tensor, cache: KVCache, batch: Batch) -> torch.Tensor:
-        out, sizes = torch.empty_like(q).flatten(1), (tuning, shared_bytes(device), through)
-        decode(q, cache, batch, batch.rows, shape.scale, shape.windows[0], processors(device), out, *sizes)
+        out, sizes = torch.empty_like(q).flatten(1), (tuning, shared_memory_bytes(device), through)
+        decode(q, cache, batch, batch.rows, shape.scale, shape.windows[0], multiprocessor_count(device), out, *sizes)
         return out
 
     least, most = min(contexts), max(contexts)
@@ -93,7 +93,7 @@ def prefill_race(shape: AttentionShape, device: torch.device, what: str) -> Race
 
     def attend(tuning: Tuning, q: torch.Tensor, cache: KVCache, batch: Batch) -> torch.Tensor:
         out = torch.empty_like(q).flatten(1)
-        prefill(q, cache, batch, 0, shape.scale, shape.windows[0], out, tuning, shared_bytes(device))
+        prefill(q, cache, batch, 0, shape.scale, shape.windows[0], out, tuning, shared_memory_bytes(device))
         return out
 
     given = prompt_inputs(shape, device, counts, contexts)
