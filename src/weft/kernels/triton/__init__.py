@@ -38,10 +38,12 @@ def triton_obstacle(device: torch.device, head_dim: int) -> str | None:
 
 def create_triton_attention(device: torch.device, shape: AttentionShape) -> TritonAttention:
     """Our own, in the sizes that were measured on the device, if any were."""
-    from weft.kernels.triton import kept
+    from weft.kernels.triton import saved_tunings
     from weft.kernels.triton.attention import TritonAttention
 
-    return TritonAttention(multiprocessor_count(device), kept.known(device, shape), shared_memory_bytes(device))
+    return TritonAttention(
+        multiprocessor_count(device), saved_tunings.load_tunings(device, shape), shared_memory_bytes(device)
+    )
 
 
 def create_triton_kernels(device: torch.device, attention: Attention | None = None) -> Kernels:

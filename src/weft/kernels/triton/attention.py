@@ -318,12 +318,12 @@ class TritonAttention:
         count = triton.next_power_of_2(rows * cache.keys.shape[2])
         if count not in self._through:
             self._through[count] = torch.zeros(count, dtype=torch.int32, device=q.device)
-        sizes = self.tunings.of(rows), self._shared
+        sizes = self.tunings.for_rows(rows), self._shared
         decode(q, cache, batch, rows, scale, window, self._processors, out, *sizes, self._through[count])
 
     def launches(self, shape: AttentionShape, device: torch.device) -> list[list[KernelLaunch]]:
         def kernel(rows: int) -> tuple[Tuning, bool]:
-            tuning = self.tunings.of(rows)
+            tuning = self.tunings.for_rows(rows)
             return replace(tuning, programs=0), splits_of(tuning, self._processors, rows, shape.kv_heads) > 1
 
         decodes = [attention_inputs.decode_inputs(shape, device, [1] * rows) for rows in turns(kernel, shape.rows)]

@@ -60,7 +60,7 @@ class Tunings:
     decode: dict[int, Tuning]
     prefill: Tuning
 
-    def of(self, rows: int) -> Tuning:
+    def for_rows(self, rows: int) -> Tuning:
         """For a decode step of so many rows."""
         return self.decode[min(self.decode, key=lambda known: max(known, rows) / min(known, rows))]
 

@@ -26,7 +26,7 @@ class Note(msgspec.Struct, frozen=True):
     tunings: Tunings
 
 
-def known(device: torch.device, shape: AttentionShape) -> Tunings:
+def load_tunings(device: torch.device, shape: AttentionShape) -> Tunings:
     """What to attend with on this device: what was measured there, or else the sizes that were chosen by reading."""
     of = measured_of(device, shape)
     try:
@@ -47,7 +47,7 @@ def known(device: torch.device, shape: AttentionShape) -> Tunings:
     return note.tunings
 
 
-def keep(device: torch.device, shape: AttentionShape, tunings: Tunings) -> Path:
+def save_tunings(device: torch.device, shape: AttentionShape, tunings: Tunings) -> Path:
     """Have them known at the next start. Raises OSError, RuntimeError or WeftError where that is not possible."""
     of = measured_of(device, shape)
     write(path(of), msgspec.json.encode(Note(of, tunings)))
