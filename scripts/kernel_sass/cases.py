@@ -183,7 +183,7 @@ def sum_add_norm() -> None:
 
 def choose() -> None:
     longs, settings = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 4, dtype=torch.float64)
-    sampling.choose(torch.empty(2, VOCAB, dtype=BF16), longs, longs, settings, longs, filtered=True)
+    sampling.sample_tokens(torch.empty(2, VOCAB, dtype=BF16), longs, longs, settings, longs, filtered=True)
 
 
 def made_weight(scheme: str) -> QuantisedWeight:

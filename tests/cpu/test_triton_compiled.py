@@ -60,7 +60,7 @@ def launch_all():
     reduce.sum_add_norm(torch.zeros(8, dtype=torch.int64), wide, wide[0], 1e-6)
     longs = torch.zeros(2, dtype=torch.int64)
     settings = torch.zeros(2, 4, dtype=torch.float64)
-    sampling.choose(torch.zeros(2, 151936, dtype=dtype), longs, longs, settings, longs, filtered=True)
+    sampling.sample_tokens(torch.zeros(2, 151936, dtype=dtype), longs, longs, settings, longs, filtered=True)
 """
     + COMPILED
 )

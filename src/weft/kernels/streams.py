@@ -7,7 +7,7 @@ STEP = 0x9E3779B97F4A7C15
 FIRST = 0xBF58476D1CE4E5B9
 SECOND = 0x94D049BB133111EB
 
-BLOCK = 256  # tokens that race as one, and then among themselves; near the square root of common vocabularies
+SAMPLING_BLOCK = 256  # tokens that race as one, and then among themselves; near the square root of common vocabularies
 
 # In place of a token: the greatest logit of its row is not finite (NaN or infinite), and nothing can be sampled.
 NOT_FINITE = -1

@@ -97,7 +97,7 @@ class NativeChooser(HostChooser):
         self, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, there: Sequence[torch.Tensor]
     ) -> torch.Tensor:
         columns, keys = self._settings.columns[slots], self._settings.keys[slots]
-        return self._kernels.choose(logits, columns, seeds(keys, positions))
+        return self._kernels.sample_tokens(logits, columns, seeds(keys, positions))
 
 
 class TritonChooser:
@@ -105,9 +105,9 @@ class TritonChooser:
 
     def __init__(self, slots: int, device: torch.device) -> None:
         # Here, since Triton may not be installed.
-        from weft.kernels.triton.sampling import choose
+        from weft.kernels.triton.sampling import sample_tokens
 
-        self._choose = choose
+        self._choose = sample_tokens
         self._settings = Settings(slots)
         self._filtered = np.zeros(slots, dtype=bool)
         self._news: set[int] = set()

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from weft.kernels import streams
-from weft.kernels.streams import BLOCK
+from weft.kernels.streams import SAMPLING_BLOCK
 
 # As signed 64-bit integers: products wrap, in numpy's arrays and in torch.
 STEP, FIRST, SECOND = (number - 2**64 for number in (streams.STEP, streams.FIRST, streams.SECOND))

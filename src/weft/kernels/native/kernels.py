@@ -115,7 +115,7 @@ class NativeKernels:
         )
         return out
 
-    def choose(self, logits: torch.Tensor, wishes: np.ndarray, streams: np.ndarray) -> torch.Tensor:
+    def sample_tokens(self, logits: torch.Tensor, wishes: np.ndarray, streams: np.ndarray) -> torch.Tensor:
         """A token for each row of logits [R, V], of the kernels' dtype or float32: [R] int64. `wishes` [R, 4] float64
         are rows of the columns of `worker.chooser.Settings`, `streams` [R] int64 those of `worker.random.seeds`; both
         are contiguous."""

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from weft.kernels import streams
 
-BLOCK = streams.BLOCK
+BLOCK = streams.SAMPLING_BLOCK
 SURVEY_BLOCKS = 16  # that one program looks at
 FILTER_BLOCKS = 32  # that a row's program reads, or leaves unread, at once
 
@@ -244,7 +244,7 @@ def survey(
     logits: torch.Tensor, slots: torch.Tensor, settings: torch.Tensor, *, filtered: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Of each row's blocks the place of the greatest logit, [R, B] int32, and the sum of weights, [R, B] float32; of
-    each row the least logit that its filters leave, [R] float32. See `choose` for what it is given."""
+    each row the least logit that its filters leave, [R] float32. See `sample_tokens` for what it is given."""
     rows, vocab = logits.shape
     blocks = triton.cdiv(vocab, BLOCK)
     tops = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)
@@ -259,7 +259,7 @@ def survey(
     return tops, sums, floors
 
 
-def choose(
+def sample_tokens(
     logits: torch.Tensor,
     slots: torch.Tensor,
     positions: torch.Tensor,
