@@ -114,7 +114,7 @@ class DenseLayer:
 
 
 # residual [T, hidden], which may be overwritten; the table of angles, one cache per layer, the batch -> [T, hidden].
-Stage = Callable[[torch.Tensor, torch.Tensor, Sequence[KVCache], Batch], torch.Tensor]
+FusedStage = Callable[[torch.Tensor, torch.Tensor, Sequence[KVCache], Batch], torch.Tensor]
 
 
 class Attention(Protocol):
@@ -158,7 +158,7 @@ class Kernels(Attention, Protocol):
         """The same for an embedding [vocab, hidden], whose rows are asked for too."""
         ...
 
-    def fuse(self, layers: Sequence[DenseLayer], comm: Comm) -> Stage | None:
+    def fuse_layers(self, layers: Sequence[DenseLayer], comm: Comm) -> FusedStage | None:
         """All layers of a stage as one call; None where the operations below are as good."""
         ...
 

@@ -56,7 +56,7 @@ class Batch:
         return self.host or Lengths(*(x.cpu().numpy().astype(np.int64) for x in (self.row_starts, self.context)))
 
 
-def spread(counts: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Tensor]:
+def ragged_index(counts: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Of rows that have `counts` [R] things each, one row's after the other: whose each is and its number there,
     [total] int64 both. `total` is their sum, which the host knows: nobody waits."""
     rows = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts, output_size=total)

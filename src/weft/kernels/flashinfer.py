@@ -16,7 +16,7 @@ import torch
 
 from weft.hardware.host import packages
 from weft.kernels.base import AttentionShape, KVCache
-from weft.kernels.batch import Batch, Lengths, spread
+from weft.kernels.batch import Batch, Lengths, ragged_index
 from weft.kernels.usable import check_usable, flash_obstacle, multiprocessor_count
 from weft.kernels.warm import KernelLaunch
 from weft.plan import backends
@@ -199,5 +199,5 @@ def workspace_bytes(shape: AttentionShape, processors: int) -> int:
 def used_blocks(tables: torch.Tensor, context: torch.Tensor, block_size: int, total: int) -> torch.Tensor:
     """[total] int32: every row's blocks, as many as its context fills, at least one, row after row. `total` is known,
     so that nobody waits."""
-    rows, blocks = spread((context.clamp(min=1) + block_size - 1) // block_size, total)
+    rows, blocks = ragged_index((context.clamp(min=1) + block_size - 1) // block_size, total)
     return tables[rows, blocks]

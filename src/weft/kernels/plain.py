@@ -33,7 +33,7 @@ class PlainKernels:
     def embedding_table(self, weight: torch.Tensor | QuantisedWeight) -> EmbeddingTable:
         return DenseTable(weight)
 
-    def fuse(self, layers: Sequence[DenseLayer], comm: Comm) -> Stage | None:
+    def fuse_layers(self, layers: Sequence[DenseLayer], comm: Comm) -> FusedStage | None:
         return None
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

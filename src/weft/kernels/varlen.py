@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 from weft.kernels import triton
 from weft.kernels.base import AttentionShape, KVCache
-from weft.kernels.batch import Batch, spread
+from weft.kernels.batch import Batch, ragged_index
 from weft.kernels.usable import check_usable, flash_obstacle
 from weft.kernels.warm import KernelLaunch
 from weft.plan import backends
@@ -162,6 +162,6 @@ class VarlenAttention:
 
     def _places(self, batch: Batch, total: int) -> torch.Tensor:
         """The slots of the prompts' contexts, `total` in all."""
-        rows, positions = spread(batch.context[batch.decodes :], total)
+        rows, positions = ragged_index(batch.context[batch.decodes :], total)
         blocks = batch.tables[batch.decodes + rows, positions // self._block_size].long()
         return blocks * self._block_size + positions % self._block_size

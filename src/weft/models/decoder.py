@@ -35,7 +35,7 @@ class Decoder:
             dense_layer(shape, place, layer, tensors, comm, kernels)
             for layer in range(place.layers.start, place.layers.stop)
         ]
-        self.fused = kernels.fuse(self.layers, comm)
+        self.fused = kernels.fuse_layers(self.layers, comm)
         self.head = None
         if place.last:
             # A tied head beside its embedding is no tensor of its own.

@@ -41,7 +41,7 @@ class NativeKernels:
     def embedding_table(self, weight: torch.Tensor | QuantisedWeight) -> NativeMatrix:
         return self.matrix(weight)
 
-    def fuse(self, layers: Sequence[DenseLayer], comm: Comm) -> Stage | None:
+    def fuse_layers(self, layers: Sequence[DenseLayer], comm: Comm) -> FusedStage | None:
         return NativeStage(self._entries, layers, comm)
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

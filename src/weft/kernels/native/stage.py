@@ -49,7 +49,7 @@ class SharedDescriptor(ctypes.Structure):
 
 
 class NativeStage:
-    """See `Stage` in kernels/base.py. Its memory grows with the steps that it meets, and stays."""
+    """See `FusedStage` in kernels/base.py. Its memory grows with the steps that it meets, and stays."""
 
     def __init__(self, entries: Entries, layers: Sequence[DenseLayer], comm: Comm) -> None:
         self._entries, self._comm = entries, comm

@@ -55,7 +55,7 @@ class TritonKernels:
         self._quantised.setdefault((made.scheme, made.shape, bias is None), made)
         return made
 
-    def fuse(self, layers: Sequence[DenseLayer], comm: Comm) -> Stage | None:
+    def fuse_layers(self, layers: Sequence[DenseLayer], comm: Comm) -> FusedStage | None:
         return None
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
