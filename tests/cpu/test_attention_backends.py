@@ -43,7 +43,7 @@ PLAIN = PlainKernels()
 def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Both are here, and the CPU is a card that computes in fp32 too: what is compared then is exact."""
     monkeypatch.setitem(sys.modules, "flashinfer", fake_flashinfer.module())
-    monkeypatch.setattr(flashinfer, "installed", lambda: "0.6.12.post1")
+    monkeypatch.setattr(flashinfer, "installed_version", lambda: "0.6.12.post1")
     monkeypatch.setattr(backends, "FLASHINFER_HEADS", (16, 64, 128))
     monkeypatch.setattr(flashinfer, "WORKSPACE_BYTES", 1 << 10)
     monkeypatch.setattr(backends, "FLASH_DTYPES", ("float32", "float16"))
@@ -54,7 +54,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def use(monkeypatch: pytest.MonkeyPatch, function: Callable[..., torch.Tensor]) -> None:
     names = frozenset(inspect.signature(function).parameters)
-    monkeypatch.setattr(varlen, "function", lambda: (function, names))
+    monkeypatch.setattr(varlen, "varlen_function", lambda: (function, names))
 
 
 MADE: dict[str, Callable[[AttentionShape], Attention]] = {
@@ -123,7 +123,7 @@ def test_flashinfer_reads_an_fp8_cache() -> None:
 
 def test_torch_2_11_has_no_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, fake_varlen.varlen_attn_of_2_11)
-    assert not varlen.third(CPU, shaped(torch.float32))
+    assert not varlen.activate_flash3(CPU, shaped(torch.float32))
     test_attention_is_the_plain_one("varlen", CASES[3])
 
 
@@ -135,7 +135,7 @@ def test_what_is_beyond_the_gathering_memory_is_triton_s(monkeypatch: pytest.Mon
         calls.append(1)
         return fake_varlen.varlen_attn(*given, **more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(varlen, "function", lambda: (counted, frozenset({"enable_gqa"})))
+    monkeypatch.setattr(varlen, "varlen_function", lambda: (counted, frozenset({"enable_gqa"})))
     for contexts, count in (([40, 129], 2), ([40, 130], 0)):
         calls.clear()
         case = ([40, 7], contexts, 6, 3, 64, 16, None)
@@ -221,7 +221,9 @@ def decode(
 
 @pytest.fixture
 def composed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels.triton, "made", lambda device, attention=None: Composed(device, attention))
+    monkeypatch.setattr(
+        kernels.triton, "create_triton_kernels", lambda device, attention=None: Composed(device, attention)
+    )
     monkeypatch.setattr(attention, "decode", decode)
 
 
@@ -268,17 +270,17 @@ def test_flashinfer_refuses_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None
     refused("flashinfer", "80", "64, 128", head_dim=80)
     monkeypatch.setattr(backends, "FLASH_DTYPES", ("bfloat16",))
     refused("flashinfer", "float16")
-    monkeypatch.setattr(flashinfer, "installed", lambda: "0.4.1")
+    monkeypatch.setattr(flashinfer, "installed_version", lambda: "0.4.1")
     refused("flashinfer", "flashinfer-python 0.4.1", "0.5")
-    monkeypatch.setattr(flashinfer, "installed", lambda: None)
+    monkeypatch.setattr(flashinfer, "installed_version", lambda: None)
     refused("flashinfer", "pip install weft[cuda]")
 
 
 @pytest.mark.parametrize("backend", ["flashinfer", "varlen"])
 def test_neither_runs_on_a_cpu(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    monkeypatch.setattr(flashinfer, "installed", lambda: "0.6.12")
-    monkeypatch.setattr(varlen, "function", lambda: (fake_varlen.varlen_attn, frozenset()))
+    monkeypatch.setattr(flashinfer, "installed_version", lambda: "0.6.12")
+    monkeypatch.setattr(varlen, "varlen_function", lambda: (fake_varlen.varlen_attn, frozenset()))
     refused(backend, "GPUs", "cpu")
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     refused(backend, "GPUs", "cpu", "TRITON_INTERPRET=1")  # by Triton's, which the rest is
@@ -310,16 +312,16 @@ def test_varlen_refuses_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     refused("varlen", "FP8", cache_dtype=FP8)
     monkeypatch.setattr(backends, "FLASH_DTYPES", ("bfloat16",))
     refused("varlen", "float16")
-    monkeypatch.setattr(varlen, "function", lambda: None)
+    monkeypatch.setattr(varlen, "varlen_function", lambda: None)
     refused("varlen", torch.__version__, "2.11")
 
 
 def test_the_version_is_the_package_s(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     try:
-        assert flashinfer.installed() == importlib.metadata.version("flashinfer-python")
+        assert flashinfer.installed_version() == importlib.metadata.version("flashinfer-python")
     except importlib.metadata.PackageNotFoundError:
-        assert flashinfer.installed() is None
+        assert flashinfer.installed_version() is None
 
 
 # --- the faster of two ---
@@ -364,14 +366,14 @@ def test_the_winner_is_known_at_the_next_start(won: str, monkeypatch: pytest.Mon
     """Then a library that has lost is not even imported; another version of it, or other heads, are another contest."""
     shape, held = shaped(torch.float32), []
 
-    def measure_fastest(found: Sequence[Kernels], *given: object) -> str:
+    def measured(found: Sequence[Kernels], *given: object) -> str:
         held.append(1)
         return won
 
-    monkeypatch.setattr(contest, "fastest", fastest)
+    monkeypatch.setattr(contest, "measure_fastest", measured)
     assert kernels._on_gpu("auto", CPU, shape).name == won
     if won == "triton":
-        monkeypatch.setattr(flashinfer, "made", None)
+        monkeypatch.setattr(flashinfer, "create_flashinfer_attention", None)
     assert kernels._on_gpu("auto", CPU, shape).name == won
     assert len(held) == 1
     assert contest.load_winner(contest.winner_path(CPU, shape, "0.6.13")) is None
@@ -390,7 +392,7 @@ def test_a_damaged_note_is_none(content: bytes) -> None:
 def test_auto_says_nothing_where_it_is_not_installed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(flashinfer, "installed", lambda: None)
+    monkeypatch.setattr(flashinfer, "installed_version", lambda: None)
     assert kernels._on_gpu("auto", CPU, shaped(torch.float32)).name == "triton"
     assert not caplog.records
 

@@ -44,7 +44,7 @@ TABLE = tuning.Tunings(
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Launches:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(triton, "processors", lambda device: PROCESSORS)
+    monkeypatch.setattr(triton, "multiprocessor_count", lambda device: PROCESSORS)
     return Launches(monkeypatch)
 
 

@@ -225,4 +225,4 @@ def test_who_rounds() -> None:
     assert create_rounding("torch", CPU, SHAPE) is round_into
     assert create_rounding("auto", torch.device("meta"), SHAPE) is round_into
     assert build.native_obstacle("float16", 64, 2) and create_native_rounding(torch.float16, 64, 2) is round_into
-    assert knows(SCHEMES["INT8"]) and not knows(Scheme(bits=4, group=256, lowest="zero"))
+    assert supports_scheme(SCHEMES["INT8"]) and not supports_scheme(Scheme(bits=4, group=256, lowest="zero"))

@@ -101,7 +101,7 @@ def compared(
     ones, and a note for each entry that did not run."""
     if rehearse:
         race.given = race.given[:1]
-    times, obstacles = race.run(called_once if rehearse else seconds)
+    times, obstacles = race.run(called_once if rehearse else graph_seconds)
     best = min(times.values(), default=None)
     for name, took in times.items():
         note = f"{took * 1e6:.1f} us{', fastest' if took == best and len(times) > 1 else ''}"

@@ -63,7 +63,7 @@ def _fastest(device: torch.device, shape: AttentionShape) -> Kernels:
     """With FlashInfer's attention where it is installed and was, or now is, faster."""
     from weft.kernels import contest, flashinfer, triton
 
-    own, version = triton.create_triton_attention(device, shape), flashinfer.installed()
+    own, version = triton.create_triton_attention(device, shape), flashinfer.installed_version()
     ours = triton.create_triton_kernels(device, own)
     if version is None:
         return ours

@@ -30,14 +30,14 @@ PLAN_BYTES = 8 << 20  # of a plan on the device, as its wrappers take by themsel
 DECODE, PREFILL = "decode", "prefill"
 
 
-def installed() -> str | None:
+def installed_version() -> str | None:
     """The version that is here."""
     return packages().get(backends.FLASHINFER)
 
 
 def flashinfer_obstacle(device: torch.device, shape: AttentionShape) -> str | None:
     """Why it cannot be used there."""
-    return backends.no_flashinfer(installed(), shape.head_dim) or flash_obstacle(device, shape.dtype)
+    return backends.no_flashinfer(installed_version(), shape.head_dim) or flash_obstacle(device, shape.dtype)
 
 
 def create_flashinfer_attention(
@@ -45,12 +45,14 @@ def create_flashinfer_attention(
 ) -> FlashInferAttention | None:
     """FlashInfer's attention, its kernels compiled. None where it cannot be had, which is a ConfigError if it is
     `required`, and else a line of the log where the package is there."""
-    if installed() is None and not required:
+    if installed_version() is None and not required:
         return None
     what, instead = backends.KERNELS["flashinfer"], "Triton's take their place"
     if not check_usable(what, flashinfer_obstacle(device, shape), required=required, instead=instead):
         return None
-    logger.info("FlashInfer %s: what it has no kernels of yet it compiles now, which takes a minute", installed())
+    logger.info(
+        "FlashInfer %s: what it has no kernels of yet it compiles now, which takes a minute", installed_version()
+    )
     try:
         attention = FlashInferAttention(device, shape)
         attention.compile()

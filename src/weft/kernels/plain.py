@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from weft.comm import Comm
-from weft.kernels.base import AttentionShape, DenseLayer, EmbeddingTable, HeadNorm, KVCache, Product, Stage
+from weft.kernels.base import AttentionShape, DenseLayer, EmbeddingTable, FusedStage, HeadNorm, KVCache, Product
 from weft.kernels.batch import Batch
 from weft.kernels.staged import StagedStep, fill_batch
 from weft.kernels.warm import KernelLaunch

@@ -34,7 +34,7 @@ MOST_GATHERED = 1 << 16  # tokens: 268 MB of keys and values of 8 heads of 128
 
 
 @cache
-def function() -> tuple[Any, frozenset[str]] | None:
+def varlen_function() -> tuple[Any, frozenset[str]] | None:
     """torch's function and the names of its parameters, None where there is none that knows windows."""
     try:
         from torch.nn.attention.varlen import varlen_attn
@@ -46,7 +46,7 @@ def function() -> tuple[Any, frozenset[str]] | None:
 
 def varlen_obstacle(device: torch.device, shape: AttentionShape) -> str | None:
     """Why it cannot be used there."""
-    if function() is None:
+    if varlen_function() is None:
         return f"torch {torch.__version__} has no varlen attention with windows, which came with 2.11"
     if shape.cache_dtype != shape.dtype:
         return "it reads no FP8 KV cache"
@@ -56,12 +56,12 @@ def varlen_obstacle(device: torch.device, shape: AttentionShape) -> str | None:
 def create_varlen_attention(device: torch.device, shape: AttentionShape) -> VarlenAttention:
     """torch's varlen attention. Raises ConfigError where it cannot be used."""
     check_usable(backends.KERNELS["varlen"], varlen_obstacle(device, shape), required=True, instead="")
-    return VarlenAttention(device, shape, paged=third(device, shape))
+    return VarlenAttention(device, shape, paged=activate_flash3(device, shape))
 
 
-def third(device: torch.device, shape: AttentionShape) -> bool:
+def activate_flash3(device: torch.device, shape: AttentionShape) -> bool:
     """Whether the third version is there, which reads blocks: then torch takes it from now on."""
-    found = function()
+    found = varlen_function()
     if found is None or "block_table" not in found[1] or device.type != "cuda":
         return False
     if torch.cuda.get_device_capability(device)[0] != HOPPER or find_spec("flash_attn_interface") is None:
@@ -93,7 +93,7 @@ class VarlenAttention:
     name = "varlen"
 
     def __init__(self, device: torch.device, shape: AttentionShape, *, paged: bool) -> None:
-        found = function()
+        found = varlen_function()
         assert found is not None
         self._varlen, names = found
         self._group = {"enable_gqa": shape.group > 1} if "enable_gqa" in names else {}

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from weft.comm import Comm
-from weft.kernels.base import AttentionShape, DenseLayer, HeadNorm, KVCache, Stage
+from weft.kernels.base import AttentionShape, DenseLayer, FusedStage, HeadNorm, KVCache
 from weft.kernels.batch import Batch
 from weft.kernels.native.entries import Entries
 from weft.kernels.native.matrix import NativeMatrix, dense, quantised

@@ -8,7 +8,16 @@ import torch
 
 from weft.comm import Comm
 from weft.comm.symmetric import SymmetricComm
-from weft.kernels.base import Attention, AttentionShape, DenseLayer, EmbeddingTable, HeadNorm, KVCache, Product, Stage
+from weft.kernels.base import (
+    Attention,
+    AttentionShape,
+    DenseLayer,
+    EmbeddingTable,
+    FusedStage,
+    HeadNorm,
+    KVCache,
+    Product,
+)
 from weft.kernels.batch import Batch
 from weft.kernels.staged import StagedStep
 from weft.kernels.triton import pointwise, products, reduce
