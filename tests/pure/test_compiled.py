@@ -36,7 +36,7 @@ exit 1
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for known in (build.build_library, build.load_library, library._refuse_once):
+    for known in (build.build_library, build.load_library, library._warn_once):
         known.cache_clear()
     yield tmp_path / "weft/kernels"
     build.build_library.cache_clear()
@@ -248,7 +248,7 @@ def test_what_others_could_have_written_is_not_loaded(
         place.chmod(0o777)
         said = r"can be written by other users \(mode 777\).* `chmod go-w` it, or let XDG_CACHE_HOME"
     with pytest.raises(OSError, match=said) as error:
-        library.load(path)
+        library.open_library(path)
     assert "\n" not in str(error.value)
     with pytest.raises(OSError, match=said):
         build.load_library("bfloat16")
@@ -303,7 +303,7 @@ def test_a_damaged_library_is_built_anew(
             path.with_suffix(".sha256").write_text("0" * 64)
     assert library.built_library() == ""
     with pytest.raises(OSError, match="is damaged: its digest does not hold"):
-        library.load(path)
+        library.open_library(path)
     assert build.build_library("bfloat16") == path and path.read_text() == "made\n"
     assert calls(log) == before + PARTS + 1 and "are damaged, and are built anew" in caplog.text
     assert library.built_library() == str(path)
@@ -311,7 +311,7 @@ def test_a_damaged_library_is_built_anew(
 
 def test_a_disk_that_does_not_keep_it_is_told_after_one_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = install(FAKE, tmp_path, monkeypatch)
-    monkeypatch.setattr(library, "intact", lambda _: False)
+    monkeypatch.setattr(library, "is_intact", lambda _: False)
     with pytest.raises(OSError, match="does not hold what was written: check the disk"):
         build.build_library("bfloat16")
     assert calls(log) == PARTS + 1

@@ -22,7 +22,9 @@ from weft.kernels import streams
 from weft.kernels.streams import SAMPLING_BLOCK
 
 # As signed 64-bit integers: products wrap, in numpy's arrays and in torch.
-STEP, FIRST, SECOND = (number - 2**64 for number in (streams.STEP, streams.FIRST, streams.SECOND))
+STEP, FIRST, SECOND = (
+    number - 2**64 for number in (streams.SPLITMIX_STEP, streams.SPLITMIX_FIRST, streams.SPLITMIX_SECOND)
+)
 
 Integers = TypeVar("Integers", np.ndarray, torch.Tensor)
 

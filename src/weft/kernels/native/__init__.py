@@ -1,4 +1,4 @@
-"""The CPU kernels in C++: compiled once for this machine where there is a compiler."""
+"""The CPU kernels in C++: compiled once for this machine if it has a compiler."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ __all__ = ["NativeKernels", "native_available"]
 
 
 def native_available(dtype: torch.dtype, head_dim: int, group: int, *, required: bool = False) -> bool:
-    """Whether these kernels can serve a model of this dtype, head_dim and query heads per KV head, and
-    their library could be built and loaded; with `required` the reason that they cannot is a ConfigError."""
+    """Return True if these kernels can serve a model of this dtype, head_dim and query heads per KV head, and their
+    library could be built and loaded. If not, the reason is logged, or with `required` raised as a ConfigError."""
     name = str(dtype).removeprefix("torch.")
     reason = build.native_obstacle(name, head_dim, group)
     if reason is None:

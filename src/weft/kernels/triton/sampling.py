@@ -16,9 +16,9 @@ BLOCK = streams.SAMPLING_BLOCK
 SURVEY_BLOCKS = 16  # that one program looks at
 FILTER_BLOCKS = 32  # that a row's program reads, or leaves unread, at once
 
-STEP = tl.constexpr(streams.STEP)
-FIRST = tl.constexpr(streams.FIRST)
-SECOND = tl.constexpr(streams.SECOND)
+STEP = tl.constexpr(streams.SPLITMIX_STEP)
+FIRST = tl.constexpr(streams.SPLITMIX_FIRST)
+SECOND = tl.constexpr(streams.SPLITMIX_SECOND)
 NOT_FINITE = tl.constexpr(streams.NOT_FINITE)
 LOWEST = tl.constexpr(-(2**31))  # below the place of any float
 HIGHEST = tl.constexpr(2**31 - 1)  # the place of NaN, which greedy takes for the greatest
