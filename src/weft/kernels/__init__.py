@@ -1,4 +1,4 @@
-"""Attention over paged KV, and other work that is worth its own code."""
+"""Kernels: implementations of a decoder's operations for CPUs and GPUs, and the choice among them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from weft.quant.rounding import Rounding, round_into
 
 
 def create_kernels(backend: str, device: torch.device, shape: AttentionShape) -> Kernels:
-    """The kernels for a device, `backend` one of ATTENTION_BACKENDS: `auto` takes the fastest that runs there, and
-    says so where it had to fall back. Raises ConfigError where another cannot be used."""
+    """Create the kernels for a device. `backend` is one of ATTENTION_BACKENDS.
+
+    `auto` takes the fastest that runs there, and logs a fallback. Raises ConfigError if another one cannot be used.
+    """
     assert backend in ATTENTION_BACKENDS, backend
     if backend in ("auto", "cpu") and device.type == "cpu":
         from weft.kernels.native import NativeKernels, native_available
@@ -28,7 +30,7 @@ def create_kernels(backend: str, device: torch.device, shape: AttentionShape) ->
 
 
 def create_rounding(backend: str, device: torch.device, shape: AttentionShape) -> Rounding:
-    """What rounds weights for these kernels, which need not be compiled yet."""
+    """The function that rounds weights for these kernels, which need not be compiled yet."""
     if backend in ("auto", "cpu") and device.type == "cpu":
         from weft.kernels.native.rounding import create_native_rounding
 
@@ -44,7 +46,7 @@ def create_rounding(backend: str, device: torch.device, shape: AttentionShape) -
 
 
 def _on_gpu(backend: str, device: torch.device, shape: AttentionShape) -> Kernels:
-    """Triton's kernels, with attention by another library where that is wanted, or is faster."""
+    """Triton's kernels, with attention by another library if the user asked for it or it is faster."""
     from weft.kernels import flashinfer, triton, varlen
 
     if backend == "auto":
@@ -60,20 +62,20 @@ def _on_gpu(backend: str, device: torch.device, shape: AttentionShape) -> Kernel
 
 
 def _fastest(device: torch.device, shape: AttentionShape) -> Kernels:
-    """With FlashInfer's attention where it is installed and was, or now is, faster."""
+    """Triton's kernels, with FlashInfer's attention if that is installed and faster, now or when it was measured."""
     from weft.kernels import contest, flashinfer, triton
 
     own, version = triton.create_triton_attention(device, shape), flashinfer.installed_version()
     ours = triton.create_triton_kernels(device, own)
     if version is None:
         return ours
-    note = contest.winner_path(device, shape, version, own.tunings)
-    best = contest.load_winner(note)
+    path = contest.winner_path(device, shape, version, own.tunings)
+    best = contest.load_winner(path)
     attention = None if best == ours.name else flashinfer.create_flashinfer_attention(device, shape, required=False)
     if attention is None:
         return ours
     theirs = triton.create_triton_kernels(device, attention)
     if best is None:
         best = contest.measure_fastest((theirs, ours), device, shape)
-        contest.save_winner(note, best)
+        contest.save_winner(path, best)
     return theirs if best == theirs.name else ours

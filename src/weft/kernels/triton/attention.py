@@ -18,7 +18,7 @@ from weft.kernels.base import AttentionShape, KVCache
 from weft.kernels.batch import Batch
 from weft.kernels.triton.tuning import DECODE, DEFAULT, PREFILL, Tuning, Tunings
 from weft.kernels.usable import AMPERE_SHARED_BYTES
-from weft.kernels.warm import KernelLaunch, turns
+from weft.kernels.warm import KernelLaunch, first_of_variants
 
 LOG2_E = 1.4426950408889634
 LEAST = 16  # of each side of the smallest matrix product
@@ -326,7 +326,9 @@ class TritonAttention:
             tuning = self.tunings.for_rows(rows)
             return replace(tuning, programs=0), splits_of(tuning, self._processors, rows, shape.kv_heads) > 1
 
-        decodes = [attention_inputs.decode_inputs(shape, device, [1] * rows) for rows in turns(kernel, shape.rows)]
+        decodes = [
+            attention_inputs.decode_inputs(shape, device, [1] * rows) for rows in first_of_variants(kernel, shape.rows)
+        ]
         prompts = [attention_inputs.prompt_inputs(shape, device, [2], [2])] * (shape.length > 1)
         return [
             [partial(self.attend, *it, shape.scale, window) for it in given for window in shape.windows]

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from weft.formats.schemes import UNIT, Scheme
-from weft.kernels.warm import KernelLaunch, turns
+from weft.kernels.warm import KernelLaunch, first_of_variants
 from weft.quant.quantised import QuantisedWeight
 
 # By the rows of x that a program takes, 16 being the tensor cores' least: rows of W, units of UNIT columns at once, and
@@ -240,7 +240,7 @@ class QuantisedMatrix:
             return taken, share < units
 
         made = partial(torch.zeros, dtype=self.dtype, device=self.words.device)
-        return [partial(self, made(tokens, cols)) for tokens in turns(variant, min(most, MANY - 1))]
+        return [partial(self, made(tokens, cols)) for tokens in first_of_variants(variant, min(most, MANY - 1))]
 
     def _cut(self, tokens: int) -> tuple[int, int]:
         """How many rows of x a program takes, and how many units of the columns."""

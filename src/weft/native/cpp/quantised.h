@@ -4,10 +4,10 @@
 // AVX512-VNNI does 64 products per instruction. Numbers q of weights are unsigned: w = scale * q + lowest. The lowest
 // number of a group is stored, or follows from its zero point, or from zero being the middle of the range of q.
 //
-// A panel is a sequence of blocks of BLOCK columns. A block is a sequence of slices of SLICE rows, [BLOCK /
-// 4][SLICE][4] numbers; with 4 bits, the first half of the columns are the low nibbles and the second half the high
-// ones. The panel's scales are [groups][PANEL] fp16, with as many minima in fp16 or zero points of a byte. A group is
-// one or more blocks, or half a block: PER_BLOCK, the number of groups in a block, is 2 for the latter and 1 for all
+// A panel is a sequence of blocks of BLOCK columns. A block is a sequence of slices of SLICE rows, each
+// [BLOCK / 4][SLICE][4] numbers; with 4 bits, the first half of the columns are the low nibbles and the second half the
+// high ones. The panel's scales are [groups][PANEL] fp16, with as many minima in fp16 or zero points of a byte. A group
+// is one or more blocks, or half a block: PER_BLOCK, the number of groups in a block, is 2 for the latter and 1 for all
 // others.
 #pragma once
 
