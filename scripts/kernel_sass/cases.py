@@ -191,11 +191,11 @@ def made_weight(scheme: str) -> QuantisedWeight:
 
 
 def multiply(scheme: str, tokens: int) -> None:
-    products.quantised(made_weight(scheme), None, PROCESSORS)(torch.empty(tokens, HIDDEN, dtype=BF16))
+    products.create_quantised_matrix(made_weight(scheme), None, PROCESSORS)(torch.empty(tokens, HIDDEN, dtype=BF16))
 
 
 def dequantise(scheme: str) -> None:
-    products.quantised(made_weight(scheme), None, PROCESSORS).rows(torch.zeros(16, dtype=torch.int64))
+    products.create_quantised_matrix(made_weight(scheme), None, PROCESSORS).rows(torch.zeros(16, dtype=torch.int64))
 
 
 def round_weight(scheme: str) -> None:

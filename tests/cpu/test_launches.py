@@ -110,7 +110,7 @@ def test_attention_warms_what_any_number_of_rows_launches(
 def test_products_warm_what_any_number_of_rows_launches(rows: int, cols: int, biased: bool, launches: Launches) -> None:
     bias = torch.zeros(rows, dtype=torch.bfloat16) if biased else None
     weight = QuantisedWeight.empty("Q4_1", rows, Span(0, cols), torch.bfloat16, CPU)
-    product = products.quantised(weight, bias, 132)
+    product = products.create_quantised_matrix(weight, bias, 132)
     warm.warm_kernels([product.launches(8192)], CPU)
     before = [*launches.variants]
     assert len(launches.of("_multiply")) <= 2 * len(products.TILES)

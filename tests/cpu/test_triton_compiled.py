@@ -81,7 +81,7 @@ def launch_all():
         weight = QuantisedWeight.empty(kind, 96, cols, dtype, torch.device("cpu"))
         if "ROW" not in kind:
             rounding.round_on_gpu(torch.zeros(96, cols.stop - cols.start + weight.lacking, dtype=dtype), weight)
-        product = products.quantised(weight, torch.zeros(96, dtype=dtype), 132)
+        product = products.create_quantised_matrix(weight, torch.zeros(96, dtype=dtype), 132)
         for tokens in (1, 64, 200):
             product(torch.zeros(tokens, len(cols), dtype=dtype))
         product.rows(torch.zeros(3, dtype=torch.int64))

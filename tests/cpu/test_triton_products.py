@@ -86,12 +86,18 @@ def test_rows_of_a_table(type: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("type", KINDS)
 def test_it_takes_no_more_than_was_planned(type: str) -> None:
     weight = random(type, 70, Span(160, 1408), 1664)
-    assert products.quantised(weight, None, 1).nbytes == weight.nbytes == ALL[type].nbytes(70, Span(160, 1408))
+    assert (
+        products.create_quantised_matrix(weight, None, 1).nbytes
+        == weight.nbytes
+        == ALL[type].nbytes(70, Span(160, 1408))
+    )
 
 
 def test_nibbles_in_order() -> None:
     numbers = torch.randint(0, 16, (3, 256), dtype=torch.uint8)
-    found = products.in_order((numbers.view(3, 8, 2, 16)[:, :, 0] | numbers.view(3, 8, 2, 16)[:, :, 1] << 4).flatten(1))
+    found = products.nibbles_in_order(
+        (numbers.view(3, 8, 2, 16)[:, :, 0] | numbers.view(3, 8, 2, 16)[:, :, 1] << 4).flatten(1)
+    )
     assert torch.equal(torch.stack((found & 15, found >> 4), dim=2).flatten(1), numbers)
     assert not torch.equal(unpack_nibbles(found), numbers)
 

@@ -12,7 +12,7 @@ from weft.kernels.base import AttentionShape, DenseLayer, EmbeddingTable, FusedS
 from weft.kernels.batch import Batch
 from weft.kernels.staged import StagedStep, fill_batch
 from weft.kernels.warm import KernelLaunch
-from weft.quant.dense import product
+from weft.quant.dense import create_product
 from weft.quant.dense_table import DenseTable
 from weft.quant.quantised import QuantisedWeight
 
@@ -30,7 +30,7 @@ class PlainKernels:
         fill_batch(staged, batch)
 
     def matrix(self, weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None) -> Product:
-        return product(weight, bias)
+        return create_product(weight, bias)
 
     def embedding_table(self, weight: torch.Tensor | QuantisedWeight) -> EmbeddingTable:
         return DenseTable(weight)

@@ -1,4 +1,4 @@
-"""DenseTable: an embedding, and the product with it where it is a model's head as well."""
+"""An embedding in plain torch, and the product with it if it is the model's head as well."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from functools import cached_property
 import torch
 import torch.nn.functional as F
 
-from weft.quant.dense import Product, product
+from weft.quant.dense import Product, create_product
 from weft.quant.quantised import QuantisedWeight
 
 
 class DenseTable:
-    """Rows of a weight [rows, cols], which is held in the dtype that is computed in."""
+    """An embedding [rows, cols], held in the dtype of activations: an `EmbeddingTable` of kernels/base.py."""
 
     def __init__(self, weight: torch.Tensor | QuantisedWeight) -> None:
         self.weight = weight.dequantise(weight.dtype) if isinstance(weight, QuantisedWeight) else weight
 
     def rows(self, numbers: torch.Tensor) -> torch.Tensor:
-        """[N] -> [N, cols]."""
+        """Rows of the embedding: [N] int64 -> [N, cols]."""
         return F.embedding(numbers, self.weight)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -27,4 +27,4 @@ class DenseTable:
 
     @cached_property
     def _product(self) -> Product:
-        return product(self.weight)
+        return create_product(self.weight)

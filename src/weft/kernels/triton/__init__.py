@@ -1,6 +1,6 @@
 """The kernels in Triton, for GPUs; TRITON_INTERPRET=1 runs them on a CPU, for tests.
 
-Triton itself is imported when they are made.
+Triton itself is imported when they are created.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 
 def triton_available(device: torch.device, head_dim: int, *, required: bool = False) -> bool:
-    """Whether they run on the device; with `required` the reason that they cannot is a ConfigError."""
+    """Return True if the Triton kernels run on the device. If not, the reason is logged, or with `required` raised as a
+    ConfigError."""
     instead = "The slower torch kernels take their place"
     return check_usable(
         backends.KERNELS["triton"], triton_obstacle(device, head_dim), required=required, instead=instead
@@ -28,7 +29,7 @@ def triton_available(device: torch.device, head_dim: int, *, required: bool = Fa
 
 
 def triton_obstacle(device: torch.device, head_dim: int) -> str | None:
-    """Why they do not run on the device, for a model with such heads."""
+    """Reason that the Triton kernels do not run on the device, for a model of this head_dim, or None."""
     if "triton" not in packages():
         return backends.NO_TRITON
     if os.environ.get("TRITON_INTERPRET") != "1" and (reason := gpu_obstacle(device)):
@@ -37,7 +38,7 @@ def triton_obstacle(device: torch.device, head_dim: int) -> str | None:
 
 
 def create_triton_attention(device: torch.device, shape: AttentionShape) -> TritonAttention:
-    """Our own, in the sizes that were measured on the device, if any were."""
+    """Triton's attention, in the tile sizes that were measured on the device, if any were."""
     from weft.kernels.triton import saved_tunings
     from weft.kernels.triton.attention import TritonAttention
 
@@ -47,7 +48,7 @@ def create_triton_attention(device: torch.device, shape: AttentionShape) -> Trit
 
 
 def create_triton_kernels(device: torch.device, attention: Attention | None = None) -> Kernels:
-    """The kernels for a device, with `attention` in place of their own."""
+    """The Triton kernels for a device, with `attention` in place of their own if it is given."""
     from weft.kernels.triton.attention import TritonAttention
     from weft.kernels.triton.kernels import TritonKernels
 

@@ -1,5 +1,5 @@
-"""Kept: the sizes of the attention kernels that were the fastest on this device, as `weft bench calibrate MODEL` has
-measured them, for the engines that start here."""
+"""Cache file of the tile sizes of attention that were the fastest on this device, measured by `weft bench calibrate
+MODEL` for the engines that start here."""
 
 from __future__ import annotations
 
@@ -19,43 +19,45 @@ from weft.kernels.triton.tuning import DECODE_CANDIDATES, DEFAULT, PREFILL_CANDI
 logger = logging.getLogger("weft")
 
 
-class Note(msgspec.Struct, frozen=True):
-    """A file of the cache: the sizes, and `of` what they are."""
+class SavedTunings(msgspec.Struct, frozen=True):
+    """Content of the file: the sizes, and what they were measured for, see `tunings_key`."""
 
     of: list[str]
     tunings: Tunings
 
 
 def load_tunings(device: torch.device, shape: AttentionShape) -> Tunings:
-    """What to attend with on this device: what was measured there, or else the sizes that were chosen by reading."""
-    of = measured_of(device, shape)
+    """The sizes that were measured on this device, or the defaults."""
+    key = tunings_key(device, shape)
     try:
-        note = msgspec.json.decode(path(of).read_bytes(), type=Note)
+        saved = msgspec.json.decode(tunings_path(key).read_bytes(), type=SavedTunings)
     except (FileNotFoundError, RuntimeError):  # RuntimeError: there is no home, and so no cache
         return DEFAULT
     except (OSError, ValueError) as error:
-        logger.debug("%s is damaged and ignored: %s", path(of), error)
+        logger.debug("%s is damaged and ignored: %s", tunings_path(key), error)
         return DEFAULT
-    decode, prefill = note.tunings.decode, note.tunings.prefill
-    if note.of != of or not decode or min(decode) < 1:
-        logger.debug("%s is not about this device and ignored", path(of))
+    decode, prefill = saved.tunings.decode, saved.tunings.prefill
+    if saved.of != key or not decode or min(decode) < 1:
+        logger.debug("%s is not about this device and ignored", tunings_path(key))
         return DEFAULT
     if not ({*decode.values()} <= {*DECODE_CANDIDATES} and prefill in PREFILL_CANDIDATES):
-        logger.debug("%s has sizes that are no longer among the candidates and is ignored", path(of))
+        logger.debug("%s has sizes that are no longer among the candidates and is ignored", tunings_path(key))
         return DEFAULT
-    logger.info("Attention in the sizes that were the fastest when they were measured (%s)", path(of))
-    return note.tunings
+    logger.info("Attention in the sizes that were the fastest when they were measured (%s)", tunings_path(key))
+    return saved.tunings
 
 
 def save_tunings(device: torch.device, shape: AttentionShape, tunings: Tunings) -> Path:
-    """Have them known at the next start. Raises OSError, RuntimeError or WeftError where that is not possible."""
-    of = measured_of(device, shape)
-    write(path(of), msgspec.json.encode(Note(of, tunings)))
-    return path(of)
+    """Write the sizes to the cache for the next start; return the file. Raises OSError, RuntimeError or WeftError if
+    that is not possible."""
+    key = tunings_key(device, shape)
+    write(tunings_path(key), msgspec.json.encode(SavedTunings(key, tunings)))
+    return tunings_path(key)
 
 
-def measured_of(device: torch.device, shape: AttentionShape) -> list[str]:
-    """All that a measurement depends on: the card, what attends there, and the versions of what makes its code."""
+def tunings_key(device: torch.device, shape: AttentionShape) -> list[str]:
+    """Everything that a measurement depends on: the GPU, the heads and dtypes, and the versions that determine its
+    code."""
     card = device.type
     if device.type == "cuda":
         card = f"{torch.cuda.get_device_name(device)} {torch.cuda.get_device_capability(device)}"
@@ -63,6 +65,6 @@ def measured_of(device: torch.device, shape: AttentionShape) -> list[str]:
     return [card, *map(str, heads), str(torch.__version__), triton.__version__, __version__]
 
 
-def path(of: list[str]) -> Path:
-    """Where they are kept. Raises RuntimeError where there is no home."""
-    return cache_path() / f"tunings-{hashlib.sha256(repr(of).encode()).hexdigest()[:16]}.json"
+def tunings_path(key: list[str]) -> Path:
+    """The cache file for a key. Raises RuntimeError if there is no home directory."""
+    return cache_path() / f"tunings-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.json"

@@ -1,4 +1,4 @@
-"""Laying: one kernel between the copy of a step's arrays and its graph."""
+"""One kernel, between the copy of a step's arrays and its CUDA graph, that writes the arrays into the batch."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import triton.language as tl
 from weft.kernels.batch import Batch
 from weft.kernels.staged import NOWHERE, StagedStep
 
-TOKENS = 256  # that one program lays out
+TOKENS = 256  # that one program writes
 COLUMNS = 1024  # of a row's block table that one program copies
 
 
-# Figures that differ from step to step are no reason to compile anew.
+# Integers that differ from step to step must not cause a new compilation.
 @triton.jit(
     do_not_specialize=[
         "tokens",
@@ -44,7 +44,7 @@ def _lay(
         tl.store(batch_slots + at, tl.load(staged_places + at, given, other=NOWHERE), inside)
         context = tl.load(staged_context + at, at < rows, other=0)
         tl.store(batch_context + at, context, at < row_room)
-        # Rows that are left over come last.
+        # Padding rows come last.
         order = tl.load(staged_order + at, at < decodes, other=0)
         tl.store(batch_order + at, tl.where(at < decodes, order, at), at < order_room)
     if number < rows:
@@ -52,7 +52,7 @@ def _lay(
         had, has = tl.load(growth + number), tl.load(growth + rows + number)
         first = tl.load(growth + 2 * rows + number)
         fresh = (columns >= had) & (columns < has)
-        # Rows of one slot write the same blocks, and read only what was there before the step.
+        # Rows of one request slot write the same blocks, and read only older ones.
         table = tables + tl.load(slots + number).to(tl.int64) * tables_width
         new = tl.load(blocks + first + columns - had, fresh, other=0)
         old = tl.load(table + columns, columns < had, other=0)
@@ -62,7 +62,7 @@ def _lay(
 
 
 def fill_batch(staged: StagedStep, batch: Batch) -> None:
-    """See `Kernels.fill_batch`."""
+    """`Kernels.fill_batch` in one launch."""
     tokens, rows, room = staged.tokens.shape[0], staged.rows, batch.tokens.shape[0]
     _lay[(max(rows, triton.cdiv(room, TOKENS)), triton.cdiv(staged.width, COLUMNS))](
         staged.tokens,
