@@ -84,7 +84,7 @@ def test_a_compiler_that_fails_is_heard_by_whoever_needs_the_library(
     log = install(BROKEN, tmp_path, monkeypatch)
     wait_for(build.build_ahead("bfloat16"))
     assert log.exists()
-    with pytest.raises(Exception, match=r"compiler could not build them: no such instruction"):
+    with pytest.raises(Exception, match=r"compiler could not compile the CPU kernels: no such instruction"):
         build.build_library("bfloat16")
     assert [path.suffix for path in cache.iterdir()] == [".lock"]
 
@@ -92,7 +92,7 @@ def test_a_compiler_that_fails_is_heard_by_whoever_needs_the_library(
 def test_the_cause_is_told_and_not_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = "echo '/tmp/x.s: Assembler messages:'; echo '/tmp/x.s: Fatal error: write: No space left on device'"
     install(BROKEN.replace('echo "no such instruction"', f"({said})"), tmp_path, monkeypatch)
-    with pytest.raises(subprocess.SubprocessError, match=r"could not build them: .*No space left on device$"):
+    with pytest.raises(subprocess.SubprocessError, match=r"could not compile the CPU kernels: .*No space left on device$"):
         build.build_library("bfloat16")
 
 
@@ -168,7 +168,7 @@ def test_who_is_stopped_is_not_waited_for(cache: Path, tmp_path: Path, stopped: 
     for _, told in ends:
         assert f"Waiting for the CPU kernels, which {holder} compiles (it holds {cache}/" in told
     # One of them at least: the other may have begun to wait later, and found what that one built.
-    assert any(f"compiled again: {holder} did not in " in told for _, told in ends)
+    assert any(f"compiled again: {holder} did not finish in " in told for _, told in ends)
     assert calls(tmp_path / "calls") == 2 * PARTS + 1
     stopped.send_signal(signal.SIGCONT)
     assert end(stopped) == (path, "") and path.read_text() == "made\n"
@@ -186,7 +186,7 @@ def test_who_has_died_is_not_waited_for(cache: Path, stopped: subprocess.Popen[s
 def test_a_compiler_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(FAKE, tmp_path, monkeypatch, seconds=600)
     monkeypatch.setattr(build, "COMPILER_S", 0.1)
-    with pytest.raises(subprocess.SubprocessError, match="did not build them in 0 s"):
+    with pytest.raises(subprocess.SubprocessError, match="did not compile the CPU kernels in 0 s"):
         build.build_library("bfloat16")
 
 
@@ -305,7 +305,7 @@ def test_a_damaged_library_is_built_anew(
     with pytest.raises(OSError, match="is damaged: its digest does not hold"):
         library.open_library(path)
     assert build.build_library("bfloat16") == path and path.read_text() == "made\n"
-    assert calls(log) == before + PARTS + 1 and "are damaged, and are built anew" in caplog.text
+    assert calls(log) == before + PARTS + 1 and "are damaged and are built again" in caplog.text
     assert library.built_library() == str(path)
 
 

@@ -90,7 +90,7 @@ def save_winner(path: Path | None, name: str | None) -> None:
     try:
         write(path, name.encode())
     except (OSError, WeftError) as error:
-        logger.debug("the faster attention cannot be kept: %s", error)
+        logger.debug("the faster attention backend cannot be recorded: %s", error)
 
 
 def measure_fastest(
@@ -107,7 +107,7 @@ def measure_fastest(
     except Exception as error:
         # Too little memory, or a kernel without code for this GPU: the other backend is only an option.
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        logger.warning("Which attention is faster cannot be measured (%s): Triton's is used", lines[0][:200])
+        logger.warning("Attention backends cannot be compared (%s): Triton's is used", lines[0][:200])
         return None
     fastest = min(times, key=times.__getitem__)
     figures = ", ".join(f"{name} {took * 1e6:.0f} us" for name, took in times.items())

@@ -53,7 +53,7 @@ def create_flashinfer_attention(
     if not check_usable(what, flashinfer_obstacle(device, shape), required=required, instead=instead):
         return None
     logger.info(
-        "FlashInfer %s: what it has no kernels of yet it compiles now, which takes a minute", installed_version()
+        "FlashInfer %s compiles the kernels that it does not have yet, which takes a minute", installed_version()
     )
     try:
         attention = FlashInferAttention(device, shape)

@@ -54,8 +54,8 @@ def warm_kernels(launches: Sequence[Sequence[KernelLaunch]], device: torch.devic
     # Triton's interpreter runs one launch at a time.
     if device.type == "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         with ThreadPoolExecutor(min(THREADS, torch.get_num_threads()), "weft-warm", enter_device) as threads:
-            for some in rounds:
-                list(threads.map(run_launch, some))
+            for batch in rounds:
+                list(threads.map(run_launch, batch))
     else:
         for launch in chain(*rounds):
             run_launch(launch)

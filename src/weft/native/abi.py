@@ -26,7 +26,7 @@ def check_abi(library: ctypes.CDLL, path: Path) -> None:
         if mismatch is None:
             return
         reason = mismatch
-    raise OSError(f"{path} does not fit this version of Weft: {reason}; delete that file, and it is built again")
+    raise OSError(f"{path} does not fit this version of Weft: {reason}; delete that file to have it built again")
 
 
 def read_abi(library: ctypes.CDLL) -> dict[str, int]:
@@ -51,7 +51,7 @@ def expected_abi() -> dict[str, int]:
 def find_mismatch(theirs: Mapping[str, int]) -> str | None:
     """First structure, field or constant that the library and `structures.py` have differently, with both numbers."""
     ours = expected_abi()
-    # Fields before the sizes of their structures: a field says more.
+    # Fields first: they tell more than the sizes of their structures.
     for name in sorted(ours.keys() | theirs.keys(), key=lambda name: ("." not in name, name)):
         if ours.get(name) != theirs.get(name):
             return f"{name} is {theirs.get(name, 'missing')} in the library and {ours.get(name, 'missing')} in Python"

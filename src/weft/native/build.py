@@ -40,9 +40,9 @@ _building = threading.Lock()  # one thread of this process
 def native_obstacle(dtype: str, head_dim: int, group: int) -> str | None:
     """Reason that these kernels cannot serve a model of this dtype, head_dim and query heads per KV head, or None."""
     if dtype not in CPP_TYPES:
-        return f"they know bfloat16 and float32, not {dtype}"
+        return f"they compute in bfloat16 and float32, not in {dtype}"
     if head_dim > WIDEST_HEAD or group > WIDEST_GROUP:
-        return f"head_dim {head_dim} with {group} query heads per KV head is beyond {WIDEST_HEAD} and {WIDEST_GROUP}"
+        return f"head_dim {head_dim} with {group} query heads per KV head is above {WIDEST_HEAD} or {WIDEST_GROUP}"
     return None
 
 
@@ -71,7 +71,7 @@ def build_library(dtype: str) -> Path:
                     _build_locked(recipe, lock)
                     break
     if not library.is_intact(path):
-        raise OSError(f"{path} was built, and does not hold what was written: check the disk, {WAY_OUT}")
+        raise OSError(f"{path} was built, but the file does not hold what was written: check the disk, {WAY_OUT}")
     return path
 
 
@@ -98,7 +98,7 @@ def _build_locked(recipe: BuildRecipe, lock: Path) -> None:
     """Build the library while this process holds the `lock`; a damaged one is replaced."""
     folder = recipe.path.parent
     if recipe.path.exists():
-        logger.warning("The CPU kernels in %s are damaged, and are built anew.", recipe.path)
+        logger.warning("The CPU kernels in %s are damaged and are built again.", recipe.path)
     for leftover in folder.glob(f"{lock.stem}-*"):  # of a process that was killed
         shutil.rmtree(leftover, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=f"{lock.stem}-", dir=folder) as scratch:
@@ -113,7 +113,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def _not_writable(folder: Path, error: OSError) -> OSError:
-    return OSError(f"{folder} cannot be written ({error.strerror}); let XDG_CACHE_HOME be one that can")
+    return OSError(f"{folder} cannot be written ({error.strerror}); set XDG_CACHE_HOME to a directory that can")
 
 
 @contextlib.contextmanager
@@ -142,15 +142,15 @@ def _wait_for_lock(lock: int, path: Path, awaited: Path) -> bool:
     while not _try_lock(lock):
         waited = time.monotonic() - began
         if waited > PATIENCE_S:
-            logger.warning("The CPU kernels are compiled again: %s did not in %.0f s.", _lock_holder(path), waited)
+            logger.warning("The CPU kernels are compiled again: %s did not finish in %.0f s.", _lock_holder(path), waited)
             return False
         if library.is_intact(awaited):
             return False
         if waited > TELL_AFTER_S and not warned:
             warned = True
             logger.warning(
-                "Waiting for the CPU kernels, which %s compiles (it holds %s); end it if it hangs, or wait %.0f s "
-                "more, and they are compiled here.",
+                "Waiting for the CPU kernels, which %s compiles (it holds %s); end that process if it hangs, or wait: "
+                "in %.0f s they are compiled here.",
                 *(_lock_holder(path), path, PATIENCE_S - waited),
             )
         time.sleep(POLL_S)
@@ -213,9 +213,9 @@ def _wait_for(compiler: str, process: subprocess.Popen[str]) -> None:
     try:
         output = process.communicate(timeout=COMPILER_S)[0]
     except subprocess.TimeoutExpired:
-        raise subprocess.SubprocessError(f"{compiler} did not build them in {COMPILER_S:.0f} s") from None
+        raise subprocess.SubprocessError(f"{compiler} did not compile the CPU kernels in {COMPILER_S:.0f} s") from None
     if process.returncode:
         lines = output.strip().splitlines() or [f"exit status {process.returncode}"]
         # The first line may only say where the compiler was: "In file included from".
         cause = next((line for line in lines if "error: " in line.lower()), lines[0])
-        raise subprocess.SubprocessError(f"{compiler} could not build them: {cause}")
+        raise subprocess.SubprocessError(f"{compiler} could not compile the CPU kernels: {cause}")

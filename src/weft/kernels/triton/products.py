@@ -268,10 +268,10 @@ class QuantisedMatrix:
             return F.linear(x, scratch, self.bias)
         out = x.new_empty(x.shape[0], rows)
         for first in range(0, rows, step):
-            some = slice(first, min(first + step, rows))
-            piece = scratch[: some.stop - first]
+            band = slice(first, min(first + step, rows))
+            piece = scratch[: band.stop - first]
             self._dequantise_rows(piece, first)
-            out[:, some] = F.linear(x, piece, None if self.bias is None else self.bias[some])
+            out[:, band] = F.linear(x, piece, None if self.bias is None else self.bias[band])
         return out
 
     def _dequantise_rows(self, out: torch.Tensor, begin: int, numbers: torch.Tensor | None = None) -> None:

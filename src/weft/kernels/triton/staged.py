@@ -35,13 +35,13 @@ def _lay(
     number, chunk = tl.program_id(0), tl.program_id(1)
     if chunk == 0:
         at = number * TOKENS + tl.arange(0, TOKENS)
-        given, inside = at < tokens, at < room
-        token = tl.load(staged_tokens + at, given, other=0)
+        exists, inside = at < tokens, at < room
+        token = tl.load(staged_tokens + at, exists, other=0)
         unknown = token < 0
         sampled = tl.load(last + ~token, unknown, other=0).to(tl.int32)
         tl.store(batch_tokens + at, tl.where(unknown, sampled, token), inside)
-        tl.store(batch_positions + at, tl.load(staged_positions + at, given, other=0), inside)
-        tl.store(batch_slots + at, tl.load(staged_places + at, given, other=NOWHERE), inside)
+        tl.store(batch_positions + at, tl.load(staged_positions + at, exists, other=0), inside)
+        tl.store(batch_slots + at, tl.load(staged_places + at, exists, other=NOWHERE), inside)
         context = tl.load(staged_context + at, at < rows, other=0)
         tl.store(batch_context + at, context, at < row_room)
         # Padding rows come last.
