@@ -32,6 +32,17 @@ def first_of_variants(variant: Callable[[int], Hashable], most: int) -> list[int
     return list(first.values())
 
 
+def launch_rounds(launches: Sequence[Sequence[KernelLaunch]]) -> list[list[KernelLaunch]]:
+    """Launches in three rounds, each of which may run in several threads once the round before is done.
+
+    The very first launch creates Triton's driver, without a lock. And if two threads launch a kernel for the first time
+    at once, Triton loses what one of them compiled.
+    """
+    firsts = [group[0] for group in launches if group]
+    others = [launch for group in launches for launch in group[1:]]
+    return [firsts[:1], firsts[1:], others]
+
+
 def warm_kernels(launches: Sequence[Sequence[KernelLaunch]], device: torch.device) -> None:
     """Run all launches, of which those of a group launch the same kernels. On a GPU they run in as many threads as the
     rank may have."""
@@ -47,10 +58,7 @@ def warm_kernels(launches: Sequence[Sequence[KernelLaunch]], device: torch.devic
     if not launches:
         return
     began = time.monotonic()
-    firsts = [group[0] for group in launches if group]
-    # The very first launch creates Triton's driver, without a lock. And if two threads launch a kernel for the first
-    # time at once, Triton loses what one of them compiled.
-    rounds = [firsts[:1], firsts[1:], [launch for group in launches for launch in group[1:]]]
+    rounds = launch_rounds(launches)
     # Triton's interpreter runs one launch at a time.
     if device.type == "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         with ThreadPoolExecutor(min(THREADS, torch.get_num_threads()), "weft-warm", enter_device) as threads:
