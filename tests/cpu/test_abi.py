@@ -52,7 +52,11 @@ def test_both_sides_are_the_same(dtype: str) -> None:
     [
         ("Layer", swapped, r"Layer\.eps is 408 in the library and 404 in Python"),
         ("Layer", lambda fields: fields[:-1], r"Layer\.eps is 408 in the library and missing in Python"),
-        ("Layer", lambda fields: (*fields, ("extra", ctypes.c_float)), r"Layer\.extra is missing in the library and 412"),
+        (
+            "Layer",
+            lambda fields: (*fields, ("extra", ctypes.c_float)),
+            r"Layer\.extra is missing in the library and 412",
+        ),
         ("Step", lambda fields: fields[1:], r"Step\.angles is 8 in the library and 0 in Python"),
         ("Matrix", lambda fields: (*fields, ("", ctypes.c_int64)), r"Matrix\. is missing in the library and 80"),
         ("Rounding", swapped, r"Rounding\.cols is 56 in the library and 48 in Python"),

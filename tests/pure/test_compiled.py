@@ -92,7 +92,9 @@ def test_a_compiler_that_fails_is_heard_by_whoever_needs_the_library(
 def test_the_cause_is_told_and_not_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = "echo '/tmp/x.s: Assembler messages:'; echo '/tmp/x.s: Fatal error: write: No space left on device'"
     install(BROKEN.replace('echo "no such instruction"', f"({said})"), tmp_path, monkeypatch)
-    with pytest.raises(subprocess.SubprocessError, match=r"could not compile the CPU kernels: .*No space left on device$"):
+    with pytest.raises(
+        subprocess.SubprocessError, match=r"could not compile the CPU kernels: .*No space left on device$"
+    ):
         build.build_library("bfloat16")
 
 

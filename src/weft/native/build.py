@@ -142,7 +142,9 @@ def _wait_for_lock(lock: int, path: Path, awaited: Path) -> bool:
     while not _try_lock(lock):
         waited = time.monotonic() - began
         if waited > PATIENCE_S:
-            logger.warning("The CPU kernels are compiled again: %s did not finish in %.0f s.", _lock_holder(path), waited)
+            logger.warning(
+                "The CPU kernels are compiled again: %s did not finish in %.0f s.", _lock_holder(path), waited
+            )
             return False
         if library.is_intact(awaited):
             return False

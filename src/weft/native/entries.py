@@ -45,7 +45,7 @@ class Entries:
 
     def _entry(self, name: str, *arguments: Any, result: Any = None) -> Callable[..., Any]:
         """The entry of that name, which is the same for all dtypes. Raises AttributeError if there is none."""
-        function = getattr(self._library, f"weft_{name}")
+        function = self._library[f"weft_{name}"]
         function.argtypes, function.restype = arguments, result
         return function
 
