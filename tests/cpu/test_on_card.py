@@ -136,7 +136,7 @@ def test_captures_are_counted() -> None:
 
 @pytest.mark.usefixtures("card")
 def test_kernels_without_a_shape_have_their_own_attention() -> None:
-    assert triton.made(CUDA).name == "triton"
+    assert triton.create_triton_kernels(CUDA).name == "triton"
 
 
 def test_attention_by_torch_runs_without_graphs(path: str, card: Card, caplog: pytest.LogCaptureFixture) -> None:
@@ -306,7 +306,7 @@ def test_nothing_of_the_whole_device_happens_while_a_graph_is_captured(card: Car
             with fake_cuda.OnThisThread():
                 {
                     "capture": lambda: CudaGraphs()(lambda: x.add_(1)),
-                    "contest": lambda: contest.seconds(lambda: x.add_(1)),
+                    "contest": lambda: contest.graph_seconds(lambda: x.add_(1)),
                     "synchronize": lambda: synchronize_device(CUDA),
                     "empty_cache": release_cached_memory,
                 }[other]()

@@ -31,7 +31,7 @@ from weft.executors.messages import (
     ToRank,
 )
 from weft.executors.rank import WORKER
-from weft.native import compiled
+from weft.native import build
 from weft.plan.memory import kv_blocks
 from weft.plan.plan import Plan
 
@@ -193,5 +193,5 @@ class RankExecutor(ABC):
 def compile_ahead(plan: Plan) -> None:
     """Compile the CPU kernels, if a rank will need them, while the ranks import torch and read their weights."""
     needed = plan.attention_backend in ("auto", "cpu") and "cpu" in plan.devices
-    if needed and compiled.obstacle(plan.dtype, plan.shape.head_dim, plan.shape.group) is None:
-        compiled.build_ahead(plan.dtype)
+    if needed and build.native_obstacle(plan.dtype, plan.shape.head_dim, plan.shape.group) is None:
+        build.build_ahead(plan.dtype)

@@ -13,7 +13,7 @@ from weft.errors import ConfigError
 from weft.formatting import format_version
 from weft.hardware.gpus import FP8_CAPABILITY
 from weft.hardware.host import Host
-from weft.native import compiled
+from weft.native import build
 
 logger = logging.getLogger("weft")
 
@@ -90,7 +90,7 @@ def unusable(backend: str, shape: ModelShape, dtype: DType, host: Host, devices:
     """What a backend that was asked for lacks, as far as it is known before it is tried: not whether it compiles."""
     gpus = host.named(devices)  # none: Triton's interpreter is any GPU
     if backend == "cpu":
-        reason = compiled.obstacle(dtype, shape.head_dim, shape.q_heads // shape.kv_heads)
+        reason = build.native_obstacle(dtype, shape.head_dim, shape.q_heads // shape.kv_heads)
     elif backend not in GPU_BACKENDS:
         return None
     elif "triton" not in host.packages:  # which does the rest for all of them

@@ -134,7 +134,7 @@ def outdated(speed: CpuSpeed) -> bool:
     """Whether it would be measured better now."""
     if speed.busy and not busy():
         return True
-    built = library.found()
+    built = library.built_library()
     if built == "":  # what others of our kernels reached tells more than nothing
         return not speed.runs_own
     return (built and Path(built).name) != speed.library
@@ -148,7 +148,7 @@ def busy() -> bool:
 def measure_cpu(host: Host) -> CpuSpeed:
     """With a thread on each core that computes, and with our own kernels where they are built and run. Raises
     ConfigError where it is not possible."""
-    built, reason = library.found(), ""
+    built, reason = library.built_library(), ""
     for kernels in dict.fromkeys((built or None, None)):
         try:
             return msgspec.structs.replace(_measured(host, kernels), library=built and Path(built).name)
