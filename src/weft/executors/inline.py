@@ -10,7 +10,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from weft.executors.messages import ToRank
-from weft.executors.rank import SPIN_COUNT, SPINS, WORKER, Worker, keep_to, run, uncollected, worker_class
+from weft.executors.rank import SPIN_COUNT, SPINS, WORKER, RankWorker, keep_to, run, uncollected, worker_class
 from weft.executors.ranks import RankExecutor
 from weft.hardware import cuda
 from weft.plan.plan import Plan
@@ -43,7 +43,7 @@ class InlineExecutor(RankExecutor):
             thread.start()
 
     def _run(self, plan: Plan, rank: int, inbox: SimpleQueue[Any]) -> None:
-        def make() -> Worker:
+        def make() -> RankWorker:
             keep_to(plan.cores[rank])
             return worker_class(self._worker)(plan, rank, self._groups.links[rank])
 

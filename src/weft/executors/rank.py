@@ -35,7 +35,7 @@ WORKER = "weft.worker.worker:Worker"
 SPINS, SPIN_COUNT = "GOMP_SPINCOUNT", "3000"
 
 
-class Worker(Protocol):
+class RankWorker(Protocol):
     """What a rank does. Made as `Worker(plan, rank, links)`; all calls come from one thread, in this order."""
 
     def load(self) -> Capacity: ...
@@ -56,7 +56,7 @@ class Worker(Protocol):
     def close(self) -> None: ...
 
 
-def run(rank: int, inbox: SimpleQueue[Any], send: Callable[[msgspec.Struct], None], make: Callable[[], Worker]) -> None:
+def run(rank: int, inbox: SimpleQueue[Any], send: Callable[[msgspec.Struct], None], make: Callable[[], RankWorker]) -> None:
     """Obey what comes in until None does. Whatever goes wrong is the last message, with its cause."""
     phase = "start"
     speaking = threading.Lock()
@@ -144,10 +144,10 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def worker_class(name: str) -> Callable[..., Worker]:
+def worker_class(name: str) -> Callable[..., RankWorker]:
     """The class behind "module:Class": this room does not import torch, the class's module does."""
     module, _, attribute = name.partition(":")
-    found: Callable[..., Worker] = getattr(import_module(module), attribute)
+    found: Callable[..., RankWorker] = getattr(import_module(module), attribute)
     return found
 
 

@@ -11,7 +11,7 @@ import msgspec
 from weft import logs
 from weft.executors.launch import Parent
 from weft.executors.messages import Allocated, Neighbour, ToRank
-from weft.executors.rank import Worker, keep_to, run, uncollected, worker_class
+from weft.executors.rank import RankWorker, keep_to, run, uncollected, worker_class
 
 
 def main(descriptor: int, lifeline: int) -> None:
@@ -20,7 +20,7 @@ def main(descriptor: int, lifeline: int) -> None:
     logs.configure()
     launch = parent.inbox.get()
 
-    def make() -> Worker:
+    def make() -> RankWorker:
         # Before torch starts its threads: they inherit it.
         keep_to(launch.plan.cores[launch.rank])
         with uncollected():
