@@ -17,7 +17,7 @@ from weft.kernels.base import HeadNorm, KVCache
 from weft.kernels.plain import PlainKernels
 from weft.quant.quantised import Quantised
 from weft.quant.rounding import round_into
-from weft.worker.chooser import TorchChooser
+from weft.worker.token_sampler import TorchTokenSampler
 
 LOG2_E = 1.4426950408889634
 MOST = (2**31 - 1, 65535, 65535)  # programs, by the dims of a grid
@@ -96,7 +96,7 @@ def _draw(
     **_: Any,
 ) -> None:  # fmt: skip
     assert logits.shape[1] == vocab and logits.stride(0) == stride
-    torchs: Any = TorchChooser(len(settings))
+    torchs: Any = TorchTokenSampler(len(settings))
     torchs._settings.columns[:], torchs._settings.keys[:] = settings.numpy(), keys.numpy().view(np.uint64)
     chosen.copy_(torchs.choose(logits, slots.numpy(), positions.numpy(), []))
 

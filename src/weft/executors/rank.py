@@ -56,7 +56,9 @@ class RankWorker(Protocol):
     def close(self) -> None: ...
 
 
-def run(rank: int, inbox: SimpleQueue[Any], send: Callable[[msgspec.Struct], None], make: Callable[[], RankWorker]) -> None:
+def run(
+    rank: int, inbox: SimpleQueue[Any], send: Callable[[msgspec.Struct], None], make: Callable[[], RankWorker]
+) -> None:
     """Obey what comes in until None does. Whatever goes wrong is the last message, with its cause."""
     phase = "start"
     speaking = threading.Lock()

@@ -10,12 +10,12 @@ import torch
 
 from weft.core.step import Admission, TokenLogprobs
 from weft.kernels.streams import BROKEN
-from weft.worker.chooser import Chooser, TorchChooser
 from weft.worker.chunks import pick
 from weft.worker.device import ToHost
 from weft.worker.logprobs import Scorer, score, unpack
 from weft.worker.shaping import Edits, Shaping, Wishes, shape
 from weft.worker.staging import sent
+from weft.worker.token_sampler import TokenSampler, TorchTokenSampler
 
 NO_LOGPROBS = -1
 Result = tuple[list[int], list[TokenLogprobs | None]]
@@ -49,7 +49,7 @@ class Sampler:
     `stop_ids` are the model's own end tokens (`ModelShape.eos`), which min_tokens holds back together with a
     request's stop_token_ids. Greedy takes the lowest of equally likely ids (as argmax promises), and so does a
     top_k of 1. A row whose greatest logit is NaN or infinite gives BROKEN, and its logprobs mean nothing; other rows
-    are as they would be without it. `chooser` has as many slots.
+    are as they would be without it. `token_sampler` has as many slots.
     """
 
     def __init__(
@@ -57,12 +57,12 @@ class Sampler:
         vocab: int,
         slots: int,
         stop_ids: Iterable[int] = (),
-        chooser: Chooser | None = None,
+        token_sampler: TokenSampler | None = None,
         scorer: Scorer = score,
     ) -> None:
         self.vocab = vocab
         self._shaping = Shaping(vocab, stop_ids)
-        self._chooser = chooser or TorchChooser(slots)
+        self._token_sampler = token_sampler or TorchTokenSampler(slots)
         self._scorer = scorer
         self._tops = np.full(slots, NO_LOGPROBS, dtype=np.int64)
 
@@ -70,7 +70,7 @@ class Sampler:
         """A request takes a slot, with the output that it had before a preemption, if any."""
         slot, params = admission.slot, admission.params
         self._tops[slot] = NO_LOGPROBS if params.logprobs is None else min(params.logprobs, self.vocab)
-        self._chooser.admit(slot, params, admission.key)
+        self._token_sampler.admit(slot, params, admission.key)
         self._shaping.admit(admission)
 
     def release(self, slot: int) -> None:
@@ -88,7 +88,7 @@ class Sampler:
             positions=positions_,
             wishes=self._shaping.of(slots) if edits else [],
             scored=scored,
-            arrays=[slots_, positions_, scored, *(edits or ()), *self._chooser.arrays()],
+            arrays=[slots_, positions_, scored, *(edits or ()), *self._token_sampler.arrays()],
             edits=len(edits or ()),
         )
 
@@ -111,7 +111,7 @@ class Sampler:
                 raw = raw.clone()
             logits = logits.float().contiguous()
             shape(logits, Edits(*edits))
-        chosen = self._chooser.choose(logits, order.slots, order.positions, [slots, positions, *rest])
+        chosen = self._token_sampler.choose(logits, order.slots, order.positions, [slots, positions, *rest])
         tops = self._tops[order.slots[order.scored]]
         # The next step and the scorer take ids alone, and what is broken ends on the host.
         ids, figures = chosen.clamp(min=0), chosen

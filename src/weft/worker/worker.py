@@ -29,13 +29,13 @@ from weft.plan.memory import SCORED, Capacity, step_bytes
 from weft.plan.plan import Plan
 from weft.weights.load import allocate, load
 from weft.worker import device as devices
-from weft.worker.chooser import chooser
 from weft.worker.drafter import Drafter
 from weft.worker.graphs import CudaGraphs, Graphs, sizes
 from weft.worker.importance import importance
 from weft.worker.logprobs import scorer
 from weft.worker.rows import Rows
 from weft.worker.sampler import Order, Sampler
+from weft.worker.token_sampler import create_token_sampler
 
 logger = logging.getLogger("weft")
 
@@ -88,8 +88,8 @@ class Worker:
         warm(self.kernels.launches(self.attention, self.device), self.device)
         self.sampler: Sampler | None = None
         if self.rank == plan.output_rank:
-            choosing = chooser(self.kernels, plan.max_num_seqs, self.device)
-            self.sampler = Sampler(shape.vocab, plan.max_num_seqs, shape.eos, choosing, scorer(self.kernels))
+            token_sampler = create_token_sampler(self.kernels, plan.max_num_seqs, self.device)
+            self.sampler = Sampler(shape.vocab, plan.max_num_seqs, shape.eos, token_sampler, scorer(self.kernels))
         eager, block_bytes = self._measure(), plan.block_bytes(self.rank)
         if self.sampler and plan.speculation and plan.speculation.draft:
             self.drafter = Drafter(plan)

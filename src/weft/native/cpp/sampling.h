@@ -10,7 +10,7 @@
 constexpr int64_t RACERS = 256;  // tokens that race as one: BLOCK of kernels/streams.py
 constexpr int64_t NUCLEUS = 64;  // tokens: most answers' top-p fits
 
-// As in `Settings` of worker/chooser.py: temperature 0 is greedy, a top_k of 0 keeps all.
+// As in `SamplingSettings` of worker/token_sampler.py: temperature 0 is greedy, a top_k of 0 keeps all.
 struct Wish {
     double temperature, log_min_p, top_k, top_p;
 };

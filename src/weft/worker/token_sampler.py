@@ -19,7 +19,7 @@ from weft.worker.random import race, seeds
 from weft.worker.staging import sent
 
 
-class Chooser(Protocol):
+class TokenSampler(Protocol):
     """All draw the same tokens, but where rounding decides."""
 
     def admit(self, slot: int, params: SamplingParams, key: int) -> None:
@@ -39,7 +39,7 @@ class Chooser(Protocol):
         ...
 
 
-class Settings:
+class SamplingSettings:
     """What the requests ask of a draw, by slot: `columns` [slots, 4] float64 as `weigh` takes them, temperature 0 for
     greedy, and `keys` [slots] uint64."""
 
@@ -54,11 +54,11 @@ class Settings:
         self.keys[slot] = key
 
 
-class HostChooser:
+class HostTokenSampler:
     """What those share who read the settings on the host: the device need not be told of them."""
 
     def __init__(self, slots: int) -> None:
-        self._settings = Settings(slots)
+        self._settings = SamplingSettings(slots)
 
     def admit(self, slot: int, params: SamplingParams, key: int) -> None:
         self._settings.admit(slot, params, key)
@@ -67,7 +67,7 @@ class HostChooser:
         return []
 
 
-class TorchChooser(HostChooser):
+class TorchTokenSampler(HostTokenSampler):
     """On any device."""
 
     def choose(
@@ -86,7 +86,7 @@ class TorchChooser(HostChooser):
         return tokens.where(best.isfinite(), BROKEN)
 
 
-class NativeChooser(HostChooser):
+class NativeTokenSampler(HostTokenSampler):
     """On a CPU, with its kernels in C++."""
 
     def __init__(self, slots: int, kernels: NativeKernels) -> None:
@@ -100,7 +100,7 @@ class NativeChooser(HostChooser):
         return self._kernels.choose(logits, columns, seeds(keys, positions))
 
 
-class TritonChooser:
+class TritonTokenSampler:
     """On a GPU, which keeps the settings: it hears of a slot's when they have changed."""
 
     def __init__(self, slots: int, device: torch.device) -> None:
@@ -108,7 +108,7 @@ class TritonChooser:
         from weft.kernels.triton.sampling import choose
 
         self._choose = choose
-        self._settings = Settings(slots)
+        self._settings = SamplingSettings(slots)
         self._filtered = np.zeros(slots, dtype=bool)
         self._news: set[int] = set()
         self._columns = torch.zeros(self._settings.columns.shape, dtype=torch.float64, device=device)
@@ -136,8 +136,8 @@ class TritonChooser:
         return self._choose(logits, slots_, positions_, self._columns, self._keys, filtered=filtered)
 
 
-def chooser(kernels: Kernels, slots: int, device: torch.device) -> Chooser:
+def create_token_sampler(kernels: Kernels, slots: int, device: torch.device) -> TokenSampler:
     """The one that goes with a model's kernels."""
     if isinstance(kernels, NativeKernels):
-        return NativeChooser(slots, kernels)
-    return TorchChooser(slots) if kernels.name == "torch" else TritonChooser(slots, device)
+        return NativeTokenSampler(slots, kernels)
+    return TorchTokenSampler(slots) if kernels.name == "torch" else TritonTokenSampler(slots, device)
