@@ -102,7 +102,7 @@ def test_a_draft_forgets_what_it_guessed_wrong(model: str, monkeypatch: pytest.M
 
         def at_first_wrong(self: Decoder, hidden: torch.Tensor) -> torch.Tensor | None:
             found = logits(self, hidden)
-            drafts = sys._getframe(1).f_code.co_filename.endswith("drafter.py")
+            drafts = sys._getframe(1).f_code.co_filename.endswith("draft_runner.py")
             return -found if drafts and next(calls) < 12 and found is not None else found
 
         monkeypatch.setattr(Decoder, "logits", at_first_wrong)

@@ -29,7 +29,7 @@ from weft.plan.memory import SCORED, Capacity, step_bytes
 from weft.plan.plan import Plan
 from weft.weights.load import allocate, load
 from weft.worker import device as devices
-from weft.worker.drafter import Drafter
+from weft.worker.draft_runner import DraftRunner
 from weft.worker.graphs import CudaGraphs, Graphs, sizes
 from weft.worker.importance import importance
 from weft.worker.logprobs import scorer
@@ -60,7 +60,7 @@ class Worker:
         self.caches: list[KVCache] = []
         self.graphs: Graphs | None = None
         self.graph_bytes = 0  # that all graphs keep, a draft's too
-        self.drafter: Drafter | None = None
+        self.draft_runner: DraftRunner | None = None
 
     @torch.inference_mode()
     def load(self) -> Capacity:
@@ -92,11 +92,11 @@ class Worker:
             self.sampler = Sampler(shape.vocab, plan.max_num_seqs, shape.eos, token_sampler, scorer(self.kernels))
         eager, block_bytes = self._measure(), plan.block_bytes(self.rank)
         if self.sampler and plan.speculation and plan.speculation.draft:
-            self.drafter = Drafter(plan)
-            theirs = self.drafter.load()
+            self.draft_runner = DraftRunner(plan)
+            theirs = self.draft_runner.load()
             # One after the other: they take turns. But graphs keep what they have.
-            eager = max(eager, theirs.activation_bytes - self.drafter.graph_bytes)
-            self.graph_bytes += self.drafter.graph_bytes
+            eager = max(eager, theirs.activation_bytes - self.draft_runner.graph_bytes)
+            self.graph_bytes += self.draft_runner.graph_bytes
             held += theirs.weight_bytes
             block_bytes += theirs.block_bytes
         activation = eager + self.graph_bytes
@@ -116,8 +116,8 @@ class Worker:
         """Take the KV cache, and run a step of each kind so that no request meets a cold path. Returns the number of
         CUDA graphs that are left to `capture_graph`."""
         self.caches = self._caches(num_blocks)
-        if self.drafter:
-            self.drafter.allocate(num_blocks)
+        if self.draft_runner:
+            self.draft_runner.allocate(num_blocks)
         if self.device.type == "cpu":
             # No longer than a text can be: some models' own length is a million tokens.
             self.rope = self._rope(min(self.plan.max_model_len, num_blocks * self.plan.block_size))
@@ -146,15 +146,17 @@ class Worker:
     @property
     def uncaptured(self) -> int:
         """Number of CUDA graphs that are still to be captured, a draft's too."""
-        return (len(self.graphs.uncaptured) if self.graphs else 0) + (self.drafter.uncaptured if self.drafter else 0)
+        return (len(self.graphs.uncaptured) if self.graphs else 0) + (
+            self.draft_runner.uncaptured if self.draft_runner else 0
+        )
 
     @torch.inference_mode()
     def capture_graph(self) -> int:
         """Capture one more CUDA graph; returns the number that is left. All ranks call it between the same steps."""
         if self.graphs and self.graphs.uncaptured:
             self.graphs.capture_next()
-        elif self.drafter:
-            self.drafter.capture_graph()
+        elif self.draft_runner:
+            self.draft_runner.capture_graph()
         return self.uncaptured
 
     def _agreed(self, seconds: float) -> float:
@@ -170,8 +172,8 @@ class Worker:
             self.rows.admit(admission)
             if self.sampler:
                 self.sampler.admit(admission)
-            if self.drafter:
-                self.drafter.admit(admission)
+            if self.draft_runner:
+                self.draft_runner.admit(admission)
         if not step.slots:
             return StepResult(step.id, [], [], {}) if self.sampler else None
         picks, slots, positions = sampled_positions(step)
@@ -180,8 +182,8 @@ class Worker:
         more = [np.array(picks, dtype=np.int64), *wanted]
         staged, there = self.rows.stage(step, more, singly=self.is_decode(step))
         batch = self.lay(staged)
-        if self.drafter:
-            self.drafter.note(step, self.rows)
+        if self.draft_runner:
+            self.draft_runner.note(step, self.rows)
         incoming = None
         if not self.place.first:
             dims = (len(step.tokens), self.plan.shape.hidden)
@@ -191,11 +193,11 @@ class Worker:
             self.links.pipeline.send(hidden, self.place.stage + 1)
             return None
         result = self._finish(step, hidden, order, there)
-        if self.drafter and self.sampler and any(step.asks):
+        if self.draft_runner and self.sampler and any(step.asks):
             # Guesses come after what was sampled: it is waited for.
             found = result() if callable(result) else result
             assert found is not None
-            found.guesses = self.drafter.guess(step, found.tokens, self.rows, self.sampler)
+            found.guesses = self.draft_runner.guess(step, found.tokens, self.rows, self.sampler)
             return found
         return result
 
@@ -222,8 +224,8 @@ class Worker:
     def close(self) -> None:
         """Give the memory back."""
         self.graphs = None
-        if self.drafter:
-            self.drafter.close()
+        if self.draft_runner:
+            self.draft_runner.close()
         self.caches = []
         self.model = self.kernels = self.sampler = None  # type: ignore[assignment]
         if self.device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Drafter: a small model beside the output rank, which guesses the tokens that the large one then confirms."""
+"""DraftRunner: a small model beside the output rank, which guesses the tokens that the large one then confirms."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Read:
         return self.start + len(self.tokens)
 
 
-class Drafter:
+class DraftRunner:
     """The draft model of a plan. It shares the large one's blocks: a token's KV lies in the same block of both caches,
     so one table serves both, and a prefix that is found is found by both, as far as the draft has read it.
 
