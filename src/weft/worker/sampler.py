@@ -12,8 +12,8 @@ from weft.core.step import Admission, TokenLogprobs
 from weft.kernels.streams import BROKEN
 from weft.worker.chunks import pick
 from weft.worker.device import ToHost
+from weft.worker.logits_edits import EditArrays, LogitsEdits, RequestEdits, shape
 from weft.worker.logprobs import Scorer, score, unpack
-from weft.worker.shaping import Edits, Shaping, Wishes, shape
 from weft.worker.staging import sent
 from weft.worker.token_sampler import TokenSampler, TorchTokenSampler
 
@@ -28,7 +28,7 @@ class Order:
 
     slots: np.ndarray
     positions: np.ndarray
-    wishes: list[Wishes | None]  # whose figures its token changes
+    wishes: list[RequestEdits | None]  # whose figures its token changes
     scored: np.ndarray  # rows whose logprobs are wanted
     arrays: list[np.ndarray]
     edits: int  # of the arrays, after the first three
@@ -61,7 +61,7 @@ class Sampler:
         scorer: Scorer = score,
     ) -> None:
         self.vocab = vocab
-        self._shaping = Shaping(vocab, stop_ids)
+        self._shaping = LogitsEdits(vocab, stop_ids)
         self._token_sampler = token_sampler or TorchTokenSampler(slots)
         self._scorer = scorer
         self._tops = np.full(slots, NO_LOGPROBS, dtype=np.int64)
@@ -110,7 +110,7 @@ class Sampler:
             if raw is not None and logits.dtype == torch.float32:
                 raw = raw.clone()
             logits = logits.float().contiguous()
-            shape(logits, Edits(*edits))
+            shape(logits, EditArrays(*edits))
         chosen = self._token_sampler.choose(logits, order.slots, order.positions, [slots, positions, *rest])
         tops = self._tops[order.slots[order.scored]]
         # The next step and the scorer take ids alone, and what is broken ends on the host.

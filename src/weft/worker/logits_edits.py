@@ -1,4 +1,4 @@
-"""Shaping: what changes a request's logits before a token is chosen: bias, penalties, masks.
+"""LogitsEdits: what changes a request's logits before a token is chosen: bias, penalties, masks.
 
 Each of them names its tokens, so what is kept and touched are those, a few hundred, and never a row of the
 vocabulary: requests that ask for none of it pay nothing. The figures lie on the host, where they change.
@@ -23,7 +23,7 @@ NO_IDS = np.zeros(0, dtype=np.int64)
 Array = TypeVar("Array", np.ndarray, torch.Tensor)
 
 
-class Edits(NamedTuple, Generic[Array]):
+class EditArrays(NamedTuple, Generic[Array]):
     """What is to be done to a step's logits, in this order. What ends in `at` is places in all of them, laid row after
     row."""
 
@@ -74,7 +74,7 @@ class Seen:
 
 
 @dataclass
-class Wishes:
+class RequestEdits:
     """One request's, with its token ids as arrays."""
 
     bias: np.ndarray
@@ -108,7 +108,7 @@ def joined(arrays: list[np.ndarray]) -> np.ndarray:
     return np.concatenate([np.zeros(0, dtype=np.float32), *arrays])
 
 
-def shape(logits: torch.Tensor, edits: Edits[torch.Tensor]) -> None:
+def shape(logits: torch.Tensor, edits: EditArrays[torch.Tensor]) -> None:
     """Change `logits` [R, V] float32, contiguous, in place: bias, penalties (repetition, then frequency and presence),
     masks.
 
@@ -131,14 +131,14 @@ def shape(logits: torch.Tensor, edits: Edits[torch.Tensor]) -> None:
         flat.index_copy_(0, edits.saved_at, flat.index_select(0, edits.saved_at).clamp(min=LEAST))
 
 
-class Shaping:
+class LogitsEdits:
     """The wishes of every slot. `stop_ids` are the model's own end tokens, which min_tokens holds back too,
     unless ignore_eos takes their meaning away. Ids outside the vocabulary are left out: the client refuses
     them by name, and here they would be another row's."""
 
     def __init__(self, vocab: int, stop_ids: Iterable[int]) -> None:
         self.vocab, self.stop_ids = vocab, tuple(stop_ids)
-        self._wishes: dict[int, Wishes] = {}
+        self._wishes: dict[int, RequestEdits] = {}
 
     def admit(self, admission: Admission) -> None:
         self.release(admission.slot)
@@ -149,7 +149,7 @@ class Shaping:
         bias = {token: value for token, value in (params.logit_bias or {}).items() if token < self.vocab}
         words = [word for word in params.bad_word_ids if word and word[-1] < self.vocab]
         ends = params.stop_token_ids + (() if params.ignore_eos else self.stop_ids)
-        self._wishes[admission.slot] = Wishes(
+        self._wishes[admission.slot] = RequestEdits(
             bias=np.array([*bias.values()], dtype=np.float32),
             bias_ids=np.array([*bias], dtype=np.int64),
             allowed=None if params.allowed_token_ids is None else self._ids(params.allowed_token_ids),
@@ -164,7 +164,7 @@ class Shaping:
     def release(self, slot: int) -> None:
         self._wishes.pop(slot, None)
 
-    def edits(self, slots: Sequence[int], positions: Sequence[int]) -> Edits[np.ndarray] | None:
+    def edits(self, slots: Sequence[int], positions: Sequence[int]) -> EditArrays[np.ndarray] | None:
         """What these rows wish, None where they have no wishes."""
         if self._wishes.keys().isdisjoint(slots):
             return None
@@ -179,7 +179,7 @@ class Shaping:
             for r, wishes in rows
             if wishes.allowed is not None or r in forbidden
         ]
-        return Edits(
+        return EditArrays(
             biased_at=self._places([(r, wishes.bias_ids) for r, wishes in biased]),
             bias=joined([wishes.bias for _, wishes in biased]),
             seen_at=self._places([(r, it.ids) for r, it in seen]),
@@ -191,7 +191,7 @@ class Shaping:
             saved_at=self._places(saved),
         )
 
-    def of(self, slots: Sequence[int]) -> list[Wishes | None]:
+    def of(self, slots: Sequence[int]) -> list[RequestEdits | None]:
         """Whose tokens are sampled: a slot may be another request's by the time that they are known."""
         return [self._wishes.get(slot) for slot in slots]
 
