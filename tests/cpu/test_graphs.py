@@ -16,7 +16,7 @@ from weft.kernels.batch import Batch
 from weft.kernels.plain import PlainKernels
 from weft.worker import graphs, worker
 from weft.worker.graphs import Capture, Graphs, Prepare, sizes
-from weft.worker.rows import Rows
+from weft.worker.request_slots import RequestSlots
 
 pytest.importorskip("triton", reason="needs triton, whose kernels pass over rows without a context")
 
@@ -159,7 +159,7 @@ def test_every_forward_is_prepared_for_outside_of_its_graph() -> None:
 
 def test_the_host_knows_the_lengths_of_a_step() -> None:
     """Without asking the device, which would have it wait for all that is under way."""
-    rows = Rows(3, 64, 4, torch.device("cpu"))
+    rows = RequestSlots(3, 64, 4, torch.device("cpu"))
     for slot, count in ((0, 5), (2, 9)):
         rows.admit(Admission(slot, 0, SamplingParams(), [1] * count, []))
     step = StepPlan(

@@ -21,7 +21,7 @@ from weft.core.params import SamplingParams
 from weft.worker import chunks, filters, token_sampler
 from weft.worker.filters import weigh
 from weft.worker.random import BLOCK, block_sums, exponentials, seeds
-from weft.worker.rows import Rows
+from weft.worker.request_slots import RequestSlots
 from weft.worker.sampler import Sampler
 from weft.worker.staging import Staging
 
@@ -126,7 +126,7 @@ def test_a_step_has_one_copy_to_the_device(tmp_path: Path, monkeypatch: pytest.M
         raise AssertionError("an array goes to the device on its own")
 
     counted(Staging, "put")
-    counted(Rows, "stage")
+    counted(RequestSlots, "stage")
     for module in (token_sampler, chunks, filters):
         monkeypatch.setattr(module, "sent", alone)
     path = checkpoints.make("llama", tmp_path)

@@ -14,7 +14,7 @@ from weft.core.step import Admission, StepPlan
 from weft.plan.memory import Capacity
 from weft.plan.plan import Plan
 from weft.plan.speculation import draft_plan
-from weft.worker.rows import Rows
+from weft.worker.request_slots import RequestSlots
 from weft.worker.sampler import Sampler
 
 
@@ -88,7 +88,7 @@ class DraftRunner:
     def admit(self, admission: Admission) -> None:
         self._texts[admission.slot] = Text([*admission.prompt, *admission.output])
 
-    def note(self, step: StepPlan, rows: Rows) -> None:
+    def note(self, step: StepPlan, rows: RequestSlots) -> None:
         """Take down what the step's rows say, and that nothing of the blocks that are new to them has been read. `rows`
         has them already."""
         tokens = iter(step.tokens)
@@ -99,7 +99,7 @@ class DraftRunner:
                 found = -(-start // rows.block_size) - (rows.lengths[slot] - len(blocks))
                 self._whole[blocks[max(0, found) :]] = False
 
-    def guess(self, step: StepPlan, sampled: list[int], rows: Rows, sampler: Sampler) -> dict[int, list[int]]:
+    def guess(self, step: StepPlan, sampled: list[int], rows: RequestSlots, sampler: Sampler) -> dict[int, list[int]]:
         """By slot what comes after the tokens that the large model `sampled` in this step: at most what the step asks
         for, and as far as the slot's blocks reach. Slots whose texts are still to be read have no entry. Every token
         is drawn from the stream that the large model will draw it from."""
@@ -137,7 +137,7 @@ class DraftRunner:
                 asked[slot] = most if samples else 0
         return asked
 
-    def _catch_up(self, asked: dict[int, int], rows: Rows, found: dict[int, list[int]]) -> list[Read]:
+    def _catch_up(self, asked: dict[int, int], rows: RequestSlots, found: dict[int, list[int]]) -> list[Read]:
         """What is to be read first. Those that will have been read to the end get an entry in `found`."""
         reads, left = [], self._plan.max_num_batched_tokens
         for slot in sorted(asked, key=lambda slot: self._missing(slot, rows)):
@@ -160,7 +160,7 @@ class DraftRunner:
                 reads.append(Read(slot, start, tokens, asked[slot] if end == length else 0))
         return reads
 
-    def _missing(self, slot: int, rows: Rows) -> int:
+    def _missing(self, slot: int, rows: RequestSlots) -> int:
         """How much of a slot's text the draft has not read, neither here nor in blocks that others have as well."""
         text = self._texts[slot]
         at, aside = divmod(text.read, rows.block_size)
@@ -169,7 +169,7 @@ class DraftRunner:
             text.read += rows.block_size
         return len(text.tokens) - text.read
 
-    def _run(self, reads: list[Read], go_on: list[Read], rows: Rows, sampler: Sampler) -> list[int]:
+    def _run(self, reads: list[Read], go_on: list[Read], rows: RequestSlots, sampler: Sampler) -> list[int]:
         """Read these; returns a token that comes after each of those that `go_on`."""
         # What is ordered has to be sampled.
         order = sampler.order([read.slot for read in go_on], [read.end for read in go_on]) if go_on else None

@@ -33,7 +33,7 @@ from weft.worker.draft_runner import DraftRunner
 from weft.worker.graphs import CudaGraphs, Graphs, sizes
 from weft.worker.importance import importance
 from weft.worker.logprobs import scorer
-from weft.worker.rows import Rows
+from weft.worker.request_slots import RequestSlots
 from weft.worker.sampler import Order, Sampler
 from weft.worker.token_sampler import create_token_sampler
 
@@ -68,7 +68,7 @@ class Worker:
         began = time.monotonic()
         plan, shape = self.plan, self.plan.shape
         self.device = devices.prepare(plan, self.rank)
-        self.rows = Rows(plan.max_num_seqs, plan.max_model_len, plan.block_size, self.device)
+        self.rows = RequestSlots(plan.max_num_seqs, plan.max_model_len, plan.block_size, self.device)
         # The table of parameters gives every dim, so tensors are made once, where they stay.
         tensors = allocate(plan, self.place, self.device)
         held = sum(tensor.nbytes for tensor in tensors.values())

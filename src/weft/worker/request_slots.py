@@ -1,4 +1,4 @@
-"""Rows: what every rank keeps of the requests that hold a slot, and how a StepPlan comes to the device."""
+"""RequestSlots: what every rank keeps of the requests that hold a slot, and how a StepPlan comes to the device."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from weft.worker.staging import Staging
 
 
 @dataclass(frozen=True)
-class PromptWish:
+class PromptLogprobsRequest:
     """A request that wants the logprobs of its prompt, with `top` alternatives each."""
 
     prompt: list[int]
     top: int
 
 
-class Rows:
+class RequestSlots:
     """What a rank keeps by slot: block tables, [slots, blocks per sequence] int32 on the host and the same on the
     device, which hears of new blocks only, and on the device `last`, [slots] int64, the token that was sampled last."""
 
@@ -30,7 +30,7 @@ class Rows:
         self.block_size = block_size
         self.tables = np.zeros((slots, -(-max_model_len // block_size)), dtype=np.int32)
         self.lengths = np.zeros(slots, dtype=np.int32)
-        self.wishes: dict[int, PromptWish] = {}
+        self.wishes: dict[int, PromptLogprobsRequest] = {}
         self.last = torch.zeros(slots, dtype=torch.int64, device=device)
         self._staging = Staging(device)
         self._mirror = torch.zeros(self.tables.shape, dtype=torch.int32, device=device)
@@ -39,7 +39,7 @@ class Rows:
         self.lengths[admission.slot] = 0
         top = admission.params.prompt_logprobs
         if top is not None:
-            self.wishes[admission.slot] = PromptWish(admission.prompt, top)
+            self.wishes[admission.slot] = PromptLogprobsRequest(admission.prompt, top)
 
     def reach(self, slot: int) -> int:
         """Tokens that the slot's blocks hold."""
