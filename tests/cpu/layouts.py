@@ -16,7 +16,7 @@ from weft.formats.checkpoint import resolve
 from weft.hardware import host
 from weft.plan.layout import layout
 from weft.plan.plan import Plan
-from weft.worker.sampler import Order
+from weft.worker.sampler import SampleBatch
 from weft.worker.worker import Worker
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -41,7 +41,7 @@ class LogitsWorker(Worker):
     logits: torch.Tensor
 
     def _finish(
-        self, step: StepPlan, hidden: torch.Tensor, order: Order | None, there: list[torch.Tensor]
+        self, step: StepPlan, hidden: torch.Tensor, order: SampleBatch | None, there: list[torch.Tensor]
     ) -> StepResult | Callable[[], StepResult] | None:
         logits = self.model.logits(hidden)
         if logits is not None:

@@ -14,7 +14,7 @@ from tests.cpu.draws import MASK
 from weft.core.params import SamplingParams
 from weft.core.step import Admission
 from weft.worker.random import BLOCK
-from weft.worker.sampler import Sampled, Sampler
+from weft.worker.sampler import SampledTokens, Sampler
 
 EOS = 1
 FILTERS = {
@@ -160,7 +160,7 @@ def grid(vocab: int, rows: int, seed: int) -> torch.Tensor:
     return (torch.randn(rows, vocab, generator=generator) * spread).mul_(8).round_().div_(8)
 
 
-def sampled(sampler: Sampler, logits: torch.Tensor, slots: list[int], positions: list[int]) -> Sampled:
+def sampled(sampler: Sampler, logits: torch.Tensor, slots: list[int], positions: list[int]) -> SampledTokens:
     order = sampler.order(slots, positions)
     return sampler.sample(logits.clone(), order, [torch.from_numpy(array).to(logits.device) for array in order.arrays])
 

@@ -28,7 +28,7 @@ from weft.plan.layout import layout
 from weft.plan.memory import LOGITS_BYTES
 from weft.plan.plan import Plan, Speculation
 from weft.worker import worker as worker_module
-from weft.worker.sampler import Order, Sampler
+from weft.worker.sampler import SampleBatch, Sampler
 from weft.worker.worker import Worker
 
 
@@ -100,7 +100,7 @@ def test_what_is_measured_samples_after_every_guess(tmp_path: Path, monkeypatch:
     guessing = replace(plan, speculation=Speculation(tokens=4, lookup_min=2, lookup_max=4))
     orders: list[list[int]] = []
 
-    def spy(sampler: Sampler, slots: list[int], positions: list[int]) -> Order:
+    def spy(sampler: Sampler, slots: list[int], positions: list[int]) -> SampleBatch:
         orders.append(slots)
         return order(sampler, slots, positions)
 

@@ -22,7 +22,7 @@ Result = tuple[list[int], list[TokenLogprobs | None]]
 
 
 @dataclass(frozen=True)
-class Order:
+class SampleBatch:
     """Rows that are to be sampled: row r is of slot `slots[r]`, and its token will stand at `positions[r]`, the number
     of tokens of prompt and output so far; [R] int64 each. `arrays` have to come to the device: these two first."""
 
@@ -35,7 +35,7 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Sampled:
+class SampledTokens:
     """What was sampled: `tokens` [R] int64 on the device, at once, ids in any case; `result` waits for it to reach the
     host, with BROKEN in place of the token of a row whose logits were not finite."""
 
@@ -77,13 +77,13 @@ class Sampler:
         """The slot is free."""
         self._shaping.release(slot)
 
-    def order(self, slots: Sequence[int], positions: Sequence[int]) -> Order:
+    def order(self, slots: Sequence[int], positions: Sequence[int]) -> SampleBatch:
         """What is to be sampled next. A row with penalties or bad words has to have its last token's result taken
         before it is ordered again, and what is ordered has to be sampled: the device hears of an admission once."""
         slots_, positions_ = np.array(slots, dtype=np.int64), np.array(positions, dtype=np.int64)
         edits = self._shaping.edits(slots, positions)
         scored = np.flatnonzero(self._tops[slots_] != NO_LOGPROBS)
-        return Order(
+        return SampleBatch(
             slots=slots_,
             positions=positions_,
             wishes=self._shaping.of(slots) if edits else [],
@@ -93,7 +93,7 @@ class Sampler:
         )
 
     @torch.inference_mode()
-    def sample(self, logits: torch.Tensor, order: Order, there: Sequence[torch.Tensor]) -> Sampled:
+    def sample(self, logits: torch.Tensor, order: SampleBatch, there: Sequence[torch.Tensor]) -> SampledTokens:
         """One token per row, and its logprobs where the request wants them; its result is (tokens, logprobs).
 
         `logits` [R, vocab] of any float type may be changed; `there` are the order's arrays on the device. The random
@@ -129,7 +129,7 @@ class Sampler:
                     wishes.note(token)
             return tokens, unpacked(values, len(tokens), order.scored.tolist(), tops.tolist())
 
-        return Sampled(ids, result)
+        return SampledTokens(ids, result)
 
     @torch.inference_mode()
     def prompt_logprobs(self, logits: torch.Tensor, targets: Sequence[int], top: int) -> list[TokenLogprobs]:

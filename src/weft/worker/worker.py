@@ -34,7 +34,7 @@ from weft.worker.graphs import CudaGraphs, Graphs, sizes
 from weft.worker.importance import importance
 from weft.worker.logprobs import scorer
 from weft.worker.request_slots import RequestSlots
-from weft.worker.sampler import Order, Sampler
+from weft.worker.sampler import SampleBatch, Sampler
 from weft.worker.token_sampler import create_token_sampler
 
 logger = logging.getLogger("weft")
@@ -255,7 +255,7 @@ class Worker:
             self.sampler.release(slot)
 
     def _finish(
-        self, step: StepPlan, hidden: torch.Tensor, order: Order | None, there: list[torch.Tensor]
+        self, step: StepPlan, hidden: torch.Tensor, order: SampleBatch | None, there: list[torch.Tensor]
     ) -> StepResult | Callable[[], StepResult] | None:
         """Sample, and score prompts where asked. Every rank of the last stage comes here: the head is cut. `there` are
         the indices of the tokens to sample after, and then the order's arrays; without a sampler their slots alone."""
