@@ -25,7 +25,7 @@ from weft.errors import ConfigError, PlanError
 from weft.formats.checkpoint import resolve
 from weft.hardware import host
 from weft.kernels.batch import Batch
-from weft.models.decoder import Decoder
+from weft.models.decoder import DecoderModel
 from weft.plan.memory import fit_length
 from weft.plan.plan import Plan
 from weft.plan.speculation import draft_plan
@@ -98,14 +98,14 @@ def test_a_draft_forgets_what_it_guessed_wrong(model: str, monkeypatch: pytest.M
     judged: list[tuple[int, int]] = []
     monkeypatch.setattr(Guesser, "judge", lambda self, guessed, confirmed: judged.append((guessed, confirmed)))
     with LLM(model, speculative_config={"model": model, "num_speculative_tokens": 3}, **how) as llm:
-        logits, calls = Decoder.logits, count()
+        logits, calls = DecoderModel.logits, count()
 
-        def at_first_wrong(self: Decoder, hidden: torch.Tensor) -> torch.Tensor | None:
+        def at_first_wrong(self: DecoderModel, hidden: torch.Tensor) -> torch.Tensor | None:
             found = logits(self, hidden)
             drafts = sys._getframe(1).f_code.co_filename.endswith("draft_runner.py")
             return -found if drafts and next(calls) < 12 and found is not None else found
 
-        monkeypatch.setattr(Decoder, "logits", at_first_wrong)
+        monkeypatch.setattr(DecoderModel, "logits", at_first_wrong)
         guesses_when(monkeypatch, lambda step: step < 4 or step > 8)  # some guesses are not judged, and then it rests
         assert llm.generate([PROMPTS[0]], GREEDY)[0].outputs[0].token_ids == want
     wrong = [step for step, (guessed, confirmed) in enumerate(judged) if confirmed < guessed]

@@ -22,7 +22,7 @@ from weft.hardware import host
 from weft.kernels import choose
 from weft.kernels.base import Kernels, Product
 from weft.layers import rope
-from weft.models.decoder import Decoder
+from weft.models.decoder import DecoderModel
 from weft.plan import memory
 from weft.plan.layout import layout
 from weft.plan.memory import LOGITS_BYTES
@@ -121,16 +121,16 @@ def test_what_is_measured_holds_the_logits_of_a_prompt_that_is_scored(
     """Of few requests fewer are sampled after than a prompt has tokens: the engine would find no memory for them."""
     plan = tiny_plan(tmp_path, max_num_seqs=1)
     held: list[int] = []
-    logits = Decoder.logits
+    logits = DecoderModel.logits
 
-    def spy(model: Decoder, hidden: torch.Tensor) -> torch.Tensor | None:
+    def spy(model: DecoderModel, hidden: torch.Tensor) -> torch.Tensor | None:
         held.append(len(hidden))
         return logits(model, hidden)
 
     with alone(plan) as worker:
         reported = worker.load().activation_bytes
         worker.allocate(4)
-        monkeypatch.setattr(Decoder, "logits", spy)
+        monkeypatch.setattr(DecoderModel, "logits", spy)
         monkeypatch.setattr(worker_module, "SCORED", 5)
         worker._rehearse([13], worker_module.SCORING)
     assert held == [5, 5, 2, 1]  # twelve of the prompt, and the one that is sampled

@@ -20,7 +20,7 @@ from weft.quant.quantised import Quantised
 Tensors = MutableMapping[str, torch.Tensor | Quantised]
 
 
-class Decoder:
+class DecoderModel:
     """One rank's part of a model: the layers of its stage, the embedding on the first, the head on the last."""
 
     def __init__(

@@ -23,7 +23,7 @@ from weft.kernels.base import KVCache, Product, Table
 from weft.kernels.batch import Batch, Lengths
 from weft.kernels.plain import PlainKernels
 from weft.layers import rope
-from weft.models.decoder import Decoder
+from weft.models.decoder import DecoderModel
 from weft.plan.fills import Fill, fills
 from weft.plan.plan import Plan
 from weft.quant.quantised import Quantised
@@ -58,7 +58,7 @@ def importance(
     incoming = None if place.first else links.pipeline.recv((tokens, shape.hidden), dtype, place.stage - 1)
     with loading() as pool:
         reading = Reading(source, targets, fills(shape, place), shape.head_dim, pool)
-        model = Decoder(shape, plan.places, rank, dict(targets), links.tensor, reading)
+        model = DecoderModel(shape, plan.places, rank, dict(targets), links.tensor, reading)
         hidden = model.hidden(incoming, angles, [cache] * len(place.layers), drawn(shape.vocab, tokens, device))
     if not place.last:
         links.pipeline.send(hidden, place.stage + 1)

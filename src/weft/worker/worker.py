@@ -23,7 +23,7 @@ from weft.kernels.laying import Staged
 from weft.kernels.streams import BROKEN
 from weft.kernels.warm import warm
 from weft.layers import rope
-from weft.models.decoder import Decoder
+from weft.models.decoder import DecoderModel
 from weft.plan.fills import weight_bytes
 from weft.plan.memory import SCORED, Capacity, step_bytes
 from weft.plan.plan import Plan
@@ -81,7 +81,7 @@ class Worker:
             logger.warning("The kernels of torch do not multiply quantised weights: they are held in %s", plan.dtype)
         if plan.graphs and not self.kernels.capturable:
             logger.warning("The kernels of torch cannot be captured: decode steps run without CUDA graphs")
-        self.model = Decoder(shape, plan.places, self.rank, tensors, self.links.tensor, self.kernels)
+        self.model = DecoderModel(shape, plan.places, self.rank, tensors, self.links.tensor, self.kernels)
         if self.device.type != "cpu":
             # Where the peak is measured, with all that a step needs.
             self.rope = self._rope(plan.max_model_len)
