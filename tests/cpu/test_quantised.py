@@ -31,7 +31,7 @@ from weft.weights import stored
 from weft.weights.load import allocate, load
 from weft.weights.quantised import quantise, split
 from weft.weights.quantised import unpack as unpack_blocks
-from weft.weights.stored import Stored
+from weft.weights.stored import StoredWeights
 
 CPU = torch.device("cpu")
 TEXT = Path(__file__).parents[2] / "LICENSE"  # English that does not change
@@ -256,7 +256,7 @@ def test_perplexity_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 5 < truth < 50
     assert measured() < 1.02 * truth
     assert measured(quantization="int8") < 1.03 * truth
-    monkeypatch.setattr(Stored, "read_blocks", lambda *_: False)
+    monkeypatch.setattr(StoredWeights, "read_blocks", lambda *_: False)
     assert measured(quantization="int4") < 1.05 * truth
 
 

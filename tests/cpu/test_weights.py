@@ -170,7 +170,7 @@ def test_vectors_may_be_quantised_too(tmp_path: Path) -> None:
     infos = resolve(str(tmp_path / "m.gguf")).tensors()
     matrix = infos["model.layers.0.mlp.down_proj.weight"]
     row = TensorInfo(file=matrix.file, type="Q8_0", dims=(512,), offset=matrix.offset, nbytes=512 // 32 * 34)
-    source = stored.Stored({"matrix": matrix, "row": row})
+    source = stored.StoredWeights({"matrix": matrix, "row": row})
     whole, part = torch.empty(256, 512), torch.empty(100)
     source.read("matrix", Span(0, 256), Span(0, 512), whole)
     source.read("row", Span(7, 107), None, part)
@@ -240,7 +240,7 @@ def test_a_checkpoint_that_changed_since_it_was_planned(tmp_path: Path) -> None:
         loaded(plan, plan.places[0])
     name = "model.norm.weight"
     with pytest.raises(ModelError, match=r"cannot read .*model.safetensors: .*No such file"):
-        stored.Stored(infos).read(name, Span(0, 256), None, torch.empty(256))
+        stored.StoredWeights(infos).read(name, Span(0, 256), None, torch.empty(256))
 
 
 @settings(max_examples=25)

@@ -1,4 +1,4 @@
-"""Dummy: random weights of a known shape, the same ones in every layout."""
+"""DummyWeights: random weights of a known shape, the same ones in every layout."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STD = 0.02  # what models of this family are initialised with
 BLOCK = 1 << 18  # elements that share a seed, in whole rows: few enough that little is made in vain
 
 
-class Dummy:
+class DummyWeights:
     """Tensors of the given whole dims, whose values depend on `seed`, their name and the kind of device alone."""
 
     def __init__(self, dims: dict[str, tuple[int, ...]], seed: int) -> None:

@@ -19,13 +19,13 @@ from weft.plan.fills import Fill, fills, scheme_of
 from weft.plan.plan import Plan
 from weft.quant.quantised import Quantised
 from weft.quant.rounding import Rounding, round_into
-from weft.weights.dummy import Dummy
-from weft.weights.packed import PackedTensors
+from weft.weights.dummy import DummyWeights
+from weft.weights.packed import PackedWeights
 from weft.weights.quantised import quantise
-from weft.weights.stored import Stored
+from weft.weights.stored import StoredWeights
 
 
-class Source(Protocol):
+class WeightSource(Protocol):
     """Where a rank's weights come from, under Hugging Face's names."""
 
     def dtype(self, source: str) -> torch.dtype:
@@ -58,12 +58,12 @@ def allocate(plan: Plan, place: Place, device: torch.device) -> dict[str, torch.
     return room
 
 
-def open_source(plan: Plan) -> Source:
+def open_source(plan: Plan) -> WeightSource:
     """The plan's checkpoint. Raises ModelError where it is not what the plan was made from."""
     if plan.load_format == "dummy":
-        return Dummy(dict(sources(plan.shape)), plan.seed)
+        return DummyWeights(dict(sources(plan.shape)), plan.seed)
     found = tensors(plan.checkpoint, plan.load_format, plan.shape)
-    return PackedTensors(found) if plan.shape.published else Stored(found)
+    return PackedWeights(found) if plan.shape.published else StoredWeights(found)
 
 
 def load(

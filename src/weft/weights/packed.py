@@ -12,7 +12,7 @@ from weft.errors import ModelError
 from weft.formats.packed import WORD, Packed
 from weft.formats.tensor import TensorInfo
 from weft.quant.quantised import Quantised, pack
-from weft.weights.stored import DENSE, Stored, mapped, rows_at_once, typed
+from weft.weights.stored import DENSE, StoredWeights, mapped, rows_at_once, typed
 
 logger = logging.getLogger("weft")
 
@@ -20,7 +20,7 @@ DTYPES = DENSE | {"I32": torch.int32}
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the rows of which an integer of AWQ's has a number each, the lowest bits first
 
 
-class PackedTensors(Stored):
+class PackedWeights(StoredWeights):
     """Tensors of safetensors files, packed matrices among them."""
 
     told = False  # that scales lose something

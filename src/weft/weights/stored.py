@@ -1,4 +1,4 @@
-"""Stored: tensors of a checkpoint on disk, read by the ranges that a rank owns."""
+"""StoredWeights: tensors of a checkpoint on disk, read by the ranges that a rank owns."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 CHUNK = {"cpu": 1 << 20, "cuda": 1 << 24}
 
 
-class Stored:
+class StoredWeights:
     """Tensors under Hugging Face's names, in safetensors or GGUF files."""
 
     def __init__(self, tensors: Mapping[str, TensorInfo]) -> None:

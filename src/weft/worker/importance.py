@@ -27,7 +27,7 @@ from weft.models.decoder import DecoderModel
 from weft.plan.fills import Fill, fills
 from weft.plan.plan import Plan
 from weft.quant.quantised import Quantised
-from weft.weights.load import Source, loading, open_source
+from weft.weights.load import WeightSource, loading, open_source
 from weft.weights.quantised import bands
 
 TOKENS = 64
@@ -65,7 +65,7 @@ def importance(
     return reading.importance
 
 
-def is_rounded(plan: Plan, source: Source) -> bool:
+def is_rounded(plan: Plan, source: WeightSource) -> bool:
     """Whether any matrix of the model is to be rounded to 4 bits."""
     return any(ALL[type].bits == 4 and not source.holds(name, type) for name, type in plan.schemes.items())
 
@@ -93,7 +93,7 @@ class Reading(PlainKernels):
 
     def __init__(
         self,
-        source: Source,
+        source: WeightSource,
         targets: Mapping[str, torch.Tensor | Quantised],
         todo: Iterable[Fill],
         head_dim: int,
@@ -161,7 +161,7 @@ class Reading(PlainKernels):
 class ReadTable:
     """An embedding whose rows are read when they are asked for."""
 
-    def __init__(self, source: Source, fill: Fill, weight: torch.Tensor | Quantised, product: Product) -> None:
+    def __init__(self, source: WeightSource, fill: Fill, weight: torch.Tensor | Quantised, product: Product) -> None:
         self._source, self._fill, self._product = source, fill, product
         self._dtype, self._device, self._width = weight.dtype, weight.device, weight.shape[1]
 
