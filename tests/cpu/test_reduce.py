@@ -22,7 +22,7 @@ from tests.cpu import checkpoints
 from weft import LLM, SamplingParams
 from weft.comm.parts import PLACES, Parts
 from weft.comm.symmetric import LAID_BYTES, SymmetricComm
-from weft.comm.threads import Meeting, ThreadComm
+from weft.comm.threads import Rendezvous, ThreadComm
 from weft.comm.trial import all_add_up
 from weft.kernels.base import Kernels
 from weft.kernels.plain import PlainKernels
@@ -58,7 +58,7 @@ class Here(SymmetricComm):
 class Group:
     def __init__(self, size: int, dtype: torch.dtype) -> None:
         self.size, self.dtype = size, dtype
-        self.meeting, self.barrier = Meeting(size), threading.Barrier(size)
+        self.meeting, self.barrier = Rendezvous(size), threading.Barrier(size)
         self._memory = [
             [torch.zeros(LAID_BYTES // dtype.itemsize, dtype=dtype) for _ in range(size)] for _ in range(PLACES)
         ]

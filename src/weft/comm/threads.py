@@ -12,7 +12,7 @@ from weft.comm.base import Comm, Links, Solo, add_up
 from weft.plan.plan import Plan
 
 
-class Meeting:
+class Rendezvous:
     """Where the threads of a group meet. Tensors are brought in two turns, one after the other: whoever is
     ahead brings to the next while others still look at the last."""
 
@@ -38,7 +38,7 @@ class ThreadComm:
 
     capturable = False
 
-    def __init__(self, meeting: Meeting, rank: int, device: torch.device) -> None:
+    def __init__(self, meeting: Rendezvous, rank: int, device: torch.device) -> None:
         self.rank = rank
         self.size = meeting.size
         self._meeting = meeting
@@ -89,11 +89,11 @@ class ThreadGroups:
     """The groups of all ranks of a plan: `links[rank]`."""
 
     def __init__(self, plan: Plan) -> None:
-        stages = [Meeting(plan.tensor_parallel) for _ in range(plan.stages)]
-        lines = [Meeting(plan.stages) for _ in range(plan.tensor_parallel)]
+        stages = [Rendezvous(plan.tensor_parallel) for _ in range(plan.stages)]
+        lines = [Rendezvous(plan.stages) for _ in range(plan.tensor_parallel)]
         self._meetings = stages + lines
 
-        def comm(meeting: Meeting, at: int, rank: int) -> Comm:
+        def comm(meeting: Rendezvous, at: int, rank: int) -> Comm:
             return ThreadComm(meeting, at, torch.device(plan.devices[rank])) if meeting.size > 1 else Solo()
 
         self.links = [
