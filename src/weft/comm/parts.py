@@ -44,7 +44,7 @@ class Parts:
         """All ranks have met since the last part was laid."""
         self._turn = 0
 
-    def lay(self, x: torch.Tensor) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+    def publish(self, x: torch.Tensor) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
         """Lay x, this rank's part, and meet the others: the addresses of all parts, [size] int64 on the device, and
         the memory that begins there. Valid until the next part but one is laid."""
         turn = self._turn

@@ -19,7 +19,7 @@ from weft.comm.parts import PLACES, Parts
 # and SGLang's custom all-reduces have them, for up to 8 GPUs on NVLink.
 ONE_SHOT_BYTES, TWO_SHOT_BYTES, MOST_RANKS = 512 << 10, 8 << 20, 8
 # One shot too, so the same limit: what is larger has each rank read more than two shots and a norm of their own would.
-LAID_BYTES = ONE_SHOT_BYTES
+PUBLISHED_BYTES = ONE_SHOT_BYTES
 ALIGNMENT = 16  # bytes; the kernels read so much at a time
 SHOT_DTYPES = (torch.bfloat16, torch.float32)  # torch's two sums know no others
 # Of torch's signals, one of those that its sums leave alone: they take as many as they have blocks, 24 at most. There
@@ -36,7 +36,7 @@ class SymmetricComm(DistributedComm):
     def __init__(self, group: dist.ProcessGroup, device: torch.device, buffer: torch.Tensor, handle: Any) -> None:
         super().__init__(group, device)
         self._name = group.group_name
-        count, size = TWO_SHOT_BYTES // buffer.itemsize, LAID_BYTES // buffer.itemsize
+        count, size = TWO_SHOT_BYTES // buffer.itemsize, PUBLISHED_BYTES // buffer.itemsize
         shots, mine = buffer[:count], buffer[count:]
         # The same memory, as numbers of the dtypes that torch sums.
         self._shots = {dtype: shots.view(dtype) for dtype in {torch.float32, buffer.dtype} & {*SHOT_DTYPES}}
@@ -65,19 +65,19 @@ class SymmetricComm(DistributedComm):
         torch.ops.symm_mem.two_shot_all_reduce_(part, "sum", self._name)
         return x.copy_(part.view(x.shape))
 
-    def lay(self, x: torch.Tensor) -> torch.Tensor | None:
+    def publish_part(self, x: torch.Tensor) -> torch.Tensor | None:
         """Where all ranks' parts of a sum lie, as `Parts.lay`, for a kernel that adds them up; None where `sum` is as
         good."""
-        if x.dtype != self.parts.dtype or x.nbytes > LAID_BYTES:
+        if x.dtype != self.parts.dtype or x.nbytes > PUBLISHED_BYTES:
             return None
-        return self.parts.lay(x)[0]
+        return self.parts.publish(x)[0]
 
 
 def buffer(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Memory for a SymmetricComm. Raises RuntimeError or ImportError where torch has none for the device."""
     import torch.distributed._symmetric_memory as symmetric
 
-    return symmetric.empty((TWO_SHOT_BYTES + PLACES * LAID_BYTES) // dtype.itemsize, dtype=dtype, device=device)
+    return symmetric.empty((TWO_SHOT_BYTES + PLACES * PUBLISHED_BYTES) // dtype.itemsize, dtype=dtype, device=device)
 
 
 def meet(group: dist.ProcessGroup, device: torch.device, memory: torch.Tensor) -> SymmetricComm:

@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from weft.comm import symmetric
 from weft.comm.base import add_up
 from weft.comm.distributed import DistributedComm
-from weft.comm.symmetric import LAID_BYTES, MOST_RANKS, ONE_SHOT_BYTES, SHOT_DTYPES, TWO_SHOT_BYTES, SymmetricComm
+from weft.comm.symmetric import MOST_RANKS, ONE_SHOT_BYTES, PUBLISHED_BYTES, SHOT_DTYPES, TWO_SHOT_BYTES, SymmetricComm
 from weft.comm.votes import Votes
 
 T = TypeVar("T")
@@ -110,11 +110,11 @@ def all_add_up(comm: SymmetricComm) -> bool:
     next."""
 
     def laid(x: torch.Tensor) -> torch.Tensor:
-        _, places = comm.parts.lay(x)
+        _, places = comm.parts.publish(x)
         return add_up([place[: x.numel()] for place in places], torch.empty_like(x))
 
     dtype, device = comm.parts.dtype, comm.parts.device
-    kinds = [(laid, 64), (laid, LAID_BYTES)]
+    kinds = [(laid, 64), (laid, PUBLISHED_BYTES)]
     if dtype in SHOT_DTYPES:  # others are NCCL's
         kinds += [(comm.sum, 64), (comm.sum, ONE_SHOT_BYTES), (comm.sum, TWO_SHOT_BYTES)]
     right = [adds_up(add, comm.rank, comm.size, size // dtype.itemsize, dtype, device) for add, size in kinds]

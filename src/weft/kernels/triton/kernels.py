@@ -66,7 +66,7 @@ class TritonKernels:
     def sum_add_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, comm: Comm
     ) -> torch.Tensor:
-        laid = comm.lay(x) if isinstance(comm, SymmetricComm) else None
+        laid = comm.publish_part(x) if isinstance(comm, SymmetricComm) else None
         if laid is None:
             return self.add_norm(comm.sum(x), residual, weight, eps)
         return reduce.sum_add_norm(laid, residual, weight, eps)
