@@ -41,7 +41,7 @@ def group(store: dist.Store) -> Iterator[dist.ProcessGroup]:
 
 
 def join(group: dist.ProcessGroup, store: dist.Store) -> DistributedComm:
-    return trial.joined(group, CPU, torch.bfloat16, store=store, ranks=[0], devices=["cpu"])
+    return trial.connect_symmetric(group, CPU, torch.bfloat16, store=store, ranks=[0], devices=["cpu"])
 
 
 def test_the_group_falls_back(group: dist.ProcessGroup, store: dist.Store, caplog: pytest.LogCaptureFixture) -> None:
@@ -172,8 +172,8 @@ def test_none_begins_where_another_cannot(
         raise AssertionError("it waits for the other rank")
 
     monkeypatch.setattr(trial, "obstacle", lambda *_: "")
-    monkeypatch.setattr(symmetric, "buffer", lambda *_: torch.empty(0))
-    monkeypatch.setattr(symmetric, "meet", begun)
+    monkeypatch.setattr(symmetric, "allocate_buffer", lambda *_: torch.empty(0))
+    monkeypatch.setattr(symmetric, "connect_buffers", begun)
     monkeypatch.setattr(Votes, "objection", lambda *_: "out of memory (rank 1)")
     assert type(join(group, store)) is DistributedComm
 
@@ -186,8 +186,8 @@ def test_wrong_sums_are_a_verdict_for_nccl_as_well(
     monkeypatch.delenv("NCCL_P2P_DISABLE")
     made = DistributedComm(group, CPU)
     monkeypatch.setattr(trial, "obstacle", lambda *_: "")
-    monkeypatch.setattr(symmetric, "buffer", lambda *_: torch.empty(0))
-    monkeypatch.setattr(symmetric, "meet", lambda *_: made)
+    monkeypatch.setattr(symmetric, "allocate_buffer", lambda *_: torch.empty(0))
+    monkeypatch.setattr(symmetric, "connect_buffers", lambda *_: made)
     monkeypatch.setattr(trial, "all_add_up", lambda _: right)
     assert (join(group, store) is made) == right
     assert os.environ.get("NCCL_P2P_DISABLE") == (None if right else "1")

@@ -12,14 +12,14 @@ from weft.comm.base import Comm, Links, Solo
 from weft.comm.distributed import DistributedComm, peers_may_vanish
 from weft.comm.line import Edge, SharedLine
 from weft.comm.shared import SharedComm
-from weft.comm.trial import joined
+from weft.comm.trial import connect_symmetric
 from weft.plan.plan import Plan
 
 # A rank that dies is noticed by the executor, at once; one that loads for long is not dead.
 NEVER = timedelta(days=365)
 
 
-def connect(
+def connect_rank(
     plan: Plan,
     rank: int,
     *,
@@ -36,7 +36,7 @@ def connect(
     SharedLine), and all else goes through gloo. `store` is a file through which those of NCCL and gloo find each other.
     """
     place, device = plan.places[rank], torch.device(plan.devices[rank])
-    backend = "nccl" if own_gpus(plan) else "gloo"
+    backend = "nccl" if have_own_gpus(plan) else "gloo"
     shares = bool(pipes) and backend == "gloo"
     tensor: Comm = SharedComm(place.tp_rank, memory, pipes) if shares else Solo()
     pipeline: Comm = Solo()
@@ -60,7 +60,7 @@ def connect(
             if backend == "nccl" and plan.peer_to_peer:
                 devices = [plan.devices[r] for r in ranks]
                 dtype = getattr(torch, plan.dtype)
-                tensor = joined(group, device, dtype, store=meeting, ranks=ranks, devices=devices)
+                tensor = connect_symmetric(group, device, dtype, store=meeting, ranks=ranks, devices=devices)
             else:
                 tensor = DistributedComm(group, device)
         if plan.stages > 1 and not lined:
@@ -69,6 +69,6 @@ def connect(
     return Links(tensor, pipeline)
 
 
-def own_gpus(plan: Plan) -> bool:
+def have_own_gpus(plan: Plan) -> bool:
     """Whether each rank has a GPU to itself: NCCL refuses two ranks on one."""
     return all(name.startswith("cuda") for name in plan.devices) and len(set(plan.devices)) == len(plan.devices)

@@ -30,7 +30,7 @@ MEETING = 32
 class SymmetricComm(DistributedComm):
     """As its base, whose NCCL sums what is large, in the order and with the roundings of its rings.
 
-    `buffer` is what the function of that name gives; `handle` is what torch's rendezvous made of it.
+    `buffer` is what `allocate_buffer` gives; `handle` is what torch's rendezvous made of it.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, buffer: torch.Tensor, handle: Any) -> None:
@@ -73,14 +73,14 @@ class SymmetricComm(DistributedComm):
         return self.parts.publish(x)[0]
 
 
-def buffer(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def allocate_buffer(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Memory for a SymmetricComm. Raises RuntimeError or ImportError where torch has none for the device."""
     import torch.distributed._symmetric_memory as symmetric
 
     return symmetric.empty((TWO_SHOT_BYTES + PLACES * PUBLISHED_BYTES) // dtype.itemsize, dtype=dtype, device=device)
 
 
-def meet(group: dist.ProcessGroup, device: torch.device, memory: torch.Tensor) -> SymmetricComm:
+def connect_buffers(group: dist.ProcessGroup, device: torch.device, memory: torch.Tensor) -> SymmetricComm:
     """Have all ranks reach each other's memory; returns when all have."""
     import torch.distributed._symmetric_memory as symmetric
 

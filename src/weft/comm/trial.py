@@ -35,7 +35,7 @@ WRONG = "the GPUs do not read each other's memory as they should"
 WAITS = 3  # as long as that, and a rank is stuck: there are three votes
 
 
-def joined(
+def connect_symmetric(
     group: dist.ProcessGroup,
     device: torch.device,
     dtype: torch.dtype,
@@ -54,7 +54,7 @@ def joined(
     store.set_timeout(patience / 2)  # torch's rendezvous waits through it
     try:
         with end_after(WAITS * patience):
-            made, objection = tried(group, device, dtype, devices, votes)
+            made, objection = try_symmetric(group, device, dtype, devices, votes)
     finally:
         store.set_timeout(usual)
     if made is not None:
@@ -67,17 +67,17 @@ def joined(
     return plain
 
 
-def tried(
+def try_symmetric(
     group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, devices: Sequence[str], votes: Votes
 ) -> tuple[SymmetricComm | None, str]:
     """The group with symmetric memory, or None and why not: the same on every rank."""
     memory, mine = None, obstacle(device, devices)
     if not mine:
-        memory, mine = attempt(lambda: symmetric.buffer(dtype, device))
+        memory, mine = attempt(lambda: symmetric.allocate_buffer(dtype, device))
     if (said := votes.objection("say whether it has symmetric memory", mine)) or memory is None:
         return None, said
     room = memory
-    made, mine = attempt(lambda: symmetric.meet(group, device, room))
+    made, mine = attempt(lambda: symmetric.connect_buffers(group, device, room))
     if (said := votes.objection("meet them in symmetric memory", mine)) or made is None:
         return None, said
     # Sums wait for every rank on the device, without an end: none began where another could not.

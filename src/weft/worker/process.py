@@ -24,7 +24,7 @@ def main(descriptor: int, lifeline: int) -> None:
         # Before torch starts its threads: they inherit it.
         keep_to(launch.plan.cores[launch.rank])
         with uncollected():
-            from weft.comm.connect import connect
+            from weft.comm.connect import connect_rank
             from weft.comm.line import Edge
 
         def edge(files: Neighbour | None) -> Edge | None:
@@ -32,7 +32,7 @@ def main(descriptor: int, lifeline: int) -> None:
 
         worker = worker_class(launch.worker)
         shared = launch.shared
-        links = connect(
+        links = connect_rank(
             launch.plan,
             launch.rank,
             store=launch.store,
