@@ -140,6 +140,6 @@ def test_what_is_measured_holds_the_logits_of_a_prompt_that_is_scored(
 def test_fewer_rows_of_the_table_are_the_same_rows() -> None:
     """Also where its base depends on the longest text, as in dynamic scaling."""
     for kind in (Rope(), Rope(kind="dynamic", factor=4.0), Rope(kind="yarn", factor=4.0, original_max_positions=64)):
-        whole = rope.table(kind, 16, 64, 256, 256)
-        assert torch.equal(rope.table(kind, 16, 64, 256, 40), whole[:40])
+        whole = rope.rope_table(kind, 16, 64, 256, 256)
+        assert torch.equal(rope.rope_table(kind, 16, 64, 256, 40), whole[:40])
         assert whole.shape == (256, 16)

@@ -66,7 +66,7 @@ class SymmetricComm(DistributedComm):
         return x.copy_(part.view(x.shape))
 
     def publish_part(self, x: torch.Tensor) -> torch.Tensor | None:
-        """Where all ranks' parts of a sum lie, as `Parts.lay`, for a kernel that adds them up; None where `sum` is as
+        """Where all ranks' parts of a sum lie, as `Parts.publish`, for a kernel that adds them up; None where `sum` is as
         good."""
         if x.dtype != self.parts.dtype or x.nbytes > PUBLISHED_BYTES:
             return None

@@ -51,7 +51,7 @@ def importance(
     place, shape = plan.places[rank], plan.shape
     dtype = getattr(torch, plan.dtype)
     tokens = min(TOKENS, plan.max_num_batched_tokens, plan.max_model_len)
-    angles = rope.table(shape.rope, shape.head_dim, shape.max_positions, plan.max_model_len, tokens).to(device)
+    angles = rope.rope_table(shape.rope, shape.head_dim, shape.max_positions, plan.max_model_len, tokens).to(device)
     dims = (1, tokens, len(place.kv_heads), shape.head_dim)
     # One layer after the other: all have the same.
     cache = KVCache(torch.empty(dims, dtype=dtype, device=device), torch.empty(dims, dtype=dtype, device=device))

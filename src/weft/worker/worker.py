@@ -329,7 +329,7 @@ class Worker:
     def _rope(self, rows: int) -> torch.Tensor:
         """Cosines and sines of the first `rows` positions: [rows, head_dim] float32."""
         shape = self.plan.shape
-        made = rope.table(shape.rope, shape.head_dim, shape.max_positions, self.plan.max_model_len, rows)
+        made = rope.rope_table(shape.rope, shape.head_dim, shape.max_positions, self.plan.max_model_len, rows)
         return made.to(self.device)
 
     def _measure(self) -> int:
