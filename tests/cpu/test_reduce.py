@@ -20,7 +20,7 @@ pytest.importorskip("triton", reason="needs triton")
 
 from tests.cpu import checkpoints
 from weft import LLM, SamplingParams
-from weft.comm.parts import PLACES, Parts
+from weft.comm.parts import TURNS, Parts
 from weft.comm.symmetric import PUBLISHED_BYTES, SymmetricComm
 from weft.comm.threads import Rendezvous, ThreadComm
 from weft.comm.trial import all_add_up
@@ -60,7 +60,7 @@ class Group:
         self.size, self.dtype = size, dtype
         self.meeting, self.barrier = Rendezvous(size), threading.Barrier(size)
         self._memory = [
-            [torch.zeros(PUBLISHED_BYTES // dtype.itemsize, dtype=dtype) for _ in range(size)] for _ in range(PLACES)
+            [torch.zeros(PUBLISHED_BYTES // dtype.itemsize, dtype=dtype) for _ in range(size)] for _ in range(TURNS)
         ]
 
     def places(self) -> list[list[torch.Tensor]]:

@@ -174,7 +174,7 @@ def test_none_begins_where_another_cannot(
     monkeypatch.setattr(trial, "obstacle", lambda *_: "")
     monkeypatch.setattr(symmetric, "allocate_buffer", lambda *_: torch.empty(0))
     monkeypatch.setattr(symmetric, "connect_buffers", begun)
-    monkeypatch.setattr(Votes, "objection", lambda *_: "out of memory (rank 1)")
+    monkeypatch.setattr(Votes, "first_objection", lambda *_: "out of memory (rank 1)")
     assert type(join(group, store)) is DistributedComm
 
 
@@ -198,7 +198,7 @@ def test_the_first_objection_is_heard_by_all() -> None:
 
     def ask(rank: int) -> None:
         votes = Votes(store, [4, 5, 6], 4 + rank, timedelta(seconds=60))
-        heard[rank] = [votes.objection("sing", ("", "no", "never")[rank]), votes.objection("dance", "")]
+        heard[rank] = [votes.first_objection("sing", ("", "no", "never")[rank]), votes.first_objection("dance", "")]
 
     threads = [threading.Thread(target=ask, args=(rank,)) for rank in range(3)]
     for thread in threads:
@@ -210,7 +210,7 @@ def test_the_first_objection_is_heard_by_all() -> None:
 
 def test_a_rank_that_does_not_answer_is_named() -> None:
     with pytest.raises(EngineError, match=r"rank 7 failed during start: the others have waited 0\.2 s for it to sing"):
-        Votes(dist.HashStore(), [6, 7], 6, SOON).objection("sing", "")
+        Votes(dist.HashStore(), [6, 7], 6, SOON).first_objection("sing", "")
 
 
 @pytest.fixture

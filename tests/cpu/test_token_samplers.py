@@ -1,4 +1,4 @@
-"""Token samplers of the kernels, Triton's in its interpreter and the CPU's in C++, against torch's and the reference."""
+"""Token samplers of the kernels, Triton's in its interpreter and the CPU's in C++, against torch's and a reference."""
 
 from __future__ import annotations
 

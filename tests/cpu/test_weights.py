@@ -26,7 +26,7 @@ from weft.errors import ModelError
 from weft.formats import demo
 from weft.formats.checkpoint import resolve, sources, tensors
 from weft.formats.tensor import ENCODINGS, TensorInfo
-from weft.plan.fills import fills
+from weft.plan.fills import Fill, fills
 from weft.plan.places import places
 from weft.plan.plan import Plan
 from weft.weights import stored
@@ -241,6 +241,22 @@ def test_a_checkpoint_that_changed_since_it_was_planned(tmp_path: Path) -> None:
     name = "model.norm.weight"
     with pytest.raises(ModelError, match=r"cannot read .*model.safetensors: .*No such file"):
         stored.StoredWeights(infos).read_range(name, Span(0, 256), None, torch.empty(256))
+
+
+@pytest.mark.parametrize("unread", [{"expert": 0}, {"index": 1}, {"transposed": True}], ids=str)
+def test_a_fill_with_a_field_that_the_loader_does_not_read_is_refused(
+    unread: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would load other numbers than the table of parameters says."""
+
+    def with_unread(shape: ModelShape, place: Place) -> list[Fill]:
+        return [msgspec.structs.replace(fill, **unread) for fill in fills(shape, place)]
+
+    plan = plan_for(SHAPE, None, "dummy")
+    loaded(plan, plan.places[0])
+    monkeypatch.setattr("weft.weights.load.fills", with_unread)
+    with pytest.raises(AssertionError, match=f"the loader ignores {next(iter(unread))} of Fill"):
+        loaded(plan, plan.places[0])
 
 
 @settings(max_examples=25)

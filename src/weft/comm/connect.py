@@ -15,7 +15,7 @@ from weft.comm.shared import SharedComm
 from weft.comm.trial import connect_symmetric
 from weft.plan.plan import Plan
 
-# A rank that dies is noticed by the executor, at once; one that loads for long is not dead.
+# Collectives do not time out: the executor notices at once if a rank dies, and a rank that loads for long is not dead.
 NEVER = timedelta(days=365)
 
 
@@ -29,46 +29,60 @@ def connect_rank(
     before: Edge | None = None,
     after: Edge | None = None,
 ) -> Links:
-    """The groups of a rank: every rank of the plan calls this, and it returns when all have.
+    """Connect a rank to its groups. Every rank of the plan calls this, and it returns when all have.
 
-    Ranks on GPUs of their own meet through NCCL. Others of one stage meet through `memory` and `pipes` (see
-    SharedComm; no pipes where the system has none), those of neighbouring stages through the edges between them (see
-    SharedLine), and all else goes through gloo. `store` is a file through which those of NCCL and gloo find each other.
+    Ranks that each have a GPU to themselves use NCCL. Other ranks of one stage use `memory` and `pipes` (see
+    SharedComm; no pipes if the system has none), and neighbouring stages use the edges between them (see SharedLine).
+    Groups that have neither use gloo. `store` is a file through which ranks that use NCCL or gloo find each other.
     """
     place, device = plan.places[rank], torch.device(plan.devices[rank])
-    backend = "nccl" if have_own_gpus(plan) else "gloo"
-    shares = bool(pipes) and backend == "gloo"
-    tensor: Comm = SharedComm(place.tp_rank, memory, pipes) if shares else Solo()
-    pipeline: Comm = Solo()
-    stages = [[p.rank for p in plan.places if p.stage == s] for s in range(plan.stages)]
-    lines = [[p.rank for p in plan.places if p.tp_rank == t] for t in range(plan.tensor_parallel)]
-    lined = backend == "gloo" and (before is not None or after is not None)
-    if lined:
-        pipeline = SharedLine(place.stage, plan.stages, before, after, device)
-    if (plan.stages == 1 or lined) and (plan.tensor_parallel == 1 or shares):
+    tensor: Comm | None = Solo() if plan.tensor_parallel == 1 else None
+    pipeline: Comm | None = Solo() if plan.stages == 1 else None
+    if not have_own_gpus(plan):
+        if pipes:
+            tensor = SharedComm(place.tp_rank, memory, pipes)
+        if before is not None or after is not None:
+            pipeline = SharedLine(place.stage, plan.stages, before, after, device)
+    if tensor is not None and pipeline is not None:
         return Links(tensor, pipeline)
+    return _connect_process_groups(plan, rank, store, tensor, pipeline)
+
+
+def _connect_process_groups(plan: Plan, rank: int, path: str, tensor: Comm | None, pipeline: Comm | None) -> Links:
+    """Connect the groups that are None through torch.distributed; `path` is the file of its store."""
+    place, device = plan.places[rank], torch.device(plan.devices[rank])
+    backend = "nccl" if have_own_gpus(plan) else "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
     with peers_may_vanish():
         size = len(plan.places)
-        meeting = dist.FileStore(store, size)  # type: ignore[attr-defined]  # lacks in its types
-        dist.init_process_group("gloo", store=meeting, rank=rank, world_size=size, timeout=NEVER)
-        # Every rank makes every group, in the same order, and keeps its own.
-        if plan.tensor_parallel > 1 and not shares:
-            groups = [dist.new_group(ranks, backend=backend, timeout=NEVER) for ranks in stages]
-            group, ranks = groups[place.stage], stages[place.stage]
-            if backend == "nccl" and plan.peer_to_peer:
-                devices = [plan.devices[r] for r in ranks]
-                dtype = getattr(torch, plan.dtype)
-                tensor = connect_symmetric(group, device, dtype, store=meeting, ranks=ranks, devices=devices)
-            else:
-                tensor = DistributedComm(group, device)
-        if plan.stages > 1 and not lined:
-            groups = [dist.new_group(ranks, backend=backend, timeout=NEVER) for ranks in lines]
-            pipeline = DistributedComm(groups[place.tp_rank], device)
+        store = dist.FileStore(path, size)  # type: ignore[attr-defined]  # lacks in its types
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=NEVER)
+        if tensor is None:
+            stages = [[p.rank for p in plan.places if p.stage == stage] for stage in range(plan.stages)]
+            group = _create_groups(stages, backend)[place.stage]
+            tensor = _connect_stage(plan, group, stages[place.stage], device, backend, store)
+        if pipeline is None:
+            pipelines = [[p.rank for p in plan.places if p.tp_rank == t] for t in range(plan.tensor_parallel)]
+            pipeline = DistributedComm(_create_groups(pipelines, backend)[place.tp_rank], device)
     return Links(tensor, pipeline)
 
 
+def _create_groups(groups: Sequence[Sequence[int]], backend: str) -> list[dist.ProcessGroup]:
+    """Create a process group of each list of ranks. Every rank creates every group, in the same order."""
+    return [dist.new_group(list(ranks), backend=backend, timeout=NEVER) for ranks in groups]
+
+
+def _connect_stage(
+    plan: Plan, group: dist.ProcessGroup, ranks: Sequence[int], device: torch.device, backend: str, store: dist.Store
+) -> Comm:
+    """Wrap the group of a stage, with symmetric memory if the GPUs of its `ranks` can read each other's memory."""
+    if backend != "nccl" or not plan.peer_to_peer:
+        return DistributedComm(group, device)
+    devices = [plan.devices[rank] for rank in ranks]
+    return connect_symmetric(group, device, getattr(torch, plan.dtype), store=store, ranks=ranks, devices=devices)
+
+
 def have_own_gpus(plan: Plan) -> bool:
-    """Whether each rank has a GPU to itself: NCCL refuses two ranks on one."""
+    """Return True if each rank has a GPU to itself: NCCL refuses two ranks on one GPU."""
     return all(name.startswith("cuda") for name in plan.devices) and len(set(plan.devices)) == len(plan.devices)

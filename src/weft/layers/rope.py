@@ -10,7 +10,7 @@ from weft.architectures.shape import Rope
 
 
 def rope_table(rope: Rope, head_dim: int, max_positions: int, length: int, rows: int) -> torch.Tensor:
-    """Cosines and sines of the first `rows` positions: [rows, head_dim] float32, head_dim/2 cosines, then as many sines.
+    """Cosines and sines of the first `rows` positions: [rows, head_dim] float32, head_dim/2 cosines, then the sines.
 
     `max_positions` is the model's own context length, `length` the longest text that will be served. The base of
     dynamic scaling depends on the length of the text. Keys stay in the cache as they were rotated, so one base serves

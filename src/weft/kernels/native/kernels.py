@@ -117,8 +117,8 @@ class NativeKernels:
 
     def choose(self, logits: torch.Tensor, wishes: np.ndarray, streams: np.ndarray) -> torch.Tensor:
         """A token for each row of logits [R, V], of the kernels' dtype or float32: [R] int64. `wishes` [R, 4] float64
-        are rows of the columns of `worker.token_sampler.SamplingSettings`, `streams` [R] int64 those of `worker.random.seeds`; both
-        are contiguous."""
+        are rows of the columns of `worker.token_sampler.SamplingSettings`, `streams` [R] int64 those of
+        `worker.random.seeds`; both are contiguous."""
         if logits.stride(1) != 1:
             logits = logits.contiguous()
         tokens = torch.empty(len(logits), dtype=torch.int64)
