@@ -50,8 +50,7 @@ def connect_rank(
 
 def _connect_process_groups(plan: Plan, rank: int, path: str, tensor: Comm | None, pipeline: Comm | None) -> Links:
     """Connect the groups that are None through torch.distributed; `path` is the file of its store."""
-    place, device = plan.places[rank], torch.device(plan.devices[rank])
-    backend = "nccl" if have_own_gpus(plan) else "gloo"
+    device = torch.device(plan.devices[rank])
     if device.type == "cuda":
         torch.cuda.set_device(device)
     with peers_may_vanish():
@@ -59,28 +58,34 @@ def _connect_process_groups(plan: Plan, rank: int, path: str, tensor: Comm | Non
         store = dist.FileStore(path, size)  # type: ignore[attr-defined]  # lacks in its types
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=NEVER)
         if tensor is None:
-            stages = [[p.rank for p in plan.places if p.stage == stage] for stage in range(plan.stages)]
-            group = _create_groups(stages, backend)[place.stage]
-            tensor = _connect_stage(plan, group, stages[place.stage], device, backend, store)
+            tensor = _connect_stage(plan, rank, device, store)
         if pipeline is None:
-            pipelines = [[p.rank for p in plan.places if p.tp_rank == t] for t in range(plan.tensor_parallel)]
-            pipeline = DistributedComm(_create_groups(pipelines, backend)[place.tp_rank], device)
+            pipeline = _connect_pipeline(plan, rank, device)
     return Links(tensor, pipeline)
 
 
-def _create_groups(groups: Sequence[Sequence[int]], backend: str) -> list[dist.ProcessGroup]:
-    """Create a process group of each list of ranks. Every rank creates every group, in the same order."""
-    return [dist.new_group(list(ranks), backend=backend, timeout=NEVER) for ranks in groups]
-
-
-def _connect_stage(
-    plan: Plan, group: dist.ProcessGroup, ranks: Sequence[int], device: torch.device, backend: str, store: dist.Store
-) -> Comm:
-    """Wrap the group of a stage, with symmetric memory if the GPUs of its `ranks` can read each other's memory."""
-    if backend != "nccl" or not plan.peer_to_peer:
+def _connect_stage(plan: Plan, rank: int, device: torch.device, store: dist.Store) -> Comm:
+    """Connect the ranks of a stage, with symmetric memory if their GPUs can read each other's memory."""
+    stages = [[place.rank for place in plan.places if place.stage == stage] for stage in range(plan.stages)]
+    stage = plan.places[rank].stage
+    group, ranks = _create_groups(plan, stages)[stage], stages[stage]
+    if not (have_own_gpus(plan) and plan.peer_to_peer):
         return DistributedComm(group, device)
-    devices = [plan.devices[rank] for rank in ranks]
+    devices = [plan.devices[peer] for peer in ranks]
     return connect_symmetric(group, device, getattr(torch, plan.dtype), store=store, ranks=ranks, devices=devices)
+
+
+def _connect_pipeline(plan: Plan, rank: int, device: torch.device) -> Comm:
+    """Connect the ranks of one tp_rank in every stage."""
+    tp_ranks = range(plan.tensor_parallel)
+    pipelines = [[place.rank for place in plan.places if place.tp_rank == tp_rank] for tp_rank in tp_ranks]
+    return DistributedComm(_create_groups(plan, pipelines)[plan.places[rank].tp_rank], device)
+
+
+def _create_groups(plan: Plan, groups: Sequence[list[int]]) -> list[dist.ProcessGroup]:
+    """Create a process group of each list of ranks. Every rank creates every group, in the same order."""
+    backend = "nccl" if have_own_gpus(plan) else "gloo"
+    return [dist.new_group(ranks, backend=backend, timeout=NEVER) for ranks in groups]
 
 
 def have_own_gpus(plan: Plan) -> bool:
