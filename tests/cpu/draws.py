@@ -12,6 +12,7 @@ from weft.core.params import SamplingParams
 from weft.worker.filters import weigh
 from weft.worker.logprobs import Scorer, score
 from weft.worker.random import BLOCK, block_sums, exponentials, seeds
+from weft.worker.sample_arrays import SampleArrays
 from weft.worker.token_sampler import (
     NativeTokenSampler,
     SamplingSettings,
@@ -72,9 +73,9 @@ def chosen(
     ):
         for row, slot in enumerate(slots):
             token_sampler.admit(int(slot), params[row % len(params)], key_of(row))
-        arrays = [slots, positions, *token_sampler.arrays()]
-        tensors = [torch.from_numpy(array).to(there) for array in arrays]
-        found.append(token_sampler.choose(logits.to(there), slots, positions, tensors).cpu())
+        arrays = SampleArrays(np.arange(rows), slots, positions, settings=token_sampler.take_settings_update())
+        tensors = arrays.with_tensors(torch.from_numpy(array).to(there) for array in arrays.flatten())
+        found.append(token_sampler.sample_tokens(logits.to(there), arrays, tensors).cpu())
     return found[0], found[1]
 
 

@@ -161,8 +161,9 @@ def grid(vocab: int, rows: int, seed: int) -> torch.Tensor:
 
 
 def sampled(sampler: Sampler, logits: torch.Tensor, slots: list[int], positions: list[int]) -> SampledTokens:
-    order = sampler.order(slots, positions)
-    return sampler.sample(logits.clone(), order, [torch.from_numpy(array).to(logits.device) for array in order.arrays])
+    batch = sampler.prepare_batch([*range(len(slots))], slots, positions)
+    tensors = (torch.from_numpy(array).to(logits.device) for array in batch.arrays.flatten())
+    return sampler.sample(logits.clone(), batch, batch.arrays.with_tensors(tensors))
 
 
 def check_logprobs(found: object, logits: list[float], token: int, top: int) -> None:

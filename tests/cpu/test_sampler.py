@@ -97,7 +97,7 @@ def test_chunks_do_not_change_tokens_or_logprobs(monkeypatch: pytest.MonkeyPatch
     logits = grid(300, 40, 0)
     positions = [1] * 40
     at_once = sampled(sampler_of(300, rows), logits, list(range(40)), positions).result()
-    monkeypatch.setattr(chunks, "CPU_FIGURES", 0)
+    monkeypatch.setattr(chunks, "CPU_ELEMENTS", 0)
     assert sampled(sampler_of(300, rows), logits, list(range(40)), positions).result() == at_once
 
 

@@ -16,6 +16,7 @@ from tests.cpu.reference_sampler import EOS, FILTERS, check_logprobs, expected, 
 from weft.core.params import SamplingParams
 from weft.kernels.streams import BROKEN
 from weft.worker.random import BLOCK, race
+from weft.worker.sample_arrays import SampleArrays
 from weft.worker.sampler import Sampler
 
 # Masked logits over a low temperature are beyond float32: -inf is right, and numpy says so all the same.
@@ -169,5 +170,7 @@ def test_a_row_is_chosen_for_as_it_is_alone() -> None:
     token_sampler = token_sampler_of("native", 9, torch.bfloat16)
     for row in range(9):
         token_sampler.admit(row, PARAMS[0], key_of(row))
-        alone = token_sampler.choose(logits[row : row + 1], np.array([row]), positions[row : row + 1], [])
+        arrays = SampleArrays(np.array([0]), np.array([row]), positions[row : row + 1])
+        tensors = arrays.with_tensors(map(torch.from_numpy, arrays.flatten()))
+        alone = token_sampler.sample_tokens(logits[row : row + 1], arrays, tensors)
         assert alone.item() == together[row]

@@ -108,9 +108,10 @@ def test_a_steady_step_tells_the_device_of_nothing_but_slots_and_positions() -> 
     for position in (1, 2, 3):
         if position == 3:
             sampler.admit(Row(9, SamplingParams(), [1], []).admission(2))
-        order = sampler.order([0, 1, 2, 3], [position] * 4)
-        sampler.sample(grid(50, 4, 0), order, [torch.from_numpy(array) for array in order.arrays])
-        sizes.append(sum(array.nbytes for array in order.arrays))
+        batch = sampler.prepare_batch([], [0, 1, 2, 3], [position] * 4)
+        arrays = batch.arrays.flatten()
+        sampler.sample(grid(50, 4, 0), batch, batch.arrays.with_tensors(map(torch.from_numpy, arrays)))
+        sizes.append(sum(array.nbytes for array in arrays))
     assert sizes == [2 * 32 + 4 * 48, 2 * 32, 2 * 32 + 48]
 
 
@@ -128,7 +129,7 @@ def test_a_step_has_one_copy_to_the_device(tmp_path: Path, monkeypatch: pytest.M
     counted(Staging, "put")
     counted(RequestSlots, "stage")
     for module in (token_sampler, chunks, filters):
-        monkeypatch.setattr(module, "sent", alone)
+        monkeypatch.setattr(module, "copy_to_device", alone)
     path = checkpoints.make("llama", tmp_path)
     wishes = [{"logprobs": 2}, {"temperature": 0.0}, {"top_p": 0.9, "logprobs": 0}, {"repetition_penalty": 1.2}]
     params = [SamplingParams(max_tokens=2 + i % 2, ignore_eos=True, **it) for i, it in enumerate(wishes)]

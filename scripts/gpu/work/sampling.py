@@ -11,6 +11,7 @@ import torch
 
 from scripts.gpu.work import Figure, Options
 from weft import SamplingParams
+from weft.worker.sample_arrays import SampleArrays
 from weft.worker.token_sampler import TokenSampler, TorchTokenSampler, TritonTokenSampler
 
 VOCAB = 151_936  # Qwen3's
@@ -62,6 +63,7 @@ def step(token_sampler: TokenSampler, logits: torch.Tensor, params: SamplingPara
     for slot in slots:
         token_sampler.admit(int(slot), params, int(slot))
     for _ in range(2):
-        staged = [torch.from_numpy(array).to(CUDA) for array in (slots, positions, *token_sampler.arrays())]
-        token_sampler.choose(logits, slots, positions, staged)
-    return partial(token_sampler.choose, logits, slots, positions, staged)
+        arrays = SampleArrays(slots, slots, positions, settings=token_sampler.take_settings_update())
+        tensors = arrays.with_tensors(torch.from_numpy(array).to(CUDA) for array in arrays.flatten())
+        token_sampler.sample_tokens(logits, arrays, tensors)
+    return partial(token_sampler.sample_tokens, logits, arrays, tensors)

@@ -1,4 +1,4 @@
-"""DraftRunner: a small model beside the output rank, which guesses the tokens that the large one then confirms."""
+"""The draft model beside the output rank: it proposes draft tokens, which the large model then verifies."""
 
 from __future__ import annotations
 
@@ -15,32 +15,38 @@ from weft.plan.memory import Capacity
 from weft.plan.plan import Plan
 from weft.plan.speculation import draft_plan
 from weft.worker.request_slots import RequestSlots
-from weft.worker.sampler import Sampler
+from weft.worker.sampler import SampleBatch, Sampler
 
 
 @dataclass
-class Text:
-    """What stands in a slot. Of its first `read` tokens the draft has the KV, and of its first `whole` blocks others
-    may use that."""
+class SlotText:
+    """Text of the request in a slot, as the draft model knows it.
+
+    The draft has the KV of the first `computed` tokens. Of the first `shared_blocks` blocks, other requests may use it.
+    """
 
     tokens: list[int]
-    read: int = 0
-    whole: int = 0
+    computed: int = 0
+    shared_blocks: int = 0
 
-    def write(self, at: int, tokens: list[int]) -> None:
-        """These stand from `at` on, and nothing after them."""
-        self.read = min(self.read, at + common(self.tokens[at : at + len(tokens)], tokens))
-        self.tokens[at:] = tokens
+    def replace_from(self, position: int, tokens: list[int]) -> None:
+        """Replace everything from `position` on by `tokens`. KV is kept as far as the tokens stay the same."""
+        same = common(self.tokens[position : position + len(tokens)], tokens)
+        self.computed = min(self.computed, position + same)
+        self.tokens[position:] = tokens
 
 
 @dataclass
-class Read:
-    """Tokens of a slot's text that the draft reads next, from position `start` on; it goes on by `more` guesses."""
+class DraftRow:
+    """A row of a step of the draft model: tokens of a slot's text from position `start` on.
+
+    After it, `drafts` draft tokens are still wanted, the first of them sampled from this row.
+    """
 
     slot: int
     start: int
     tokens: list[int]
-    more: int
+    drafts: int
 
     @property
     def end(self) -> int:
@@ -48,159 +54,187 @@ class Read:
 
 
 class DraftRunner:
-    """The draft model of a plan. It shares the large one's blocks: a token's KV lies in the same block of both caches,
-    so one table serves both, and a prefix that is found is found by both, as far as the draft has read it.
+    """The draft model of a plan.
 
-    It reads a text when it is asked for guesses of what comes next, and then all that it has missed since it was asked
-    last: in one step no more tokens than a step may have, those texts first that miss the least.
+    It shares the large model's blocks: a token's KV lies in the same block of both caches, so one block table serves
+    both, and a cached prefix is reused by both, as far as the draft has computed it.
+
+    The draft computes a text when draft tokens are wanted for it, with everything that it has missed since the last
+    time: in one step no more tokens than a step may have, texts that miss the least first.
     """
 
     def __init__(self, plan: Plan) -> None:
-        # Here, since the worker makes a drafter.
+        # Here, since the worker creates a draft runner.
         from weft.worker.worker import Worker
 
         self._plan = draft_plan(plan)
         self._worker = Worker(self._plan, 0, Links(tensor=Solo(), pipeline=Solo()))
-        self._texts: dict[int, Text] = {}
+        self._texts: dict[int, SlotText] = {}
 
     def load(self) -> Capacity:
+        """Load the draft model, see `Worker.load`."""
         return self._worker.load()
 
     @property
     def graph_bytes(self) -> int:
-        """What its graphs keep, of the activations that it reported."""
+        """Bytes that CUDA graphs keep, a part of the activation bytes that `load` reports."""
         return self._worker.graph_bytes
 
     def allocate(self, num_blocks: int) -> None:
+        """Allocate the draft's KV cache, see `Worker.allocate`."""
         self._worker.allocate(num_blocks)
-        # Blocks of which the draft has the KV of all tokens.
-        self._whole = np.zeros(num_blocks, dtype=np.bool_)
+        # True for blocks of which the draft has the KV of all tokens.
+        self._computed_blocks = np.zeros(num_blocks, dtype=np.bool_)
 
     @property
     def uncaptured(self) -> int:
-        """Number of its CUDA graphs that are still to be captured."""
+        """Number of CUDA graphs that are still to be captured."""
         return self._worker.uncaptured
 
     def capture_graph(self) -> None:
-        """Capture one of them."""
+        """Capture one more CUDA graph."""
         self._worker.capture_graph()
 
     def admit(self, admission: Admission) -> None:
-        self._texts[admission.slot] = Text([*admission.prompt, *admission.output])
+        """Give a slot to a request."""
+        self._texts[admission.slot] = SlotText([*admission.prompt, *admission.output])
 
-    def note(self, step: StepPlan, rows: RequestSlots) -> None:
-        """Take down what the step's rows say, and that nothing of the blocks that are new to them has been read. `rows`
-        has them already."""
+    def note(self, step: StepPlan, slots: RequestSlots) -> None:
+        """Note the tokens of a step's rows, and that the draft has computed nothing of their new blocks.
+
+        `slots` has the new blocks already.
+        """
         tokens = iter(step.tokens)
         for slot, start, count, blocks in zip(step.slots, step.starts, step.counts, step.blocks, strict=True):
-            self._texts[slot].write(start, list(islice(tokens, count)))
+            self._texts[slot].replace_from(start, list(islice(tokens, count)))
             if blocks:
-                # What lies before the row's first token was found in the prefix cache.
-                found = -(-start // rows.block_size) - (rows.lengths[slot] - len(blocks))
-                self._whole[blocks[max(0, found) :]] = False
+                # Blocks before the row's first token come from the prefix cache.
+                cached = -(-start // slots.block_size) - (slots.lengths[slot] - len(blocks))
+                self._computed_blocks[blocks[max(0, cached) :]] = False
 
-    def guess(self, step: StepPlan, sampled: list[int], rows: RequestSlots, sampler: Sampler) -> dict[int, list[int]]:
-        """By slot what comes after the tokens that the large model `sampled` in this step: at most what the step asks
-        for, and as far as the slot's blocks reach. Slots whose texts are still to be read have no entry. Every token
-        is drawn from the stream that the large model will draw it from."""
-        found: dict[int, list[int]] = {}
-        reads = self._catch_up(self._asked(step, sampled), rows, found)
-        while reads:
-            go_on = [read for read in reads if read.more]
-            tokens = self._run(reads, go_on, rows, sampler)
-            reads = []
-            for read, token in zip(go_on, tokens, strict=True):
-                found[read.slot].append(token)
-                self._texts[read.slot].tokens.append(token)
-                if read.more > 1 and read.end < rows.reach(read.slot):
-                    reads.append(Read(read.slot, read.end, [token], read.more - 1))
-        return found
+    def propose(
+        self, step: StepPlan, sampled: list[int], slots: RequestSlots, sampler: Sampler
+    ) -> dict[int, list[int]]:
+        """Propose draft tokens by slot, to follow the tokens that the large model `sampled` in this step.
+
+        A slot gets as many as the step asks for at most, and as its blocks have room for; none (no entry) while the
+        draft has not computed its text to the end. Each token is drawn from the random stream that the large model
+        will draw it from.
+        """
+        proposed: dict[int, list[int]] = {}
+        rows = self._first_rows(self._wanted_drafts(step, sampled), slots, proposed)
+        while rows:
+            sampling = [row for row in rows if row.drafts]
+            tokens = self._run_rows(rows, sampling, slots, sampler)
+            rows = []
+            for row, token in zip(sampling, tokens, strict=True):
+                proposed[row.slot].append(token)
+                self._texts[row.slot].tokens.append(token)
+                if row.drafts > 1 and row.end < slots.capacity(row.slot):
+                    rows.append(DraftRow(row.slot, row.end, [token], row.drafts - 1))
+        return proposed
 
     def close(self) -> None:
+        """Free the memory."""
         self._worker.close()
 
-    def _asked(self, step: StepPlan, sampled: list[int]) -> dict[int, int]:
-        """By slot how many guesses are asked for, 0 where the step has not come to the prompt's end. Afterwards these
-        texts end with what is sure by now."""
-        asked, at, drawn = {}, 0, 0
-        for slot, start, count, samples, guessed, most in zip(
+    def _wanted_drafts(self, step: StepPlan, sampled: list[int]) -> dict[int, int]:
+        """Number of draft tokens wanted by slot, 0 if the step has not reached the prompt's end.
+
+        The texts of these slots are made to end with the last token that the large model has accepted or sampled.
+        """
+        wanted, end, first = {}, 0, 0
+        for slot, start, count, samples, drafts, limit in zip(
             step.slots, step.starts, step.counts, step.samples, step.guesses, step.asks, strict=True
         ):
-            at += count
+            end += count
             if samples:
-                tokens = sampled[drawn : drawn + guessed + 1]
-                drawn += len(tokens)
-                if most:
-                    right = common(step.tokens[at - guessed : at], tokens)
-                    self._texts[slot].write(start + count - guessed + right, [tokens[right]])
-            if most:
-                asked[slot] = most if samples else 0
-        return asked
+                tokens = sampled[first : first + drafts + 1]
+                first += len(tokens)
+                if limit:
+                    accepted = common(step.tokens[end - drafts : end], tokens)
+                    self._texts[slot].replace_from(start + count - drafts + accepted, [tokens[accepted]])
+            if limit:
+                wanted[slot] = limit if samples else 0
+        return wanted
 
-    def _catch_up(self, asked: dict[int, int], rows: RequestSlots, found: dict[int, list[int]]) -> list[Read]:
-        """What is to be read first. Those that will have been read to the end get an entry in `found`."""
-        reads, left = [], self._plan.max_num_batched_tokens
-        for slot in sorted(asked, key=lambda slot: self._missing(slot, rows)):
-            # Another text that begins alike may have been read meanwhile.
-            missing = self._missing(slot, rows)
-            text, reach = self._texts[slot], rows.reach(slot)
+    def _first_rows(
+        self, wanted: dict[int, int], slots: RequestSlots, proposed: dict[int, list[int]]
+    ) -> list[DraftRow]:
+        """Rows of the first step, which computes what the draft has missed of the texts.
+
+        Slots whose text it computes to the end get an entry in `proposed`.
+        """
+        rows, left = [], self._plan.max_num_batched_tokens
+        for slot in sorted(wanted, key=lambda slot: self._missing(slot, slots)):
+            # Again: a text that begins alike may have been taken into this step meanwhile.
+            missing = self._missing(slot, slots)
+            text, capacity = self._texts[slot], slots.capacity(slot)
             length = len(text.tokens)
-            # Guesses come after the last token: that is read again, if need be.
+            # Draft tokens follow the last token, which is computed again if need be.
             start = length - max(1, missing)
-            tokens = text.tokens[start : min(reach, start + left)]
+            tokens = text.tokens[start : min(capacity, start + left)]
             left -= len(tokens)
             end = start + len(tokens)
-            if asked[slot] and end == min(reach, length):
-                found[slot] = []
+            if wanted[slot] and end == min(capacity, length):
+                proposed[slot] = []
             if tokens:
-                # By the time that others read what these blocks hold, it is there.
-                whole = end // rows.block_size
-                self._whole[rows.tables[slot, text.whole : whole]] = True
-                text.whole = whole
-                reads.append(Read(slot, start, tokens, asked[slot] if end == length else 0))
-        return reads
+                # By the time that other requests read these blocks, their KV is there.
+                full_blocks = end // slots.block_size
+                self._computed_blocks[slots.tables[slot, text.shared_blocks : full_blocks]] = True
+                text.shared_blocks = full_blocks
+                rows.append(DraftRow(slot, start, tokens, wanted[slot] if end == length else 0))
+        return rows
 
-    def _missing(self, slot: int, rows: RequestSlots) -> int:
-        """How much of a slot's text the draft has not read, neither here nor in blocks that others have as well."""
+    def _missing(self, slot: int, slots: RequestSlots) -> int:
+        """Number of tokens of a slot's text whose KV the draft has neither computed nor finds in shared blocks."""
         text = self._texts[slot]
-        at, aside = divmod(text.read, rows.block_size)
-        while not aside and at < rows.lengths[slot] and self._whole[rows.tables[slot, at]]:
-            at += 1
-            text.read += rows.block_size
-        return len(text.tokens) - text.read
+        block, offset = divmod(text.computed, slots.block_size)
+        while not offset and block < slots.lengths[slot] and self._computed_blocks[slots.tables[slot, block]]:
+            block += 1
+            text.computed += slots.block_size
+        return len(text.tokens) - text.computed
 
-    def _run(self, reads: list[Read], go_on: list[Read], rows: RequestSlots, sampler: Sampler) -> list[int]:
-        """Read these; returns a token that comes after each of those that `go_on`."""
-        # What is ordered has to be sampled.
-        order = sampler.order([read.slot for read in go_on], [read.end for read in go_on]) if go_on else None
-        ends = np.cumsum([len(read.tokens) for read in reads])
-        picks = np.array([end - 1 for read, end in zip(reads, ends, strict=True) if read.more], dtype=np.int64)
-        step = reading(reads)
-        more = [picks, *(order.arrays if order else ())]
-        staged, (last, *there) = rows.stage(step, more, singly=self._worker.is_decode(step))
-        hidden = self._worker.hidden(self._worker.lay(staged))
-        for read in reads:
-            self._texts[read.slot].read = read.end
-        if order is None:
+    def _run_rows(
+        self, rows: list[DraftRow], sampling: list[DraftRow], slots: RequestSlots, sampler: Sampler
+    ) -> list[int]:
+        """Run one step of the draft model; return a token that follows each of the rows `sampling`."""
+        samples = prepare_samples(rows, sampling, sampler) if sampling else None
+        step = draft_step(rows)
+        arrays = samples.arrays if samples else None
+        staged, tensors = slots.stage(step, arrays, singly=self._worker.runs_singly(step))
+        hidden = self._worker.hidden(self._worker.fill_batch(staged))
+        for row in rows:
+            self._texts[row.slot].computed = row.end
+        if samples is None or tensors is None:
             return []
-        logits = self._worker.model.logits(hidden if len(go_on) == len(hidden) else hidden.index_select(0, last))
+        if len(sampling) < len(hidden):
+            hidden = hidden.index_select(0, tensors.picks)
+        logits = self._worker.model.logits(hidden)
         assert logits is not None
-        # Their result is not taken: nothing is sampled for good.
-        return sampler.sample(logits, order, there).tokens.tolist()
+        # The result is not taken: no token is sampled for good.
+        return sampler.sample(logits, samples, tensors).tokens.tolist()
 
 
-def reading(reads: list[Read]) -> StepPlan:
-    """A step that reads these."""
-    count = len(reads)
+def prepare_samples(rows: list[DraftRow], sampling: list[DraftRow], sampler: Sampler) -> SampleBatch:
+    """Prepare the tokens to sample after those of `rows` that are in `sampling`."""
+    ends = np.cumsum([len(row.tokens) for row in rows])
+    picks = [end - 1 for row, end in zip(rows, ends, strict=True) if row.drafts]
+    return sampler.prepare_batch(picks, [row.slot for row in sampling], [row.end for row in sampling])
+
+
+def draft_step(rows: list[DraftRow]) -> StepPlan:
+    """The StepPlan of these rows."""
+    count = len(rows)
     return StepPlan(
         id=-1,
         released=[],
         admitted=[],
-        slots=[read.slot for read in reads],
-        starts=[read.start for read in reads],
-        counts=[len(read.tokens) for read in reads],
-        tokens=[token for read in reads for token in read.tokens],
-        blocks=[[] for _ in reads],
+        slots=[row.slot for row in rows],
+        starts=[row.start for row in rows],
+        counts=[len(row.tokens) for row in rows],
+        tokens=[token for row in rows for token in row.tokens],
+        blocks=[[] for _ in rows],
         samples=[True] * count,
         guesses=[0] * count,
     )

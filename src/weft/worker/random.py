@@ -1,13 +1,13 @@
-"""Random: the stream of each request, and the race that draws a token with it.
+"""Random streams of requests, and the race that draws a token with them.
 
 A stream is a function of (key, position) alone and has no state, so a token does not depend on what else is
 in the batch, on the batch's order, or on how the model is cut.
 
-Inverting one cumulative distribution with one uniform would not hold that promise: rounding in the logits
-differs from layout to layout, moves every border of the distribution a little, and in its long flat tail a
-border need not move far to give another token. In a race, token i takes an exponential time with rate
-weight[i] and the first one wins: P(i) = weight[i] / sum(weight), and rounding matters only where the first two
-come in together. It is run twice, over blocks of tokens and within the block that won, so a row needs
+To invert the cumulative distribution with one uniform number would break that: rounding in the logits differs
+from layout to layout and moves every border of the distribution a little, and in its long flat tail a border
+need not move far to give another token. In a race, token i takes an exponential time with rate weight[i] and
+the first token wins: P(i) = weight[i] / sum(weight), and rounding matters only if the first two are almost
+level. The race is run twice, over blocks of tokens and within the block that won, so a row needs
 V / 256 + 256 random numbers instead of V.
 """
 
@@ -21,19 +21,19 @@ import torch
 from weft.kernels import streams
 from weft.kernels.streams import BLOCK
 
-# As signed 64-bit integers: products wrap, in numpy's arrays and in torch.
+# Signed 64-bit integers, whose products wrap, in numpy arrays and in torch.
 STEP, FIRST, SECOND = (number - 2**64 for number in (streams.STEP, streams.FIRST, streams.SECOND))
 
 Integers = TypeVar("Integers", np.ndarray, torch.Tensor)
 
 
 def seeds(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """The stream of each (key, position): [R] uint64 and [R] int64 in, [R] int64 out."""
+    """Seeds of the streams of (key, position): [R] uint64 and [R] int64 -> [R] int64."""
     return _mix(_mix(keys.view(np.int64)) + positions * np.int64(STEP))
 
 
 def exponentials(seeds: torch.Tensor, count: int) -> torch.Tensor:
-    """The first `count` numbers of each stream: [R] int64 in, [R, count] float64 out, above 0, mean 1."""
+    """The first `count` numbers of each stream, above 0, mean 1: [R] int64 -> [R, count] float64."""
     counter = torch.arange(1, count + 1, device=seeds.device) * STEP
     bits = _shift(_mix(seeds[:, None] + counter), 12)
     # The middle of one of 2**52 equal cells: neither 0 nor 1, so never an infinite time or none at all.
@@ -41,7 +41,7 @@ def exponentials(seeds: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def block_sums(weights: torch.Tensor) -> torch.Tensor:
-    """Sums over BLOCK tokens at a time: [R, V] in, [R, ceil(V / BLOCK)] out. The same for a row in any batch."""
+    """Sums over BLOCK tokens at a time, the same for a row in any batch: [R, V] -> [R, ceil(V / BLOCK)]."""
     tokens = weights.shape[1]
     blocks = tokens // BLOCK
     whole = blocks * BLOCK
@@ -52,9 +52,9 @@ def block_sums(weights: torch.Tensor) -> torch.Tensor:
 
 
 def race(weights: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
-    """One token per row with probability weight / sum of weights: [R, V] float32 and [R] int64 in, [R] int64 out.
+    """Draw one token per row with probability weight / sum of weights: [R, V] float32 and [R] int64 -> [R] int64.
 
-    A weight of 0 never wins while another is above it. A row of NaN gives 0.
+    A weight of 0 never wins unless all are 0. A row of NaN gives 0.
     """
     tokens = weights.shape[1]
     sums = block_sums(weights)
@@ -67,12 +67,12 @@ def race(weights: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
 
 
 def _mix(x: Integers) -> Integers:
-    """Every bit of the result depends on every bit of `x`; one to one."""
+    """Mix bits one to one, so that every bit of the result depends on every bit of `x`."""
     x = (x ^ _shift(x, 30)) * FIRST
     x = (x ^ _shift(x, 27)) * SECOND
     return x ^ _shift(x, 31)
 
 
 def _shift(x: Integers, bits: int) -> Integers:
-    """To the right, with zeros: int64 by itself would copy its sign."""
+    """Shift to the right and fill with zeros: int64 by itself would copy its sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,9 +1,8 @@
-"""Choosers: the token of each row, as the request in its slot asks; by the kernels that the model runs with."""
+"""Token samplers: one token per row of logits, drawn as the request in its slot asks, in torch, C++ or Triton."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -13,35 +12,40 @@ from weft.core.params import SamplingParams
 from weft.kernels.base import Kernels
 from weft.kernels.native import NativeKernels
 from weft.kernels.streams import BROKEN
-from weft.worker.chunks import chunks, pick
+from weft.worker.chunks import pick_rows, row_chunks
 from weft.worker.filters import NEUTRAL, TEMPERATURE, weigh
 from weft.worker.random import race, seeds
-from weft.worker.staging import sent
+from weft.worker.sample_arrays import SampleArrays, SettingsUpdate
+from weft.worker.staging import copy_to_device
 
 
 class TokenSampler(Protocol):
-    """All draw the same tokens, but where rounding decides."""
+    """Draws tokens from logits. All implementations draw the same tokens, except where rounding decides."""
 
     def admit(self, slot: int, params: SamplingParams, key: int) -> None:
-        """A request with the key of its random stream takes a slot."""
+        """Give a slot to a request whose random stream has this key."""
         ...
 
-    def arrays(self) -> list[np.ndarray]:
-        """What the device has to be told before the next choice, beside slots and positions."""
+    def take_settings_update(self) -> SettingsUpdate[np.ndarray] | None:
+        """Return the settings that the device does not have yet; the next call of `sample_tokens` has to bring them."""
         ...
 
-    def choose(
-        self, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, there: Sequence[torch.Tensor]
+    def sample_tokens(
+        self, logits: torch.Tensor, arrays: SampleArrays[np.ndarray], tensors: SampleArrays[torch.Tensor]
     ) -> torch.Tensor:
-        """Token ids [R] int64 on the device, from `logits` [R, V] of any float type, which stay as they are; BROKEN for
-        a row whose greatest logit is not finite. Slots and positions are [R] int64; `there` has them on the device, and
-        then what `arrays` gave."""
+        """Draw a token for each row: [R] int64 on the device, BROKEN for a row whose greatest logit is not finite.
+
+        `logits` [R, V] of any float type are not changed. `tensors` are the `arrays` on the device.
+        """
         ...
 
 
 class SamplingSettings:
-    """What the requests ask of a draw, by slot: `columns` [slots, 4] float64 as `weigh` takes them, temperature 0 for
-    greedy, and `keys` [slots] uint64."""
+    """Sampling settings by request slot.
+
+    `columns` [slots, 4] float64 are the settings of `filters.weigh`, with temperature 0 for greedy sampling; `keys`
+    [slots] uint64 are the keys of the random streams.
+    """
 
     def __init__(self, slots: int) -> None:
         self.columns = np.tile(np.array(NEUTRAL, dtype=np.float64), (slots, 1))
@@ -55,7 +59,7 @@ class SamplingSettings:
 
 
 class HostTokenSampler:
-    """What those share who read the settings on the host: the device need not be told of them."""
+    """Base of token samplers that read the settings on the host, so that none go to the device."""
 
     def __init__(self, slots: int) -> None:
         self._settings = SamplingSettings(slots)
@@ -63,54 +67,60 @@ class HostTokenSampler:
     def admit(self, slot: int, params: SamplingParams, key: int) -> None:
         self._settings.admit(slot, params, key)
 
-    def arrays(self) -> list[np.ndarray]:
-        return []
+    def take_settings_update(self) -> None:
+        return None
 
 
 class TorchTokenSampler(HostTokenSampler):
-    """On any device."""
+    """Token sampler in plain torch, for any device."""
 
-    def choose(
-        self, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, there: Sequence[torch.Tensor]
+    def sample_tokens(
+        self, logits: torch.Tensor, arrays: SampleArrays[np.ndarray], tensors: SampleArrays[torch.Tensor]
     ) -> torch.Tensor:
         logits = logits.float()
+        slots, positions = arrays.slots, arrays.positions
         columns = self._settings.columns[slots]
-        warm = np.flatnonzero(columns[:, TEMPERATURE])
+        drawn = np.flatnonzero(columns[:, TEMPERATURE])  # rows that are not greedy
         best, tokens = logits.max(-1)  # the first of equals, and NaN before all
-        if warm.size:
-            columns = columns[warm]
-            streams = sent(seeds(self._settings.keys[slots[warm]], positions[warm]), logits.device)
-            parts = chunks(len(warm), logits)
-            drawn = torch.cat([race(weigh(pick(logits, warm[at]), columns[at]), streams[at]) for at in parts])
-            tokens = drawn if len(warm) == len(slots) else tokens.index_copy(0, sent(warm, logits.device), drawn)
+        if drawn.size:
+            columns = columns[drawn]
+            streams = copy_to_device(seeds(self._settings.keys[slots[drawn]], positions[drawn]), logits.device)
+            chunks = row_chunks(len(drawn), logits)
+            drawn_tokens = torch.cat(
+                [race(weigh(pick_rows(logits, drawn[at]), columns[at]), streams[at]) for at in chunks]
+            )
+            if len(drawn) == len(slots):
+                tokens = drawn_tokens
+            else:
+                tokens = tokens.index_copy(0, copy_to_device(drawn, logits.device), drawn_tokens)
         return tokens.where(best.isfinite(), BROKEN)
 
 
 class NativeTokenSampler(HostTokenSampler):
-    """On a CPU, with its kernels in C++."""
+    """Token sampler of the CPU kernels in C++."""
 
     def __init__(self, slots: int, kernels: NativeKernels) -> None:
         super().__init__(slots)
         self._kernels = kernels
 
-    def choose(
-        self, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, there: Sequence[torch.Tensor]
+    def sample_tokens(
+        self, logits: torch.Tensor, arrays: SampleArrays[np.ndarray], tensors: SampleArrays[torch.Tensor]
     ) -> torch.Tensor:
-        columns, keys = self._settings.columns[slots], self._settings.keys[slots]
-        return self._kernels.choose(logits, columns, seeds(keys, positions))
+        columns, keys = self._settings.columns[arrays.slots], self._settings.keys[arrays.slots]
+        return self._kernels.choose(logits, columns, seeds(keys, arrays.positions))
 
 
 class TritonTokenSampler:
-    """On a GPU, which keeps the settings: it hears of a slot's when they have changed."""
+    """Token sampler of the Triton kernels. The GPU keeps the settings, and gets those of a slot when they change."""
 
     def __init__(self, slots: int, device: torch.device) -> None:
         # Here, since Triton may not be installed.
         from weft.kernels.triton.sampling import choose
 
-        self._choose = choose
+        self._sample = choose
         self._settings = SamplingSettings(slots)
         self._filtered = np.zeros(slots, dtype=bool)
-        self._news: set[int] = set()
+        self._changed: set[int] = set()
         self._columns = torch.zeros(self._settings.columns.shape, dtype=torch.float64, device=device)
         self._keys = torch.zeros(slots, dtype=torch.int64, device=device)
 
@@ -118,26 +128,27 @@ class TritonTokenSampler:
         self._settings.admit(slot, params, key)
         filters = params.min_p > 0 or params.top_k > 1 or params.top_p < 1
         self._filtered[slot] = filters and not params.greedy
-        self._news.add(slot)
+        self._changed.add(slot)
 
-    def arrays(self) -> list[np.ndarray]:
-        new = np.array([*self._news], dtype=np.int64)
-        self._news.clear()
-        return [new, self._settings.columns[new], self._settings.keys[new].view(np.int64)]
+    def take_settings_update(self) -> SettingsUpdate[np.ndarray] | None:
+        if not self._changed:
+            return None
+        slots = np.array([*self._changed], dtype=np.int64)
+        self._changed.clear()
+        return SettingsUpdate(slots, self._settings.columns[slots], self._settings.keys[slots].view(np.int64))
 
-    def choose(
-        self, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, there: Sequence[torch.Tensor]
+    def sample_tokens(
+        self, logits: torch.Tensor, arrays: SampleArrays[np.ndarray], tensors: SampleArrays[torch.Tensor]
     ) -> torch.Tensor:
-        slots_, positions_, new, columns, keys = there
-        if len(new):
-            self._columns.index_copy_(0, new, columns)
-            self._keys.index_copy_(0, new, keys)
-        filtered = bool(self._filtered[slots].any())
-        return self._choose(logits, slots_, positions_, self._columns, self._keys, filtered=filtered)
+        if tensors.settings is not None:
+            self._columns.index_copy_(0, tensors.settings.slots, tensors.settings.columns)
+            self._keys.index_copy_(0, tensors.settings.slots, tensors.settings.keys)
+        filtered = bool(self._filtered[arrays.slots].any())
+        return self._sample(logits, tensors.slots, tensors.positions, self._columns, self._keys, filtered=filtered)
 
 
 def create_token_sampler(kernels: Kernels, slots: int, device: torch.device) -> TokenSampler:
-    """The one that goes with a model's kernels."""
+    """Create the token sampler that goes with a model's kernels."""
     if isinstance(kernels, NativeKernels):
         return NativeTokenSampler(slots, kernels)
     return TorchTokenSampler(slots) if kernels.name == "torch" else TritonTokenSampler(slots, device)
