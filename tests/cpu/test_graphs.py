@@ -256,7 +256,7 @@ def test_an_engine_with_triton_and_graphs_gives_the_same_tokens(
 
     monkeypatch.setattr(worker.Worker, "_captures", True)
     monkeypatch.setattr(worker, "CudaGraphs", capture)
-    monkeypatch.setattr(graphs, "sizes", lambda most: [1, 2, 4])
+    monkeypatch.setattr(graphs, "graph_sizes", lambda most: [1, 2, 4])
     monkeypatch.setattr(graphs, "CAPTURE_S", 3600.0)  # the interpreter takes long
     assert answers(attention_backend="triton", max_num_seqs=4) == plain
     assert captures and all(it.captured == 3 for it in captures)

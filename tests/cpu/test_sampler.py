@@ -289,7 +289,7 @@ def test_wishes_with_nothing_to_do_leave_the_logits_as_they_are(monkeypatch: pyt
     def refuse(*_: object) -> NoReturn:
         raise AssertionError("the logits are changed")
 
-    monkeypatch.setattr(sampler_module, "shape", refuse)
+    monkeypatch.setattr(sampler_module, "apply_edits", refuse)
     rows = [
         Row(0, SamplingParams(min_tokens=2), [3], [7, 8]),
         Row(1, SamplingParams(bad_word_ids=((5, 6),)), [3], []),

@@ -197,8 +197,8 @@ def test_a_draft_reads_what_it_missed(
     assert stats.guessed_tokens > 10 and stats.confirmed_tokens == stats.guessed_tokens
 
 
-def test_what_is_ordered_is_sampled(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU hears of an admission with the next order, and a draft reads prompts too, from which nobody samples yet."""
+def test_what_is_prepared_is_sampled(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU hears of an admission with the next batch, and a draft reads prompts too, from which nobody samples yet."""
     calls: list[str] = []
 
     def counted(name: str) -> None:
@@ -207,10 +207,12 @@ def test_what_is_ordered_is_sampled(model: str, monkeypatch: pytest.MonkeyPatch)
 
     how = {"dtype": "float32", "skip_tokenizer_init": True, "executor": "inline", "max_num_batched_tokens": 16}
     with LLM(model, speculative_config={"model": model}, **how) as llm:
-        counted("order")
+        counted("prepare_batch")
         counted("sample")
         llm.generate([list(range(3, 44))], GREEDY)
-    assert calls[::2] == ["order"] * (len(calls) // 2) and calls[1::2] == ["sample"] * (len(calls) // 2) and calls
+    assert (
+        calls[::2] == ["prepare_batch"] * (len(calls) // 2) and calls[1::2] == ["sample"] * (len(calls) // 2) and calls
+    )
 
 
 def test_a_draft_that_is_not_asked_reads_nothing(model: str, monkeypatch: pytest.MonkeyPatch, reads: list[int]) -> None:

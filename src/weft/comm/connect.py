@@ -7,6 +7,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from weft.comm.base import Comm, Links, Solo
 from weft.comm.distributed import DistributedComm, peers_may_vanish
@@ -64,7 +65,7 @@ def _connect_process_groups(plan: Plan, rank: int, path: str, tensor: Comm | Non
     return Links(tensor, pipeline)
 
 
-def _connect_stage(plan: Plan, rank: int, device: torch.device, store: dist.Store) -> Comm:
+def _connect_stage(plan: Plan, rank: int, device: torch.device, store: Store) -> Comm:
     """Connect the ranks of a stage, with symmetric memory if their GPUs can read each other's memory."""
     stages = [[place.rank for place in plan.places if place.stage == stage] for stage in range(plan.stages)]
     stage = plan.places[rank].stage

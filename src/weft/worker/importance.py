@@ -129,13 +129,14 @@ class StreamedKernels(PlainKernels):
                 for rows in row_bands(fill.rows, x.shape[1], self._head_dim, x.device)
             ]
             if x.device.type == "cpu":
-                for job in [self._pool.submit(self._multiply, x, *band, y) for band in bands]:
-                    job.result()
+                for multiplication in [self._pool.submit(self._multiply, x, *band, y) for band in bands]:
+                    multiplication.result()
             else:
                 # On a GPU by this thread alone: cuBLAS sets a workspace aside for each thread that calls it, of up to
                 # 32 MiB and for good. And a band at a time: there may be no room for a matrix in 16 bits.
-                for band, job in [(band, self._pool.submit(self._read_rows, *band, x.dtype)) for band in bands]:
-                    self._output_columns(y, *band).copy_(F.linear(x, job.result().to(x.device)))
+                reads = [self._pool.submit(self._read_rows, *band, x.dtype) for band in bands]
+                for band, weight_rows in zip(bands, reads, strict=True):
+                    self._output_columns(y, *band).copy_(F.linear(x, weight_rows.result().to(x.device)))
             return y if bias is None else y.add_(bias)
 
         return product

@@ -5,7 +5,7 @@ Arrays have the same names on both sides: numpy arrays on the host, tensors once
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Generic, NamedTuple, TypeVar
 
@@ -14,7 +14,7 @@ import torch
 
 from weft.core.step import StepPlan
 
-Array = TypeVar("Array", np.ndarray, torch.Tensor)
+Array = TypeVar("Array", bound=np.ndarray | torch.Tensor)
 
 
 class EditArrays(NamedTuple, Generic[Array]):
@@ -43,7 +43,7 @@ class SettingsUpdate(NamedTuple, Generic[Array]):
 
 
 class SampleArrays(NamedTuple, Generic[Array]):
-    """R tokens to sample after a step. Fields from `scored` on are set on the output rank, if there is any of them."""
+    """R tokens to sample after a step. Fields from `scored` on are set on the output rank alone, and only if needed."""
 
     picks: Array  # [R] int64: index in the step of the token before
     slots: Array  # [R] int64: request slot
@@ -74,6 +74,10 @@ class SampleArrays(NamedTuple, Generic[Array]):
             edits=None if self.edits is None else EditArrays(*islice(left, len(self.edits))),
             settings=None if self.settings is None else SettingsUpdate(*islice(left, len(self.settings))),
         )
+
+
+def int64_array(numbers: Sequence[int]) -> np.ndarray:
+    return np.array(numbers, dtype=np.int64)
 
 
 def sampled_positions(step: StepPlan) -> tuple[list[int], list[int], list[int]]:

@@ -14,7 +14,7 @@ from weft.worker.chunks import pick_rows
 from weft.worker.device import ToHost
 from weft.worker.logits_edits import LogitsEdits, RequestEdits, apply_edits
 from weft.worker.logprobs import Scorer, score, unpack_logprobs
-from weft.worker.sample_arrays import SampleArrays
+from weft.worker.sample_arrays import SampleArrays, int64_array
 from weft.worker.staging import copy_to_device
 from weft.worker.token_sampler import TokenSampler, TorchTokenSampler
 
@@ -84,13 +84,13 @@ class Sampler:
         The batch has to be sampled, since the device gets the settings of an admission once. Before a row with
         penalties or bad words is prepared again, the result of its last token has to be taken.
         """
-        slots_ = np.array(slots, dtype=np.int64)
+        slots_ = int64_array(slots)
         scored = np.flatnonzero(self._tops[slots_] != NO_LOGPROBS)
         edits = self._edits.edit_arrays(slots, positions)
         arrays = SampleArrays(
-            picks=np.array(picks, dtype=np.int64),
+            picks=int64_array(picks),
             slots=slots_,
-            positions=np.array(positions, dtype=np.int64),
+            positions=int64_array(positions),
             scored=scored if scored.size else None,
             edits=edits,
             settings=self._token_sampler.take_settings_update(),
@@ -151,7 +151,7 @@ class Sampler:
         if not targets:
             return []
         top = min(top, self.vocab)
-        ids = copy_to_device(np.array(targets, dtype=np.int64), logits.device)
+        ids = copy_to_device(int64_array(targets), logits.device)
         return [unpack_logprobs(row, top) for row in self._scorer(logits, ids, top).tolist()]
 
 

@@ -36,7 +36,7 @@ from weft.worker.importance import measure_importance
 from weft.worker.logprobs import scorer_for
 from weft.worker.prompt_logprobs import score_prompts
 from weft.worker.request_slots import RequestSlots
-from weft.worker.sample_arrays import SampleArrays, sampled_positions
+from weft.worker.sample_arrays import SampleArrays, int64_array, sampled_positions
 from weft.worker.sampler import SampleBatch, Sampler
 from weft.worker.token_sampler import create_token_sampler
 
@@ -217,15 +217,17 @@ class Worker:
             self.sampler.release(slot)
 
     def _prepare_samples(self, step: StepPlan) -> tuple[SampleBatch | None, SampleArrays[np.ndarray] | None]:
-        """Prepare the tokens that a step samples, for the sampler and for the device. Ranks of other stages than the
-        last need neither, and those of the last stage that do not sample need no batch."""
+        """Prepare the tokens that a step samples: a batch on the output rank, arrays on every rank of the last stage.
+
+        Both are None if the step samples no token.
+        """
         if not self.place.last:
             return None, None
         picks, slots, positions = sampled_positions(step)
         if not picks:
             return None, None
         if self.sampler is None:
-            return None, SampleArrays(*(np.array(numbers, dtype=np.int64) for numbers in (picks, slots, positions)))
+            return None, SampleArrays(int64_array(picks), int64_array(slots), int64_array(positions))
         samples = self.sampler.prepare_batch(picks, slots, positions)
         return samples, samples.arrays
 
