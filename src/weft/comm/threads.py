@@ -70,12 +70,7 @@ class ThreadComm:
         if received is None:
             mailbox.put(None)  # for the next call
             raise ConnectionAbortedError(f"rank {source} of the group has ended")
-        assert received.shape == tuple(shape) and received.dtype == dtype, (
-            received.shape,
-            received.dtype,
-            shape,
-            dtype,
-        )
+        assert (received.shape, received.dtype) == (tuple(shape), dtype), (received.shape, received.dtype, shape, dtype)
         return received.to(self._device)
 
     def _exchange(self, x: torch.Tensor) -> list[torch.Tensor]:

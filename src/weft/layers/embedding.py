@@ -22,8 +22,8 @@ class Embedding:
         if self.comm.size == 1:
             return self.table.rows(tokens.long())
         local = tokens - self.vocab.start
-        mine = (local >= 0) & (local < len(self.vocab))
-        return self.comm.sum(self.table.rows((local * mine).long()) * mine[:, None])
+        is_local = (local >= 0) & (local < len(self.vocab))
+        return self.comm.sum(self.table.rows((local * is_local).long()) * is_local[:, None])
 
 
 class Head:

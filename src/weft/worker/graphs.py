@@ -90,12 +90,12 @@ class Graphs:
         If the first capture's time, once for each size, is no longer than that, all sizes are captured. `agree` turns
         the seconds of all ranks into one number, since all ranks have to capture the same sizes.
         """
-        seconds, wanted = 0.0, self.largest
+        seconds, largest_before = 0.0, self.largest
         while self._sizes and not self._captured:
             began = self._clock()
             self._capture_size(self._sizes[-1])
             seconds = self._clock() - began
-        if self.largest < wanted:
+        if self.largest < largest_before:
             logger.warning(
                 "No memory for CUDA graphs of more than %d rows: larger batches run without; "
                 "a lower --gpu-memory-utilization leaves room",

@@ -330,8 +330,8 @@ class Worker:
     def _captures(self) -> bool:
         """True if decode steps run as CUDA graphs. Neither ranks that exchange on the host in the middle of a step nor
         kernels that wait for the GPU can be captured."""
-        wanted = self.plan.graphs and self.device.type == "cuda"
-        return wanted and self.links.tensor.capturable and self.kernels.capturable
+        enabled = self.plan.graphs and self.device.type == "cuda"
+        return enabled and self.links.tensor.capturable and self.kernels.capturable
 
     def close(self) -> None:
         """Free the memory."""
