@@ -28,10 +28,9 @@ from weft.plan.quantization import held_tensors
 from weft.quant.quantised import QuantisedWeight, pack_nibbles, unpack_nibbles
 from weft.quant.rounding import round_weight
 from weft.weights import stored
-from weft.weights.load import allocate, load
-from weft.weights.quantised import quantise, split
-from weft.weights.quantised import unpack as unpack_blocks
-from weft.weights.stored import Stored
+from weft.weights.load import allocate_parameters, load_weights
+from weft.weights.quantised import quantise, split_blocks, unpack_blocks
+from weft.weights.stored import StoredWeights
 
 CPU = torch.device("cpu")
 TEXT = Path(__file__).parents[2] / "LICENSE"  # English that does not change
@@ -98,8 +97,8 @@ def held(path: Path, truth: Mapping[str, np.ndarray]) -> Iterator[tuple[str, tor
     schemes = held_tensors(SHAPE, resolve(str(path)).quantised)
     plan = plan_for(SHAPE, path, "gguf", dtype="bfloat16", schemes=schemes, layout=UNEVEN)
     for place in plan.places:
-        room = allocate(plan, place, CPU)
-        load(plan, place, room)
+        room = allocate_parameters(plan, place, CPU)
+        load_weights(plan, place, room)
         assert sum(part.nbytes for part in room.values()) == plan.weight_bytes(place.rank)
         for fill in fills(SHAPE, place):
             part, whole = room[fill.param], torch.from_numpy(truth[fill.source])[fill.rows.start : fill.rows.stop]
@@ -150,7 +149,7 @@ def test_blocks_of_a_scheme_s_own_type_are_split_as_they_would_be_unpacked(type:
     blocks = torch.randint(0, 256, (3, 4, ENCODINGS[type].nbytes), generator=torch.Generator().manual_seed(1))
     blocks[..., 1:4:2] &= 0x3B  # the upper bytes of what may be a half: finite
     made = [QuantisedWeight.empty(type, 3, Span(0, 4 * 32), torch.bfloat16, CPU) for _ in range(2)]
-    split(blocks.to(torch.uint8), made[0])
+    split_blocks(blocks.to(torch.uint8), made[0])
     unpack_blocks(blocks.to(torch.uint8).view(3, -1), type, 0, made[1])
     for one, other in zip(*((it.values, it.scales, it.lowest) for it in made), strict=True):
         assert torch.equal(one, other) if one is not None else other is None
@@ -170,8 +169,8 @@ def test_another_type_is_rounded_from_what_it_stands_for(tmp_path: Path) -> None
     truth = write_model(tmp_path / "m.gguf", SHAPE, "Q8_0")
     plan = quantised_plan(tmp_path / "m.gguf", "gguf", "INT8", layout=UNEVEN)
     for place in plan.places:
-        room = allocate(plan, place, CPU)
-        load(plan, place, room)
+        room = allocate_parameters(plan, place, CPU)
+        load_weights(plan, place, room)
         for fill in fills(SHAPE, place):
             part = room[fill.param]
             if isinstance(part, QuantisedWeight) and fill.cols is not None:
@@ -256,7 +255,7 @@ def test_perplexity_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 5 < truth < 50
     assert measured() < 1.02 * truth
     assert measured(quantization="int8") < 1.03 * truth
-    monkeypatch.setattr(Stored, "read_blocks", lambda *_: False)
+    monkeypatch.setattr(StoredWeights, "read_blocks", lambda *_: False)
     assert measured(quantization="int4") < 1.05 * truth
 
 

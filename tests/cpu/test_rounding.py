@@ -21,7 +21,7 @@ from weft.native import build
 from weft.plan.fills import fills
 from weft.quant.quantised import QuantisedWeight
 from weft.quant.rounding import Rounding, round_into
-from weft.weights.quantised import bands, quantise
+from weft.weights.quantised import quantise, row_bands
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SHAPE = AttentionShape(
@@ -201,7 +201,7 @@ def test_an_8b_is_rounded_on_a_card_in_few_launches(
         seen[type] = card.launches - before
     place = cut(shape, [0]).places[0]
     pieces = [
-        len([*bands(fill.rows, len(fill.cols), shape.head_dim, CUDA)]) for fill in fills(shape, place) if fill.cols
+        len([*row_bands(fill.rows, len(fill.cols), shape.head_dim, CUDA)]) for fill in fills(shape, place) if fill.cols
     ]
     assert sum(pieces) > 32 * 7 and max(seen.values()) * sum(pieces) <= 2000
 

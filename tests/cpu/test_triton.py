@@ -18,7 +18,7 @@ from weft.kernels.staged import StagedStep
 pytest.importorskip("triton", reason="needs triton")
 
 from weft.kernels.triton.kernels import TritonKernels
-from weft.worker.graphs import blank
+from weft.worker.graphs import blank_batch
 
 # Triton's interpreter multiplies bfloat16 matrices wrongly: tests/gpu has that.
 DTYPES = [torch.float32, torch.float16]
@@ -106,7 +106,7 @@ def test_a_step_is_laid_out_as_torch_lays_it(room: int) -> None:
     laid = []
     for kernels in (PLAIN, TritonKernels(1)):
         staged = replace(step, tokens=tokens.clone(), tables=tables.clone())
-        batch = blank(room, 1100, torch.device("cpu")) if room else staged.eager()
+        batch = blank_batch(room, 1100, torch.device("cpu")) if room else staged.eager()
         batch.slots[5:] = 7
         kernels.fill_batch(staged, batch)
         assert batch.tokens[:2].tolist() == [706, 702] and batch.slots[5:room].eq(-1).all()

@@ -32,7 +32,7 @@ def measure(task: Tune, parent: Parent[Tune]) -> None:
     from weft.kernels.base import AttentionShape
     from weft.worker import device as devices
 
-    device = devices.prepare(task.plan, 0)
+    device = devices.prepare_device(task.plan, 0)
     whole = AttentionShape.from_plan(task.plan, 0)
     triton.triton_available(device, whole.head_dim, required=True)
     from weft.kernels.triton import saved_tunings
