@@ -9,7 +9,7 @@ from typing import Protocol
 class Policy(Protocol):
     """How requests are dealt out to replicas."""
 
-    def choose(self, connections: Sequence[int]) -> int:
+    def choose_replica(self, connections: Sequence[int]) -> int:
         """The number of the replica for the next request. `connections` counts for each replica, of which there is at
         least one, the requests that it has been given and has not ended yet."""
         ...
@@ -21,7 +21,7 @@ class LeastConnections:
     def __init__(self) -> None:
         self._next = 0
 
-    def choose(self, connections: Sequence[int]) -> int:
+    def choose_replica(self, connections: Sequence[int]) -> int:
         fewest = min(connections)
         try:
             chosen = connections.index(fewest, self._next)
@@ -37,7 +37,7 @@ class RoundRobin:
     def __init__(self) -> None:
         self._next = 0
 
-    def choose(self, connections: Sequence[int]) -> int:
+    def choose_replica(self, connections: Sequence[int]) -> int:
         chosen = self._next % len(connections)
         self._next = chosen + 1
         return chosen

@@ -12,10 +12,10 @@ from weft.planner.ranking import Candidate
 from weft.planner.replica import replicas
 from weft.planner.search import engine_profile
 from weft.planner.steps import Steps
-from weft.simulate.replica import Spec
+from weft.simulate.replica import ReplicaSpec
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
+class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
     """What the user says of each replica's scheduler; None is what the engine takes by itself. With `lookahead` it
     schedules a step before the one under way is over, where there is no pipeline."""
 
@@ -24,13 +24,13 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     lookahead: bool | None = None
 
 
-def specs(question: Question, candidate: Candidate, limits: Limits) -> list[Spec]:
+def replica_specs(question: Question, candidate: Candidate, limits: SchedulerLimits) -> list[ReplicaSpec]:
     """Of each replica of a candidate, in order; those that are equal are one object. Raises PlanError for limits under
     which no step could run."""
     layout, profile = candidate.layout, engine_profile(question)
     by_stage = layout.pipeline_parallel if profile.max_num_seqs_by_stage.value else 1
     steps: dict[int, Steps] = {}
-    known: dict[tuple[int, int], Spec] = {}
+    known: dict[tuple[int, int], ReplicaSpec] = {}
     found = []
     runs = replicas(question.shape, layout, question.cluster, profile)
     # An engine without a pipeline has one step under way, on one GPU after the other.
@@ -42,7 +42,7 @@ def specs(question: Question, candidate: Candidate, limits: Limits) -> list[Spec
         if key not in known:
             most = min(profile.batch(rank.memory_bytes)[1] for rank in memory.ranks)
             sequences = limits.max_num_seqs or by_stage * most
-            known[key] = Spec(
+            known[key] = ReplicaSpec(
                 steps=steps.setdefault(id(replica), Steps(replica)),
                 num_blocks=memory.kv_tokens // BLOCK,
                 block_size=BLOCK,

@@ -13,7 +13,7 @@ from weft.errors import ConfigError
 MOST_TOKENS = 100_000_000  # of a mean, or a deviation: beyond every model, and still a number to reckon with
 
 
-class Fixed(msgspec.Struct, frozen=True):
+class FixedLength(msgspec.Struct, frozen=True):
     """Always the same."""
 
     tokens: int
@@ -33,7 +33,7 @@ class Fixed(msgspec.Struct, frozen=True):
         return self.tokens
 
 
-class Even(msgspec.Struct, frozen=True):
+class UniformLength(msgspec.Struct, frozen=True):
     """Any from `low` to `high`, both included, as often as any other."""
 
     low: int
@@ -55,7 +55,7 @@ class Even(msgspec.Struct, frozen=True):
         return random.randint(self.low, self.high)
 
 
-class LogNormal(msgspec.Struct, frozen=True):
+class LogNormalLength(msgspec.Struct, frozen=True):
     """Many short and a few long ones: a log-normal distribution of this mean and standard deviation, in tokens."""
 
     mean: float
@@ -92,7 +92,7 @@ def _normal(at: float) -> float:
     return erfc(-at / sqrt(2)) / 2
 
 
-Lengths = Fixed | Even | LogNormal
+Lengths = FixedLength | UniformLength | LogNormalLength
 
 
 def parse_lengths(text: str, flag: str) -> Lengths:
@@ -106,7 +106,7 @@ def parse_lengths(text: str, flag: str) -> Lengths:
                     f"{flag} {text!r}: the mean must be 1 or more, the deviation 0 or more, in tokens, and both "
                     f"{MOST_TOKENS:,} at most"
                 )
-            return LogNormal(mean, deviation)
+            return LogNormalLength(mean, deviation)
         bounds = [int(part) for part in text.split(":")]
     except ValueError:
         bounds = []
@@ -116,4 +116,4 @@ def parse_lengths(text: str, flag: str) -> Lengths:
         )
     if bounds[0] < 1 or bounds[-1] < bounds[0]:
         raise ConfigError(f"{flag} {text!r}: lengths are 1 or more, and a range begins with the lower end")
-    return Fixed(bounds[0]) if len(bounds) == 1 else Even(*bounds)
+    return FixedLength(bounds[0]) if len(bounds) == 1 else UniformLength(*bounds)

@@ -24,7 +24,7 @@ _TARGET = re.compile(
 _DURATION = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?|\.\d+)\s*(?P<unit>[a-z]*)\s*", re.IGNORECASE)
 
 
-class Target(msgspec.Struct, frozen=True):
+class LatencyTarget(msgspec.Struct, frozen=True):
     """A metric's mean (`percent` None) or percentile is to be at most `limit_s` seconds."""
 
     metric: str
@@ -36,13 +36,13 @@ class Target(msgspec.Struct, frozen=True):
         return f"{self.metric}_mean" if self.percent is None else f"{self.metric}_p{self.percent:g}"
 
     def __str__(self) -> str:
-        return f"{self.name} {duration(self.limit_s)}"
+        return f"{self.name} {format_duration(self.limit_s)}"
 
 
 class Objective(msgspec.Struct, frozen=True):
     """All targets are to be met. A request meets it by itself that is below the limits of its own times."""
 
-    targets: tuple[Target, ...]
+    targets: tuple[LatencyTarget, ...]
 
     def limit_s(self, metric: str) -> float:
         """What one request's time may be: the loosest of the metric's limits."""
@@ -60,7 +60,7 @@ def parse_objective(text: str) -> Objective:
     return Objective(tuple(map(_target, parts)))
 
 
-def _target(text: str) -> Target:
+def _target(text: str) -> LatencyTarget:
     match = _TARGET.fullmatch(text)
     if match is None:
         raise ConfigError(f"--slo {text.strip()!r} is no target; write METRIC_STATISTIC=TIME, as in ttft_p95=1s")
@@ -70,10 +70,10 @@ def _target(text: str) -> Target:
     percent = None if statistic == "mean" else float(statistic[1:])
     if percent is not None and not 0 < percent < 100:
         raise ConfigError(f"--slo {text.strip()!r}: a percentile lies between 0 and 100, as in {metric}_p95")
-    return Target(metric, percent, seconds(match["number"] + match["unit"], f"--slo {text.strip()!r}"))
+    return LatencyTarget(metric, percent, parse_duration(match["number"] + match["unit"], f"--slo {text.strip()!r}"))
 
 
-def seconds(text: str, what: str) -> float:
+def parse_duration(text: str, what: str) -> float:
     """`50ms`, `1.5s`, `10m`, `1h`. Raises ConfigError, which says of what."""
     match = _DURATION.fullmatch(text)
     unit = UNITS_S.get(match["unit"].lower()) if match else None
@@ -82,7 +82,7 @@ def seconds(text: str, what: str) -> float:
     return float(match["number"]) * unit
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """A time as a person reads it."""
     if seconds == inf:
         return "for ever"

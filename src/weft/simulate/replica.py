@@ -14,13 +14,13 @@ from weft.core.params import SamplingParams
 from weft.core.request import Request
 from weft.core.step import StepPlan
 from weft.planner.steps import Steps, StepSeconds
-from weft.simulate.ask import Ask
 from weft.simulate.blocks import CountedBlocks
 from weft.simulate.scheduler import StretchScheduler
-from weft.simulate.tally import Answer, Tally
+from weft.simulate.simulated_request import SimulatedRequest
+from weft.simulate.tally import RequestTimes, Tally
 
 
-class Spec(msgspec.Struct, frozen=True, kw_only=True):
+class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What one replica is: what its steps take, and its scheduler's limits. As many steps are under way as there are
     `stages`, and with `lookahead` one more."""
 
@@ -46,21 +46,21 @@ class Stretch:
 
     @property
     def end_s(self) -> float:
-        return self.start_s + self.seconds(self.rounds)
+        return self.start_s + self.length_s(self.rounds)
 
-    def seconds(self, rounds: int) -> float:
+    def length_s(self, rounds: int) -> float:
         """Of the first so many rounds."""
         return rounds * (self.first_s + self.growth_s * (rounds - 1) / 2)
 
-    def over_by(self, now: float) -> int:
+    def rounds_done(self, now: float) -> int:
         """The rounds that are over at a time before the end."""
         past, half = now - self.start_s, self.growth_s / 2
         linear = self.first_s - half
         # half * rounds^2 + linear * rounds = past, in the form that also bears a growth of nothing.
         rounds = int(2 * past / (linear + sqrt(linear * linear + 4 * half * past)))
-        while self.seconds(rounds) > past:
+        while self.length_s(rounds) > past:
             rounds -= 1
-        while rounds < self.rounds and self.seconds(rounds + 1) <= past:
+        while rounds < self.rounds and self.length_s(rounds + 1) <= past:
             rounds += 1
         return rounds
 
@@ -71,7 +71,7 @@ class Replica:
     `due` is when it wants to be woken next, infinity while it has nothing to do.
     """
 
-    def __init__(self, spec: Spec, tally: Tally, *, prefix_caching: bool, stretches: bool = True) -> None:
+    def __init__(self, spec: ReplicaSpec, tally: Tally, *, prefix_caching: bool, stretches: bool = True) -> None:
         self.due = inf
         # A lone request may outgrow a small cache, and ends there.
         self.longest = min(spec.max_model_len, spec.num_blocks * spec.block_size)
@@ -94,10 +94,10 @@ class Replica:
         self._flights: deque[tuple[StepPlan, float]] = deque()  # with the time of each one's result
         self._last_result = 0.0
         self._stretch: Stretch | None = None
-        self._answers: dict[str, Answer] = {}
+        self._answers: dict[str, RequestTimes] = {}
         self._seen_s = 0.0  # up to when its use is accounted for
 
-    def wake(self) -> list[Answer]:
+    def wake(self) -> list[RequestTimes]:
         """Do what is due. Returns the requests that have ended."""
         if self._stretch is None:
             return self._finish()
@@ -105,13 +105,13 @@ class Replica:
         self._pump(self.due)
         return ended
 
-    def settle(self, now: float) -> list[Answer]:
+    def settle(self, now: float) -> list[RequestTimes]:
         """Come to a time before `due` at which something can be added. Returns the requests that have ended."""
-        ended: list[Answer] = []
+        ended: list[RequestTimes] = []
         stretch = self._stretch
         if stretch is None:
             return ended
-        over = stretch.over_by(now)
+        over = stretch.rounds_done(now)
         if self._stages == 1:
             # To the end of the step under way.
             stretch.rounds = min(stretch.rounds, over + 1)
@@ -125,7 +125,7 @@ class Replica:
                 ended += self._finish(stretches=False)
         return ended
 
-    def add(self, now: float, ask: Ask, answer: Answer) -> None:
+    def add(self, now: float, ask: SimulatedRequest, answer: RequestTimes) -> None:
         """A request comes in; `answer` is where its times are put down. To be settled before. Raises QueueFullError,
         and RequestError for one that can never run."""
         request = Request(id=answer.id, prompt=ask.prompt(), params=_params(ask.output_len), key=ask.own)
@@ -167,7 +167,7 @@ class Replica:
                 ends += samples
         return self._steps.step_s(contexts, chunks, ends=ends, groups=groups)
 
-    def _finish(self, *, stretches: bool = True) -> list[Answer]:
+    def _finish(self, *, stretches: bool = True) -> list[RequestTimes]:
         """The oldest step under way is over."""
         plan, now = self._flights.popleft()
         self._account(now, self.scheduler.blocks_used, len(self.scheduler.running))
@@ -184,7 +184,7 @@ class Replica:
             if output.finish_reason:
                 ended.append(self._answers.pop(output.id))
         tally.wrote(now, len(outputs))
-        tally.gaps(now, gaps)
+        tally.count_gaps(now, gaps)
         self._pump(now, stretches=stretches)
         return ended
 
@@ -209,7 +209,7 @@ class Replica:
         steps = [self._steps.step_s(contexts, groups=len(groups)) for contexts in groups]
         return max(max(step.through for step in steps), sum(step.apart for step in steps))
 
-    def _advance(self, stretch: Stretch) -> list[Answer]:
+    def _advance(self, stretch: Stretch) -> list[RequestTimes]:
         """The stretch is over. Returns the requests that have ended."""
         self._stretch = None
         if not stretch.rounds:
@@ -224,7 +224,7 @@ class Replica:
             # Of several groups each has its own time.
             answer.last_s = now if self._depth == 1 else answer.last_s + took
         tally.wrote_evenly(stretch.start_s, now, tokens)
-        tally.stretch(now, stretch.rounds, len(running), stretch.first_s, stretch.growth_s)
+        tally.count_stretch(now, stretch.rounds, len(running), stretch.first_s, stretch.growth_s)
         # What is under way now is what was then, a few tokens on.
         self._flights = deque((plan, result + took) for plan, result in self._flights)
         self._last_result += took

@@ -8,15 +8,15 @@ from statistics import fmean, stdev
 
 import msgspec
 
-from weft.simulate.objective import Objective, Target, percentile
-from weft.simulate.system import Run
+from weft.simulate.objective import LatencyTarget, Objective, percentile
+from weft.simulate.simulation import SimulationResult
 from weft.simulate.tally import Tally
 
 PARTS = 10  # of the measured time, whose differences say how sure a figure is
 STUDENT = 2.262  # of 9 degrees of freedom, 95 %
 
 
-class Spread(msgspec.Struct, frozen=True, kw_only=True):
+class LatencySummary(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds."""
 
     mean: float
@@ -26,13 +26,13 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
     p99: float
 
 
-class Distribution(msgspec.Struct, frozen=True):
+class TimePercentiles(msgspec.Struct, frozen=True):
     """Seconds at each whole percentile, 0 to 100."""
 
     percentiles_s: tuple[float, ...]
 
 
-class Judged(msgspec.Struct, frozen=True, kw_only=True):
+class TargetVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """A target, and what it came to. `plus_minus_s` is the half of its 95 % interval, None where too little was
     measured. Requests that were refused count as waiting for ever."""
 
@@ -64,16 +64,16 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     request_rate: float
     input_tok_s: float
     output_tok_s: float
-    ttft_s: Spread | None
-    tpot_s: Spread | None
-    itl_s: Spread | None
-    e2e_s: Spread | None
-    queue_s: Spread | None
-    distributions: dict[str, Distribution]
+    ttft_s: LatencySummary | None
+    tpot_s: LatencySummary | None
+    itl_s: LatencySummary | None
+    e2e_s: LatencySummary | None
+    queue_s: LatencySummary | None
+    distributions: dict[str, TimePercentiles]
     goodput_rate: float | None
     goodput_share: float | None
     met: bool | None
-    objective: tuple[Judged, ...]
+    objective: tuple[TargetVerdict, ...]
     preemptions: int
     prefix_hit_share: float | None
     kv_utilisation: float
@@ -85,8 +85,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     dollars_per_million_tokens: float | None
 
 
-def report(
-    run: Run,
+def create_report(
+    run: SimulationResult,
     *,
     replicas: int,
     blocks: float,
@@ -100,7 +100,7 @@ def report(
     a replica."""
     tally, scale = run.tally, replicas / run.replicas
     window = tally.end_s - tally.begin_s
-    requests = len(tally.ttft) + len(tally.refused) + tally.impossible
+    requests = len(tally.ttft) + len(tally.refused) + tally.too_long
     good = good_requests(tally, objective) if objective else 0
     judged = tuple(judge(tally, target) for target in objective.targets) if objective else ()
     tok_s, hourly = tally.output_tokens * scale / window, None if price is None else price * gpus
@@ -113,15 +113,15 @@ def report(
         requests=requests,
         completed=len(tally.ttft),
         refused=len(tally.refused),
-        too_long=tally.impossible,
+        too_long=tally.too_long,
         request_rate=tally.ended * scale / window,
         input_tok_s=tally.input_tokens * scale / window,
         output_tok_s=tok_s,
-        ttft_s=spread(tally.ttft),
-        tpot_s=spread(tpots(tally)),
+        ttft_s=summarize_times(tally.ttft),
+        tpot_s=summarize_times(tpots(tally)),
         itl_s=gaps(tally),
-        e2e_s=spread(tally.e2e),
-        queue_s=spread(tally.queued),
+        e2e_s=summarize_times(tally.e2e),
+        queue_s=summarize_times(tally.queued),
         distributions=distributions(tally),
         goodput_rate=good * scale / window if objective else None,
         goodput_share=good / requests if objective and requests else None,
@@ -145,29 +145,29 @@ def tpots(tally: Tally) -> list[float]:
     return [(e2e - ttft) / (tokens - 1) for ttft, e2e, tokens in rows if tokens > 1]
 
 
-def spread(values: Sequence[float]) -> Spread | None:
+def summarize_times(values: Sequence[float]) -> LatencySummary | None:
     if not values:
         return None
     ascending = sorted(values)
-    return Spread(mean=fmean(values), **{f"p{q}": percentile(ascending, q) for q in (50, 90, 95, 99)})
+    return LatencySummary(mean=fmean(values), **{f"p{q}": percentile(ascending, q) for q in (50, 90, 95, 99)})
 
 
-def distributions(tally: Tally) -> dict[str, Distribution]:
+def distributions(tally: Tally) -> dict[str, TimePercentiles]:
     """Times of the answered requests, under the names of the report's fields."""
     times = {"ttft_s": tally.ttft, "tpot_s": tpots(tally), "e2e_s": tally.e2e, "queue_s": tally.queued}
     return {name: distribution(values) for name, values in times.items() if values}
 
 
-def distribution(values: Sequence[float]) -> Distribution:
+def distribution(values: Sequence[float]) -> TimePercentiles:
     ascending = sorted(values)
-    return Distribution(tuple(percentile(ascending, percent) for percent in range(101)))
+    return TimePercentiles(tuple(percentile(ascending, percent) for percent in range(101)))
 
 
-def gaps(tally: Tally) -> Spread | None:
+def gaps(tally: Tally) -> LatencySummary | None:
     if not tally.gap_count:
         return None
     percents = {f"p{q}": tally.gap_percentile(q) for q in (50, 90, 95, 99)}
-    return Spread(mean=tally.gap_sum / tally.gap_count, **percents)
+    return LatencySummary(mean=tally.gap_sum / tally.gap_count, **percents)
 
 
 def good_requests(tally: Tally, objective: Objective) -> int:
@@ -180,11 +180,11 @@ def good_requests(tally: Tally, objective: Objective) -> int:
     )
 
 
-def judge(tally: Tally, target: Target) -> Judged:
+def judge(tally: Tally, target: LatencyTarget) -> TargetVerdict:
     """What a target came to, and whether it is met."""
     if target.metric == "itl":
         value = gap_value(tally, target)
-        return Judged(
+        return TargetVerdict(
             target=target.name, limit_s=target.limit_s, value_s=value, plus_minus_s=None, met=value <= target.limit_s
         )
     rows = waits(tally, target.metric)
@@ -192,7 +192,7 @@ def judge(tally: Tally, target: Target) -> Judged:
     parts: list[list[float]] = [[] for _ in range(PARTS)]
     for asked, wait in rows:
         parts[int((asked - tally.begin_s) / (tally.end_s - tally.begin_s) * PARTS)].append(wait)
-    return Judged(
+    return TargetVerdict(
         target=target.name,
         limit_s=target.limit_s,
         value_s=value,
@@ -201,7 +201,7 @@ def judge(tally: Tally, target: Target) -> Judged:
     )
 
 
-def gap_value(tally: Tally, target: Target) -> float:
+def gap_value(tally: Tally, target: LatencyTarget) -> float:
     if not tally.gap_count:
         return 0.0
     return tally.gap_sum / tally.gap_count if target.percent is None else tally.gap_percentile(target.percent)
@@ -218,7 +218,7 @@ def waits(tally: Tally, metric: str) -> list[tuple[float, float]]:
     return found + [(asked, inf) for asked in tally.refused]
 
 
-def statistic(values: list[float], target: Target) -> float:
+def statistic(values: list[float], target: LatencyTarget) -> float:
     """0 where there is nothing: a promise that nobody has asked for is kept."""
     if not values:
         return 0.0

@@ -10,11 +10,11 @@ import msgspec
 
 from weft.errors import ConfigError
 from weft.gateway.policy import POLICIES
-from weft.simulate.load import RETRY_S, Load
-from weft.simulate.objective import Objective, duration
-from weft.simulate.replica import Spec
-from weft.simulate.report import Report, report, waits
-from weft.simulate.system import simulate
+from weft.simulate.load import RETRY_S, SimulatedLoad
+from weft.simulate.objective import Objective, format_duration
+from weft.simulate.replica import ReplicaSpec
+from weft.simulate.report import Report, create_report, waits
+from weft.simulate.simulation import simulate
 from weft.simulate.tally import Tally
 
 REQUESTS = 200_000  # of all runs of a study together; where more would come, equal replicas are sampled,
@@ -24,7 +24,7 @@ MOST_REQUESTS, MOST_REPLICAS = 10_000_000, 10_000
 MARGIN = 1.2  # by which more requests may come than the rate says
 
 
-class Times(msgspec.Struct, frozen=True, kw_only=True):
+class MeasurementWindow(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of the virtual clock: how long requests come that count, the first `warmup_s` of them not. An infinite
     `duration_s` is all of a trace."""
 
@@ -39,11 +39,11 @@ class Study(msgspec.Struct, frozen=True, kw_only=True):
     `prefix_caching` None is where prompts share something.
     """
 
-    specs: Sequence[Spec]
+    specs: Sequence[ReplicaSpec]
     gpus_each: int
     device: str = "GPU"
     capacity: float
-    times: Times
+    times: MeasurementWindow
     policy: str
     price: float | None = None
     objective: Objective | None = None
@@ -52,9 +52,9 @@ class Study(msgspec.Struct, frozen=True, kw_only=True):
     prefix_caching: bool | None = None
     stretches: bool = True
 
-    def run(
+    def run_load(
         self,
-        load: Load,
+        load: SimulatedLoad,
         replicas: int | None = None,
         *,
         judging: bool = False,
@@ -63,24 +63,24 @@ class Study(msgspec.Struct, frozen=True, kw_only=True):
         """The deployment with so many replicas, or the plan's number, under a load. `judging`: it is only to be said
         whether the objective is met, and the run ends early where it cannot be. `on_time` is told the virtual time now
         and then."""
-        self.check(load, replicas)
+        self.check_run_length(load, replicas)
         count = replicas or len(self.specs)
         specs = [self.specs[number % len(self.specs)] for number in range(count)]
         chosen = specs[: self._sampled(load, count)] if len(set(map(id, specs))) == 1 else specs
-        hopeless = None
+        early_stop = None
         if judging and self.objective and load.offered:
             window = self.times.duration_s - self.times.warmup_s
-            hopeless = Hopeless(self.objective, load.offered * len(chosen) / count * window)
+            early_stop = EarlyStop(self.objective, load.offered * len(chosen) / count * window)
         run = simulate(
             chosen,
             load.source(),
             POLICIES[self.policy](),
             warmup_s=self.times.warmup_s,
             end_s=self.times.duration_s,
-            prefix_caching=load.shares if self.prefix_caching is None else self.prefix_caching,
-            rest=count - len(chosen),
+            prefix_caching=load.shares_prefixes if self.prefix_caching is None else self.prefix_caching,
+            unsimulated=count - len(chosen),
             stretches=self.stretches,
-            enough=hopeless or (lambda tally: False),
+            enough=early_stop or (lambda tally: False),
             on_time=on_time,
         )
         if run.tally.end_s <= run.tally.begin_s:
@@ -88,7 +88,7 @@ class Study(msgspec.Struct, frozen=True, kw_only=True):
                 f"nothing is measured: all requests come in the {self.times.warmup_s:g} s of warm-up; "
                 "shorten --warmup, or lengthen the load"
             )
-        return report(
+        return create_report(
             run,
             replicas=count,
             blocks=sum(spec.num_blocks for spec in chosen) / len(chosen),
@@ -99,7 +99,7 @@ class Study(msgspec.Struct, frozen=True, kw_only=True):
             objective=self.objective,
         )
 
-    def check(self, load: Load, replicas: int | None = None) -> None:
+    def check_run_length(self, load: SimulatedLoad, replicas: int | None = None) -> None:
         """Raises ConfigError for a run that would have no end in sight."""
         count = replicas or len(self.specs)
         if count > MOST_REPLICAS:
@@ -119,12 +119,12 @@ class Study(msgspec.Struct, frozen=True, kw_only=True):
             rate, what = load.rate, f"{load.rate:g} requests/s"
         if rate * last_s > MOST_REQUESTS:
             raise ConfigError(
-                f"{what} make about {rate * last_s:,.3g} requests in {duration(last_s)}, of which this deployment can "
+                f"{what} make about {rate * last_s:,.3g} requests in {format_duration(last_s)}, of which this deployment can "
                 f"answer {most * last_s:,.3g}; at most {MOST_REQUESTS:,} are simulated: give fewer, or a shorter "
                 "--duration"
             )
 
-    def _sampled(self, load: Load, count: int) -> int:
+    def _sampled(self, load: SimulatedLoad, count: int) -> int:
         """How many of so many equal replicas are simulated."""
         if self.sample is not None:
             return min(count, self.sample)
@@ -134,7 +134,7 @@ class Study(msgspec.Struct, frozen=True, kw_only=True):
         return count if share >= 1 else min(count, max(LEAST_SAMPLE, ceil(count * share)))
 
 
-class Hopeless:
+class EarlyStop:
     """Whether so many requests have missed a percentile's limit that, of as many as will come, it cannot be met."""
 
     def __init__(self, objective: Objective, requests: float) -> None:

@@ -10,7 +10,7 @@ from math import ceil, exp, log
 FINE = 200  # bins of gaps between tokens for a factor of e: half a percent each
 
 
-class Answer:
+class RequestTimes:
     """One request's times, in seconds of the virtual clock."""
 
     __slots__ = ("asked_s", "began_s", "first_s", "id", "input_len", "last_s", "measured", "output_len")
@@ -35,7 +35,7 @@ class Tally:
         self.e2e = array("d")
         self.output_len = array("q")
         self.refused = array("d")  # when each measured one came that the queue had no place for
-        self.impossible = 0  # measured ones that no replica can hold
+        self.too_long = 0  # measured ones that no replica can hold
         self.ended = 0  # answers that ended in the window
         self.input_tokens = 0
         self.output_tokens = 0.0
@@ -48,7 +48,7 @@ class Tally:
     def inside(self, now: float) -> bool:
         return self.begin_s <= now < self.end_s
 
-    def answered(self, answer: Answer) -> None:
+    def answered(self, answer: RequestTimes) -> None:
         """A request has ended."""
         assert answer.began_s is not None and answer.first_s is not None and answer.last_s is not None
         self.ended += self.inside(answer.last_s)
@@ -62,11 +62,11 @@ class Tally:
     def refuse(self, now: float, *, impossible: bool) -> None:
         """A measured request was refused: by a full queue, or for ever."""
         if impossible:
-            self.impossible += 1
+            self.too_long += 1
         else:
             self.refused.append(now)
 
-    def read(self, now: float, answer: Answer) -> None:
+    def read(self, now: float, answer: RequestTimes) -> None:
         """A prompt has its first token."""
         if self.inside(now):
             self.input_tokens += answer.input_len
@@ -80,14 +80,14 @@ class Tally:
         """So many tokens came over a time, part of which may lie in the window."""
         self.output_tokens += tokens * self._overlap(since, now) / (now - since)
 
-    def gaps(self, now: float, gaps: Sequence[float]) -> None:
+    def count_gaps(self, now: float, gaps: Sequence[float]) -> None:
         """Seconds between tokens of answers that came now and those before."""
         if gaps and self.inside(now):
             # Most rows of a step had their last token at the same time.
             for seconds, count in Counter(gaps).items():
                 self._gap(seconds, count)
 
-    def stretch(self, now: float, rounds: int, requests: int, first_s: float, growth_s: float) -> None:
+    def count_stretch(self, now: float, rounds: int, requests: int, first_s: float, growth_s: float) -> None:
         """The gaps of a stretch that is over: `rounds` of them for each request, each longer than the one before."""
         if not self.inside(now):
             return

@@ -13,16 +13,16 @@ from typing import Any, TextIO
 import msgspec
 
 from weft.errors import ConfigError, reason
-from weft.simulate.ask import Ask, Contents
+from weft.simulate.simulated_request import ContentIds, SimulatedRequest
 
 MOST_ERROR_CHARS = 60
 
 
-class Row(msgspec.Struct, frozen=True):
+class TraceRow(msgspec.Struct, frozen=True):
     """A request of a trace, and when it came, in seconds from the first one."""
 
     at: float
-    ask: Ask
+    request: SimulatedRequest
 
 
 class Dialect(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,7 +53,7 @@ DIALECTS = (
 )
 
 
-def read_trace(path: str) -> tuple[Row, ...]:
+def read_trace(path: str) -> tuple[TraceRow, ...]:
     """All requests of a trace, in the order of their times.
 
     CSV with a line of column names, or one JSON object per line. Ours are `time` (seconds, or a date and time),
@@ -61,7 +61,7 @@ def read_trace(path: str) -> tuple[Row, ...]:
     begin with the same so many tokens) or `session_id` (a prompt continues what the session has said before). Azure's,
     Mooncake's and BurstGPT's own columns are understood as they are. Raises ConfigError with the line that is wrong.
     """
-    contents, rows = Contents(), []
+    contents, rows = ContentIds(), []
     dialect: Dialect | None = None
     for number, line in _lines(path):
         dialect = dialect or _dialect(line, f"{path}, line {number}")
@@ -70,7 +70,7 @@ def read_trace(path: str) -> tuple[Row, ...]:
         raise ConfigError(f"trace {path} has no requests")
     rows.sort(key=lambda row: row.at)
     start = rows[0].at
-    return tuple(Row(row.at - start, row.ask) for row in rows)
+    return tuple(TraceRow(row.at - start, row.request) for row in rows)
 
 
 def _lines(path: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
@@ -121,7 +121,7 @@ def _dialect(line: Mapping[str, Any], where: str) -> Dialect:
     )
 
 
-def _row(line: Mapping[str, Any], dialect: Dialect, contents: Contents, where: str) -> Row:
+def _row(line: Mapping[str, Any], dialect: Dialect, contents: ContentIds, where: str) -> TraceRow:
     at = _time(line.get(dialect.time), dialect, where)
     input_len = _tokens(line.get(dialect.input_len), dialect.input_len, where)
     output_len = _tokens(line.get(dialect.output_len), dialect.output_len, where)
@@ -134,7 +134,7 @@ def _row(line: Mapping[str, Any], dialect: Dialect, contents: Contents, where: s
     elif prefix not in (None, ""):
         shared = ((contents.id("prefix", prefix), _tokens(line.get("prefix_len"), "prefix_len", where)),)
     own = contents.id("session", session) if session not in (None, "") and not shared else contents.new()
-    return Row(at, Ask(input_len, output_len, own, shared))
+    return TraceRow(at, SimulatedRequest(input_len, output_len, own, shared))
 
 
 def _time(value: Any, dialect: Dialect, where: str) -> float:

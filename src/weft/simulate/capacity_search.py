@@ -7,10 +7,10 @@ from math import ceil
 
 import msgspec
 
-from weft.simulate.load import Load
-from weft.simulate.objective import duration
-from weft.simulate.report import Judged, Report
-from weft.simulate.study import Study, Times
+from weft.simulate.load import SimulatedLoad
+from weft.simulate.objective import format_duration
+from weft.simulate.report import Report, TargetVerdict
+from weft.simulate.study import MeasurementWindow, Study
 
 CLOSE = 0.02  # as near is a rate found, relative
 CLOSE_REPLICAS = 0.01
@@ -18,7 +18,7 @@ MOST_RISES = 6  # from the guess, each to twice as much
 ALONE = 300  # requests, one after the other
 
 
-class Found(msgspec.Struct, frozen=True, kw_only=True):
+class CapacityResult(msgspec.Struct, frozen=True, kw_only=True):
     """`value` is the least number of replicas, or the highest rate, that meets the objective, None where there is none:
     `reason` says why. `report` is the run with it, `runs` are all of them in the order in which they were made."""
 
@@ -28,25 +28,25 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     runs: tuple[Report, ...]
 
 
-def alone(study: Study, load: Load, lone_s: float) -> Report:
+def simulate_lone_requests(study: Study, load: SimulatedLoad, lone_s: float) -> Report:
     """Requests of a load, each alone on one replica. `lone_s` is about what one takes."""
-    times = Times(duration_s=(ALONE + 5) * lone_s, warmup_s=5 * lone_s)
-    drawn = msgspec.structs.replace(load.drawn, rows=load.trace) if load.trace else load.drawn
-    lone = Load(drawn=drawn, users=1, seed=load.seed)
-    return msgspec.structs.replace(study, times=times, sample=None).run(lone, 1)
+    times = MeasurementWindow(duration_s=(ALONE + 5) * lone_s, warmup_s=5 * lone_s)
+    drawn = msgspec.structs.replace(load.distribution, rows=load.trace) if load.trace else load.distribution
+    lone = SimulatedLoad(distribution=drawn, users=1, seed=load.seed)
+    return msgspec.structs.replace(study, times=times, sample=None).run_load(lone, 1)
 
 
-def hopeless(report: Report) -> str:
+def explain_misses(report: Report) -> str:
     """Why an objective cannot be met that requests do not even meet alone; empty where they do."""
     missed = [it for it in report.objective if not it.met]
     return "; ".join(f"even a request alone has {said(it)}" for it in missed)
 
 
-def said(it: Judged) -> str:
-    return f"a {it.target} of {duration(it.value_s)}, and {duration(it.limit_s)} is asked"
+def said(it: TargetVerdict) -> str:
+    return f"a {it.target} of {format_duration(it.value_s)}, and {format_duration(it.limit_s)} is asked"
 
 
-def find_replicas(run: Callable[[int], Report], guess: float, *, too_few: int = 0) -> Found:
+def find_replicas(run: Callable[[int], Report], guess: float, *, too_few: int = 0) -> CapacityResult:
     """The fewest replicas, to CLOSE_REPLICAS, beginning at a guess; `too_few` are known to miss the objective."""
     runs: list[Report] = []
 
@@ -58,16 +58,18 @@ def find_replicas(run: Callable[[int], Report], guess: float, *, too_few: int = 
     while not met(high):
         if len(runs) > MOST_RISES:
             missed = "; ".join(said(it) for it in runs[-1].objective if not it.met)
-            return Found(value=None, reason=f"{high:,} replicas still have {missed}", report=None, runs=tuple(runs))
+            return CapacityResult(
+                value=None, reason=f"{high:,} replicas still have {missed}", report=None, runs=tuple(runs)
+            )
         low, high = high, 2 * high
     while high - low > max(1, CLOSE_REPLICAS * high):
         # Where nothing is known to be too few, the guess is as good as it gets.
         middle = (low + high) // 2 if low else max(1, high * 3 // 4)
         low, high = (low, middle) if met(middle) else (middle, high)
-    return Found(value=high, reason="", report=best(runs, lambda it: it.replicas == high), runs=tuple(runs))
+    return CapacityResult(value=high, reason="", report=best(runs, lambda it: it.replicas == high), runs=tuple(runs))
 
 
-def find_rate(run: Callable[[float], Report], guess: float) -> Found:
+def find_rate(run: Callable[[float], Report], guess: float) -> CapacityResult:
     """The highest rate, to CLOSE, beginning at a guess."""
     runs: list[Report] = []
 
@@ -85,10 +87,10 @@ def find_rate(run: Callable[[float], Report], guess: float) -> Found:
         low, high = (middle, high) if met(middle) else (low, middle)
     if not low:
         missed = "; ".join(said(it) for it in runs[-1].objective if not it.met)
-        return Found(
+        return CapacityResult(
             value=None, reason=f"at {high:.3g} requests/s there is still {missed}", report=None, runs=tuple(runs)
         )
-    return Found(value=low, reason="", report=best(runs, lambda it: it.rate == low), runs=tuple(runs))
+    return CapacityResult(value=low, reason="", report=best(runs, lambda it: it.rate == low), runs=tuple(runs))
 
 
 def best(runs: list[Report], fits: Callable[[Report], bool]) -> Report:

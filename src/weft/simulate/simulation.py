@@ -11,15 +11,15 @@ import msgspec
 from weft.core.request import Stats
 from weft.errors import QueueFullError, RequestError
 from weft.gateway.policy import Policy
-from weft.simulate.load import Source
-from weft.simulate.replica import Replica, Spec
-from weft.simulate.rest import Rest
-from weft.simulate.tally import Answer, Tally
+from weft.simulate.load import RequestSource
+from weft.simulate.replica import Replica, ReplicaSpec
+from weft.simulate.tally import RequestTimes, Tally
+from weft.simulate.unsimulated import UnsimulatedReplicas
 
 LOOK_EVERY = 4096  # events
 
 
-class Run(msgspec.Struct, frozen=True, kw_only=True):
+class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
     """What came of it. Counters are those of the window, of all replicas together; `events` are the steps, stretches
     and arrivals of the whole run, `steps` the scheduler's steps that they stand for."""
 
@@ -33,19 +33,19 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def simulate(
-    specs: Sequence[Spec],
-    source: Source,
+    specs: Sequence[ReplicaSpec],
+    source: RequestSource,
     policy: Policy,
     *,
     warmup_s: float,
     end_s: float,
     prefix_caching: bool,
-    rest: int = 0,
+    unsimulated: int = 0,
     stretches: bool = True,
     enough: Callable[[Tally], bool] = lambda tally: False,
     on_time: Callable[[float], object] = lambda now: None,
-) -> Run:
-    """One replica for each spec, from time 0 with nothing to do, and a `rest` of others that are only counted with.
+) -> SimulationResult:
+    """One replica for each spec, from time 0 with nothing to do, and a `unsimulated` of others that are only counted with.
 
     Requests that come from `warmup_s` to `end_s` are measured, and others keep coming until the last of those has
     ended. An infinite `end_s` is when all requests of a source that has an end have ended. `enough` is asked now and
@@ -53,7 +53,7 @@ def simulate(
     """
     tally = Tally(warmup_s, end_s)
     replicas = [Replica(spec, tally, prefix_caching=prefix_caching, stretches=stretches) for spec in specs]
-    system = System(replicas, rest, source, policy, tally)
+    system = Simulation(replicas, unsimulated, source, policy, tally)
     before: Stats | None = None
     after: Stats | None = None
     while (now := system.next_s) < inf:
@@ -72,7 +72,7 @@ def simulate(
     whole = system.total()
     before, after = before or whole, after or whole
     tally.end_s = max(tally.begin_s, min(tally.end_s, system.last_s))
-    return Run(
+    return SimulationResult(
         tally=tally,
         replicas=len(replicas),
         preemptions=after.preemptions - before.preemptions,
@@ -83,15 +83,19 @@ def simulate(
     )
 
 
-class System:
+class Simulation:
     """What happens next, and what that leads to. `awaited` counts the measured requests that have not ended."""
 
-    def __init__(self, replicas: Sequence[Replica], rest: int, source: Source, policy: Policy, tally: Tally) -> None:
+    def __init__(
+        self, replicas: Sequence[Replica], unsimulated: int, source: RequestSource, policy: Policy, tally: Tally
+    ) -> None:
         self.events = self.awaited = 0
         self.last_s = 0.0  # when something happened last
         self._replicas, self._source, self._policy, self._tally = replicas, source, policy, tally
-        self._connections = [0] * (len(replicas) + rest)
-        self._others = Rest(self._connections, len(replicas), most=replicas[0].most) if rest else None
+        self._connections = [0] * (len(replicas) + unsimulated)
+        self._others = (
+            UnsimulatedReplicas(self._connections, len(replicas), most=replicas[0].most) if unsimulated else None
+        )
         # When replicas are due, and the last such time that stands there for each: other times are over.
         self._agenda: list[tuple[float, int]] = []
         self._noted = [inf] * len(replicas)
@@ -107,7 +111,7 @@ class System:
         """What happens at `next_s`: an end comes before an arrival."""
         if self._others and self._others.next_s <= now:
             for _ in range(self._others.end()):
-                self._source.ended(now)
+                self._source.request_ended(now)
         elif self._agenda and self._agenda[0][0] <= now:
             due, index = heappop(self._agenda)
             if due == self._noted[index]:
@@ -130,22 +134,22 @@ class System:
         self.last_s = now
 
     def _arrive(self, now: float) -> None:
-        ask = self._source.take()
-        index = self._policy.choose(self._connections)
+        ask = self._source.take_request()
+        index = self._policy.choose_replica(self._connections)
         if index >= len(self._replicas):
             assert self._others is not None
             if not self._others.give(index):
-                self._source.ended(now, refused=True)
+                self._source.request_ended(now, refused=True)
             return
         replica, measured = self._replicas[index], self._tally.inside(now)
         self._end(index, now, replica.settle(now))
         output_len = min(ask.output_len, replica.longest - ask.input_len)
-        answer = Answer(str(self._asked), now, ask.input_len, output_len, measured)
+        answer = RequestTimes(str(self._asked), now, ask.input_len, output_len, measured)
         self._asked += 1
         try:
             replica.add(now, ask, answer)
         except (QueueFullError, RequestError) as error:
-            self._source.ended(now, refused=True)
+            self._source.request_ended(now, refused=True)
             if measured:
                 self._tally.refuse(now, impossible=isinstance(error, RequestError))
         else:
@@ -153,7 +157,7 @@ class System:
             self.awaited += measured
         self._note(index)
 
-    def _end(self, index: int, now: float, answers: Sequence[Answer]) -> None:
+    def _end(self, index: int, now: float, answers: Sequence[RequestTimes]) -> None:
         """Requests of a replica have ended."""
         if answers and self._others:
             self._others.copy(now, self._connections[index], len(answers), now - answers[-1].asked_s)
@@ -161,7 +165,7 @@ class System:
             self._connections[index] -= 1
             self.awaited -= answer.measured
             self._tally.answered(answer)
-            self._source.ended(now)
+            self._source.request_ended(now)
 
     def _note(self, index: int) -> None:
         """When the replica is due now."""

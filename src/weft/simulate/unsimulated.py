@@ -9,7 +9,7 @@ from random import Random
 SPREAD = 0.25  # of the time that a request took: so much later, at most, its like ends in others
 
 
-class Rest:
+class UnsimulatedReplicas:
     """Replicas of which only the number of requests is known.
 
     They are equal to those that are simulated: for each end there, as many come here as there are replicas here for one

@@ -6,7 +6,7 @@ from itertools import count
 from typing import NamedTuple
 
 
-class Ask(NamedTuple):
+class SimulatedRequest(NamedTuple):
     """`shared` are the pieces that the prompt begins with: content and tokens of each. What follows them, and the
     answer, is of the content `own`. Two prompts are alike as far as their contents are."""
 
@@ -23,7 +23,7 @@ class Ask(NamedTuple):
         return ids + [self.own] * (self.input_len - len(ids))
 
 
-class Contents:
+class ContentIds:
     """Numbers for contents, none twice."""
 
     def __init__(self) -> None:
