@@ -25,10 +25,10 @@ from weft.serving.body import check_structure
 from weft.serving.errors import HttpError
 from weft.serving.threads import WorkThreads
 from weft.text import tokenizer as tokenizer_module
-from weft.text.byte_level import ALPHABET, build
+from weft.text.byte_level import ALPHABET, build_byte_level
 from weft.text.limits import LIMITS, RequestLimits
 from weft.text.pretokenizers import GPT2
-from weft.text.settings import Settings
+from weft.text.settings import TokenizerSettings
 from weft.text.tokenizer import Tokenizer
 
 TOO_MANY: list[tuple[dict[str, Any], str, str]] = [
@@ -171,9 +171,11 @@ def _raises() -> None:
 
 
 async def test_a_tokenizer_that_panics_is_an_error_of_the_api(caplog: pytest.LogCaptureFixture) -> None:
-    rust = build({char: byte for byte, char in enumerate(ALPHABET)}, [], GPT2.pre_tokenizer(), whole_words=False)
+    rust = build_byte_level(
+        {char: byte for byte, char in enumerate(ALPHABET)}, [], GPT2.pre_tokenizer(), whole_words=False
+    )
     rust.pre_tokenizer = Split(Regex("(a+)+$"), "isolated")
-    world = World(words=Words(Tokenizer(rust, Settings(tokens={}))))
+    world = World(words=Words(Tokenizer(rust, TokenizerSettings(tokens={}))))
     with caplog.at_level(logging.ERROR, "weft.serving"):
         message = refused(await world.complete(prompt="a" * 45 + "b"), 500, code="internal_error")
     assert "the tokenizer fails on this text" in message

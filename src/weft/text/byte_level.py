@@ -13,12 +13,12 @@ ALPHABET = tuple(chr(byte if byte in _PRINTABLE else 256 + _OTHERS.index(byte)) 
 _BYTES = {char: byte for byte, char in enumerate(ALPHABET)}
 
 
-def spell(token: bytes) -> str:
+def bytes_to_token(token: bytes) -> str:
     """Bytes as the vocabulary writes them."""
     return "".join([ALPHABET[byte] for byte in token])
 
 
-def spelled(token: str) -> bytes:
+def token_to_bytes(token: str) -> bytes:
     """The bytes of a token; a text with any other character (an added token) stands for itself."""
     try:
         return bytes([_BYTES[char] for char in token])
@@ -26,7 +26,7 @@ def spelled(token: str) -> bytes:
         return token.encode()
 
 
-def build(
+def build_byte_level(
     vocab: Mapping[str, int],
     merges: Sequence[tuple[str, str]],
     pre_tokenizer: pre_tokenizers.PreTokenizer,

@@ -12,19 +12,21 @@ from tokenizers import Tokenizer
 
 from weft.cache import cache_path, write
 from weft.errors import ModelError
-from weft.text.settings import Settings
+from weft.text.settings import TokenizerSettings
 
 FORMAT = 1  # to be raised when what is made from the same file changes
 
 
-def cached(source: Path, make: Callable[[Path], tuple[Tokenizer, Settings]]) -> tuple[Tokenizer, Settings]:
+def load_cached(
+    source: Path, make: Callable[[Path], tuple[Tokenizer, TokenizerSettings]]
+) -> tuple[Tokenizer, TokenizerSettings]:
     """make(source), or what it gave before for this very file. A cache that cannot be read or written is no error."""
     folder = _folder(source)
     if folder is None:
         return make(source)
     # tokenizers raises plain Exceptions for a file that it cannot read.
     with suppress(Exception):
-        settings = msgspec.json.decode((folder / "settings.json").read_bytes(), type=Settings)
+        settings = msgspec.json.decode((folder / "settings.json").read_bytes(), type=TokenizerSettings)
         return Tokenizer.from_file(str(folder / "tokenizer.json")), settings
     rust, settings = make(source)
     with suppress(OSError, ModelError):

@@ -14,15 +14,15 @@ from tokenizers import AddedToken, Tokenizer
 from weft.errors import ModelError
 from weft.formats import limits
 from weft.text import gguf_tokenizer, spm, tiktoken_file
-from weft.text.cache import cached
-from weft.text.settings import Settings
+from weft.text.cache import load_cached
+from weft.text.settings import TokenizerSettings
 
 log = logging.getLogger(__name__)
 
 LOOKED_FOR = "tokenizer.json, tokenizer.model, *.tiktoken, *.gguf"
 
 
-def read(path: Path) -> tuple[Tokenizer, Settings]:
+def read_folder(path: Path) -> tuple[Tokenizer, TokenizerSettings]:
     """The vocabulary in the file `path`, or in the directory, and what the files beside it say of it."""
     folder = path if path.is_dir() else path.parent
     rust, settings = _vocabulary(_source(path))
@@ -44,7 +44,7 @@ def read(path: Path) -> tuple[Tokenizer, Settings]:
     )
 
 
-def _vocabulary(file: Path) -> tuple[Tokenizer, Settings]:
+def _vocabulary(file: Path) -> tuple[Tokenizer, TokenizerSettings]:
     """The vocabulary in one file, by what its name says it is."""
     limits.check_file(file, limits.TOKENIZER_BYTES)
     if file.suffix == ".json":
@@ -55,12 +55,12 @@ def _vocabulary(file: Path) -> tuple[Tokenizer, Settings]:
         # What it was trained with is nothing to us: a prompt is never cut or filled up.
         rust.no_truncation()
         rust.no_padding()
-        return rust, Settings()
+        return rust, TokenizerSettings()
     if file.suffix == ".model":
-        return cached(file, spm.read)
+        return load_cached(file, spm.read_sentencepiece)
     if file.suffix == ".tiktoken":
-        return cached(file, tiktoken_file.read)
-    return cached(file, gguf_tokenizer.read)
+        return load_cached(file, tiktoken_file.read_tiktoken)
+    return load_cached(file, gguf_tokenizer.read_gguf_tokenizer)
 
 
 def _source(path: Path) -> Path:

@@ -11,8 +11,8 @@ from weft.errors import ModelError
 from weft.formats.gguf import Gguf
 from weft.formats.gguf import read as read_header
 from weft.text import byte_level, spm
-from weft.text.pretokenizers import WORDS
-from weft.text.settings import Settings
+from weft.text.pretokenizers import PRE_TOKENIZERS
+from weft.text.settings import TokenizerSettings
 
 PREFIX = "tokenizer.ggml."
 MODELS = ("gpt2", "llama")
@@ -29,7 +29,7 @@ END_FIELDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>")
 
 
-def read(path: Path) -> tuple[Tokenizer, Settings]:
+def read_gguf_tokenizer(path: Path) -> tuple[Tokenizer, TokenizerSettings]:
     """The tokenizer that a GGUF file describes. ModelError for a kind that Weft does not know."""
     header = read_header(path)
     kind = header.metadata.get(PREFIX + "model")
@@ -49,10 +49,10 @@ def read(path: Path) -> tuple[Tokenizer, Settings]:
 
 def _byte_level(header: Gguf, tokens: Sequence[str], types: Sequence[int]) -> tuple[Tokenizer, bool]:
     name = header.metadata.get(PREFIX + "pre", "default")
-    words = WORDS.get(str(name))
+    words = PRE_TOKENIZERS.get(str(name))
     if words is None:
         raise ModelError(
-            f"{header.path} cuts words as {name!r} does, which Weft does not know; known: {', '.join(sorted(WORDS))}; "
+            f"{header.path} cuts words as {name!r} does, which Weft does not know; known: {', '.join(sorted(PRE_TOKENIZERS))}; "
             "give the model's own tokenizer with --tokenizer"
         )
     merges = [str(merge).split(" ") for merge in header.array(PREFIX + "merges")]
@@ -63,7 +63,7 @@ def _byte_level(header: Gguf, tokens: Sequence[str], types: Sequence[int]) -> tu
                 f"{header.path} is damaged: {' '.join(merge)!r} merges no two of its tokens; fetch it again"
             )
     pairs = [(left, right) for left, right in merges]
-    rust = byte_level.build(vocab, pairs, words.pre_tokenizer(), whole_words=words.whole)
+    rust = byte_level.build_byte_level(vocab, pairs, words.pre_tokenizer(), whole_words=words.whole)
     spm.add_tokens(rust, [(token, type) for token, type in zip(tokens, types, strict=True) if type != spm.UNKNOWN])
     return rust, words.bos
 
@@ -73,7 +73,7 @@ def _sentencepiece(header: Gguf, tokens: Sequence[str], types: Sequence[int]) ->
     if len(scores) != len(tokens):
         raise ModelError(f"{header.path} is damaged: {len(scores)} scores for {len(tokens)} tokens; fetch it again")
     unk = _id(header, "unknown_token_id", len(tokens))
-    rust = spm.build(
+    rust = spm.build_sentencepiece(
         [spm.Piece(*piece) for piece in zip(tokens, scores, types, strict=True)],
         unigram=False,
         unk_id=0 if unk is None else unk,
@@ -83,13 +83,13 @@ def _sentencepiece(header: Gguf, tokens: Sequence[str], types: Sequence[int]) ->
     return rust, True
 
 
-def _settings(header: Gguf, tokens: Sequence[str], types: Sequence[int], add_bos: bool) -> Settings:
+def _settings(header: Gguf, tokens: Sequence[str], types: Sequence[int], add_bos: bool) -> TokenizerSettings:
     ids = {field: _id(header, field, len(tokens)) for field in (*NAMED.values(), *END_FIELDS)}
     named = {name: tokens[id] for name, field in NAMED.items() if (id := ids[field]) is not None}
     ends = [id for field in END_FIELDS if (id := ids[field]) is not None]
     ends += [id for id, token in enumerate(tokens) if token in END_TOKENS and types[id] == spm.CONTROL]
     template = header.metadata.get("tokenizer.chat_template")
-    return Settings(
+    return TokenizerSettings(
         tokens=named,
         add_bos=_flag(header, "add_bos_token", default=add_bos) and "bos_token" in named,
         add_eos=_flag(header, "add_eos_token", default=False) and "eos_token" in named,

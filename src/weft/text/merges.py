@@ -10,7 +10,7 @@ from typing import TypeVar
 Text = TypeVar("Text", str, bytes)
 
 
-def merges(ranks: Mapping[Text, float]) -> list[tuple[Text, Text]]:
+def derive_merges(ranks: Mapping[Text, float]) -> list[tuple[Text, Text]]:
     """The two parts that each token is put together from, in the order in which to look for them.
 
     SentencePiece and tiktoken join the neighbours whose join ranks lowest, the leftmost of equals, until none

@@ -12,7 +12,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from weft.errors import ModelError
-from weft.text.byte_level import spelled
+from weft.text.byte_level import token_to_bytes
 
 # Decoders that give each token's text by itself, once it is known whether it is the first.
 KNOWN = frozenset({"ByteFallback", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece"})
@@ -69,7 +69,7 @@ class Pieces:
         if token is None:
             return None
         if self.byte_level:
-            return spelled(token)
+            return token_to_bytes(token)
         text = self._joined([*before, token])[sum(map(len, before)) :]
         byte = _BYTE.fullmatch(token) if self.byte_fallback and text else None
         return bytes([int(byte[1], 16)]) if byte else text
@@ -86,7 +86,7 @@ class Detokenizer:
         self._utf8 = self._decoder()
         self._utf8.decode(self._tail(context))
 
-    def twin(self) -> Detokenizer:
+    def fork(self) -> Detokenizer:
         """Another one in the same state, without another look at the context."""
         other = copy(self)
         other._utf8 = self._decoder()

@@ -23,7 +23,7 @@ _DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-�
 
 
 @dataclass(frozen=True)
-class Words:
+class PreTokenizerSpec:
     """`splits` are applied one after the other; then each digit is a word where `digits`, then GPT-2's own pattern
     cuts where `gpt2`. `whole`: a word that is in the vocabulary is taken as it is, without merging. `bos`: such
     models begin with BOS unless they say not.
@@ -44,20 +44,20 @@ class Words:
         return pre_tokenizers.Sequence([*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=self.gpt2)])
 
 
-GPT2 = Words(gpt2=True)
-QWEN = Words(_QWEN2)
-_SINGLE_DIGITS = Words(digits=True, gpt2=True)
-_LLAMA = Words(_LLAMA3, whole=True, bos=True)
+GPT2 = PreTokenizerSpec(gpt2=True)
+QWEN = PreTokenizerSpec(_QWEN2)
+_SINGLE_DIGITS = PreTokenizerSpec(digits=True, gpt2=True)
+_LLAMA = PreTokenizerSpec(_LLAMA3, whole=True, bos=True)
 
 # tokenizer.ggml.pre -> words
-WORDS = {
+PRE_TOKENIZERS = {
     **dict.fromkeys(("default", "gpt-2", "olmo", "mpt", "phi-2", "exaone4"), GPT2),
     **dict.fromkeys(
         ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _SINGLE_DIGITS
     ),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"), _LLAMA),
-    **dict.fromkeys(("dbrx", "smaug-bpe"), Words(_LLAMA3)),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), PreTokenizerSpec(_LLAMA3)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "hunyuan"), QWEN),
-    "tekken": Words(_TEKKEN, whole=True, bos=True),
-    "deepseek-coder": Words(_DEEPSEEK_CODER, digits=True),
+    "tekken": PreTokenizerSpec(_TEKKEN, whole=True, bos=True),
+    "deepseek-coder": PreTokenizerSpec(_DEEPSEEK_CODER, digits=True),
 }

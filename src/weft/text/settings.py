@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
+class TokenizerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """`tokens` are the named ones by Transformers' names ("bos_token": "<s>"), which chat templates know.
 
     `add_bos` and `add_eos`: whether a text gets them; None leaves it to the vocabulary's own post-processor.

@@ -14,8 +14,8 @@ from typing import NamedTuple
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
 
 from weft.errors import ModelError
-from weft.text.merges import merges
-from weft.text.settings import Settings
+from weft.text.merges import derive_merges
+from weft.text.settings import TokenizerSettings
 
 SPACE = "▁"
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # what a piece is; GGUF counts the same
@@ -35,15 +35,15 @@ class Piece(NamedTuple):
     type: int
 
 
-def read(path: Path) -> tuple[Tokenizer, Settings]:
+def read_sentencepiece(path: Path) -> tuple[Tokenizer, TokenizerSettings]:
     """The vocabulary of a SentencePiece model file. ModelError for a damaged one."""
     try:
-        return parse(path.read_bytes())
+        return parse_sentencepiece(path.read_bytes())
     except (ValueError, IndexError, struct.error) as error:
         raise ModelError(f"{path} is no SentencePiece model that Weft can read, or a damaged one: {error}") from error
 
 
-def parse(data: bytes) -> tuple[Tokenizer, Settings]:
+def parse_sentencepiece(data: bytes) -> tuple[Tokenizer, TokenizerSettings]:
     """A model, BPE or Unigram; BOS is added where it has one. ValueError, IndexError or struct.error for damage."""
     pieces: list[Piece] = []
     trainer: dict[int, int | bytes] = {}
@@ -63,7 +63,7 @@ def parse(data: bytes) -> tuple[Tokenizer, Settings]:
     type = trainer.get(MODEL_TYPE, UNIGRAM)
     if type not in (UNIGRAM, BPE):
         raise ValueError(f"it is of type {type!r}, not {UNIGRAM} (Unigram) or {BPE} (BPE)")
-    rust = build(
+    rust = build_sentencepiece(
         pieces,
         unigram=type == UNIGRAM,
         unk_id=named["unk_token"],
@@ -71,7 +71,7 @@ def parse(data: bytes) -> tuple[Tokenizer, Settings]:
         prefix=prefix,
         before=_normalizers(normalizer),
     )
-    return rust, Settings(
+    return rust, TokenizerSettings(
         tokens=tokens,
         add_bos="bos_token" in tokens,
         add_eos=False,
@@ -79,7 +79,7 @@ def parse(data: bytes) -> tuple[Tokenizer, Settings]:
     )
 
 
-def build(
+def build_sentencepiece(
     pieces: Sequence[Piece],
     *,
     unigram: bool,
@@ -96,7 +96,9 @@ def build(
         ids = {piece.text: id for id, piece in enumerate(pieces)}
         ranks = {piece.text: -piece.score for piece in pieces if piece.type == NORMAL}
         unk = pieces[unk_id].text if unk_id >= 0 else None
-        rust = Tokenizer(models.BPE(ids, merges(ranks), unk_token=unk, fuse_unk=True, byte_fallback=byte_fallback))
+        rust = Tokenizer(
+            models.BPE(ids, derive_merges(ranks), unk_token=unk, fuse_unk=True, byte_fallback=byte_fallback)
+        )
     steps = [*before, *([normalizers.Prepend(SPACE)] if prefix else []), normalizers.Replace(" ", SPACE)]
     rust.normalizer = normalizers.Sequence(steps)
     rust.decoder = decoders.Sequence(

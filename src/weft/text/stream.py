@@ -31,10 +31,10 @@ class TextStream:
         self._early = params.min_tokens  # tokens that are still to come before stop strings count
         self._armed = False
 
-    def twin(self) -> TextStream:
+    def fork(self) -> TextStream:
         """Another choice's stream, in the same state. Prompt and stop strings are not looked through again."""
         other = copy(self)
-        other._text = self._text.twin()
+        other._text = self._text.fork()
         other._stops = copy(self._stops)
         return other
 

@@ -46,7 +46,7 @@ class ChatTemplate:
             self._template = _compile(source)
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, given: str | None = None) -> ChatTemplate:
+    def for_tokenizer(cls, tokenizer: Tokenizer, given: str | None = None) -> ChatTemplate:
         """The template `given` with --chat-template (a file or the text itself), else the model's own, else ChatML
         where the vocabulary has its tokens. ConfigError for a file that cannot be read."""
         if given is not None:

@@ -12,16 +12,16 @@ from tokenizers import Tokenizer as RustTokenizer
 from weft.errors import ModelError, RequestError
 from weft.formats.gguf import is_gguf
 from weft.text import folder, gguf_tokenizer
-from weft.text.cache import cached
+from weft.text.cache import load_cached
 from weft.text.pieces import Detokenizer, Pieces
-from weft.text.settings import Settings
+from weft.text.settings import TokenizerSettings
 
 # The library's batch calls work without the interpreter's lock, so that a server can make them in a thread beside its
 # event loop. Without this they start a thread per core as well, for a batch of one.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
-def load(path: str, *, gguf: bool | None = None) -> Tokenizer:
+def load_tokenizer(path: str, *, gguf: bool | None = None) -> Tokenizer:
     """The tokenizer in a Hugging Face directory, a GGUF file, or a tokenizer's own file.
 
     `gguf` says whether a file is GGUF; None looks at how it begins. Raises ModelError, naming the path, for a
@@ -32,8 +32,8 @@ def load(path: str, *, gguf: bool | None = None) -> Tokenizer:
         raise ModelError(f"there is no tokenizer at {path}; give a folder or a file that exists with --tokenizer")
     try:
         if place.is_file() and (is_gguf(place) if gguf is None else gguf):
-            return Tokenizer(*cached(place, gguf_tokenizer.read))
-        return Tokenizer(*folder.read(place))
+            return Tokenizer(*load_cached(place, gguf_tokenizer.read_gguf_tokenizer))
+        return Tokenizer(*folder.read_folder(place))
     except OSError as error:
         raise ModelError(f"cannot read the tokenizer at {path}: {error}") from error
 
@@ -46,7 +46,7 @@ class Tokenizer:
     end an answer as far as the tokeniser knows (generation_config.json may know more).
     """
 
-    def __init__(self, rust: RustTokenizer, settings: Settings) -> None:
+    def __init__(self, rust: RustTokenizer, settings: TokenizerSettings) -> None:
         self._rust = rust
         self._settings = settings
         self.pieces = Pieces(rust)
