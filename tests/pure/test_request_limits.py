@@ -84,12 +84,12 @@ async def test_unknown_names_are_cut_and_counted(caplog: pytest.LogCaptureFixtur
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 5 and all(line.endswith("and 190 more") for line in lines)
     assert max(map(len, lines)) < 1100
-    assert len(world.service._unknown._seen) == 1000
-    assert {len(name) for name in world.service._unknown._seen} == {80}
+    assert len(world.service._unknown_fields._seen) == 1000
+    assert {len(name) for name in world.service._unknown_fields._seen} == {80}
 
 
 async def test_a_default_limit_of_bodies_follows_the_models_length() -> None:
-    assert World().service._intake.limit == 8 * 2**20
+    assert World().service._body_receiver.limit == 8 * 2**20
     long = service.Service(
         World().engine, frontend(max_model_len=2**20), World().service.options, model="m", capacity=1
     )
@@ -140,13 +140,13 @@ async def test_bodies_are_worked_on_outside_the_event_loop(
     path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[threading.Thread] = []
-    plain = service.Service.wire
+    plain = service.Service.decode_body
 
     def noted(this: service.Service, content: bytes, target: Any) -> Any:
         seen.append(threading.current_thread())
         return plain(this, content, target)
 
-    monkeypatch.setattr(service.Service, "wire", noted)
+    monkeypatch.setattr(service.Service, "decode_body", noted)
     await World().post(path, body)
     assert [thread.daemon for thread in seen] == [True]
 
@@ -254,5 +254,5 @@ async def test_memory_of_long_prompts_is_given_back_after_the_answer(
     monkeypatch.setattr(Trimmer, "trim_later", lambda self: calls.append(self))
     job = SimpleNamespace(output=SimpleNamespace(prompt_token_ids=[1] * tokens))
     answer = type("Done", (), {"jobs": [job]})()
-    world.service.closed(answer)
+    world.service.stream_closed(answer)
     assert len(calls) == times

@@ -42,7 +42,7 @@ class ConnectionLimits:
     held_bytes: int = 2**27
 
 
-class Holder(Protocol):
+class TrackedConnection(Protocol):
     """A connection, as `Admission` sees it."""
 
     def drop(self) -> None:
@@ -60,14 +60,14 @@ class Admission:
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self.limits = limits
-        self._served: set[Holder] = set()
-        self._spare: dict[Holder, None] = {}  # the oldest first
-        self._held: dict[Holder, int] = {}  # bytes, the oldest first
+        self._served: set[TrackedConnection] = set()
+        self._spare: dict[TrackedConnection, None] = {}  # the oldest first
+        self._held: dict[TrackedConnection, int] = {}  # bytes, the oldest first
         self._held_bytes = 0
         self._refused = 0
         self._logged_at = float("-inf")
 
-    def enter(self, connection: Holder) -> bool:
+    def enter(self, connection: TrackedConnection) -> bool:
         """Count a new connection; false if it is over the limit, and may only ask for the server's health."""
         if len(self._served) < self.limits.connections:
             self._served.add(connection)
@@ -78,13 +78,13 @@ class Admission:
         self._log_refusal()
         return False
 
-    def leave(self, connection: Holder) -> None:
+    def leave(self, connection: TrackedConnection) -> None:
         """Forget a connection. It may be told twice."""
         self._served.discard(connection)
         self._spare.pop(connection, None)
         self.hold(connection, 0)
 
-    def hold(self, connection: Holder, size: int) -> None:
+    def hold(self, connection: TrackedConnection, size: int) -> None:
         """Note that `size` bytes of unanswered requests lie with a connection."""
         self._held_bytes += size - self._held.get(connection, 0)
         if size:
@@ -104,7 +104,7 @@ class Admission:
             )
             self.hold(oldest, 0)
 
-    def full(self) -> HttpError:
+    def too_many_connections(self) -> HttpError:
         """The refusal of a request over the limit of connections."""
         return HttpError(
             503,

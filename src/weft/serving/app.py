@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from weft.serving import health, models
 from weft.serving.chat import chat
 from weft.serving.completions import completions
-from weft.serving.errors import HANDLERS, HttpError, refusal
+from weft.serving.errors import HANDLERS, HttpError, error_response
 from weft.serving.service import Service
 
 # Probes come without keys.
@@ -41,25 +41,25 @@ ROUTES = (
 )
 
 
-def app(service: Service) -> Starlette:
+def create_app(service: Service) -> Starlette:
     """The application for one service."""
     options = service.options
-    middleware = [Middleware(Dated)]
+    middleware = [Middleware(DateHeader)]
     if options.allowed_origins:
         middleware.append(
             Middleware(CORSMiddleware, allow_origins=options.allowed_origins, allow_methods=["*"], allow_headers=["*"])
         )
     if options.enable_request_id_headers:
-        middleware.append(Middleware(RequestIds))
+        middleware.append(Middleware(RequestIdHeader))
     if options.api_key:
-        middleware.append(Middleware(Guard, keys=options.api_key))
+        middleware.append(Middleware(RequireKey, keys=options.api_key))
     made = Starlette(routes=ROUTES, middleware=middleware, exception_handlers=HANDLERS)
     made.router.redirect_slashes = False  # else an unknown path gets a redirect instead of its 404
     made.state.service = service
     return made
 
 
-class Dated:
+class DateHeader:
     """Says when an answer was made."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -74,7 +74,7 @@ class Dated:
         await self._app(scope, receive, dated)
 
 
-class Guard:
+class RequireKey:
     """Lets only those pass who know one of `keys`; probes always."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
@@ -86,7 +86,7 @@ class Guard:
             await self._app(scope, receive, send)
             return
         error = HttpError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
-        await refusal(error)(scope, receive, send)
+        await error_response(error)(scope, receive, send)
 
     def _may_pass(self, scope: Scope) -> bool:
         if scope["path"].removeprefix(scope.get("root_path", "")) in OPEN:
@@ -102,7 +102,7 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-class RequestIds:
+class RequestIdHeader:
     """Sends back the X-Request-Id of a request, or makes one."""
 
     def __init__(self, app: ASGIApp) -> None:

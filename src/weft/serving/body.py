@@ -22,7 +22,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 FIELD = re.compile(r"`\$\.?([^`]*)`$|required field `([^`]+)`")
 
 
-class Intake:
+class BodyReceiver:
     """Receives bodies of at most `limit` bytes each, and at most `LIMITS.bodies` times that at once. `on_drop` is
     called when a large body does not come whole, and its memory is free again."""
 
@@ -107,7 +107,7 @@ def convert(raw: dict[str, Any], target: type[T]) -> T:
         raise RequestError(str(error), param=(field[1] or field[2]) if field else None) from None
 
 
-class Unknown:
+class UnknownFields:
     """Fields that nobody knows: ignored, and each is named in the log once. Names are kept cut, and only so many."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ from weft.client.collector import Collector
 from weft.client.outputs import Logprob
 from weft.errors import RequestError
 from weft.serving.logprobs import chat_logprobs
-from weft.serving.openai_answer import OpenAIAnswer
+from weft.serving.openai_stream import OpenAIStream
 from weft.serving.openai_types import (
     ChatChoice,
     ChatChunk,
@@ -24,12 +24,12 @@ from weft.serving.openai_types import (
     Message,
     Usage,
 )
-from weft.serving.sampling import said
-from weft.serving.service import Answer, Service
+from weft.serving.sampling import sampling_fields
+from weft.serving.service import EngineStream, Service
 
 
 @dataclass(frozen=True)
-class AskedChat:
+class PreparedChat:
     """A chat request that is ready for the engine."""
 
     wire: ChatRequest
@@ -39,16 +39,16 @@ class AskedChat:
 
 async def chat(request: Request) -> Response:
     service: Service = request.app.state.service
-    asked = await service.prepared(request, prepare_chat)
-    answer = service.answer(asked.jobs)
-    return await Talk(service, answer, asked.model, asked.wire).reply(request)
+    asked = await service.prepare(request, prepare_chat)
+    answer = service.open_stream(asked.jobs)
+    return await ChatStream(service, answer, asked.model, asked.wire).reply(request)
 
 
-def prepare_chat(service: Service, content: bytes) -> AskedChat:
+def prepare_chat(service: Service, content: bytes) -> PreparedChat:
     """Check a body, render its messages and tokenise them. Raises RequestError and HttpError."""
-    wire = service.wire(content, ChatRequest)
-    model = service.named(wire.model)
-    params = said(wire)
+    wire = service.decode_body(content, ChatRequest)
+    model = service.resolve_model(wire.model)
+    params = sampling_fields(wire)
     if wire.max_completion_tokens is not None:
         params["max_tokens"] = wire.max_completion_tokens
     if wire.top_logprobs is not None and not wire.logprobs:
@@ -56,16 +56,16 @@ def prepare_chat(service: Service, content: bytes) -> AskedChat:
     if wire.logprobs:
         params["logprobs"] = wire.top_logprobs or 0
     sampling = service.frontend.params(params, max_tokens=None)
-    service.check_places(1, sampling)
+    service.check_capacity(1, sampling)
     text = service.render(wire.messages, wire)
     prompt = service.frontend.prompt(text, special=False, param="messages")
-    return AskedChat(wire, model, service.jobs([prompt], sampling, priority=wire.priority))
+    return PreparedChat(wire, model, service.create_collectors([prompt], sampling, priority=wire.priority))
 
 
-class Talk(OpenAIAnswer[ChatChunkChoice]):
+class ChatStream(OpenAIStream[ChatChunkChoice]):
     """One chat completion on its way out."""
 
-    def __init__(self, service: Service, answer: Answer, model: str, wire: ChatRequest) -> None:
+    def __init__(self, service: Service, answer: EngineStream, model: str, wire: ChatRequest) -> None:
         super().__init__(service, answer, model, wire, "chatcmpl")
         self._role = service.options.response_role
         self._top = (wire.top_logprobs or 0) if wire.logprobs else None

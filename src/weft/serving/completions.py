@@ -14,14 +14,14 @@ from weft.client.frontend import Frontend, Prompt, PromptLike
 from weft.client.outputs import CompletionOutput, Logprob
 from weft.errors import RequestError
 from weft.serving.logprobs import completion_logprobs
-from weft.serving.openai_answer import OpenAIAnswer
+from weft.serving.openai_stream import OpenAIStream
 from weft.serving.openai_types import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, Usage
-from weft.serving.sampling import said
-from weft.serving.service import Answer, Service
+from weft.serving.sampling import sampling_fields
+from weft.serving.service import EngineStream, Service
 
 
 @dataclass(frozen=True)
-class AskedCompletion:
+class PreparedCompletion:
     """A completion request that is ready for the engine. `scoring`: the caller wants the prompt's logprobs only."""
 
     wire: CompletionRequest
@@ -32,16 +32,16 @@ class AskedCompletion:
 
 async def completions(request: Request) -> Response:
     service: Service = request.app.state.service
-    asked = await service.prepared(request, prepare_completion)
-    answer = service.answer(asked.jobs)
-    return await Writing(service, answer, asked.model, asked.wire, asked.scoring).reply(request)
+    asked = await service.prepare(request, prepare_completion)
+    answer = service.open_stream(asked.jobs)
+    return await CompletionStream(service, answer, asked.model, asked.wire, asked.scoring).reply(request)
 
 
-def prepare_completion(service: Service, content: bytes) -> AskedCompletion:
+def prepare_completion(service: Service, content: bytes) -> PreparedCompletion:
     """Check a body and tokenise its prompts. Raises RequestError and HttpError."""
-    wire = service.wire(content, CompletionRequest)
-    model = service.named(wire.model)
-    params = said(wire) | {"logprobs": wire.logprobs}
+    wire = service.decode_body(content, CompletionRequest)
+    model = service.resolve_model(wire.model)
+    params = sampling_fields(wire) | {"logprobs": wire.logprobs}
     if wire.echo and wire.logprobs is not None:
         if wire.stream:
             raise RequestError("echo with logprobs cannot be streamed; leave one of the three out", param="echo")
@@ -51,9 +51,11 @@ def prepare_completion(service: Service, content: bytes) -> AskedCompletion:
         params["max_tokens"] = 1  # sampled, and kept back
     sampling = service.frontend.params(params)
     given = split_prompts(wire.prompt)
-    service.check_places(len(given), sampling)
+    service.check_capacity(len(given), sampling)
     prompts = (read_prompt(service.frontend, prompt, wire) for prompt in given)
-    return AskedCompletion(wire, model, service.jobs(prompts, sampling, priority=wire.priority), scoring)
+    return PreparedCompletion(
+        wire, model, service.create_collectors(prompts, sampling, priority=wire.priority), scoring
+    )
 
 
 def read_prompt(frontend: Frontend, given: PromptLike, wire: CompletionRequest) -> Prompt:
@@ -76,10 +78,12 @@ def split_prompts(prompt: str | list[str | int | list[int]]) -> list[PromptLike]
     return [cast(list[int], prompt)] if kinds == {int} else cast(list[PromptLike], prompt)
 
 
-class Writing(OpenAIAnswer[CompletionChoice]):
+class CompletionStream(OpenAIStream[CompletionChoice]):
     """One completion request on its way out: a choice's number is prompt number * n + choice number."""
 
-    def __init__(self, service: Service, answer: Answer, model: str, wire: CompletionRequest, scoring: bool) -> None:
+    def __init__(
+        self, service: Service, answer: EngineStream, model: str, wire: CompletionRequest, scoring: bool
+    ) -> None:
         super().__init__(service, answer, model, wire, "cmpl")
         self._echo = bool(wire.echo)
         self._scoring = scoring

@@ -17,8 +17,8 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from weft.serving.admission import Admission
-from weft.serving.errors import ErrorFrame, HttpError, describe, refusal
-from weft.serving.service import shut_down
+from weft.serving.errors import ErrorFrame, HttpError, describe_error, error_response
+from weft.serving.service import shutting_down_error
 
 HEAD_END = b"\r\n\r\n"
 PIECE = 2**14  # bytes that the parser gets at once, if their number is not known to be a body's
@@ -66,7 +66,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
-        self.flow = Flow(self)
+        self.flow = BoundedFlowControl(self)
         self._served = self._admission.enter(self)
         self._watch()
 
@@ -91,7 +91,7 @@ class Connection(HttpToolsProtocol):
     def shutdown(self) -> None:
         """Close, or do so after the request that is being answered. A request whose body is not whole is refused."""
         if self._part == "body":
-            self.refuse(shut_down())
+            self.refuse(shutting_down_error())
         if not self._deaf:
             super().shutdown()
         elif not self._busy:
@@ -109,7 +109,7 @@ class Connection(HttpToolsProtocol):
         running = self._running
         return running is not None and not running.response_complete and not running.disconnected
 
-    def full(self) -> bool:
+    def queue_full(self) -> bool:
         """Nothing more is to be read for now."""
         if self._deaf:
             return False
@@ -120,7 +120,7 @@ class Connection(HttpToolsProtocol):
         """Parse what has come, as far as requests may be queued."""
         data, self._pending = self._pending, b""
         view, at = memoryview(data), 0
-        while at < len(data) and not self._deaf and not self.full():
+        while at < len(data) and not self._deaf and not self.queue_full():
             size = self._next_piece(data, at)
             if not size:
                 break
@@ -244,10 +244,12 @@ class Connection(HttpToolsProtocol):
             cycle.keep_alive |= self._early
 
         try:
-            await (app if within else refusal(self._admission.full()))(scope, receive, send_framed)
+            await (app if within else error_response(self._admission.too_many_connections()))(
+                scope, receive, send_framed
+            )
         except asyncio.CancelledError:  # the server ends before the request does
             if not cycle.response_started and not self.transport.is_closing():
-                self.transport.write(encoded(shut_down()))
+                self.transport.write(encode_error_response(shutting_down_error()))
             cycle.disconnected = True
             self.transport.close()
 
@@ -294,7 +296,7 @@ class Connection(HttpToolsProtocol):
 
     def _say(self, error: HttpError) -> None:
         if not self.transport.is_closing():
-            self.transport.write(encoded(error))
+            self.transport.write(encode_error_response(error))
             self._linger()
 
     def _linger(self) -> None:
@@ -344,7 +346,7 @@ class Connection(HttpToolsProtocol):
             self.refuse(HttpError(408, f"the request was given up: {what} after {seconds:g} s", code="request_timeout"))
 
 
-class Flow(FlowControl):
+class BoundedFlowControl(FlowControl):
     """Reading goes on only while there is room for what is read, whoever asks for it."""
 
     def __init__(self, connection: Connection) -> None:
@@ -352,13 +354,13 @@ class Flow(FlowControl):
         self._connection = connection
 
     def resume_reading(self) -> None:
-        if not self._connection.full():
+        if not self._connection.queue_full():
             super().resume_reading()
 
 
-def encoded(error: HttpError) -> bytes:
+def encode_error_response(error: HttpError) -> bytes:
     """An error as a whole response, the last of its connection."""
-    status, body, headers = describe(error)
+    status, body, headers = describe_error(error)
     content = msgspec.json.encode(ErrorFrame(body))
     headers |= {
         "Content-Type": "application/json",

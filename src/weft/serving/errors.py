@@ -37,7 +37,7 @@ class ErrorFrame(msgspec.Struct):
     error: ErrorBody
 
 
-class Json(Response):
+class JsonResponse(Response):
     """A response from anything that msgspec encodes."""
 
     media_type = "application/json"
@@ -59,7 +59,7 @@ def kind(status: int) -> str:
             return "invalid_request_error" if status < 500 else "server_error"
 
 
-def describe(error: Exception) -> tuple[int, ErrorBody, dict[str, str]]:
+def describe_error(error: Exception) -> tuple[int, ErrorBody, dict[str, str]]:
     """Status, body and headers of any error."""
     status, code, param, headers = 500, "internal_error", None, {}
     message = str(error)
@@ -89,13 +89,13 @@ def describe(error: Exception) -> tuple[int, ErrorBody, dict[str, str]]:
 
 
 def frame(error: Exception) -> ErrorFrame:
-    return ErrorFrame(describe(error)[1])
+    return ErrorFrame(describe_error(error)[1])
 
 
-def refusal(error: Exception) -> Response:
+def error_response(error: Exception) -> Response:
     """An error as a response."""
-    status, body, headers = describe(error)
-    return Json(ErrorFrame(body), status, headers)
+    status, body, headers = describe_error(error)
+    return JsonResponse(ErrorFrame(body), status, headers)
 
 
 async def respond(request: Request, error: Exception) -> Response:
@@ -103,7 +103,7 @@ async def respond(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException) and error.status_code in (404, 405):
         what = "unknown URL" if error.status_code == 404 else "method not allowed"
         error = HTTPException(error.status_code, f"{what}: {request.method} {request.url.path}", error.headers)
-    return refusal(error)
+    return error_response(error)
 
 
 # Exception alone would do, but Starlette raises what it catches by that name once more, and the server logs it.

@@ -5,14 +5,14 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from weft.serving.errors import HttpError, Json
+from weft.serving.errors import HttpError, JsonResponse
 from weft.serving.metrics import CONTENT_TYPE
 from weft.serving.service import Service
 
 
 async def live(request: Request) -> Response:
     """The process answers."""
-    return Json({"status": "ok"})
+    return JsonResponse({"status": "ok"})
 
 
 async def ready(request: Request) -> Response:
@@ -26,16 +26,16 @@ async def ready(request: Request) -> Response:
 async def health(request: Request) -> Response:
     """The engine lives, and steps finish while requests run."""
     service: Service = request.app.state.service
-    trouble = service.trouble()
+    trouble = service.unhealthy_reason()
     if trouble is not None:
         raise HttpError(503, trouble, code="unhealthy")
-    return Json({"status": "ok"})
+    return JsonResponse({"status": "ok"})
 
 
 async def load(request: Request) -> Response:
     """Requests that are being answered."""
     service: Service = request.app.state.service
-    return Json({"server_load": len(service.answers)})
+    return JsonResponse({"server_load": len(service.streams)})
 
 
 async def metrics(request: Request) -> Response:

@@ -42,7 +42,7 @@ def bind(options: ServeOptions) -> socket.socket:
     return listener
 
 
-def begin(listener: socket.socket, options: ServeOptions) -> None:
+def start_listening(listener: socket.socket, options: ServeOptions) -> None:
     """Let clients in. Raises ConfigError where somebody else has come first after all."""
     if options.uds is None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # it counts once more now
@@ -65,7 +65,7 @@ def check_tls(options: ServeOptions) -> None:
         raise ConfigError(f"--ssl-certfile {options.ssl_certfile} cannot be used: {error}") from None
 
 
-def address(listener: socket.socket, options: ServeOptions) -> str:
+def public_url(listener: socket.socket, options: ServeOptions) -> str:
     """Where clients find it."""
     if options.uds is not None:
         return f"unix:{options.uds}"

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from weft import __version__
 from weft.errors import RequestError
-from weft.serving.errors import Json
+from weft.serving.errors import JsonResponse
 from weft.serving.openai_types import DetokenizeRequest, TokenizeRequest
 from weft.serving.service import Service
 from weft.text.limits import LIMITS
@@ -18,12 +18,12 @@ from weft.text.limits import LIMITS
 
 async def models(request: Request) -> Response:
     service: Service = request.app.state.service
-    return Json({"object": "list", "data": [row(service, name) for name in service.names]})
+    return JsonResponse({"object": "list", "data": [row(service, name) for name in service.names]})
 
 
 async def model(request: Request) -> Response:
     service: Service = request.app.state.service
-    return Json(row(service, service.named(request.path_params["name"])))
+    return JsonResponse(row(service, service.resolve_model(request.path_params["name"])))
 
 
 def row(service: Service, name: str) -> dict[str, Any]:
@@ -57,13 +57,13 @@ def row(service: Service, name: str) -> dict[str, Any]:
 
 async def tokenize(request: Request) -> Response:
     service: Service = request.app.state.service
-    return await service.prepared(request, tokenized)
+    return await service.prepare(request, tokenized)
 
 
 def tokenized(service: Service, content: bytes) -> Response:
     """The answer to /tokenize, encoded: both take long for a long text."""
-    wire = service.wire(content, TokenizeRequest)
-    service.named(wire.model)
+    wire = service.decode_body(content, TokenizeRequest)
+    service.resolve_model(wire.model)
     if (wire.prompt is None) == (wire.messages is None):
         raise RequestError("give either prompt or messages", param="prompt")
     if wire.messages is not None:
@@ -72,20 +72,20 @@ def tokenized(service: Service, content: bytes) -> Response:
         text, special = wire.prompt or "", wire.add_special_tokens is not False
     service.frontend.check_text(text, least=LIMITS.tokenize_characters)
     ids = service.frontend.encode(text, special=special)
-    return Json({"count": len(ids), "max_model_len": service.frontend.max_model_len, "tokens": ids})
+    return JsonResponse({"count": len(ids), "max_model_len": service.frontend.max_model_len, "tokens": ids})
 
 
 async def detokenize(request: Request) -> Response:
     service: Service = request.app.state.service
-    return await service.prepared(request, detokenized)
+    return await service.prepare(request, detokenized)
 
 
 def detokenized(service: Service, content: bytes) -> Response:
     """The answer to /detokenize."""
-    wire = service.wire(content, DetokenizeRequest)
-    service.named(wire.model)
-    return Json({"prompt": service.frontend.decode(wire.tokens)})
+    wire = service.decode_body(content, DetokenizeRequest)
+    service.resolve_model(wire.model)
+    return JsonResponse({"prompt": service.frontend.decode(wire.tokens)})
 
 
 async def version(request: Request) -> Response:
-    return Json({"version": __version__})
+    return JsonResponse({"version": __version__})

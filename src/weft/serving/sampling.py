@@ -10,7 +10,7 @@ from weft.serving.openai_types import Sampling
 from weft.text.limits import LIMITS
 
 # Fields that are SamplingParams' own, which checks their values.
-SAME = [
+SHARED_FIELDS = [
     "temperature",
     "top_p",
     "n",
@@ -68,7 +68,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "chat_template": (),
     "documents": ([],),
 }
-KNOWN = frozenset((*HARMLESS, *UNSUPPORTED))
+ACCEPTED_FIELDS = frozenset((*HARMLESS, *UNSUPPORTED))
 
 # Most items of a field that is a list or an object, and most characters of all items together.
 LENGTHS: Mapping[str, tuple[int, int | None]] = {
@@ -100,7 +100,7 @@ def _characters(value: object) -> int:
     return sum(len(text) for text in texts if isinstance(text, str))
 
 
-def refuse_unsupported(raw: Mapping[str, Any]) -> None:
+def check_supported(raw: Mapping[str, Any]) -> None:
     """RequestError for a known feature that Weft does not have."""
     for name, idle in UNSUPPORTED.items():
         value = raw.get(name)
@@ -113,6 +113,6 @@ def refuse_unsupported(raw: Mapping[str, Any]) -> None:
         raise RequestError("best_of other than n is not supported; leave it out", param="best_of")
 
 
-def said(request: Sampling) -> dict[str, Any]:
+def sampling_fields(request: Sampling) -> dict[str, Any]:
     """What a request says of sampling; None where it says nothing."""
-    return {name: getattr(request, name) for name in SAME}
+    return {name: getattr(request, name) for name in SHARED_FIELDS}

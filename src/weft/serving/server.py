@@ -30,12 +30,12 @@ from weft.plan.plan import Plan
 from weft.planner.execution import plan_to_run, seen
 from weft.serving import listen
 from weft.serving.admission import Admission, ConnectionLimits, fit_to_files, raise_file_limit
-from weft.serving.app import app
+from weft.serving.app import create_app
 from weft.serving.connection import Connection
-from weft.serving.foreseen import Foreseen
 from weft.serving.options import ServeOptions
+from weft.serving.predicted import PredictionCheck
 from weft.serving.service import Service
-from weft.serving.stopping import bounded_stop, drain, lift_bound
+from weft.serving.stopping import cancel_exit_deadline, drain, handle_stop_signals
 
 if TYPE_CHECKING:
     from weft.planner.forecast import Forecast
@@ -70,7 +70,7 @@ def serve(config: EngineConfig, options: ServeOptions) -> None:
             with asyncio.Runner(loop_factory=_loop_factory()) as runner:  # whose end waits for threads
                 runner.run(_serve(config, options, checkpoint, words, listener, began))
         finally:
-            lift_bound()
+            cancel_exit_deadline()
 
 
 async def _serve(
@@ -99,7 +99,7 @@ async def _serve(
         log.info("the engine is ready (%.2f s)", time.monotonic() - starting)
         capacity = config.max_num_seqs + config.max_num_queued_reqs
         service = Service(engine, frontend, options, model=config.model, capacity=capacity)
-        service.foreseen = Foreseen(expected) if expected else None
+        service.prediction_check = PredictionCheck(expected) if expected else None
         # A few of the longest bodies can always be on their way at once.
         held_bytes = max(ConnectionLimits.held_bytes, 4 * service.body_bytes)
         limits = fit_to_files(ConnectionLimits(held_bytes=held_bytes), files)
@@ -109,9 +109,9 @@ async def _serve(
                 limits.connections,
                 files,
             )
-        server = Server(service, listener, engine.died, limits)
-        address = listen.address(listener, options)
-        listen.begin(listener, options)
+        server = ServingServer(service, listener, engine.died, limits)
+        address = listen.public_url(listener, options)
+        listen.start_listening(listener, options)
         gc.freeze()  # what is there by now stays, and no answer waits until it has been looked through
         log.info("serving %s at %s (%.2f s)", ", ".join(service.names), address, time.monotonic() - began)
         await server.until_ended()
@@ -122,7 +122,7 @@ async def _serve(
         raise failure
 
 
-class Server(uvicorn.Server):
+class ServingServer(uvicorn.Server):
     """uvicorn, with our own connections, and our own idea of an end: readiness first, then the running requests, then
     the sockets."""
 
@@ -137,7 +137,7 @@ class Server(uvicorn.Server):
         options = service.options
         super().__init__(
             uvicorn.Config(
-                app(service),
+                create_app(service),
                 ws="none",
                 lifespan="off",
                 root_path=options.root_path,
@@ -167,7 +167,7 @@ class Server(uvicorn.Server):
         if not self._service.options.disable_log_stats:
             beside.append(asyncio.create_task(_log_stats(self._service)))
         try:
-            with bounded_stop(self._on_signal, self._service.options.shutdown_timeout):
+            with handle_stop_signals(self._on_signal, self._service.options.shutdown_timeout):
                 await self.serve(sockets=[self._listener])
         finally:
             for task in beside:
@@ -217,12 +217,12 @@ class Server(uvicorn.Server):
         """Take nothing new, let what runs end, as long as that may take, and stop."""
         service, limit = self._service, self._service.options.shutdown_timeout
         service.draining = True
-        if service.answers:
+        if service.streams:
             again = "Ctrl-C again" if number == signal.SIGINT else f"another {number.name}"
             log.info(
                 "%s: stopping; %d requests still run, and get up to %g s; %s stops at once",
                 number.name,
-                len(service.answers),
+                len(service.streams),
                 limit,
                 again,
             )
@@ -230,9 +230,9 @@ class Server(uvicorn.Server):
             log.info("%s: stopping; no request runs", number.name)
         self._patience = asyncio.create_task(drain(service, at_s + limit))
         await asyncio.wait({self._patience})
-        if service.answers:
-            log.warning("requests cut off: %d", len(service.answers))
-            for answer in service.answers:
+        if service.streams:
+            log.warning("requests cut off: %d", len(service.streams))
+            for answer in service.streams:
                 answer.cut_off()
         self.leave()
 

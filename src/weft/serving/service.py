@@ -20,13 +20,13 @@ from weft.core.request import Output, Request, Stats
 from weft.errors import EngineError, ModelError, OutputError, RequestError
 from weft.serving import body
 from weft.serving.errors import HttpError
-from weft.serving.foreseen import Foreseen
 from weft.serving.metrics import Metrics
 from weft.serving.openai_types import PromptTokensDetails, Rendering, Usage
 from weft.serving.options import ServeOptions
+from weft.serving.predicted import PredictionCheck
 from weft.serving.progress import Progress
-from weft.serving.sampling import KNOWN, check_lengths, refuse_unsupported
-from weft.serving.threads import LoopShare, WorkThreads
+from weft.serving.sampling import ACCEPTED_FIELDS, check_lengths, check_supported
+from weft.serving.threads import LoopGate, WorkThreads
 from weft.text.limits import LIMITS
 
 log = logging.getLogger("weft.serving")
@@ -67,24 +67,24 @@ class Service:
         self.created = int(time.time())
         self.metrics = Metrics(self.names[0], frontend.max_model_len, lambda: engine.stats)
         self.draining = False
-        self.answers: set[Answer] = set()  # being made now
+        self.streams: set[EngineStream] = set()  # being made now
         self.idle = asyncio.Event()
         self.idle.set()
-        self.foreseen: Foreseen | None = None
+        self.prediction_check: PredictionCheck | None = None
         self._progress = Progress(options.progress_timeout, time.monotonic)
         usual_bytes = max(LIMITS.body_bytes, LIMITS.bytes_per_token * frontend.max_model_len)
         self.body_bytes = options.max_body_bytes or usual_bytes  # of the longest body that is read
         self._trimmer = Trimmer()
-        self._intake = body.Intake(self.body_bytes, self._trimmer.trim_later)
-        self._unknown = body.Unknown()
+        self._body_receiver = body.BodyReceiver(self.body_bytes, self._trimmer.trim_later)
+        self._unknown_fields = body.UnknownFields()
         self._threads = {False: WorkThreads(LIMITS.small_threads), True: WorkThreads(LIMITS.large_threads)}
-        self._loop_share = LoopShare(time.monotonic)
+        self._loop_share = LoopGate(time.monotonic)
 
-    async def prepared(self, request: HttpRequest, work: Callable[[Service, bytes], P]) -> P:
+    async def prepare(self, request: HttpRequest, work: Callable[[Service, bytes], P]) -> P:
         """Result of `work` on a request's body. It runs in a thread: a small body may ask for much, and a template is a
         stranger's. Large bodies have threads of their own, which small ones do not wait for. What is tiny, and of a
         kind that is quick here, runs in the event loop, where it costs less than the way to a thread."""
-        content = await self._intake.receive(request)
+        content = await self._body_receiver.receive(request)
         large = len(content) > LIMITS.small_bytes
         run = partial(work, self, content)
         tiny = len(content) <= LIMITS.tiny_bytes
@@ -101,18 +101,18 @@ class Service:
             if large:
                 self._trimmer.trim_later()
 
-    def wire(self, content: bytes, target: type[T]) -> T:
+    def decode_body(self, content: bytes, target: type[T]) -> T:
         """A body as `target`; what is wrong with it is raised, what is unknown is logged."""
         if len(content) > LIMITS.small_bytes:
             body.check_structure(content, max(LIMITS.json_values, 2 * self.frontend.max_model_len))
         raw = body.parse(content)
-        refuse_unsupported(raw)
+        check_supported(raw)
         check_lengths(raw, vocab=self.frontend.vocab, max_model_len=self.frontend.max_model_len)
         wire = body.convert(raw, target)
-        self._unknown.note(raw, target, KNOWN)
+        self._unknown_fields.note(raw, target, ACCEPTED_FIELDS)
         return wire
 
-    def named(self, model: str | None) -> str:
+    def resolve_model(self, model: str | None) -> str:
         """The name to answer under: the one that was asked for."""
         if model is None or model in self.names:
             return model or self.names[0]
@@ -130,7 +130,7 @@ class Service:
             names={**self.options.default_chat_template_kwargs, **(how.chat_template_kwargs or {})},
         )
 
-    def check_places(self, prompts: int, params: SamplingParams) -> None:
+    def check_capacity(self, prompts: int, params: SamplingParams) -> None:
         """Raise RequestError for more prompts and choices than can run and wait here, before work goes into them."""
         if params.n * prompts > self.capacity:
             raise RequestError(
@@ -139,7 +139,9 @@ class Service:
                 param="n",
             )
 
-    def jobs(self, prompts: Iterable[Prompt], params: SamplingParams, *, priority: int | None) -> list[Collector]:
+    def create_collectors(
+        self, prompts: Iterable[Prompt], params: SamplingParams, *, priority: int | None
+    ) -> list[Collector]:
         """The engine's requests for prompts, within what may be sent to the engine at once."""
         now = time.monotonic()
         most = max(LIMITS.prompt_tokens, 4 * self.frontend.max_model_len)
@@ -164,32 +166,32 @@ class Service:
             jobs.append(job)
         return jobs
 
-    def answer(self, jobs: Sequence[Collector]) -> Answer:
+    def open_stream(self, jobs: Sequence[Collector]) -> EngineStream:
         """Hand requests to the engine. Whatever speaks against it is raised here, before anything is answered."""
         if self.draining:
-            raise shut_down()
-        return Answer(self, jobs)
+            raise shutting_down_error()
+        return EngineStream(self, jobs)
 
-    def opened(self, answer: Answer) -> None:
-        if not self.answers:
+    def stream_opened(self, answer: EngineStream) -> None:
+        if not self.streams:
             self._progress.begin()
-        self.answers.add(answer)
+        self.streams.add(answer)
         self.idle.clear()
-        if self.foreseen:
-            self.foreseen.opened(len(self.answers))
+        if self.prediction_check:
+            self.prediction_check.opened(len(self.streams))
 
-    def closed(self, answer: Answer) -> None:
-        self.answers.discard(answer)
-        if not self.answers:
+    def stream_closed(self, answer: EngineStream) -> None:
+        self.streams.discard(answer)
+        if not self.streams:
             self.idle.set()
         if sum(len(job.output.prompt_token_ids) for job in answer.jobs) > LARGE_TOKENS:
             self._trimmer.trim_later()  # they were held until now
-        if self.foreseen:
-            self.foreseen.closed([job.output for job in answer.jobs], len(self.answers))
-            if self.foreseen.told:
-                self.foreseen = None
+        if self.prediction_check:
+            self.prediction_check.closed([job.output for job in answer.jobs], len(self.streams))
+            if self.prediction_check.done:
+                self.prediction_check = None
 
-    def count(self, job: Collector, delta: Delta, last_s: float | None, now_s: float) -> None:
+    def observe(self, job: Collector, delta: Delta, last_s: float | None, now_s: float) -> None:
         """Observe what a Delta says of time and tokens; `last_s` is when its choice had one before."""
         metrics, times = self.metrics, job.output.metrics
         if last_s is not None:
@@ -207,15 +209,15 @@ class Service:
             metrics.inference.observe(now_s - (times.scheduled_s or now_s))
             metrics.generation_tokens.observe(len(job.output.outputs[delta.index].token_ids))
 
-    def trouble(self) -> str | None:
+    def unhealthy_reason(self) -> str | None:
         """What is wrong with the engine, if anything."""
         if self.engine.failure is not None:
             return str(self.engine.failure)
-        still = self._progress.stalled_s(self.engine.stats.steps) if self.answers else 0.0
+        still = self._progress.stalled_s(self.engine.stats.steps) if self.streams else 0.0
         return f"requests run, and no step has finished for {still:.0f} s" if still else None
 
 
-class Answer:
+class EngineStream:
     """What the engine says to one HTTP request: (prompt number, Delta) as they come, until every choice has
     ended. `aclose` must be called; it aborts what has not."""
 
@@ -224,7 +226,7 @@ class Answer:
         self._service = service
         self._homes = {request.id: (at, job) for at, job in enumerate(jobs) for request in job.requests}
         self._outputs = service.engine.submit([request for job in jobs for request in job.requests])
-        service.opened(self)
+        service.stream_opened(self)
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Delta]]:
         running = len(self._homes)
@@ -240,7 +242,7 @@ class Answer:
                 continue
             if job.error:
                 raise OutputError(job.error)
-            self._service.count(job, delta, last_s.get(output.id), now)
+            self._service.observe(job, delta, last_s.get(output.id), now)
             last_s[output.id] = now
             if delta.cut:
                 self._service.engine.abort([output.id])
@@ -248,7 +250,7 @@ class Answer:
             running -= delta.finish_reason is not None
             if not running:
                 return
-        raise shut_down()
+        raise shutting_down_error()
 
     def cut_off(self) -> None:
         """Fail whoever waits for the rest."""
@@ -261,7 +263,7 @@ class Answer:
 
     async def aclose(self) -> None:
         await self._outputs.aclose()
-        self._service.closed(self)
+        self._service.stream_closed(self)
 
     @property
     def usage(self) -> Usage:
@@ -272,5 +274,5 @@ class Answer:
         return Usage(prompt, made, prompt + made, PromptTokensDetails(cached))
 
 
-def shut_down() -> HttpError:
+def shutting_down_error() -> HttpError:
     return HttpError(503, "the server is shutting down; ask another", code="shutting_down", retry_after_s=1)

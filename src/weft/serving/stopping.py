@@ -28,7 +28,7 @@ STDERR = 2
 
 
 @contextlib.contextmanager
-def bounded_stop(act: Callable[[signal.Signals, float], None], shutdown_timeout: float) -> Iterator[None]:
+def handle_stop_signals(act: Callable[[signal.Signals, float], None], shutdown_timeout: float) -> Iterator[None]:
     """Have the event loop call `act` for each SIGINT and SIGTERM, with its time on the monotonic clock, and end this
     process at the latest `shutdown_timeout` + CLOSE_S seconds after the first, CLOSE_S after any other.
 
@@ -52,7 +52,7 @@ def bounded_stop(act: Callable[[signal.Signals, float], None], shutdown_timeout:
             signal.signal(number, handler)
 
 
-def lift_bound() -> None:
+def cancel_exit_deadline() -> None:
     """Lift the bound: everything has ended."""
     faulthandler.cancel_dump_traceback_later()
 
@@ -61,7 +61,7 @@ async def drain(service: Service, end_s: float) -> None:
     """Wait until no request runs, until the monotonic clock is at `end_s`, or until no step has finished for STALL_S
     seconds: a rank that is stopped ends nothing."""
     progress = Progress(STALL_S, time.monotonic)
-    while service.answers and (left := end_s - time.monotonic()) > 0:
+    while service.streams and (left := end_s - time.monotonic()) > 0:
         if progress.stalled_s(service.engine.stats.steps):
             log.warning("no step has finished for %g s; not waiting any longer", STALL_S)
             return

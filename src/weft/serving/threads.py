@@ -57,7 +57,7 @@ class WorkThreads:
             self._waiting -= 1
 
 
-class LoopShare:
+class LoopGate:
     """Which kinds of work are quick enough for the event loop: those that have run before, and have not taken longer
     than `LIMITS.tiny_s` for `LIMITS.tiny_after_s`. A template or a tokenizer that is slow stops the loop once a minute
     at most."""

@@ -17,7 +17,7 @@ ENOUGH = 8  # tokens after the first that make a rate, and requests that make a 
 MANY = 256  # requests after which a crowd that never ends is told of
 
 
-class Foreseen:
+class PredictionCheck:
     """Watches until it has told once of a request that was alone, and once of a crowd. `opened` and `closed` are
     called once per answer."""
 
@@ -28,7 +28,7 @@ class Foreseen:
         self._done: list[RequestOutput] = []
 
     @property
-    def told(self) -> bool:
+    def done(self) -> bool:
         """Whether there is nothing more to watch for."""
         return self._alone_told and self._crowd_told
 

@@ -13,19 +13,19 @@ from typing import Any, Generic, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
-from weft.serving.errors import Json
+from weft.serving.errors import JsonResponse
 from weft.serving.openai_types import Sampling, StreamOptions, Usage
-from weft.serving.service import Answer, Service
+from weft.serving.service import EngineStream, Service
 from weft.serving.sse import DONE, event, reply
 from weft.text.limits import LIMITS
 
 Choice = TypeVar("Choice")  # of a chunk
 
 
-class OpenAIAnswer(ABC, Generic[Choice]):
+class OpenAIStream(ABC, Generic[Choice]):
     """One answer under an id of its own, which begins with `kind`: whole, or in chunks of one choice each."""
 
-    def __init__(self, service: Service, answer: Answer, model: str, wire: Sampling, kind: str) -> None:
+    def __init__(self, service: Service, answer: EngineStream, model: str, wire: Sampling, kind: str) -> None:
         self._frontend = service.frontend
         self._answer = answer
         self._model = model
@@ -63,8 +63,8 @@ class OpenAIAnswer(ABC, Generic[Choice]):
     async def _finished(self) -> Response:
         await self._answer.finish()
         if self._answer.usage.total_tokens > LIMITS.loop_positions:
-            return await asyncio.to_thread(lambda: Json(self._whole()))
-        return Json(self._whole())
+            return await asyncio.to_thread(lambda: JsonResponse(self._whole()))
+        return JsonResponse(self._whole())
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
         running = self._options.include_usage and self._options.continuous_usage_stats
