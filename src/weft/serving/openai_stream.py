@@ -1,4 +1,4 @@
-"""OpenAIAnswer: what both completion endpoints do alike with an answer on its way out."""
+"""OpenAIStream: the part of a response that both completion endpoints share."""
 
 from __future__ import annotations
 
@@ -14,63 +14,69 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from weft.serving.errors import JsonResponse
-from weft.serving.openai_types import Sampling, StreamOptions, Usage
+from weft.serving.openai_types import SamplingRequest, StreamOptions, Usage
 from weft.serving.service import EngineStream, Service
-from weft.serving.sse import DONE, event, reply
+from weft.serving.sse import DONE, encode_event, send_reply
 from weft.text.limits import LIMITS
 
-Choice = TypeVar("Choice")  # of a chunk
+ChunkChoice = TypeVar("ChunkChoice")
 
 
-class OpenAIStream(ABC, Generic[Choice]):
-    """One answer under an id of its own, which begins with `kind`: whole, or in chunks of one choice each."""
+class OpenAIStream(ABC, Generic[ChunkChoice]):
+    """The engine's stream as an OpenAI response: one JSON object, or server-sent events of one choice each.
 
-    def __init__(self, service: Service, answer: EngineStream, model: str, wire: Sampling, kind: str) -> None:
+    Every response has its own id, which begins with `id_prefix`.
+    """
+
+    def __init__(
+        self, service: Service, stream: EngineStream, model: str, body: SamplingRequest, id_prefix: str
+    ) -> None:
         self._frontend = service.frontend
-        self._answer = answer
+        self._stream = stream
         self._model = model
-        self._id = f"{kind}-{uuid.uuid4().hex}"
+        self._id = f"{id_prefix}-{uuid.uuid4().hex}"
         self._created = int(time.time())
-        self._stream = bool(wire.stream)
-        self._options = wire.stream_options or StreamOptions()
+        self._streaming = bool(body.stream)
+        self._options = body.stream_options or StreamOptions()
         self._keepalive_s = service.options.keepalive_interval
 
     async def reply(self, request: Request) -> Response:
-        return await reply(
+        """Return the response that `request` asked for. The engine's stream is closed when the response ends."""
+        return await send_reply(
             request,
-            self._answer,
-            stream=self._stream,
+            self._stream,
+            streaming=self._streaming,
             events=self._events,
-            whole=self._finished,
+            whole=self._whole_response,
             keepalive_s=self._keepalive_s,
         )
 
     @abstractmethod
     def _whole(self) -> Any:
-        """All of it, once it has come."""
+        """The response's JSON object; called after the engine's stream has ended."""
 
     @abstractmethod
-    def _pieces(self) -> AsyncGenerator[Choice, None]:
-        """What there is to tell of the choices, as it comes."""
+    def _chunk_choices(self) -> AsyncGenerator[ChunkChoice, None]:
+        """Choices of the chunks, in the order in which the engine's output arrives."""
 
     @abstractmethod
-    def _chunk(self, choices: list[Choice], usage: Usage | None) -> Any: ...
+    def _chunk(self, choices: list[ChunkChoice], usage: Usage | None) -> Any: ...
 
     def _usage(self) -> Usage:
-        """So far."""
-        return self._answer.usage
+        """Token counts up to now."""
+        return self._stream.usage
 
-    async def _finished(self) -> Response:
-        await self._answer.finish()
-        if self._answer.usage.total_tokens > LIMITS.loop_positions:
+    async def _whole_response(self) -> Response:
+        await self._stream.finish()
+        if self._stream.usage.total_tokens > LIMITS.loop_positions:
             return await asyncio.to_thread(lambda: JsonResponse(self._whole()))
         return JsonResponse(self._whole())
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
-        running = self._options.include_usage and self._options.continuous_usage_stats
-        async with aclosing(self._pieces()) as pieces:
-            async for choice in pieces:
-                yield event(self._chunk([choice], self._usage() if running else None))
+        usage_in_chunks = self._options.include_usage and self._options.continuous_usage_stats
+        async with aclosing(self._chunk_choices()) as choices:
+            async for choice in choices:
+                yield encode_event(self._chunk([choice], self._usage() if usage_in_chunks else None))
         if self._options.include_usage:
-            yield event(self._chunk([], self._usage()))
+            yield encode_event(self._chunk([], self._usage()))
         yield DONE

@@ -1,4 +1,4 @@
-"""Foreseen: what the first requests took, beside what the planner expected of them."""
+"""PredictionCheck: logs the first requests' measured speed beside the planner's prediction."""
 
 from __future__ import annotations
 
@@ -13,48 +13,51 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("weft.serving")
 
-ENOUGH = 8  # tokens after the first that make a rate, and requests that make a crowd
-MANY = 256  # requests after which a crowd that never ends is told of
+ENOUGH = 8  # tokens after the first that give a rate, and concurrent requests that count as load
+MANY = 256  # requests after which load without a pause is reported
 
 
 class PredictionCheck:
-    """Watches until it has told once of a request that was alone, and once of a crowd. `opened` and `closed` are
-    called once per answer."""
+    """Logs one comparison for a request that ran alone, and one for concurrent requests.
+
+    `opened` and `closed` must be called once per stream.
+    """
 
     def __init__(self, expected: Forecast) -> None:
         self._expected = expected
-        self._alone_told = self._crowd_told = False
-        self._most = 0  # answers that were open at once since there was none
-        self._done: list[RequestOutput] = []
+        self._logged_alone = self._logged_load = False
+        self._most_open = 0  # streams open at once since none was open
+        self._finished: list[RequestOutput] = []
 
     @property
     def done(self) -> bool:
-        """Whether there is nothing more to watch for."""
-        return self._alone_told and self._crowd_told
+        """True if both comparisons have been logged."""
+        return self._logged_alone and self._logged_load
 
     def opened(self, count: int) -> None:
-        """So many answers are open now."""
-        self._most = max(self._most, count)
+        """Count a new stream; `count` streams are open now."""
+        self._most_open = max(self._most_open, count)
 
     def closed(self, outputs: Sequence[RequestOutput], still_open: int) -> None:
-        """One of them has ended, with these outputs."""
-        self._done += [output for output in outputs if output.finished]
-        if still_open and len(self._done) < MANY:
+        """Count the end of a stream with these outputs; `still_open` streams are open now."""
+        self._finished += [output for output in outputs if output.finished]
+        if still_open and len(self._finished) < MANY:
             return
-        done, most = self._done, self._most
-        self._done, self._most = [], still_open
-        if most == 1 and len(done) == 1 and not self._alone_told:
-            self._alone_told = self._tell_alone(done[0])
-        elif not self._crowd_told:
-            self._crowd_told = self._tell_crowd(done)
+        finished, most_open = self._finished, self._most_open
+        self._finished, self._most_open = [], still_open
+        if most_open == 1 and len(finished) == 1 and not self._logged_alone:
+            self._logged_alone = self._log_alone(finished[0])
+        elif not self._logged_load:
+            self._logged_load = self._log_load(finished)
 
-    def _tell_alone(self, output: RequestOutput) -> bool:
-        from weft.planner.forecast import answered  # not for a server's start
+    def _log_alone(self, output: RequestOutput) -> bool:
+        """Log the speed of a request that ran alone. Return False if the request cannot be compared."""
+        from weft.planner.forecast import answered  # imported late: a server's start does not need it
 
-        times, tokens = output.metrics, sum(len(choice.token_ids) for choice in output.outputs)
+        times, tokens = output.metrics, _generated_tokens(output)
         if times.first_token_s is None or times.finished_s is None or len(output.outputs) > 1:
             return False
-        # A prompt that was in the cache already says nothing of how long one takes to read.
+        # A cached prompt gives no prefill time.
         if tokens <= ENOUGH or output.num_cached_tokens or times.finished_s <= times.first_token_s:
             return False
         line = answered(
@@ -67,29 +70,44 @@ class PredictionCheck:
         log.info(line)
         return True
 
-    def _tell_crowd(self, done: Sequence[RequestOutput]) -> bool:
+    def _log_load(self, finished: Sequence[RequestOutput]) -> bool:
+        """Log the speed of concurrent requests. Return False if too few ran at once to compare."""
         from weft.planner.forecast import crowded
 
-        requests = sum(len(output.outputs) for output in done)
-        ends = [output.metrics.finished_s for output in done if output.metrics.finished_s is not None]
-        if requests < ENOUGH or len(ends) < len(done):
+        requests = sum(len(output.outputs) for output in finished)
+        tokens = sum(map(_generated_tokens, finished))
+        if requests < ENOUGH or tokens <= ENOUGH * requests:
             return False
-        took_s = max(ends) - min(output.metrics.arrival_s for output in done)
-        busy_s = sum(
-            len(output.outputs) * (end - (output.metrics.scheduled_s or output.metrics.arrival_s))
-            for output, end in zip(done, ends, strict=True)
-        )
-        tokens = sum(len(choice.token_ids) for output in done for choice in output.outputs)
-        if took_s <= 0 or busy_s < 2 * took_s or tokens <= ENOUGH * requests:
+        took_s, busy_s = _elapsed_s(finished)
+        if took_s <= 0 or busy_s < 2 * took_s:
             return False
-        read = sum(len(output.prompt_token_ids) - output.num_cached_tokens for output in done)
+        prefilled = sum(len(output.prompt_token_ids) - output.num_cached_tokens for output in finished)
         line = crowded(
             self._expected,
             requests=requests,
-            input_len=read / requests,
+            input_len=prefilled / requests,
             output_len=tokens / requests,
             concurrency=busy_s / took_s,
             tok_s=tokens / took_s,
         )
         log.info(line)
         return True
+
+
+def _generated_tokens(output: RequestOutput) -> int:
+    return sum(len(choice.token_ids) for choice in output.outputs)
+
+
+def _elapsed_s(outputs: Sequence[RequestOutput]) -> tuple[float, float]:
+    """Seconds from the first arrival to the last end, and seconds in the engine summed over all choices.
+
+    Both are 0 if an output has no end time.
+    """
+    ends, busy_s = [], 0.0
+    for output in outputs:
+        times = output.metrics
+        if times.finished_s is None:
+            return 0.0, 0.0
+        ends.append(times.finished_s)
+        busy_s += len(output.outputs) * (times.finished_s - (times.scheduled_s or times.arrival_s))
+    return max(ends) - min(output.metrics.arrival_s for output in outputs), busy_s
