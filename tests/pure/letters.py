@@ -27,7 +27,7 @@ TEMPLATE = (
 @cache
 def words() -> Words:
     rust = build_byte_level(
-        {char: byte for byte, char in enumerate(ALPHABET)}, [], GPT2.pre_tokenizer(), whole_words=False
+        {char: byte for byte, char in enumerate(ALPHABET)}, [], GPT2.create_pre_tokenizer(), whole_words=False
     )
     rust.add_special_tokens([AddedToken(text, special=True) for text in ("<bos>", "<s>", "<e>")])
     tokenizer = Tokenizer(rust, TokenizerSettings(tokens={"bos_token": "<bos>", "eos_token": "<e>"}, add_bos=True))

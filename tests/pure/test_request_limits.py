@@ -172,7 +172,7 @@ def _raises() -> None:
 
 async def test_a_tokenizer_that_panics_is_an_error_of_the_api(caplog: pytest.LogCaptureFixture) -> None:
     rust = build_byte_level(
-        {char: byte for byte, char in enumerate(ALPHABET)}, [], GPT2.pre_tokenizer(), whole_words=False
+        {char: byte for byte, char in enumerate(ALPHABET)}, [], GPT2.create_pre_tokenizer(), whole_words=False
     )
     rust.pre_tokenizer = Split(Regex("(a+)+$"), "isolated")
     world = World(words=Words(Tokenizer(rust, TokenizerSettings(tokens={}))))

@@ -315,7 +315,7 @@ def test_merges() -> None:
 
 @pytest.fixture
 def ranks(tmp_path: Path) -> dict[bytes, int]:
-    words = QWEN.pre_tokenizer()
+    words = QWEN.create_pre_tokenizer()
     rust = byte_level(words.__getstate__().decode())
     return write_tiktoken(tmp_path / "qwen.tiktoken", rust)
 
@@ -339,7 +339,7 @@ def test_tiktoken(tmp_path: Path, ranks: dict[bytes, int]) -> None:
 @pytest.mark.parametrize("pre", sorted(PRE_TOKENIZERS))
 def test_gguf_byte_level(tmp_path: Path, pre: str) -> None:
     words = PRE_TOKENIZERS[pre]
-    oracle = byte_level(words.pre_tokenizer().__getstate__().decode())
+    oracle = byte_level(words.create_pre_tokenizer().__getstate__().decode())
     # As a file of any name, as Ollama keeps them.
     this = load_tokenizer(str(write_gguf(tmp_path / "sha256-0123", **byte_level_fields(oracle, pre))))
     for text in (*TEXTS, *ODD, "<|im_start|>user\nweft<|im_end|>"):
