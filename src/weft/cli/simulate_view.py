@@ -147,7 +147,8 @@ def confidence(study: Study, load: SimulatedLoad, runs: Sequence[Report], report
     if len(runs) > 1 and report is None:
         measured = f"{min(run.requests for run in runs):,} to {max(run.requests for run in runs):,} requests a run"
     lines = [
-        f"measured: {measured} of virtual time, after {format_duration(study.times.warmup_s)} of warm-up; seed {load.seed}"
+        f"measured: {measured} of virtual time, after {format_duration(study.times.warmup_s)} of warm-up; "
+        f"seed {load.seed}"
     ]
     if not study.times.warmup_s:
         lines = [f"measured: {measured} of virtual time, from an idle start; seed {load.seed}"]

@@ -1,4 +1,4 @@
-"""Ask: one request of a load, and what its prompt shares with others."""
+"""SimulatedRequest: the lengths of one request, and the part of its prompt that it shares with others."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from typing import NamedTuple
 
 
 class SimulatedRequest(NamedTuple):
-    """`shared` are the pieces that the prompt begins with: content and tokens of each. What follows them, and the
-    answer, is of the content `own`. Two prompts are alike as far as their contents are."""
+    """One request of a simulated load; lengths are in tokens.
+
+    `shared`: (content id, tokens) of the pieces that the prompt begins with. The tokens after them, and the output,
+    have the content `own`. Two prompts have equal tokens where their contents are equal.
+    """
 
     input_len: int
     output_len: int
@@ -16,7 +19,7 @@ class SimulatedRequest(NamedTuple):
     shared: tuple[tuple[int, int], ...] = ()
 
     def prompt(self) -> list[int]:
-        """Token ids that differ where contents do."""
+        """Token ids of the prompt: each token is the id of its content."""
         ids: list[int] = []
         for content, tokens in self.shared:
             ids += [content] * min(tokens, self.input_len - len(ids))
@@ -24,19 +27,19 @@ class SimulatedRequest(NamedTuple):
 
 
 class ContentIds:
-    """Numbers for contents, none twice."""
+    """Unique ids of prompt contents."""
 
     def __init__(self) -> None:
         self._next = count(1)
-        self._known: dict[tuple[str, str], int] = {}
+        self._ids: dict[tuple[str, str], int] = {}
 
     def new(self) -> int:
-        """One that nobody has."""
+        """An unused id."""
         return next(self._next)
 
     def id(self, kind: str, name: object) -> int:
-        """Always the same for one name of a kind."""
+        """The id for a name of a kind; always the same."""
         key = kind, str(name)
-        if key not in self._known:
-            self._known[key] = self.new()
-        return self._known[key]
+        if key not in self._ids:
+            self._ids[key] = self.new()
+        return self._ids[key]
