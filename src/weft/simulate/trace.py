@@ -59,8 +59,8 @@ def read_trace(path: str) -> tuple[TraceRow, ...]:
     The file is CSV with a line of column names, or has one JSON object per line. Weft's columns are `time` (seconds, or
     a date and time), `input_len` and `output_len`. Optional columns for shared prompts are `prefix_id`, with
     `prefix_len` (requests with the same id begin with the same `prefix_len` tokens), and `session_id` (a prompt
-    continues the earlier text of its session). The columns of Azure's, Mooncake's and BurstGPT's traces are understood as well. Raises
-    ConfigError with the number of the wrong line.
+    continues the earlier text of its session). The columns of Azure's, Mooncake's and BurstGPT's traces are understood
+    as well. Raises ConfigError with the number of the wrong line.
     """
     contents, rows = ContentIds(), []
     columns: TraceFormat | None = None
