@@ -93,7 +93,7 @@ async def test_a_default_limit_of_bodies_follows_the_models_length() -> None:
     long = service.Service(
         World().engine, frontend(max_model_len=2**20), World().service.options, model="m", capacity=1
     )
-    assert long._intake.limit == 16 * 2**20
+    assert long._body_receiver.limit == 16 * 2**20
 
 
 async def test_bodies_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:

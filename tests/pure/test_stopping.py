@@ -90,7 +90,7 @@ async def test_what_cannot_end_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stall_s: float, limit_s: float, told: bool
 ) -> None:
     monkeypatch.setattr(stopping, "STALL_S", stall_s)
-    monkeypatch.setattr(stopping, "LOOK_S", 0.01)
+    monkeypatch.setattr(stopping, "POLL_S", 0.01)
     world = World(FakeEngine(endless))
     asked = asyncio.create_task(world.complete())
     while not world.engine.open:
