@@ -61,8 +61,8 @@ class TrackedConnection(Protocol):
 class Admission:
     """The connections of one server.
 
-    If there is no room, the oldest connection with an unfinished request is dropped: clients that never finish cannot
-    keep out those that do.
+    If there is no room, the oldest connection that only waits gives way (a spare one, or one with an unfinished
+    request), so that clients that never finish their requests cannot keep out those that do.
     """
 
     def __init__(self, limits: ConnectionLimits) -> None:

@@ -84,9 +84,9 @@ def check_structure(content: bytes, values: int) -> None:
     _check_number("values", outside.count(b",") + containers, values)
 
 
-def _check_number(what: str, number: int, limit: int) -> None:
+def _check_number(items: str, number: int, limit: int) -> None:
     if number > limit:
-        raise RequestError(f"the body has {number:,} {what}; the limit is {limit:,}: send several requests")
+        raise RequestError(f"the body has {number:,} {items}; the limit is {limit:,}: send several requests")
 
 
 def parse_object(body: bytes) -> dict[str, Any]:

@@ -18,10 +18,10 @@ from weft.serving.openai_types import (
     ChatChunk,
     ChatChunkChoice,
     ChatCompletion,
+    ChatDelta,
     ChatLogprobs,
+    ChatMessage,
     ChatRequest,
-    Delta,
-    Message,
     Usage,
 )
 from weft.serving.sampling import sampling_fields
@@ -75,7 +75,7 @@ class ChatStream(OpenAIStream[ChatChunkChoice]):
         choices = [
             ChatChoice(
                 index=output.index,
-                message=Message(role=self._role, content=output.text),
+                message=ChatMessage(role=self._role, content=output.text),
                 logprobs=self._logprobs(output.logprobs),
                 finish_reason=output.finish_reason,
                 stop_reason=output.stop_reason,
@@ -89,12 +89,12 @@ class ChatStream(OpenAIStream[ChatChunkChoice]):
     async def _chunk_choices(self) -> AsyncGenerator[ChatChunkChoice, None]:
         # The role is known before the first token; sending it early shows the client that it is being served.
         for output in self._stream.collectors[0].output.outputs:
-            yield ChatChunkChoice(index=output.index, delta=Delta(role=self._role, content=""))
+            yield ChatChunkChoice(index=output.index, delta=ChatDelta(role=self._role, content=""))
         async for _, delta in self._stream:
             if delta.text or delta.finish_reason or self._top_logprobs is not None:
                 yield ChatChunkChoice(
                     index=delta.index,
-                    delta=Delta(content=delta.text),
+                    delta=ChatDelta(content=delta.text),
                     logprobs=self._logprobs(delta.logprobs),
                     finish_reason=delta.finish_reason,
                     stop_reason=delta.stop_reason,

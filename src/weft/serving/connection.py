@@ -220,13 +220,13 @@ class Connection(HttpToolsProtocol):
         self._body_left = self._framing = self._unfinished = 0
         super().on_message_complete()
 
-    # Answers
+    # Responses
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
-        super()._start_asgi_task(cycle, partial(self._answer, cycle, app))
+        super()._start_asgi_task(cycle, partial(self._respond, cycle, app))
 
-    async def _answer(
+    async def _respond(
         self, cycle: RequestResponseCycle, app: ASGIApp, scope: Scope, receive: Receive, send: Send
     ) -> None:
         """Run the application and adapt its response to the transport."""

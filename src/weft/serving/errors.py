@@ -101,8 +101,8 @@ def error_response(error: Exception) -> Response:
 async def handle_exception(request: Request, error: Exception) -> Response:
     """Starlette's exception handler for everything that an endpoint raises."""
     if isinstance(error, HTTPException) and error.status_code in (404, 405):
-        what = "unknown URL" if error.status_code == 404 else "method not allowed"
-        error = HTTPException(error.status_code, f"{what}: {request.method} {request.url.path}", error.headers)
+        problem = "unknown URL" if error.status_code == 404 else "method not allowed"
+        error = HTTPException(error.status_code, f"{problem}: {request.method} {request.url.path}", error.headers)
     return error_response(error)
 
 

@@ -45,7 +45,7 @@ def bind(options: ServeOptions) -> socket.socket:
 def start_listening(listener: socket.socket, options: ServeOptions) -> None:
     """Begin to accept clients. Raises ConfigError if another process took the address meanwhile."""
     if options.uds is None:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # taken away in `bind`
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # `bind` cleared it
     try:
         # Here and not in the event loop, which would go on silently after a failure.
         listener.listen(BACKLOG)

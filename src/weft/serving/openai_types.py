@@ -121,7 +121,7 @@ class CompletionLogprobs(Struct):
     top_logprobs: list[dict[str, float] | None]
 
 
-class Message(Struct, kw_only=True):
+class ChatMessage(Struct, kw_only=True):
     role: str
     content: str
     refusal: None = None
@@ -129,7 +129,7 @@ class Message(Struct, kw_only=True):
 
 class ChatChoice(Struct, kw_only=True):
     index: int
-    message: Message
+    message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
@@ -144,14 +144,14 @@ class ChatCompletion(Struct, kw_only=True):
     usage: Usage
 
 
-class Delta(Struct, kw_only=True, omit_defaults=True):
+class ChatDelta(Struct, kw_only=True, omit_defaults=True):
     role: str | None = None
     content: str | None = None
 
 
 class ChatChunkChoice(Struct, kw_only=True):
     index: int
-    delta: Delta
+    delta: ChatDelta
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None

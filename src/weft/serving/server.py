@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("weft.serving")
 
-# uvicorn's log lines look like ours.
+# Gives uvicorn's log lines the form of ours.
 logging.getLogger("uvicorn").parent = log
 # uvicorn reports these as faults, but both are intended: cutting a failed stream, and a client slower than CUT_S.
 INTENDED = ("without completing response", "timeout graceful shutdown exceeded")
@@ -268,7 +268,7 @@ async def _log_stats(service: Service) -> None:
 
 
 def _predict(plan: Plan, host: Host, speeds: Speeds) -> Forecast | None:
-    """The planner's prediction for `plan` on this machine; None if it knows no figures for the hardware."""
+    """The planner's prediction for `plan` on this machine; None for hardware that the planner does not know."""
     from weft.planner.forecast import forecast
 
     try:
@@ -279,7 +279,7 @@ def _predict(plan: Plan, host: Host, speeds: Speeds) -> Forecast | None:
 
 
 def _compare_start(expected: Forecast, ready: Ready) -> str:
-    """Log line that compares the memory and speed reported by the ranks with the prediction."""
+    """Log line that compares the ranks' reports at the start with the prediction."""
     from weft.planner.forecast import started
 
     return started(expected, ready.ranks, ready.num_blocks)

@@ -110,9 +110,9 @@ class EventStream(Response):
             await self._events.aclose()
             await self._source.aclose()
 
-    async def _send(self, send: Send, data: bytes, *, more: bool = True) -> None:
+    async def _send(self, send: Send, data: bytes, *, more_body: bool = True) -> None:
         self._sent_at = asyncio.get_running_loop().time()
-        await send({"type": "http.response.body", "body": data, "more_body": more})
+        await send({"type": "http.response.body", "body": data, "more_body": more_body})
 
     async def _send_events(self, send: Send) -> None:
         try:
@@ -123,7 +123,7 @@ class EventStream(Response):
                 log.exception("a stream failed")
             await self._send(send, encode_event(error_frame(error)))
         else:
-            await self._send(send, b"", more=False)
+            await self._send(send, b"", more_body=False)
 
     async def _send_keepalives(self, send: Send) -> None:
         loop = asyncio.get_running_loop()
