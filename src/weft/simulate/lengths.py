@@ -12,7 +12,7 @@ import msgspec
 
 from weft.errors import ConfigError
 
-MOST_TOKENS = 100_000_000  # largest mean or deviation: beyond every model, and still a sane number
+MOST_TOKENS = 100_000_000  # largest mean or deviation: beyond every model, yet small enough to compute with
 
 
 class FixedLength(msgspec.Struct, frozen=True):

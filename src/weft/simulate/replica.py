@@ -1,4 +1,4 @@
-"""Replica: one scheduler on a virtual clock, advanced step by step or by stretches of alike steps."""
+"""Replica: one scheduler on a virtual clock, advanced step by step, or by stretches of steps with one batch."""
 
 from __future__ import annotations
 
