@@ -32,7 +32,7 @@ def gguf() -> Path:
 def ids(gguf: Path) -> list[list[int]]:
     from weft.text import tokenizer
 
-    words = tokenizer.load(str(gguf))
+    words = tokenizer.load_tokenizer(str(gguf))
     return [words.encode(prompt) for prompt in PROMPTS]
 
 

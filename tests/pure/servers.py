@@ -14,7 +14,7 @@ from weft.bench.http import Server
 from weft.serving import listen
 from weft.serving.admission import ConnectionLimits
 from weft.serving.options import ServeOptions
-from weft.serving.server import Server as ServingServer
+from weft.serving.server import ServingServer
 
 PATIENCE_S = 10.0  # for what must happen some time
 
@@ -138,7 +138,7 @@ async def weft_server(world: World, **limits: Any) -> AsyncIterator[Live]:
     with listen.bind(ServeOptions(port=0)) as listener:
         server = ServingServer(world.service, listener, asyncio.Event().wait, ConnectionLimits(**limits))
         live = Live(server, listener)
-        listen.begin(listener, world.service.options)
+        listen.start_listening(listener, world.service.options)
         running = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             yield live

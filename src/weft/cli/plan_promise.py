@@ -18,9 +18,9 @@ from weft.planner.answer import simulated
 from weft.planner.question import Question
 from weft.planner.ranking import Candidate
 from weft.planner.search import search
-from weft.simulate.find import Found
-from weft.simulate.load import Load
-from weft.simulate.objective import duration, parse_objective
+from weft.simulate.capacity_search import CapacityResult
+from weft.simulate.load import SimulatedLoad
+from weft.simulate.objective import format_duration, parse_objective
 from weft.simulate.report import Report
 from weft.simulate.study import Study
 
@@ -72,7 +72,9 @@ def with_defaults(arguments: Namespace) -> Namespace:
     return Namespace(**{**defaults, **vars(arguments), **lengths})
 
 
-def simulated_promise(given: dict[str, Any], question: Question, best: Candidate, load: Load) -> dict[str, Any]:
+def simulated_promise(
+    given: dict[str, Any], question: Question, best: Candidate, load: SimulatedLoad
+) -> dict[str, Any]:
     """The verdict as JSON has it: `kept`, its text, each target, the run, and what is needed if it is not kept."""
     given = {**given, "duration": f"{watched_s(given, load, best):g}s"}
     study = simulate_study.studied(given, question, best, load)
@@ -96,7 +98,7 @@ def simulated_promise(given: dict[str, Any], question: Question, best: Candidate
     return told
 
 
-def watched_s(given: dict[str, Any], load: Load, best: Candidate) -> float:
+def watched_s(given: dict[str, Any], load: SimulatedLoad, best: Candidate) -> float:
     """Seconds of virtual time that bring about REQUESTS requests, and that each user has time for a few; no more than
     weft simulate takes by itself."""
     turn_s = best.predicted.ttft_s + load.mean[1] / best.predicted.single_tok_s + load.think_s
@@ -112,20 +114,20 @@ def simulation(given: dict[str, Any], question: Question, best: Candidate) -> st
     return f"{shown} --duration {given['duration']}" if shown else None
 
 
-def verdict(load: Load, report: Report) -> str:
+def verdict(load: SimulatedLoad, report: Report) -> str:
     """ "Promise kept with 50 users: ttft_p95 292 ms (1 s promised), tpot_p95 42.6 ms (50 ms promised)"."""
     who = f"{load.users:,} users" if load.users else f"{load.rate:g} requests/s"
     if load.think_s:
-        who += f" who wait {duration(load.think_s)} between requests"
+        who += f" who wait {format_duration(load.think_s)} between requests"
     targets = ", ".join(
-        f"{target.target} {duration(target.value_s)} ({duration(target.limit_s)} promised)"
+        f"{target.target} {format_duration(target.value_s)} ({format_duration(target.limit_s)} promised)"
         for target in report.objective
     )
     return f"Promise {'kept' if report.met else 'not kept'} with {who}: {targets}"
 
 
 def what_is_needed(
-    given: dict[str, Any], question: Question, best: Candidate, load: Load, too_few: int
+    given: dict[str, Any], question: Question, best: Candidate, load: SimulatedLoad, too_few: int
 ) -> dict[str, Any]:
     """The fewest replicas that keep the promise, with the command that shows it; or why no number of them does."""
     try:
@@ -136,7 +138,7 @@ def what_is_needed(
     return told_need(simulation(given, question, best), study, found)
 
 
-def told_need(shown: str | None, study: Study, found: Found) -> dict[str, Any]:
+def told_need(shown: str | None, study: Study, found: CapacityResult) -> dict[str, Any]:
     """The answer of a search for replicas as JSON has it; `shown` is the command that simulates the plan's own."""
     if found.report is None:
         text = f"no number of replicas keeps it: {found.reason}"

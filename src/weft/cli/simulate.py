@@ -19,8 +19,8 @@ from weft.planner.answer import cut_json
 from weft.planner.question import Question
 from weft.planner.ranking import Candidate
 from weft.planner.search import search
-from weft.simulate.find import Found
-from weft.simulate.load import Load
+from weft.simulate.capacity_search import CapacityResult
+from weft.simulate.load import SimulatedLoad
 from weft.simulate.report import Report
 from weft.simulate.study import Study
 
@@ -39,10 +39,10 @@ def main(arguments: Namespace) -> int:
         return NOTHING_FITS
     study = studied(said, question, answer.best, load)
     if said.get("find") == "replicas":
-        study.check(load, ceil(first_guess(study, load)))
+        study.check_run_length(load, ceil(first_guess(study, load)))
     elif "find" not in said:
         for rate in rates(said, study, load):
-            study.check(msgspec.structs.replace(load, rate=rate))
+            study.check_run_length(msgspec.structs.replace(load, rate=rate))
     head = view.heading(question, answer.best, study, load)
     if not said.get("json"):
         print("\n".join(head))
@@ -65,9 +65,9 @@ def as_json(
     question: Question,
     best: Candidate,
     study: Study,
-    load: Load,
+    load: SimulatedLoad,
     runs: tuple[Report, ...],
-    found: Found | None,
+    found: CapacityResult | None,
 ) -> dict[str, Any]:
     """Everything, under the names of `Report`; the same words give the same object."""
     input_len, output_len = load.mean

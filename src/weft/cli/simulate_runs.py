@@ -12,8 +12,14 @@ import msgspec
 
 from weft.cli.simulate_study import SHARES, bare
 from weft.planner.ranking import Candidate
-from weft.simulate.find import Found, alone, find_rate, find_replicas, hopeless
-from weft.simulate.load import Load
+from weft.simulate.capacity_search import (
+    CapacityResult,
+    explain_misses,
+    find_rate,
+    find_replicas,
+    simulate_lone_requests,
+)
+from weft.simulate.load import SimulatedLoad
 from weft.simulate.report import Report
 from weft.simulate.study import Study
 
@@ -22,23 +28,23 @@ SAFE = 0.7  # of the predicted capacity, about what meets an objective: where a 
 Told = Callable[[float], object]
 
 
-def swept(said: dict[str, Any], study: Study, load: Load) -> Iterator[Report]:
+def swept(said: dict[str, Any], study: Study, load: SimulatedLoad) -> Iterator[Report]:
     """One run, or one at each rate."""
     each = rates(said, study, load)
     for number, rate in enumerate(each, 1):
         at = msgspec.structs.replace(load, rate=rate)
         name = f"{rate:g} requests/s" if rate else "simulating"
         with progress(name if len(each) == 1 else f"{number} of {len(each)}: {name}", study, at) as told:
-            yield study.run(at, on_time=told)
+            yield study.run_load(at, on_time=told)
 
 
-def run_once(study: Study, load: Load) -> Report:
+def run_once(study: Study, load: SimulatedLoad) -> Report:
     """One run of the plan's own replicas."""
     with progress("simulating", study, load) as told:
-        return study.run(load, on_time=told)
+        return study.run_load(load, on_time=told)
 
 
-def rates(said: dict[str, Any], study: Study, load: Load) -> tuple[float | None, ...]:
+def rates(said: dict[str, Any], study: Study, load: SimulatedLoad) -> tuple[float | None, ...]:
     """At which one run each is made."""
     if not bare(said):
         named: tuple[float, ...] | None = said.get("rates")
@@ -47,7 +53,7 @@ def rates(said: dict[str, Any], study: Study, load: Load) -> tuple[float | None,
     return tuple(float(f"{share * whole:.3g}") for share in SHARES)
 
 
-def find_answer(said: dict[str, Any], study: Study, load: Load, best: Candidate) -> Found:
+def find_answer(said: dict[str, Any], study: Study, load: SimulatedLoad, best: Candidate) -> CapacityResult:
     """The answer to --find."""
     if said["find"] == "replicas":
         return find_count(study, load, best)
@@ -57,41 +63,41 @@ def find_answer(said: dict[str, Any], study: Study, load: Load, best: Candidate)
     def at_rate(rate: float) -> Report:
         at = msgspec.structs.replace(load, rate=rate)
         with progress(f"{rate:.3g} requests/s", study, at) as told:
-            return study.run(at, judging=True, on_time=told)
+            return study.run_load(at, judging=True, on_time=told)
 
     return find_rate(at_rate, study.capacity * len(study.specs) * SAFE)
 
 
-def find_count(study: Study, load: Load, best: Candidate, *, too_few: int = 0) -> Found:
+def find_count(study: Study, load: SimulatedLoad, best: Candidate, *, too_few: int = 0) -> CapacityResult:
     """The fewest replicas that meet the objective; `too_few` are known to miss it."""
     if missed := missed_alone(study, load, best):
         return missed
 
     def with_replicas(count: int) -> Report:
         with progress(f"{count:,} replicas", study, load) as told:
-            return study.run(load, count, judging=True, on_time=told)
+            return study.run_load(load, count, judging=True, on_time=told)
 
     # Users wait for their answers, so that their number does not tell how much they ask for.
     guess = 2 * too_few if load.offered is None else first_guess(study, load)
     return find_replicas(with_replicas, guess, too_few=too_few)
 
 
-def missed_alone(study: Study, load: Load, best: Candidate) -> Found | None:
+def missed_alone(study: Study, load: SimulatedLoad, best: Candidate) -> CapacityResult | None:
     """The answer of a search if requests miss the objective even alone; else None."""
     lone_s = best.predicted.ttft_s + load.mean[1] / best.predicted.single_tok_s
-    lone = alone(study, load, lone_s)
-    reason = hopeless(lone)
-    return Found(value=None, reason=reason, report=None, runs=(lone,)) if reason else None
+    lone = simulate_lone_requests(study, load, lone_s)
+    reason = explain_misses(lone)
+    return CapacityResult(value=None, reason=reason, report=None, runs=(lone,)) if reason else None
 
 
-def first_guess(study: Study, load: Load) -> float:
+def first_guess(study: Study, load: SimulatedLoad) -> float:
     """How many replicas a search begins with."""
     assert load.offered is not None
     return load.offered / study.capacity / SAFE
 
 
 @contextmanager
-def progress(name: str, study: Study, load: Load) -> Iterator[Told]:
+def progress(name: str, study: Study, load: SimulatedLoad) -> Iterator[Told]:
     """A bar on a terminal, of the virtual time."""
     if not sys.stderr.isatty():
         yield lambda now: None

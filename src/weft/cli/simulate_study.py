@@ -16,12 +16,12 @@ from weft.errors import ConfigError, PlanError
 from weft.planner.deployment import lengths
 from weft.planner.question import Question
 from weft.planner.ranking import Candidate
-from weft.simulate.deployment import Limits, specs
-from weft.simulate.lengths import Even, Fixed, Lengths, parse_lengths
-from weft.simulate.load import Drawn, Load, trace_rate
-from weft.simulate.objective import parse_objective, seconds
-from weft.simulate.study import Study, Times
-from weft.simulate.trace import Row, read_trace
+from weft.simulate.deployment import SchedulerLimits, replica_specs
+from weft.simulate.lengths import FixedLength, Lengths, UniformLength, parse_lengths
+from weft.simulate.load import RequestDistribution, SimulatedLoad, trace_rate
+from weft.simulate.objective import parse_duration, parse_objective
+from weft.simulate.study import MeasurementWindow, Study
+from weft.simulate.trace import TraceRow, read_trace
 
 DURATION_S = 600.0  # if nothing is slow: otherwise as long as
 LEAST_ANSWERS = 20  # answers after each other take,
@@ -63,7 +63,7 @@ def check(said: dict[str, Any]) -> None:
         plot.check(said["plot"])
 
 
-def asked(said: dict[str, Any], model: Model) -> tuple[Load, int | None]:
+def asked(said: dict[str, Any], model: Model) -> tuple[SimulatedLoad, int | None]:
     """The load, and its longest request where that is known."""
     most = said.get("max_model_len") or model.shape.longest
     trace = read_trace(said["trace"]) if "trace" in said else ()
@@ -71,7 +71,7 @@ def asked(said: dict[str, Any], model: Model) -> tuple[Load, int | None]:
     input_len, output_len = drawn_lengths(said, most)
     if said.get("prefix_len", 0) >= most:
         raise ConfigError(f"--prefix-len is {said['prefix_len']:,}; {model.name} goes up to {most:,} tokens")
-    drawn = Drawn(
+    drawn = RequestDistribution(
         input_len=input_len,
         output_len=output_len,
         rows=rows,
@@ -79,12 +79,12 @@ def asked(said: dict[str, Any], model: Model) -> tuple[Load, int | None]:
         prefix_len=said.get("prefix_len", 0),
         most=most,
     )
-    load = Load(
-        drawn=drawn,
+    load = SimulatedLoad(
+        distribution=drawn,
         rate=said.get("rate"),
         burstiness=said["burstiness"],
         users=said.get("users"),
-        think_s=seconds(said["think"], "--think") if "think" in said else 0.0,
+        think_s=parse_duration(said["think"], "--think") if "think" in said else 0.0,
         trace=trace,
         seed=said["seed"],
     )
@@ -107,7 +107,7 @@ def drawn_lengths(said: dict[str, Any], most: int) -> tuple[Lengths, Lengths]:
     output_len = parse_lengths(said["output_len"], "--output-len") if "output_len" in said else None
     usual_in, usual_out = lengths(most_of(input_len), most_of(output_len), most)
     high = max(usual_out, min(usual_out * 3 // 2, most - usual_in))
-    return input_len or Fixed(usual_in), output_len or Even(2 * usual_out - high, high)
+    return input_len or FixedLength(usual_in), output_len or UniformLength(2 * usual_out - high, high)
 
 
 def most_of(lengths: Lengths | None) -> int | None:
@@ -115,8 +115,8 @@ def most_of(lengths: Lengths | None) -> int | None:
     return None if lengths is None else lengths.longest or round(lengths.mean)
 
 
-def longest_of(rows: tuple[Row, ...]) -> int:
-    return max(row.ask.input_len + row.ask.output_len for row in rows)
+def longest_of(rows: tuple[TraceRow, ...]) -> int:
+    return max(row.request.input_len + row.request.output_len for row in rows)
 
 
 def longest_drawn(input_len: Lengths, output_len: Lengths) -> int | None:
@@ -124,26 +124,26 @@ def longest_drawn(input_len: Lengths, output_len: Lengths) -> int | None:
     return None if ends[0] is None or ends[1] is None else ends[0] + ends[1]
 
 
-def questioned(arguments: Namespace, model: Model, load: Load, longest: int | None) -> Question:
+def questioned(arguments: Namespace, model: Model, load: SimulatedLoad, longest: int | None) -> Question:
     """What weft plan would be asked, and how far answers differ: the load's mean request, and room for its longest."""
     input_len, output_len = (max(1, round(mean)) for mean in load.mean)
     asked = Namespace(**{**vars(arguments), "input_len": input_len, "output_len": output_len})
     asked.__dict__.pop("concurrency", None)
     question = ask(asked, model)
     work = question.workload
-    work = msgspec.structs.replace(work, max_model_len=work.max_model_len or longest, output_spread=load.spread)
+    work = msgspec.structs.replace(work, max_model_len=work.max_model_len or longest, output_spread=load.output_spread)
     # A command that asks something like it has the lengths as they were given, not their means.
     return msgspec.structs.replace(question, workload=work, flags=tuple(repeated(vars(arguments))))
 
 
-def studied(said: dict[str, Any], question: Question, best: Candidate, load: Load) -> Study:
+def studied(said: dict[str, Any], question: Question, best: Candidate, load: SimulatedLoad) -> Study:
     """The deployment as it is simulated."""
-    limits = Limits(
+    limits = SchedulerLimits(
         max_num_seqs=said.get("max_num_seqs"),
         lookahead=said.get("async_scheduling"),
         **({"max_num_queued": said["max_num_queued_reqs"]} if "max_num_queued_reqs" in said else {}),
     )
-    found = specs(question, best, limits)
+    found = replica_specs(question, best, limits)
     counted = "replicas" in said or said.get("find") == "replicas"
     if counted and best.layout.expert_parallel > best.layout.tensor_parallel:
         raise PlanError(
@@ -170,12 +170,12 @@ def studied(said: dict[str, Any], question: Question, best: Candidate, load: Loa
     )
 
 
-def capacity(best: Candidate, load: Load) -> float:
+def capacity(best: Candidate, load: SimulatedLoad) -> float:
     """Requests per second that one replica is predicted to answer, saturated."""
     return best.predicted.saturated_tok_s / best.layout.data_parallel / load.mean[1]
 
 
-def usual_duration(said: dict[str, Any], load: Load, best: Candidate, replicas: int) -> float:
+def usual_duration(said: dict[str, Any], load: SimulatedLoad, best: Candidate, replicas: int) -> float:
     """Seconds of virtual time that say something of a deployment as slow as this one, if no --duration is given."""
     if load.trace:
         return inf
@@ -189,15 +189,15 @@ def usual_duration(said: dict[str, Any], load: Load, best: Candidate, replicas: 
     return float(f"{max(enough):.2g}")
 
 
-def times(said: dict[str, Any], load: Load, usual_s: float) -> Times:
+def times(said: dict[str, Any], load: SimulatedLoad, usual_s: float) -> MeasurementWindow:
     """The measured time: all of a trace, and all but the beginning of a load that might go on for ever."""
-    duration_s = seconds(said["duration"], "--duration") if "duration" in said else usual_s
+    duration_s = parse_duration(said["duration"], "--duration") if "duration" in said else usual_s
     warmup_s = 0.0 if load.trace else WARMUP * duration_s
     if "warmup" in said:
-        warmup_s = 0.0 if said["warmup"].strip() in ("0", "0s") else seconds(said["warmup"], "--warmup")
+        warmup_s = 0.0 if said["warmup"].strip() in ("0", "0s") else parse_duration(said["warmup"], "--warmup")
     if warmup_s >= duration_s:
         raise UsageError(f"--warmup is {warmup_s:g} s of {duration_s:g} s; it must leave something to measure")
-    return Times(duration_s=duration_s, warmup_s=warmup_s)
+    return MeasurementWindow(duration_s=duration_s, warmup_s=warmup_s)
 
 
 def bare(said: dict[str, Any]) -> bool:

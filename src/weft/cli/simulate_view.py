@@ -10,11 +10,11 @@ from weft.cli.tables import console, table
 from weft.formatting import format_counts
 from weft.planner.question import Question
 from weft.planner.ranking import Candidate
-from weft.simulate.find import CLOSE, CLOSE_REPLICAS, Found
-from weft.simulate.lengths import Fixed
-from weft.simulate.load import Load
-from weft.simulate.objective import duration
-from weft.simulate.report import Judged, Report, Spread
+from weft.simulate.capacity_search import CLOSE, CLOSE_REPLICAS, CapacityResult
+from weft.simulate.lengths import FixedLength
+from weft.simulate.load import SimulatedLoad
+from weft.simulate.objective import format_duration
+from weft.simulate.report import LatencySummary, Report, TargetVerdict
 from weft.simulate.study import Study
 
 PERCENTILES = ("p50", "p90", "p95", "p99")
@@ -27,7 +27,7 @@ def hardware(question: Question) -> str:
     return f"{there} on {nodes:,} nodes" if nodes > 1 else there
 
 
-def heading(question: Question, best: Candidate, study: Study, load: Load) -> list[str]:
+def heading(question: Question, best: Candidate, study: Study, load: SimulatedLoad) -> list[str]:
     """What is simulated."""
     count = len(study.specs)
     replicas = f"{count:,} replicas, each of" if count > 1 else "1 replica of"
@@ -51,7 +51,7 @@ def devices(count: int, study: Study) -> str:
     return f"{count:,} {study.device}{'s' * (count > 1)}"
 
 
-def show(study: Study, load: Load, runs: Sequence[Report], found: Found | None) -> None:
+def show(study: Study, load: SimulatedLoad, runs: Sequence[Report], found: CapacityResult | None) -> None:
     """Everything after the heading, on standard output."""
     shown = console()
     report = found.report if found else runs[0] if len(runs) == 1 else None
@@ -92,9 +92,9 @@ def times(report: Report) -> Any:
     """Every percentile of one run."""
     made = table("", "mean", *PERCENTILES)
     for name, field in METRICS.items():
-        spread: Spread | None = getattr(report, field)
+        spread: LatencySummary | None = getattr(report, field)
         if spread:
-            made.add_row(name, *(duration(getattr(spread, it)) for it in ("mean", *PERCENTILES)))
+            made.add_row(name, *(format_duration(getattr(spread, it)) for it in ("mean", *PERCENTILES)))
     return made
 
 
@@ -111,7 +111,7 @@ def figures(study: Study, report: Report) -> list[str]:
     if report.prefix_hit_share is not None:
         lines.append(f"{100 * report.prefix_hit_share:.0f} % of the prompts' tokens were in the prefix cache")
     rent = f"{report.gpu_hours:,.4g} {study.device}-hours "
-    rent += f"({devices(report.gpus, study)}, {duration(report.window_s)})"
+    rent += f"({devices(report.gpus, study)}, {format_duration(report.window_s)})"
     if report.dollars_per_hour is not None:
         rent += f", ${report.dollars_per_hour:,.2f} an hour, ${money(report)} per million tokens written"
     lines.append(rent)
@@ -121,13 +121,13 @@ def figures(study: Study, report: Report) -> list[str]:
     return lines
 
 
-def judged(it: Judged) -> str:
-    interval = "" if it.plus_minus_s is None else f" (± {duration(it.plus_minus_s)})"
+def judged(it: TargetVerdict) -> str:
+    interval = "" if it.plus_minus_s is None else f" (± {format_duration(it.plus_minus_s)})"
     verdict = "met" if it.met else "missed"
-    return f"{it.target} {duration(it.value_s)}{interval}, {duration(it.limit_s)} promised: {verdict}"
+    return f"{it.target} {format_duration(it.value_s)}{interval}, {format_duration(it.limit_s)} promised: {verdict}"
 
 
-def verdict(study: Study, found: Found) -> list[str]:
+def verdict(study: Study, found: CapacityResult) -> list[str]:
     """The answer to --find."""
     if found.value is None or found.report is None:
         return [f"nothing meets the objective: {found.reason}"]
@@ -140,21 +140,22 @@ def verdict(study: Study, found: Found) -> list[str]:
     return [f"found: up to {found.value:.4g} requests/s keep the promise ({each}search accuracy {100 * CLOSE:.0f} %)"]
 
 
-def confidence(study: Study, load: Load, runs: Sequence[Report], report: Report | None) -> list[str]:
+def confidence(study: Study, load: SimulatedLoad, runs: Sequence[Report], report: Report | None) -> list[str]:
     """How much was simulated, and what the figures rest on."""
     one = report or runs[-1]
-    measured = f"{one.requests:,} requests in {duration(one.window_s)}"
+    measured = f"{one.requests:,} requests in {format_duration(one.window_s)}"
     if len(runs) > 1 and report is None:
         measured = f"{min(run.requests for run in runs):,} to {max(run.requests for run in runs):,} requests a run"
     lines = [
-        f"measured: {measured} of virtual time, after {duration(study.times.warmup_s)} of warm-up; seed {load.seed}"
+        f"measured: {measured} of virtual time, after {format_duration(study.times.warmup_s)} of warm-up; "
+        f"seed {load.seed}"
     ]
     if not study.times.warmup_s:
         lines = [f"measured: {measured} of virtual time, from an idle start; seed {load.seed}"]
     grown = one.e2e_s is None or one.e2e_s.mean <= study.times.warmup_s
     if study.times.warmup_s and one.e2e_s and not grown and not one.users:
         lines.append(
-            f"an answer takes {duration(one.e2e_s.mean)}, longer than the warm-up: the load was still growing; "
+            f"an answer takes {format_duration(one.e2e_s.mean)}, longer than the warm-up: the load was still growing; "
             "a longer --duration says more"
         )
     if equal_answers(load) and any(run.replicas > 1 for run in runs):
@@ -174,13 +175,17 @@ def confidence(study: Study, load: Load, runs: Sequence[Report], report: Report 
     return lines
 
 
-def equal_answers(load: Load) -> bool:
+def equal_answers(load: SimulatedLoad) -> bool:
     """Whether they are all of one length."""
-    rows, lengths = load.trace or load.drawn.rows, load.drawn.output_len
-    return len({row.ask.output_len for row in rows}) == 1 if rows else isinstance(lengths, Fixed) and lengths.tokens > 1
+    rows, lengths = load.trace or load.distribution.rows, load.distribution.output_len
+    return (
+        len({row.request.output_len for row in rows}) == 1
+        if rows
+        else isinstance(lengths, FixedLength) and lengths.tokens > 1
+    )
 
 
-def milliseconds(spread: Spread | None, name: str) -> str:
+def milliseconds(spread: LatencySummary | None, name: str) -> str:
     if spread is None:
         return "-"
     value = 1000 * getattr(spread, name)
