@@ -17,7 +17,7 @@ from weft.formats.precision import canonical
 from weft.hardware.cluster import Cluster, parse_gpus
 from weft.plan.split import split
 from weft.planner.cost import Prediction, predict
-from weft.planner.deployment import Layout, Workload, deploy
+from weft.planner.deployment import DeploymentLayout, Workload, deploy
 from weft.planner.profiles import Profile, profile
 
 TABLE = Path(__file__).parents[1] / "data/measured_speed.csv"
@@ -36,7 +36,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     per_gpu: bool
     shape: ModelShape
     cluster: Cluster
-    layout: Layout
+    layout: DeploymentLayout
     workload: Workload
 
     def predicted(self, profiles: Mapping[str, Profile] | None = None) -> float:

@@ -15,7 +15,7 @@ from weft.hardware.cluster import Cluster, Node, parse_gpus
 from weft.hardware.gpus import find_gpu
 from weft.plan.memory import LOGITS_BYTES
 from weft.planner.batch import Choice, chosen
-from weft.planner.deployment import Layout, Workload, deploy
+from weft.planner.deployment import DeploymentLayout, Workload, deploy
 from weft.planner.footprint import BLOCK, Footprint, footprint
 from weft.planner.profiles import engines, profile
 
@@ -33,7 +33,7 @@ def cut(
     precision: str = "bf16",
     kv_dtype: str = "bf16",
     experts: bool = False,
-) -> Layout:
+) -> DeploymentLayout:
     return deploy(
         shape,
         tensor_weights=[1.0] * (tensor or ranks),
@@ -45,7 +45,7 @@ def cut(
     )
 
 
-def held(shape: ModelShape, layout: Layout, gpus: str, engine: str = "vllm", length: int = 2048) -> Footprint:
+def held(shape: ModelShape, layout: DeploymentLayout, gpus: str, engine: str = "vllm", length: int = 2048) -> Footprint:
     workload = Workload(max_model_len=length)
     return footprint(shape, layout, parse_gpus(gpus), profile(engine), workload)
 

@@ -14,7 +14,7 @@ from weft.plan.max_memory import Caps, capped
 from weft.planner.advice import advice
 from weft.planner.binding import binding
 from weft.planner.cuts import Cut, drafts
-from weft.planner.deployment import Layout, Workload
+from weft.planner.deployment import DeploymentLayout, Workload
 from weft.planner.domains import groups, islands, replicas, tensor_sizes
 from weft.planner.question import Question, Wish
 from weft.planner.ranking import RANKING_ERROR, Candidate, alone_s, request_s, worth
@@ -474,7 +474,7 @@ def test_one_more_gpu_is_weighed() -> None:
 
 def test_a_layout_is_plain_data() -> None:
     layout = best(plan("Mixtral-8x7B", "4xA100")).layout
-    assert msgspec.json.decode(msgspec.json.encode(layout), type=Layout) == layout
+    assert msgspec.json.decode(msgspec.json.encode(layout), type=DeploymentLayout) == layout
 
 
 # --- what a cold reader found ---

@@ -19,7 +19,7 @@ from weft.planner import cost
 from weft.planner.claims import RESERVED_BYTES, Claim, Verdict, judge, parse
 from weft.planner.cost import Prediction
 from weft.planner.cuts import cut_of
-from weft.planner.deployment import Layout, Workload
+from weft.planner.deployment import DeploymentLayout, Workload
 from weft.planner.objections import not_run
 from weft.planner.profiles import profile
 from weft.planner.question import Question
@@ -51,8 +51,8 @@ def main(arguments: Namespace) -> int:
 
 
 def predict(
-    shape: ModelShape, precision: str, cluster: Cluster, claim: Claim, engine: str, roomy: Layout | None
-) -> tuple[Layout, Prediction] | str | None:
+    shape: ModelShape, precision: str, cluster: Cluster, claim: Claim, engine: str, roomy: DeploymentLayout | None
+) -> tuple[DeploymentLayout, Prediction] | str | None:
     """One request in the fastest layout; in `roomy` where what the engine keeps for itself leaves no room in any. Why
     there is none where it is not for want of memory."""
     half = max(1, claim.tokens // 2)
@@ -75,7 +75,7 @@ def predict(
     return roomy, cost.predict(shape, roomy, cluster, question.workload, profile(engine))
 
 
-def as_json(claim: str, found: Verdict, predicted: tuple[Layout, Prediction] | str | None) -> dict[str, Any]:
+def as_json(claim: str, found: Verdict, predicted: tuple[DeploymentLayout, Prediction] | str | None) -> dict[str, Any]:
     """The verdict with its arithmetic; sizes are bytes of all GPUs together. `objection` is what stands against the
     engine's running it, whatever the memory."""
     figures = msgspec.structs.asdict(found)
@@ -88,7 +88,7 @@ def as_json(claim: str, found: Verdict, predicted: tuple[Layout, Prediction] | s
     return {"claim": claim, **figures, "predicted": speed, "objection": objection}
 
 
-def told(found: Verdict, predicted: tuple[Layout, Prediction] | str | None, claim: Claim, engine: str) -> str:
+def told(found: Verdict, predicted: tuple[DeploymentLayout, Prediction] | str | None, claim: Claim, engine: str) -> str:
     """The verdict for a person."""
     if not found.possible:
         lines = ["impossible", *(f"  {reason}" for reason in found.reasons)]

@@ -14,7 +14,7 @@ from weft.export.shell import Placeholder
 from weft.export.target import shares_experts
 from weft.export.words import Remarks, comment
 from weft.formats.yaml_text import Block, dump
-from weft.planner.deployment import Layout
+from weft.planner.deployment import DeploymentLayout
 from weft.planner.domains import devices
 from weft.planner.question import Question
 
@@ -30,7 +30,7 @@ SECRET = {"name": "hf-token", "key": "token", "optional": True}
 NAME_LENGTH = 40  # KubeRay adds to it, up to the 63 of a DNS label
 
 
-def cannot(question: Question, layout: Layout) -> str:
+def cannot(question: Question, layout: DeploymentLayout) -> str:
     """What Ray Serve's LLM application does not do of what vLLM does."""
     if shares_experts(layout):
         return "its replicas share no experts: each is a vLLM of its own"

@@ -11,7 +11,7 @@ from weft.export.shell import command, export, script
 from weft.export.target import shares_experts, spans_nodes
 from weft.export.words import Remarks, comment
 from weft.formats import gguf_types
-from weft.planner.deployment import Layout
+from weft.planner.deployment import DeploymentLayout
 from weft.planner.question import Question
 
 # GGUF's in place of the precisions that it does not read, with about as many bits.
@@ -19,7 +19,7 @@ INSTEAD = {"int4": "q4_k_m", "nvfp4": "q4_k_m", "int8": "q8_0", "fp8": "q8_0"}
 PORT = 11434  # Ollama's own
 
 
-def cannot(question: Question, layout: Layout) -> str:
+def cannot(question: Question, layout: DeploymentLayout) -> str:
     """What Ollama does not do."""
     if shares_experts(layout):
         return "its replicas share no experts: each has all of them"

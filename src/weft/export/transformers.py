@@ -16,7 +16,7 @@ from weft.export.shell import command
 from weft.export.target import shares_experts, spans_nodes
 from weft.export.words import Remarks, comment
 from weft.formats import gguf_types
-from weft.planner.deployment import Layout
+from weft.planner.deployment import DeploymentLayout
 from weft.planner.footprint import MIB
 from weft.planner.question import Question
 
@@ -28,7 +28,7 @@ SIGHT = ("model.vision_tower", "model.multi_modal_projector")
 WITHOUT_ROTARY = ("GPT2LMHeadModel", "OPTForCausalLM")
 
 
-def cannot(question: Question, layout: Layout) -> str:
+def cannot(question: Question, layout: DeploymentLayout) -> str:
     """What a device map does not do."""
     if question.shape.architecture == REMOTE:
         return f"it has {REMOTE} only as code that comes with the checkpoint, which nobody should run unread"
@@ -84,7 +84,7 @@ def sees(shape: ModelShape) -> bool:
     return shape.architecture.endswith("ForConditionalGeneration")
 
 
-def gpu_numbers(layout: Layout) -> list[int]:
+def gpu_numbers(layout: DeploymentLayout) -> list[int]:
     """Each stage's GPU, counted among those of its replica."""
     gpus = layout.gpus[: layout.size]
     return [list(dict.fromkeys(gpus)).index(gpu) for gpu in gpus]

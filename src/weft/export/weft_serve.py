@@ -15,13 +15,13 @@ from weft.export.target import crowded, shares_experts, spans_nodes
 from weft.export.words import KEYS, Remarks, comment
 from weft.plan import speculation
 from weft.plan.backends import KV_CACHE_DTYPES, no_narrow_cache
-from weft.planner.deployment import Layout, deploy
+from weft.planner.deployment import DeploymentLayout, deploy
 from weft.planner.question import Question
 
 SHORT = 4  # characters of a weight that is taken as it was typed
 
 
-def cannot(question: Question, layout: Layout) -> str:
+def cannot(question: Question, layout: DeploymentLayout) -> str:
     """What Weft's engine does not do yet of what it plans."""
     if question.cluster.gpus[layout.gpus[0]].gfx:
         return "Weft runs on NVIDIA's GPUs and on CPUs; --emit vllm is for others"

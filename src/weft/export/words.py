@@ -10,7 +10,7 @@ import msgspec
 from weft import __version__
 from weft.export.deployment import Deployment, Server
 from weft.export.shell import Placeholder
-from weft.planner.deployment import Layout
+from weft.planner.deployment import DeploymentLayout
 from weft.planner.notes import notes
 from weft.planner.ranking import Candidate
 from weft.words import by_type
@@ -50,7 +50,7 @@ def plan(it: Deployment) -> str:
     )
 
 
-def cut(layout: Layout) -> str:
+def cut(layout: DeploymentLayout) -> str:
     """What is cut how many ways, in words."""
     ranks = layout.replica(0)[: layout.tensor_parallel]
     words = []
@@ -75,7 +75,7 @@ def told(candidate: Candidate) -> str:
     return f"{candidate.cut} with {', '.join(heads[:-1])} and {heads[-1]} query heads"
 
 
-def uneven(layout: Layout) -> bool:
+def uneven(layout: DeploymentLayout) -> bool:
     """Whether tensor-parallel ranks have different shares of the heads."""
     return len({(len(place.q_heads), len(place.kv_heads)) for place in layout.places}) > 1
 

@@ -18,7 +18,7 @@ from weft.planner.advice import advice
 from weft.planner.binding import binding
 from weft.planner.cost import Prediction
 from weft.planner.cuts import Cut
-from weft.planner.deployment import Layout
+from weft.planner.deployment import DeploymentLayout
 from weft.planner.domains import devices
 from weft.planner.footprint import RankMemory, ReplicaMemory
 from weft.planner.notes import notes
@@ -190,7 +190,7 @@ def candidate_json(question: Question, candidate: Candidate) -> dict[str, Any]:
     }
 
 
-def links_json(cluster: Cluster, layout: Layout) -> dict[str, str | None]:
+def links_json(cluster: Cluster, layout: DeploymentLayout) -> dict[str, str | None]:
     """Over what the ranks of a stage sum, over what a stage hands on to the next, and over what replicas that share
     their experts exchange tokens: the slowest link that is used, None where there is nobody to send to."""
     tensor, homes = layout.tensor_parallel, [cluster.homes[index] for index in layout.gpus]

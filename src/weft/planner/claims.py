@@ -13,7 +13,7 @@ from weft.architectures.shape import ModelShape
 from weft.errors import ConfigError, PlanError
 from weft.formats.precision import canonical, weights
 from weft.hardware.cluster import Cluster
-from weft.planner.deployment import Layout, deploy
+from weft.planner.deployment import DeploymentLayout, deploy
 from weft.planner.domains import devices
 from weft.planner.stages import Seat, read_bytes, stage_layers
 from weft.words import by_type
@@ -52,7 +52,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     read_bytes: float
     bound_tok_s: float
     reasons: tuple[str, ...]
-    layout: Layout | None
+    layout: DeploymentLayout | None
 
 
 def parse(text: str) -> Claim:
@@ -105,7 +105,7 @@ def judge(shape: ModelShape, precision: str, cluster: Cluster, tokens: int, tok_
     )
 
 
-def fitting(shape: ModelShape, precision: str, cluster: Cluster, tokens: int) -> Layout | None:
+def fitting(shape: ModelShape, precision: str, cluster: Cluster, tokens: int) -> DeploymentLayout | None:
     """Some layout that leaves every GPU with its weights and the KV of `tokens` tokens within what may be used of
     it, cut as finely as possible; None where there is no such layout."""
     # The largest GPUs first, so that those of like size are together.

@@ -12,7 +12,7 @@ import msgspec
 
 from weft.architectures.shape import ModelShape
 from weft.hardware.cluster import Cluster
-from weft.planner.deployment import Layout, Workload
+from weft.planner.deployment import DeploymentLayout, Workload
 from weft.planner.footprint import Footprint, footprint
 from weft.planner.profiles import Profile
 from weft.planner.replica import replicas
@@ -46,7 +46,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
 
 def predict(
     shape: ModelShape,
-    layout: Layout,
+    layout: DeploymentLayout,
     cluster: Cluster,
     workload: Workload,
     profile: Profile,

@@ -8,7 +8,7 @@ from itertools import permutations
 
 import msgspec
 
-from weft.planner.deployment import Layout
+from weft.planner.deployment import DeploymentLayout
 from weft.planner.domains import Device, devices, groups, islands, nodes, replicas, sort, tensor_sizes
 from weft.planner.question import Question
 
@@ -34,7 +34,7 @@ class Cut(msgspec.Struct, frozen=True):
         return f"{' x '.join(words) or f'one {self.device}'}, {self.precision}"
 
 
-def cut_of(layout: Layout) -> Cut:
+def cut_of(layout: DeploymentLayout) -> Cut:
     """What a layout comes down to."""
     return Cut(
         layout.tensor_parallel,
@@ -58,7 +58,7 @@ class Draft(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def gpus(self) -> tuple[int, ...]:
-        """The number of each rank's GPU, as `Layout.gpus`."""
+        """The number of each rank's GPU, as `DeploymentLayout.gpus`."""
         return tuple([device.number for device in self.devices])
 
 

@@ -52,7 +52,7 @@ def lengths(input_len: int | None, output_len: int | None, most: int) -> tuple[i
     return input_len, max(1, min(LENGTH, most - input_len)) if output_len is None else output_len
 
 
-class Layout(msgspec.Struct, frozen=True, kw_only=True):
+class DeploymentLayout(msgspec.Struct, frozen=True, kw_only=True):
     """How a model is cut and where its parts lie: `data_parallel` replicas of `pipeline_parallel` stages of
     `tensor_parallel` ranks.
 
@@ -118,7 +118,7 @@ def deploy(
     precision: str,
     kv_dtype: str,
     expert_parallel: bool = False,
-) -> Layout:
+) -> DeploymentLayout:
     """The layout of as many replicas as `gpus` suffice for; `expert_parallel` deals the experts out to all of them.
 
     Raises PlanError for a cut that the model does not allow.
@@ -134,7 +134,7 @@ def deploy(
         dealt, tensor = deal(shape.experts.count, weights * replicas), len(weights)
         held = [dealt[rank // size * tensor + place.tp_rank] for rank, place in enumerate(ranked)]
         ranked = tuple(msgspec.structs.replace(it, experts=own) for it, own in zip(ranked, held, strict=True))
-    return Layout(
+    return DeploymentLayout(
         tensor_weights=weights,
         stage_layers=layers,
         data_parallel=replicas,

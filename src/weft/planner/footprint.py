@@ -16,7 +16,7 @@ from weft.hardware.cluster import Cluster
 from weft.hardware.gpus import GpuSpec
 from weft.plan.memory import CPU_KV_BYTES, CPU_KV_SHARE, LOGITS_BYTES, step_bytes
 from weft.planner.batch import KV_SHARE, Choice, choices, chosen
-from weft.planner.deployment import Layout, Workload
+from weft.planner.deployment import DeploymentLayout, Workload
 from weft.planner.draft_memory import DraftBytes, draft_bytes, drafting, guesses
 from weft.planner.profiles import OURS, Profile
 from weft.planner.rank_weights import rank_weights
@@ -76,7 +76,7 @@ class Footprint(msgspec.Struct, frozen=True, kw_only=True):
     """The memory of a layout, replica by replica."""
 
     shape: ModelShape
-    layout: Layout
+    layout: DeploymentLayout
     replicas: tuple[ReplicaMemory, ...]
     window_cache: bool
 
@@ -136,7 +136,7 @@ class Footprint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def footprint(
-    shape: ModelShape, layout: Layout, cluster: Cluster, profile: Profile, workload: Workload | None = None
+    shape: ModelShape, layout: DeploymentLayout, cluster: Cluster, profile: Profile, workload: Workload | None = None
 ) -> Footprint:
     """What every rank of `layout` on `cluster` holds under an engine. `workload` gives the length that must fit."""
     workload = workload or Workload()

@@ -19,7 +19,7 @@ from weft.plan.plan import Plan
 from weft.plan.quantization import precision_of
 from weft.planner.batch import Choice
 from weft.planner.cost import Prediction, predict
-from weft.planner.deployment import Layout, Workload
+from weft.planner.deployment import DeploymentLayout, Workload
 from weft.planner.footprint import Footprint, activation_bytes, footprint
 from weft.planner.profiles import Profile
 from weft.planner.question import Question
@@ -38,7 +38,7 @@ class Forecast:
     device have a part of it each; `step_bytes` is what a step takes on each rank."""
 
     plan: Plan
-    layout: Layout
+    layout: DeploymentLayout
     cluster: Cluster
     profile: Profile
     memory: Footprint
@@ -93,7 +93,7 @@ def step_choice(plan: Plan, host: Host, known: Speeds) -> Choice:
     return Choice(memory.batched_tokens, memory.batched_reason)
 
 
-def as_candidate(plan: Plan, host: Host, known: Speeds, batched_tokens: int | None) -> tuple[Layout, Cluster, Profile]:
+def as_candidate(plan: Plan, host: Host, known: Speeds, batched_tokens: int | None) -> tuple[DeploymentLayout, Cluster, Profile]:
     """A plan as the search has its candidates, with the devices of its ranks and our engine's constants on them."""
     on_cpu = plan.devices[0] == "cpu"
     here = msgspec.structs.replace(host, gpus=(), pairs=()) if on_cpu else host
@@ -101,7 +101,7 @@ def as_candidate(plan: Plan, host: Host, known: Speeds, batched_tokens: int | No
     precision = precision_of(plan.shape, plan.quantization, plan.schemes, plan.dtype)
     devices = [0] * len(plan.devices) if on_cpu else [gpu.index for gpu in host.named(plan.devices)]
     cluster = parted(limited(this_machine(here, known), plan, devices), devices)
-    layout = Layout(
+    layout = DeploymentLayout(
         tensor_weights=(1.0,) * plan.tensor_parallel,
         stage_layers=tuple(len(place.layers) for place in plan.places[:: plan.tensor_parallel]),
         data_parallel=1,

@@ -14,7 +14,7 @@ import msgspec
 
 from weft.planner.cost import Prediction
 from weft.planner.cuts import Cut
-from weft.planner.deployment import Layout
+from weft.planner.deployment import DeploymentLayout
 from weft.planner.footprint import Footprint
 from weft.planner.question import Question
 
@@ -26,7 +26,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """A layout that fits, with what it holds and how fast it will be."""
 
     cut: Cut
-    layout: Layout
+    layout: DeploymentLayout
     memory: Footprint
     predicted: Prediction
 
@@ -62,7 +62,7 @@ def alone_s(question: Question, predicted: Prediction) -> float:
     return predicted.ttft_s + question.workload.output_len / predicted.single_tok_s
 
 
-def simplicity(layout: Layout) -> tuple[int, ...]:
+def simplicity(layout: DeploymentLayout) -> tuple[int, ...]:
     """Less is simpler."""
     return layout.size, layout.pipeline_parallel, layout.expert_parallel, len(layout.gpus)
 

@@ -15,7 +15,7 @@ from weft.formats.precision import canonical
 from weft.hardware.cluster import Cluster, Home
 from weft.hardware.gpus import GpuSpec
 from weft.hardware.links import AllReduce, Kind, all_reduce, send
-from weft.planner.deployment import Layout, Workload
+from weft.planner.deployment import DeploymentLayout, Workload
 from weft.planner.profiles import Profile
 from weft.planner.roofline import Rank, Seconds
 from weft.planner.work import Work, work
@@ -27,7 +27,7 @@ RARE = 1e-6  # of steps with so many prompts that none needs to be thought of
 T = TypeVar("T", float, Seconds)
 
 
-def replicas(shape: ModelShape, layout: Layout, cluster: Cluster, profile: Profile) -> list[Replica]:
+def replicas(shape: ModelShape, layout: DeploymentLayout, cluster: Cluster, profile: Profile) -> list[Replica]:
     """The replicas of a layout in order; those that are equal are one object."""
     ranks: dict[GpuSpec, Rank] = {}
     known: dict[object, Replica] = {}
@@ -98,7 +98,7 @@ class Replica:
     def __init__(
         self,
         shape: ModelShape,
-        layout: Layout,
+        layout: DeploymentLayout,
         cluster: Cluster,
         profile: Profile,
         number: int,

@@ -16,7 +16,7 @@ from weft.planner.balance import load_of, spread
 from weft.planner.batch import shortest
 from weft.planner.cost import Prediction, predict
 from weft.planner.cuts import Cut, Draft, drafts, rearranged
-from weft.planner.deployment import Layout, deploy
+from weft.planner.deployment import DeploymentLayout, deploy
 from weft.planner.domains import alike, usable
 from weft.planner.footprint import Footprint, Holding, footprint
 from weft.planner.objections import objection
@@ -94,7 +94,7 @@ class Fitting(msgspec.Struct, frozen=True):
     """A draft, and the ways of dividing the model unevenly, or evenly, that fit."""
 
     draft: Draft
-    layouts: tuple[tuple[Layout, Footprint], ...]
+    layouts: tuple[tuple[DeploymentLayout, Footprint], ...]
 
     @property
     def cut(self) -> Cut:
@@ -163,11 +163,11 @@ def kv_dtype(question: Question, precision: str) -> str:
     return question.kv_dtype or engine_profile(question).kv_dtype(precision)
 
 
-def _footprint(question: Question, layout: Layout) -> Footprint:
+def _footprint(question: Question, layout: DeploymentLayout) -> Footprint:
     return footprint(question.shape, layout, question.cluster, engine_profile(question), question.workload)
 
 
-def _predict(question: Question, layout: Layout, memory: Footprint) -> Prediction:
+def _predict(question: Question, layout: DeploymentLayout, memory: Footprint) -> Prediction:
     return predict(question.shape, layout, question.cluster, question.workload, engine_profile(question), memory)
 
 
@@ -202,7 +202,7 @@ def _spread_out(question: Question, precision: str, mode: Spread) -> Question:
     return msgspec.structs.replace(question, precisions=(precision,), wish=wish)
 
 
-def _layouts(question: Question, draft: Draft) -> list[Layout]:
+def _layouts(question: Question, draft: Draft) -> list[DeploymentLayout]:
     """The ways to divide the model over a draft's GPUs: as the user says, else evenly over equal ones, and over
     different ones by their bandwidth and by their memory. Raises PlanError where there is none."""
     found, problem = [], None
@@ -220,7 +220,7 @@ def _layouts(question: Question, draft: Draft) -> list[Layout]:
     return found
 
 
-def _deployed(question: Question, draft: Draft, weights: Sequence[float], layers: Sequence[int]) -> Layout:
+def _deployed(question: Question, draft: Draft, weights: Sequence[float], layers: Sequence[int]) -> DeploymentLayout:
     cut = draft.cut
     return deploy(
         question.shape,
