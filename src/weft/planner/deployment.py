@@ -40,7 +40,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         return self.input_len + share * self.output_len * (1 + self.output_spread**2)
 
 
-def lengths(input_len: int | None, output_len: int | None, most: int) -> tuple[int, int]:
+def default_lengths(input_len: int | None, output_len: int | None, most: int) -> tuple[int, int]:
     """Tokens of a prompt and of its answer, which together are `most` at most: as said, else LENGTH, or as many as
     leave room for the other one."""
     if input_len is None and output_len is None:

@@ -194,7 +194,7 @@ def question(
     how: Speculation | None = None,
 ) -> Question:
     """What `weft plan MODEL` asks, with the user's limits; `numbers` are the host's of the cluster's GPUs."""
-    from weft.planner.deployment import Workload, lengths
+    from weft.planner.deployment import Workload, default_lengths
     from weft.planner.question import Question, Wish
 
     word = spread_of(config.device_map) if config.device_map else None
@@ -205,7 +205,7 @@ def question(
     shape, most = checkpoint.shape, config.max_model_len
     devices = [f"cuda:{number}" for number in numbers]
     dtype = compute_dtype(config, checkpoint, host, devices)
-    input_len, output_len = lengths(None, None, most or shape.longest)
+    input_len, output_len = default_lengths(None, None, most or shape.longest)
     share = config.gpu_memory_utilization
     return Question(
         model=config.model,
