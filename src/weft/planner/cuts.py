@@ -45,7 +45,7 @@ def cut_of(layout: DeploymentLayout) -> Cut:
     )
 
 
-class Draft(msgspec.Struct, frozen=True, dict=True):
+class CandidateLayout(msgspec.Struct, frozen=True, dict=True):
     """A cut, and the GPUs of each stage of each replica."""
 
     cut: Cut
@@ -62,7 +62,7 @@ class Draft(msgspec.Struct, frozen=True, dict=True):
         return tuple([device.number for device in self.devices])
 
 
-def drafts(question: Question) -> Iterator[Draft]:
+def drafts(question: Question) -> Iterator[CandidateLayout]:
     """Every draft that the cluster has the GPUs for, within what the user has decided.
 
     Tensor parallelism stays on an island; a node with several types of GPU is also tried as a whole, cut unevenly,
@@ -78,7 +78,7 @@ def drafts(question: Question) -> Iterator[Draft]:
                 yield draft
 
 
-def _of_precision(question: Question, precision: str) -> Iterator[Draft]:
+def _of_precision(question: Question, precision: str) -> Iterator[CandidateLayout]:
     wish = question.wish
     if wish.devices:
         yield _dictated(question, precision, wish.devices)
@@ -101,18 +101,18 @@ def _of_precision(question: Question, precision: str) -> Iterator[Draft]:
             yield from _of_groups(question, precision, tensor, groups(used, tensor))
 
 
-def _dictated(question: Question, precision: str, gpus: Sequence[int]) -> Draft:
+def _dictated(question: Question, precision: str, gpus: Sequence[int]) -> CandidateLayout:
     """One replica whose stages lie where the user says."""
     there = devices(question.cluster)
     stages = tuple((there[number],) for number in gpus)
-    return Draft(Cut(1, len(stages), 1, 1, precision, _called(stages[0])), (stages,))
+    return CandidateLayout(Cut(1, len(stages), 1, 1, precision, _called(stages[0])), (stages,))
 
 
 def _called(members: Sequence[Device]) -> str:
     return "CPU" if members[0].gpu.kind == "cpu" else "GPU"
 
 
-def _of_groups(question: Question, precision: str, tensor: int, members: list[tuple[Device, ...]]) -> Iterator[Draft]:
+def _of_groups(question: Question, precision: str, tensor: int, members: list[tuple[Device, ...]]) -> Iterator[CandidateLayout]:
     wish, experts = question.wish, question.shape.experts
     for stages, count in _depths(question, len(members)):
         copies = tuple(replicas(members, stages, count))
@@ -122,7 +122,7 @@ def _of_groups(question: Question, precision: str, tensor: int, members: list[tu
             # Replicas that share their experts exchange tokens in every layer: a stage of all of them lies together.
             crosswise = expert > tensor and stages > 1
             laid = _crosswise(members, stages, count) if crosswise else copies
-            yield Draft(Cut(tensor, stages, count, expert, precision, _called(members[0])), laid)
+            yield CandidateLayout(Cut(tensor, stages, count, expert, precision, _called(members[0])), laid)
 
 
 def _crosswise(
@@ -132,7 +132,7 @@ def _crosswise(
     return tuple(tuple(members[stage * count + replica] for stage in range(stages)) for replica in range(count))
 
 
-def rearranged(question: Question, draft: Draft) -> Iterator[Draft]:
+def rearranged(question: Question, draft: CandidateLayout) -> Iterator[CandidateLayout]:
     """The same cut in other orders, where the user has not said what each GPU holds. Of a pipeline on different GPUs:
     every order of a few types, else the fastest first and last; each replica with stages of all types, instead of
     replicas that differ; and where some stay idle, those of one type rather than those of another. Of ranks on
@@ -144,7 +144,7 @@ def rearranged(question: Question, draft: Draft) -> Iterator[Draft]:
     if cut.pipeline_parallel == 1 and not said:
         roomy = [(tuple(sorted(stage, key=lambda it: -it.gpu.takes(1.0))),) for (stage,) in draft.replicas]
         if roomy != list(draft.replicas):
-            yield Draft(cut, tuple(roomy))
+            yield CandidateLayout(cut, tuple(roomy))
     if cut.pipeline_parallel == 1 or said or len({_sorts(stage) for stage in everything + members}) == 1:
         return
     choices = {frozenset(members): members}
@@ -159,7 +159,7 @@ def rearranged(question: Question, draft: Draft) -> Iterator[Draft]:
             mixed = _crosswise(ordered, cut.pipeline_parallel, cut.data_parallel)
             apart = tuple(replicas(ordered, cut.pipeline_parallel, cut.data_parallel))
             for laid in (mixed,) if cut.expert_parallel > cut.tensor_parallel else (apart, mixed):
-                other = Draft(cut, laid)
+                other = CandidateLayout(cut, laid)
                 if len(laid) == cut.data_parallel and other.gpus not in tried:
                     tried.add(other.gpus)
                     yield other

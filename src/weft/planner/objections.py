@@ -9,7 +9,7 @@ from weft.formats import gguf_types
 from weft.formats.precision import OF_DTYPE
 from weft.hardware.gpus import BF16_CAPABILITY
 from weft.plan.backends import no_narrow_cache
-from weft.planner.cuts import Draft
+from weft.planner.cuts import CandidateLayout
 from weft.planner.profiles import engines, runs_on_cpu
 from weft.planner.question import Question
 from weft.words import dotted
@@ -24,7 +24,7 @@ WHOLE, KEPT = tuple(OF_DTYPE.values()), ("int8", "int4")
 NEED_BF16 = ("bf16", "fp8", "mxfp4", "nvfp4")
 
 
-def objection(question: Question, draft: Draft) -> str | None:
+def objection(question: Question, draft: CandidateLayout) -> str | None:
     """The first thing that stands against a draft, in numbers, or None."""
     return (
         _cpu(question, draft)
@@ -37,7 +37,7 @@ def objection(question: Question, draft: Draft) -> str | None:
     )
 
 
-def _cpu(question: Question, draft: Draft) -> str | None:
+def _cpu(question: Question, draft: CandidateLayout) -> str | None:
     on_cpu = draft.devices[0].gpu.kind == "cpu"
     if not on_cpu or runs_on_cpu(question.engine):
         return None
@@ -45,7 +45,7 @@ def _cpu(question: Question, draft: Draft) -> str | None:
     return f"nothing is known of {question.engine} on a CPU; --engine takes {known} there, or describe GPUs with --gpus"
 
 
-def _gpu(draft: Draft) -> str | None:
+def _gpu(draft: CandidateLayout) -> str | None:
     if draft.cut.precision not in NEED_BF16:
         return None
     for gpu in (device.gpu for device in draft.devices):
@@ -58,7 +58,7 @@ def _gpu(draft: Draft) -> str | None:
     return None
 
 
-def _cache(question: Question, draft: Draft) -> str | None:
+def _cache(question: Question, draft: CandidateLayout) -> str | None:
     """Of our own engine; others take what they are told."""
     if question.engine != "weft" or question.kv_dtype is None or number_bytes(question.kv_dtype) > 1:
         return None
@@ -66,7 +66,7 @@ def _cache(question: Question, draft: Draft) -> str | None:
     return no_narrow_cache(question.kv_dtype, [(gpu.name, gpu.capability) for gpu in gpus])
 
 
-def _format(question: Question, draft: Draft) -> str | None:
+def _format(question: Question, draft: CandidateLayout) -> str | None:
     in_gguf = draft.cut.precision in gguf_types.MIXES
     if in_gguf and question.engine in ("trtllm", "transformers"):
         return f"{question.engine} does not run GGUF's {draft.cut.precision}; llama.cpp and weft do"
@@ -75,7 +75,7 @@ def _format(question: Question, draft: Draft) -> str | None:
     return None
 
 
-def _heads(question: Question, draft: Draft) -> str | None:
+def _heads(question: Question, draft: CandidateLayout) -> str | None:
     ranks, shape, engine = draft.cut.tensor_parallel, question.shape, question.engine
     if engine in LAYERS_ONLY and (ranks > 1 or draft.cut.expert_parallel > 1):
         those = f"{ranks} ranks" if ranks > 1 else f"{draft.cut.data_parallel} replicas"
@@ -95,7 +95,7 @@ def _heads(question: Question, draft: Draft) -> str | None:
     return None
 
 
-def _turns(question: Question, draft: Draft) -> str | None:
+def _turns(question: Question, draft: CandidateLayout) -> str | None:
     gpus = draft.gpus
     again = next((number for number in gpus if gpus.count(number) > 1), None) if question.wish.devices else None
     if again is None or question.engine in SHARING:
@@ -108,7 +108,7 @@ def _kv_even(kv_heads: int, ranks: int) -> bool:
     return kv_heads % ranks == 0 or ranks % kv_heads == 0
 
 
-def _depth(question: Question, draft: Draft) -> str | None:
+def _depth(question: Question, draft: CandidateLayout) -> str | None:
     stages, layers = draft.cut.pipeline_parallel, question.shape.layers
     return f"{stages} stages for {layers} layers" if stages > layers else None
 

@@ -15,7 +15,7 @@ from weft.plan.quantization import check_planned_cuts
 from weft.planner.balance import load_of, spread
 from weft.planner.batch import shortest
 from weft.planner.cost import Prediction, predict
-from weft.planner.cuts import Cut, Draft, drafts, rearranged
+from weft.planner.cuts import Cut, CandidateLayout, drafts, rearranged
 from weft.planner.deployment import DeploymentLayout, deploy
 from weft.planner.domains import alike, usable
 from weft.planner.footprint import Footprint, Holding, footprint
@@ -66,7 +66,7 @@ def closest(rejected: Sequence[Rejected]) -> Rejected | None:
 def search(question: Question) -> Answer:
     """Every candidate by the objective, the best first."""
     found: dict[Cut, Candidate] = {}
-    drafted: dict[Cut, Draft] = {}
+    drafted: dict[Cut, CandidateLayout] = {}
     reasons: list[Rejected] = []
     for fits in fitting(question, reasons):
         for candidate in _candidates(question, fits):
@@ -93,7 +93,7 @@ def search(question: Question) -> Answer:
 class Fitting(msgspec.Struct, frozen=True):
     """A draft, and the ways of dividing the model unevenly, or evenly, that fit."""
 
-    draft: Draft
+    draft: CandidateLayout
     layouts: tuple[tuple[DeploymentLayout, Footprint], ...]
 
     @property
@@ -119,7 +119,7 @@ def fitting(question: Question, rejected: list[Rejected]) -> Iterator[Fitting]:
             yield fits
 
 
-def _fitting(question: Question, draft: Draft, rejected: list[Rejected]) -> Fitting | None:
+def _fitting(question: Question, draft: CandidateLayout, rejected: list[Rejected]) -> Fitting | None:
     problem = objection(question, draft)
     if problem:
         rejected.append(Rejected(draft.cut, problem))
@@ -202,7 +202,7 @@ def _spread_out(question: Question, precision: str, mode: Spread) -> Question:
     return msgspec.structs.replace(question, precisions=(precision,), wish=wish)
 
 
-def _layouts(question: Question, draft: Draft) -> list[DeploymentLayout]:
+def _layouts(question: Question, draft: CandidateLayout) -> list[DeploymentLayout]:
     """The ways to divide the model over a draft's GPUs: as the user says, else evenly over equal ones, and over
     different ones by their bandwidth and by their memory. Raises PlanError where there is none."""
     found, problem = [], None
@@ -220,7 +220,7 @@ def _layouts(question: Question, draft: Draft) -> list[DeploymentLayout]:
     return found
 
 
-def _deployed(question: Question, draft: Draft, weights: Sequence[float], layers: Sequence[int]) -> DeploymentLayout:
+def _deployed(question: Question, draft: CandidateLayout, weights: Sequence[float], layers: Sequence[int]) -> DeploymentLayout:
     cut = draft.cut
     return deploy(
         question.shape,
@@ -233,7 +233,7 @@ def _deployed(question: Question, draft: Draft, weights: Sequence[float], layers
     )
 
 
-def _tensor_weights(question: Question, draft: Draft) -> list[tuple[float, ...]]:
+def _tensor_weights(question: Question, draft: CandidateLayout) -> list[tuple[float, ...]]:
     ranks = draft.cut.tensor_parallel
     if question.wish.tensor_split:
         return [question.wish.tensor_split]
@@ -252,7 +252,7 @@ def _tensor_weights(question: Question, draft: Draft) -> list[tuple[float, ...]]
     return list(dict.fromkeys(found))
 
 
-def _stage_layers(question: Question, draft: Draft, weights: Sequence[float]) -> list[tuple[int, ...]]:
+def _stage_layers(question: Question, draft: CandidateLayout, weights: Sequence[float]) -> list[tuple[int, ...]]:
     shape, cut, stages = question.shape, draft.cut, draft.cut.pipeline_parallel
     if question.wish.pipeline_split:
         return [question.wish.pipeline_split]
@@ -285,11 +285,11 @@ def _stage_layers(question: Question, draft: Draft, weights: Sequence[float]) ->
     return list(known) or [even]
 
 
-def _own_bytes(question: Question, draft: Draft, weights: Sequence[float]) -> list[int]:
+def _own_bytes(question: Question, draft: CandidateLayout, weights: Sequence[float]) -> list[int]:
     """What an engine keeps of each GPU for itself, as is seen on one replica with even stages."""
     cut = msgspec.structs.replace(draft.cut, data_parallel=1, expert_parallel=1)
     layers = _even(question.shape.layers, cut.pipeline_parallel)
-    layout = _deployed(question, Draft(cut, draft.replicas[:1]), weights, layers)
+    layout = _deployed(question, CandidateLayout(cut, draft.replicas[:1]), weights, layers)
     engine = shortest(engine_profile(question))
     return [
         rank.other_bytes
