@@ -13,7 +13,7 @@ from weft.hardware.gpus import GpuSpec, find_gpu, gpus
 from weft.plan.max_memory import Caps, capped
 from weft.planner.advice import advice
 from weft.planner.binding import binding
-from weft.planner.cuts import Cut, drafts
+from weft.planner.cuts import Cut, candidate_layouts
 from weft.planner.deployment import DeploymentLayout, Workload
 from weft.planner.domains import groups, islands, replicas, tensor_sizes
 from weft.planner.question import Question, Wish
@@ -346,9 +346,9 @@ def test_replicas_stay_on_a_node_while_they_can() -> None:
 
 def test_every_draft_is_drawn_once() -> None:
     asked = question("Qwen3-30B-A3B", parse_gpus("2xH100+2xA100"))
-    found = [draft.cut for draft in drafts(asked)]
+    found = [draft.cut for draft in candidate_layouts(asked)]
     assert Cut(4, 1, 1, 1, "bf16") in found and Cut(2, 2, 1, 1, "bf16") in found and Cut(1, 1, 4, 4, "bf16") in found
-    assert len({repr(draft) for draft in drafts(asked)}) == len(found)
+    assert len({repr(draft) for draft in candidate_layouts(asked)}) == len(found)
 
 
 @pytest.mark.parametrize(
@@ -363,7 +363,7 @@ def test_every_draft_is_drawn_once() -> None:
 )
 def test_what_the_user_decides_stays(wish: Wish, cuts: list[tuple[int, int, int]]) -> None:
     asked = question("Llama-3.1-8B-Instruct", parse_gpus("8xH100"), wish=wish)
-    found = [(d.cut.tensor_parallel, d.cut.pipeline_parallel, d.cut.data_parallel) for d in drafts(asked)]
+    found = [(d.cut.tensor_parallel, d.cut.pipeline_parallel, d.cut.data_parallel) for d in candidate_layouts(asked)]
     assert found == cuts
 
 

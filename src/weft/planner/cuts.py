@@ -62,7 +62,7 @@ class CandidateLayout(msgspec.Struct, frozen=True, dict=True):
         return tuple([device.number for device in self.devices])
 
 
-def drafts(question: Question) -> Iterator[CandidateLayout]:
+def candidate_layouts(question: Question) -> Iterator[CandidateLayout]:
     """Every draft that the cluster has the GPUs for, within what the user has decided.
 
     Tensor parallelism stays on an island; a node with several types of GPU is also tried as a whole, cut unevenly,

@@ -15,7 +15,7 @@ from weft.plan.quantization import check_planned_cuts
 from weft.planner.balance import load_of, spread
 from weft.planner.batch import shortest
 from weft.planner.cost import Prediction, predict
-from weft.planner.cuts import Cut, CandidateLayout, drafts, rearranged
+from weft.planner.cuts import Cut, CandidateLayout, candidate_layouts, rearranged
 from weft.planner.deployment import DeploymentLayout, deploy
 from weft.planner.domains import alike, usable
 from weft.planner.footprint import Footprint, Holding, footprint
@@ -108,7 +108,7 @@ def fitting(question: Question, rejected: list[Rejected]) -> Iterator[Fitting]:
             yield from fitting(_spread_out(question, precision, question.wish.spread), rejected)
         return
     depths: dict[tuple[str, int, bool], set[int]] = {}
-    for draft in drafts(question):
+    for draft in candidate_layouts(question):
         cut = draft.cut
         tried = depths.setdefault((cut.precision, cut.tensor_parallel, cut.expert_parallel > 1), set())
         if len(tried) == DEPTHS and cut.pipeline_parallel not in tried:
