@@ -15,12 +15,12 @@ from weft.plan.max_memory import capped, of_devices, read, size
 from weft.planner.deployment import Workload
 from weft.planner.domains import usable
 from weft.planner.question import Question, Wish
-from weft.planner.search import Answer, search
+from weft.planner.search import SearchResult, search
 
 GB = 10**9
 
 
-def plan(cluster: Cluster, model: str = "Llama-3.1-8B", **more: object) -> Answer:
+def plan(cluster: Cluster, model: str = "Llama-3.1-8B", **more: object) -> SearchResult:
     shape = catalogue.find(model).shape
     asked = {"engine": "weft", "precisions": ("bf16",), **more}
     return search(Question(model=model, shape=shape, cluster=cluster, **asked))  # type: ignore[arg-type]

@@ -23,7 +23,7 @@ from weft.planner.notes import notes
 from weft.planner.question import Question, Wish
 from weft.planner.ranking import Candidate
 from weft.planner.replica import replicas
-from weft.planner.search import Answer, engine_profile, search
+from weft.planner.search import SearchResult, engine_profile, search
 from weft.planner.steps import Steps
 
 LLAMA = catalogue.find("Llama-3.1-8B").shape
@@ -35,14 +35,14 @@ def nothing_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weft.probes.speeds.known", lambda _: NOTHING)
 
 
-def plan(hardware: str, wish: Wish, model: str = "Llama-3.1-8B", **more: object) -> Answer:
+def plan(hardware: str, wish: Wish, model: str = "Llama-3.1-8B", **more: object) -> SearchResult:
     parse = parse_nodes if hardware.count("x") > 1 and hardware.split("x")[1].isdigit() else parse_gpus
     asked = {"engine": "weft", "precisions": ("bf16",), "workload": BATCH, **more}
     shape = catalogue.find(model).shape
     return search(Question(model=model, shape=shape, cluster=parse(hardware), wish=wish, **asked))  # type: ignore[arg-type]
 
 
-def best(answer: Answer) -> Candidate:
+def best(answer: SearchResult) -> Candidate:
     assert answer.best, [it.reason for it in answer.rejected]
     return answer.best
 

@@ -22,7 +22,7 @@ from weft.planner.advice import advice
 from weft.planner.binding import binding
 from weft.planner.notes import notes
 from weft.planner.question import Question, Wish
-from weft.planner.search import Answer, search
+from weft.planner.search import SearchResult, search
 from weft.probes import machine, speeds
 from weft.probes.speeds import Speeds
 
@@ -38,7 +38,7 @@ def cpu(free: int = 20 * GB, bandwidth: float = 50e9, flops: float = 1e12) -> Cl
     return machine.this_machine(host(free), Speeds(machine="", cpu=CpuSpeed(bandwidth, flops)))
 
 
-def ask(cluster: Cluster, name: str = "Qwen2.5-0.5B", **asked: Any) -> Answer:
+def ask(cluster: Cluster, name: str = "Qwen2.5-0.5B", **asked: Any) -> SearchResult:
     asked = {"engine": "weft", "precisions": ("bf16",), **asked}
     return search(Question(model=name, shape=find(name).shape, cluster=cluster, **asked))
 

@@ -18,7 +18,7 @@ from weft.planner.deployment import DeploymentLayout, Workload
 from weft.planner.domains import groups, islands, replicas, tensor_sizes
 from weft.planner.question import Question, Wish
 from weft.planner.ranking import RANKING_ERROR, Candidate, alone_s, request_s, worth
-from weft.planner.search import Answer, search
+from weft.planner.search import SearchResult, search
 from weft.planner.verdict import why
 
 LONG_PROMPTS = Workload(input_len=5000, output_len=500)
@@ -30,12 +30,12 @@ def question(model: str, cluster: Cluster, precision: str = "bf16", engine: str 
     return Question(model=model, shape=shape, cluster=cluster, precisions=(precision,), engine=engine, **more)  # type: ignore[arg-type]
 
 
-def plan(model: str, hardware: str, precision: str = "bf16", engine: str = "vllm", **more: object) -> Answer:
+def plan(model: str, hardware: str, precision: str = "bf16", engine: str = "vllm", **more: object) -> SearchResult:
     parse = parse_nodes if hardware.count("x") > 1 and hardware.split("x")[1].isdigit() else parse_gpus
     return search(question(model, parse(hardware), precision, engine, **more))
 
 
-def best(answer: Answer) -> Candidate:
+def best(answer: SearchResult) -> Candidate:
     assert answer.best, [it.reason for it in answer.rejected]
     return answer.best
 

@@ -19,7 +19,7 @@ from weft.hardware.cluster import Cluster
 from weft.planner.advice import OWN
 from weft.planner.answer import candidate_json, hardware_json, missing
 from weft.planner.overview import in_best_precision, layout_name, short_bytes
-from weft.planner.search import Answer, closest, search
+from weft.planner.search import SearchResult, closest, search
 from weft.words import command, gigabytes
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ def main(arguments: Namespace) -> int:
         for model in models:
             advance(model.name)
             answer = planned(arguments, model, cluster)
-            rows.append(row_json(answer, model) if isinstance(answer, Answer) else refused_json(model, answer))
-            answers += [answer] if isinstance(answer, Answer) else []
+            rows.append(row_json(answer, model) if isinstance(answer, SearchResult) else refused_json(model, answer))
+            answers += [answer] if isinstance(answer, SearchResult) else []
     if not answers:
         raise UsageError(f"{rows[0]['name']}: {rows[0]['reason']}")
     told = {**head_json(answers[0]), "models": rows}
@@ -62,7 +62,7 @@ def check(arguments: Namespace) -> None:
             )
 
 
-def planned(arguments: Namespace, model: Model, cluster: Cluster) -> Answer | WeftError:
+def planned(arguments: Namespace, model: Model, cluster: Cluster) -> SearchResult | WeftError:
     """The answer for one model, in the precision that was asked for or the best; an error for flags that it cannot
     be planned with."""
     try:
@@ -88,7 +88,7 @@ def progress(count: int) -> Iterator[Any]:
         yield lambda name: status.update(f"planning {next(number)} of {count}: {name}")
 
 
-def head_json(answer: Answer) -> dict[str, Any]:
+def head_json(answer: SearchResult) -> dict[str, Any]:
     """What is the same for all models."""
     question = answer.question
     work = question.workload
@@ -101,7 +101,7 @@ def head_json(answer: Answer) -> dict[str, Any]:
     }
 
 
-def row_json(answer: Answer, model: Model) -> dict[str, Any]:
+def row_json(answer: SearchResult, model: Model) -> dict[str, Any]:
     """One model: its best layout, or what it lacks."""
     question, best = answer.question, answer.best
     row: dict[str, Any] = {"name": model.name, "params": model.params, "fits": best is not None}
@@ -122,7 +122,7 @@ def row_json(answer: Answer, model: Model) -> dict[str, Any]:
     }
 
 
-def closest_precision(answer: Answer) -> str:
+def closest_precision(answer: SearchResult) -> str:
     """The precision of the layout that lacks least."""
     lacking = closest(answer.rejected)
     return lacking.cut.precision if lacking else answer.question.precisions[0]

@@ -14,7 +14,7 @@ from weft.export.words import told, uneven
 from weft.planner.objections import not_run
 from weft.planner.question import Question, Wish
 from weft.planner.ranking import Candidate
-from weft.planner.search import Answer, closest, search
+from weft.planner.search import SearchResult, closest, search
 
 
 class NothingFits(PlanError):
@@ -74,7 +74,7 @@ def in_its_words(question: Question, target: Target) -> tuple[Question, list[str
     return asked, gaps
 
 
-def alternatives(answer: Answer) -> Iterator[tuple[Question, Candidate]]:
+def alternatives(answer: SearchResult) -> Iterator[tuple[Question, Candidate]]:
     """Every other plan with its question, those within what the user has decided first."""
     asked = answer.question
     yield from ((asked, candidate) for candidate in answer.candidates)
@@ -83,7 +83,7 @@ def alternatives(answer: Answer) -> Iterator[tuple[Question, Candidate]]:
         yield from ((free, candidate) for candidate in search(free).candidates)
 
 
-def reason(answer: Answer, wanted: Candidate | None) -> str:
+def reason(answer: SearchResult, wanted: Candidate | None) -> str:
     """Why a plan is none for the engine, or why none fits: the one that lacks least memory."""
     of_it = [it for it in answer.rejected if wanted and it.cut == wanted.cut]
     found = closest(of_it or answer.rejected)

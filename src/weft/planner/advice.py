@@ -19,7 +19,7 @@ from weft.planner.footprint import Footprint
 from weft.planner.objections import runs
 from weft.planner.question import Question, Wish
 from weft.planner.ranking import Candidate, worth
-from weft.planner.search import Answer, closest, engine_profile, fitting, search
+from weft.planner.search import SearchResult, closest, engine_profile, fitting, search
 from weft.words import command, gigabytes, times
 
 # What weights of another precision are called, those closest to the original first.
@@ -43,12 +43,12 @@ NOT_YET = "; Weft does not run it yet"
 MOST_NODES = 64  # of a cluster that is tried
 
 
-def advice(answer: Answer) -> list[str]:
+def advice(answer: SearchResult) -> list[str]:
     """The next changes, the cheapest first: those of the request, of the checkpoint, of the hardware."""
     return list(_to_fit(answer) if answer.best is None else _to_improve(answer, answer.best))
 
 
-def _to_fit(answer: Answer) -> Iterator[str]:
+def _to_fit(answer: SearchResult) -> Iterator[str]:
     question, lacking = answer.question, closest(answer.rejected)
     if lacking is None or not lacking.short_bytes:
         # Not for want of memory: what was asked for is in the way.
@@ -246,7 +246,7 @@ def _with_larger(question: Question) -> str | None:
     return None
 
 
-def _to_improve(answer: Answer, best: Candidate) -> Iterator[str]:
+def _to_improve(answer: SearchResult, best: Candidate) -> Iterator[str]:
     question = answer.question
     now = worth(question, best)
     free, there = best, len(usable(question.cluster))
@@ -305,7 +305,7 @@ def _as(question: Question, best: Candidate, **changes: object) -> Question:
     return msgspec.structs.replace(question, wish=wish, **{"precisions": (layout.precision,), **changes})
 
 
-def _gain(name: str, question: Question, best: Candidate, changed: Answer, now: float) -> Iterator[str]:
+def _gain(name: str, question: Question, best: Candidate, changed: SearchResult, now: float) -> Iterator[str]:
     """A line where the change is worth it."""
     found = changed.best
     if found is None:

@@ -27,7 +27,7 @@ from weft.planner.plan_file import FORMAT
 from weft.planner.question import Question
 from weft.planner.ranking import Candidate, request_s
 from weft.planner.replica import slowest_link
-from weft.planner.search import Answer, engine_profile
+from weft.planner.search import SearchResult, engine_profile
 from weft.words import command
 
 # Flags that weft simulate does not have: its load is its own.
@@ -36,7 +36,7 @@ ONLY_PLANNED = ("--concurrency", "--speculative-config")
 SIMULATED = ("ttft_s_at_concurrency", "ttft_s_at_concurrency_p95", "tpot_s_at_concurrency_p95")
 
 
-def as_json(answer: Answer, model: Model) -> dict[str, Any]:
+def as_json(answer: SearchResult, model: Model) -> dict[str, Any]:
     """The whole plan; `best` is None where nothing fits."""
     question, best = answer.question, answer.best
     held_back = binding(answer)

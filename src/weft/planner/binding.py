@@ -13,7 +13,7 @@ from weft.planner.cost import predict
 from weft.planner.footprint import footprint
 from weft.planner.question import Objective
 from weft.planner.ranking import worth
-from weft.planner.search import Answer, closest, engine_profile
+from weft.planner.search import SearchResult, closest, engine_profile
 from weft.words import times
 
 Resource = Literal["memory", "bandwidth", "compute", "links"]
@@ -47,7 +47,7 @@ class Binding(msgspec.Struct, frozen=True, kw_only=True):
     text: str
 
 
-def binding(answer: Answer) -> Binding:
+def binding(answer: SearchResult) -> Binding:
     """The binding constraint; where nothing fits it is memory, unless something else stands against every layout."""
     best, question = answer.best, answer.question
     if best is None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from weft.formats.checkpoint import Checkpoint
     from weft.planner.question import Question
     from weft.planner.ranking import Candidate
-    from weft.planner.search import Answer
+    from weft.planner.search import SearchResult
     from weft.probes.speeds import Speeds
 
 logger = logging.getLogger("weft")
@@ -245,7 +245,7 @@ def _shares(config: EngineConfig, cluster: Cluster, best: Candidate) -> tuple[fl
     return usual if len(usual) > 1 or max(taken) <= usual[0] else tuple(max(usual[0], share) for share in taken)
 
 
-def _tell(answer: Answer, best: Candidate, numbers: Sequence[int]) -> None:
+def _tell(answer: SearchResult, best: Candidate, numbers: Sequence[int]) -> None:
     seats = [numbers[seat] for seat in best.layout.gpus[: best.layout.size]]
     where = f"GPU{'s' * (len(seats) > 1)} {','.join(map(str, seats))}"
     replicas = best.layout.data_parallel
@@ -266,7 +266,7 @@ def _tell_steps(tokens: int, why: str) -> None:
     logger.info("max_num_batched_tokens is %s: %s", f"{tokens:,}", why)
 
 
-def _nothing_fits(answer: Answer) -> str:
+def _nothing_fits(answer: SearchResult) -> str:
     from weft.planner.advice import advice
 
     changes = [change for change in advice(answer) if "does not run it yet" not in change]

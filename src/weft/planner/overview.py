@@ -10,7 +10,7 @@ from weft.formats.precision import weight_bytes
 from weft.formats.schemes import MADE
 from weft.planner.question import Question
 from weft.planner.ranking import Candidate
-from weft.planner.search import Answer, closest, search
+from weft.planner.search import SearchResult, closest, search
 
 ROOMY = 4  # requests of full length that a precision leaves room for if it fits well
 # Smaller than the model's own, the most precise first: what Weft makes by itself, what files there are for others.
@@ -19,7 +19,7 @@ GGUF = ("q8_0", "q4_k_m")
 PUBLISHED = ("fp8", "int4")
 
 
-def in_best_precision(question: Question) -> Answer:
+def in_best_precision(question: Question) -> SearchResult:
     """The answer in the model's own precision, or in the first smaller one that leaves room for ROOMY requests.
 
     If none does, the one with the longest context; if none fits, the one that lacks least.
@@ -45,7 +45,7 @@ def precisions(question: Question) -> Iterator[str]:
     yield from (name for name in smaller if name != own and weight_bytes(question.shape, name) < bytes_now)
 
 
-def short_bytes(answer: Answer) -> int:
+def short_bytes(answer: SearchResult) -> int:
     """Bytes that the closest layout lacks on its fullest GPU; 0 if it is not for want of memory."""
     lacking = closest(answer.rejected)
     return lacking.short_bytes if lacking else 0

@@ -39,7 +39,7 @@ class Rejected(msgspec.Struct, frozen=True):
     short_bytes: int = 0
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class SearchResult(msgspec.Struct, frozen=True, kw_only=True):
     """Candidates with the best first; none where nothing fits."""
 
     question: Question
@@ -63,7 +63,7 @@ def closest(rejected: Sequence[Rejected]) -> Rejected | None:
     return min(short or rejected, key=lambda it: it.short_bytes, default=None)
 
 
-def search(question: Question) -> Answer:
+def search(question: Question) -> SearchResult:
     """Every candidate by the objective, the best first."""
     found: dict[Cut, Candidate] = {}
     drafted: dict[Cut, CandidateLayout] = {}
@@ -87,7 +87,7 @@ def search(question: Question) -> Answer:
         if reason.cut not in found:
             rejected.setdefault(reason.cut, reason)
     candidates = tuple(ranked(question, list(found.values())))
-    return Answer(question=question, candidates=candidates, rejected=tuple(rejected.values()))
+    return SearchResult(question=question, candidates=candidates, rejected=tuple(rejected.values()))
 
 
 class Fitting(msgspec.Struct, frozen=True):

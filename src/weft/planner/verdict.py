@@ -6,11 +6,11 @@ import re
 
 from weft.planner.question import Question
 from weft.planner.ranking import Candidate, alone_s, preference, quicker, request_s, worth
-from weft.planner.search import Answer, closest
+from weft.planner.search import SearchResult, closest
 from weft.words import by_type, gigabytes
 
 
-def summary(answer: Answer, missing: list[str]) -> str:
+def summary(answer: SearchResult, missing: list[str]) -> str:
     """ "Yes: Qwen3-32B in 4 bits on both GPUs, about 51 tok/s for one user (31-72), 78,000 tokens of context";
     `missing` is what our own engine lacks for it."""
     question, best = answer.question, answer.best
@@ -27,7 +27,7 @@ def summary(answer: Answer, missing: list[str]) -> str:
     )
 
 
-def _no(answer: Answer, name: str) -> str:
+def _no(answer: SearchResult, name: str) -> str:
     lacking, cluster = closest(answer.rejected), answer.question.cluster
     in_bits = " or ".join(dict.fromkeys(bits(precision) for precision in answer.question.precisions))
     there = by_type(gpu.name for gpu in cluster.gpus)
@@ -54,7 +54,7 @@ def gpus_used(question: Question, candidate: Candidate) -> str:
     return {1: f"1 {question.cluster.gpus[0].name}", 2: "both GPUs"}.get(used, f"all {used:,} GPUs")
 
 
-def why(answer: Answer) -> str:
+def why(answer: SearchResult) -> str:
     """Why the best one stands before one with a higher figure, and what is faster for one user at a time; empty if it
     is first in both."""
     question, best = answer.question, answer.best
