@@ -19,7 +19,7 @@ from weft.hardware.cluster import Cluster
 from weft.planner.advice import OWN
 from weft.planner.answer import candidate_json, hardware_json, missing
 from weft.planner.overview import in_best_precision, layout_name, short_bytes
-from weft.planner.search import SearchResult, closest, search
+from weft.planner.search import SearchResult, closest_miss, search
 from weft.words import command, gigabytes
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def row_json(answer: SearchResult, model: Model) -> dict[str, Any]:
 
 def closest_precision(answer: SearchResult) -> str:
     """The precision of the layout that lacks least."""
-    lacking = closest(answer.rejected)
+    lacking = closest_miss(answer.rejected)
     return lacking.cut.precision if lacking else answer.question.precisions[0]
 
 

@@ -14,7 +14,7 @@ from weft.export.words import told, uneven
 from weft.planner.objections import not_run
 from weft.planner.question import Question, Wish
 from weft.planner.ranking import Candidate
-from weft.planner.search import SearchResult, closest, search
+from weft.planner.search import SearchResult, closest_miss, search
 
 
 class NothingFits(PlanError):
@@ -86,7 +86,7 @@ def alternatives(answer: SearchResult) -> Iterator[tuple[Question, Candidate]]:
 def reason(answer: SearchResult, wanted: Candidate | None) -> str:
     """Why a plan is none for the engine, or why none fits: the one that lacks least memory."""
     of_it = [it for it in answer.rejected if wanted and it.cut == wanted.cut]
-    found = closest(of_it or answer.rejected)
+    found = closest_miss(of_it or answer.rejected)
     return found.reason if found else "these GPUs make no such layout"
 
 

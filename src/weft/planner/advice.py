@@ -19,7 +19,7 @@ from weft.planner.footprint import Footprint
 from weft.planner.objections import runs
 from weft.planner.question import Question, Wish
 from weft.planner.ranking import Candidate, worth
-from weft.planner.search import SearchResult, closest, engine_profile, fitting, search
+from weft.planner.search import SearchResult, closest_miss, engine_profile, fitting, search
 from weft.words import command, gigabytes, times
 
 # What weights of another precision are called, those closest to the original first.
@@ -49,7 +49,7 @@ def advice(answer: SearchResult) -> list[str]:
 
 
 def _to_fit(answer: SearchResult) -> Iterator[str]:
-    question, lacking = answer.question, closest(answer.rejected)
+    question, lacking = answer.question, closest_miss(answer.rejected)
     if lacking is None or not lacking.short_bytes:
         # Not for want of memory: what was asked for is in the way.
         if question.wish != Wish():

@@ -13,7 +13,7 @@ from weft.planner.cost import predict
 from weft.planner.footprint import footprint
 from weft.planner.question import Objective
 from weft.planner.ranking import worth
-from weft.planner.search import SearchResult, closest, engine_profile
+from weft.planner.search import SearchResult, closest_miss, engine_profile
 from weft.words import times
 
 Resource = Literal["memory", "bandwidth", "compute", "links"]
@@ -51,7 +51,7 @@ def binding(answer: SearchResult) -> Binding:
     """The binding constraint; where nothing fits it is memory, unless something else stands against every layout."""
     best, question = answer.best, answer.question
     if best is None:
-        lacking = closest(answer.rejected)
+        lacking = closest_miss(answer.rejected)
         short = lacking is not None and lacking.short_bytes > 0
         return Binding(resource="memory" if short else None, gains={}, text=answer.obstacle)
     now = worth(question, best)

@@ -10,7 +10,7 @@ from weft.formats.precision import weight_bytes
 from weft.formats.schemes import MADE
 from weft.planner.question import Question
 from weft.planner.ranking import Candidate
-from weft.planner.search import SearchResult, closest, search
+from weft.planner.search import SearchResult, closest_miss, search
 
 ROOMY = 4  # requests of full length that a precision leaves room for if it fits well
 # Smaller than the model's own, the most precise first: what Weft makes by itself, what files there are for others.
@@ -47,7 +47,7 @@ def precisions(question: Question) -> Iterator[str]:
 
 def short_bytes(answer: SearchResult) -> int:
     """Bytes that the closest layout lacks on its fullest GPU; 0 if it is not for want of memory."""
-    lacking = closest(answer.rejected)
+    lacking = closest_miss(answer.rejected)
     return lacking.short_bytes if lacking else 0
 
 

@@ -53,11 +53,11 @@ class SearchResult(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def obstacle(self) -> str:
         """Why nothing fits, told of what comes closest."""
-        it = closest(self.rejected)
+        it = closest_miss(self.rejected)
         return f"{it.cut}: {it.reason}" if it else "no layout of these ranks is possible on so many GPUs"
 
 
-def closest(rejected: Sequence[Rejected]) -> Rejected | None:
+def closest_miss(rejected: Sequence[Rejected]) -> Rejected | None:
     """The one that lacks least, of those that lack memory if there are any."""
     short = [it for it in rejected if it.short_bytes]
     return min(short or rejected, key=lambda it: it.short_bytes, default=None)

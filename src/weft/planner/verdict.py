@@ -6,7 +6,7 @@ import re
 
 from weft.planner.question import Question
 from weft.planner.ranking import Candidate, alone_s, preference, quicker, request_s, worth
-from weft.planner.search import SearchResult, closest
+from weft.planner.search import SearchResult, closest_miss
 from weft.words import by_type, gigabytes
 
 
@@ -28,7 +28,7 @@ def summary(answer: SearchResult, missing: list[str]) -> str:
 
 
 def _no(answer: SearchResult, name: str) -> str:
-    lacking, cluster = closest(answer.rejected), answer.question.cluster
+    lacking, cluster = closest_miss(answer.rejected), answer.question.cluster
     in_bits = " or ".join(dict.fromkeys(bits(precision) for precision in answer.question.precisions))
     there = by_type(gpu.name for gpu in cluster.gpus)
     if lacking is None or not lacking.short_bytes:
