@@ -19,7 +19,7 @@ from weft.hardware.cpu import Cpu, CpuSpeed
 from weft.hardware.gpus import find_gpu
 from weft.hardware.host import Host
 from weft.planner.domains import islands
-from weft.planner.question import Question, Wish
+from weft.planner.question import Question, LayoutConstraints
 from weft.planner.replica import kind_of
 from weft.planner.search import search
 from weft.probes.machine import cpu_spec, plain, shared_out, this_machine
@@ -99,7 +99,7 @@ def test_two_bridges_make_two_islands(host: Make) -> None:
         cluster=cluster,
         engine="vllm",
         precisions=("bf16",),
-        wish=Wish(tensor_parallel=2),
+        wish=LayoutConstraints(tensor_parallel=2),
     )
     best = search(question).best
     assert best is not None and best.layout.gpus[:2] == (0, 2)

@@ -14,7 +14,7 @@ from weft.hardware.gpus import GpuSpec, find_gpu
 from weft.plan.max_memory import capped, of_devices, read, size
 from weft.planner.deployment import Workload
 from weft.planner.domains import usable
-from weft.planner.question import Question, Wish
+from weft.planner.question import Question, LayoutConstraints
 from weft.planner.search import SearchResult, search
 
 GB = 10**9
@@ -94,18 +94,18 @@ def test_devices_of_an_engine() -> None:
 GPUS = st.sampled_from([find_gpu(name) for name in ("RTX 4090", "RTX 3090", "RTX A6000", "A100-40GB", "RTX 3060")])
 WISHES = st.sampled_from(
     [
-        Wish(),
-        Wish(spread="balanced"),
-        Wish(spread="sequential"),
-        Wish(spread="balanced_low_0"),
-        Wish(pipeline_parallel=2),
+        LayoutConstraints(),
+        LayoutConstraints(spread="balanced"),
+        LayoutConstraints(spread="sequential"),
+        LayoutConstraints(spread="balanced_low_0"),
+        LayoutConstraints(pipeline_parallel=2),
     ]
 )
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(GPUS, min_size=1, max_size=4), st.data(), WISHES, st.sampled_from(["weft", "vllm", "llama.cpp"]))
-def test_caps_are_respected_or_refused(found: list[GpuSpec], data: st.DataObject, wish: Wish, engine: str) -> None:
+def test_caps_are_respected_or_refused(found: list[GpuSpec], data: st.DataObject, wish: LayoutConstraints, engine: str) -> None:
     sizes = st.one_of(st.just(0), st.integers(1 << 30, 60 * GB))
     limits = [data.draw(sizes) for _ in found]
     assume(any(limits))
@@ -140,9 +140,9 @@ def test_caps_above_the_memory_change_nothing(found: list[GpuSpec], data: st.Dat
 
 def test_a_capped_gpu_gets_less() -> None:
     cluster = capped(parse_gpus("2xRTX4090"), read({0: "6GB", 1: "22GB"}))
-    best = plan(cluster, wish=Wish(tensor_parallel=2)).best
+    best = plan(cluster, wish=LayoutConstraints(tensor_parallel=2)).best
     assert best and [len(place.kv_heads) for place in best.layout.places] == [1, 7]
-    stages = plan(cluster, wish=Wish(pipeline_parallel=2)).best
+    stages = plan(cluster, wish=LayoutConstraints(pipeline_parallel=2)).best
     assert stages and dict(zip(stages.layout.gpus, stages.layout.stage_layers, strict=True))[0] < 8
 
 

@@ -20,7 +20,7 @@ from weft.plan.backends import no_triton
 from weft.planner.advice import advice
 from weft.planner.deployment import Workload
 from weft.planner.notes import notes
-from weft.planner.question import Question, Wish
+from weft.planner.question import Question, LayoutConstraints
 from weft.planner.ranking import Candidate
 from weft.planner.replica import replicas
 from weft.planner.search import SearchResult, engine_profile, search
@@ -35,7 +35,7 @@ def nothing_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weft.probes.speeds.known", lambda _: NOTHING)
 
 
-def plan(hardware: str, wish: Wish, model: str = "Llama-3.1-8B", **more: object) -> SearchResult:
+def plan(hardware: str, wish: LayoutConstraints, model: str = "Llama-3.1-8B", **more: object) -> SearchResult:
     parse = parse_nodes if hardware.count("x") > 1 and hardware.split("x")[1].isdigit() else parse_gpus
     asked = {"engine": "weft", "precisions": ("bf16",), "workload": BATCH, **more}
     shape = catalogue.find(model).shape
@@ -47,9 +47,9 @@ def best(answer: SearchResult) -> Candidate:
     return answer.best
 
 
-def stages(*runs: tuple[int, int]) -> Wish:
+def stages(*runs: tuple[int, int]) -> LayoutConstraints:
     """Of each stage its GPU and its layers."""
-    return Wish(devices=tuple(gpu for gpu, _ in runs), pipeline_split=tuple(count for _, count in runs))
+    return LayoutConstraints(devices=tuple(gpu for gpu, _ in runs), pipeline_split=tuple(count for _, count in runs))
 
 
 # --- weft plan ---
@@ -105,7 +105,7 @@ def test_engines_that_give_each_rank_a_gpu_refuse_two_stages_on_one() -> None:
 
 
 def test_words_are_worked_out_for_each_precision() -> None:
-    answer = plan("1xRTX3060+1xA100", Wish(spread="sequential"), precisions=("bf16", "int4"))
+    answer = plan("1xRTX3060+1xA100", LayoutConstraints(spread="sequential"), precisions=("bf16", "int4"))
     assert {it.cut.precision: it.layout.gpus for it in answer.candidates} == {"bf16": (0, 1), "int4": (0,)}
 
 
@@ -118,17 +118,17 @@ def test_what_a_dictated_placement_costs_is_told() -> None:
 
 
 def test_a_gpu_that_triton_does_not_know_is_told_in_the_engine_s_words() -> None:
-    volta = plan("1xV100", Wish(), precisions=("fp16",))
+    volta = plan("1xV100", LayoutConstraints(), precisions=("fp16",))
     (told,) = notes(volta.question, volta.best)
     assert no_triton(128, [("V100-SXM2-32GB", (7, 0))]) in told and "slower" in told
-    turing = plan("1xT4", Wish(), model="Llama-3.2-1B", precisions=("fp16",))
+    turing = plan("1xT4", LayoutConstraints(), model="Llama-3.2-1B", precisions=("fp16",))
     assert notes(turing.question, turing.best) == [] and no_triton(128, [("T4", (7, 5))]) is None
 
 
 def test_a_split_by_weights_that_comes_to_other_shares_is_told() -> None:
-    rough = plan("2xA100", Wish(tensor_parallel=2, tensor_split=(30.0, 1.0)))
+    rough = plan("2xA100", LayoutConstraints(tensor_parallel=2, tensor_split=(30.0, 1.0)))
     assert "--tensor-split 30,1 comes to 28, 4 of 32 query heads" in notes(rough.question, rough.best)[0]
-    fine = plan("2xA100", Wish(tensor_parallel=2, tensor_split=(5.0, 3.0)))
+    fine = plan("2xA100", LayoutConstraints(tensor_parallel=2, tensor_split=(5.0, 3.0)))
     assert notes(fine.question, fine.best) == []
 
 
@@ -141,17 +141,17 @@ def test_a_split_by_weights_that_comes_to_other_shares_is_told() -> None:
 def test_the_order_in_which_gpus_are_given_does_not_matter(hardware: str) -> None:
     terms = hardware.split("+")
     turned = ["+".join(terms[::-1]), "+".join(terms[1:] + terms[:1])]
-    wish = Wish(tensor_parallel=1, data_parallel=1)
+    wish = LayoutConstraints(tensor_parallel=1, data_parallel=1)
     first, *others = (best(plan(it, wish, "Qwen2.5-14B")).predicted.tpot_s for it in (hardware, *turned))
     assert others == pytest.approx([first] * len(others), rel=0.01)
 
 
 def test_another_order_is_taken_where_it_pays() -> None:
-    wish, asked = Wish(tensor_parallel=1, pipeline_parallel=5), {"precisions": ("int4",), "workload": Workload()}
+    wish, asked = LayoutConstraints(tensor_parallel=1, pipeline_parallel=5), {"precisions": ("int4",), "workload": Workload()}
     found = best(plan("2xRTX3090+2xRTX4090+1xRTXA6000", wish, "Llama-3.1-70B", **asked))
     assert sorted(found.layout.gpus) == [0, 1, 2, 3, 4] and found.layout.gpus != (0, 1, 2, 3, 4)
     # What the user says of each stage holds for the GPUs as they are given.
-    said = Wish(tensor_parallel=1, pipeline_split=(16, 16, 16, 16, 16))
+    said = LayoutConstraints(tensor_parallel=1, pipeline_split=(16, 16, 16, 16, 16))
     told = best(plan("2xRTX3090+2xRTX4090+1xRTXA6000", said, "Llama-3.1-70B", precisions=("int4",)))
     assert told.layout.gpus == (0, 1, 2, 3, 4)
 

@@ -10,7 +10,7 @@ from weft.cli.parser import UsageError
 from weft.hardware.cluster import Cluster
 from weft.plan import device_map, max_memory, placement
 from weft.planner.domains import usable
-from weft.planner.question import Wish
+from weft.planner.question import LayoutConstraints
 from weft.words import commas
 
 
@@ -36,7 +36,7 @@ def remarks(said: dict[str, Any], cluster: Cluster) -> tuple[str, ...]:
     )
 
 
-def wished(said: dict[str, Any], cluster: Cluster, model: Model, precision: str) -> Wish:
+def wished(said: dict[str, Any], cluster: Cluster, model: Model, precision: str) -> LayoutConstraints:
     """What the flags fix of the layout. Raises UsageError where they contradict each other or the hardware, and
     ConfigError for a device map that is no pipeline of the model; `precision` is what that weighs it in."""
     if said.get("device_map") is not None:
@@ -74,7 +74,7 @@ def wished(said: dict[str, Any], cluster: Cluster, model: Model, precision: str)
         raise UsageError(f"--enable-expert-parallel: {model.name} has no experts")
     if experts is None and (tensor or stages or replicas):
         experts = False  # who gives the sizes, gives all of the layout
-    return Wish(
+    return LayoutConstraints(
         tensor_parallel=tensor,
         pipeline_parallel=stages,
         data_parallel=replicas,
@@ -84,13 +84,13 @@ def wished(said: dict[str, Any], cluster: Cluster, model: Model, precision: str)
     )
 
 
-def mapped(said: dict[str, Any], cluster: Cluster, model: Model, precision: str) -> Wish:
+def mapped(said: dict[str, Any], cluster: Cluster, model: Model, precision: str) -> LayoutConstraints:
     """What --device-map comes to."""
     given = said["device_map"]
     placement.check_flags(given, said)
     word = placement.spread_of(given)
     if word:
-        return Wish(tensor_parallel=1, data_parallel=1, expert_parallel=False, spread=word)
+        return LayoutConstraints(tensor_parallel=1, data_parallel=1, expert_parallel=False, spread=word)
     gpus = {number: gpu for number, gpu in enumerate(cluster.gpus) if gpu.kind == "gpu"}
     room = device_map.Room(
         gpus=[number for number, gpu in gpus.items() if gpu.limit_bytes != 0],
@@ -105,7 +105,7 @@ def mapped(said: dict[str, Any], cluster: Cluster, model: Model, precision: str)
             "it out, or plan on a machine without"
         )
     placement.check_stages(stages, said)
-    return Wish(
+    return LayoutConstraints(
         tensor_parallel=1,
         pipeline_parallel=len(stages.layers),
         data_parallel=1,

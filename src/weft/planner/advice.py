@@ -17,7 +17,7 @@ from weft.planner.cuts import Cut
 from weft.planner.domains import usable
 from weft.planner.footprint import Footprint
 from weft.planner.objections import runs
-from weft.planner.question import Question, Wish
+from weft.planner.question import Question, LayoutConstraints
 from weft.planner.ranking import Candidate, worth
 from weft.planner.search import SearchResult, closest_miss, engine_profile, fitting, search
 from weft.words import command, gigabytes, times
@@ -52,8 +52,8 @@ def _to_fit(answer: SearchResult) -> Iterator[str]:
     question, lacking = answer.question, closest_miss(answer.rejected)
     if lacking is None or not lacking.short_bytes:
         # Not for want of memory: what was asked for is in the way.
-        if question.wish != Wish():
-            free = search(msgspec.structs.replace(question, wish=Wish()))
+        if question.wish != LayoutConstraints():
+            free = search(msgspec.structs.replace(question, wish=LayoutConstraints()))
             if free.best:
                 yield f"left to itself the plan is {free.best.cut}"
         return
@@ -69,8 +69,8 @@ def _to_fit(answer: SearchResult) -> Iterator[str]:
             if found:
                 yield f"without {flag} it fits as {found[0]} with {_to_spare(*found)}"
     yield from _with_fewer_bits(question)
-    if question.wish != Wish():
-        found = _roomiest(msgspec.structs.replace(question, wish=Wish()))
+    if question.wish != LayoutConstraints():
+        found = _roomiest(msgspec.structs.replace(question, wish=LayoutConstraints()))
         if found:
             yield f"cut as {found[0]} it fits with {_to_spare(*found)}"
     if any(gpu.limit_bytes is not None for gpu in question.cluster.gpus):
@@ -208,7 +208,7 @@ def _with_more(question: Question) -> str | None:
         cluster = _grown(question.cluster, by)
         if cluster is None:
             continue
-        found = _roomiest(msgspec.structs.replace(question, cluster=cluster, wish=Wish()))
+        found = _roomiest(msgspec.structs.replace(question, cluster=cluster, wish=LayoutConstraints()))
         if found:
             more = f"{by} more {gpu.name} {'makes' if by == 1 else 'make'} it fit"
             return f"{more}: {found[0]} with {_to_spare(*found)}"
@@ -232,7 +232,7 @@ def _with_larger(question: Question) -> str | None:
         return None
     on_cpu = question.cluster.on_cpu
     if on_cpu:  # which its ranks share
-        question = msgspec.structs.replace(question, wish=Wish())
+        question = msgspec.structs.replace(question, wish=LayoutConstraints())
     for gpu in sorted(gpus(), key=lambda it: (it.memory_bytes, it.bandwidth_Bps)):
         small = gpu.memory_bytes <= present[0].memory_bytes or gpu.capability < present[0].capability
         if gpu.gfx or (small and not on_cpu):
@@ -253,9 +253,9 @@ def _to_improve(answer: SearchResult, best: Candidate) -> Iterator[str]:
     faster = max(answer.candidates, key=lambda it: worth(question, it))
     gains = worth(question, faster) >= WORTH * now
     idle = there - len(set(best.layout.gpus))
-    if question.wish != Wish():
+    if question.wish != LayoutConstraints():
         # Who asked for nothing but dealing experts out has seen that half of all layouts.
-        other = Wish(expert_parallel=False) if question.wish == Wish(expert_parallel=True) else Wish()
+        other = LayoutConstraints(expert_parallel=False) if question.wish == LayoutConstraints(expert_parallel=True) else LayoutConstraints()
         free = search(msgspec.structs.replace(question, wish=other)).best or best
         if worth(question, free) >= WORTH * now:
             gain = f"{times(worth(question, free) / now)} the {MEASURES[question.objective]}"
@@ -278,15 +278,15 @@ def _to_improve(answer: SearchResult, best: Candidate) -> Iterator[str]:
     # What other hardware gives is no merit of letting go of a layout or a limit that was dictated.
     most = max(best, free, key=lambda it: worth(question, it))
     if any(gpu.limit_bytes is not None for gpu in question.cluster.gpus):
-        changed = search(msgspec.structs.replace(question, cluster=_unlimited(question.cluster), wish=Wish()))
+        changed = search(msgspec.structs.replace(question, cluster=_unlimited(question.cluster), wish=LayoutConstraints()))
         yield from _gain("without --max-memory", question, most, changed, worth(question, most))
         return
     grown = _grown(question.cluster, 1) or _grown(question.cluster, len(question.cluster.nodes[-1].gpus))
     if grown:
         by = len(grown.gpus) - len(question.cluster.gpus)
         # Another node is used as those that are there.
-        same = Wish(tensor_parallel=most.layout.tensor_parallel, expert_parallel=most.layout.expert_parallel > 1)
-        wish = same if len(grown.nodes) > 1 else Wish()
+        same = LayoutConstraints(tensor_parallel=most.layout.tensor_parallel, expert_parallel=most.layout.expert_parallel > 1)
+        wish = same if len(grown.nodes) > 1 else LayoutConstraints()
         changed = search(msgspec.structs.replace(question, cluster=grown, wish=wish))
         name = f"+{by} {question.cluster.gpus[-1].name}"
         yield from _gain(name, question, most, changed, worth(question, most))

@@ -195,13 +195,13 @@ def question(
 ) -> Question:
     """What `weft plan MODEL` asks, with the user's limits; `numbers` are the host's of the cluster's GPUs."""
     from weft.planner.deployment import Workload, default_lengths
-    from weft.planner.question import Question, Wish
+    from weft.planner.question import Question, LayoutConstraints
 
     word = spread_of(config.device_map) if config.device_map else None
-    wish = Wish(tensor_parallel=1, data_parallel=1, expert_parallel=False, spread=word) if word else Wish()
+    wish = LayoutConstraints(tensor_parallel=1, data_parallel=1, expert_parallel=False, spread=word) if word else LayoutConstraints()
     if config.tensor_parallel_size or config.pipeline_parallel_size:
         tensor, stages = config.tensor_parallel_size or 1, config.pipeline_parallel_size or 1
-        wish = Wish(tensor_parallel=tensor, pipeline_parallel=stages, expert_parallel=False)
+        wish = LayoutConstraints(tensor_parallel=tensor, pipeline_parallel=stages, expert_parallel=False)
     shape, most = checkpoint.shape, config.max_model_len
     devices = [f"cuda:{number}" for number in numbers]
     dtype = compute_dtype(config, checkpoint, host, devices)

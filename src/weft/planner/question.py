@@ -16,7 +16,7 @@ Objective = Literal["throughput", "latency", "cost"]
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 
 
-class Wish(msgspec.Struct, frozen=True, kw_only=True):
+class LayoutConstraints(msgspec.Struct, frozen=True, kw_only=True):
     """What the user has decided; None leaves it to the search. `tensor_split` are weights, `pipeline_split`
     layers per stage, and `devices` the GPU of each stage, in `Cluster` order; one may hold several stages. `spread`
     puts whole layers on all GPUs, by a word that `planner.balance` explains."""
@@ -47,7 +47,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     kv_dtype: str | None = None
     workload: Workload = Workload()
     objective: Objective = "throughput"
-    wish: Wish = Wish()
+    wish: LayoutConstraints = LayoutConstraints()
     price: float | None = None
     gpu_memory_utilization: float | None = None
     max_num_seqs: int | None = None

@@ -21,7 +21,7 @@ from weft.planner.domains import alike, usable
 from weft.planner.footprint import Footprint, Holding, footprint
 from weft.planner.objections import objection
 from weft.planner.profiles import Constant, Profile, calibrated, profile
-from weft.planner.question import Question, Wish
+from weft.planner.question import Question, LayoutConstraints
 from weft.planner.ranking import Candidate, merit, ranked
 from weft.planner.stages import Seat, stage_layers
 from weft.words import gigabytes
@@ -191,7 +191,7 @@ def _spread_out(question: Question, precision: str, mode: Spread) -> Question:
     most = engine.utilization_most.value
     layers = spread(load, [it.gpu.takes(most) - kept(it.gpu, 1) for it in gpus], mode)
     used = [(it.number, count) for it, count in zip(gpus, layers, strict=True) if count]
-    wish = Wish(
+    wish = LayoutConstraints(
         tensor_parallel=1,
         pipeline_parallel=len(used),
         data_parallel=1,
