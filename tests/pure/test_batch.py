@@ -13,7 +13,7 @@ from tests.pure.costs import cut
 from weft.formats.catalogue import find
 from weft.hardware.cluster import Cluster, Node, parse_gpus
 from weft.hardware.gpus import find_gpu
-from weft.planner.batch import FULL, KV_SHARE, Choice, choices, chosen
+from weft.planner.batch import FULL, KV_SHARE, TokenBudget, choices, chosen
 from weft.planner.deployment import Workload
 from weft.planner.footprint import ReplicaMemory, footprint
 from weft.planner.profiles import Constant, Profile, profile
@@ -33,7 +33,7 @@ def replica(model: str, gpus: str, stages: int = 1, tensor: int = 1, **limits: f
     return replicas(shape, layout, cluster, own)[0], own
 
 
-def best(*asked: Any, longest: int = 32_768, **limits: float) -> Choice:
+def best(*asked: Any, longest: int = 32_768, **limits: float) -> TokenBudget:
     return next(choices(*replica(*asked, **limits), longest))
 
 
@@ -106,7 +106,7 @@ def test_the_kv_cache_keeps_its_room(model: str, gib: float, gpu: str) -> None:
     spec = msgspec.structs.replace(find_gpu(gpu), memory_bytes=int(gib * 2**30))
     cluster = Cluster((Node((spec,), "pcie"),), 1.0)
     found = memory(model, cluster)
-    least = memory(model, cluster, chosen(WEFT, Choice(512, "")))
+    least = memory(model, cluster, chosen(WEFT, TokenBudget(512, "")))
     assert found.kv_tokens >= (1 - KV_SHARE) * least.kv_tokens
     assert (found.kv_tokens >= found.length) == (least.kv_tokens >= least.length)
     assert not found.takes_more(least)

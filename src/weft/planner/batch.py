@@ -14,14 +14,14 @@ FULL = 0.1  # of each token's time: a step whose double would save less has the 
 KV_SHARE = 0.03  # of the KV cache that the smallest step leaves: so much may go to the activations of a larger one
 
 
-class Choice(NamedTuple):
+class TokenBudget(NamedTuple):
     """The tokens of a step, and why."""
 
     tokens: int
     reason: str
 
 
-def chosen(profile: Profile, choice: Choice) -> Profile:
+def chosen(profile: Profile, choice: TokenBudget) -> Profile:
     """The profile with this choice, whatever the memory."""
     figure = Constant(choice.tokens, choice.reason)
     return msgspec.structs.replace(
@@ -32,10 +32,10 @@ def chosen(profile: Profile, choice: Choice) -> Profile:
 def shortest(profile: Profile) -> Profile:
     """The profile with the fewest tokens that a step is ever given, where there is a choice."""
     least = profile.small_num_batched_tokens
-    return chosen(profile, Choice(int(least.value), least.source)) if profile.hold_up_ms.value else profile
+    return chosen(profile, TokenBudget(int(least.value), least.source)) if profile.hold_up_ms.value else profile
 
 
-def choices(replica: Replica, profile: Profile, longest: int) -> Iterator[Choice]:
+def choices(replica: Replica, profile: Profile, longest: int) -> Iterator[TokenBudget]:
     """What a step of this replica may have, the best choice first; the caller takes the first whose activations leave
     the KV cache all but KV_SHARE of what it has beside the smallest, which comes last.
 
@@ -74,7 +74,7 @@ def choices(replica: Replica, profile: Profile, longest: int) -> Iterator[Choice
             break
         found.append((2 * tokens, twice_s))
     for tokens, took_s in reversed(found):
-        yield Choice(tokens, f"a piece of that size takes {_told(took_s)}, and {why}")
+        yield TokenBudget(tokens, f"a piece of that size takes {_told(took_s)}, and {why}")
         why = f"a larger one would take more than {KV_SHARE:.0%} of the KV cache"
 
 

@@ -15,7 +15,7 @@ from weft.formats.precision import WeightBytes, canonical
 from weft.hardware.cluster import Cluster
 from weft.hardware.gpus import GpuSpec
 from weft.plan.memory import CPU_KV_BYTES, CPU_KV_SHARE, LOGITS_BYTES, step_bytes
-from weft.planner.batch import KV_SHARE, Choice, choices, chosen
+from weft.planner.batch import KV_SHARE, TokenBudget, choices, chosen
 from weft.planner.deployment import DeploymentLayout, Workload
 from weft.planner.draft_memory import DraftBytes, draft_bytes, drafting, guesses
 from weft.planner.profiles import OURS, Profile
@@ -149,7 +149,7 @@ def footprint(
         key = tuple(marks[ranks])
         if key not in known:
             seats = [(place, cluster.gpus[index], index) for place, index in layout.replica(number)]
-            tried: list[Choice] = []
+            tried: list[TokenBudget] = []
             if profile.hold_up_ms.value:
                 tried = list(choices(Replica(shape, layout, cluster, profile, number, {}), profile, longest))
             known[key] = _chosen(holding, seats, workload.longest, tried)
@@ -157,11 +157,11 @@ def footprint(
     return Footprint(shape=shape, layout=layout, replicas=tuple(found), window_cache=bool(profile.window_cache.value))
 
 
-def _chosen(holding: Holding, seats: Sequence[Seat], length: int, tried: Sequence[Choice]) -> ReplicaMemory:
+def _chosen(holding: Holding, seats: Sequence[Seat], length: int, tried: Sequence[TokenBudget]) -> ReplicaMemory:
     """One replica with the first of these choices that leaves the KV cache what it has beside the last, the smallest,
     but for KV_SHARE of it; without any, with what the engine takes by itself."""
 
-    def beside(choice: Choice) -> ReplicaMemory:
+    def beside(choice: TokenBudget) -> ReplicaMemory:
         return msgspec.structs.replace(holding, profile=chosen(holding.profile, choice)).replica(seats, length)
 
     if not tried:

@@ -17,7 +17,7 @@ from weft.hardware.host import Host
 from weft.plan.memory import Capacity
 from weft.plan.plan import Plan
 from weft.plan.quantization import precision_of
-from weft.planner.batch import Choice
+from weft.planner.batch import TokenBudget
 from weft.planner.cost import Prediction, predict
 from weft.planner.deployment import DeploymentLayout, Workload
 from weft.planner.footprint import Footprint, activation_bytes, footprint
@@ -85,12 +85,12 @@ def forecast(plan: Plan, host: Host, known: Speeds) -> Forecast:
     return Forecast(plan, layout, cluster, profile, footprint(plan.shape, layout, cluster, profile), steps)
 
 
-def step_choice(plan: Plan, host: Host, known: Speeds) -> Choice:
+def step_choice(plan: Plan, host: Host, known: Speeds) -> TokenBudget:
     """The most tokens of a step that `planner.batch` chooses for a plan, whatever it has. Raises as `forecast`."""
     layout, cluster, profile = as_candidate(plan, host, known, None)
     length = Workload(max_model_len=plan.max_model_len if plan.max_model_len_given else None)
     (memory,) = footprint(plan.shape, layout, cluster, profile, length).replicas
-    return Choice(memory.batched_tokens, memory.batched_reason)
+    return TokenBudget(memory.batched_tokens, memory.batched_reason)
 
 
 def as_candidate(plan: Plan, host: Host, known: Speeds, batched_tokens: int | None) -> tuple[DeploymentLayout, Cluster, Profile]:
