@@ -13,7 +13,7 @@ from tests.pure.costs import cut
 from weft.formats.catalogue import find
 from weft.hardware.cluster import Cluster, Node, parse_gpus
 from weft.hardware.gpus import find_gpu
-from weft.planner.batch import FULL, KV_SHARE, TokenBudget, choices, chosen
+from weft.planner.batch import FULL, KV_SHARE, TokenBudget, token_budgets, chosen
 from weft.planner.deployment import Workload
 from weft.planner.footprint import ReplicaMemory, footprint
 from weft.planner.profiles import Constant, Profile, profile
@@ -34,7 +34,7 @@ def replica(model: str, gpus: str, stages: int = 1, tensor: int = 1, **limits: f
 
 
 def best(*asked: Any, longest: int = 32_768, **limits: float) -> TokenBudget:
-    return next(choices(*replica(*asked, **limits), longest))
+    return next(token_budgets(*replica(*asked, **limits), longest))
 
 
 def memory(model: str, cluster: Cluster, own: Profile = WEFT, workload: Workload | None = None) -> ReplicaMemory:
@@ -68,7 +68,7 @@ def test_the_first_choice_is_the_largest_that_nobody_waits_long_for(
     model: str, gpu: str, limit_ms: float, sequences: int, longest: int
 ) -> None:
     run, own = replica(model, f"1x{gpu}", hold_up_ms=limit_ms, max_num_seqs=sequences)
-    found = list(choices(run, own, longest))
+    found = list(token_budgets(run, own, longest))
     sizes = [choice.tokens for choice in found]
     assert sizes == sorted(sizes, reverse=True) and all(size & (size - 1) == 0 for size in sizes)
     assert sizes[-1] == max(512, 1 << (2 * sequences - 1).bit_length())
@@ -89,7 +89,7 @@ def test_stages_wait_for_each_other_less_in_short_steps() -> None:
     assert best("Qwen3-0.6B", "4xH200", 4).tokens < best("Qwen3-0.6B", "1xH200").tokens
     run, own = replica("Llama-3.1-70B", "8xH100", 8)
     work = Workload(input_len=1024, output_len=256)
-    first, *_ = list(choices(run, own, 8192))
+    first, *_ = list(token_budgets(run, own, 8192))
     assert first.tokens == 512 and "GPUs of the pipeline" in first.reason
     assert run.throughput(384, work, first.tokens) > 1.3 * run.throughput(384, work, 2048)
 

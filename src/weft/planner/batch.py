@@ -35,7 +35,7 @@ def shortest(profile: Profile) -> Profile:
     return chosen(profile, TokenBudget(int(least.value), least.source)) if profile.hold_up_ms.value else profile
 
 
-def choices(replica: Replica, profile: Profile, longest: int) -> Iterator[TokenBudget]:
+def token_budgets(replica: Replica, profile: Profile, longest: int) -> Iterator[TokenBudget]:
     """What a step of this replica may have, the best choice first; the caller takes the first whose activations leave
     the KV cache all but KV_SHARE of what it has beside the smallest, which comes last.
 

@@ -15,7 +15,7 @@ from weft.formats.precision import WeightBytes, canonical
 from weft.hardware.cluster import Cluster
 from weft.hardware.gpus import GpuSpec
 from weft.plan.memory import CPU_KV_BYTES, CPU_KV_SHARE, LOGITS_BYTES, step_bytes
-from weft.planner.batch import KV_SHARE, TokenBudget, choices, chosen
+from weft.planner.batch import KV_SHARE, TokenBudget, token_budgets, chosen
 from weft.planner.deployment import DeploymentLayout, Workload
 from weft.planner.draft_memory import DraftBytes, draft_bytes, drafting, guesses
 from weft.planner.profiles import OURS, Profile
@@ -151,7 +151,7 @@ def footprint(
             seats = [(place, cluster.gpus[index], index) for place, index in layout.replica(number)]
             tried: list[TokenBudget] = []
             if profile.hold_up_ms.value:
-                tried = list(choices(Replica(shape, layout, cluster, profile, number, {}), profile, longest))
+                tried = list(token_budgets(Replica(shape, layout, cluster, profile, number, {}), profile, longest))
             known[key] = _chosen(holding, seats, workload.longest, tried)
         found.append(known[key])
     return Footprint(shape=shape, layout=layout, replicas=tuple(found), window_cache=bool(profile.window_cache.value))
