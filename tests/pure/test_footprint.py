@@ -14,7 +14,7 @@ from weft.formats.precision import weight_bytes
 from weft.hardware.cluster import Cluster, Node, parse_gpus
 from weft.hardware.gpus import find_gpu
 from weft.plan.memory import LOGITS_BYTES
-from weft.planner.batch import TokenBudget, chosen
+from weft.planner.batch import TokenBudget, with_token_budget
 from weft.planner.deployment import DeploymentLayout, Workload, deploy
 from weft.planner.footprint import BLOCK, Footprint, footprint
 from weft.planner.profiles import engines, profile
@@ -64,7 +64,7 @@ def test_weights_and_kv_of_the_ranks_are_the_places_own(precision: str, tensor: 
 
 def test_activations_are_as_wide_as_what_is_computed_in() -> None:
     """Logits are float32 whatever it is; all else of a step takes twice as much in 32 bits as in 16."""
-    weft = chosen(profile("weft"), TokenBudget(1024, "this test"))
+    weft = with_token_budget(profile("weft"), TokenBudget(1024, "this test"))
     wide, usual, four = (
         footprint(LLAMA, cut(LLAMA, 1, precision=it), parse_gpus("1xH100"), weft).ranks[0].activation_bytes
         for it in ("fp32", "bf16", "int4")

@@ -21,7 +21,7 @@ class TokenBudget(NamedTuple):
     reason: str
 
 
-def chosen(profile: Profile, choice: TokenBudget) -> Profile:
+def with_token_budget(profile: Profile, choice: TokenBudget) -> Profile:
     """The profile with this choice, whatever the memory."""
     figure = Constant(choice.tokens, choice.reason)
     return msgspec.structs.replace(
@@ -32,7 +32,7 @@ def chosen(profile: Profile, choice: TokenBudget) -> Profile:
 def shortest(profile: Profile) -> Profile:
     """The profile with the fewest tokens that a step is ever given, where there is a choice."""
     least = profile.small_num_batched_tokens
-    return chosen(profile, TokenBudget(int(least.value), least.source)) if profile.hold_up_ms.value else profile
+    return with_token_budget(profile, TokenBudget(int(least.value), least.source)) if profile.hold_up_ms.value else profile
 
 
 def token_budgets(replica: Replica, profile: Profile, longest: int) -> Iterator[TokenBudget]:

@@ -15,7 +15,7 @@ from weft.formats.precision import WeightBytes, canonical
 from weft.hardware.cluster import Cluster
 from weft.hardware.gpus import GpuSpec
 from weft.plan.memory import CPU_KV_BYTES, CPU_KV_SHARE, LOGITS_BYTES, step_bytes
-from weft.planner.batch import KV_SHARE, TokenBudget, token_budgets, chosen
+from weft.planner.batch import KV_SHARE, TokenBudget, token_budgets, with_token_budget
 from weft.planner.deployment import DeploymentLayout, Workload
 from weft.planner.draft_memory import DraftBytes, draft_bytes, drafting, guesses
 from weft.planner.profiles import OURS, Profile
@@ -162,7 +162,7 @@ def _chosen(holding: Holding, seats: Sequence[Seat], length: int, tried: Sequenc
     but for KV_SHARE of it; without any, with what the engine takes by itself."""
 
     def beside(choice: TokenBudget) -> ReplicaMemory:
-        return msgspec.structs.replace(holding, profile=chosen(holding.profile, choice)).replica(seats, length)
+        return msgspec.structs.replace(holding, profile=with_token_budget(holding.profile, choice)).replica(seats, length)
 
     if not tried:
         return holding.replica(seats, length)
