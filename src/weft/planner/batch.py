@@ -29,7 +29,7 @@ def with_token_budget(profile: Profile, choice: TokenBudget) -> Profile:
     )
 
 
-def shortest(profile: Profile) -> Profile:
+def with_smallest_budget(profile: Profile) -> Profile:
     """The profile with the fewest tokens that a step is ever given, where there is a choice."""
     least = profile.small_num_batched_tokens
     return with_token_budget(profile, TokenBudget(int(least.value), least.source)) if profile.hold_up_ms.value else profile

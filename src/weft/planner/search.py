@@ -13,7 +13,7 @@ from weft.hardware.gpus import GpuSpec
 from weft.plan.device_map import Spread
 from weft.plan.quantization import check_planned_cuts
 from weft.planner.balance import load_of, spread
-from weft.planner.batch import shortest
+from weft.planner.batch import with_smallest_budget
 from weft.planner.cost import Prediction, predict
 from weft.planner.cuts import Cut, CandidateLayout, candidate_layouts, rearranged
 from weft.planner.deployment import DeploymentLayout, deploy
@@ -290,7 +290,7 @@ def _own_bytes(question: Question, draft: CandidateLayout, weights: Sequence[flo
     cut = msgspec.structs.replace(draft.cut, data_parallel=1, expert_parallel=1)
     layers = _even(question.shape.layers, cut.pipeline_parallel)
     layout = _deployed(question, CandidateLayout(cut, draft.replicas[:1]), weights, layers)
-    engine = shortest(engine_profile(question))
+    engine = with_smallest_budget(engine_profile(question))
     return [
         rank.other_bytes
         for rank in footprint(question.shape, layout, question.cluster, engine, question.workload).ranks
