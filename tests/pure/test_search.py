@@ -17,7 +17,7 @@ from weft.planner.cuts import Cut, candidate_layouts
 from weft.planner.deployment import DeploymentLayout, Workload
 from weft.planner.domains import groups, islands, replicas, tensor_sizes
 from weft.planner.question import Question, LayoutConstraints
-from weft.planner.ranking import RANKING_ERROR, Candidate, alone_s, request_s, worth
+from weft.planner.ranking import RANKING_ERROR, Candidate, alone_s, request_s, objective_value
 from weft.planner.search import SearchResult, search
 from weft.planner.verdict import why
 
@@ -79,10 +79,10 @@ def test_what_fits_one_gpu_is_split_only_within_the_error_of_its_replicas(
     """Replicas have the highest throughput. A split was once preferred only from 1.5 times that on, an assumption that
     no measurement bore out; now the rule for near ties holds for it as for any other layout."""
     answer = plan(model, hardware, precision, engine)
-    highest = max(answer.candidates, key=lambda it: worth(answer.question, it))
+    highest = max(answer.candidates, key=lambda it: objective_value(answer.question, it))
     assert sizes(highest) == (1, 1, len(answer.question.cluster.gpus))
     if highest is not best(answer):
-        assert worth(answer.question, highest) < (1 + RANKING_ERROR) * worth(answer.question, best(answer))
+        assert objective_value(answer.question, highest) < (1 + RANKING_ERROR) * objective_value(answer.question, best(answer))
         assert alone_s(answer.question, best(answer).predicted) < alone_s(answer.question, highest.predicted)
 
 
@@ -580,7 +580,7 @@ def test_the_headline_says_why_a_row_with_a_higher_figure_is_not_taken() -> None
 )
 def test_the_best_is_explained_or_has_the_highest_figure(model: str, hardware: str, objective: str) -> None:
     answer = plan(model, hardware, engine="weft", objective=objective)
-    highest = max(answer.candidates, key=lambda it: worth(answer.question, it))
-    gain = worth(answer.question, highest) / worth(answer.question, best(answer))
+    highest = max(answer.candidates, key=lambda it: objective_value(answer.question, it))
+    gain = objective_value(answer.question, highest) / objective_value(answer.question, best(answer))
     assert gain < 1 + RANKING_ERROR
     assert (gain > 1.001) == (str(highest.cut) in why(answer))

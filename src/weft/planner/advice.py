@@ -18,7 +18,7 @@ from weft.planner.domains import usable
 from weft.planner.footprint import Footprint
 from weft.planner.objections import runs
 from weft.planner.question import Question, LayoutConstraints
-from weft.planner.ranking import Candidate, worth
+from weft.planner.ranking import Candidate, objective_value
 from weft.planner.search import SearchResult, closest_miss, engine_profile, fitting, search
 from weft.words import command, gigabytes, times
 
@@ -248,17 +248,17 @@ def _with_larger(question: Question) -> str | None:
 
 def _to_improve(answer: SearchResult, best: Candidate) -> Iterator[str]:
     question = answer.question
-    now = worth(question, best)
+    now = objective_value(question, best)
     free, there = best, len(usable(question.cluster))
-    faster = max(answer.candidates, key=lambda it: worth(question, it))
-    gains = worth(question, faster) >= WORTH * now
+    faster = max(answer.candidates, key=lambda it: objective_value(question, it))
+    gains = objective_value(question, faster) >= WORTH * now
     idle = there - len(set(best.layout.gpus))
     if question.wish != LayoutConstraints():
         # Who asked for nothing but dealing experts out has seen that half of all layouts.
         other = LayoutConstraints(expert_parallel=False) if question.wish == LayoutConstraints(expert_parallel=True) else LayoutConstraints()
         free = search(msgspec.structs.replace(question, wish=other)).best or best
-        if worth(question, free) >= WORTH * now:
-            gain = f"{times(worth(question, free) / now)} the {MEASURES[question.objective]}"
+        if objective_value(question, free) >= WORTH * now:
+            gain = f"{times(objective_value(question, free) / now)} the {MEASURES[question.objective]}"
             yield f"left to itself the plan is {free.cut}, with {gain}"
     elif idle:
         are, better = "is" if idle == 1 else "are", "cheaper" if question.objective == "cost" else "faster"
@@ -272,14 +272,14 @@ def _to_improve(answer: SearchResult, best: Candidate) -> Iterator[str]:
     for precision, checkpoint in sorted(_smaller_checkpoints(question), key=lambda it: bool(_yet(question, it[0]))):
         name = f"-q {OWN[precision]}" if precision in OWN else checkpoint
         changed = search(_as(question, best, precisions=(precision,)))
-        if changed.best and worth(question, changed.best) >= WORTH * now:
+        if changed.best and objective_value(question, changed.best) >= WORTH * now:
             yield from (line + _yet(question, precision) for line in _gain(name, question, best, changed, now))
             break
     # What other hardware gives is no merit of letting go of a layout or a limit that was dictated.
-    most = max(best, free, key=lambda it: worth(question, it))
+    most = max(best, free, key=lambda it: objective_value(question, it))
     if any(gpu.limit_bytes is not None for gpu in question.cluster.gpus):
         changed = search(msgspec.structs.replace(question, cluster=_unlimited(question.cluster), wish=LayoutConstraints()))
-        yield from _gain("without --max-memory", question, most, changed, worth(question, most))
+        yield from _gain("without --max-memory", question, most, changed, objective_value(question, most))
         return
     grown = _grown(question.cluster, 1) or _grown(question.cluster, len(question.cluster.nodes[-1].gpus))
     if grown:
@@ -289,7 +289,7 @@ def _to_improve(answer: SearchResult, best: Candidate) -> Iterator[str]:
         wish = same if len(grown.nodes) > 1 else LayoutConstraints()
         changed = search(msgspec.structs.replace(question, cluster=grown, wish=wish))
         name = f"+{by} {question.cluster.gpus[-1].name}"
-        yield from _gain(name, question, most, changed, worth(question, most))
+        yield from _gain(name, question, most, changed, objective_value(question, most))
 
 
 def _as(question: Question, best: Candidate, **changes: object) -> Question:
@@ -310,7 +310,7 @@ def _gain(name: str, question: Question, best: Candidate, changed: SearchResult,
     found = changed.best
     if found is None:
         return
-    tokens, speed = found.memory.kv_tokens / best.memory.kv_tokens, worth(question, found) / now
+    tokens, speed = found.memory.kv_tokens / best.memory.kv_tokens, objective_value(question, found) / now
     parts = [f"{times(tokens)} the context"] * (tokens >= WORTH)
     parts += [f"{times(speed)} the {MEASURES[question.objective]}"] * (speed >= WORTH)
     if parts:

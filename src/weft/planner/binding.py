@@ -12,7 +12,7 @@ from weft.hardware.gpus import GpuSpec
 from weft.planner.cost import predict
 from weft.planner.footprint import footprint
 from weft.planner.question import Objective
-from weft.planner.ranking import worth
+from weft.planner.ranking import objective_value
 from weft.planner.search import SearchResult, closest_miss, engine_profile
 from weft.words import times
 
@@ -54,14 +54,14 @@ def binding(answer: SearchResult) -> Binding:
         lacking = closest_miss(answer.rejected)
         short = lacking is not None and lacking.short_bytes > 0
         return Binding(resource="memory" if short else None, gains={}, text=answer.obstacle)
-    now = worth(question, best)
+    now = objective_value(question, best)
     gains: dict[Resource, float] = {}
     for resource in RESOURCES:
         richer = msgspec.structs.replace(question, cluster=doubled(question.cluster, resource))
         engine = engine_profile(richer)
         memory = footprint(richer.shape, best.layout, richer.cluster, engine, richer.workload)
         predicted = predict(richer.shape, best.layout, richer.cluster, richer.workload, engine, memory)
-        then = worth(richer, msgspec.structs.replace(best, memory=memory, predicted=predicted))
+        then = objective_value(richer, msgspec.structs.replace(best, memory=memory, predicted=predicted))
         gains[resource] = round(then / now, 3)
     most: Resource = max(RESOURCES, key=lambda resource: gains[resource])
     if gains[most] < WORTH:

@@ -38,7 +38,7 @@ class Preference(msgspec.Struct, frozen=True):
     because: Literal["single request", "simpler"]
 
 
-def worth(question: Question, candidate: Candidate) -> float:
+def objective_value(question: Question, candidate: Candidate) -> float:
     """What is asked for: requests per second of one at a time for latency, tokens per second of the whole deployment
     for throughput, those of each of its GPUs for cost."""
     if question.objective == "latency":
@@ -68,8 +68,8 @@ def simplicity(layout: DeploymentLayout) -> tuple[int, ...]:
 
 
 def merit(question: Question, candidate: Candidate) -> tuple[float, ...]:
-    """An order of candidates by `worth`, the best first; between equals the simpler layout is better."""
-    seconds = 1 / worth(question, candidate)
+    """An order of candidates by `objective_value`, the best first; between equals the simpler layout is better."""
+    seconds = 1 / objective_value(question, candidate)
     return _three_digits(seconds), *simplicity(candidate.layout), seconds
 
 
@@ -79,8 +79,8 @@ def ranked(question: Question, candidates: Sequence[Candidate]) -> list[Candidat
     by_merit = sorted(candidates, key=lambda candidate: merit(question, candidate))
     if not by_merit:
         return []
-    least = worth(question, by_merit[0]) / (1 + RANKING_ERROR)
-    tied = [candidate for candidate in by_merit if worth(question, candidate) >= least]
+    least = objective_value(question, by_merit[0]) / (1 + RANKING_ERROR)
+    tied = [candidate for candidate in by_merit if objective_value(question, candidate) >= least]
     best = min(tied, key=lambda candidate: _tie_order(question, candidate))
     return [best, *(candidate for candidate in by_merit if candidate is not best)]
 
@@ -89,8 +89,8 @@ def preference(question: Question, candidates: Sequence[Candidate]) -> Preferenc
     """Why the first candidate is preferred to the one with the highest figure; None if it has that itself."""
     if not candidates:
         return None
-    best, highest = candidates[0], max(candidates, key=lambda candidate: worth(question, candidate))
-    if _three_digits(worth(question, highest)) <= _three_digits(worth(question, best)):
+    best, highest = candidates[0], max(candidates, key=lambda candidate: objective_value(question, candidate))
+    if _three_digits(objective_value(question, highest)) <= _three_digits(objective_value(question, best)):
         return None
     faster = _tie_order(question, best)[0] < _tie_order(question, highest)[0]
     return Preference(highest, "single request" if faster else "simpler")

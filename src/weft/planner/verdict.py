@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from weft.planner.question import Question
-from weft.planner.ranking import Candidate, alone_s, preference, quicker, request_s, worth
+from weft.planner.ranking import Candidate, alone_s, preference, quicker, request_s, objective_value
 from weft.planner.search import SearchResult, closest_miss
 from weft.words import by_type, gigabytes
 
@@ -78,7 +78,7 @@ def _figures(question: Question, one: Candidate, other: Candidate) -> str:
     if question.objective == "latency":
         return " vs ".join(f"{request_s(question, it.predicted):.1f}" for it in (one, other)) + " s per request"
     unit = "tok/s per GPU" if question.objective == "cost" else "tok/s"
-    return f"{' vs '.join(f'{worth(question, it):,.0f}' for it in (one, other))} {unit}"
+    return f"{' vs '.join(f'{objective_value(question, it):,.0f}' for it in (one, other))} {unit}"
 
 
 def _alone(question: Question, one: Candidate, other: Candidate) -> str:
