@@ -17,7 +17,7 @@ from weft.planner.cuts import Cut, candidate_layouts
 from weft.planner.deployment import DeploymentLayout, Workload
 from weft.planner.domains import groups, islands, replicas, tensor_sizes
 from weft.planner.question import Question, LayoutConstraints
-from weft.planner.ranking import RANKING_ERROR, Candidate, alone_s, request_s, objective_value
+from weft.planner.ranking import RANKING_ERROR, Candidate, single_request_s, request_s, objective_value
 from weft.planner.search import SearchResult, search
 from weft.planner.verdict import why
 
@@ -83,7 +83,7 @@ def test_what_fits_one_gpu_is_split_only_within_the_error_of_its_replicas(
     assert sizes(highest) == (1, 1, len(answer.question.cluster.gpus))
     if highest is not best(answer):
         assert objective_value(answer.question, highest) < (1 + RANKING_ERROR) * objective_value(answer.question, best(answer))
-        assert alone_s(answer.question, best(answer).predicted) < alone_s(answer.question, highest.predicted)
+        assert single_request_s(answer.question, best(answer).predicted) < single_request_s(answer.question, highest.predicted)
 
 
 @pytest.mark.parametrize("engine", ["weft", "vllm", "trtllm", "sglang"])

@@ -52,12 +52,12 @@ def request_s(question: Question, predicted: Prediction) -> float:
     wait, and all take longer by as much (Little's law)."""
     asked = question.workload.concurrency
     if asked is None:
-        return alone_s(question, predicted)
+        return single_request_s(question, predicted)
     crowded = predicted.ttft_s + question.workload.output_len * predicted.tpot_s
     return crowded * max(1.0, asked / predicted.concurrency)
 
 
-def alone_s(question: Question, predicted: Prediction) -> float:
+def single_request_s(question: Question, predicted: Prediction) -> float:
     """Seconds of a request by itself."""
     return predicted.ttft_s + question.workload.output_len / predicted.single_tok_s
 
@@ -101,13 +101,13 @@ def quicker(question: Question, candidates: Sequence[Candidate]) -> Candidate | 
     RANKING_ERROR; else None."""
     if not candidates:
         return None
-    quickest = min(candidates, key=lambda candidate: alone_s(question, candidate.predicted))
-    gain = alone_s(question, candidates[0].predicted) / alone_s(question, quickest.predicted)
+    quickest = min(candidates, key=lambda candidate: single_request_s(question, candidate.predicted))
+    gain = single_request_s(question, candidates[0].predicted) / single_request_s(question, quickest.predicted)
     return quickest if gain > 1 + RANKING_ERROR else None
 
 
 def _tie_order(question: Question, candidate: Candidate) -> tuple[float, ...]:
-    return _three_digits(alone_s(question, candidate.predicted)), *simplicity(candidate.layout)
+    return _three_digits(single_request_s(question, candidate.predicted)), *simplicity(candidate.layout)
 
 
 def _three_digits(value: float) -> float:

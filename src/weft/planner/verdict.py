@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from weft.planner.question import Question
-from weft.planner.ranking import Candidate, alone_s, preference, quicker, request_s, objective_value
+from weft.planner.ranking import Candidate, single_request_s, preference, quicker, request_s, objective_value
 from weft.planner.search import SearchResult, closest_miss
 from weft.words import by_type, gigabytes
 
@@ -86,4 +86,4 @@ def _alone(question: Question, one: Candidate, other: Candidate) -> str:
     speeds = [it.predicted.single_tok_s for it in (one, other)]
     if speeds[0] > 1.01 * speeds[1]:
         return f"{speeds[0]:,.1f} vs {speeds[1]:,.1f} tok/s"
-    return " vs ".join(f"{alone_s(question, it.predicted):,.1f}" for it in (one, other)) + " s"
+    return " vs ".join(f"{single_request_s(question, it.predicted):,.1f}" for it in (one, other)) + " s"
