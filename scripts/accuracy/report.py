@@ -15,7 +15,7 @@ from matplotlib import pyplot
 from tests.pure.measured import LIMITS, Case, cases, layouts_compared, ranking_error
 from weft.hardware import kernel_shares, links
 from weft.hardware.cluster import Cluster, Node
-from weft.planner.profiles import engines, profile
+from weft.planner.profiles import engines, load_profile
 from weft.planner.ranking import RANKING_ERROR
 
 ROOT = Path(__file__).parents[2]
@@ -142,13 +142,13 @@ def _errors(what: str, found: Sequence[tuple[Case, float]]) -> str:
 def provenance() -> Iterator[str]:
     yield "\n## Constants\n"
     yield "Of all engines, where an engine has none of its own:\n"
-    shared: Mapping[str, str] = profile(engines()[0]).provenance()
+    shared: Mapping[str, str] = load_profile(engines()[0]).provenance()
     for engine in engines():
-        shared = {name: text for name, text in shared.items() if profile(engine).provenance().get(name) == text}
+        shared = {name: text for name, text in shared.items() if load_profile(engine).provenance().get(name) == text}
     yield from (f"- `{name}` {text}" for name, text in shared.items())
     for engine in engines():
         yield f"\n{engine}:\n"
-        yield from (f"- `{name}` {text}" for name, text in profile(engine).provenance().items() if name not in shared)
+        yield from (f"- `{name}` {text}" for name, text in load_profile(engine).provenance().items() if name not in shared)
     yield "\n## Kernels\n"
     yield "| GPU | weights | per kernel | products | decode attention | prefill attention | source |"
     yield "|---|--:|--:|--:|--:|--:|---|"

@@ -24,7 +24,7 @@ from weft.planner.deployment import Workload, deploy
 from weft.planner.execution import plan_to_run
 from weft.planner.footprint import activation_bytes, footprint
 from weft.planner.forecast import forecast
-from weft.planner.profiles import profile
+from weft.planner.profiles import load_profile
 from weft.probes.speeds import Speeds
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -92,7 +92,7 @@ def test_planned_bytes_are_the_allocated_ones(
         kv_dtype=kv,
     )
     assert same.places == plan.places
-    cluster, weft = parse_gpus(f"{len(plan.places)}xL4"), profile("weft")
+    cluster, weft = parse_gpus(f"{len(plan.places)}xL4"), load_profile("weft")
     planned = footprint(plan.shape, same, cluster, weft, Workload(max_model_len=plan.max_model_len)).ranks
     for mine, theirs, place in zip(planned, real, plan.places, strict=True):
         assert mine.weights.total == theirs.weight_bytes

@@ -8,7 +8,7 @@ from weft.architectures.shape import ModelShape
 from weft.hardware.cluster import Cluster, parse_gpus
 from weft.planner.cost import Prediction, predict
 from weft.planner.deployment import DeploymentLayout, Workload, deploy
-from weft.planner.profiles import profile
+from weft.planner.profiles import load_profile
 
 
 def cut(
@@ -36,4 +36,4 @@ def speed(
     shape: ModelShape, layout: DeploymentLayout, cluster: Cluster | str, engine: str = "vllm", **workload: int | None
 ) -> Prediction:
     cluster = parse_gpus(cluster) if isinstance(cluster, str) else cluster
-    return predict(shape, layout, cluster, Workload(**workload), profile(engine))
+    return predict(shape, layout, cluster, Workload(**workload), load_profile(engine))

@@ -16,12 +16,12 @@ from weft.hardware.gpus import find_gpu
 from weft.planner.batch import FULL, KV_SHARE, TokenBudget, token_budgets, with_token_budget
 from weft.planner.deployment import Workload
 from weft.planner.footprint import ReplicaMemory, footprint
-from weft.planner.profiles import Constant, Profile, profile
+from weft.planner.profiles import Constant, Profile, load_profile
 from weft.planner.question import Question
 from weft.planner.replica import Replica, replicas
 from weft.planner.search import engine_profile
 
-WEFT = profile("weft")
+WEFT = load_profile("weft")
 LIMIT_S = WEFT.hold_up_ms.value * 1e-3
 MODELS = ("Qwen3-0.6B", "Llama-3.1-8B", "Qwen3-30B-A3B", "Qwen3-32B")
 
@@ -129,11 +129,11 @@ def test_who_says_so_gets_it_and_other_engines_keep_their_own() -> None:
     )
     found = memory("Qwen3-8B", parse_gpus("1xH200"), fixed)
     assert (found.batched_tokens, found.batched_reason) == (3000, "--max-num-batched-tokens")
-    assert memory("Qwen3-8B", parse_gpus("1xH200"), profile("vllm")).batched_tokens == 8192
+    assert memory("Qwen3-8B", parse_gpus("1xH200"), load_profile("vllm")).batched_tokens == 8192
     asked = Question(
         model="m", shape=find("Qwen3-8B").shape, cluster=parse_gpus("1xRTX4090"), engine="vllm", precisions=("bf16",)
     )
     for engine in ("weft", "vllm"):
         own = engine_profile(msgspec.structs.replace(asked, engine=engine, max_num_batched_tokens=10_000))
         assert memory("Qwen3-8B", asked.cluster, own).batched_tokens == 10_000
-    assert memory("Qwen3-8B", parse_gpus("1xRTX4090"), profile("vllm")).batched_tokens == 2048
+    assert memory("Qwen3-8B", parse_gpus("1xRTX4090"), load_profile("vllm")).batched_tokens == 2048

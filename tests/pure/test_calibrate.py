@@ -35,7 +35,7 @@ from weft.hardware.cluster import Cluster, Node, parse_gpus
 from weft.hardware.cpu import Cpu, CpuSpeed
 from weft.hardware.gpus import GpuSpec, find_gpu
 from weft.hardware.host import Host
-from weft.planner.profiles import LEAST_ERROR, calibrated, profile
+from weft.planner.profiles import LEAST_ERROR, calibrated, load_profile
 from weft.planner.question import Question
 from weft.planner.roofline import Rank
 from weft.planner.search import engine_profile, search
@@ -413,14 +413,14 @@ def test_quantised_weights_have_rates_of_their_own() -> None:
 
 
 def test_other_hardware_and_other_engines_are_not_touched() -> None:
-    assert engine_profile(ask(parse_gpus("1xRTX4090"))) == profile("weft")
-    assert engine_profile(ask(machine(made()), "vllm")) == profile("vllm", on_cpu=True)
+    assert engine_profile(ask(parse_gpus("1xRTX4090"))) == load_profile("weft")
+    assert engine_profile(ask(machine(made()), "vllm")) == load_profile("vllm", on_cpu=True)
     assert engine_profile(ask(machine(made("another")))) == engine_profile(ask(machine(None)))
     # Of two kinds of cards, one of which was not measured, none counts.
     card = find_gpu("RTX 4090")
     known = msgspec.structs.replace(card, calibration=made("RTX4090"))
     mixed = Cluster((Node((known, find_gpu("RTX 3090")), "pcie"),), 1.0)
-    assert engine_profile(ask(mixed)) == profile("weft")
+    assert engine_profile(ask(mixed)) == load_profile("weft")
     both = engine_profile(ask(Cluster((Node((known, known), "pcie"),), 1.0)))
     assert both.kernels(known, "bf16").weights == pytest.approx(34e9 / card.bandwidth_Bps)
 
@@ -436,7 +436,7 @@ def test_ranks_that_share_a_cpu_share_its_rates() -> None:
 def test_less_overlap_is_never_faster(overlap: float, share: float) -> None:
     def seconds(value: float) -> list[float]:
         gpu = cpu(made(overlap=value))
-        made_of = calibrated(profile("weft", on_cpu=True), [gpu])
+        made_of = calibrated(load_profile("weft", on_cpu=True), [gpu])
         rank = Rank(gpu, made_of, "bf16")
         return [rank.product_s(Product(10**6, 2 * 10**6, False), tokens) for tokens in (1, 8, 64, 1024)]
 

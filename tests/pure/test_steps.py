@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from weft.formats.catalogue import find
 from weft.hardware.cluster import parse_gpus
 from weft.planner.deployment import Workload, deploy
-from weft.planner.profiles import engines, profile
+from weft.planner.profiles import engines, load_profile
 from weft.planner.replica import Replica, replicas
 from weft.planner.steps import Steps
 
@@ -30,7 +30,7 @@ def replica(
         kv_dtype="bf16",
         expert_parallel=experts,
     )
-    return replicas(shape, layout, cluster, profile(engine))[0]
+    return replicas(shape, layout, cluster, load_profile(engine))[0]
 
 
 CUTS = [("1xH200", 1, 1), ("2xH200", 2, 1), ("1xRTX4090+1xRTX3090", 2, 1), ("4xL40S", 1, 4), ("8xH100", 4, 2)]

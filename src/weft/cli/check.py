@@ -21,7 +21,7 @@ from weft.planner.cost import Prediction
 from weft.planner.cuts import cut_of
 from weft.planner.deployment import DeploymentLayout, Workload
 from weft.planner.objections import not_run
-from weft.planner.profiles import profile
+from weft.planner.profiles import load_profile
 from weft.planner.question import Question
 from weft.planner.search import search
 from weft.words import gigabytes
@@ -72,7 +72,7 @@ def predict(
         return answer.rejected[0].reason
     if roomy is None:
         return None
-    return roomy, cost.predict(shape, roomy, cluster, question.workload, profile(engine))
+    return roomy, cost.predict(shape, roomy, cluster, question.workload, load_profile(engine))
 
 
 def as_json(claim: str, found: Verdict, predicted: tuple[DeploymentLayout, Prediction] | str | None) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from weft.plan.placement import placed, spread_of
 from weft.plan.plan import Plan, Speculation
 from weft.plan.quantization import precision_held
 from weft.plan.speculation import fetched, speculation
-from weft.planner.profiles import OURS, profile
+from weft.planner.profiles import OURS, load_profile
 
 if TYPE_CHECKING:
     from weft.formats.checkpoint import Checkpoint
@@ -91,7 +91,7 @@ def stepping(plan: Plan, config: EngineConfig, host: Host) -> Plan:
     if config.max_num_batched_tokens is not None:
         return plan
     if plan.devices[0] == "cpu":
-        tokens, why = plan.max_num_batched_tokens, profile(OURS, on_cpu=True).max_num_batched_tokens.source
+        tokens, why = plan.max_num_batched_tokens, load_profile(OURS, on_cpu=True).max_num_batched_tokens.source
     else:
         from weft.planner.forecast import step_choice
         from weft.probes.speeds import known

@@ -203,7 +203,7 @@ def runs_on_cpu(engine: str) -> bool:
 
 
 @cache
-def profile(engine: str, on_cpu: bool = False) -> Profile:
+def load_profile(engine: str, on_cpu: bool = False) -> Profile:
     """The profile of an engine on GPUs, or on a CPU. Raises ConfigError with the nearest name for one that there is
     none of."""
     data = _data()

@@ -20,7 +20,7 @@ from weft.planner.deployment import DeploymentLayout, deploy
 from weft.planner.domains import alike, usable
 from weft.planner.footprint import Footprint, Holding, footprint
 from weft.planner.objections import objection
-from weft.planner.profiles import Constant, Profile, calibrated, profile
+from weft.planner.profiles import Constant, Profile, calibrated, load_profile
 from weft.planner.question import Question, LayoutConstraints
 from weft.planner.ranking import Candidate, merit, ranked
 from weft.planner.stages import Seat, stage_layers
@@ -145,7 +145,7 @@ def _candidates(question: Question, fits: Fitting) -> Iterator[Candidate]:
 def engine_profile(question: Question) -> Profile:
     """The engine's constants, with the limits that were asked for in the place of its own."""
     cluster, asked = question.cluster, {}
-    found = calibrated(profile(question.engine, on_cpu=cluster.on_cpu), cluster.gpus)
+    found = calibrated(load_profile(question.engine, on_cpu=cluster.on_cpu), cluster.gpus)
     if question.gpu_memory_utilization is not None:
         share = Constant(question.gpu_memory_utilization, "--gpu-memory-utilization")
         asked = {"utilization": share, "utilization_most": share}
