@@ -45,7 +45,7 @@ NOT_COMPILED = frozenset(precision for dtype, precision in OF_DTYPE.items() if d
 ROWS_SHARE = 0.6
 
 
-class Row(msgspec.Struct, frozen=True, array_like=True):
+class RankCurve(msgspec.Struct, frozen=True, array_like=True):
     """Figures for 1, 2, 4 and 8 ranks, and their provenance."""
 
     values: tuple[float, float, float, float]
@@ -126,10 +126,10 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     window_cache: Constant
     pipelined: Constant
     own_activations: Constant
-    activations_dense: Row
-    activations_experts: Row
+    activations_dense: RankCurve
+    activations_experts: RankCurve
     activations_least_MiB: Constant
-    nccl_MiB: Row
+    nccl_MiB: RankCurve
     error: Constant
     weights: tuple[WeightsRule, ...] = ()
     math: tuple[MathRule, ...] = ()
@@ -172,7 +172,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
             it = getattr(self, name)
             if isinstance(it, Constant):
                 found[name] = f"{it.value:g}: {it.source}"
-            elif isinstance(it, Row):
+            elif isinstance(it, RankCurve):
                 found[name] = f"{', '.join(f'{value:g}' for value in it.values)}: {it.source}"
         for rule in self.weights:
             where = [*rule.precisions, *(".".join(map(str, rule.capability or ())).split())]
