@@ -18,7 +18,7 @@ from weft.hardware.gpus import find_gpu, gpus
 from weft.planner.cost import predict
 from weft.planner.deployment import Workload
 from weft.planner.footprint import footprint
-from weft.planner.profiles import Constant, engines, load_profile
+from weft.planner.profiles import Constant, engine_names, load_profile
 from weft.planner.work import work
 
 LLAMA, QWEN_72B = find("Llama-3.1-8B").shape, find("Qwen2.5-72B-Instruct").shape
@@ -32,7 +32,7 @@ cuts = st.sampled_from([(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 4), (
 @settings(deadline=None, max_examples=60)
 @given(
     shape=st.sampled_from(MODELS),
-    engine=st.sampled_from(engines()),
+    engine=st.sampled_from(engine_names()),
     sizes=cuts,
     concurrency=st.integers(1, 512) | st.none(),
     factor=st.floats(1.0, 10.0),
@@ -72,7 +72,7 @@ def test_permuting_identical_gpus_changes_nothing(order: list[int], sizes: tuple
     assert same == shuffled
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engine_names())
 @pytest.mark.parametrize("shape", MODELS)
 def test_one_request_stays_below_what_the_bandwidth_allows(shape: ModelShape, engine: str) -> None:
     chosen = shape.experts.top_k / shape.experts.count if shape.experts else 1.0
@@ -260,7 +260,7 @@ def test_h20_is_not_taken_for_an_h200() -> None:
     assert "H200" in kernel_shares.kernels_of(find_gpu("H200 NVL")).gpu
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engine_names())
 def test_every_constant_says_where_it_is_from(engine: str) -> None:
     for name, text in load_profile(engine).provenance().items():
         value, _, source = text.partition(": ")

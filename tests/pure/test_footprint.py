@@ -17,7 +17,7 @@ from weft.plan.memory import LOGITS_BYTES
 from weft.planner.batch import TokenBudget, with_token_budget
 from weft.planner.deployment import DeploymentLayout, Workload, deploy
 from weft.planner.footprint import BLOCK, Footprint, footprint
-from weft.planner.profiles import engines, load_profile
+from weft.planner.profiles import engine_names, load_profile
 
 GIB = 1 << 30
 LLAMA, QWEN_72B = find("Llama-3.1-8B").shape, find("Qwen2.5-72B-Instruct").shape
@@ -74,7 +74,7 @@ def test_activations_are_as_wide_as_what_is_computed_in() -> None:
 
 
 def test_every_byte_of_what_is_used_is_accounted_for() -> None:
-    for engine in engines():
+    for engine in engine_names():
         for rank in held(LLAMA, cut(LLAMA, 2), "2xL40S", engine).ranks:
             assert rank.usable_bytes == rank.weights.total + rank.other_bytes + rank.kv_room_bytes
             assert rank.usable_bytes <= rank.memory_bytes
@@ -142,7 +142,7 @@ def test_what_cannot_fit_does_not() -> None:
 
 @settings(deadline=None)
 @given(
-    engine=st.sampled_from(engines()),
+    engine=st.sampled_from(engine_names()),
     tensor=st.sampled_from([1, 2, 4]),
     memory=st.integers(4 * GIB, 200 * GIB),
     more=st.integers(0, 64 * GIB),

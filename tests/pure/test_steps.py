@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from weft.formats.catalogue import find
 from weft.hardware.cluster import parse_gpus
 from weft.planner.deployment import Workload, deploy
-from weft.planner.profiles import engines, load_profile
+from weft.planner.profiles import engine_names, load_profile
 from weft.planner.replica import Replica, replicas
 from weft.planner.steps import Steps
 
@@ -38,7 +38,7 @@ CUTS = [("1xH200", 1, 1), ("2xH200", 2, 1), ("1xRTX4090+1xRTX3090", 2, 1), ("4xL
 
 @pytest.mark.parametrize("model", SHAPES)
 @pytest.mark.parametrize(("gpus", "tensor", "stages"), CUTS)
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engine_names())
 def test_equal_rows_take_a_round(model: str, gpus: str, tensor: int, stages: int, engine: str) -> None:
     """With as many groups as stages under way, a round is the longer of one step and of all of them in turn."""
     run = replica(model, gpus, engine=engine, tensor=tensor, stages=stages)

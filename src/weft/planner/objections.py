@@ -10,7 +10,7 @@ from weft.formats.precision import OF_DTYPE
 from weft.hardware.gpus import BF16_CAPABILITY
 from weft.plan.backends import no_narrow_cache
 from weft.planner.cuts import CandidateLayout
-from weft.planner.profiles import engines, runs_on_cpu
+from weft.planner.profiles import engine_names, runs_on_cpu
 from weft.planner.question import Question
 from weft.words import dotted
 
@@ -41,7 +41,7 @@ def _cpu(question: Question, draft: CandidateLayout) -> str | None:
     on_cpu = draft.devices[0].gpu.kind == "cpu"
     if not on_cpu or runs_on_cpu(question.engine):
         return None
-    known = ", ".join(filter(runs_on_cpu, engines()))
+    known = ", ".join(filter(runs_on_cpu, engine_names()))
     return f"nothing is known of {question.engine} on a CPU; --engine takes {known} there, or describe GPUs with --gpus"
 
 

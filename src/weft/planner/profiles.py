@@ -61,7 +61,7 @@ class RankCurve(msgspec.Struct, frozen=True, array_like=True):
 class _For(msgspec.Struct, frozen=True, kw_only=True):
     """Which engines, precisions and GPUs a rule is for; empty is all."""
 
-    engines: tuple[str, ...] = ()
+    engine_names: tuple[str, ...] = ()
     precisions: tuple[str, ...] = ()
     capability: tuple[int, int] | None = None
 
@@ -192,7 +192,7 @@ def _data() -> dict[str, Any]:
     return tomllib.loads((files("weft.planner") / "data/engines.toml").read_text())
 
 
-def engines() -> tuple[str, ...]:
+def engine_names() -> tuple[str, ...]:
     """Names of all profiles."""
     return tuple(_data()["engine"])
 
@@ -208,9 +208,9 @@ def load_profile(engine: str, on_cpu: bool = False) -> Profile:
     none of."""
     data = _data()
     if engine not in data["engine"]:
-        near = get_close_matches(engine, engines(), n=1, cutoff=0.4)
+        near = get_close_matches(engine, engine_names(), n=1, cutoff=0.4)
         hint = f"did you mean {near[0]}? " if near else ""
-        raise ConfigError(f"unknown engine {engine!r}; {hint}known: {', '.join(engines())}")
+        raise ConfigError(f"unknown engine {engine!r}; {hint}known: {', '.join(engine_names())}")
     rules = {
         kind: [rule for rule in data[kind] if engine in rule.get("engines", [engine])]
         for kind in ("weights", "math", "kv")
