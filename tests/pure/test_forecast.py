@@ -25,7 +25,7 @@ from weft.planner.forecast import (
     answered,
     crowded,
     far_off,
-    forecast,
+    forecast_plan,
     parted,
     predicted_json,
     started,
@@ -38,7 +38,7 @@ from weft.serving.foreseen import MANY, Foreseen
 def on_gpus(model: str, where: Host, **flags: Any) -> tuple[Plan, Forecast]:
     there = checkpoint(model)
     plan = plan_to_run(EngineConfig(model=there.model, **flags), there, where)
-    return plan, forecast(plan, where, NOTHING)
+    return plan, forecast_plan(plan, where, NOTHING)
 
 
 # --- what is expected ---
@@ -90,7 +90,7 @@ def test_ranks_that_share_a_device_have_a_part_of_it_each() -> None:
     assert two.speed(8, 100).single_tok_s < one.speed(8, 100).single_tok_s
     there, where = checkpoint("Llama-3.2-1B"), rig(FOUR, THREE)
     config = EngineConfig(model="m", tensor_parallel_size=3, device_ids=(0, 1, 0))
-    gpus = forecast(layout(config, there, where), where, NOTHING).cluster.gpus
+    gpus = forecast_plan(layout(config, there, where), where, NOTHING).cluster.gpus
     assert [gpu.name for gpu in gpus] == ["1/2 of RTX 4090", "RTX 3090", "1/2 of RTX 4090"]
     whole = this_machine(where, NOTHING).gpus
     assert gpus[1] == whole[1] and gpus[0].memory_bytes == whole[0].memory_bytes // 2

@@ -72,7 +72,7 @@ class Forecast:
         return predict(self.plan.shape, self.layout, self.cluster, work, self.profile, self.memory)
 
 
-def forecast(plan: Plan, host: Host, known: Speeds) -> Forecast:
+def forecast_plan(plan: Plan, host: Host, known: Speeds) -> Forecast:
     """`host` as it was before the engine started, `known` what `execution.seen` says of it. Raises ConfigError for a
     GPU of which nothing is known."""
     layout, cluster, profile = as_candidate(plan, host, known, plan.max_num_batched_tokens)
@@ -86,7 +86,7 @@ def forecast(plan: Plan, host: Host, known: Speeds) -> Forecast:
 
 
 def step_choice(plan: Plan, host: Host, known: Speeds) -> TokenBudget:
-    """The most tokens of a step that `planner.batch` chooses for a plan, whatever it has. Raises as `forecast`."""
+    """The most tokens of a step that `planner.batch` chooses for a plan, whatever it has. Raises as `forecast_plan`."""
     layout, cluster, profile = as_candidate(plan, host, known, None)
     length = Workload(max_model_len=plan.max_model_len if plan.max_model_len_given else None)
     (memory,) = footprint(plan.shape, layout, cluster, profile, length).replicas

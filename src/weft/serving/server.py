@@ -267,10 +267,10 @@ async def _log_stats(service: Service) -> None:
 
 
 def _foresee(plan: Plan, host: Host, known: Speeds) -> Forecast | None:
-    from weft.planner.forecast import forecast
+    from weft.planner.forecast import forecast_plan
 
     try:
-        return forecast(plan, host, known)
+        return forecast_plan(plan, host, known)
     except (ConfigError, PlanError) as error:  # a GPU that nobody knows
         log.info("no predictions: %s", error)
         return None
