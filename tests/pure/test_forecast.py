@@ -28,7 +28,7 @@ from weft.planner.forecast import (
     forecast_plan,
     parted,
     predicted_json,
-    started,
+    start_report,
 )
 from weft.planner.search import search
 from weft.probes.machine import this_machine
@@ -119,10 +119,10 @@ def capacity(rank: int, **figures: int) -> Capacity:
 def test_memory_is_told_with_its_ratio() -> None:
     found = expected()
     exact = [capacity(0, weight_bytes=found.weight_bytes, activation_bytes=max(found.step_bytes))]
-    line = started(found, exact, found.kv_tokens // 16)
+    line = start_report(found, exact, found.kv_tokens // 16)
     assert line.count("(1.00 of the predicted ") == 3 and line.endswith("; loaded in 0.2 s")
     assert f"{found.kv_tokens:,} tokens of KV" in line and HINT not in line
-    assert started(found, exact, found.kv_tokens // 64).endswith(HINT)
+    assert start_report(found, exact, found.kv_tokens // 64).endswith(HINT)
 
 
 def test_a_request_is_told_with_its_ratio() -> None:

@@ -153,7 +153,7 @@ def parted(cluster: Cluster, devices: Sequence[int]) -> Cluster:
 # --- beside what came out ---
 
 
-def started(expected: Forecast, ranks: Sequence[Capacity], num_blocks: int) -> str:
+def start_report(expected: Forecast, ranks: Sequence[Capacity], num_blocks: int) -> str:
     """Once the engine is ready: its memory, and how long the weights took."""
     tokens = num_blocks * expected.plan.block_size
     parts = (

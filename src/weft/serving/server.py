@@ -278,9 +278,9 @@ def _foresee(plan: Plan, host: Host, known: Speeds) -> Forecast | None:
 
 def _beside(expected: Forecast, ready: Ready) -> str:
     """What the ranks reported, beside what the planner expected of them."""
-    from weft.planner.forecast import started
+    from weft.planner.forecast import start_report
 
-    return started(expected, ready.ranks, ready.num_blocks)
+    return start_report(expected, ready.ranks, ready.num_blocks)
 
 
 def _seen(plan: Plan, host: Host) -> Speeds | None:
