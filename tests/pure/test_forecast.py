@@ -22,7 +22,7 @@ from weft.planner.execution import plan_to_run
 from weft.planner.forecast import (
     HINT,
     Forecast,
-    answered,
+    request_report,
     crowded,
     far_off,
     forecast_plan,
@@ -128,10 +128,10 @@ def test_memory_is_told_with_its_ratio() -> None:
 def test_a_request_is_told_with_its_ratio() -> None:
     found = expected()
     speed = found.speed(100, 50)
-    line = answered(found, input_len=100, output_len=50, ttft_s=speed.ttft_s, tok_s=1.2 * speed.single_tok_s)
+    line = request_report(found, input_len=100, output_len=50, ttft_s=speed.ttft_s, tok_s=1.2 * speed.single_tok_s)
     assert line.startswith("one request of 100 + 50 tokens: the first token after ")
     assert "(1.00 of the predicted " in line and "(1.20 of the predicted " in line and HINT not in line
-    slow = answered(found, input_len=100, output_len=50, ttft_s=speed.ttft_s, tok_s=speed.single_tok_s / 5)
+    slow = request_report(found, input_len=100, output_len=50, ttft_s=speed.ttft_s, tok_s=speed.single_tok_s / 5)
     assert slow.endswith(HINT)
     many = found.speed(100, 50, 20)
     rate = many.concurrency / many.tpot_s

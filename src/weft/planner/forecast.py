@@ -166,7 +166,7 @@ def start_report(expected: Forecast, ranks: Sequence[Capacity], num_blocks: int)
     return f"memory: {', '.join(told)}; loaded in {max(rank.load_s for rank in ranks):.1f} s{hint(far)}"
 
 
-def answered(expected: Forecast, *, input_len: int, output_len: int, ttft_s: float, tok_s: float) -> str:
+def request_report(expected: Forecast, *, input_len: int, output_len: int, ttft_s: float, tok_s: float) -> str:
     """After a request that was alone: `tok_s` are its tokens per second after the first."""
     if not expected.tells_speed:
         first, then = milliseconds(ttft_s), f"{rate(tok_s)} tokens/s"

@@ -49,7 +49,7 @@ class Foreseen:
             self._crowd_told = self._tell_crowd(done)
 
     def _tell_alone(self, output: RequestOutput) -> bool:
-        from weft.planner.forecast import answered  # not for a server's start
+        from weft.planner.forecast import request_report  # not for a server's start
 
         times, tokens = output.metrics, sum(len(choice.token_ids) for choice in output.outputs)
         if times.first_token_s is None or times.finished_s is None or len(output.outputs) > 1:
@@ -57,7 +57,7 @@ class Foreseen:
         # A prompt that was in the cache already says nothing of how long one takes to read.
         if tokens <= ENOUGH or output.num_cached_tokens or times.finished_s <= times.first_token_s:
             return False
-        line = answered(
+        line = request_report(
             self._expected,
             input_len=len(output.prompt_token_ids),
             output_len=tokens,
