@@ -23,7 +23,7 @@ from weft.planner.forecast import (
     HINT,
     Forecast,
     request_report,
-    crowded,
+    load_report,
     far_off,
     forecast_plan,
     parted,
@@ -135,7 +135,7 @@ def test_a_request_is_told_with_its_ratio() -> None:
     assert slow.endswith(HINT)
     many = found.speed(100, 50, 20)
     rate = many.concurrency / many.tpot_s
-    line = crowded(found, requests=64, input_len=100.2, output_len=50, concurrency=20.4, tok_s=rate)
+    line = load_report(found, requests=64, input_len=100.2, output_len=50, concurrency=20.4, tok_s=rate)
     assert line.startswith("64 requests, 20 at once, of 100 + 50 tokens: ") and "(1.00 of the predicted" in line
 
 

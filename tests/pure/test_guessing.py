@@ -19,7 +19,7 @@ from weft.plan.memory import LOGITS_BYTES
 from weft.plan.plan import Draft, Plan, Speculation
 from weft.planner import execution
 from weft.planner.execution import plan_to_run
-from weft.planner.forecast import request_report, crowded, forecast_plan, predicted_json
+from weft.planner.forecast import request_report, load_report, forecast_plan, predicted_json
 
 NGRAM, DRAFT = '{"method": "ngram"}', '{"model": "Qwen3-0.6B"}'
 VOCAB = 151936  # of Qwen3
@@ -74,7 +74,7 @@ def test_what_it_brings_is_not_predicted_and_told_so() -> None:
     guessing.__dict__["plan"] = msgspec.structs.replace(guessing.plan, speculation=Speculation(tokens=4))
     for line in (
         request_report(guessing, input_len=3, output_len=3, ttft_s=9.0, tok_s=0.1),
-        crowded(guessing, requests=9, input_len=3, output_len=3, concurrency=2, tok_s=0.1),
+        load_report(guessing, requests=9, input_len=3, output_len=3, concurrency=2, tok_s=0.1),
     ):
         assert line.endswith("(with guesses, whose worth is not predicted)")
     assert predicted_json(guessing, 3, 3)["ttft_s"] is None

@@ -182,7 +182,7 @@ def request_report(expected: Forecast, *, input_len: int, output_len: int, ttft_
     )
 
 
-def crowded(
+def load_report(
     expected: Forecast, *, requests: int, input_len: float, output_len: float, concurrency: float, tok_s: float
 ) -> str:
     """After many requests, of which `concurrency` ran at once on average: `tok_s` are the tokens of all per second."""

@@ -68,7 +68,7 @@ class Foreseen:
         return True
 
     def _tell_crowd(self, done: Sequence[RequestOutput]) -> bool:
-        from weft.planner.forecast import crowded
+        from weft.planner.forecast import load_report
 
         requests = sum(len(output.outputs) for output in done)
         ends = [output.metrics.finished_s for output in done if output.metrics.finished_s is not None]
@@ -83,7 +83,7 @@ class Foreseen:
         if took_s <= 0 or busy_s < 2 * took_s or tokens <= ENOUGH * requests:
             return False
         read = sum(len(output.prompt_token_ids) - output.num_cached_tokens for output in done)
-        line = crowded(
+        line = load_report(
             self._expected,
             requests=requests,
             input_len=read / requests,
