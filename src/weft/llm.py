@@ -61,11 +61,11 @@ class LLM:
     def forecast(self) -> Forecast:
         """What the planner expects of this plan on this machine. Raises ConfigError for hardware of which nothing is
         known; a CPU is measured for a second the first time."""
-        from weft.planner.execution import seen
+        from weft.planner.execution import measured_speeds
         from weft.planner.forecast import forecast_plan
 
         engine = self._running
-        return forecast_plan(engine.plan, engine.host, seen(engine.plan, engine.host))
+        return forecast_plan(engine.plan, engine.host, measured_speeds(engine.plan, engine.host))
 
     @property
     def capacities(self) -> list[Capacity]:

@@ -119,7 +119,7 @@ def linked(plan: Plan, host: Host) -> Plan:
     return msgspec.structs.replace(plan, peer_to_peer=False)
 
 
-def seen(plan: Plan, host: Host) -> Speeds:
+def measured_speeds(plan: Plan, host: Host) -> Speeds:
     """What was measured of this machine. A CPU that ranks are to run on is measured now where that is still to do,
     which takes a second and an idle machine. Raises ConfigError where it is not possible."""
     from weft.probes import speeds
