@@ -20,7 +20,7 @@ from weft.planner.claims import RESERVED_BYTES, Claim, Verdict, judge, parse
 from weft.planner.cost import Prediction
 from weft.planner.cuts import cut_of
 from weft.planner.deployment import DeploymentLayout, Workload
-from weft.planner.objections import not_run
+from weft.planner.objections import unsupported_reasons
 from weft.planner.profiles import load_profile
 from weft.planner.question import Question
 from weft.planner.search import search
@@ -45,7 +45,7 @@ def main(arguments: Namespace) -> int:
     if getattr(arguments, "json", False):
         print(json.dumps(as_json(arguments.check, found, predicted)))
     else:
-        yet = arguments.engine == "weft" and not_run(model.shape, precision)
+        yet = arguments.engine == "weft" and unsupported_reasons(model.shape, precision)
         print(told(found, predicted, claim, "weft (which does not run it yet)" if yet else arguments.engine))
     return 0 if found.possible else plan.NOTHING_FITS
 

@@ -11,7 +11,7 @@ from weft.errors import PlanError
 from weft.export import engines
 from weft.export.target import Target, nearest
 from weft.export.words import told, uneven
-from weft.planner.objections import not_run
+from weft.planner.objections import unsupported_reasons
 from weft.planner.question import Question, LayoutConstraints
 from weft.planner.ranking import Candidate
 from weft.planner.search import SearchResult, closest_miss, search
@@ -104,5 +104,5 @@ def not_yet(asked: Question, chosen: Candidate) -> list[str]:
     """What Weft's own engine lacks for its plan."""
     if asked.engine != "weft":
         return []
-    lacks = not_run(asked.shape, chosen.layout.precision)
+    lacks = unsupported_reasons(asked.shape, chosen.layout.precision)
     return [f"Weft plans this but does not run it yet: {lack}" for lack in lacks]

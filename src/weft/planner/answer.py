@@ -22,7 +22,7 @@ from weft.planner.deployment import DeploymentLayout
 from weft.planner.domains import devices
 from weft.planner.footprint import RankMemory, ReplicaMemory
 from weft.planner.notes import notes
-from weft.planner.objections import not_run
+from weft.planner.objections import unsupported_reasons
 from weft.planner.plan_file import FORMAT
 from weft.planner.question import Question
 from weft.planner.ranking import Candidate, request_s
@@ -93,9 +93,9 @@ def model_json(question: Question, model: Model, precision: str) -> dict[str, An
 
 def missing(question: Question, precision: str) -> list[str]:
     """What our own engine lacks for the model, and for its draft model."""
-    lacks, how = not_run(question.shape, precision), question.speculation
+    lacks, how = unsupported_reasons(question.shape, precision), question.speculation
     if how and how.draft:
-        lacks += [f"as a draft model, {it}" for it in not_run(how.draft.shape, "bf16")]
+        lacks += [f"as a draft model, {it}" for it in unsupported_reasons(how.draft.shape, "bf16")]
     return lacks
 
 

@@ -113,7 +113,7 @@ def _depth(question: Question, draft: CandidateLayout) -> str | None:
     return f"{stages} stages for {layers} layers" if stages > layers else None
 
 
-def not_run(shape: ModelShape, precision: str) -> list[str]:
+def unsupported_reasons(shape: ModelShape, precision: str) -> list[str]:
     """What Weft's own engine lacks to run this model, in words; nothing where it does."""
     missing = []
     if shape.architecture not in RUNNABLE:
