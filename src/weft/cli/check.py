@@ -16,7 +16,7 @@ from weft.formats.precision import canonical
 from weft.hardware.cluster import Cluster
 from weft.hardware.cluster import parse as parse_cluster
 from weft.planner import cost
-from weft.planner.claims import RESERVED_BYTES, Claim, Verdict, judge, parse
+from weft.planner.claims import RESERVED_BYTES, Claim, Verdict, judge, parse_claim
 from weft.planner.cost import Prediction
 from weft.planner.cuts import cut_of
 from weft.planner.deployment import DeploymentLayout, Workload
@@ -37,7 +37,7 @@ def main(arguments: Namespace) -> int:
     twice = [name for name in SAID_BY_CLAIM if hasattr(arguments, name)]
     if twice:
         raise UsageError(f"--check says the model and the hardware itself; leave out {twice[0].replace('_', '-')}")
-    claim = parse(arguments.check)
+    claim = parse_claim(arguments.check)
     model = lookup.look_up(claim.model, hf_token=getattr(arguments, "hf_token", None))
     cluster, precision = parse_cluster(claim.gpus), canonical(claim.precision)
     found = judge(model.shape, precision, cluster, claim.tokens, claim.tok_s)

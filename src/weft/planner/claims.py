@@ -55,7 +55,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     layout: DeploymentLayout | None
 
 
-def parse(text: str) -> Claim:
+def parse_claim(text: str) -> Claim:
     """Raises ConfigError for a text that is no claim."""
     found = CLAIM.fullmatch(" ".join(text.split()))
     if found is None:
