@@ -7,13 +7,13 @@ import pytest
 from weft.errors import ConfigError
 from weft.formats import catalogue
 from weft.hardware.cluster import parse_gpus
-from weft.planner.claims import Claim, Verdict, judge, parse_claim
+from weft.planner.claims import Claim, Verdict, judge_claim, parse_claim
 
 
 def verdict(text: str) -> Verdict:
     claim = parse_claim(text)
     found = catalogue.find(claim.model)
-    return judge(found.shape, claim.precision, parse_gpus(claim.gpus), claim.tokens, claim.tok_s)
+    return judge_claim(found.shape, claim.precision, parse_gpus(claim.gpus), claim.tokens, claim.tok_s)
 
 
 INFERNET_BOOK = [

@@ -16,7 +16,7 @@ from weft.formats.precision import canonical
 from weft.hardware.cluster import Cluster
 from weft.hardware.cluster import parse as parse_cluster
 from weft.planner import cost
-from weft.planner.claims import RESERVED_BYTES, Claim, Verdict, judge, parse_claim
+from weft.planner.claims import RESERVED_BYTES, Claim, Verdict, judge_claim, parse_claim
 from weft.planner.cost import Prediction
 from weft.planner.cuts import cut_of
 from weft.planner.deployment import DeploymentLayout, Workload
@@ -40,7 +40,7 @@ def main(arguments: Namespace) -> int:
     claim = parse_claim(arguments.check)
     model = lookup.look_up(claim.model, hf_token=getattr(arguments, "hf_token", None))
     cluster, precision = parse_cluster(claim.gpus), canonical(claim.precision)
-    found = judge(model.shape, precision, cluster, claim.tokens, claim.tok_s)
+    found = judge_claim(model.shape, precision, cluster, claim.tokens, claim.tok_s)
     predicted = predict(model.shape, precision, cluster, claim, arguments.engine, found.layout)
     if getattr(arguments, "json", False):
         print(json.dumps(as_json(arguments.check, found, predicted)))

@@ -74,7 +74,7 @@ def parse_claim(text: str) -> Claim:
     )
 
 
-def judge(shape: ModelShape, precision: str, cluster: Cluster, tokens: int, tok_s: float | None) -> Verdict:
+def judge_claim(shape: ModelShape, precision: str, cluster: Cluster, tokens: int, tok_s: float | None) -> Verdict:
     """Impossible is what no layout can do: weights and the KV of one request exceed the GPUs' memory less 1.5 GB
     each, however the model is cut; or the speed asks for more than all of the GPUs' bandwidth."""
     gpus = [device.gpu for device in devices(cluster)]
