@@ -7,10 +7,10 @@ import pytest
 from weft.errors import ConfigError
 from weft.formats import catalogue
 from weft.hardware.cluster import parse_gpus
-from weft.planner.claims import Claim, Verdict, judge_claim, parse_claim
+from weft.planner.claims import Claim, ClaimVerdict, judge_claim, parse_claim
 
 
-def verdict(text: str) -> Verdict:
+def verdict(text: str) -> ClaimVerdict:
     claim = parse_claim(text)
     found = catalogue.find(claim.model)
     return judge_claim(found.shape, claim.precision, parse_gpus(claim.gpus), claim.tokens, claim.tok_s)

@@ -16,7 +16,7 @@ from weft.formats.precision import canonical
 from weft.hardware.cluster import Cluster
 from weft.hardware.cluster import parse as parse_cluster
 from weft.planner import cost
-from weft.planner.claims import RESERVED_BYTES, Claim, Verdict, judge_claim, parse_claim
+from weft.planner.claims import RESERVED_BYTES, Claim, ClaimVerdict, judge_claim, parse_claim
 from weft.planner.cost import Prediction
 from weft.planner.cuts import cut_of
 from weft.planner.deployment import DeploymentLayout, Workload
@@ -75,7 +75,7 @@ def predict(
     return roomy, cost.predict(shape, roomy, cluster, question.workload, load_profile(engine))
 
 
-def as_json(claim: str, found: Verdict, predicted: tuple[DeploymentLayout, Prediction] | str | None) -> dict[str, Any]:
+def as_json(claim: str, found: ClaimVerdict, predicted: tuple[DeploymentLayout, Prediction] | str | None) -> dict[str, Any]:
     """The verdict with its arithmetic; sizes are bytes of all GPUs together. `objection` is what stands against the
     engine's running it, whatever the memory."""
     figures = msgspec.structs.asdict(found)
@@ -88,7 +88,7 @@ def as_json(claim: str, found: Verdict, predicted: tuple[DeploymentLayout, Predi
     return {"claim": claim, **figures, "predicted": speed, "objection": objection}
 
 
-def told(found: Verdict, predicted: tuple[DeploymentLayout, Prediction] | str | None, claim: Claim, engine: str) -> str:
+def told(found: ClaimVerdict, predicted: tuple[DeploymentLayout, Prediction] | str | None, claim: Claim, engine: str) -> str:
     """The verdict for a person."""
     if not found.possible:
         lines = ["impossible", *(f"  {reason}" for reason in found.reasons)]

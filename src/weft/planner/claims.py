@@ -40,7 +40,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     tok_s: float | None = None
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+class ClaimVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """`possible`, and the arithmetic. `weight_bytes` and `kv_bytes` are the model's and the request's, `have_bytes`
     is what may be used of all GPUs together. A token reads `read_bytes`, and `bound_tok_s` is what the memory's
     bandwidth allows one request. `layout` is one that has the room, None where there is none."""
@@ -74,7 +74,7 @@ def parse_claim(text: str) -> Claim:
     )
 
 
-def judge_claim(shape: ModelShape, precision: str, cluster: Cluster, tokens: int, tok_s: float | None) -> Verdict:
+def judge_claim(shape: ModelShape, precision: str, cluster: Cluster, tokens: int, tok_s: float | None) -> ClaimVerdict:
     """Impossible is what no layout can do: weights and the KV of one request exceed the GPUs' memory less 1.5 GB
     each, however the model is cut; or the speed asks for more than all of the GPUs' bandwidth."""
     gpus = [device.gpu for device in devices(cluster)]
@@ -93,7 +93,7 @@ def judge_claim(shape: ModelShape, precision: str, cluster: Cluster, tokens: int
             f"{read / 1e9:.1f} GB of weights and {_of(cluster)} read{'s' * (len(gpus) == 1)} "
             f"{sum(gpu.bandwidth_Bps for gpu in gpus) / 1e9:,.0f} GB/s"
         )
-    return Verdict(
+    return ClaimVerdict(
         possible=not reasons,
         weight_bytes=held.total,
         kv_bytes=cache,
