@@ -84,7 +84,7 @@ def judge_claim(shape: ModelShape, precision: str, cluster: Cluster, tokens: int
     read = read_bytes(shape, held)
     bound = sum(gpu.bandwidth_Bps for gpu in gpus) / read
     reasons = []
-    layout = fitting(shape, precision, cluster, tokens)
+    layout = find_layout(shape, precision, cluster, tokens)
     if layout is None:
         reasons.append(_too_large(held.total, cache, tokens, usable, cluster))
     if tok_s is not None and tok_s > bound:
@@ -105,7 +105,7 @@ def judge_claim(shape: ModelShape, precision: str, cluster: Cluster, tokens: int
     )
 
 
-def fitting(shape: ModelShape, precision: str, cluster: Cluster, tokens: int) -> DeploymentLayout | None:
+def find_layout(shape: ModelShape, precision: str, cluster: Cluster, tokens: int) -> DeploymentLayout | None:
     """Some layout that leaves every GPU with its weights and the KV of `tokens` tokens within what may be used of
     it, cut as finely as possible; None where there is no such layout."""
     # The largest GPUs first, so that those of like size are together.
