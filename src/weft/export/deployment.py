@@ -10,7 +10,7 @@ from weft.export.checkpoint import Checkpoint
 from weft.hardware.gpus import GpuSpec
 from weft.hardware.topology import DRIVER_BYTES
 from weft.planner.domains import devices
-from weft.planner.footprint import Holding, RankMemory
+from weft.planner.footprint import EngineMemory, RankMemory
 from weft.planner.question import Question
 from weft.planner.ranking import Candidate
 from weft.planner.search import engine_profile
@@ -114,7 +114,7 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
         """The most tokens of a step, and the most requests at once, that the plan's memory was reckoned with."""
         question, layout, memory = self.question, self.candidate.layout, self.candidate.memory
         profile, gpus = engine_profile(question), question.cluster.gpus
-        holding = Holding(question.shape, layout.precision, layout.kv_dtype, profile)
+        holding = EngineMemory(question.shape, layout.precision, layout.kv_dtype, profile)
         found = []
         for (place, at), rank in zip(layout.replica(0), memory.replicas[0].ranks, strict=True):
             usual = holding.rank(place, gpus[at])

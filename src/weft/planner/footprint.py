@@ -140,7 +140,7 @@ def footprint(
 ) -> Footprint:
     """What every rank of `layout` on `cluster` holds under an engine. `workload` gives the length that must fit."""
     workload = workload or Workload()
-    holding = Holding(shape, canonical(layout.precision), layout.kv_dtype, profile)
+    holding = EngineMemory(shape, canonical(layout.precision), layout.kv_dtype, profile)
     marks, longest = layout.marks(cluster), workload.max_model_len or shape.max_positions
     # Replicas differ in nothing but which experts they hold, and on what; a large cluster has many that are equal.
     known: dict[object, ReplicaMemory] = {}
@@ -157,7 +157,7 @@ def footprint(
     return Footprint(shape=shape, layout=layout, replicas=tuple(found), window_cache=bool(profile.window_cache.value))
 
 
-def _chosen(holding: Holding, seats: Sequence[Seat], length: int, tried: Sequence[TokenBudget]) -> ReplicaMemory:
+def _chosen(holding: EngineMemory, seats: Sequence[Seat], length: int, tried: Sequence[TokenBudget]) -> ReplicaMemory:
     """One replica with the first of these choices that leaves the KV cache what it has beside the last, the smallest,
     but for KV_SHARE of it; without any, with what the engine takes by itself."""
 
@@ -175,7 +175,7 @@ def _chosen(holding: Holding, seats: Sequence[Seat], length: int, tried: Sequenc
     return least
 
 
-class Holding(msgspec.Struct, frozen=True):
+class EngineMemory(msgspec.Struct, frozen=True):
     """A model as an engine holds it: weights in `precision`, as `formats.precision.canonical` gives it, and keys and
     values in `kv_dtype`."""
 

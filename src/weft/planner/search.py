@@ -18,7 +18,7 @@ from weft.planner.cost import Prediction, predict
 from weft.planner.cuts import Cut, CandidateLayout, candidate_layouts, rearranged
 from weft.planner.deployment import DeploymentLayout, deploy
 from weft.planner.domains import alike, usable
-from weft.planner.footprint import Footprint, Holding, footprint
+from weft.planner.footprint import Footprint, EngineMemory, footprint
 from weft.planner.objections import objection
 from weft.planner.profiles import Constant, Profile, calibrated, load_profile
 from weft.planner.question import Question, LayoutConstraints
@@ -174,7 +174,7 @@ def _predict(question: Question, layout: DeploymentLayout, memory: Footprint) ->
 def _spread_out(question: Question, precision: str, mode: Spread) -> Question:
     """The question with the stages that a word of Transformers' comes to in this precision."""
     shape, engine, dtype = question.shape, engine_profile(question), kv_dtype(question, precision)
-    holding = Holding(shape, canonical(precision), dtype, engine)
+    holding = EngineMemory(shape, canonical(precision), dtype, engine)
     gpus, one = usable(question.cluster), msgspec.structs.replace(whole(shape), layers=Span(0, 1), stages=3)
 
     def kept(gpu: GpuSpec, stage: int) -> int:
