@@ -26,7 +26,7 @@ from weft.planner.work import kinds
 BLOCK = 16  # tokens of a KV block, EngineConfig.block_size
 MIB = 1 << 20
 
-Seat = tuple[Place, GpuSpec, int]  # of a rank: the number is its GPU's
+RankSeat = tuple[Place, GpuSpec, int]  # of a rank: the number is its GPU's
 
 
 class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -157,7 +157,7 @@ def footprint(
     return Footprint(shape=shape, layout=layout, replicas=tuple(found), window_cache=bool(profile.window_cache.value))
 
 
-def _chosen(holding: EngineMemory, seats: Sequence[Seat], length: int, tried: Sequence[TokenBudget]) -> ReplicaMemory:
+def _chosen(holding: EngineMemory, seats: Sequence[RankSeat], length: int, tried: Sequence[TokenBudget]) -> ReplicaMemory:
     """One replica with the first of these choices that leaves the KV cache what it has beside the last, the smallest,
     but for KV_SHARE of it; without any, with what the engine takes by itself."""
 
@@ -184,7 +184,7 @@ class EngineMemory(msgspec.Struct, frozen=True):
     kv_dtype: str
     profile: Profile
 
-    def replica(self, seats: Sequence[Seat], length: int) -> ReplicaMemory:
+    def replica(self, seats: Sequence[RankSeat], length: int) -> ReplicaMemory:
         """One replica on these GPUs, for requests of `length` tokens. Where an engine's usual settings leave no room
         for one, a rank takes as much more as that needs, up to the most that can be asked for."""
         profile = self.profile
