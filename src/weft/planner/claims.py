@@ -15,7 +15,7 @@ from weft.formats.precision import canonical, weights
 from weft.hardware.cluster import Cluster
 from weft.planner.deployment import DeploymentLayout, deploy
 from weft.planner.domains import devices
-from weft.planner.stages import Seat, read_bytes, stage_layers
+from weft.planner.stages import RankCapacity, read_bytes, stage_layers
 from weft.words import by_type
 
 RESERVED_BYTES = 1.5e9  # of each GPU: context, workspace and activations of any engine
@@ -161,7 +161,7 @@ def _layers(
     dealt: bool,
 ) -> tuple[int, ...] | None:
     tensor = len(shares)
-    seats = [[Seat(room, 1.0) for room in usable[at * tensor : (at + 1) * tensor]] for at in range(stages)]
+    seats = [[RankCapacity(room, 1.0) for room in usable[at * tensor : (at + 1) * tensor]] for at in range(stages)]
     group = (0, 1) if dealt else None
     kind = canonical(precision)
     return stage_layers(shape, kind, "bf16", tokens, shares, seats, expert_group=group, by_room=True)

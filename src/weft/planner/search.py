@@ -23,7 +23,7 @@ from weft.planner.objections import objection
 from weft.planner.profiles import Constant, Profile, calibrated, load_profile
 from weft.planner.question import Question, LayoutConstraints
 from weft.planner.ranking import Candidate, merit, ranked
-from weft.planner.stages import Seat, stage_layers
+from weft.planner.stages import RankCapacity, stage_layers
 from weft.words import gigabytes
 
 REARRANGED = 4  # candidates of which other orders of the stages are tried
@@ -269,7 +269,7 @@ def _stage_layers(question: Question, draft: CandidateLayout, weights: Sequence[
         stage, rank = divmod(position, tensor)
         there = {id(gpu): gpu for gpu in (replica[stage][rank].gpu for replica in draft.replicas)}.values()
         seats.append(
-            Seat(
+            RankCapacity(
                 min(gpu.takes(most) for gpu in there) - other,
                 min(gpu.bandwidth_Bps for gpu in there),
             )

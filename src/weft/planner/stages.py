@@ -15,7 +15,7 @@ from weft.plan.places import column_unit, places
 from weft.planner.partition import Stage, partition
 
 
-class Seat(msgspec.Struct, frozen=True):
+class RankCapacity(msgspec.Struct, frozen=True):
     """One rank's GPU, as far as it matters here: bytes that weights and KV may take, and bytes read per second."""
 
     usable: float
@@ -36,7 +36,7 @@ def stage_layers(
     kv_dtype: str,
     tokens: int,
     tensor_weights: Sequence[float],
-    stages: Sequence[Sequence[Seat]],
+    stages: Sequence[Sequence[RankCapacity]],
     *,
     expert_group: tuple[int, int] | None = None,
     by_room: bool = False,
