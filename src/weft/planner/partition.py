@@ -10,7 +10,7 @@ from math import inf
 import msgspec
 
 
-class Stage(msgspec.Struct, frozen=True, kw_only=True):
+class StageBudget(msgspec.Struct, frozen=True, kw_only=True):
     """What a stage can do and hold: `speed` in work per second, `room` in bytes; `work` and `size` are what it
     has to do and to hold besides its layers (the embedding, the head)."""
 
@@ -20,7 +20,7 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
     size: float = 0.0
 
 
-def partition(work: Sequence[float], sizes: Sequence[float], stages: Sequence[Stage]) -> tuple[int, ...] | None:
+def partition(work: Sequence[float], sizes: Sequence[float], stages: Sequence[StageBudget]) -> tuple[int, ...] | None:
     """Layers per stage, in order, so that the slowest stage is as fast as can be and each stage has the room.
 
     `work[l]` is what layer l costs, `sizes[l]` its bytes. Among the partitions with the fastest slowest stage it
@@ -42,7 +42,7 @@ def partition(work: Sequence[float], sizes: Sequence[float], stages: Sequence[St
 class _Search:
     """Contiguous runs of layers by their sums: whatever is asked takes a bisection per stage."""
 
-    def __init__(self, work: Sequence[float], sizes: Sequence[float], stages: Sequence[Stage]) -> None:
+    def __init__(self, work: Sequence[float], sizes: Sequence[float], stages: Sequence[StageBudget]) -> None:
         self.stages = stages
         self.layers = len(work)
         self.work = [0.0, *accumulate(work)]

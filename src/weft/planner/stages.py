@@ -12,7 +12,7 @@ from weft.architectures.place import Place, Span
 from weft.architectures.shape import ModelShape
 from weft.formats.precision import WeightBytes, alike, summed
 from weft.plan.places import column_unit, places
-from weft.planner.partition import Stage, partition
+from weft.planner.partition import StageBudget, partition
 
 
 class RankCapacity(msgspec.Struct, frozen=True):
@@ -58,10 +58,10 @@ def stage_layers(
         room = min(seat.usable * by for seat, by in zip(seats, scale, strict=True))
         speed = min(seat.bandwidth * by for seat, by in zip(seats, scale, strict=True))
         if by_room:
-            found.append(Stage(speed=max(room, 1.0), room=room, work=held, size=held))
+            found.append(StageBudget(speed=max(room, 1.0), room=room, work=held, size=held))
         else:
             read = ends[0][1] if number == len(stages) - 1 else 0.0
-            found.append(Stage(speed=speed, room=room, work=read, size=held))
+            found.append(StageBudget(speed=speed, room=room, work=read, size=held))
     return partition(sizes if by_room else work, sizes, found)
 
 
