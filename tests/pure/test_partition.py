@@ -8,7 +8,7 @@ from math import inf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.planner.partition import StageBudget, partition
+from weft.planner.partition import StageBudget, partition_layers
 
 POSITIVE = st.floats(0.1, 10)
 
@@ -55,7 +55,7 @@ def problems(draw: st.DrawFn) -> tuple[list[float], list[float], list[StageBudge
 def test_no_partition_is_faster(problem: tuple[list[float], list[float], list[StageBudget]]) -> None:
     work, sizes, stages = problem
     possible = [c for c in every_partition(len(work), len(stages)) if roomy(sizes, stages, c)]
-    found = partition(work, sizes, stages)
+    found = partition_layers(work, sizes, stages)
     if not possible:
         assert found is None
         return
@@ -66,20 +66,20 @@ def test_no_partition_is_faster(problem: tuple[list[float], list[float], list[St
 
 def test_equal_stages_take_equal_shares() -> None:
     stages = [StageBudget(speed=1, room=inf)] * 4
-    assert partition([1] * 80, [1] * 80, stages) == (20, 20, 20, 20)
-    assert partition([1] * 32, [1] * 32, [StageBudget(speed=936, room=inf), StageBudget(speed=1008, room=inf)]) == (15, 17)
+    assert partition_layers([1] * 80, [1] * 80, stages) == (20, 20, 20, 20)
+    assert partition_layers([1] * 32, [1] * 32, [StageBudget(speed=936, room=inf), StageBudget(speed=1008, room=inf)]) == (15, 17)
 
 
 def test_a_small_stage_takes_what_it_can_hold() -> None:
     layers = [1.0] * 32
-    assert partition(layers, layers, [StageBudget(speed=1, room=30), StageBudget(speed=1, room=9)]) == (23, 9)
-    assert partition(layers, layers, [StageBudget(speed=1, room=22), StageBudget(speed=1, room=9)]) is None
+    assert partition_layers(layers, layers, [StageBudget(speed=1, room=30), StageBudget(speed=1, room=9)]) == (23, 9)
+    assert partition_layers(layers, layers, [StageBudget(speed=1, room=22), StageBudget(speed=1, room=9)]) is None
 
 
 def test_the_head_is_work_of_the_last_stage() -> None:
     stages = [*[StageBudget(speed=1, room=inf)] * 3, StageBudget(speed=1, room=inf, work=4)]
-    assert partition([1] * 80, [1] * 80, stages) == (21, 21, 21, 17)
+    assert partition_layers([1] * 80, [1] * 80, stages) == (21, 21, 21, 17)
 
 
 def test_more_stages_than_layers() -> None:
-    assert partition([1] * 3, [1] * 3, [StageBudget(speed=1, room=inf)] * 4) is None
+    assert partition_layers([1] * 3, [1] * 3, [StageBudget(speed=1, room=inf)] * 4) is None

@@ -24,7 +24,7 @@ from weft.architectures.place import Span, whole
 from weft.architectures.shape import ModelShape
 from weft.formats.precision import weight_bytes
 from weft.plan.device_map import Spread
-from weft.planner.partition import StageBudget, partition
+from weft.planner.partition import StageBudget, partition_layers
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,4 +140,4 @@ def _stages(load: Load, rooms: Sequence[float], first: float) -> tuple[int, ...]
         end = number == len(rooms) - 1
         held = first * (number == 0) + load.last * end
         stages.append(StageBudget(speed=1.0, room=room, work=held, size=held + load.sampling * end))
-    return partition(load.weights, load.sizes, stages)
+    return partition_layers(load.weights, load.sizes, stages)

@@ -12,7 +12,7 @@ from weft.architectures.place import Place, Span
 from weft.architectures.shape import ModelShape
 from weft.formats.precision import WeightBytes, alike, summed
 from weft.plan.places import column_unit, places
-from weft.planner.partition import StageBudget, partition
+from weft.planner.partition import StageBudget, partition_layers
 
 
 class RankCapacity(msgspec.Struct, frozen=True):
@@ -62,7 +62,7 @@ def stage_layers(
         else:
             read = ends[0][1] if number == len(stages) - 1 else 0.0
             found.append(StageBudget(speed=speed, room=room, work=read, size=held))
-    return partition(sizes if by_room else work, sizes, found)
+    return partition_layers(sizes if by_room else work, sizes, found)
 
 
 @lru_cache(maxsize=1024)
