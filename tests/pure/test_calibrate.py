@@ -37,7 +37,7 @@ from weft.hardware.gpus import GpuSpec, find_gpu
 from weft.hardware.host import Host
 from weft.planner.profiles import LEAST_ERROR, calibrated, load_profile
 from weft.planner.question import Question
-from weft.planner.roofline import Rank
+from weft.planner.roofline import Roofline
 from weft.planner.search import engine_profile, search
 from weft.planner.work import Product
 from weft.probes import speeds
@@ -400,7 +400,7 @@ def test_the_planner_reckons_with_what_was_measured_here() -> None:
 def test_quantised_weights_have_rates_of_their_own() -> None:
     found = engine_profile(ask(machine(made())))
     gpu = machine(made()).gpus[0]
-    whole, quantised, other = (Rank(gpu, found, precision) for precision in ("bf16", "q4_1", "q8_0"))
+    whole, quantised, other = (Roofline(gpu, found, precision) for precision in ("bf16", "q4_1", "q8_0"))
     assert quantised.byte_s == pytest.approx(whole.byte_s / 0.7)
     assert quantised.flop_s == pytest.approx(whole.flop_s / 0.8)
     assert other.byte_s == whole.byte_s  # never measured
@@ -437,7 +437,7 @@ def test_less_overlap_is_never_faster(overlap: float, share: float) -> None:
     def seconds(value: float) -> list[float]:
         gpu = cpu(made(overlap=value))
         made_of = calibrated(load_profile("weft", on_cpu=True), [gpu])
-        rank = Rank(gpu, made_of, "bf16")
+        rank = Roofline(gpu, made_of, "bf16")
         return [rank.product_s(Product(10**6, 2 * 10**6, False), tokens) for tokens in (1, 8, 64, 1024)]
 
     assert all(a >= b for a, b in zip(seconds(overlap * share), seconds(overlap), strict=True))

@@ -17,7 +17,7 @@ from weft.hardware.gpus import GpuSpec
 from weft.hardware.links import AllReduce, Kind, all_reduce, send
 from weft.planner.deployment import DeploymentLayout, Workload
 from weft.planner.profiles import Profile
-from weft.planner.roofline import Rank, Seconds
+from weft.planner.roofline import Roofline, Seconds
 from weft.planner.work import Work, work
 
 HIDDEN_BYTES = 2  # of a number that passes between ranks
@@ -29,7 +29,7 @@ T = TypeVar("T", float, Seconds)
 
 def replicas(shape: ModelShape, layout: DeploymentLayout, cluster: Cluster, profile: Profile) -> list[Replica]:
     """The replicas of a layout in order; those that are equal are one object."""
-    ranks: dict[GpuSpec, Rank] = {}
+    ranks: dict[GpuSpec, Roofline] = {}
     known: dict[object, Replica] = {}
     found = []
     alike: dict[object, Replica] = {}
@@ -52,7 +52,7 @@ class Stage:
 
     def __init__(
         self,
-        ranks: Sequence[tuple[Rank, Work]],
+        ranks: Sequence[tuple[Roofline, Work]],
         sums: AllReduce,
         exchange: AllReduce | None,
         hop: AllReduce,
@@ -102,7 +102,7 @@ class Replica:
         cluster: Cluster,
         profile: Profile,
         number: int,
-        ranks: dict[GpuSpec, Rank],
+        ranks: dict[GpuSpec, Roofline],
     ) -> None:
         self.profile = profile
         # Replicas that share their experts step together, and the experts meet the tokens of all.
@@ -113,11 +113,11 @@ class Replica:
         groups = [seats[start : start + tensor] for start in range(0, len(seats), tensor)]
         self.stages = []
         for group, after in zip(groups, [*groups[1:], ()], strict=True):
-            distinct: dict[tuple[int, int], tuple[Rank, Work]] = {}
+            distinct: dict[tuple[int, int], tuple[Roofline, Work]] = {}
             for place, index in group:
                 gpu = cluster.gpus[index]
                 if gpu not in ranks:
-                    ranks[gpu] = Rank(gpu, profile, precision)
+                    ranks[gpu] = Roofline(gpu, profile, precision)
                 it = work(shape, profile.held(precision), layout.kv_dtype, place)
                 distinct[id(ranks[gpu]), id(it)] = ranks[gpu], it
             indices = [index for _, index in group]

@@ -59,7 +59,7 @@ def line(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
     return ys[right - 1] + share * (ys[right] - ys[right - 1])
 
 
-class Rank:
+class Roofline:
     """One GPU with one engine and one precision; its methods give seconds."""
 
     def __init__(self, gpu: GpuSpec, profile: Profile, precision: str) -> None:

@@ -8,7 +8,7 @@ from operator import mul
 from typing import NamedTuple
 
 from weft.planner.replica import Replica, Stage
-from weft.planner.roofline import Rank, pairs
+from weft.planner.roofline import Roofline, pairs
 from weft.planner.work import Attention, Work
 
 
@@ -70,31 +70,31 @@ class Steps:
         return StepSeconds(through, apart)
 
     def _decode(self, rows: int) -> Lines:
-        def seconds(rank: Rank, work: Work, routed: float, dealt: bool) -> float:
+        def seconds(rank: Roofline, work: Work, routed: float, dealt: bool) -> float:
             return rank.decode_s(work, rows, 0, routed, dealt).total
 
         if rows not in self._decoding:
-            self._decoding[rows] = self._lines(rows, rows, seconds, Rank.cached_token_s)
+            self._decoding[rows] = self._lines(rows, rows, seconds, Roofline.cached_token_s)
         return self._decoding[rows]
 
     def _read(self, tokens: int, ends: int) -> Lines:
-        def seconds(rank: Rank, work: Work, routed: float, dealt: bool) -> float:
+        def seconds(rank: Roofline, work: Work, routed: float, dealt: bool) -> float:
             launches = sum(layer.count * rank.prefill_attention_s(layer.attention, 0) for layer in work.layers)
             head = rank.product_s(work.head, ends) if work.head and ends else 0.0
             return rank.layers_s(work, tokens, routed, dealt).total + launches + head
 
         if (tokens, ends) not in self._reading:
-            self._reading[tokens, ends] = self._lines(tokens, ends, seconds, Rank.pair_s)
+            self._reading[tokens, ends] = self._lines(tokens, ends, seconds, Roofline.pair_s)
         return self._reading[tokens, ends]
 
     def _lines(
         self,
         tokens: int,
         logits: int,
-        seconds: Callable[[Rank, Work, float, bool], float],
-        seen_s: Callable[[Rank, Attention], float],
+        seconds: Callable[[Roofline, Work, float, bool], float],
+        seen_s: Callable[[Roofline, Attention], float],
     ) -> Lines:
-        def line(stage: Stage, rank: Rank, work: Work) -> Line:
+        def line(stage: Stage, rank: Roofline, work: Work) -> Line:
             slopes: dict[int | None, float] = defaultdict(float)
             for layer in work.layers:
                 slopes[layer.attention.window] += layer.count * seen_s(rank, layer.attention)
