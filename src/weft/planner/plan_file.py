@@ -12,7 +12,7 @@ from weft.errors import ConfigError, reason
 FORMAT = 1  # of what weft plan --json prints; grows when a field that is read here changes its meaning
 
 
-class Rank(msgspec.Struct, frozen=True, kw_only=True):
+class PlannedRank(msgspec.Struct, frozen=True, kw_only=True):
     """One rank's GPU and what it holds; sizes are bytes. Of `memory_bytes`, others held `held_bytes` and the engine
     takes `usable_bytes`."""
 
@@ -46,7 +46,7 @@ class Best(msgspec.Struct, frozen=True, kw_only=True):
     pipeline_split: tuple[int, ...]
     kv_tokens: int
     max_num_batched_tokens: int | None = None  # of files that were written before there was a choice
-    ranks: tuple[Rank, ...]
+    ranks: tuple[PlannedRank, ...]
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,7 +84,7 @@ class PlanFile(msgspec.Struct, frozen=True, kw_only=True):
     path: str = ""
 
     @property
-    def ranks(self) -> tuple[Rank, ...]:
+    def ranks(self) -> tuple[PlannedRank, ...]:
         """Those of the first replica, which is the one that runs."""
         best = self.layout
         return best.ranks[: best.tensor_parallel * best.pipeline_parallel]

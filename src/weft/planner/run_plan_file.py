@@ -21,7 +21,7 @@ from weft.hardware.host import Host
 from weft.plan import speculation
 from weft.plan.layout import DTYPES
 from weft.plan.plan import Plan
-from weft.planner.plan_file import PlanFile, Rank
+from weft.planner.plan_file import PlanFile, PlannedRank
 from weft.words import commas, gigabytes
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def check_carried_out(plan: PlanFile, made: Plan) -> None:
         )
 
 
-def devices(ranks: Sequence[Rank]) -> str:
+def devices(ranks: Sequence[PlannedRank]) -> str:
     """ "GPU 0", "GPUs 0,1" """
     return f"GPU{'s' * (len(ranks) > 1)} {','.join(str(rank.gpu_index) for rank in ranks)}"
 
@@ -191,7 +191,7 @@ def _check_machine(plan: PlanFile, config: EngineConfig, host: Host) -> bool:
     return True
 
 
-def _check_gpu(plan: PlanFile, rank: Rank, gpu: Gpu) -> None:
+def _check_gpu(plan: PlanFile, rank: PlannedRank, gpu: Gpu) -> None:
     here = spec_of(gpu).name
     if here != rank.gpu:
         raise PlanError(
