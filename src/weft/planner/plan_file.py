@@ -32,7 +32,7 @@ class PlannedRank(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int
 
 
-class Best(msgspec.Struct, frozen=True, kw_only=True):
+class PlannedLayout(msgspec.Struct, frozen=True, kw_only=True):
     """The layout that is carried out."""
 
     name: str
@@ -78,7 +78,7 @@ class PlanFile(msgspec.Struct, frozen=True, kw_only=True):
     model: Model
     hardware: Hardware
     workload: Workload
-    best: Best | None
+    best: PlannedLayout | None
     max_num_seqs: int | None = None  # as it was asked for
     speculative_config: dict[str, Any] | None = None
     path: str = ""
@@ -90,7 +90,7 @@ class PlanFile(msgspec.Struct, frozen=True, kw_only=True):
         return best.ranks[: best.tensor_parallel * best.pipeline_parallel]
 
     @property
-    def layout(self) -> Best:
+    def layout(self) -> PlannedLayout:
         assert self.best is not None
         return self.best
 
