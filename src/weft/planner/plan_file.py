@@ -49,7 +49,7 @@ class PlannedLayout(msgspec.Struct, frozen=True, kw_only=True):
     ranks: tuple[PlannedRank, ...]
 
 
-class Model(msgspec.Struct, frozen=True, kw_only=True):
+class PlannedModel(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     architecture: str
     params: int
@@ -75,7 +75,7 @@ class PlanFile(msgspec.Struct, frozen=True, kw_only=True):
 
     format: int
     engine: str
-    model: Model
+    model: PlannedModel
     hardware: Hardware
     workload: Workload
     best: PlannedLayout | None
