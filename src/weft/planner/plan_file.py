@@ -55,14 +55,14 @@ class PlannedModel(msgspec.Struct, frozen=True, kw_only=True):
     params: int
 
 
-class Device(msgspec.Struct, frozen=True, kw_only=True):
+class DeviceKind(msgspec.Struct, frozen=True, kw_only=True):
     """A type of device."""
 
     kind: Literal["gpu", "cpu"]
 
 
 class Hardware(msgspec.Struct, frozen=True, kw_only=True):
-    types: dict[str, Device]
+    types: dict[str, DeviceKind]
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
