@@ -61,7 +61,7 @@ class DeviceKind(msgspec.Struct, frozen=True, kw_only=True):
     kind: Literal["gpu", "cpu"]
 
 
-class Hardware(msgspec.Struct, frozen=True, kw_only=True):
+class PlannedHardware(msgspec.Struct, frozen=True, kw_only=True):
     types: dict[str, DeviceKind]
 
 
@@ -76,7 +76,7 @@ class PlanFile(msgspec.Struct, frozen=True, kw_only=True):
     format: int
     engine: str
     model: PlannedModel
-    hardware: Hardware
+    hardware: PlannedHardware
     workload: Workload
     best: PlannedLayout | None
     max_num_seqs: int | None = None  # as it was asked for
