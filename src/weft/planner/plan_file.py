@@ -65,7 +65,7 @@ class PlannedHardware(msgspec.Struct, frozen=True, kw_only=True):
     types: dict[str, DeviceKind]
 
 
-class Workload(msgspec.Struct, frozen=True, kw_only=True):
+class PlannedWorkload(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     max_model_len_given: bool
 
@@ -77,7 +77,7 @@ class PlanFile(msgspec.Struct, frozen=True, kw_only=True):
     engine: str
     model: PlannedModel
     hardware: PlannedHardware
-    workload: Workload
+    workload: PlannedWorkload
     best: PlannedLayout | None
     max_num_seqs: int | None = None  # as it was asked for
     speculative_config: dict[str, Any] | None = None
