@@ -103,7 +103,7 @@ class _Any(msgspec.Struct):
     best: msgspec.Raw
 
 
-def read(path: str) -> PlanFile:
+def load_plan_file(path: str) -> PlanFile:
     """Raises ConfigError, in one line with the way out, for a file that is none, or of another version, or without a
     layout to carry out."""
     make = "write one with: weft plan MODEL --json > plan.json"
