@@ -27,7 +27,7 @@ from weft.plan.device_map import Spread
 from weft.planner.partition import StageBudget, partition_layers
 
 
-class Load(msgspec.Struct, frozen=True, kw_only=True):
+class ModelBytes(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of a model: of each layer the weights, and with them the KV of one request (`sizes`); of the embedding on
     a first stage, of norm and head on a last one, and of all of these together where one stage is both (a tied head
     is then the embedding); of what an engine keeps beside them where it samples."""
@@ -40,7 +40,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     sampling: float = 0.0
 
 
-def load_of(shape: ModelShape, precision: str, kv_dtype: str, tokens: int, *, window_cache: bool) -> Load:
+def load_of(shape: ModelShape, precision: str, kv_dtype: str, tokens: int, *, window_cache: bool) -> ModelBytes:
     """What a model weighs, with requests of `tokens` tokens. With `window_cache` a layer keeps no more of one than its
     window. `precision` as `formats.precision.canonical` gives it."""
     place, nothing = whole(shape), Span(0, 0)
@@ -52,7 +52,7 @@ def load_of(shape: ModelShape, precision: str, kv_dtype: str, tokens: int, *, wi
     kept = [min(tokens, (window_cache and shape.window(layer)) or tokens) for layer in range(shape.layers)]
     ends = [replace(place, layers=nothing, stage=stage, stages=2) for stage in range(2)]
     first, last = (weight_bytes(shape, precision, end) for end in ends)
-    return Load(
+    return ModelBytes(
         weights=layers,
         sizes=[weights + each * count for weights, count in zip(layers, kept, strict=True)],
         first=first,
@@ -61,7 +61,7 @@ def load_of(shape: ModelShape, precision: str, kv_dtype: str, tokens: int, *, wi
     )
 
 
-def spread(load: Load, rooms: Sequence[float], mode: Spread) -> tuple[int, ...]:
+def spread(load: ModelBytes, rooms: Sequence[float], mode: Spread) -> tuple[int, ...]:
     """Layers on each device, 0 on one that is left out; `rooms` are what each can hold, in bytes.
 
     Where there is not enough room it is what comes closest: the devices' footprint then says what is missing.
@@ -73,14 +73,14 @@ def spread(load: Load, rooms: Sequence[float], mode: Spread) -> tuple[int, ...]:
     return balanced(load, rooms)
 
 
-def balanced(load: Load, rooms: Sequence[float]) -> tuple[int, ...]:
+def balanced(load: ModelBytes, rooms: Sequence[float]) -> tuple[int, ...]:
     """As even as whole layers allow, on every device that has the room for one, as far as there are layers."""
     found = _evenly(load, rooms, load.first) or _evenly(load, [inf] * len(rooms), load.first)
     assert found is not None, "there is room for everything"
     return found
 
 
-def balanced_low_0(load: Load, rooms: Sequence[float]) -> tuple[int, ...]:
+def balanced_low_0(load: ModelBytes, rooms: Sequence[float]) -> tuple[int, ...]:
     """The fewest layers on the first device with which the others have room for the rest."""
     others = rooms[1:]
     found = _evenly(load, others, load.first)
@@ -96,7 +96,7 @@ def balanced_low_0(load: Load, rooms: Sequence[float]) -> tuple[int, ...]:
     return balanced(load, rooms)
 
 
-def sequential(load: Load, rooms: Sequence[float]) -> tuple[int, ...]:
+def sequential(load: ModelBytes, rooms: Sequence[float]) -> tuple[int, ...]:
     """As much on each device as it has room for; a device without the room for a layer is left out."""
     sizes, layers = [0.0, *accumulate(load.sizes)], len(load.sizes)
     found: list[int] = []
@@ -116,7 +116,7 @@ def sequential(load: Load, rooms: Sequence[float]) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _evenly(load: Load, rooms: Sequence[float], first: float) -> tuple[int, ...] | None:
+def _evenly(load: ModelBytes, rooms: Sequence[float], first: float) -> tuple[int, ...] | None:
     """Layers on each device, with those left out that have the least room, as many as have to be; None where there is
     not enough of it. `first` are the bytes of an embedding on the first of them."""
     used = list(range(len(rooms)))
@@ -130,7 +130,7 @@ def _evenly(load: Load, rooms: Sequence[float], first: float) -> tuple[int, ...]
     return None
 
 
-def _stages(load: Load, rooms: Sequence[float], first: float) -> tuple[int, ...] | None:
+def _stages(load: ModelBytes, rooms: Sequence[float], first: float) -> tuple[int, ...] | None:
     """The same with a layer on each of the devices."""
     if len(rooms) == 1:
         ends = (load.both if first else load.last) + load.sampling
