@@ -19,7 +19,7 @@ from weft.architectures.shape import ModelShape
 from weft.errors import ConfigError
 from weft.formats import config_json
 from weft.plan.device_map import Room, Stages, pipeline
-from weft.planner.balance import ModelBytes, load_of, spread
+from weft.planner.balance import ModelBytes, model_bytes, spread
 
 FEW = settings(max_examples=60, deadline=None)
 # Layers are larger than embedding and head: then the room that accelerate keeps for the largest is theirs.
@@ -121,7 +121,7 @@ def test_maps_cover_what_accelerate_says_they_do(llama: tuple[Any, ModelShape], 
 
 
 def load(shape: ModelShape) -> ModelBytes:
-    return load_of(shape, "bf16", "bf16", 0, window_cache=False)
+    return model_bytes(shape, "bf16", "bf16", 0, window_cache=False)
 
 
 def layers_of(device_map: dict[str, Any], shape: ModelShape, gpus: int) -> tuple[int, ...]:

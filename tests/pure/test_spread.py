@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from weft.formats import catalogue
 from weft.formats.precision import weight_bytes
-from weft.planner.balance import ModelBytes, balanced, load_of, sequential, spread
+from weft.planner.balance import ModelBytes, balanced, model_bytes, sequential, spread
 
 LAYERS = st.lists(st.integers(1, 20), min_size=1, max_size=12)
 ROOMS = st.lists(st.integers(0, 120).map(float), min_size=1, max_size=5)
@@ -134,7 +134,7 @@ def test_the_ends_count() -> None:
 @pytest.mark.parametrize("precision", ["bf16", "int4", "q4_k_m"])
 def test_a_model_s_load(model: str, precision: str) -> None:
     shape = catalogue.find(model).shape
-    load = load_of(shape, precision, "bf16", 100, window_cache=False)
+    load = model_bytes(shape, precision, "bf16", 100, window_cache=False)
     assert sum(load.weights) + load.both == weight_bytes(shape, precision)
     # A tied head is stored again on a last stage that is not the first one.
     assert load.first + load.last == load.both or (shape.tied and load.first + load.last > load.both)

@@ -40,7 +40,7 @@ class ModelBytes(msgspec.Struct, frozen=True, kw_only=True):
     sampling: float = 0.0
 
 
-def load_of(shape: ModelShape, precision: str, kv_dtype: str, tokens: int, *, window_cache: bool) -> ModelBytes:
+def model_bytes(shape: ModelShape, precision: str, kv_dtype: str, tokens: int, *, window_cache: bool) -> ModelBytes:
     """What a model weighs, with requests of `tokens` tokens. With `window_cache` a layer keeps no more of one than its
     window. `precision` as `formats.precision.canonical` gives it."""
     place, nothing = whole(shape), Span(0, 0)

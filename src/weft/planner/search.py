@@ -12,7 +12,7 @@ from weft.formats.precision import canonical
 from weft.hardware.gpus import GpuSpec
 from weft.plan.device_map import Spread
 from weft.plan.quantization import check_planned_cuts
-from weft.planner.balance import load_of, spread
+from weft.planner.balance import model_bytes, spread
 from weft.planner.batch import with_smallest_budget
 from weft.planner.cost import Prediction, predict
 from weft.planner.cuts import Cut, CandidateLayout, candidate_layouts, rearranged
@@ -180,7 +180,7 @@ def _spread_out(question: Question, precision: str, mode: Spread) -> Question:
     def kept(gpu: GpuSpec, stage: int) -> int:
         return holding.rank(msgspec.structs.replace(one, stage=stage), gpu, at_most=True).other_bytes
 
-    load = load_of(
+    load = model_bytes(
         shape,
         holding.precision,
         dtype,
