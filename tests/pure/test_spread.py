@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from weft.formats import catalogue
 from weft.formats.precision import weight_bytes
-from weft.planner.balance import ModelBytes, balanced, model_bytes, sequential, spread
+from weft.planner.balance import ModelBytes, balanced, model_bytes, sequential, balance_layers
 
 LAYERS = st.lists(st.integers(1, 20), min_size=1, max_size=12)
 ROOMS = st.lists(st.integers(0, 120).map(float), min_size=1, max_size=5)
@@ -37,7 +37,7 @@ def held(load: ModelBytes, layers: tuple[int, ...]) -> list[float]:
 
 @given(loads(), ROOMS, MODES)
 def test_every_layer_is_somewhere(load: ModelBytes, rooms: list[float], mode: str) -> None:
-    found = spread(load, rooms, mode)  # type: ignore[arg-type]
+    found = balance_layers(load, rooms, mode)  # type: ignore[arg-type]
     assert len(found) == len(rooms) and sum(found) == len(load.sizes) and min(found) >= 0
 
 
@@ -94,13 +94,13 @@ def test_what_has_the_room_on_one_device_gets_it(load: ModelBytes, rooms: list[f
     """However small the others are."""
     whole = sum(load.sizes) + load.both + load.sampling
     rooms = [0.0, *rooms, whole]
-    found = spread(load, rooms, mode)  # type: ignore[arg-type]
+    found = balance_layers(load, rooms, mode)  # type: ignore[arg-type]
     assert all(map(float.__le__, held(load, found), rooms))
 
 
 @given(SMALL, st.lists(st.integers(0, 90).map(float), min_size=2, max_size=3))
 def test_low_0_has_as_little_on_the_first_as_can_be(load: ModelBytes, rooms: list[float]) -> None:
-    found = spread(load, rooms, "balanced_low_0")
+    found = balance_layers(load, rooms, "balanced_low_0")
     ways = possible(load, rooms)
     if not found[0] and any(found):
         return
@@ -112,22 +112,22 @@ def test_low_0_has_as_little_on_the_first_as_can_be(load: ModelBytes, rooms: lis
 
 def test_words() -> None:
     load = ModelBytes(weights=[10.0] * 8, sizes=[10.0] * 8, first=0.0, last=0.0, both=0.0)
-    assert spread(load, [1000.0] * 4, "auto") == spread(load, [1000.0] * 4, "balanced") == (2, 2, 2, 2)
-    assert spread(load, [1000.0] * 4, "sequential") == (8, 0, 0, 0)
-    assert spread(load, [35.0, 25.0, 1000.0], "sequential") == (3, 2, 3)
-    assert spread(load, [1000.0] * 3, "balanced_low_0") == (0, 4, 4)
-    assert spread(load, [1000.0, 25.0, 25.0], "balanced_low_0") == (4, 2, 2)
-    assert spread(load, [5.0, 1000.0], "sequential") == (0, 8)
-    assert spread(load, [1000.0], "balanced_low_0") == (8,)
+    assert balance_layers(load, [1000.0] * 4, "auto") == balance_layers(load, [1000.0] * 4, "balanced") == (2, 2, 2, 2)
+    assert balance_layers(load, [1000.0] * 4, "sequential") == (8, 0, 0, 0)
+    assert balance_layers(load, [35.0, 25.0, 1000.0], "sequential") == (3, 2, 3)
+    assert balance_layers(load, [1000.0] * 3, "balanced_low_0") == (0, 4, 4)
+    assert balance_layers(load, [1000.0, 25.0, 25.0], "balanced_low_0") == (4, 2, 2)
+    assert balance_layers(load, [5.0, 1000.0], "sequential") == (0, 8)
+    assert balance_layers(load, [1000.0], "balanced_low_0") == (8,)
     # With more devices than layers, the last ones are left out.
-    assert spread(load, [1000.0] * 9, "balanced") == (*(1,) * 8, 0)
+    assert balance_layers(load, [1000.0] * 9, "balanced") == (*(1,) * 8, 0)
 
 
 def test_the_ends_count() -> None:
     """An embedding of two layers' size on the first, and a head of as much on the last."""
     load = ModelBytes(weights=[10.0] * 10, sizes=[10.0] * 10, first=20.0, last=20.0, both=40.0)
-    assert spread(load, [1000.0] * 2, "balanced") == (5, 5)
-    assert max(held(load, spread(load, [1000.0] * 3, "balanced"))) == 50
+    assert balance_layers(load, [1000.0] * 2, "balanced") == (5, 5)
+    assert max(held(load, balance_layers(load, [1000.0] * 3, "balanced"))) == 50
 
 
 @pytest.mark.parametrize("model", ["Llama-3.1-8B", "Llama-3.2-1B", "gpt2", "Mixtral-8x7B", "DeepSeek-V3"])

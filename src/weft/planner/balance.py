@@ -61,7 +61,7 @@ def model_bytes(shape: ModelShape, precision: str, kv_dtype: str, tokens: int, *
     )
 
 
-def spread(load: ModelBytes, rooms: Sequence[float], mode: Spread) -> tuple[int, ...]:
+def balance_layers(load: ModelBytes, rooms: Sequence[float], mode: Spread) -> tuple[int, ...]:
     """Layers on each device, 0 on one that is left out; `rooms` are what each can hold, in bytes.
 
     Where there is not enough room it is what comes closest: the devices' footprint then says what is missing.

@@ -12,7 +12,7 @@ from weft.formats.precision import canonical
 from weft.hardware.gpus import GpuSpec
 from weft.plan.device_map import Spread
 from weft.plan.quantization import check_planned_cuts
-from weft.planner.balance import model_bytes, spread
+from weft.planner.balance import model_bytes, balance_layers
 from weft.planner.batch import with_smallest_budget
 from weft.planner.cost import Prediction, predict
 from weft.planner.cuts import Cut, CandidateLayout, candidate_layouts, rearranged
@@ -189,7 +189,7 @@ def _spread_out(question: Question, precision: str, mode: Spread) -> Question:
     )
     load = msgspec.structs.replace(load, sampling=max(kept(it.gpu, 2) - kept(it.gpu, 1) for it in gpus))
     most = engine.utilization_most.value
-    layers = spread(load, [it.gpu.takes(most) - kept(it.gpu, 1) for it in gpus], mode)
+    layers = balance_layers(load, [it.gpu.takes(most) - kept(it.gpu, 1) for it in gpus], mode)
     used = [(it.number, count) for it, count in zip(gpus, layers, strict=True) if count]
     wish = LayoutConstraints(
         tensor_parallel=1,
