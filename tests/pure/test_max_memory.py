@@ -13,7 +13,7 @@ from weft.hardware.cluster import Cluster, Node, parse_gpus, parse_nodes
 from weft.hardware.gpus import GpuSpec, find_gpu
 from weft.plan.max_memory import capped, of_devices, read, size
 from weft.planner.deployment import Workload
-from weft.planner.domains import usable
+from weft.planner.domains import usable_devices
 from weft.planner.question import Question, LayoutConstraints
 from weft.planner.search import SearchResult, search
 
@@ -66,7 +66,7 @@ def test_devices() -> None:
 def test_what_is_not_named_is_not_used() -> None:
     cluster = capped(parse_nodes("2x2xA100"), read({0: "40GB", 3: "20GB"}))
     assert [gpu.limit_bytes for gpu in cluster.gpus] == [40 * GB, 0, 0, 20 * GB]
-    assert [it.number for it in usable(cluster)] == [0, 3]
+    assert [it.number for it in usable_devices(cluster)] == [0, 3]
     assert {gpu for it in plan(cluster).candidates for gpu in it.layout.gpus} <= {0, 3}
 
 

@@ -9,7 +9,7 @@ from weft.architectures.model import Model
 from weft.cli.parser import UsageError
 from weft.hardware.cluster import Cluster
 from weft.plan import device_map, max_memory, placement
-from weft.planner.domains import usable
+from weft.planner.domains import usable_devices
 from weft.planner.question import LayoutConstraints
 from weft.words import commas
 
@@ -63,7 +63,7 @@ def wished(said: dict[str, Any], cluster: Cluster, model: Model, precision: str)
     if tensor is not None and tensor > model.shape.q_heads:
         flag = "--tensor-parallel-size is" if weights is None else "--tensor-split has weights for"
         raise UsageError(f"{flag} {tensor}; {model.name} has {model.shape.q_heads} query heads")
-    needed, there = (tensor or 1) * (stages or 1) * (replicas or 1), len(usable(cluster))
+    needed, there = (tensor or 1) * (stages or 1) * (replicas or 1), len(usable_devices(cluster))
     if needed > there:
         sizes = [str(size) for size in (tensor, stages, replicas) if size and size > 1]
         product = f"{' x '.join(sizes)} = {needed}" if len(sizes) > 1 else str(needed)

@@ -14,7 +14,7 @@ from weft.hardware.cluster import Cluster, Node, usual_link
 from weft.hardware.gpus import gpus
 from weft.planner.binding import MEASURES, WORTH
 from weft.planner.cuts import Cut
-from weft.planner.domains import usable
+from weft.planner.domains import usable_devices
 from weft.planner.footprint import Footprint
 from weft.planner.objections import runs
 from weft.planner.question import Question, LayoutConstraints
@@ -249,7 +249,7 @@ def _with_larger(question: Question) -> str | None:
 def _to_improve(answer: SearchResult, best: Candidate) -> Iterator[str]:
     question = answer.question
     now = objective_value(question, best)
-    free, there = best, len(usable(question.cluster))
+    free, there = best, len(usable_devices(question.cluster))
     faster = max(answer.candidates, key=lambda it: objective_value(question, it))
     gains = objective_value(question, faster) >= WORTH * now
     idle = there - len(set(best.layout.gpus))

@@ -30,7 +30,7 @@ def devices(cluster: Cluster) -> tuple[Device, ...]:
 
 
 @lru_cache(maxsize=8)
-def usable(cluster: Cluster) -> tuple[Device, ...]:
+def usable_devices(cluster: Cluster) -> tuple[Device, ...]:
     """Every GPU that the user lets be used, those that a bridge joins one after the other."""
     homes = cluster.homes
 
@@ -50,7 +50,7 @@ def sort(gpu: GpuSpec) -> tuple[str, int | None]:
 def islands(cluster: Cluster) -> list[tuple[Device, ...]]:
     """The GPUs of one sort on one node, which reach each other over the same kind of link."""
     found: dict[tuple[int, object], list[Device]] = {}
-    for device in usable(cluster):
+    for device in usable_devices(cluster):
         found.setdefault((device.node, sort(device.gpu)), []).append(device)
     return [tuple(island) for island in found.values()]
 
@@ -58,7 +58,7 @@ def islands(cluster: Cluster) -> list[tuple[Device, ...]]:
 def nodes(cluster: Cluster) -> list[tuple[Device, ...]]:
     """The GPUs of each node, of whatever type."""
     found: dict[int, list[Device]] = {}
-    for device in usable(cluster):
+    for device in usable_devices(cluster):
         found.setdefault(device.node, []).append(device)
     return [tuple(node) for node in found.values()]
 

@@ -17,7 +17,7 @@ from weft.planner.batch import with_smallest_budget
 from weft.planner.cost import Prediction, predict
 from weft.planner.cuts import Cut, CandidateLayout, candidate_layouts, rearranged
 from weft.planner.deployment import DeploymentLayout, deploy
-from weft.planner.domains import alike, usable
+from weft.planner.domains import alike, usable_devices
 from weft.planner.footprint import Footprint, EngineMemory, footprint
 from weft.planner.objections import objection
 from weft.planner.profiles import Constant, Profile, calibrated, load_profile
@@ -175,7 +175,7 @@ def _spread_out(question: Question, precision: str, mode: Spread) -> Question:
     """The question with the stages that a word of Transformers' comes to in this precision."""
     shape, engine, dtype = question.shape, engine_profile(question), kv_dtype(question, precision)
     holding = EngineMemory(shape, canonical(precision), dtype, engine)
-    gpus, one = usable(question.cluster), msgspec.structs.replace(whole(shape), layers=Span(0, 1), stages=3)
+    gpus, one = usable_devices(question.cluster), msgspec.structs.replace(whole(shape), layers=Span(0, 1), stages=3)
 
     def kept(gpu: GpuSpec, stage: int) -> int:
         return holding.rank(msgspec.structs.replace(one, stage=stage), gpu, at_most=True).other_bytes
