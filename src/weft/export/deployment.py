@@ -9,7 +9,7 @@ import msgspec
 from weft.export.checkpoint import Checkpoint
 from weft.hardware.gpus import GpuSpec
 from weft.hardware.topology import DRIVER_BYTES
-from weft.planner.domains import devices
+from weft.planner.domains import cluster_devices
 from weft.planner.footprint import EngineMemory, RankMemory
 from weft.planner.question import Question
 from weft.planner.ranking import Candidate
@@ -126,7 +126,7 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
 def servers(question: Question, candidate: Candidate, port: int, visible: Sequence[str] = ()) -> tuple[Server, ...]:
     """Those of a plan; on each node ports count up from `port`, which is 0 where there are none. `visible` are the
     names of the GPUs where the plan does not see all that are there (CUDA_VISIBLE_DEVICES)."""
-    layout, there = candidate.layout, devices(question.cluster)
+    layout, there = candidate.layout, cluster_devices(question.cluster)
     first = {device.node: device.number for device in reversed(there)}
     replicas: list[tuple[Share, ...]] = []
     for number in range(layout.data_parallel):

@@ -15,7 +15,7 @@ from weft.export.target import shares_experts
 from weft.export.words import Remarks, comment
 from weft.formats.yaml_text import Block, dump
 from weft.planner.deployment import DeploymentLayout
-from weft.planner.domains import devices
+from weft.planner.domains import cluster_devices
 from weft.planner.question import Question
 
 # One version for the cluster and its images, of which each has its own Python and CUDA.
@@ -95,7 +95,7 @@ def application(it: Deployment) -> dict[str, Any]:
 
 def groups(it: Deployment) -> Counter[tuple[str, ...]]:
     """How many workers there are of each kind: one for a node, with the GPUs, by name, that it gives."""
-    there = devices(it.question.cluster)
+    there = cluster_devices(it.question.cluster)
     used = {
         node: tuple(there[at].gpu.name for at in it.candidate.layout.gpus if there[at].node == node)
         for node in it.nodes

@@ -11,7 +11,7 @@ from weft.export.deployment import Deployment
 from weft.export.files import File
 from weft.planner.cuts import Cut
 from weft.planner.deployment import DeploymentLayout
-from weft.planner.domains import devices
+from weft.planner.domains import cluster_devices
 from weft.planner.question import Question
 
 Cannot = Callable[[Question, DeploymentLayout], str]
@@ -33,7 +33,7 @@ class Target(msgspec.Struct, frozen=True):
 
 def spans_nodes(question: Question, layout: DeploymentLayout) -> bool:
     """Whether a replica has GPUs on more than one node."""
-    there = devices(question.cluster)
+    there = cluster_devices(question.cluster)
     return any(len({there[at].node for _, at in layout.replica(r)}) > 1 for r in range(layout.data_parallel))
 
 

@@ -19,7 +19,7 @@ from weft.planner.binding import binding
 from weft.planner.cost import Prediction
 from weft.planner.cuts import Cut
 from weft.planner.deployment import DeploymentLayout
-from weft.planner.domains import devices
+from weft.planner.domains import cluster_devices
 from weft.planner.footprint import RankMemory, ReplicaMemory
 from weft.planner.notes import notes
 from weft.planner.objections import unsupported_reasons
@@ -216,7 +216,7 @@ def best_json(question: Question, candidate: Candidate) -> dict[str, Any]:
 def ranks_json(question: Question, candidate: Candidate) -> list[dict[str, Any]]:
     """Every rank of every replica, in order."""
     layout, shape = candidate.layout, question.shape
-    there = devices(question.cluster)
+    there = cluster_devices(question.cluster)
     found: list[dict[str, Any]] = []
     used: Counter[int] = Counter()  # of each GPU, by all of its ranks
     for rank, (place, index) in enumerate(zip(layout.places, layout.gpus, strict=True)):

@@ -14,7 +14,7 @@ from weft.errors import ConfigError, PlanError
 from weft.formats.precision import canonical, weights
 from weft.hardware.cluster import Cluster
 from weft.planner.deployment import DeploymentLayout, deploy
-from weft.planner.domains import devices
+from weft.planner.domains import cluster_devices
 from weft.planner.stages import RankCapacity, read_bytes, stage_layers
 from weft.words import by_type
 
@@ -77,7 +77,7 @@ def parse_claim(text: str) -> Claim:
 def judge_claim(shape: ModelShape, precision: str, cluster: Cluster, tokens: int, tok_s: float | None) -> ClaimVerdict:
     """Impossible is what no layout can do: weights and the KV of one request exceed the GPUs' memory less 1.5 GB
     each, however the model is cut; or the speed asks for more than all of the GPUs' bandwidth."""
-    gpus = [device.gpu for device in devices(cluster)]
+    gpus = [device.gpu for device in cluster_devices(cluster)]
     held = weights(shape, precision)
     cache = kv_bytes(shape, tokens, "bf16")
     usable = [gpu.memory_bytes - RESERVED_BYTES for gpu in gpus]
@@ -109,7 +109,7 @@ def find_layout(shape: ModelShape, precision: str, cluster: Cluster, tokens: int
     """Some layout that leaves every GPU with its weights and the KV of `tokens` tokens within what may be used of
     it, cut as finely as possible; None where there is no such layout."""
     # The largest GPUs first, so that those of like size are together.
-    there = sorted(devices(cluster), key=lambda device: -device.gpu.memory_bytes)
+    there = sorted(cluster_devices(cluster), key=lambda device: -device.gpu.memory_bytes)
     usable = [device.gpu.memory_bytes - RESERVED_BYTES for device in there]
     if weights(shape, precision).total > sum(usable):
         return None
@@ -172,7 +172,7 @@ def _held(shape: ModelShape, precision: str, tokens: int, place: Place) -> int:
 
 
 def _of(cluster: Cluster) -> str:
-    return by_type(device.gpu.name for device in devices(cluster))
+    return by_type(device.gpu.name for device in cluster_devices(cluster))
 
 
 def _too_large(weight: int, cache: int, tokens: int, usable: Sequence[float], cluster: Cluster) -> str:

@@ -9,7 +9,7 @@ from itertools import permutations
 import msgspec
 
 from weft.planner.deployment import DeploymentLayout
-from weft.planner.domains import Device, devices, groups, islands, nodes, replicas, sort, tensor_sizes
+from weft.planner.domains import Device, cluster_devices, groups, islands, nodes, replicas, sort, tensor_sizes
 from weft.planner.question import Question
 
 MOST_SORTS = 3  # of GPUs whose orders are all tried
@@ -103,7 +103,7 @@ def _of_precision(question: Question, precision: str) -> Iterator[CandidateLayou
 
 def _dictated(question: Question, precision: str, gpus: Sequence[int]) -> CandidateLayout:
     """One replica whose stages lie where the user says."""
-    there = devices(question.cluster)
+    there = cluster_devices(question.cluster)
     stages = tuple((there[number],) for number in gpus)
     return CandidateLayout(Cut(1, len(stages), 1, 1, precision, _called(stages[0])), (stages,))
 

@@ -23,7 +23,7 @@ class Device(msgspec.Struct, frozen=True):
 
 
 @lru_cache(maxsize=8)
-def devices(cluster: Cluster) -> tuple[Device, ...]:
+def cluster_devices(cluster: Cluster) -> tuple[Device, ...]:
     """Every GPU, node by node."""
     flat = [(node, gpu) for node, it in enumerate(cluster.nodes) for gpu in it.gpus]
     return tuple(Device(number, node, gpu) for number, (node, gpu) in enumerate(flat))
@@ -38,7 +38,7 @@ def usable_devices(cluster: Cluster) -> tuple[Device, ...]:
         group = homes[device.number].group
         return device.node, inf if group is None else group, device.number
 
-    there = (device for device in devices(cluster) if device.gpu.limit_bytes != 0)
+    there = (device for device in cluster_devices(cluster) if device.gpu.limit_bytes != 0)
     return tuple(sorted(there, key=place))
 
 
