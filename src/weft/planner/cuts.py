@@ -9,7 +9,7 @@ from itertools import permutations
 import msgspec
 
 from weft.planner.deployment import DeploymentLayout
-from weft.planner.domains import Device, cluster_devices, groups, islands, nodes, replicas, sort, tensor_sizes
+from weft.planner.domains import Device, cluster_devices, groups, islands, nodes, replicas, gpu_type, tensor_sizes
 from weft.planner.question import Question
 
 MOST_SORTS = 3  # of GPUs whose orders are all tried
@@ -85,10 +85,10 @@ def _of_precision(question: Question, precision: str) -> Iterator[CandidateLayou
         return
     alike, whole = islands(question.cluster), nodes(question.cluster)
     pools_of = [alike]
-    types = dict.fromkeys(sort(island[0].gpu) for island in alike)
+    types = dict.fromkeys(gpu_type(island[0].gpu) for island in alike)
     if len(types) > 1:
         # All GPUs of a node together, and those of each type without the others.
-        pools_of += [whole, *([island for island in alike if sort(island[0].gpu) == it] for it in types)]
+        pools_of += [whole, *([island for island in alike if gpu_type(island[0].gpu) == it] for it in types)]
     names = dict.fromkeys(name for name, _ in types)
     if 1 < len(names) < len(types):
         pools_of += [[tuple(it for it in node if it.gpu.name == name) for node in whole] for name in names]
@@ -169,7 +169,7 @@ Sorts = tuple[tuple[str, int | None], ...]
 
 
 def _sorts(stage: Sequence[Device]) -> Sorts:
-    return tuple(sort(device.gpu) for device in stage)
+    return tuple(gpu_type(device.gpu) for device in stage)
 
 
 def _ordered(members: Sequence[tuple[Device, ...]], order: tuple[Sorts, ...]) -> list[tuple[Device, ...]]:

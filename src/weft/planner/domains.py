@@ -42,7 +42,7 @@ def usable_devices(cluster: Cluster) -> tuple[Device, ...]:
     return tuple(sorted(there, key=place))
 
 
-def sort(gpu: GpuSpec) -> tuple[str, int | None]:
+def gpu_type(gpu: GpuSpec) -> tuple[str, int | None]:
     """What GPUs of an island have in common: their type, and how much of it may be used."""
     return gpu.name, gpu.limit_bytes
 
@@ -51,7 +51,7 @@ def islands(cluster: Cluster) -> list[tuple[Device, ...]]:
     """The GPUs of one sort on one node, which reach each other over the same kind of link."""
     found: dict[tuple[int, object], list[Device]] = {}
     for device in usable_devices(cluster):
-        found.setdefault((device.node, sort(device.gpu)), []).append(device)
+        found.setdefault((device.node, gpu_type(device.gpu)), []).append(device)
     return [tuple(island) for island in found.values()]
 
 
