@@ -18,7 +18,7 @@ from weft.hardware.cluster import Node, parse_gpus
 from weft.hardware.cpu import Cpu, CpuSpeed
 from weft.hardware.gpus import find_gpu
 from weft.hardware.host import Host
-from weft.planner.domains import islands
+from weft.planner.domains import interconnect_domains
 from weft.planner.question import Question, LayoutConstraints
 from weft.planner.replica import kind_of
 from weft.planner.search import search
@@ -91,7 +91,7 @@ def test_two_bridges_make_two_islands(host: Make) -> None:
     assert kind_of(cluster, [0, 2]) == "nvlink" == kind_of(cluster, [3, 1])
     assert kind_of(cluster, [0, 1]) == "pcie" == kind_of(cluster, [0, 2, 1])
     # Bridged cards are neighbours, so that a tensor-parallel pair is laid on them.
-    (island,) = islands(cluster)
+    (island,) = interconnect_domains(cluster)
     assert [device.number for device in island] == [0, 2, 1, 3]
     question = Question(
         model="m",

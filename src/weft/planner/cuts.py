@@ -9,7 +9,7 @@ from itertools import permutations
 import msgspec
 
 from weft.planner.deployment import DeploymentLayout
-from weft.planner.domains import Device, cluster_devices, groups, islands, nodes, replicas, gpu_type, tensor_sizes
+from weft.planner.domains import Device, cluster_devices, groups, interconnect_domains, nodes, replicas, gpu_type, tensor_sizes
 from weft.planner.question import Question
 
 MOST_SORTS = 3  # of GPUs whose orders are all tried
@@ -83,7 +83,7 @@ def _of_precision(question: Question, precision: str) -> Iterator[CandidateLayou
     if wish.devices:
         yield _dictated(question, precision, wish.devices)
         return
-    alike, whole = islands(question.cluster), nodes(question.cluster)
+    alike, whole = interconnect_domains(question.cluster), nodes(question.cluster)
     pools_of = [alike]
     types = dict.fromkeys(gpu_type(island[0].gpu) for island in alike)
     if len(types) > 1:
@@ -140,7 +140,7 @@ def rearranged(question: Question, draft: CandidateLayout) -> Iterator[Candidate
     wish, cut = question.wish, draft.cut
     said = wish.devices or wish.spread or wish.pipeline_split or wish.tensor_split
     members = [stage for replica in draft.replicas for stage in replica]
-    everything = groups(islands(question.cluster), cut.tensor_parallel)
+    everything = groups(interconnect_domains(question.cluster), cut.tensor_parallel)
     if cut.pipeline_parallel == 1 and not said:
         roomy = [(tuple(sorted(stage, key=lambda it: -it.gpu.takes(1.0))),) for (stage,) in draft.replicas]
         if roomy != list(draft.replicas):

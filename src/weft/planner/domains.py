@@ -47,7 +47,7 @@ def gpu_type(gpu: GpuSpec) -> tuple[str, int | None]:
     return gpu.name, gpu.limit_bytes
 
 
-def islands(cluster: Cluster) -> list[tuple[Device, ...]]:
+def interconnect_domains(cluster: Cluster) -> list[tuple[Device, ...]]:
     """The GPUs of one sort on one node, which reach each other over the same kind of link."""
     found: dict[tuple[int, object], list[Device]] = {}
     for device in usable_devices(cluster):
