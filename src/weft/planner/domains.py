@@ -63,7 +63,7 @@ def nodes(cluster: Cluster) -> list[tuple[Device, ...]]:
     return [tuple(node) for node in found.values()]
 
 
-def alike(members: Sequence[Device]) -> bool:
+def same_gpu_type(members: Sequence[Device]) -> bool:
     """Whether all of them are of one type."""
     first = members[0].gpu
     return all(device.gpu is first or device.gpu == first for device in members)

@@ -17,7 +17,7 @@ from weft.planner.batch import with_smallest_budget
 from weft.planner.cost import Prediction, predict
 from weft.planner.cuts import Cut, CandidateLayout, candidate_layouts, rearranged
 from weft.planner.deployment import DeploymentLayout, deploy
-from weft.planner.domains import alike, usable_devices
+from weft.planner.domains import same_gpu_type, usable_devices
 from weft.planner.footprint import Footprint, EngineMemory, footprint
 from weft.planner.objections import objection
 from weft.planner.profiles import Constant, Profile, calibrated, load_profile
@@ -240,7 +240,7 @@ def _tensor_weights(question: Question, draft: CandidateLayout) -> list[tuple[fl
     even = (1.0,) * ranks
     # A rank has one share in every stage and replica: what the poorest GPU of its position can take.
     stages = [stage for replica in draft.replicas for stage in replica]
-    if all(map(alike, stages)):
+    if all(map(same_gpu_type, stages)):
         return [even]
     bandwidth = tuple(min(stage[rank].gpu.bandwidth_Bps for stage in stages) for rank in range(ranks))
     memory = tuple(float(min(stage[rank].gpu.takes(1.0) for stage in stages)) for rank in range(ranks))
