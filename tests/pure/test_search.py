@@ -15,7 +15,7 @@ from weft.planner.advice import advice
 from weft.planner.binding import binding
 from weft.planner.cuts import Cut, candidate_layouts
 from weft.planner.deployment import DeploymentLayout, Workload
-from weft.planner.domains import groups, interconnect_domains, replicas, tensor_sizes
+from weft.planner.domains import tensor_groups, interconnect_domains, replicas, tensor_sizes
 from weft.planner.question import Question, LayoutConstraints
 from weft.planner.ranking import RANKING_ERROR, Candidate, single_request_s, request_s, objective_value
 from weft.planner.search import SearchResult, search
@@ -331,14 +331,14 @@ def test_permuting_equal_nodes_changes_nothing() -> None:
 def test_islands_and_groups() -> None:
     cluster = parse_gpus("2xRTX4090+3xRTX3090")
     assert [[device.number for device in island] for island in interconnect_domains(cluster)] == [[0, 1], [2, 3, 4]]
-    pairs = groups(interconnect_domains(cluster), 2)
+    pairs = tensor_groups(interconnect_domains(cluster), 2)
     assert [[device.number for device in pair] for pair in pairs] == [[0, 1], [2, 3]]
     assert tensor_sizes(interconnect_domains(parse_gpus("6xH100")), 64) == [6, 4, 3, 2, 1]
     assert tensor_sizes(interconnect_domains(parse_gpus("6xH100")), 3) == [3, 2, 1]
 
 
 def test_replicas_stay_on_a_node_while_they_can() -> None:
-    singles = groups(interconnect_domains(parse_nodes("3x4xH100")), 1)
+    singles = tensor_groups(interconnect_domains(parse_nodes("3x4xH100")), 1)
     found = replicas(singles, 3, 4)
     numbers = [[device.number for stage in replica for device in stage] for replica in found]
     assert numbers == [[0, 1, 2], [4, 5, 6], [8, 9, 10], [3, 7, 11]]

@@ -9,7 +9,7 @@ from itertools import permutations
 import msgspec
 
 from weft.planner.deployment import DeploymentLayout
-from weft.planner.domains import Device, cluster_devices, groups, interconnect_domains, nodes, replicas, gpu_type, tensor_sizes
+from weft.planner.domains import Device, cluster_devices, tensor_groups, interconnect_domains, nodes, replicas, gpu_type, tensor_sizes
 from weft.planner.question import Question
 
 MOST_SORTS = 3  # of GPUs whose orders are all tried
@@ -96,9 +96,9 @@ def _of_precision(question: Question, precision: str) -> Iterator[CandidateLayou
         sizes = [wish.tensor_parallel] if wish.tensor_parallel else tensor_sizes(pools, question.shape.q_heads)
         for tensor in sizes:
             used = pools
-            if wish.tensor_parallel and not groups(pools, tensor):
+            if wish.tensor_parallel and not tensor_groups(pools, tensor):
                 used = [tuple(device for node in whole for device in node)]
-            yield from _of_groups(question, precision, tensor, groups(used, tensor))
+            yield from _of_groups(question, precision, tensor, tensor_groups(used, tensor))
 
 
 def _dictated(question: Question, precision: str, gpus: Sequence[int]) -> CandidateLayout:
@@ -140,7 +140,7 @@ def rearranged(question: Question, draft: CandidateLayout) -> Iterator[Candidate
     wish, cut = question.wish, draft.cut
     said = wish.devices or wish.spread or wish.pipeline_split or wish.tensor_split
     members = [stage for replica in draft.replicas for stage in replica]
-    everything = groups(interconnect_domains(question.cluster), cut.tensor_parallel)
+    everything = tensor_groups(interconnect_domains(question.cluster), cut.tensor_parallel)
     if cut.pipeline_parallel == 1 and not said:
         roomy = [(tuple(sorted(stage, key=lambda it: -it.gpu.takes(1.0))),) for (stage,) in draft.replicas]
         if roomy != list(draft.replicas):

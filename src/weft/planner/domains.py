@@ -69,7 +69,7 @@ def same_gpu_type(members: Sequence[Device]) -> bool:
     return all(device.gpu is first or device.gpu == first for device in members)
 
 
-def groups(pools: Sequence[Sequence[Device]], size: int) -> list[tuple[Device, ...]]:
+def tensor_groups(pools: Sequence[Sequence[Device]], size: int) -> list[tuple[Device, ...]]:
     """As many groups of `size` GPUs as there are, none with GPUs of two pools, neighbours together."""
     return [
         tuple(pool[start : start + size]) for pool in pools for start in range(0, len(pool) - len(pool) % size, size)
