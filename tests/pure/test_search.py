@@ -15,7 +15,7 @@ from weft.planner.advice import advice
 from weft.planner.binding import binding
 from weft.planner.cuts import Cut, candidate_layouts
 from weft.planner.deployment import DeploymentLayout, Workload
-from weft.planner.domains import tensor_groups, interconnect_domains, replicas, tensor_sizes
+from weft.planner.domains import tensor_groups, interconnect_domains, place_replicas, tensor_sizes
 from weft.planner.question import Question, LayoutConstraints
 from weft.planner.ranking import RANKING_ERROR, Candidate, single_request_s, request_s, objective_value
 from weft.planner.search import SearchResult, search
@@ -339,7 +339,7 @@ def test_islands_and_groups() -> None:
 
 def test_replicas_stay_on_a_node_while_they_can() -> None:
     singles = tensor_groups(interconnect_domains(parse_nodes("3x4xH100")), 1)
-    found = replicas(singles, 3, 4)
+    found = place_replicas(singles, 3, 4)
     numbers = [[device.number for stage in replica for device in stage] for replica in found]
     assert numbers == [[0, 1, 2], [4, 5, 6], [8, 9, 10], [3, 7, 11]]
 

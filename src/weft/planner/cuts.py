@@ -9,7 +9,7 @@ from itertools import permutations
 import msgspec
 
 from weft.planner.deployment import DeploymentLayout
-from weft.planner.domains import Device, cluster_devices, tensor_groups, interconnect_domains, nodes, replicas, gpu_type, tensor_sizes
+from weft.planner.domains import Device, cluster_devices, tensor_groups, interconnect_domains, nodes, place_replicas, gpu_type, tensor_sizes
 from weft.planner.question import Question
 
 MOST_SORTS = 3  # of GPUs whose orders are all tried
@@ -49,7 +49,7 @@ class CandidateLayout(msgspec.Struct, frozen=True, dict=True):
     """A cut, and the GPUs of each stage of each replica."""
 
     cut: Cut
-    replicas: tuple[tuple[tuple[Device, ...], ...], ...]
+    place_replicas: tuple[tuple[tuple[Device, ...], ...], ...]
 
     @cached_property
     def devices(self) -> tuple[Device, ...]:
@@ -115,7 +115,7 @@ def _called(members: Sequence[Device]) -> str:
 def _of_groups(question: Question, precision: str, tensor: int, members: list[tuple[Device, ...]]) -> Iterator[CandidateLayout]:
     wish, experts = question.wish, question.shape.experts
     for stages, count in _depths(question, len(members)):
-        copies = tuple(replicas(members, stages, count))
+        copies = tuple(place_replicas(members, stages, count))
         if len(copies) < count:
             continue
         for expert in _expert_choices(wish.expert_parallel, tensor * count, experts.count if experts else 0):
@@ -157,7 +157,7 @@ def rearranged(question: Question, draft: CandidateLayout) -> Iterator[Candidate
         for order in _orders(chosen):
             ordered = _ordered(chosen, order)
             mixed = _crosswise(ordered, cut.pipeline_parallel, cut.data_parallel)
-            apart = tuple(replicas(ordered, cut.pipeline_parallel, cut.data_parallel))
+            apart = tuple(place_replicas(ordered, cut.pipeline_parallel, cut.data_parallel))
             for laid in (mixed,) if cut.expert_parallel > cut.tensor_parallel else (apart, mixed):
                 other = CandidateLayout(cut, laid)
                 if len(laid) == cut.data_parallel and other.gpus not in tried:
