@@ -9,7 +9,7 @@ from itertools import permutations
 import msgspec
 
 from weft.planner.deployment import DeploymentLayout
-from weft.planner.domains import Device, cluster_devices, tensor_groups, interconnect_domains, nodes, place_replicas, gpu_type, tensor_sizes
+from weft.planner.domains import Device, cluster_devices, tensor_groups, interconnect_domains, node_devices, place_replicas, gpu_type, tensor_sizes
 from weft.planner.question import Question
 
 MOST_SORTS = 3  # of GPUs whose orders are all tried
@@ -83,7 +83,7 @@ def _of_precision(question: Question, precision: str) -> Iterator[CandidateLayou
     if wish.devices:
         yield _dictated(question, precision, wish.devices)
         return
-    alike, whole = interconnect_domains(question.cluster), nodes(question.cluster)
+    alike, whole = interconnect_domains(question.cluster), node_devices(question.cluster)
     pools_of = [alike]
     types = dict.fromkeys(gpu_type(island[0].gpu) for island in alike)
     if len(types) > 1:

@@ -55,7 +55,7 @@ def interconnect_domains(cluster: Cluster) -> list[tuple[Device, ...]]:
     return [tuple(island) for island in found.values()]
 
 
-def nodes(cluster: Cluster) -> list[tuple[Device, ...]]:
+def node_devices(cluster: Cluster) -> list[tuple[Device, ...]]:
     """The GPUs of each node, of whatever type."""
     found: dict[int, list[Device]] = {}
     for device in usable_devices(cluster):
