@@ -10,7 +10,7 @@ from weft.gateway.policy import LeastConnections
 from weft.hardware.cluster import parse_gpus
 from weft.planner.deployment import deploy
 from weft.planner.profiles import load_profile
-from weft.planner.replica import replicas
+from weft.planner.replica import build_replicas
 from weft.planner.steps import Steps
 from weft.simulate.ask import Ask
 from weft.simulate.lengths import Even, Fixed, Lengths
@@ -33,7 +33,7 @@ def steps(model: str = "Llama-3.1-8B", gpus: str = "1xH100", stages: int = 1, en
         precision="bf16",
         kv_dtype="bf16",
     )
-    return Steps(replicas(shape, layout, cluster, load_profile(engine))[0])
+    return Steps(build_replicas(shape, layout, cluster, load_profile(engine))[0])
 
 
 STEPS = steps()

@@ -18,7 +18,7 @@ from weft.planner.deployment import Workload
 from weft.planner.footprint import ReplicaMemory, footprint
 from weft.planner.profiles import Constant, Profile, load_profile
 from weft.planner.question import Question
-from weft.planner.replica import Replica, replicas
+from weft.planner.replica import Replica, build_replicas
 from weft.planner.search import engine_profile
 
 WEFT = load_profile("weft")
@@ -30,7 +30,7 @@ def replica(model: str, gpus: str, stages: int = 1, tensor: int = 1, **limits: f
     shape, cluster = find(model).shape, parse_gpus(gpus)
     own = msgspec.structs.replace(WEFT, **{name: Constant(value, "a test") for name, value in limits.items()})
     layout = cut(shape, range(stages * tensor), stages=stages, tensor=tensor)
-    return replicas(shape, layout, cluster, own)[0], own
+    return build_replicas(shape, layout, cluster, own)[0], own
 
 
 def best(*asked: Any, longest: int = 32_768, **limits: float) -> TokenBudget:

@@ -22,7 +22,7 @@ from weft.planner.deployment import Workload
 from weft.planner.notes import notes
 from weft.planner.question import Question, LayoutConstraints
 from weft.planner.ranking import Candidate
-from weft.planner.replica import replicas
+from weft.planner.replica import build_replicas
 from weft.planner.search import SearchResult, engine_profile, search
 from weft.planner.steps import Steps
 
@@ -90,7 +90,7 @@ def test_a_gpu_that_holds_two_stages_works_for_both() -> None:
 def test_steps_of_such_a_gpu_are_as_predicted() -> None:
     answer = plan("2xA100", stages((0, 10), (1, 12), (0, 10)))
     question, layout = answer.question, best(answer).layout
-    (run_,) = replicas(question.shape, layout, question.cluster, engine_profile(question))
+    (run_,) = build_replicas(question.shape, layout, question.cluster, engine_profile(question))
     found = Steps(run_).step_s([1536] * 16, groups=3)
     work = Workload(input_len=1024, output_len=1024)
     assert max(found.through, 3 * found.apart) == pytest.approx(run_.round_s(48, work).total)

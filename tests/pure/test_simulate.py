@@ -23,7 +23,7 @@ from weft.planner.cost import predict
 from weft.planner.deployment import Workload
 from weft.planner.footprint import footprint
 from weft.planner.profiles import Constant, load_profile
-from weft.planner.replica import replicas
+from weft.planner.replica import build_replicas
 from weft.simulate.ask import Ask
 from weft.simulate.blocks import CountedBlocks
 from weft.simulate.lengths import Even, Fixed, Lengths, LogNormal
@@ -220,7 +220,7 @@ def test_stages_wait_for_prompts_as_long_as_is_predicted(
     stages: int, input_len: int, users: int, batched_tokens: int
 ) -> None:
     shape, gpus = find("Llama-3.1-70B").shape, f"{stages}xH100"
-    run = replicas(shape, cut(shape, range(stages), stages=stages), parse_gpus(gpus), load_profile("weft"))[0]
+    run = build_replicas(shape, cut(shape, range(stages), stages=stages), parse_gpus(gpus), load_profile("weft"))[0]
     expected = run.tpot_s(users, Workload(input_len=input_len, output_len=256), batched_tokens)
     costs = steps("Llama-3.1-70B", gpus, stages, "weft")
     asked = load(Even(input_len // 2, input_len * 3 // 2), Even(128, 384), users=users)

@@ -10,7 +10,7 @@ from weft.formats.catalogue import find
 from weft.hardware.cluster import parse_gpus
 from weft.planner.deployment import Workload, deploy
 from weft.planner.profiles import engine_names, load_profile
-from weft.planner.replica import Replica, replicas
+from weft.planner.replica import Replica, build_replicas
 from weft.planner.steps import Steps
 
 SHAPES = {name: find(name).shape for name in ("Llama-3.1-8B", "gemma-3-27b-it", "Qwen3-30B-A3B", "DeepSeek-R1")}
@@ -30,7 +30,7 @@ def replica(
         kv_dtype="bf16",
         expert_parallel=experts,
     )
-    return replicas(shape, layout, cluster, load_profile(engine))[0]
+    return build_replicas(shape, layout, cluster, load_profile(engine))[0]
 
 
 CUTS = [("1xH200", 1, 1), ("2xH200", 2, 1), ("1xRTX4090+1xRTX3090", 2, 1), ("4xL40S", 1, 4), ("8xH100", 4, 2)]

@@ -15,7 +15,7 @@ from weft.hardware.cluster import Cluster
 from weft.planner.deployment import DeploymentLayout, Workload
 from weft.planner.footprint import Footprint, footprint
 from weft.planner.profiles import Profile
-from weft.planner.replica import replicas
+from weft.planner.replica import build_replicas
 from weft.planner.roofline import Seconds
 
 SEEN = 0.6  # of its answer is in the cache, on average over requests that run together and end at different times
@@ -54,7 +54,7 @@ def predict(
 ) -> Prediction:
     """The speed of `layout` under `workload`; `memory` is its footprint where the caller has it already."""
     memory = memory or footprint(shape, layout, cluster, profile, workload)
-    runs = replicas(shape, layout, cluster, profile)
+    runs = build_replicas(shape, layout, cluster, profile)
     limits = _limits(memory, profile, workload)
     full = [room for room, _ in limits]
     # Least connections give every replica as many, whatever its speed: a faster one answers more of them.

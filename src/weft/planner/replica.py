@@ -27,7 +27,7 @@ RARE = 1e-6  # of steps with so many prompts that none needs to be thought of
 T = TypeVar("T", float, Seconds)
 
 
-def replicas(shape: ModelShape, layout: DeploymentLayout, cluster: Cluster, profile: Profile) -> list[Replica]:
+def build_replicas(shape: ModelShape, layout: DeploymentLayout, cluster: Cluster, profile: Profile) -> list[Replica]:
     """The replicas of a layout in order; those that are equal are one object."""
     ranks: dict[GpuSpec, Roofline] = {}
     known: dict[object, Replica] = {}

@@ -9,7 +9,7 @@ from weft.errors import PlanError
 from weft.planner.footprint import BLOCK
 from weft.planner.question import Question
 from weft.planner.ranking import Candidate
-from weft.planner.replica import replicas
+from weft.planner.replica import build_replicas
 from weft.planner.search import engine_profile
 from weft.planner.steps import Steps
 from weft.simulate.replica import Spec
@@ -32,7 +32,7 @@ def specs(question: Question, candidate: Candidate, limits: Limits) -> list[Spec
     steps: dict[int, Steps] = {}
     known: dict[tuple[int, int], Spec] = {}
     found = []
-    runs = replicas(question.shape, layout, question.cluster, profile)
+    runs = build_replicas(question.shape, layout, question.cluster, profile)
     # An engine without a pipeline has one step under way, on one GPU after the other.
     stages = layout.pipeline_parallel if profile.pipelined.value else 1
     # As plan.layout.lookahead: on GPUs, where there is no pipeline.
