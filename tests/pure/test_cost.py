@@ -19,7 +19,7 @@ from weft.planner.cost import predict
 from weft.planner.deployment import Workload
 from weft.planner.footprint import footprint
 from weft.planner.profiles import Constant, engine_names, load_profile
-from weft.planner.work import work
+from weft.planner.work import rank_work
 
 LLAMA, QWEN_72B = find("Llama-3.1-8B").shape, find("Qwen2.5-72B-Instruct").shape
 QWEN_MOE, DEEPSEEK = find("Qwen3-30B-A3B").shape, find("DeepSeek-R1").shape
@@ -185,7 +185,7 @@ def test_a_window_bounds_what_attention_reads() -> None:
 def test_a_token_streams_only_the_experts_it_meets() -> None:
     """E (1 - (1 - k/E)^B) of them: 8 of 128 for one token, nearly all for 64."""
     found = [speed(QWEN_MOE, cut(QWEN_MOE, [0]), "1xH200", concurrency=n).step.experts for n in (1, 64)]
-    (layer,) = work(QWEN_MOE, "bf16", "bf16", cut(QWEN_MOE, [0]).places[0]).layers
+    (layer,) = rank_work(QWEN_MOE, "bf16", "bf16", cut(QWEN_MOE, [0]).places[0]).layers
     assert layer.experts is not None
     assert layer.experts.nbytes == 2 * 3 * QWEN_MOE.hidden * 768
     least = layer.count * 8 * layer.experts.nbytes / 4.8e12

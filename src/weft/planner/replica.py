@@ -18,7 +18,7 @@ from weft.hardware.links import AllReduce, Kind, all_reduce, send
 from weft.planner.deployment import DeploymentLayout, Workload
 from weft.planner.profiles import Profile
 from weft.planner.roofline import Roofline, Seconds
-from weft.planner.work import Work, work
+from weft.planner.work import Work, rank_work
 
 HIDDEN_BYTES = 2  # of a number that passes between ranks
 
@@ -118,7 +118,7 @@ class Replica:
                 gpu = cluster.gpus[index]
                 if gpu not in ranks:
                     ranks[gpu] = Roofline(gpu, profile, precision)
-                it = work(shape, profile.held(precision), layout.kv_dtype, place)
+                it = rank_work(shape, profile.held(precision), layout.kv_dtype, place)
                 distinct[id(ranks[gpu]), id(it)] = ranks[gpu], it
             indices = [index for _, index in group]
             sums = link(cluster, indices, profile)

@@ -68,7 +68,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @lru_cache(maxsize=8192)
-def work(shape: ModelShape, precision: str, kv_dtype: str, place: Place) -> Work:
+def rank_work(shape: ModelShape, precision: str, kv_dtype: str, place: Place) -> Work:
     """Work of one rank; `precision` is a result of `canonical` or `as_held` of `formats.precision`. Equal shares give
     the same object."""
     # What counts is how much a rank holds, not which: ranks of a stage, and stages, do equal work.
