@@ -18,7 +18,7 @@ from weft.hardware.links import AllReduce, Kind, all_reduce, send
 from weft.planner.deployment import DeploymentLayout, Workload
 from weft.planner.profiles import Profile
 from weft.planner.roofline import Roofline, Seconds
-from weft.planner.work import Work, rank_work
+from weft.planner.work import RankWork, rank_work
 
 HIDDEN_BYTES = 2  # of a number that passes between ranks
 
@@ -52,7 +52,7 @@ class Stage:
 
     def __init__(
         self,
-        ranks: Sequence[tuple[Roofline, Work]],
+        ranks: Sequence[tuple[Roofline, RankWork]],
         sums: AllReduce,
         exchange: AllReduce | None,
         hop: AllReduce,
@@ -61,7 +61,7 @@ class Stage:
         self.ranks, self.sums, self.exchange, self.hop, self.vocab = ranks, sums, exchange, hop, vocab
         self.key = (tuple((id(rank), id(work)) for rank, work in ranks), sums, exchange, hop)
 
-    def links_s(self, work: Work, tokens: float, routed: float, logits: float) -> float:
+    def links_s(self, work: RankWork, tokens: float, routed: float, logits: float) -> float:
         """Two sums a layer, the logits gathered, experts' tokens sent and fetched, and the way to the next stage."""
         size = work.hidden * HIDDEN_BYTES
         layers = sum(layer.count for layer in work.layers)
@@ -88,7 +88,7 @@ class Stage:
         return (max(it.total for it in found) + self.links_s(self.ranks[0][1], tokens, routed, prompts)) / prompts
 
     @staticmethod
-    def dealt(work: Work) -> bool:
+    def dealt(work: RankWork) -> bool:
         return any(layer.experts and layer.experts.held < layer.experts.count for layer in work.layers)
 
 
@@ -113,7 +113,7 @@ class Replica:
         groups = [seats[start : start + tensor] for start in range(0, len(seats), tensor)]
         self.stages = []
         for group, after in zip(groups, [*groups[1:], ()], strict=True):
-            distinct: dict[tuple[int, int], tuple[Roofline, Work]] = {}
+            distinct: dict[tuple[int, int], tuple[Roofline, RankWork]] = {}
             for place, index in group:
                 gpu = cluster.gpus[index]
                 if gpu not in ranks:

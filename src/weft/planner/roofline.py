@@ -11,7 +11,7 @@ import msgspec
 from weft.hardware.cpu import TOKENS
 from weft.hardware.gpus import GpuSpec
 from weft.planner.profiles import Profile
-from weft.planner.work import Attention, ExpertWork, Product, Work
+from weft.planner.work import Attention, ExpertWork, Product, RankWork
 
 TILE = 16  # tokens of a matrix product are computed in multiples of it,
 VECTORS = 8  # but so few one by one, by the kernels for a matrix and a vector
@@ -148,7 +148,7 @@ class Roofline:
         """Whole prompts, each by itself."""
         return prompts * pairs(length, attention.window) * self.pair_s(attention) + self.kernel_s
 
-    def layers_s(self, work: Work, tokens: float, routed: float, dealt: bool) -> Seconds:
+    def layers_s(self, work: RankWork, tokens: float, routed: float, dealt: bool) -> Seconds:
         """All layers but their attention and sums, for `tokens` tokens; `routed` tokens meet the experts."""
         matrices = experts = overhead = 0.0
         for layer in work.layers:
@@ -159,13 +159,13 @@ class Roofline:
             overhead += layer.count * (self.layer_s + tokens * work.hidden * 2 * PASSES * self.pass_byte_s)
         return Seconds(matrices=matrices, experts=experts, overhead=overhead)
 
-    def decode_s(self, work: Work, batch: float, context: float, routed: float, dealt: bool) -> Seconds:
+    def decode_s(self, work: RankWork, batch: float, context: float, routed: float, dealt: bool) -> Seconds:
         """One token for each of `batch` sequences that are `context` tokens long."""
         attention = sum(layer.count * self.decode_attention_s(layer.attention, batch, context) for layer in work.layers)
         head = self.product_s(work.head, batch) if work.head else 0.0
         return self.layers_s(work, batch, routed, dealt) + Seconds(matrices=head, attention=attention)
 
-    def prefill_s(self, work: Work, length: float, routed: float, dealt: bool, prompts: float = 1.0) -> Seconds:
+    def prefill_s(self, work: RankWork, length: float, routed: float, dealt: bool, prompts: float = 1.0) -> Seconds:
         """So many prompts of `length` tokens in one step."""
         attention = sum(
             layer.count * self.prefill_attention_s(layer.attention, length, prompts) for layer in work.layers

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from weft.planner.replica import Replica, Stage
 from weft.planner.roofline import Roofline, pairs
-from weft.planner.work import Attention, Work
+from weft.planner.work import Attention, RankWork
 
 
 class StepSeconds(NamedTuple):
@@ -70,7 +70,7 @@ class Steps:
         return StepSeconds(through, apart)
 
     def _decode(self, rows: int) -> Lines:
-        def seconds(rank: Roofline, work: Work, routed: float, dealt: bool) -> float:
+        def seconds(rank: Roofline, work: RankWork, routed: float, dealt: bool) -> float:
             return rank.decode_s(work, rows, 0, routed, dealt).total
 
         if rows not in self._decoding:
@@ -78,7 +78,7 @@ class Steps:
         return self._decoding[rows]
 
     def _read(self, tokens: int, ends: int) -> Lines:
-        def seconds(rank: Roofline, work: Work, routed: float, dealt: bool) -> float:
+        def seconds(rank: Roofline, work: RankWork, routed: float, dealt: bool) -> float:
             launches = sum(layer.count * rank.prefill_attention_s(layer.attention, 0) for layer in work.layers)
             head = rank.product_s(work.head, ends) if work.head and ends else 0.0
             return rank.layers_s(work, tokens, routed, dealt).total + launches + head
@@ -91,10 +91,10 @@ class Steps:
         self,
         tokens: int,
         logits: int,
-        seconds: Callable[[Roofline, Work, float, bool], float],
+        seconds: Callable[[Roofline, RankWork, float, bool], float],
         seen_s: Callable[[Roofline, Attention], float],
     ) -> Lines:
-        def line(stage: Stage, rank: Roofline, work: Work) -> Line:
+        def line(stage: Stage, rank: Roofline, work: RankWork) -> Line:
             slopes: dict[int | None, float] = defaultdict(float)
             for layer in work.layers:
                 slopes[layer.attention.window] += layer.count * seen_s(rank, layer.attention)

@@ -59,7 +59,7 @@ class LayerWork(msgspec.Struct, frozen=True, kw_only=True):
     attention: Attention
 
 
-class Work(msgspec.Struct, frozen=True, kw_only=True):
+class RankWork(msgspec.Struct, frozen=True, kw_only=True):
     """All that a rank does for a token."""
 
     hidden: int
@@ -68,7 +68,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @lru_cache(maxsize=8192)
-def rank_work(shape: ModelShape, precision: str, kv_dtype: str, place: Place) -> Work:
+def rank_work(shape: ModelShape, precision: str, kv_dtype: str, place: Place) -> RankWork:
     """Work of one rank; `precision` is a result of `canonical` or `as_held` of `formats.precision`. Equal shares give
     the same object."""
     # What counts is how much a rank holds, not which: ranks of a stage, and stages, do equal work.
@@ -92,7 +92,7 @@ def kinds(shape: ModelShape, precision: str, layers: Span) -> tuple[tuple[Kind, 
 
 
 @lru_cache(maxsize=8192)
-def _work(shape: ModelShape, precision: str, kv_dtype: str, share: Place, held: tuple[tuple[Kind, int], ...]) -> Work:
+def _work(shape: ModelShape, precision: str, kv_dtype: str, share: Place, held: tuple[tuple[Kind, int], ...]) -> RankWork:
     layers: dict[LayerWork, int] = {}
     for (has_experts, window, layer), count in held:
         products, experts = _layer(shape, precision, share, has_experts, layer)
@@ -100,7 +100,7 @@ def _work(shape: ModelShape, precision: str, kv_dtype: str, share: Place, held: 
         alike = LayerWork(count=0, products=products, experts=experts, attention=attention)
         layers[alike] = layers.get(alike, 0) + count
     head = next(it for it in parameters(shape) if it.role == "head")
-    return Work(
+    return RankWork(
         hidden=shape.hidden,
         layers=tuple(msgspec.structs.replace(alike, count=count) for alike, count in layers.items()),
         head=_product(shape, precision, share, head, 0) if share.last else None,
