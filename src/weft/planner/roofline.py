@@ -11,7 +11,7 @@ import msgspec
 from weft.hardware.cpu import TOKENS
 from weft.hardware.gpus import GpuSpec
 from weft.planner.profiles import Profile
-from weft.planner.work import Attention, ExpertWork, Product, RankWork
+from weft.planner.work import AttentionWork, ExpertWork, Product, RankWork
 
 TILE = 16  # tokens of a matrix product are computed in multiples of it,
 VECTORS = 8  # but so few one by one, by the kernels for a matrix and a vector
@@ -131,20 +131,20 @@ class Roofline:
         both = 2 * self.kernel_s  # up, and down
         return max(streamed * self.expert_byte_s, flops * self.expert_flop_s) + both + self.expert_layer_s
 
-    def cached_token_s(self, attention: Attention) -> float:
+    def cached_token_s(self, attention: AttentionWork) -> float:
         """Each cached token that a new one sees, in one layer."""
         return max(attention.cache_bytes * self.cache_byte_s, attention.decode_flops * self.attention_flop_s)
 
-    def decode_attention_s(self, attention: Attention, batch: float, context: float) -> float:
+    def decode_attention_s(self, attention: AttentionWork, batch: float, context: float) -> float:
         """One new token of each of `batch` sequences, each `context` tokens long."""
         tokens = batch * (min(context, attention.window) if attention.window else context)
         return tokens * self.cached_token_s(attention) + self.kernel_s
 
-    def pair_s(self, attention: Attention) -> float:
+    def pair_s(self, attention: AttentionWork) -> float:
         """Each token of a prompt that one of its tokens sees, in one layer."""
         return attention.prefill_flops * self.attention_flop_s
 
-    def prefill_attention_s(self, attention: Attention, length: float, prompts: float = 1.0) -> float:
+    def prefill_attention_s(self, attention: AttentionWork, length: float, prompts: float = 1.0) -> float:
         """Whole prompts, each by itself."""
         return prompts * pairs(length, attention.window) * self.pair_s(attention) + self.kernel_s
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from weft.planner.replica import Replica, Stage
 from weft.planner.roofline import Roofline, pairs
-from weft.planner.work import Attention, RankWork
+from weft.planner.work import AttentionWork, RankWork
 
 
 class StepSeconds(NamedTuple):
@@ -92,7 +92,7 @@ class Steps:
         tokens: int,
         logits: int,
         seconds: Callable[[Roofline, RankWork, float, bool], float],
-        seen_s: Callable[[Roofline, Attention], float],
+        seen_s: Callable[[Roofline, AttentionWork], float],
     ) -> Lines:
         def line(stage: Stage, rank: Roofline, work: RankWork) -> Line:
             slopes: dict[int | None, float] = defaultdict(float)

@@ -40,7 +40,7 @@ class ExpertWork(msgspec.Struct, frozen=True, kw_only=True):
     nbytes: float
 
 
-class Attention(msgspec.Struct, frozen=True, kw_only=True):
+class AttentionWork(msgspec.Struct, frozen=True, kw_only=True):
     """A layer's attention on this rank. A cached token has `cache_bytes`; `decode_flops` are those of a new token
     for each token of its context, `prefill_flops` those for each pair of tokens of a prompt."""
 
@@ -56,7 +56,7 @@ class LayerWork(msgspec.Struct, frozen=True, kw_only=True):
     count: int
     products: tuple[Product, ...]
     experts: ExpertWork | None
-    attention: Attention
+    attention: AttentionWork
 
 
 class RankWork(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,7 +138,7 @@ def _product(shape: ModelShape, precision: str, place: Place, parameter: Paramet
     return Product(numbers, size, precision not in OTHERS and size >= 2 * numbers)
 
 
-def _attention(shape: ModelShape, kv_dtype: str, place: Place, window: int | None) -> Attention:
+def _attention(shape: ModelShape, kv_dtype: str, place: Place, window: int | None) -> AttentionWork:
     heads = len(place.q_heads)
     if shape.mla:
         # Decode works on the cached vectors themselves, with the up-projections moved to the query and the output.
@@ -148,7 +148,7 @@ def _attention(shape: ModelShape, kv_dtype: str, place: Place, window: int | Non
     else:
         key = value = shape.head_dim
         prompt = key + value
-    return Attention(
+    return AttentionWork(
         cache_bytes=layer_bytes_per_token(shape, kv_dtype, place),
         decode_flops=2.0 * heads * (key + value),
         prefill_flops=2.0 * heads * prompt,
