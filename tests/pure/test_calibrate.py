@@ -39,7 +39,7 @@ from weft.planner.profiles import LEAST_ERROR, calibrated, load_profile
 from weft.planner.question import Question
 from weft.planner.roofline import Roofline
 from weft.planner.search import engine_profile, search
-from weft.planner.work import Product
+from weft.planner.work import MatrixProduct
 from weft.probes import speeds
 from weft.probes.machine import this_machine
 from weft.probes.speeds import Speeds
@@ -438,7 +438,7 @@ def test_less_overlap_is_never_faster(overlap: float, share: float) -> None:
         gpu = cpu(made(overlap=value))
         made_of = calibrated(load_profile("weft", on_cpu=True), [gpu])
         rank = Roofline(gpu, made_of, "bf16")
-        return [rank.product_s(Product(10**6, 2 * 10**6, False), tokens) for tokens in (1, 8, 64, 1024)]
+        return [rank.product_s(MatrixProduct(10**6, 2 * 10**6, False), tokens) for tokens in (1, 8, 64, 1024)]
 
     assert all(a >= b for a, b in zip(seconds(overlap * share), seconds(overlap), strict=True))
 

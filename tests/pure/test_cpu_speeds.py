@@ -32,7 +32,7 @@ from weft.plan.layout import layout
 from weft.planner.forecast import Forecast, forecast_plan
 from weft.planner.profiles import MEASURED_ERROR, calibrated, load_profile
 from weft.planner.roofline import Roofline, line
-from weft.planner.work import Product
+from weft.planner.work import MatrixProduct
 from weft.probes import kernel_speed, speeds
 from weft.probes.machine import cpu_spec, part
 from weft.probes.speeds import Speeds
@@ -151,7 +151,7 @@ def test_it_says_what_is_measured_and_what_is_a_prior() -> None:
 def test_a_dtype_without_compiled_kernels_is_planned_without_them() -> None:
     gpu = spec(msgspec.structs.replace(SPEED, kernels=MEASURED, library="x.so"))
     found, unmeasured = calibrated(load_profile("weft", on_cpu=True), [gpu]), load_profile("weft", on_cpu=True)
-    product = Product(1 << 24, 2 << 24, False)
+    product = MatrixProduct(1 << 24, 2 << 24, False)
     for precision, band in (("bf16", MEASURED_ERROR.value), ("fp16", unmeasured.error.value)):
         assert found.error_of(SMOLLM2, precision).value == band
     plain, half = Roofline(gpu, found, "bf16"), Roofline(gpu, found, "fp16")
@@ -167,9 +167,9 @@ def test_a_dtype_without_compiled_kernels_is_planned_without_them() -> None:
 def test_twice_of_what_a_cpu_has_is_worth_what_it_was_measured_to_wait_for() -> None:
     gpu = spec(msgspec.structs.replace(SPEED, kernels=MEASURED, library="x.so"))
     rank = Roofline(gpu, calibrated(load_profile("weft", on_cpu=True), [gpu]), "bf16")
-    one, many = (Product(1 << 24, 2 << 24, False), 1), (Product(1 << 24, 10 << 20, False), 32)
+    one, many = (MatrixProduct(1 << 24, 2 << 24, False), 1), (MatrixProduct(1 << 24, 10 << 20, False), 32)
 
-    def gain(product: Product, tokens: int, **more: float) -> float:
+    def gain(product: MatrixProduct, tokens: int, **more: float) -> float:
         richer = gpu.scaled(**more)
         there = Roofline(richer, calibrated(load_profile("weft", on_cpu=True), [richer]), "bf16")
         return rank.product_s(product, tokens) / there.product_s(product, tokens)
@@ -189,7 +189,7 @@ def test_a_file_of_a_machine_plans_like_it(tmp_path: Path, kernels: KernelSpeed 
     (again,) = hardware_file.read(str(file)).gpus
     found = [calibrated(load_profile("weft", on_cpu=True), [it]) for it in (gpu, again)]
     here, there = (Roofline(it, own, "bf16") for it, own in zip((gpu, again), found, strict=True))
-    product = Product(1 << 24, 2 << 24, False)
+    product = MatrixProduct(1 << 24, 2 << 24, False)
     assert there.product_s(product, 40) == pytest.approx(here.product_s(product, 40), rel=1e-5)
     assert found[0].error == found[1].error and "file says" in found[1].measured[0].source
 
@@ -246,7 +246,7 @@ def test_products_take_what_was_measured() -> None:
     rank = Roofline(gpu, calibrated(load_profile("weft", on_cpu=True), [gpu]), "q4_1+q8_0")
     numbers = 1 << 24
     for it, size in zip(MEASURED.products, (2.0, 1.0625, 0.625), strict=True):
-        product = Product(numbers, int(numbers * size), it.bits == 16)
+        product = MatrixProduct(numbers, int(numbers * size), it.bits == 16)
         for tokens, rate in zip(TOKENS, it.weights_Bps, strict=True):
             assert rank.product_s(product, tokens) == pytest.approx(product.nbytes / rate)
         more = rank.product_s(product, 132) - rank.product_s(product, 32)
@@ -254,7 +254,7 @@ def test_products_take_what_was_measured() -> None:
     half = part(gpu, 2)
     assert half.kernels and half.kernels.cache_Bps == 19e9
     slower = Roofline(half, calibrated(load_profile("weft", on_cpu=True), [half]), "bf16")
-    whole = Product(numbers, 2 * numbers, False)
+    whole = MatrixProduct(numbers, 2 * numbers, False)
     assert slower.product_s(whole, 50) == pytest.approx(2 * rank.product_s(whole, 50))
 
 
@@ -263,7 +263,7 @@ def test_more_tokens_never_take_less(tokens: float, more: float) -> None:
     gpu = spec(SPEED)
     rank = Roofline(gpu, calibrated(load_profile("weft", on_cpu=True), [gpu]), "int8")
     for size in (4.0, 2.0, 1.06, 0.6):
-        product = Product(1000, int(1000 * size), False)
+        product = MatrixProduct(1000, int(1000 * size), False)
         assert rank.product_s(product, tokens) <= rank.product_s(product, tokens + more) * (1 + 1e-9)
 
 

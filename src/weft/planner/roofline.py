@@ -11,7 +11,7 @@ import msgspec
 from weft.hardware.cpu import TOKENS
 from weft.hardware.gpus import GpuSpec
 from weft.planner.profiles import Profile
-from weft.planner.work import AttentionWork, ExpertWork, Product, RankWork
+from weft.planner.work import AttentionWork, ExpertWork, MatrixProduct, RankWork
 
 TILE = 16  # tokens of a matrix product are computed in multiples of it,
 VECTORS = 8  # but so few one by one, by the kernels for a matrix and a vector
@@ -104,7 +104,7 @@ class Roofline:
             for it in sorted(kernels.products, key=lambda it: -it.bits)
         ]
 
-    def product_s(self, product: Product, tokens: float) -> float:
+    def product_s(self, product: MatrixProduct, tokens: float) -> float:
         """One matrix with this many tokens. Where it was measured for a few, a straight line between those, and from
         there on what each token more takes; else the longer of streaming it and multiplying with it, and what of the
         shorter does not hide behind it."""

@@ -15,7 +15,7 @@ from weft.architectures.shape import ModelShape
 from weft.formats.precision import OTHERS, alike, parameter_bytes
 
 
-class Product(msgspec.Struct, frozen=True):
+class MatrixProduct(msgspec.Struct, frozen=True):
     """A matrix that every token is multiplied with: its numbers, its bytes, and whether it is stored in 16 bits
     (or more) where the model's precision has fewer."""
 
@@ -54,7 +54,7 @@ class LayerWork(msgspec.Struct, frozen=True, kw_only=True):
     """`count` layers that are alike."""
 
     count: int
-    products: tuple[Product, ...]
+    products: tuple[MatrixProduct, ...]
     experts: ExpertWork | None
     attention: AttentionWork
 
@@ -64,7 +64,7 @@ class RankWork(msgspec.Struct, frozen=True, kw_only=True):
 
     hidden: int
     layers: tuple[LayerWork, ...]
-    head: Product | None
+    head: MatrixProduct | None
 
 
 @lru_cache(maxsize=8192)
@@ -110,7 +110,7 @@ def _work(shape: ModelShape, precision: str, kv_dtype: str, share: Place, held: 
 @lru_cache(maxsize=8192)
 def _layer(
     shape: ModelShape, precision: str, place: Place, has_experts: bool, layer: int
-) -> tuple[tuple[Product, ...], ExpertWork | None]:
+) -> tuple[tuple[MatrixProduct, ...], ExpertWork | None]:
     """The matrices of one layer, and its experts."""
     products, numbers, nbytes = [], 0, 0
     for parameter in parameters(shape):
@@ -129,13 +129,13 @@ def _layer(
     return tuple(products), ExpertWork(held=held, count=of, top_k=top_k, numbers=numbers, nbytes=nbytes / held)
 
 
-def _product(shape: ModelShape, precision: str, place: Place, parameter: Parameter, layer: int) -> Product:
+def _product(shape: ModelShape, precision: str, place: Place, parameter: Parameter, layer: int) -> MatrixProduct:
     rows = sum(len(owned(shape, place, part.rows)) for part in parameter.parts)
     cols = parameter.parts[0].cols
     assert cols is not None
     numbers = rows * len(owned(shape, place, cols))
     size = parameter_bytes(shape, precision, place, parameter, layer)
-    return Product(numbers, size, precision not in OTHERS and size >= 2 * numbers)
+    return MatrixProduct(numbers, size, precision not in OTHERS and size >= 2 * numbers)
 
 
 def _attention(shape: ModelShape, kv_dtype: str, place: Place, window: int | None) -> AttentionWork:
