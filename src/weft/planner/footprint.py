@@ -21,7 +21,7 @@ from weft.planner.draft_memory import DraftBytes, draft_bytes, drafting, guesses
 from weft.planner.profiles import OURS, Profile
 from weft.planner.rank_weights import rank_weights
 from weft.planner.replica import Replica
-from weft.planner.work import kinds
+from weft.planner.work import layer_kinds
 
 BLOCK = 16  # tokens of a KV block, EngineConfig.block_size
 MIB = 1 << 20
@@ -192,7 +192,7 @@ class EngineMemory(msgspec.Struct, frozen=True):
         known: dict[object, RankMemory] = {}
         ranks = []
         for place, gpu, _ in seats:
-            key = place.tp_rank, place.first, place.last, kinds(self.shape, self.precision, place.layers), id(gpu)
+            key = place.tp_rank, place.first, place.last, layer_kinds(self.shape, self.precision, place.layers), id(gpu)
             if key not in known:
                 known[key] = self._with_room(place, gpu, length)
             ranks.append(known[key])

@@ -9,7 +9,7 @@ import msgspec
 from weft.architectures.place import Place, Span
 from weft.architectures.shape import ModelShape
 from weft.formats.precision import WeightBytes, summed
-from weft.planner.work import Kind, kinds
+from weft.planner.work import Kind, layer_kinds
 
 
 @lru_cache(maxsize=8192)
@@ -25,7 +25,7 @@ def rank_weights(shape: ModelShape, precision: str, place: Place) -> WeightBytes
         layers=Span(0, 0),
         experts=Span(0, len(place.experts)),
     )
-    return _sum_of_weights(shape, precision, share, kinds(shape, precision, place.layers))
+    return _sum_of_weights(shape, precision, share, layer_kinds(shape, precision, place.layers))
 
 
 @lru_cache(maxsize=4096)

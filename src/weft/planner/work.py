@@ -76,14 +76,14 @@ def rank_work(shape: ModelShape, precision: str, kv_dtype: str, place: Place) ->
     spans = {name: Span(0, len(getattr(place, name))) for name in names}
     stage, stages = (1, 2) if place.last else (0, 2)
     share = msgspec.structs.replace(place, rank=0, tp_rank=0, stage=stage, stages=stages, layers=Span(0, 0), **spans)
-    return _work(shape, precision, kv_dtype, share, kinds(shape, precision, place.layers))
+    return _work(shape, precision, kv_dtype, share, layer_kinds(shape, precision, place.layers))
 
 
 Kind = tuple[bool, int | None, int]  # has experts, window, and the first layer that is stored alike
 
 
 @lru_cache(maxsize=8192)
-def kinds(shape: ModelShape, precision: str, layers: Span) -> tuple[tuple[Kind, int], ...]:
+def layer_kinds(shape: ModelShape, precision: str, layers: Span) -> tuple[tuple[Kind, int], ...]:
     """How many of these layers there are of each kind."""
     found: Counter[Kind] = Counter()
     for layer in range(layers.start, layers.stop):
