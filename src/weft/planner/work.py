@@ -79,20 +79,20 @@ def rank_work(shape: ModelShape, precision: str, kv_dtype: str, place: Place) ->
     return _work(shape, precision, kv_dtype, share, layer_kinds(shape, precision, place.layers))
 
 
-Kind = tuple[bool, int | None, int]  # has experts, window, and the first layer that is stored alike
+LayerKind = tuple[bool, int | None, int]  # has experts, window, and the first layer that is stored alike
 
 
 @lru_cache(maxsize=8192)
-def layer_kinds(shape: ModelShape, precision: str, layers: Span) -> tuple[tuple[Kind, int], ...]:
+def layer_kinds(shape: ModelShape, precision: str, layers: Span) -> tuple[tuple[LayerKind, int], ...]:
     """How many of these layers there are of each kind."""
-    found: Counter[Kind] = Counter()
+    found: Counter[LayerKind] = Counter()
     for layer in range(layers.start, layers.stop):
         found[shape.has_experts(layer), shape.window(layer), alike(shape, precision)[layer]] += 1
     return tuple(found.items())
 
 
 @lru_cache(maxsize=8192)
-def _work(shape: ModelShape, precision: str, kv_dtype: str, share: Place, held: tuple[tuple[Kind, int], ...]) -> RankWork:
+def _work(shape: ModelShape, precision: str, kv_dtype: str, share: Place, held: tuple[tuple[LayerKind, int], ...]) -> RankWork:
     layers: dict[LayerWork, int] = {}
     for (has_experts, window, layer), count in held:
         products, experts = _layer(shape, precision, share, has_experts, layer)
