@@ -11,7 +11,7 @@ from weft.hardware.cluster import parse_gpus
 from weft.planner.deployment import deploy
 from weft.planner.profiles import load_profile
 from weft.planner.replica import build_replicas
-from weft.planner.steps import Steps
+from weft.planner.steps import StepPredictor
 from weft.simulate.ask import Ask
 from weft.simulate.lengths import Even, Fixed, Lengths
 from weft.simulate.load import Drawn, Load, Source
@@ -21,7 +21,7 @@ from weft.simulate.report import Report, report
 from weft.simulate.system import Run, simulate
 
 
-def steps(model: str = "Llama-3.1-8B", gpus: str = "1xH100", stages: int = 1, engine: str = "vllm") -> Steps:
+def steps(model: str = "Llama-3.1-8B", gpus: str = "1xH100", stages: int = 1, engine: str = "vllm") -> StepPredictor:
     """The costs of one replica."""
     shape, cluster = find(model).shape, parse_gpus(gpus)
     each, rest = divmod(shape.layers, stages)
@@ -33,14 +33,14 @@ def steps(model: str = "Llama-3.1-8B", gpus: str = "1xH100", stages: int = 1, en
         precision="bf16",
         kv_dtype="bf16",
     )
-    return Steps(build_replicas(shape, layout, cluster, load_profile(engine))[0])
+    return StepPredictor(build_replicas(shape, layout, cluster, load_profile(engine))[0])
 
 
 STEPS = steps()
 PROMPT, ANSWER = Fixed(512), Even(16, 240)
 
 
-def spec(costs: Steps = STEPS, **limits: Any) -> Spec:
+def spec(costs: StepPredictor = STEPS, **limits: Any) -> Spec:
     """A replica with room for much, unless it is said."""
     usual: dict[str, Any] = {
         "num_blocks": 20_000,

@@ -24,7 +24,7 @@ from weft.planner.question import Question, LayoutConstraints
 from weft.planner.ranking import Candidate
 from weft.planner.replica import build_replicas
 from weft.planner.search import SearchResult, engine_profile, search
-from weft.planner.steps import Steps
+from weft.planner.steps import StepPredictor
 
 LLAMA = catalogue.find("Llama-3.1-8B").shape
 BATCH = Workload(concurrency=64)
@@ -91,7 +91,7 @@ def test_steps_of_such_a_gpu_are_as_predicted() -> None:
     answer = plan("2xA100", stages((0, 10), (1, 12), (0, 10)))
     question, layout = answer.question, best(answer).layout
     (run_,) = build_replicas(question.shape, layout, question.cluster, engine_profile(question))
-    found = Steps(run_).step_s([1536] * 16, groups=3)
+    found = StepPredictor(run_).step_s([1536] * 16, groups=3)
     work = Workload(input_len=1024, output_len=1024)
     assert max(found.through, 3 * found.apart) == pytest.approx(run_.round_s(48, work).total)
 

@@ -11,7 +11,7 @@ from weft.hardware.cluster import parse_gpus
 from weft.planner.deployment import Workload, deploy
 from weft.planner.profiles import engine_names, load_profile
 from weft.planner.replica import Replica, build_replicas
-from weft.planner.steps import Steps
+from weft.planner.steps import StepPredictor
 
 SHAPES = {name: find(name).shape for name in ("Llama-3.1-8B", "gemma-3-27b-it", "Qwen3-30B-A3B", "DeepSeek-R1")}
 
@@ -44,7 +44,7 @@ def test_equal_rows_take_a_round(model: str, gpus: str, tensor: int, stages: int
     run = replica(model, gpus, engine=engine, tensor=tensor, stages=stages)
     groups = stages if run.profile.pipelined.value else 1
     for each in (1, 7, 32, 300):
-        found = Steps(run).step_s([1536] * each, groups=groups)
+        found = StepPredictor(run).step_s([1536] * each, groups=groups)
         work = Workload(input_len=1024, output_len=1024)
         assert max(found.through, groups * found.apart) == pytest.approx(run.round_s(each * groups, work).total)
 
@@ -54,15 +54,15 @@ def test_equal_rows_take_a_round(model: str, gpus: str, tensor: int, stages: int
 def test_a_whole_prompt_takes_what_it_takes_alone(model: str, gpus: str, tensor: int, stages: int) -> None:
     run = replica(model, gpus, tensor=tensor, stages=stages)
     for length in (1, 100, 3000, 20_000):
-        found = Steps(run).step_s([], [(0, length)], ends=1)
+        found = StepPredictor(run).step_s([], [(0, length)], ends=1)
         assert found.through == pytest.approx(run.prompt_s(Workload(input_len=length, output_len=1)))
 
 
 def test_replicas_that_share_experts_meet_each_others_tokens() -> None:
     shared = replica("Qwen3-30B-A3B", "4xH100", experts=True)
     work = Workload(input_len=100, output_len=100)
-    assert Steps(shared).step_s([150] * 8).through == pytest.approx(shared.round_s(8, work).total)
-    assert Steps(shared).step_s([], [(0, 500)], ends=1).through == pytest.approx(
+    assert StepPredictor(shared).step_s([150] * 8).through == pytest.approx(shared.round_s(8, work).total)
+    assert StepPredictor(shared).step_s([], [(0, 500)], ends=1).through == pytest.approx(
         shared.prompt_s(Workload(input_len=500, output_len=1))
     )
 
@@ -75,7 +75,7 @@ def test_replicas_that_share_experts_meet_each_others_tokens() -> None:
     groups=st.integers(1, 4),
 )
 def test_rows_and_chunks_only_add(model: str, contexts: list[int], chunks: list[tuple[int, int]], groups: int) -> None:
-    steps = Steps(replica(model, "2xH200", stages=2))
+    steps = StepPredictor(replica(model, "2xH200", stages=2))
     both = steps.step_s(contexts, chunks, ends=len(chunks), groups=groups)
     rows, read = steps.step_s(contexts, groups=groups), steps.step_s([], chunks, ends=len(chunks), groups=groups)
     idle = steps.step_s([], groups=groups)
@@ -88,7 +88,7 @@ def test_rows_and_chunks_only_add(model: str, contexts: list[int], chunks: list[
 @given(model=st.sampled_from(sorted(SHAPES)), length=st.integers(2, 20_000), cut=st.floats(0.0, 1.0))
 def test_attention_of_a_prompt_is_that_of_its_chunks(model: str, length: int, cut: float) -> None:
     """One step that reads both halves as if they were two prompts' chunks: no token more, and no pair."""
-    steps = Steps(replica(model, "1xH200"))
+    steps = StepPredictor(replica(model, "1xH200"))
     first = min(length - 1, max(1, round(cut * length)))
     whole = steps.step_s([], [(0, length)], ends=1)
     halves = steps.step_s([], [(0, first), (first, length - first)], ends=1)

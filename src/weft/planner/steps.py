@@ -26,7 +26,7 @@ Line = tuple[float, tuple[float, ...]]
 Lines = tuple[tuple[int, tuple[Line, ...]], ...]
 
 
-class Steps:
+class StepPredictor:
     """What the steps of one replica take, fast for a caller who asks often.
 
     A step that decodes and reads prompts takes what the two take one after the other, as `predict` has it, whose

@@ -11,7 +11,7 @@ from weft.planner.question import Question
 from weft.planner.ranking import Candidate
 from weft.planner.replica import build_replicas
 from weft.planner.search import engine_profile
-from weft.planner.steps import Steps
+from weft.planner.steps import StepPredictor
 from weft.simulate.replica import Spec
 
 
@@ -29,7 +29,7 @@ def specs(question: Question, candidate: Candidate, limits: Limits) -> list[Spec
     which no step could run."""
     layout, profile = candidate.layout, engine_profile(question)
     by_stage = layout.pipeline_parallel if profile.max_num_seqs_by_stage.value else 1
-    steps: dict[int, Steps] = {}
+    steps: dict[int, StepPredictor] = {}
     known: dict[tuple[int, int], Spec] = {}
     found = []
     runs = build_replicas(question.shape, layout, question.cluster, profile)
@@ -43,7 +43,7 @@ def specs(question: Question, candidate: Candidate, limits: Limits) -> list[Spec
             most = min(profile.batch(rank.memory_bytes)[1] for rank in memory.ranks)
             sequences = limits.max_num_seqs or by_stage * most
             known[key] = Spec(
-                steps=steps.setdefault(id(replica), Steps(replica)),
+                steps=steps.setdefault(id(replica), StepPredictor(replica)),
                 num_blocks=memory.kv_tokens // BLOCK,
                 block_size=BLOCK,
                 max_num_seqs=sequences,

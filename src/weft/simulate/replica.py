@@ -13,7 +13,7 @@ from weft.core.blocks import BlockPool
 from weft.core.params import SamplingParams
 from weft.core.request import Request
 from weft.core.step import StepPlan
-from weft.planner.steps import Steps, StepSeconds
+from weft.planner.steps import StepPredictor, StepSeconds
 from weft.simulate.ask import Ask
 from weft.simulate.blocks import CountedBlocks
 from weft.simulate.scheduler import StretchScheduler
@@ -24,7 +24,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     """What one replica is: what its steps take, and its scheduler's limits. As many steps are under way as there are
     `stages`, and with `lookahead` one more."""
 
-    steps: Steps
+    steps: StepPredictor
     num_blocks: int
     block_size: int
     max_num_seqs: int
