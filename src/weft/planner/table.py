@@ -26,7 +26,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     kv_token_bytes: int
 
 
-def rows(plan: Plan) -> list[Row]:
+def rank_rows(plan: Plan) -> list[Row]:
     """One row per rank, in rank order."""
     return [
         Row(
@@ -58,5 +58,5 @@ def layout_json(plan: Plan, num_blocks: int) -> list[dict[str, Any]]:
             "weight_bytes": row.weight_bytes,
             "kv_bytes": row.kv_token_bytes * plan.block_size * num_blocks,
         }
-        for row in rows(plan)
+        for row in rank_rows(plan)
     ]
