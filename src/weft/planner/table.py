@@ -9,7 +9,7 @@ import msgspec
 from weft.plan.plan import Plan
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class RankRow(msgspec.Struct, frozen=True, kw_only=True):
     """One rank's share. `first_layer` and `last_layer` are its layers' numbers, both included; the other
     counts are heads, columns, rows; `kv_token_bytes` is what a token takes in its KV cache."""
 
@@ -26,10 +26,10 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     kv_token_bytes: int
 
 
-def rank_rows(plan: Plan) -> list[Row]:
+def rank_rows(plan: Plan) -> list[RankRow]:
     """One row per rank, in rank order."""
     return [
-        Row(
+        RankRow(
             rank=place.rank,
             stage=place.stage,
             device=device,
