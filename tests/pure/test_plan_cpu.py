@@ -19,7 +19,7 @@ from weft.plan.memory import Capacity, kv_blocks
 from weft.plan.places import places
 from weft.plan.plan import Plan
 from weft.planner.advice import advice
-from weft.planner.binding import binding
+from weft.planner.binding import binding_constraint
 from weft.planner.notes import notes
 from weft.planner.question import Question, LayoutConstraints
 from weft.planner.search import SearchResult, search
@@ -112,7 +112,7 @@ def test_speed_grows_with_the_cpu(bandwidth: float, flops: float) -> None:
 
 
 def test_what_binds_a_cpu_is_found_by_what_is_known_of_its_kernels() -> None:
-    one, crowd = (binding(ask(cpu(), objective=it)) for it in ("latency", "throughput"))
+    one, crowd = (binding_constraint(ask(cpu(), objective=it)) for it in ("latency", "throughput"))
     assert one.resource == "bandwidth" and one.gains["bandwidth"] > 1.5
     assert crowd.gains["compute"] > 1.2 and crowd.gains["compute"] > one.gains["compute"]
 
@@ -126,7 +126,7 @@ def test_splitting_a_cpu_gains_nothing_but_can_be_asked_for() -> None:
 def test_what_does_not_fit_is_told_in_a_cpu_s_words() -> None:
     answer = ask(cpu(9 * GB), "Llama-3.1-8B")
     assert answer.best is None
-    reason = binding(answer).text
+    reason = binding_constraint(answer).text
     assert "16.1 GB of weights" in reason and "9.0 GB that are free beside the AMD EPYC (4 cores) are usable" in reason
     assert "GPU" not in reason
     lines = advice(answer)
@@ -148,7 +148,7 @@ def test_a_fit_is_not_told_to_buy_another_cpu() -> None:
 def test_an_engine_of_which_nothing_is_known_on_a_cpu(engine: str) -> None:
     answer = ask(cpu(), engine=engine)
     assert answer.best is None
-    assert f"nothing is known of {engine} on a CPU; --engine takes vllm" in binding(answer).text
+    assert f"nothing is known of {engine} on a CPU; --engine takes vllm" in binding_constraint(answer).text
 
 
 def test_old_capabilities_do_not_stand_in_a_cpu_s_way() -> None:

@@ -12,7 +12,7 @@ from weft.hardware.cluster import Cluster, Node, parse_gpus, parse_nodes
 from weft.hardware.gpus import GpuSpec, find_gpu, gpus
 from weft.plan.max_memory import Caps, capped
 from weft.planner.advice import advice
-from weft.planner.binding import binding
+from weft.planner.binding import binding_constraint
 from weft.planner.cuts import Cut, candidate_layouts
 from weft.planner.deployment import DeploymentLayout, Workload
 from weft.planner.domains import tensor_groups, interconnect_domains, place_replicas, tensor_sizes
@@ -404,7 +404,7 @@ def test_what_a_gpu_or_an_engine_cannot_do(hardware: str, precision: str, engine
     answer = plan("Llama-3.1-8B-Instruct", hardware, precision, engine)
     assert answer.best is None
     assert told in answer.rejected[0].reason
-    assert binding(answer).resource is None
+    assert binding_constraint(answer).resource is None
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4", "q4_k_m"])
@@ -426,7 +426,7 @@ def test_nothing_fits_says_by_how_much_and_what_would() -> None:
     answer = plan("Qwen2.5-72B-Instruct", "1xH100")
     assert answer.best is None
     assert "145.4 GB of weights" in answer.rejected[0].reason
-    assert binding(answer).resource == "memory"
+    assert binding_constraint(answer).resource == "memory"
     changes = advice(answer)
     int4 = next(change for change in changes if "int4" in change)
     assert "GB to spare" in int4
@@ -457,13 +457,13 @@ def test_too_long_a_prompt_is_told_what_fits_and_no_flag_against_it() -> None:
 
 def test_the_binding_constraint_is_the_one_that_helps_most() -> None:
     single = plan("Llama-3.1-70B-Instruct", "4xH100", objective="latency", workload=Workload(input_len=1))
-    assert binding(single).resource == "bandwidth"
+    assert binding_constraint(single).resource == "bandwidth"
     tight = plan("Llama-3.1-70B-Instruct", "2xH100")
-    assert binding(tight).resource == "memory"
+    assert binding_constraint(tight).resource == "memory"
     prompts = Workload(input_len=8000, output_len=1, max_model_len=8192)
-    assert binding(plan("Llama-3.1-8B-Instruct", "1xA100", workload=prompts)).resource == "compute"
+    assert binding_constraint(plan("Llama-3.1-8B-Instruct", "1xA100", workload=prompts)).resource == "compute"
     linked = plan("Llama-3.1-70B-Instruct", "8xL40S", workload=LONG_PROMPTS, wish=LayoutConstraints(tensor_parallel=8))
-    assert binding(linked).resource == "links"
+    assert binding_constraint(linked).resource == "links"
 
 
 def test_one_more_gpu_is_weighed() -> None:
@@ -501,7 +501,7 @@ def test_those_for_whom_there_is_no_room_wait() -> None:
     assert three.predicted.concurrency < 8 == four.predicted.concurrency
     asked = question("Qwen3-30B-A3B", parse_gpus("3xRTX4090"), engine="weft", workload=work, objective="latency")
     assert request_s(asked, four.predicted) < request_s(asked, three.predicted)
-    assert min(binding(search(asked)).gains.values()) >= 0.99  # twice of anything is no loss
+    assert min(binding_constraint(search(asked)).gains.values()) >= 0.99  # twice of anything is no loss
 
 
 def test_more_replicas_than_requests_answer_no_more_requests() -> None:

@@ -15,7 +15,7 @@ from weft.hardware.links import nvlink, table
 from weft.plan import speculation
 from weft.planner import verdict
 from weft.planner.advice import advice
-from weft.planner.binding import binding
+from weft.planner.binding import binding_constraint
 from weft.planner.cost import Prediction
 from weft.planner.cuts import Cut
 from weft.planner.deployment import DeploymentLayout
@@ -39,7 +39,7 @@ SIMULATED = ("ttft_s_at_concurrency", "ttft_s_at_concurrency_p95", "tpot_s_at_co
 def as_json(answer: SearchResult, model: Model) -> dict[str, Any]:
     """The whole plan; `best` is None where nothing fits."""
     question, best = answer.question, answer.best
-    held_back = binding(answer)
+    held_back = binding_constraint(answer)
     return {
         "format": FORMAT,
         "summary": verdict.summary(

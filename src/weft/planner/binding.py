@@ -47,7 +47,7 @@ class Binding(msgspec.Struct, frozen=True, kw_only=True):
     text: str
 
 
-def binding(answer: SearchResult) -> Binding:
+def binding_constraint(answer: SearchResult) -> Binding:
     """The binding constraint; where nothing fits it is memory, unless something else stands against every layout."""
     best, question = answer.best, answer.question
     if best is None:
