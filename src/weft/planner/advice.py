@@ -12,7 +12,7 @@ from weft.formats.precision import weight_bytes
 from weft.formats.schemes import MADE
 from weft.hardware.cluster import Cluster, Node, usual_link
 from weft.hardware.gpus import gpus
-from weft.planner.binding import MEASURES, WORTH
+from weft.planner.binding import MEASURES, MIN_GAIN
 from weft.planner.cuts import Cut
 from weft.planner.domains import usable_devices
 from weft.planner.footprint import Footprint
@@ -219,7 +219,7 @@ def _with_more(question: Question) -> str | None:
 
 def _with_more_memory(question: Question, short_bytes: int) -> str | None:
     """How much more free memory a CPU's machine needs, a little over what is lacking."""
-    more, cluster = int(short_bytes * WORTH), question.cluster
+    more, cluster = int(short_bytes * MIN_GAIN), question.cluster
     roomier = cluster.changed(lambda gpu: msgspec.structs.replace(gpu, memory_bytes=gpu.memory_bytes + more))
     found = _roomiest(msgspec.structs.replace(question, cluster=roomier))
     return f"{gigabytes(more * len(cluster.gpus))} more free memory make it fit: {found[0]}" if found else None
@@ -251,13 +251,13 @@ def _to_improve(answer: SearchResult, best: Candidate) -> Iterator[str]:
     now = objective_value(question, best)
     free, there = best, len(usable_devices(question.cluster))
     faster = max(answer.candidates, key=lambda it: objective_value(question, it))
-    gains = objective_value(question, faster) >= WORTH * now
+    gains = objective_value(question, faster) >= MIN_GAIN * now
     idle = there - len(set(best.layout.gpus))
     if question.wish != LayoutConstraints():
         # Who asked for nothing but dealing experts out has seen that half of all layouts.
         other = LayoutConstraints(expert_parallel=False) if question.wish == LayoutConstraints(expert_parallel=True) else LayoutConstraints()
         free = search(msgspec.structs.replace(question, wish=other)).best or best
-        if objective_value(question, free) >= WORTH * now:
+        if objective_value(question, free) >= MIN_GAIN * now:
             gain = f"{times(objective_value(question, free) / now)} the {MEASURES[question.objective]}"
             yield f"left to itself the plan is {free.cut}, with {gain}"
     elif idle:
@@ -272,7 +272,7 @@ def _to_improve(answer: SearchResult, best: Candidate) -> Iterator[str]:
     for precision, checkpoint in sorted(_smaller_checkpoints(question), key=lambda it: bool(_yet(question, it[0]))):
         name = f"-q {OWN[precision]}" if precision in OWN else checkpoint
         changed = search(_as(question, best, precisions=(precision,)))
-        if changed.best and objective_value(question, changed.best) >= WORTH * now:
+        if changed.best and objective_value(question, changed.best) >= MIN_GAIN * now:
             yield from (line + _yet(question, precision) for line in _gain(name, question, best, changed, now))
             break
     # What other hardware gives is no merit of letting go of a layout or a limit that was dictated.
@@ -311,8 +311,8 @@ def _gain(name: str, question: Question, best: Candidate, changed: SearchResult,
     if found is None:
         return
     tokens, speed = found.memory.kv_tokens / best.memory.kv_tokens, objective_value(question, found) / now
-    parts = [f"{times(tokens)} the context"] * (tokens >= WORTH)
-    parts += [f"{times(speed)} the {MEASURES[question.objective]}"] * (speed >= WORTH)
+    parts = [f"{times(tokens)} the context"] * (tokens >= MIN_GAIN)
+    parts += [f"{times(speed)} the {MEASURES[question.objective]}"] * (speed >= MIN_GAIN)
     if parts:
         yield f"{name}: {', '.join(parts)} (as {found.cut}: {found.memory.kv_tokens:,} tokens)"
 

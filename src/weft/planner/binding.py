@@ -35,7 +35,7 @@ MEASURES: dict[Objective, str] = {
     "latency": "speed of one request",
     "cost": "tokens per dollar",
 }
-WORTH = 1.05  # gains below it are not worth a line
+MIN_GAIN = 1.05  # gains below it are not worth a line
 
 
 class Binding(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,7 +64,7 @@ def binding_constraint(answer: SearchResult) -> Binding:
         then = objective_value(richer, msgspec.structs.replace(best, memory=memory, predicted=predicted))
         gains[resource] = round(then / now, 3)
     most: Resource = max(RESOURCES, key=lambda resource: gains[resource])
-    if gains[most] < WORTH:
+    if gains[most] < MIN_GAIN:
         return Binding(resource=None, gains=gains, text=f"the engine's fixed times per step and layer. {_told(gains)}")
     measure = MEASURES[question.objective]
     return Binding(resource=most, gains=gains, text=f"{WHAT[most]}. {_told(gains, measure)}")
