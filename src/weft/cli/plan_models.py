@@ -16,7 +16,7 @@ from weft.cli.plan import NOTHING_FITS, ask, described
 from weft.errors import WeftError
 from weft.formats import catalogue
 from weft.hardware.cluster import Cluster
-from weft.planner.advice import OWN
+from weft.planner.advice import WEFT_SCHEMES
 from weft.planner.answer import candidate_json, hardware_json, missing
 from weft.planner.overview import in_best_precision, layout_name, short_bytes
 from weft.planner.search import SearchResult, closest_miss, search
@@ -188,12 +188,12 @@ def rate(tok_s: float) -> str:
 
 def word(precision: str) -> str:
     """A precision that Weft makes by itself as -q names it, else the precision."""
-    return OWN.get(precision, precision)
+    return WEFT_SCHEMES.get(precision, precision)
 
 
 def next_step(told: dict[str, Any], fitting: Sequence[dict[str, Any]]) -> str:
     """The command that plans one of the models."""
-    made = sorted({word(row["precision"]) for row in fitting} & set(OWN.values()))
+    made = sorted({word(row["precision"]) for row in fitting} & set(WEFT_SCHEMES.values()))
     asked = " -q " in told["command"] or " --precision " in told["command"]
     rounded = f"; with {' or '.join(f'-q {name}' for name in made)} as the table says" if made and not asked else ""
     return f"{told['command']} for one of them{rounded if told['engine'] == 'weft' else ''}"

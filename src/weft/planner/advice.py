@@ -30,7 +30,7 @@ CHECKPOINTS = {
 }
 PUBLISHED = {"GptOssForCausalLM": {"mxfp4": "the published MXFP4 checkpoint"}}
 GGUF_CHECKPOINTS = {"q8_0": "a Q8_0 GGUF checkpoint", "q4_k_m": "a Q4_K_M GGUF checkpoint"}
-OWN = {MADE[word]: word for word in ("int8", "int4")}  # what Weft makes of 16-bit weights, by its precision
+WEFT_SCHEMES = {MADE[word]: word for word in ("int8", "int4")}  # what Weft makes of 16-bit weights, by its precision
 PRECISION_FLAGS = ("--precision", "-q")
 LIMITS = {  # of a question, which may leave no room
     "gpu_memory_utilization": "--gpu-memory-utilization",
@@ -91,7 +91,7 @@ def _with_fewer_bits(question: Question) -> Iterator[str]:
     engine runs, the closest to the original, and the smallest. What it does not run yet comes last."""
     smaller = dict(_smaller_checkpoints(question))
     made = []
-    for precision in [it for it in smaller if it in OWN]:
+    for precision in [it for it in smaller if it in WEFT_SCHEMES]:
         best = search(msgspec.structs.replace(question, precisions=(precision,))).best
         if best:
             made.append((best.predicted.single_tok_s, _made(question, best)))
@@ -115,7 +115,7 @@ def _with_fewer_bits(question: Question) -> Iterator[str]:
 
 def _made(question: Question, best: Candidate) -> str:
     """The command that plans with what Weft makes of the weights."""
-    word, tokens = OWN[best.layout.precision], best.memory.kv_tokens
+    word, tokens = WEFT_SCHEMES[best.layout.precision], best.memory.kv_tokens
     told = f"{best.cut}: {tokens:,} tokens of context, {best.predicted.single_tok_s:,.0f} tok/s for one user"
     return f"try: {_asked(question, '-q', word)} ({told})"
 
@@ -167,7 +167,7 @@ def _smaller_checkpoints(question: Question) -> Iterator[tuple[str, str]]:
     both = question.engine == "weft" and not in_gguf
     published = PUBLISHED.get(question.shape.architecture, CHECKPOINTS)
     for precision, name in (
-        GGUF_CHECKPOINTS if in_gguf else published | (GGUF_CHECKPOINTS | OWN if both else {})
+        GGUF_CHECKPOINTS if in_gguf else published | (GGUF_CHECKPOINTS | WEFT_SCHEMES if both else {})
     ).items():
         if weight_bytes(question.shape, precision) < now:
             yield precision, name
@@ -270,7 +270,7 @@ def _to_improve(answer: SearchResult, best: Candidate) -> Iterator[str]:
         yield from _gain("an FP8 KV cache (--kv-cache-dtype fp8)", question, best, changed, now)
     # What the engine runs comes first.
     for precision, checkpoint in sorted(_smaller_checkpoints(question), key=lambda it: bool(_yet(question, it[0]))):
-        name = f"-q {OWN[precision]}" if precision in OWN else checkpoint
+        name = f"-q {WEFT_SCHEMES[precision]}" if precision in WEFT_SCHEMES else checkpoint
         changed = search(_as(question, best, precisions=(precision,)))
         if changed.best and objective_value(question, changed.best) >= MIN_GAIN * now:
             yield from (line + _yet(question, precision) for line in _gain(name, question, best, changed, now))
