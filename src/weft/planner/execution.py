@@ -47,7 +47,7 @@ def plan_to_run(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Pla
         from weft.planner import plan_file, run_plan_file
 
         file = plan_file.load_plan_file(config.plan)
-        config = run_plan_file.carried_out(file, config, checkpoint, host)
+        config = run_plan_file.apply_plan_file(file, config, checkpoint, host)
         plan = laid_out(config, checkpoint, host, speculating(config, checkpoint))
         run_plan_file.check_carried_out(file, plan)
         return plan

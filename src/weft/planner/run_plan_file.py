@@ -34,7 +34,7 @@ COMPUTED = {precision: dtype for dtype, precision in OF_DTYPE.items()}
 SAME_SHARE = 0.005  # of a GPU's memory: shares that differ by less are meant to be equal
 
 
-def carried_out(plan: PlanFile, config: EngineConfig, checkpoint: Checkpoint, host: Host) -> EngineConfig:
+def apply_plan_file(plan: PlanFile, config: EngineConfig, checkpoint: Checkpoint, host: Host) -> EngineConfig:
     """The config with the plan's layout in it. Raises ConfigError where a flag contradicts the plan, and PlanError
     where the model or the machine is not the one that was planned for."""
     best, ranks = plan.layout, plan.ranks
