@@ -49,7 +49,7 @@ def plan_to_run(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Pla
         file = plan_file.load_plan_file(config.plan)
         config = run_plan_file.apply_plan_file(file, config, checkpoint, host)
         plan = laid_out(config, checkpoint, host, speculating(config, checkpoint))
-        run_plan_file.check_carried_out(file, plan)
+        run_plan_file.check_applied(file, plan)
         return plan
     how = speculating(config, checkpoint)
     dtype, devices = compute_dtype(config, checkpoint, host, ()), [device_kind(config, host)]

@@ -81,7 +81,7 @@ def apply_plan_file(plan: PlanFile, config: EngineConfig, checkpoint: Checkpoint
     return replace(config, **wanted)  # type: ignore[arg-type]
 
 
-def check_carried_out(plan: PlanFile, made: Plan) -> None:
+def check_applied(plan: PlanFile, made: Plan) -> None:
     """Raises PlanError where what will run is not what was planned: the file is another version's, or was edited."""
     for rank, place in zip(plan.ranks, made.places, strict=True):
         planned = (rank.first_layer, rank.layers, rank.first_q_head, rank.q_heads, rank.first_kv_head, rank.kv_heads)
