@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.pure.commands import weft, weft_json
 from weft.cli import main
-from weft.planner.api_prices import Usage, quote, quotes, stated
+from weft.planner.api_prices import Usage, quote, quotes, stated_quote
 from weft.planner.economics import Fleet, cheapest, mix, whole
 
 LLAMA = ["cost", "Llama-3.1-8B-Instruct", "--gpus", "2xL40S", "--price", "0.9"]
@@ -63,9 +63,9 @@ def test_the_cheapest_mix_is_the_cheapest_of_all(demand, dollars, max_load):
 
 
 def test_stated_prices():
-    found = stated((1.0, 4.0, 0.25), Usage(1000, 400, 500))
+    found = stated_quote((1.0, 4.0, 0.25), Usage(1000, 400, 500))
     assert (found.input_dollars, found.cached_dollars, found.output_dollars) == pytest.approx((6e-4, 1e-4, 2e-3))
-    assert stated((1.0, 4.0), Usage(1000, 400, 500)).dollars == pytest.approx(3e-3)
+    assert stated_quote((1.0, 4.0), Usage(1000, 400, 500)).dollars == pytest.approx(3e-3)
 
 
 def test_quotes_agree_with_the_library():

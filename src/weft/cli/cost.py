@@ -73,7 +73,7 @@ def asked(arguments: Namespace, model: Model, each: Usage) -> list[Quote]:
     found = [api_prices.quote(name, each) for name in getattr(arguments, "against", ())]
     stated = getattr(arguments, "api_price", None)
     if stated is not None:
-        found.append(api_prices.stated(stated, each))
+        found.append(api_prices.stated_quote(stated, each))
     if found:
         return found
     sellers = api_prices.quotes(model.name, each)[:SELLERS]

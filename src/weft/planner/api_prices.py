@@ -45,7 +45,7 @@ class Usage(msgspec.Struct, frozen=True):
     output: int
 
 
-def stated(prices: tuple[float, ...], usage: Usage) -> Quote:
+def stated_quote(prices: tuple[float, ...], usage: Usage) -> Quote:
     """A quote from dollars per million tokens: input, output and, where it differs from input, cached input."""
     dollars_in, dollars_out, *rest = prices
     cached = rest[0] if rest else dollars_in
