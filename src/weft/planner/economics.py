@@ -80,10 +80,10 @@ def cheapest(replica: Fleet, request_dollars: float, demand: Sequence[float], ma
         one, next_one = (mix(replica, request_dollars, demand, it, max_load) for it in (count, count + 1))
         return next_one.dollars >= one.dollars
 
-    found = bisect_left(range(whole(replica, demand, max_load)), True, key=worse)
+    found = bisect_left(range(replicas_for_peak(replica, demand, max_load)), True, key=worse)
     return mix(replica, request_dollars, demand, found, max_load)
 
 
-def whole(replica: Fleet, demand: Sequence[float], max_load: float) -> int:
+def replicas_for_peak(replica: Fleet, demand: Sequence[float], max_load: float) -> int:
     """Replicas that answer the highest demand without an API."""
     return ceil(max(demand) / (replica.requests_per_s * max_load))
