@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.pure.commands import weft, weft_json
 from weft.cli import main
 from weft.planner.api_prices import Usage, quote, quotes, stated_quote
-from weft.planner.economics import Fleet, cheapest, mix, replicas_for_peak
+from weft.planner.economics import Fleet, cheapest_mix, mix, replicas_for_peak
 
 LLAMA = ["cost", "Llama-3.1-8B-Instruct", "--gpus", "2xL40S", "--price", "0.9"]
 REPLICA = Fleet(dollars_per_hour=2.0, requests_per_s=5.0, tokens_per_s=1000.0, replicas=1)
@@ -58,7 +58,7 @@ rates = st.lists(st.floats(0.0, 200.0), min_size=1, max_size=30).filter(any)
 def test_the_cheapest_mix_is_the_cheapest_of_all(demand, dollars, max_load):
     most = replicas_for_peak(REPLICA, demand, max_load)
     every = [mix(REPLICA, dollars, demand, count, max_load).dollars for count in range(most + 1)]
-    assert cheapest(REPLICA, dollars, demand, max_load).dollars == pytest.approx(min(every))
+    assert cheapest_mix(REPLICA, dollars, demand, max_load).dollars == pytest.approx(min(every))
     assert mix(REPLICA, dollars, demand, most, max_load).api_dollars == pytest.approx(0, abs=1e-9)
 
 

@@ -87,7 +87,7 @@ def asked(arguments: Namespace, model: Model, each: Usage) -> list[Quote]:
 
 def mixes(replica: Fleet, quote: Quote, demand: tuple[float, ...], max_load: float) -> list[Mix]:
     """None owned, the cheapest mix, and all owned: in this order, each once."""
-    best = economics.cheapest(replica, quote.dollars, demand, max_load)
+    best = economics.cheapest_mix(replica, quote.dollars, demand, max_load)
     counts = dict.fromkeys((0, best.replicas, economics.replicas_for_peak(replica, demand, max_load)))
     return [economics.mix(replica, quote.dollars, demand, count, max_load) for count in counts]
 

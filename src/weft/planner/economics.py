@@ -72,7 +72,7 @@ def mix(replica: Fleet, request_dollars: float, demand: Sequence[float], replica
     )
 
 
-def cheapest(replica: Fleet, request_dollars: float, demand: Sequence[float], max_load: float) -> Mix:
+def cheapest_mix(replica: Fleet, request_dollars: float, demand: Sequence[float], max_load: float) -> Mix:
     """The mix with the least dollars. Each further replica is used less than the one before it, so the first that
     does not pay is the end."""
 
