@@ -19,7 +19,7 @@ class DraftBytes(NamedTuple):
     kv_per_token: int = 0
 
 
-def guesses(how: Speculation | None) -> int:
+def draft_tokens(how: Speculation | None) -> int:
     """The most that a row of a step may have, each of which is sampled after."""
     return how.tokens if how else 0
 
