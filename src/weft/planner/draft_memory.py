@@ -24,14 +24,14 @@ def draft_tokens(how: Speculation | None) -> int:
     return how.tokens if how else 0
 
 
-def drafting(how: Speculation | None, place: Place) -> ModelShape | None:
+def draft_on_rank(how: Speculation | None, place: Place) -> ModelShape | None:
     """The draft model that this rank runs: whole, on the one that samples (`plan.speculation.draft_plan`)."""
     return how.draft.shape if how and how.draft and place.samples else None
 
 
 def draft_bytes(how: Speculation | None, place: Place, dtype: DType, kv_dtype: str) -> DraftBytes:
     """What a rank holds of a draft model, which is in the dtype that the large one computes in."""
-    shape = drafting(how, place)
+    shape = draft_on_rank(how, place)
     return _draft_bytes(shape, dtype, kv_dtype) if shape else DraftBytes()
 
 

@@ -17,7 +17,7 @@ from weft.hardware.gpus import GpuSpec
 from weft.plan.memory import CPU_KV_BYTES, CPU_KV_SHARE, LOGITS_BYTES, step_bytes
 from weft.planner.batch import KV_SHARE, TokenBudget, token_budgets, with_token_budget
 from weft.planner.deployment import DeploymentLayout, Workload
-from weft.planner.draft_memory import DraftBytes, draft_bytes, drafting, draft_tokens
+from weft.planner.draft_memory import DraftBytes, draft_bytes, draft_on_rank, draft_tokens
 from weft.planner.profiles import OURS, Profile
 from weft.planner.rank_weights import rank_weights
 from weft.planner.replica import Replica
@@ -318,7 +318,7 @@ def activation_bytes(
     steps come after those of the large one, in the same memory."""
     if profile.own_activations.value:
         how = profile.speculation
-        own, draft = step_bytes(shape, place, tokens, rows, number_bytes, guesses=draft_tokens(how)), drafting(how, place)
+        own, draft = step_bytes(shape, place, tokens, rows, number_bytes, guesses=draft_tokens(how)), draft_on_rank(how, place)
         return max(own, step_bytes(draft, whole(draft), tokens, rows, number_bytes)) if draft else own
     factors = profile.activations_experts if shape.experts else profile.activations_dense
     hidden = shape.q_heads * shape.head_dim if not shape.mla else shape.hidden
