@@ -18,7 +18,7 @@ from weft.formats import catalogue
 from weft.hardware.cluster import Cluster
 from weft.planner.advice import WEFT_SCHEMES
 from weft.planner.answer import candidate_json, hardware_json, missing
-from weft.planner.overview import in_best_precision, layout_name, short_bytes
+from weft.planner.overview import search_best_precision, layout_name, short_bytes
 from weft.planner.search import SearchResult, closest_miss, search
 from weft.words import command, gigabytes
 
@@ -70,7 +70,7 @@ def planned(arguments: Namespace, model: Model, cluster: Cluster) -> SearchResul
         question = ask(named, model, cluster)
         if hasattr(arguments, "precision") or hasattr(arguments, "quantization"):
             return search(question)
-        return in_best_precision(question)
+        return search_best_precision(question)
     except WeftError as error:
         return error
 

@@ -19,7 +19,7 @@ GGUF = ("q8_0", "q4_k_m")
 PUBLISHED = ("fp8", "int4")
 
 
-def in_best_precision(question: Question) -> SearchResult:
+def search_best_precision(question: Question) -> SearchResult:
     """The answer in the model's own precision, or in the first smaller one that leaves room for ROOMY requests.
 
     If none does, the one with the longest context; if none fits, the one that lacks least.
