@@ -99,7 +99,7 @@ def test_two_bridges_make_two_islands(host: Make) -> None:
         cluster=cluster,
         engine="vllm",
         precisions=("bf16",),
-        wish=LayoutConstraints(tensor_parallel=2),
+        constraints=LayoutConstraints(tensor_parallel=2),
     )
     best = search(question).best
     assert best is not None and best.layout.gpus[:2] == (0, 2)

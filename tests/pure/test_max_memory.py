@@ -105,12 +105,12 @@ WISHES = st.sampled_from(
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(GPUS, min_size=1, max_size=4), st.data(), WISHES, st.sampled_from(["weft", "vllm", "llama.cpp"]))
-def test_caps_are_respected_or_refused(found: list[GpuSpec], data: st.DataObject, wish: LayoutConstraints, engine: str) -> None:
+def test_caps_are_respected_or_refused(found: list[GpuSpec], data: st.DataObject, constraints: LayoutConstraints, engine: str) -> None:
     sizes = st.one_of(st.just(0), st.integers(1 << 30, 60 * GB))
     limits = [data.draw(sizes) for _ in found]
     assume(any(limits))
     cluster = capped(Cluster((Node(tuple(found), "pcie"),), 12.5e9), read(dict(enumerate(limits))))
-    answer = plan(cluster, wish=wish, engine=engine)
+    answer = plan(cluster, constraints=constraints, engine=engine)
     shape = answer.question.shape
     for candidate in answer.candidates:
         for index, rank in zip(candidate.layout.gpus, candidate.memory.ranks, strict=True):
@@ -122,7 +122,7 @@ def test_caps_are_respected_or_refused(found: list[GpuSpec], data: st.DataObject
                 for it in range(place.layers.start, place.layers.stop)
             ]
             assert held == list(range(shape.layers))
-    assert answer.candidates or answer.rejected or wish.pipeline_parallel
+    assert answer.candidates or answer.rejected or constraints.pipeline_parallel
 
 
 @settings(max_examples=25, deadline=None)
@@ -140,9 +140,9 @@ def test_caps_above_the_memory_change_nothing(found: list[GpuSpec], data: st.Dat
 
 def test_a_capped_gpu_gets_less() -> None:
     cluster = capped(parse_gpus("2xRTX4090"), read({0: "6GB", 1: "22GB"}))
-    best = plan(cluster, wish=LayoutConstraints(tensor_parallel=2)).best
+    best = plan(cluster, constraints=LayoutConstraints(tensor_parallel=2)).best
     assert best and [len(place.kv_heads) for place in best.layout.places] == [1, 7]
-    stages = plan(cluster, wish=LayoutConstraints(pipeline_parallel=2)).best
+    stages = plan(cluster, constraints=LayoutConstraints(pipeline_parallel=2)).best
     assert stages and dict(zip(stages.layout.gpus, stages.layout.stage_layers, strict=True))[0] < 8
 
 

@@ -35,11 +35,11 @@ def nothing_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weft.probes.speeds.known", lambda _: NOTHING)
 
 
-def plan(hardware: str, wish: LayoutConstraints, model: str = "Llama-3.1-8B", **more: object) -> SearchResult:
+def plan(hardware: str, constraints: LayoutConstraints, model: str = "Llama-3.1-8B", **more: object) -> SearchResult:
     parse = parse_nodes if hardware.count("x") > 1 and hardware.split("x")[1].isdigit() else parse_gpus
     asked = {"engine": "weft", "precisions": ("bf16",), "workload": BATCH, **more}
     shape = catalogue.find(model).shape
-    return search(Question(model=model, shape=shape, cluster=parse(hardware), wish=wish, **asked))  # type: ignore[arg-type]
+    return search(Question(model=model, shape=shape, cluster=parse(hardware), constraints=constraints, **asked))  # type: ignore[arg-type]
 
 
 def best(answer: SearchResult) -> Candidate:
@@ -97,11 +97,11 @@ def test_steps_of_such_a_gpu_are_as_predicted() -> None:
 
 
 def test_engines_that_give_each_rank_a_gpu_refuse_two_stages_on_one() -> None:
-    wish = stages((0, 10), (1, 12), (0, 10))
+    constraints = stages((0, 10), (1, 12), (0, 10))
     for engine in ("vllm", "trtllm", "sglang", "llama.cpp"):
-        answer = plan("2xA100", wish, engine=engine)
+        answer = plan("2xA100", constraints, engine=engine)
         assert answer.best is None and "GPU 0" in answer.rejected[0].reason and engine in answer.rejected[0].reason
-    assert best(plan("2xA100", wish, engine="transformers"))
+    assert best(plan("2xA100", constraints, engine="transformers"))
 
 
 def test_words_are_worked_out_for_each_precision() -> None:
@@ -141,14 +141,14 @@ def test_a_split_by_weights_that_comes_to_other_shares_is_told() -> None:
 def test_the_order_in_which_gpus_are_given_does_not_matter(hardware: str) -> None:
     terms = hardware.split("+")
     turned = ["+".join(terms[::-1]), "+".join(terms[1:] + terms[:1])]
-    wish = LayoutConstraints(tensor_parallel=1, data_parallel=1)
-    first, *others = (best(plan(it, wish, "Qwen2.5-14B")).predicted.tpot_s for it in (hardware, *turned))
+    constraints = LayoutConstraints(tensor_parallel=1, data_parallel=1)
+    first, *others = (best(plan(it, constraints, "Qwen2.5-14B")).predicted.tpot_s for it in (hardware, *turned))
     assert others == pytest.approx([first] * len(others), rel=0.01)
 
 
 def test_another_order_is_taken_where_it_pays() -> None:
-    wish, asked = LayoutConstraints(tensor_parallel=1, pipeline_parallel=5), {"precisions": ("int4",), "workload": Workload()}
-    found = best(plan("2xRTX3090+2xRTX4090+1xRTXA6000", wish, "Llama-3.1-70B", **asked))
+    constraints, asked = LayoutConstraints(tensor_parallel=1, pipeline_parallel=5), {"precisions": ("int4",), "workload": Workload()}
+    found = best(plan("2xRTX3090+2xRTX4090+1xRTXA6000", constraints, "Llama-3.1-70B", **asked))
     assert sorted(found.layout.gpus) == [0, 1, 2, 3, 4] and found.layout.gpus != (0, 1, 2, 3, 4)
     # What the user says of each stage holds for the GPUs as they are given.
     said = LayoutConstraints(tensor_parallel=1, pipeline_split=(16, 16, 16, 16, 16))

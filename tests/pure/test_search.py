@@ -46,8 +46,8 @@ def sizes(candidate: Candidate) -> tuple[int, int, int]:
 
 
 def forced(model: str, hardware: str, tensor: int, stages: int, precision: str, **more: object) -> float:
-    wish = LayoutConstraints(tensor_parallel=tensor, pipeline_parallel=stages, data_parallel=1)
-    answer = plan(model, hardware, precision, "trtllm", wish=wish, **more)
+    constraints = LayoutConstraints(tensor_parallel=tensor, pipeline_parallel=stages, data_parallel=1)
+    answer = plan(model, hardware, precision, "trtllm", constraints=constraints, **more)
     return best(answer).predicted.saturated_tok_s
 
 
@@ -122,7 +122,7 @@ def test_what_needs_several_nodes_is_cut_by_tensors_inside_and_layers_between(
 
 
 def test_tensor_parallelism_across_nodes_is_slower_than_a_pipeline_between_them() -> None:
-    across = best(plan("Qwen2.5-72B-Instruct", "2x4xA100-40GB", wish=LayoutConstraints(tensor_parallel=8)))
+    across = best(plan("Qwen2.5-72B-Instruct", "2x4xA100-40GB", constraints=LayoutConstraints(tensor_parallel=8)))
     between = best(plan("Qwen2.5-72B-Instruct", "2x4xA100-40GB"))
     assert sizes(across) == (8, 1, 1) and sizes(between) == (4, 2, 1)
     assert across.predicted.saturated_tok_s < between.predicted.saturated_tok_s / 2
@@ -142,7 +142,7 @@ def test_a_split_of_what_fits_one_gpu_is_taken_if_it_is_faster() -> None:
 @pytest.mark.parametrize(("model", "hardware"), [("Llama-3.1-70B-Instruct", "3xH100"), ("gpt2", "5xRTX 3090")])
 def test_what_does_not_divide_evenly_is_cut_by_layers(model: str, hardware: str) -> None:
     """vLLM cuts heads evenly or not at all."""
-    answer = plan(model, hardware, wish=LayoutConstraints(data_parallel=1))
+    answer = plan(model, hardware, constraints=LayoutConstraints(data_parallel=1))
     count = len(answer.question.cluster.gpus)
     assert any(sizes(it) == (1, count, 1) for it in answer.candidates)
     told = [it.reason for it in answer.rejected if it.cut.tensor_parallel == count]
@@ -151,7 +151,7 @@ def test_what_does_not_divide_evenly_is_cut_by_layers(model: str, hardware: str)
 
 
 def test_weft_cuts_what_does_not_divide_evenly() -> None:
-    answer = plan("Llama-3.1-70B-Instruct", "3xH100", engine="weft", wish=LayoutConstraints(tensor_parallel=3))
+    answer = plan("Llama-3.1-70B-Instruct", "3xH100", engine="weft", constraints=LayoutConstraints(tensor_parallel=3))
     assert [len(place.kv_heads) for place in best(answer).layout.places] == [3, 3, 2]
 
 
@@ -207,11 +207,11 @@ def test_a_gpu_that_only_slows_the_others_stays_idle() -> None:
 
 
 def test_a_split_of_the_user_s_is_taken() -> None:
-    wish = LayoutConstraints(tensor_parallel=2, tensor_split=(3.0, 1.0), pipeline_parallel=2, pipeline_split=(50, 30))
-    layout = best(plan("Llama-3.1-70B-Instruct", "4xH200", engine="weft", wish=wish)).layout
+    constraints = LayoutConstraints(tensor_parallel=2, tensor_split=(3.0, 1.0), pipeline_parallel=2, pipeline_split=(50, 30))
+    layout = best(plan("Llama-3.1-70B-Instruct", "4xH200", engine="weft", constraints=constraints)).layout
     assert layout.tensor_weights == (3.0, 1.0) and layout.stage_layers == (50, 30)
     assert [len(place.kv_heads) for place in layout.places] == [6, 2, 6, 2]
-    refused = plan("Llama-3.1-70B-Instruct", "4xH200", wish=wish)
+    refused = plan("Llama-3.1-70B-Instruct", "4xH200", constraints=constraints)
     assert refused.best is None and "evenly" in refused.rejected[0].reason
 
 
@@ -219,8 +219,8 @@ def test_a_split_of_the_user_s_is_taken() -> None:
 
 
 def test_experts_of_replicas_that_share_them_lie_on_one_node() -> None:
-    wish = LayoutConstraints(tensor_parallel=1, pipeline_parallel=2, data_parallel=8, expert_parallel=True)
-    layout = best(plan("DeepSeek-R1", "2x8xH200", "fp8", wish=wish)).layout
+    constraints = LayoutConstraints(tensor_parallel=1, pipeline_parallel=2, data_parallel=8, expert_parallel=True)
+    layout = best(plan("DeepSeek-R1", "2x8xH200", "fp8", constraints=constraints)).layout
     assert layout.expert_parallel == 8
     for stage in range(2):
         held = [layout.places[rank] for rank in range(stage, 16, 2)]
@@ -231,7 +231,7 @@ def test_experts_of_replicas_that_share_them_lie_on_one_node() -> None:
 def test_expert_parallelism_is_weighed_with_the_rest() -> None:
     answer = plan("Qwen3-30B-A3B", "4xH100")
     assert {it.cut.expert_parallel > 1 for it in answer.candidates} == {True, False}
-    without = plan("Qwen3-30B-A3B", "4xH100", wish=LayoutConstraints(expert_parallel=False))
+    without = plan("Qwen3-30B-A3B", "4xH100", constraints=LayoutConstraints(expert_parallel=False))
     assert {it.cut.expert_parallel for it in without.candidates} == {1}
 
 
@@ -297,14 +297,14 @@ def test_more_bandwidth_is_never_slower(model: str, gpu: GpuSpec, count: int, en
 def test_who_samples_is_not_the_user_s_to_know(one: str, other: str) -> None:
     """The first rank of a stage holds the logits too: on the smaller of two unlike GPUs they would cost KV cache."""
     there, back = (
-        best(plan("Qwen3-14B", f"1x{a}+1x{b}", engine="weft", wish=LayoutConstraints(tensor_parallel=2)))
+        best(plan("Qwen3-14B", f"1x{a}+1x{b}", engine="weft", constraints=LayoutConstraints(tensor_parallel=2)))
         for a, b in ((one, other), (other, one))
     )
     assert there.layout.tensor_parallel == back.layout.tensor_parallel == 2
     assert there.predicted.saturated_tok_s == pytest.approx(back.predicted.saturated_tok_s, rel=0.01)
     # Who says the shares says whose they are.
     said = LayoutConstraints(tensor_parallel=2, tensor_split=(1.0, 2.0))
-    assert best(plan("Qwen3-14B", f"1x{one}+1x{other}", engine="weft", wish=said)).layout.gpus == (0, 1)
+    assert best(plan("Qwen3-14B", f"1x{one}+1x{other}", engine="weft", constraints=said)).layout.gpus == (0, 1)
 
 
 @FEW
@@ -352,7 +352,7 @@ def test_every_draft_is_drawn_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wish", "cuts"),
+    ("constraints", "cuts"),
     [
         (LayoutConstraints(tensor_parallel=4, pipeline_parallel=2, data_parallel=1), [(4, 2, 1)]),
         (LayoutConstraints(tensor_parallel=2, pipeline_parallel=2), [(2, 2, 2)]),
@@ -361,8 +361,8 @@ def test_every_draft_is_drawn_once() -> None:
         (LayoutConstraints(data_parallel=8), [(1, 1, 8)]),
     ],
 )
-def test_what_the_user_decides_stays(wish: LayoutConstraints, cuts: list[tuple[int, int, int]]) -> None:
-    asked = question("Llama-3.1-8B-Instruct", parse_gpus("8xH100"), wish=wish)
+def test_what_the_user_decides_stays(constraints: LayoutConstraints, cuts: list[tuple[int, int, int]]) -> None:
+    asked = question("Llama-3.1-8B-Instruct", parse_gpus("8xH100"), constraints=constraints)
     found = [(d.cut.tensor_parallel, d.cut.pipeline_parallel, d.cut.data_parallel) for d in candidate_layouts(asked)]
     assert found == cuts
 
@@ -410,7 +410,7 @@ def test_what_a_gpu_or_an_engine_cannot_do(hardware: str, precision: str, engine
 @pytest.mark.parametrize("precision", ["int8", "int4", "q4_k_m"])
 def test_cuts_that_our_kernels_do_not_take(precision: str) -> None:
     """Heads of 80 columns, three for a rank: 240 are no multiple of 32, which the engine would refuse too."""
-    asked = question("Qwen2.5-0.5B", parse_gpus("2xRTX4090"), precision, "weft", wish=LayoutConstraints(data_parallel=1))
+    asked = question("Qwen2.5-0.5B", parse_gpus("2xRTX4090"), precision, "weft", constraints=LayoutConstraints(data_parallel=1))
     odd = msgspec.structs.replace(asked.shape, q_heads=6, kv_heads=2, head_dim=80)
     asked = msgspec.structs.replace(asked, shape=odd)
     answer = search(asked)
@@ -462,7 +462,7 @@ def test_the_binding_constraint_is_the_one_that_helps_most() -> None:
     assert binding_constraint(tight).resource == "memory"
     prompts = Workload(input_len=8000, output_len=1, max_model_len=8192)
     assert binding_constraint(plan("Llama-3.1-8B-Instruct", "1xA100", workload=prompts)).resource == "compute"
-    linked = plan("Llama-3.1-70B-Instruct", "8xL40S", workload=LONG_PROMPTS, wish=LayoutConstraints(tensor_parallel=8))
+    linked = plan("Llama-3.1-70B-Instruct", "8xL40S", workload=LONG_PROMPTS, constraints=LayoutConstraints(tensor_parallel=8))
     assert binding_constraint(linked).resource == "links"
 
 
@@ -506,7 +506,7 @@ def test_those_for_whom_there_is_no_room_wait() -> None:
 
 def test_more_replicas_than_requests_answer_no_more_requests() -> None:
     work = Workload(concurrency=1)
-    copied = best(plan("Llama-3.1-8B", "4xH100", workload=work, wish=LayoutConstraints(data_parallel=4)))
+    copied = best(plan("Llama-3.1-8B", "4xH100", workload=work, constraints=LayoutConstraints(data_parallel=4)))
     assert copied.predicted.concurrency == 1
     # For one request at a time three of four GPUs would idle.
     assert best(plan("Llama-3.1-8B", "4xH100", engine="weft", workload=work)).layout.size > 1
@@ -514,7 +514,7 @@ def test_more_replicas_than_requests_answer_no_more_requests() -> None:
 
 def test_what_was_dictated_is_not_credited_to_more_hardware() -> None:
     forced = LayoutConstraints(tensor_parallel=1, pipeline_parallel=1, data_parallel=1)
-    told = advice(plan("Llama-3.1-8B", "4xH100", engine="weft", wish=forced))
+    told = advice(plan("Llama-3.1-8B", "4xH100", engine="weft", constraints=forced))
     assert any(line.startswith("left to itself the plan is DP 4, bf16, with 4.0x") for line in told)
     assert not any("no other use of them" in line for line in told)
     more = [line for line in told if line.startswith("+1 H100-SXM")]
@@ -529,9 +529,9 @@ def test_a_limit_is_named_before_more_of_the_gpus_that_it_leaves_out() -> None:
 
 
 def test_more_requests_than_fit_are_as_fast_as_saturated() -> None:
-    wish = LayoutConstraints(tensor_parallel=2)
+    constraints = LayoutConstraints(tensor_parallel=2)
     asked, most = (
-        plan("Llama-3.1-8B", "2xRTX4090", engine="weft", wish=wish, workload=Workload(concurrency=number))
+        plan("Llama-3.1-8B", "2xRTX4090", engine="weft", constraints=constraints, workload=Workload(concurrency=number))
         for number in (10_000, None)
     )
     assert best(asked).predicted.output_tok_s == best(most).predicted.saturated_tok_s
@@ -544,7 +544,7 @@ def test_an_idle_gpu_is_not_called_useless_beside_a_use_of_it() -> None:
 
 
 def test_an_even_tensor_split_is_one_that_any_engine_makes() -> None:
-    even, uneven = (plan("Llama-3.1-8B", "2xRTX4090", wish=LayoutConstraints(tensor_split=it)) for it in ((1.0, 1.0), (2.0, 1.0)))
+    even, uneven = (plan("Llama-3.1-8B", "2xRTX4090", constraints=LayoutConstraints(tensor_split=it)) for it in ((1.0, 1.0), (2.0, 1.0)))
     assert sizes(best(even)) == (2, 1, 1)
     assert uneven.best is None and "--tensor-split is for weft" in uneven.rejected[0].reason
 

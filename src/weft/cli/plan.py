@@ -82,7 +82,7 @@ def ask(arguments: Namespace, model: Model, cluster: Cluster | None = None) -> Q
     said: dict[str, Any] = vars(arguments)
     cluster = cluster or described(said)
     compared = precisions(made(said) or said.get("precision"), model, cluster)
-    wish = wishes.wished(said, cluster, model, compared[0])
+    constraints = wishes.wished(said, cluster, model, compared[0])
     kv_dtype = said.get("kv_cache_dtype")
     if kv_dtype == "auto":
         kv_dtype = None
@@ -98,7 +98,7 @@ def ask(arguments: Namespace, model: Model, cluster: Cluster | None = None) -> Q
         kv_dtype=kv_dtype,
         workload=work,
         objective=said["objective"],
-        wish=wish,
+        constraints=constraints,
         price=said.get("price", cluster.price),
         gpu_memory_utilization=said.get("gpu_memory_utilization"),
         max_num_seqs=said.get("max_num_seqs"),

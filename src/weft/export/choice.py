@@ -46,7 +46,7 @@ def choose(question: Question, target: Target) -> Choice:
     possible = [it for it in alternatives(answer) if not target.cannot(it[0], it[1].layout)]
     if not possible:
         raise NothingFits(f"{target.title} cannot do {told(wanted)}: {problem}; no other plan for it fits either")
-    if asked.wish == LayoutConstraints():
+    if asked.constraints == LayoutConstraints():
         how, (asked, chosen) = "best", possible[0]  # they come in the order of the objective
     else:
         distance = nearest(wanted.cut)
@@ -78,8 +78,8 @@ def alternatives(answer: SearchResult) -> Iterator[tuple[Question, Candidate]]:
     """Every other plan with its question, those within what the user has decided first."""
     asked = answer.question
     yield from ((asked, candidate) for candidate in answer.candidates)
-    if asked.wish != LayoutConstraints():
-        free = msgspec.structs.replace(asked, wish=LayoutConstraints())
+    if asked.constraints != LayoutConstraints():
+        free = msgspec.structs.replace(asked, constraints=LayoutConstraints())
         yield from ((free, candidate) for candidate in search(free).candidates)
 
 

@@ -52,8 +52,8 @@ def _to_fit(answer: SearchResult) -> Iterator[str]:
     question, lacking = answer.question, closest_miss(answer.rejected)
     if lacking is None or not lacking.short_bytes:
         # Not for want of memory: what was asked for is in the way.
-        if question.wish != LayoutConstraints():
-            free = search(msgspec.structs.replace(question, wish=LayoutConstraints()))
+        if question.constraints != LayoutConstraints():
+            free = search(msgspec.structs.replace(question, constraints=LayoutConstraints()))
             if free.best:
                 yield f"left to itself the plan is {free.best.cut}"
         return
@@ -69,8 +69,8 @@ def _to_fit(answer: SearchResult) -> Iterator[str]:
             if found:
                 yield f"without {flag} it fits as {found[0]} with {_to_spare(*found)}"
     yield from _with_fewer_bits(question)
-    if question.wish != LayoutConstraints():
-        found = _roomiest(msgspec.structs.replace(question, wish=LayoutConstraints()))
+    if question.constraints != LayoutConstraints():
+        found = _roomiest(msgspec.structs.replace(question, constraints=LayoutConstraints()))
         if found:
             yield f"cut as {found[0]} it fits with {_to_spare(*found)}"
     if any(gpu.limit_bytes is not None for gpu in question.cluster.gpus):
@@ -208,7 +208,7 @@ def _with_more(question: Question) -> str | None:
         cluster = _grown(question.cluster, by)
         if cluster is None:
             continue
-        found = _roomiest(msgspec.structs.replace(question, cluster=cluster, wish=LayoutConstraints()))
+        found = _roomiest(msgspec.structs.replace(question, cluster=cluster, constraints=LayoutConstraints()))
         if found:
             more = f"{by} more {gpu.name} {'makes' if by == 1 else 'make'} it fit"
             return f"{more}: {found[0]} with {_to_spare(*found)}"
@@ -232,7 +232,7 @@ def _with_larger(question: Question) -> str | None:
         return None
     on_cpu = question.cluster.on_cpu
     if on_cpu:  # which its ranks share
-        question = msgspec.structs.replace(question, wish=LayoutConstraints())
+        question = msgspec.structs.replace(question, constraints=LayoutConstraints())
     for gpu in sorted(gpus(), key=lambda it: (it.memory_bytes, it.bandwidth_Bps)):
         small = gpu.memory_bytes <= present[0].memory_bytes or gpu.capability < present[0].capability
         if gpu.gfx or (small and not on_cpu):
@@ -253,10 +253,10 @@ def _to_improve(answer: SearchResult, best: Candidate) -> Iterator[str]:
     faster = max(answer.candidates, key=lambda it: objective_value(question, it))
     gains = objective_value(question, faster) >= MIN_GAIN * now
     idle = there - len(set(best.layout.gpus))
-    if question.wish != LayoutConstraints():
+    if question.constraints != LayoutConstraints():
         # Who asked for nothing but dealing experts out has seen that half of all layouts.
-        other = LayoutConstraints(expert_parallel=False) if question.wish == LayoutConstraints(expert_parallel=True) else LayoutConstraints()
-        free = search(msgspec.structs.replace(question, wish=other)).best or best
+        other = LayoutConstraints(expert_parallel=False) if question.constraints == LayoutConstraints(expert_parallel=True) else LayoutConstraints()
+        free = search(msgspec.structs.replace(question, constraints=other)).best or best
         if objective_value(question, free) >= MIN_GAIN * now:
             gain = f"{times(objective_value(question, free) / now)} the {MEASURES[question.objective]}"
             yield f"left to itself the plan is {free.cut}, with {gain}"
@@ -278,7 +278,7 @@ def _to_improve(answer: SearchResult, best: Candidate) -> Iterator[str]:
     # What other hardware gives is no merit of letting go of a layout or a limit that was dictated.
     most = max(best, free, key=lambda it: objective_value(question, it))
     if any(gpu.limit_bytes is not None for gpu in question.cluster.gpus):
-        changed = search(msgspec.structs.replace(question, cluster=_unlimited(question.cluster), wish=LayoutConstraints()))
+        changed = search(msgspec.structs.replace(question, cluster=_unlimited(question.cluster), constraints=LayoutConstraints()))
         yield from _gain("without --max-memory", question, most, changed, objective_value(question, most))
         return
     grown = _grown(question.cluster, 1) or _grown(question.cluster, len(question.cluster.nodes[-1].gpus))
@@ -286,8 +286,8 @@ def _to_improve(answer: SearchResult, best: Candidate) -> Iterator[str]:
         by = len(grown.gpus) - len(question.cluster.gpus)
         # Another node is used as those that are there.
         same = LayoutConstraints(tensor_parallel=most.layout.tensor_parallel, expert_parallel=most.layout.expert_parallel > 1)
-        wish = same if len(grown.nodes) > 1 else LayoutConstraints()
-        changed = search(msgspec.structs.replace(question, cluster=grown, wish=wish))
+        constraints = same if len(grown.nodes) > 1 else LayoutConstraints()
+        changed = search(msgspec.structs.replace(question, cluster=grown, constraints=constraints))
         name = f"+{by} {question.cluster.gpus[-1].name}"
         yield from _gain(name, question, most, changed, objective_value(question, most))
 
@@ -295,14 +295,14 @@ def _to_improve(answer: SearchResult, best: Candidate) -> Iterator[str]:
 def _as(question: Question, best: Candidate, **changes: object) -> Question:
     """The same cut, with something else changed."""
     layout = best.layout
-    wish = msgspec.structs.replace(
-        question.wish,
+    constraints = msgspec.structs.replace(
+        question.constraints,
         tensor_parallel=layout.tensor_parallel,
         pipeline_parallel=layout.pipeline_parallel,
         data_parallel=layout.data_parallel,
         expert_parallel=layout.expert_parallel > 1,
     )
-    return msgspec.structs.replace(question, wish=wish, **{"precisions": (layout.precision,), **changes})
+    return msgspec.structs.replace(question, constraints=constraints, **{"precisions": (layout.precision,), **changes})
 
 
 def _gain(name: str, question: Question, best: Candidate, changed: SearchResult, now: float) -> Iterator[str]:

@@ -79,9 +79,9 @@ def candidate_layouts(question: Question) -> Iterator[CandidateLayout]:
 
 
 def _of_precision(question: Question, precision: str) -> Iterator[CandidateLayout]:
-    wish = question.wish
-    if wish.devices:
-        yield _dictated(question, precision, wish.devices)
+    constraints = question.constraints
+    if constraints.devices:
+        yield _dictated(question, precision, constraints.devices)
         return
     alike, whole = interconnect_domains(question.cluster), node_devices(question.cluster)
     pools_of = [alike]
@@ -93,10 +93,10 @@ def _of_precision(question: Question, precision: str) -> Iterator[CandidateLayou
     if 1 < len(names) < len(types):
         pools_of += [[tuple(it for it in node if it.gpu.name == name) for node in whole] for name in names]
     for pools in pools_of:
-        sizes = [wish.tensor_parallel] if wish.tensor_parallel else tensor_sizes(pools, question.shape.q_heads)
+        sizes = [constraints.tensor_parallel] if constraints.tensor_parallel else tensor_sizes(pools, question.shape.q_heads)
         for tensor in sizes:
             used = pools
-            if wish.tensor_parallel and not tensor_groups(pools, tensor):
+            if constraints.tensor_parallel and not tensor_groups(pools, tensor):
                 used = [tuple(device for node in whole for device in node)]
             yield from _of_groups(question, precision, tensor, tensor_groups(used, tensor))
 
@@ -113,12 +113,12 @@ def _called(members: Sequence[Device]) -> str:
 
 
 def _of_groups(question: Question, precision: str, tensor: int, members: list[tuple[Device, ...]]) -> Iterator[CandidateLayout]:
-    wish, experts = question.wish, question.shape.experts
+    constraints, experts = question.constraints, question.shape.experts
     for stages, count in _depths(question, len(members)):
         copies = tuple(place_replicas(members, stages, count))
         if len(copies) < count:
             continue
-        for expert in _expert_choices(wish.expert_parallel, tensor * count, experts.count if experts else 0):
+        for expert in _expert_choices(constraints.expert_parallel, tensor * count, experts.count if experts else 0):
             # Replicas that share their experts exchange tokens in every layer: a stage of all of them lies together.
             crosswise = expert > tensor and stages > 1
             laid = _crosswise(members, stages, count) if crosswise else copies
@@ -137,8 +137,8 @@ def rearranged(question: Question, draft: CandidateLayout) -> Iterator[Candidate
     every order of a few types, else the fastest first and last; each replica with stages of all types, instead of
     replicas that differ; and where some stay idle, those of one type rather than those of another. Of ranks on
     different GPUs: the roomiest first, since the first of them samples too."""
-    wish, cut = question.wish, draft.cut
-    said = wish.devices or wish.spread or wish.pipeline_split or wish.tensor_split
+    constraints, cut = question.constraints, draft.cut
+    said = constraints.devices or constraints.spread or constraints.pipeline_split or constraints.tensor_split
     members = [stage for replica in draft.replicas for stage in replica]
     everything = tensor_groups(interconnect_domains(question.cluster), cut.tensor_parallel)
     if cut.pipeline_parallel == 1 and not said:
@@ -186,13 +186,13 @@ def _orders(members: Sequence[tuple[Device, ...]]) -> Iterable[tuple[Sorts, ...]
 def _depths(question: Question, members: int) -> list[tuple[int, int]]:
     """(stages, replicas) that so many groups of ranks can form: for each number of replicas the deepest, so that
     none is idle without need."""
-    wish = question.wish
-    if wish.pipeline_parallel:
-        counts = [wish.data_parallel] if wish.data_parallel else [members // wish.pipeline_parallel]
-        return [(wish.pipeline_parallel, count) for count in counts if 0 < count * wish.pipeline_parallel <= members]
-    if wish.data_parallel:
-        deepest = members // wish.data_parallel
-        return [(stages, wish.data_parallel) for stages in range(1, min(deepest, question.shape.layers) + 1)]
+    constraints = question.constraints
+    if constraints.pipeline_parallel:
+        counts = [constraints.data_parallel] if constraints.data_parallel else [members // constraints.pipeline_parallel]
+        return [(constraints.pipeline_parallel, count) for count in counts if 0 < count * constraints.pipeline_parallel <= members]
+    if constraints.data_parallel:
+        deepest = members // constraints.data_parallel
+        return [(stages, constraints.data_parallel) for stages in range(1, min(deepest, question.shape.layers) + 1)]
     depths = sorted({members // count for count in range(1, members + 1)})
     return [(stages, members // stages) for stages in depths if stages <= question.shape.layers]
 

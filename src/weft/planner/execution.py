@@ -198,10 +198,10 @@ def question(
     from weft.planner.question import Question, LayoutConstraints
 
     word = spread_of(config.device_map) if config.device_map else None
-    wish = LayoutConstraints(tensor_parallel=1, data_parallel=1, expert_parallel=False, spread=word) if word else LayoutConstraints()
+    constraints = LayoutConstraints(tensor_parallel=1, data_parallel=1, expert_parallel=False, spread=word) if word else LayoutConstraints()
     if config.tensor_parallel_size or config.pipeline_parallel_size:
         tensor, stages = config.tensor_parallel_size or 1, config.pipeline_parallel_size or 1
-        wish = LayoutConstraints(tensor_parallel=tensor, pipeline_parallel=stages, expert_parallel=False)
+        constraints = LayoutConstraints(tensor_parallel=tensor, pipeline_parallel=stages, expert_parallel=False)
     shape, most = checkpoint.shape, config.max_model_len
     devices = [f"cuda:{number}" for number in numbers]
     dtype = compute_dtype(config, checkpoint, host, devices)
@@ -215,7 +215,7 @@ def question(
         precisions=(precision_held(config, checkpoint, dtype, devices),),
         kv_dtype=OF_DTYPE[dtype] if config.kv_cache_dtype == "auto" else "fp8",
         workload=Workload(input_len=input_len, output_len=output_len, max_model_len=most),
-        wish=wish,
+        constraints=constraints,
         gpu_memory_utilization=None if share == USUAL.gpu_memory_utilization else min(share),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,

@@ -176,7 +176,7 @@ def _capped(question: Question) -> Iterator[str]:
 
 def _rounded(question: Question, best: Candidate) -> Iterator[str]:
     """A split by tensors is in whole groups of heads, whatever the weights."""
-    weights = question.wish.tensor_split
+    weights = question.constraints.tensor_split
     if not weights:
         return
     shape = question.shape
@@ -193,7 +193,7 @@ def _rounded(question: Question, best: Candidate) -> Iterator[str]:
 def _mapped(question: Question, best: Candidate) -> Iterator[str]:
     """What a device map costs that a pipeline of our own would not."""
     layout = best.layout
-    if not question.wish.devices:
+    if not question.constraints.devices:
         return
     if question.shape.tied and layout.pipeline_parallel > 1:
         head = best.memory.ranks[-1].weights.head

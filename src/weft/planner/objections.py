@@ -80,7 +80,7 @@ def _heads(question: Question, draft: CandidateLayout) -> str | None:
     if engine in LAYERS_ONLY and (ranks > 1 or draft.cut.expert_parallel > 1):
         those = f"{ranks} ranks" if ranks > 1 else f"{draft.cut.data_parallel} replicas"
         return f"{engine} puts whole layers on GPUs; {those} cannot share one"
-    if len(set(question.wish.tensor_split or ())) > 1 and engine in EVEN:
+    if len(set(question.constraints.tensor_split or ())) > 1 and engine in EVEN:
         return f"{engine} cuts evenly; --tensor-split is for weft"
     if engine not in EVEN or ranks == 1:
         return None
@@ -97,7 +97,7 @@ def _heads(question: Question, draft: CandidateLayout) -> str | None:
 
 def _turns(question: Question, draft: CandidateLayout) -> str | None:
     gpus = draft.gpus
-    again = next((number for number in gpus if gpus.count(number) > 1), None) if question.wish.devices else None
+    again = next((number for number in gpus if gpus.count(number) > 1), None) if question.constraints.devices else None
     if again is None or question.engine in SHARING:
         return None
     stages = " and ".join(str(stage) for stage, number in enumerate(gpus) if number == again)

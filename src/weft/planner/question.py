@@ -47,7 +47,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     kv_dtype: str | None = None
     workload: Workload = Workload()
     objective: Objective = "throughput"
-    wish: LayoutConstraints = LayoutConstraints()
+    constraints: LayoutConstraints = LayoutConstraints()
     price: float | None = None
     gpu_memory_utilization: float | None = None
     max_num_seqs: int | None = None

@@ -103,9 +103,9 @@ class Fitting(msgspec.Struct, frozen=True):
 
 def fitting(question: Question, rejected: list[Rejected]) -> Iterator[Fitting]:
     """Every cut that fits, in no order; those that do not are added to `rejected`."""
-    if question.wish.spread:
+    if question.constraints.spread:
         for precision in question.precisions:
-            yield from fitting(_spread_out(question, precision, question.wish.spread), rejected)
+            yield from fitting(_spread_out(question, precision, question.constraints.spread), rejected)
         return
     depths: dict[tuple[str, int, bool], set[int]] = {}
     for draft in candidate_layouts(question):
@@ -191,7 +191,7 @@ def _spread_out(question: Question, precision: str, mode: Spread) -> Question:
     most = engine.utilization_most.value
     layers = balance_layers(load, [it.gpu.takes(most) - kept(it.gpu, 1) for it in gpus], mode)
     used = [(it.number, count) for it, count in zip(gpus, layers, strict=True) if count]
-    wish = LayoutConstraints(
+    constraints = LayoutConstraints(
         tensor_parallel=1,
         pipeline_parallel=len(used),
         data_parallel=1,
@@ -199,7 +199,7 @@ def _spread_out(question: Question, precision: str, mode: Spread) -> Question:
         pipeline_split=tuple(count for _, count in used),
         devices=tuple(number for number, _ in used),
     )
-    return msgspec.structs.replace(question, precisions=(precision,), wish=wish)
+    return msgspec.structs.replace(question, precisions=(precision,), constraints=constraints)
 
 
 def _layouts(question: Question, draft: CandidateLayout) -> list[DeploymentLayout]:
@@ -235,8 +235,8 @@ def _deployed(question: Question, draft: CandidateLayout, weights: Sequence[floa
 
 def _tensor_weights(question: Question, draft: CandidateLayout) -> list[tuple[float, ...]]:
     ranks = draft.cut.tensor_parallel
-    if question.wish.tensor_split:
-        return [question.wish.tensor_split]
+    if question.constraints.tensor_split:
+        return [question.constraints.tensor_split]
     even = (1.0,) * ranks
     # A rank has one share in every stage and replica: what the poorest GPU of its position can take.
     stages = [stage for replica in draft.replicas for stage in replica]
@@ -254,8 +254,8 @@ def _tensor_weights(question: Question, draft: CandidateLayout) -> list[tuple[fl
 
 def _stage_layers(question: Question, draft: CandidateLayout, weights: Sequence[float]) -> list[tuple[int, ...]]:
     shape, cut, stages = question.shape, draft.cut, draft.cut.pipeline_parallel
-    if question.wish.pipeline_split:
-        return [question.wish.pipeline_split]
+    if question.constraints.pipeline_split:
+        return [question.constraints.pipeline_split]
     if stages == 1:
         return [(shape.layers,)]
     dtype, tokens = kv_dtype(question, cut.precision), question.workload.longest
