@@ -95,9 +95,9 @@ GPUS = st.sampled_from([find_gpu(name) for name in ("RTX 4090", "RTX 3090", "RTX
 WISHES = st.sampled_from(
     [
         LayoutConstraints(),
-        LayoutConstraints(spread="balanced"),
-        LayoutConstraints(spread="sequential"),
-        LayoutConstraints(spread="balanced_low_0"),
+        LayoutConstraints(device_map_strategy="balanced"),
+        LayoutConstraints(device_map_strategy="sequential"),
+        LayoutConstraints(device_map_strategy="balanced_low_0"),
         LayoutConstraints(pipeline_parallel=2),
     ]
 )

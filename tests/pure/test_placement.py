@@ -105,7 +105,7 @@ def test_engines_that_give_each_rank_a_gpu_refuse_two_stages_on_one() -> None:
 
 
 def test_words_are_worked_out_for_each_precision() -> None:
-    answer = plan("1xRTX3060+1xA100", LayoutConstraints(spread="sequential"), precisions=("bf16", "int4"))
+    answer = plan("1xRTX3060+1xA100", LayoutConstraints(device_map_strategy="sequential"), precisions=("bf16", "int4"))
     assert {it.cut.precision: it.layout.gpus for it in answer.candidates} == {"bf16": (0, 1), "int4": (0,)}
 
 

@@ -90,7 +90,7 @@ def mapped(said: dict[str, Any], cluster: Cluster, model: Model, precision: str)
     placement.check_flags(given, said)
     word = placement.spread_of(given)
     if word:
-        return LayoutConstraints(tensor_parallel=1, data_parallel=1, expert_parallel=False, spread=word)
+        return LayoutConstraints(tensor_parallel=1, data_parallel=1, expert_parallel=False, device_map_strategy=word)
     gpus = {number: gpu for number, gpu in enumerate(cluster.gpus) if gpu.kind == "gpu"}
     room = device_map.Room(
         gpus=[number for number, gpu in gpus.items() if gpu.limit_bytes != 0],

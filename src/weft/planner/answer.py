@@ -102,7 +102,7 @@ def missing(question: Question, precision: str) -> list[str]:
 def simulated(question: Question, best: Candidate | None) -> str | None:
     """The command that simulates the same deployment under load; None if nothing fits, nobody asked by flags, or a
     device map says where the stages lie."""
-    if best is None or not question.flags or question.constraints.devices or question.constraints.spread:
+    if best is None or not question.flags or question.constraints.devices or question.constraints.device_map_strategy:
         return None
     if len(question.precisions) == 1:
         return command("simulate", question.flags, without=ONLY_PLANNED)

@@ -138,7 +138,7 @@ def rearranged(question: Question, draft: CandidateLayout) -> Iterator[Candidate
     replicas that differ; and where some stay idle, those of one type rather than those of another. Of ranks on
     different GPUs: the roomiest first, since the first of them samples too."""
     constraints, cut = question.constraints, draft.cut
-    said = constraints.devices or constraints.spread or constraints.pipeline_split or constraints.tensor_split
+    said = constraints.devices or constraints.device_map_strategy or constraints.pipeline_split or constraints.tensor_split
     members = [stage for replica in draft.replicas for stage in replica]
     everything = tensor_groups(interconnect_domains(question.cluster), cut.tensor_parallel)
     if cut.pipeline_parallel == 1 and not said:

@@ -18,7 +18,7 @@ OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 
 class LayoutConstraints(msgspec.Struct, frozen=True, kw_only=True):
     """What the user has decided; None leaves it to the search. `tensor_split` are weights, `pipeline_split`
-    layers per stage, and `devices` the GPU of each stage, in `Cluster` order; one may hold several stages. `spread`
+    layers per stage, and `devices` the GPU of each stage, in `Cluster` order; one may hold several stages. `device_map_strategy`
     puts whole layers on all GPUs, by a word that `planner.balance` explains."""
 
     tensor_parallel: int | None = None
@@ -28,7 +28,7 @@ class LayoutConstraints(msgspec.Struct, frozen=True, kw_only=True):
     tensor_split: tuple[float, ...] | None = None
     pipeline_split: tuple[int, ...] | None = None
     devices: tuple[int, ...] | None = None
-    spread: Spread | None = None
+    device_map_strategy: Spread | None = None
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):

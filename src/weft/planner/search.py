@@ -103,9 +103,9 @@ class Fitting(msgspec.Struct, frozen=True):
 
 def fitting(question: Question, rejected: list[Rejected]) -> Iterator[Fitting]:
     """Every cut that fits, in no order; those that do not are added to `rejected`."""
-    if question.constraints.spread:
+    if question.constraints.device_map_strategy:
         for precision in question.precisions:
-            yield from fitting(_spread_out(question, precision, question.constraints.spread), rejected)
+            yield from fitting(_spread_out(question, precision, question.constraints.device_map_strategy), rejected)
         return
     depths: dict[tuple[str, int, bool], set[int]] = {}
     for draft in candidate_layouts(question):
