@@ -93,7 +93,7 @@ def test_steps_of_such_a_gpu_are_as_predicted() -> None:
     (run_,) = build_replicas(question.shape, layout, question.cluster, engine_profile(question))
     found = StepPredictor(run_).step_s([1536] * 16, groups=3)
     work = Workload(input_len=1024, output_len=1024)
-    assert max(found.through, 3 * found.apart) == pytest.approx(run_.round_s(48, work).total)
+    assert max(found.latency_s, 3 * found.interval_s) == pytest.approx(run_.round_s(48, work).total)
 
 
 def test_engines_that_give_each_rank_a_gpu_refuse_two_stages_on_one() -> None:

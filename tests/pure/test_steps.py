@@ -46,7 +46,7 @@ def test_equal_rows_take_a_round(model: str, gpus: str, tensor: int, stages: int
     for each in (1, 7, 32, 300):
         found = StepPredictor(run).step_s([1536] * each, groups=groups)
         work = Workload(input_len=1024, output_len=1024)
-        assert max(found.through, groups * found.apart) == pytest.approx(run.round_s(each * groups, work).total)
+        assert max(found.latency_s, groups * found.interval_s) == pytest.approx(run.round_s(each * groups, work).total)
 
 
 @pytest.mark.parametrize("model", SHAPES)
@@ -55,14 +55,14 @@ def test_a_whole_prompt_takes_what_it_takes_alone(model: str, gpus: str, tensor:
     run = replica(model, gpus, tensor=tensor, stages=stages)
     for length in (1, 100, 3000, 20_000):
         found = StepPredictor(run).step_s([], [(0, length)], ends=1)
-        assert found.through == pytest.approx(run.prompt_s(Workload(input_len=length, output_len=1)))
+        assert found.latency_s == pytest.approx(run.prompt_s(Workload(input_len=length, output_len=1)))
 
 
 def test_replicas_that_share_experts_meet_each_others_tokens() -> None:
     shared = replica("Qwen3-30B-A3B", "4xH100", experts=True)
     work = Workload(input_len=100, output_len=100)
-    assert StepPredictor(shared).step_s([150] * 8).through == pytest.approx(shared.round_s(8, work).total)
-    assert StepPredictor(shared).step_s([], [(0, 500)], ends=1).through == pytest.approx(
+    assert StepPredictor(shared).step_s([150] * 8).latency_s == pytest.approx(shared.round_s(8, work).total)
+    assert StepPredictor(shared).step_s([], [(0, 500)], ends=1).latency_s == pytest.approx(
         shared.prompt_s(Workload(input_len=500, output_len=1))
     )
 
@@ -79,9 +79,9 @@ def test_rows_and_chunks_only_add(model: str, contexts: list[int], chunks: list[
     both = steps.step_s(contexts, chunks, ends=len(chunks), groups=groups)
     rows, read = steps.step_s(contexts, groups=groups), steps.step_s([], chunks, ends=len(chunks), groups=groups)
     idle = steps.step_s([], groups=groups)
-    assert both.through == pytest.approx(rows.through + read.through - idle.through)
-    assert both.apart == pytest.approx(rows.apart + read.apart - idle.apart)
-    assert both.apart <= both.through * (1 + 0.11 * (groups - 1))
+    assert both.latency_s == pytest.approx(rows.latency_s + read.latency_s - idle.latency_s)
+    assert both.interval_s == pytest.approx(rows.interval_s + read.interval_s - idle.interval_s)
+    assert both.interval_s <= both.latency_s * (1 + 0.11 * (groups - 1))
 
 
 @settings(deadline=None, max_examples=40)
@@ -92,4 +92,4 @@ def test_attention_of_a_prompt_is_that_of_its_chunks(model: str, length: int, cu
     first = min(length - 1, max(1, round(cut * length)))
     whole = steps.step_s([], [(0, length)], ends=1)
     halves = steps.step_s([], [(0, first), (first, length - first)], ends=1)
-    assert halves.through == pytest.approx(whole.through)
+    assert halves.latency_s == pytest.approx(whole.latency_s)

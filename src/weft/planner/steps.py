@@ -13,11 +13,11 @@ from weft.planner.work import AttentionWork, RankWork
 
 
 class StepSeconds(NamedTuple):
-    """`through` is from a step's start to its result, through all stages; `apart` the least from the result of the
+    """`latency_s` is from a step's start to its result, through all stages; `interval_s` the least from the result of the
     step before to its own."""
 
-    through: float
-    apart: float
+    latency_s: float
+    interval_s: float
 
 
 # A rank's seconds without attention, and those of each token that attention sees within each of the windows.

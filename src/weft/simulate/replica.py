@@ -147,7 +147,7 @@ class Replica:
             for id in scheduler.started:
                 self._answers[id].began_s = now
             took = self._cost(plan)
-            self._last_result = max(now + took.through, self._last_result + took.apart)
+            self._last_result = max(now + took.latency_s, self._last_result + took.interval_s)
             flights.append((plan, self._last_result))
         if self._stretch:
             self.due = self._stretch.end_s
@@ -207,7 +207,7 @@ class Replica:
     def _round_s(self, groups: Sequence[Sequence[int]]) -> float:
         """One step of each of these groups, as many as are under way at once."""
         steps = [self._steps.step_s(contexts, groups=len(groups)) for contexts in groups]
-        return max(max(step.through for step in steps), sum(step.apart for step in steps))
+        return max(max(step.latency_s for step in steps), sum(step.interval_s for step in steps))
 
     def _advance(self, stretch: Stretch) -> list[Answer]:
         """The stretch is over. Returns the requests that have ended."""
