@@ -17,7 +17,7 @@ from weft.errors import WeftError
 from weft.formats import catalogue
 from weft.hardware.cluster import Cluster
 from weft.planner.advice import WEFT_SCHEMES
-from weft.planner.answer import candidate_json, hardware_json, missing
+from weft.planner.plan_json import candidate_json, hardware_json, missing
 from weft.planner.overview import search_best_precision, layout_name, short_bytes
 from weft.planner.search import SearchResult, closest_miss, search
 from weft.words import command, gigabytes

@@ -11,7 +11,7 @@ from typing import Any
 from weft.architectures.model import Model
 from weft.cli.parser import UsageError
 from weft.errors import reason
-from weft.planner.answer import as_json
+from weft.planner.plan_json import as_json
 from weft.planner.search import SearchResult
 
 STDOUT = "-"  # for a file's name

@@ -14,7 +14,7 @@ from weft.cli.plan import NOTHING_FITS
 from weft.cli.simulate_flags import SIMULATE
 from weft.cli.simulate_runs import find_count, finite, report_json, run_once
 from weft.errors import WeftError
-from weft.planner.answer import simulated
+from weft.planner.plan_json import simulated
 from weft.planner.question import Question
 from weft.planner.ranking import Candidate
 from weft.planner.search import search

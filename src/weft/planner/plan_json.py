@@ -13,7 +13,7 @@ from weft.formats.precision import weight_bytes
 from weft.hardware.cluster import Cluster, Home, Node
 from weft.hardware.links import nvlink, table
 from weft.plan import speculation
-from weft.planner import verdict
+from weft.planner import summary
 from weft.planner.advice import advice
 from weft.planner.binding import binding_constraint
 from weft.planner.cost import Prediction
@@ -42,10 +42,10 @@ def as_json(answer: SearchResult, model: Model) -> dict[str, Any]:
     held_back = binding_constraint(answer)
     return {
         "format": FORMAT,
-        "summary": verdict.summary(
+        "summary": summary.summary(
             answer, missing(question, best.layout.precision if best else question.precisions[0])
         ),
-        "why": verdict.why(answer),
+        "why": summary.why(answer),
         "simulate": simulated(question, best),
         "model": model_json(question, model, best.layout.precision if best else question.precisions[0]),
         "hardware": hardware_json(question),
