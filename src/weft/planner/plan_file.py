@@ -71,7 +71,7 @@ class PlannedWorkload(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlanFile(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of `planner.plan_json.as_json` that an engine needs. `path` is where it was read."""
+    """The part of `planner.plan_json.plan_json` that an engine needs. `path` is where it was read."""
 
     format: int
     engine: str

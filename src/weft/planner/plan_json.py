@@ -36,7 +36,7 @@ ONLY_PLANNED = ("--concurrency", "--speculative-config")
 SIMULATED = ("ttft_s_at_concurrency", "ttft_s_at_concurrency_p95", "tpot_s_at_concurrency_p95")
 
 
-def as_json(answer: SearchResult, model: Model) -> dict[str, Any]:
+def plan_json(answer: SearchResult, model: Model) -> dict[str, Any]:
     """The whole plan; `best` is None where nothing fits."""
     question, best = answer.question, answer.best
     held_back = binding_constraint(answer)
