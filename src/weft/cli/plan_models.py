@@ -17,7 +17,7 @@ from weft.errors import WeftError
 from weft.formats import catalogue
 from weft.hardware.cluster import Cluster
 from weft.planner.advice import WEFT_SCHEMES
-from weft.planner.plan_json import candidate_json, hardware_json, missing
+from weft.planner.plan_json import candidate_json, hardware_json, missing_support
 from weft.planner.overview import search_best_precision, layout_name, short_bytes
 from weft.planner.search import SearchResult, closest_miss, search
 from weft.words import command, gigabytes
@@ -109,7 +109,7 @@ def row_json(answer: SearchResult, model: Model) -> dict[str, Any]:
         lacks = short_bytes(answer)
         reason = answer.obstacle
         return {**row, "precision": closest_precision(answer), "short_bytes": lacks or None, "reason": reason}
-    lacking = missing(question, best.layout.precision)
+    lacking = missing_support(question, best.layout.precision)
     told = candidate_json(question, best)
     shown = ("precision", "kv_tokens", "max_concurrency", "predicted")
     return {

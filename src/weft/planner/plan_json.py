@@ -43,7 +43,7 @@ def plan_json(answer: SearchResult, model: Model) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "summary": summary.summary(
-            answer, missing(question, best.layout.precision if best else question.precisions[0])
+            answer, missing_support(question, best.layout.precision if best else question.precisions[0])
         ),
         "why": summary.why(answer),
         "simulate": simulated(question, best),
@@ -75,7 +75,7 @@ def plan_json(answer: SearchResult, model: Model) -> dict[str, Any]:
 
 def model_json(question: Question, model: Model, precision: str) -> dict[str, Any]:
     shape = question.shape
-    lacks = missing(question, precision)
+    lacks = missing_support(question, precision)
     return {
         "name": model.name,
         "architecture": shape.architecture,
@@ -91,7 +91,7 @@ def model_json(question: Question, model: Model, precision: str) -> dict[str, An
     }
 
 
-def missing(question: Question, precision: str) -> list[str]:
+def missing_support(question: Question, precision: str) -> list[str]:
     """What our own engine lacks for the model, and for its draft model."""
     lacks, how = unsupported_reasons(question.shape, precision), question.speculation
     if how and how.draft:
