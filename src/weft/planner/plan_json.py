@@ -46,7 +46,7 @@ def plan_json(answer: SearchResult, model: Model) -> dict[str, Any]:
             answer, missing_support(question, best.layout.precision if best else question.precisions[0])
         ),
         "why": summary.why(answer),
-        "simulate": simulated(question, best),
+        "simulate": simulate_command(question, best),
         "model": model_json(question, model, best.layout.precision if best else question.precisions[0]),
         "hardware": hardware_json(question),
         "engine": question.engine,
@@ -99,7 +99,7 @@ def missing_support(question: Question, precision: str) -> list[str]:
     return lacks
 
 
-def simulated(question: Question, best: Candidate | None) -> str | None:
+def simulate_command(question: Question, best: Candidate | None) -> str | None:
     """The command that simulates the same deployment under load; None if nothing fits, nobody asked by flags, or a
     device map says where the stages lie."""
     if best is None or not question.flags or question.constraints.devices or question.constraints.device_map_strategy:
