@@ -185,7 +185,7 @@ def candidate_json(question: Question, candidate: Candidate) -> dict[str, Any]:
             "bands": bands(predicted),
         },
         "output_tok_s_per_gpu": predicted.output_tok_s / gpus,
-        "dollars_per_million_tokens": dollars(question, predicted.output_tok_s, gpus),
+        "dollars_per_million_tokens": dollars_per_million(question, predicted.output_tok_s, gpus),
         "dollars_per_million_tokens_band": dollars_band(question, predicted, gpus),
     }
 
@@ -282,7 +282,7 @@ def bands(predicted: Prediction) -> dict[str, list[float]]:
     return {name: [value * (1 - band), value * (1 + band)] for name, value in figures.items()}
 
 
-def dollars(question: Question, tok_s: float, gpus: int) -> float | None:
+def dollars_per_million(question: Question, tok_s: float, gpus: int) -> float | None:
     """Rent of `gpus` GPUs for a million answer tokens, always busy; None without a price."""
     return None if question.price is None else question.price * gpus / 3600 / tok_s * 1e6
 
@@ -292,7 +292,7 @@ def dollars_band(question: Question, predicted: Prediction, gpus: int) -> list[f
     if question.price is None:
         return None
     low, high = bands(predicted)["output_tok_s"]
-    return [dollars(question, tok_s, gpus) for tok_s in (high, low)]
+    return [dollars_per_million(question, tok_s, gpus) for tok_s in (high, low)]
 
 
 def provenance(question: Question, model: Model) -> dict[str, Any]:
