@@ -42,7 +42,7 @@ def plan_json(answer: SearchResult, model: Model) -> dict[str, Any]:
     held_back = binding_constraint(answer)
     return {
         "format": FORMAT,
-        "summary": summary.summary(
+        "summary": summary.summary_line(
             answer, missing_support(question, best.layout.precision if best else question.precisions[0])
         ),
         "why": summary.why(answer),

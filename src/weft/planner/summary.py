@@ -10,7 +10,7 @@ from weft.planner.search import SearchResult, closest_miss
 from weft.words import by_type, gigabytes
 
 
-def summary(answer: SearchResult, missing: list[str]) -> str:
+def summary_line(answer: SearchResult, missing: list[str]) -> str:
     """ "Yes: Qwen3-32B in 4 bits on both GPUs, about 51 tok/s for one user (31-72), 78,000 tokens of context";
     `missing` is what our own engine lacks for it."""
     question, best = answer.question, answer.best
