@@ -45,7 +45,7 @@ def plan_json(answer: SearchResult, model: Model) -> dict[str, Any]:
         "summary": summary.summary_line(
             answer, missing_support(question, best.layout.precision if best else question.precisions[0])
         ),
-        "why": summary.why(answer),
+        "why": summary.choice_reason(answer),
         "simulate": simulate_command(question, best),
         "model": model_json(question, model, best.layout.precision if best else question.precisions[0]),
         "hardware": hardware_json(question),

@@ -54,7 +54,7 @@ def gpus_used(question: Question, candidate: Candidate) -> str:
     return {1: f"1 {question.cluster.gpus[0].name}", 2: "both GPUs"}.get(used, f"all {used:,} GPUs")
 
 
-def why(answer: SearchResult) -> str:
+def choice_reason(answer: SearchResult) -> str:
     """Why the best one stands before one with a higher figure, and what is faster for one user at a time; empty if it
     is first in both."""
     question, best = answer.question, answer.best
