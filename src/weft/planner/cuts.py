@@ -132,7 +132,7 @@ def _crosswise(
     return tuple(tuple(members[stage * count + replica] for stage in range(stages)) for replica in range(count))
 
 
-def rearranged(question: Question, draft: CandidateLayout) -> Iterator[CandidateLayout]:
+def reordered_layouts(question: Question, draft: CandidateLayout) -> Iterator[CandidateLayout]:
     """The same cut in other orders, where the user has not said what each GPU holds. Of a pipeline on different GPUs:
     every order of a few types, else the fastest first and last; each replica with stages of all types, instead of
     replicas that differ; and where some stay idle, those of one type rather than those of another. Of ranks on

@@ -15,7 +15,7 @@ from weft.plan.quantization import check_planned_cuts
 from weft.planner.balance import model_bytes, balance_layers
 from weft.planner.batch import with_smallest_budget
 from weft.planner.cost import Prediction, predict
-from weft.planner.cuts import Cut, CandidateLayout, candidate_layouts, rearranged
+from weft.planner.cuts import Cut, CandidateLayout, candidate_layouts, reordered_layouts
 from weft.planner.deployment import DeploymentLayout, deploy
 from weft.planner.domains import same_gpu_type, usable_devices
 from weft.planner.footprint import Footprint, EngineMemory, footprint
@@ -75,7 +75,7 @@ def search(question: Question) -> SearchResult:
                 found[fits.cut], drafted[fits.cut] = candidate, fits.draft
     # Where stages run on different GPUs their order counts, which is tried for the best few only.
     for known in sorted(found.values(), key=lambda candidate: merit(question, candidate))[:REARRANGED]:
-        for draft in rearranged(question, drafted[known.cut]):
+        for draft in reordered_layouts(question, drafted[known.cut]):
             other = _fitting(question, draft, [])
             for candidate in _candidates(question, other) if other else ():
                 # As it was given, where another order gains nothing to speak of.
