@@ -13,7 +13,7 @@ from tests.pure.costs import cut
 from weft.formats.catalogue import find
 from weft.hardware.cluster import Cluster, Node, parse_gpus
 from weft.hardware.gpus import find_gpu
-from weft.planner.batch import FULL, KV_SHARE, TokenBudget, token_budgets, with_token_budget
+from weft.planner.batch import FULL, KV_SHARE_FOR_STEP, TokenBudget, token_budgets, with_token_budget
 from weft.planner.deployment import Workload
 from weft.planner.footprint import ReplicaMemory, footprint
 from weft.planner.profiles import Constant, Profile, load_profile
@@ -107,7 +107,7 @@ def test_the_kv_cache_keeps_its_room(model: str, gib: float, gpu: str) -> None:
     cluster = Cluster((Node((spec,), "pcie"),), 1.0)
     found = memory(model, cluster)
     least = memory(model, cluster, with_token_budget(WEFT, TokenBudget(512, "")))
-    assert found.kv_tokens >= (1 - KV_SHARE) * least.kv_tokens
+    assert found.kv_tokens >= (1 - KV_SHARE_FOR_STEP) * least.kv_tokens
     assert (found.kv_tokens >= found.length) == (least.kv_tokens >= least.length)
     assert not found.takes_more(least)
     if found.batched_tokens == 512:

@@ -11,7 +11,7 @@ from weft.planner.profiles import Constant, Profile
 from weft.planner.replica import Replica
 
 FULL = 0.1  # of each token's time: a step whose double would save less has the multipliers busy
-KV_SHARE = 0.03  # of the KV cache that the smallest step leaves: so much may go to the activations of a larger one
+KV_SHARE_FOR_STEP = 0.03  # of the KV cache that the smallest step leaves: so much may go to the activations of a larger one
 
 
 class TokenBudget(NamedTuple):
@@ -75,7 +75,7 @@ def token_budgets(replica: Replica, profile: Profile, longest: int) -> Iterator[
         found.append((2 * tokens, twice_s))
     for tokens, took_s in reversed(found):
         yield TokenBudget(tokens, f"a piece of that size takes {_told(took_s)}, and {why}")
-        why = f"a larger one would take more than {KV_SHARE:.0%} of the KV cache"
+        why = f"a larger one would take more than {KV_SHARE_FOR_STEP:.0%} of the KV cache"
 
 
 def _told(seconds: float) -> str:

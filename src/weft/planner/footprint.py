@@ -15,7 +15,7 @@ from weft.formats.precision import WeightBytes, canonical
 from weft.hardware.cluster import Cluster
 from weft.hardware.gpus import GpuSpec
 from weft.plan.memory import CPU_KV_BYTES, CPU_KV_SHARE, LOGITS_BYTES, step_bytes
-from weft.planner.batch import KV_SHARE, TokenBudget, token_budgets, with_token_budget
+from weft.planner.batch import KV_SHARE_FOR_STEP, TokenBudget, token_budgets, with_token_budget
 from weft.planner.deployment import DeploymentLayout, Workload
 from weft.planner.draft_memory import DraftBytes, draft_bytes, draft_on_rank, draft_tokens
 from weft.planner.profiles import OURS, Profile
@@ -170,7 +170,7 @@ def _chosen(holding: EngineMemory, seats: Sequence[RankSeat], length: int, tried
     if least.kv_tokens >= length:
         for choice in tried[:-1]:
             memory = beside(choice)
-            if memory.kv_tokens >= max(length, (1 - KV_SHARE) * least.kv_tokens) and not memory.takes_more(least):
+            if memory.kv_tokens >= max(length, (1 - KV_SHARE_FOR_STEP) * least.kv_tokens) and not memory.takes_more(least):
                 return memory
     return least
 
