@@ -19,7 +19,7 @@ from weft.planner.footprint import Footprint
 from weft.planner.objections import runs
 from weft.planner.question import Question, LayoutConstraints
 from weft.planner.ranking import Candidate, objective_value
-from weft.planner.search import SearchResult, closest_miss, engine_profile, fitting, search
+from weft.planner.search import SearchResult, closest_miss, engine_profile, fitting_layouts, search
 from weft.words import command, gigabytes, times
 
 # What weights of another precision are called, those closest to the original first.
@@ -134,12 +134,12 @@ def _longest_that_fits(question: Question) -> int | None:
     most = engine_profile(question).utilization_most.value
     workload = msgspec.structs.replace(question.workload, max_model_len=least)
     asked = msgspec.structs.replace(question, workload=workload, gpu_memory_utilization=most)
-    return max((memory.longest for it in fitting(asked, []) for _, memory in it.layouts), default=None)
+    return max((memory.longest for it in fitting_layouts(asked, []) for _, memory in it.layouts), default=None)
 
 
 def _roomiest(question: Question) -> tuple[Cut, Footprint] | None:
     """Of all that fit, the cut that leaves the fullest GPU most."""
-    found = [(it.cut, memory) for it in fitting(question, []) for _, memory in it.layouts]
+    found = [(it.cut, memory) for it in fitting_layouts(question, []) for _, memory in it.layouts]
     return max(found, key=lambda it: _spare(it[1]), default=None)
 
 

@@ -68,7 +68,7 @@ def search(question: Question) -> SearchResult:
     found: dict[Cut, Candidate] = {}
     drafted: dict[Cut, CandidateLayout] = {}
     reasons: list[Rejected] = []
-    for fits in fitting(question, reasons):
+    for fits in fitting_layouts(question, reasons):
         for candidate in _candidates(question, fits):
             known = found.get(fits.cut)
             if known is None or merit(question, candidate) < merit(question, known):
@@ -101,11 +101,11 @@ class Fitting(msgspec.Struct, frozen=True):
         return self.draft.cut
 
 
-def fitting(question: Question, rejected: list[Rejected]) -> Iterator[Fitting]:
+def fitting_layouts(question: Question, rejected: list[Rejected]) -> Iterator[Fitting]:
     """Every cut that fits, in no order; those that do not are added to `rejected`."""
     if question.constraints.device_map_strategy:
         for precision in question.precisions:
-            yield from fitting(_spread_out(question, precision, question.constraints.device_map_strategy), rejected)
+            yield from fitting_layouts(_spread_out(question, precision, question.constraints.device_map_strategy), rejected)
         return
     depths: dict[tuple[str, int, bool], set[int]] = {}
     for draft in candidate_layouts(question):
