@@ -158,7 +158,7 @@ def engine_profile(question: Question) -> Profile:
     return msgspec.structs.replace(found, speculation=question.speculation, **asked)
 
 
-def kv_dtype(question: Question, precision: str) -> str:
+def kv_cache_dtype(question: Question, precision: str) -> str:
     """What the cache is kept in: as asked, or what the engine takes beside these weights."""
     return question.kv_dtype or engine_profile(question).kv_dtype(precision)
 
@@ -173,7 +173,7 @@ def _predict(question: Question, layout: DeploymentLayout, memory: Footprint) ->
 
 def _spread_out(question: Question, precision: str, mode: Spread) -> Question:
     """The question with the stages that a word of Transformers' comes to in this precision."""
-    shape, engine, dtype = question.shape, engine_profile(question), kv_dtype(question, precision)
+    shape, engine, dtype = question.shape, engine_profile(question), kv_cache_dtype(question, precision)
     holding = EngineMemory(shape, canonical(precision), dtype, engine)
     gpus, one = usable_devices(question.cluster), msgspec.structs.replace(whole(shape), layers=Span(0, 1), stages=3)
 
@@ -228,7 +228,7 @@ def _deployed(question: Question, draft: CandidateLayout, weights: Sequence[floa
         stage_layers=layers,
         gpus=draft.gpus,
         precision=cut.precision,
-        kv_dtype=kv_dtype(question, cut.precision),
+        kv_dtype=kv_cache_dtype(question, cut.precision),
         expert_parallel=cut.expert_parallel > 1,
     )
 
@@ -258,7 +258,7 @@ def _stage_layers(question: Question, draft: CandidateLayout, weights: Sequence[
         return [question.constraints.pipeline_split]
     if stages == 1:
         return [(shape.layers,)]
-    dtype, tokens = kv_dtype(question, cut.precision), question.workload.longest
+    dtype, tokens = kv_cache_dtype(question, cut.precision), question.workload.longest
     group = (0, cut.data_parallel) if cut.expert_parallel > 1 else None
     even = _even(shape.layers, stages)
     kept = _own_bytes(question, draft, weights)
