@@ -67,16 +67,16 @@ def simplicity(layout: DeploymentLayout) -> tuple[int, ...]:
     return layout.size, layout.pipeline_parallel, layout.expert_parallel, len(layout.gpus)
 
 
-def merit(question: Question, candidate: Candidate) -> tuple[float, ...]:
+def sort_key(question: Question, candidate: Candidate) -> tuple[float, ...]:
     """An order of candidates by `objective_value`, the best first; between equals the simpler layout is better."""
     seconds = 1 / objective_value(question, candidate)
     return _three_digits(seconds), *simplicity(candidate.layout), seconds
 
 
 def ranked(question: Question, candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The best first, the others by `merit`. Those within RANKING_ERROR of the highest figure are a tie: the best has
+    """The best first, the others by `sort_key`. Those within RANKING_ERROR of the highest figure are a tie: the best has
     the fastest single request of these, and of equally fast ones the simplest layout."""
-    by_merit = sorted(candidates, key=lambda candidate: merit(question, candidate))
+    by_merit = sorted(candidates, key=lambda candidate: sort_key(question, candidate))
     if not by_merit:
         return []
     least = objective_value(question, by_merit[0]) / (1 + RANKING_ERROR)

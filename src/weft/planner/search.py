@@ -22,7 +22,7 @@ from weft.planner.footprint import Footprint, EngineMemory, footprint
 from weft.planner.objections import objection
 from weft.planner.profiles import Constant, Profile, calibrated, load_profile
 from weft.planner.question import Question, LayoutConstraints
-from weft.planner.ranking import Candidate, merit, ranked
+from weft.planner.ranking import Candidate, sort_key, ranked
 from weft.planner.stages import RankCapacity, stage_layers
 from weft.words import gigabytes
 
@@ -71,15 +71,15 @@ def search(question: Question) -> SearchResult:
     for fits in fitting_layouts(question, reasons):
         for candidate in _candidates(question, fits):
             known = found.get(fits.cut)
-            if known is None or merit(question, candidate) < merit(question, known):
+            if known is None or sort_key(question, candidate) < sort_key(question, known):
                 found[fits.cut], drafted[fits.cut] = candidate, fits.draft
     # Where stages run on different GPUs their order counts, which is tried for the best few only.
-    for known in sorted(found.values(), key=lambda candidate: merit(question, candidate))[:REARRANGED]:
+    for known in sorted(found.values(), key=lambda candidate: sort_key(question, candidate))[:REARRANGED]:
         for draft in reordered_layouts(question, drafted[known.cut]):
             other = _fitting(question, draft, [])
             for candidate in _candidates(question, other) if other else ():
                 # As it was given, where another order gains nothing to speak of.
-                if merit(question, candidate)[0] < merit(question, found[known.cut])[0]:
+                if sort_key(question, candidate)[0] < sort_key(question, found[known.cut])[0]:
                     found[known.cut] = candidate
     # A cut may be laid on the GPUs of a mixed cluster in several ways: it is rejected where none of them fits.
     rejected: dict[Cut, Rejected] = {}
