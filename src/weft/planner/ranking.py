@@ -73,7 +73,7 @@ def sort_key(question: Question, candidate: Candidate) -> tuple[float, ...]:
     return _three_digits(seconds), *simplicity(candidate.layout), seconds
 
 
-def ranked(question: Question, candidates: Sequence[Candidate]) -> list[Candidate]:
+def rank_candidates(question: Question, candidates: Sequence[Candidate]) -> list[Candidate]:
     """The best first, the others by `sort_key`. Those within RANKING_ERROR of the highest figure are a tie: the best has
     the fastest single request of these, and of equally fast ones the simplest layout."""
     by_merit = sorted(candidates, key=lambda candidate: sort_key(question, candidate))

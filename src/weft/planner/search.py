@@ -22,7 +22,7 @@ from weft.planner.footprint import Footprint, EngineMemory, footprint
 from weft.planner.objections import objection
 from weft.planner.profiles import Constant, Profile, calibrated, load_profile
 from weft.planner.question import Question, LayoutConstraints
-from weft.planner.ranking import Candidate, sort_key, ranked
+from weft.planner.ranking import Candidate, sort_key, rank_candidates
 from weft.planner.stages import RankCapacity, stage_layers
 from weft.words import gigabytes
 
@@ -86,7 +86,7 @@ def search(question: Question) -> SearchResult:
     for reason in sorted(reasons, key=lambda it: it.short_bytes):
         if reason.cut not in found:
             rejected.setdefault(reason.cut, reason)
-    candidates = tuple(ranked(question, list(found.values())))
+    candidates = tuple(rank_candidates(question, list(found.values())))
     return SearchResult(question=question, candidates=candidates, rejected=tuple(rejected.values()))
 
 
