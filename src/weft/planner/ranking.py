@@ -96,7 +96,7 @@ def preference(question: Question, candidates: Sequence[Candidate]) -> Preferenc
     return Preference(highest, "single request" if faster else "simpler")
 
 
-def quicker(question: Question, candidates: Sequence[Candidate]) -> Candidate | None:
+def faster_alone(question: Question, candidates: Sequence[Candidate]) -> Candidate | None:
     """The candidate with the fastest single request, if that is faster than the first candidate's by more than
     RANKING_ERROR; else None."""
     if not candidates:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from weft.planner.question import Question
-from weft.planner.ranking import Candidate, single_request_s, preference, quicker, request_s, objective_value
+from weft.planner.ranking import Candidate, single_request_s, preference, faster_alone, request_s, objective_value
 from weft.planner.search import SearchResult, closest_miss
 from weft.words import by_type, gigabytes
 
@@ -67,7 +67,7 @@ def choice_reason(answer: SearchResult) -> str:
             because = f"faster for a single request ({_alone(question, best, over)})"
         figures = _figures(question, best, over)
         sentences.append(f"{best.cut} is within the error of {over.cut} ({figures}) and {because}")
-    if question.objective == "throughput" and (quickest := quicker(question, answer.candidates)):
+    if question.objective == "throughput" and (quickest := faster_alone(question, answer.candidates)):
         speeds = _alone(question, quickest, best)
         sentences.append(f"For one user at a time {quickest.cut} is faster ({speeds}): --objective latency")
     return ". ".join(sentences)
