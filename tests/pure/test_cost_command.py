@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.pure.commands import weft, weft_json
 from weft.cli import main
-from weft.planner.api_prices import Usage, quote, quotes, stated_quote
+from weft.planner.api_prices import Usage, find_quote, quotes, stated_quote
 from weft.planner.economics import Fleet, cheapest_mix, mix, replicas_for_peak
 
 LLAMA = ["cost", "Llama-3.1-8B-Instruct", "--gpus", "2xL40S", "--price", "0.9"]
@@ -73,7 +73,7 @@ def test_quotes_agree_with_the_library():
     from genai_prices import calc_price
 
     for ref, provider in (("gpt-4o-mini", "openai"), ("gemini-2.5-pro", "google")):
-        found = quote(f"{provider}/{ref}", Usage(300_000, 100_000, 500))  # beyond a tier's limit
+        found = find_quote(f"{provider}/{ref}", Usage(300_000, 100_000, 500))  # beyond a tier's limit
         tokens = Tokens(input_tokens=300_000, cache_read_tokens=100_000, output_tokens=500)
         assert found.dollars == pytest.approx(float(calc_price(tokens, ref, provider_id=provider).total_price))
         assert 0 < found.cached_dollars < found.input_dollars
@@ -176,4 +176,4 @@ def test_an_api_is_found_by_the_name_that_is_printed():
     usage = Usage(1000, 0, 1000)
     for found in quotes("Llama-3.1-8B-Instruct", usage):
         printed = f"{found.provider}/{found.name.rpartition('/')[2]}"
-        assert quote(printed, usage).provider == found.provider
+        assert find_quote(printed, usage).provider == found.provider

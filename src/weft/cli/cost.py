@@ -70,7 +70,7 @@ def usage(question: Question, cached: float) -> Usage:
 
 def asked(arguments: Namespace, model: Model, each: Usage) -> list[Quote]:
     """What APIs take for a request: those that were named, else whoever sells the model."""
-    found = [api_prices.quote(name, each) for name in getattr(arguments, "against", ())]
+    found = [api_prices.find_quote(name, each) for name in getattr(arguments, "against", ())]
     stated = getattr(arguments, "api_price", None)
     if stated is not None:
         found.append(api_prices.stated_quote(stated, each))

@@ -59,7 +59,7 @@ def stated_quote(prices: tuple[float, ...], usage: Usage) -> Quote:
     )
 
 
-def quote(name: str, usage: Usage) -> Quote:
+def find_quote(name: str, usage: Usage) -> Quote:
     """The quote for `model` or `provider/model`. Raises ConfigError with the nearest names for one that is unknown."""
     for provider, model in _named(name):
         found = _quote(provider, model, usage)
