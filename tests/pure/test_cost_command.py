@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.pure.commands import weft, weft_json
 from weft.cli import main
-from weft.planner.api_prices import Usage, find_quote, quotes, stated_quote
+from weft.planner.api_prices import Usage, find_quote, find_quotes, stated_quote
 from weft.planner.economics import Fleet, cheapest_mix, mix, replicas_for_peak
 
 LLAMA = ["cost", "Llama-3.1-8B-Instruct", "--gpus", "2xL40S", "--price", "0.9"]
@@ -80,11 +80,11 @@ def test_quotes_agree_with_the_library():
 
 
 def test_whoever_sells_the_model():
-    found = quotes("meta-llama/Llama-3.3-70B-Instruct", Usage(1000, 0, 1000))
+    found = find_quotes("meta-llama/Llama-3.3-70B-Instruct", Usage(1000, 0, 1000))
     assert len({it.provider for it in found}) == len(found) > 3
     assert [it.dollars for it in found] == sorted(it.dollars for it in found)
     assert all("llama-3.3-70b-instruct" in it.name.lower() for it in found)
-    assert quotes("nobody/knows-this-model", Usage(1000, 0, 1000)) == []
+    assert find_quotes("nobody/knows-this-model", Usage(1000, 0, 1000)) == []
 
 
 def test_json_hangs_together():
@@ -174,6 +174,6 @@ def test_a_narrow_terminal_cuts_no_figures(width, capsys, monkeypatch):
 
 def test_an_api_is_found_by_the_name_that_is_printed():
     usage = Usage(1000, 0, 1000)
-    for found in quotes("Llama-3.1-8B-Instruct", usage):
+    for found in find_quotes("Llama-3.1-8B-Instruct", usage):
         printed = f"{found.provider}/{found.name.rpartition('/')[2]}"
         assert find_quote(printed, usage).provider == found.provider

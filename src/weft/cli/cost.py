@@ -76,7 +76,7 @@ def asked(arguments: Namespace, model: Model, each: Usage) -> list[Quote]:
         found.append(api_prices.stated_quote(stated, each))
     if found:
         return found
-    sellers = api_prices.quotes(model.name, each)[:SELLERS]
+    sellers = api_prices.find_quotes(model.name, each)[:SELLERS]
     if not sellers and hasattr(arguments, "demand"):
         raise ConfigError(
             f"nobody is known to sell {model.name}; name an API with --against gpt-4o-mini, or its prices with "

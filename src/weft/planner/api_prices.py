@@ -72,7 +72,7 @@ def find_quote(name: str, usage: Usage) -> Quote:
     raise ConfigError(f"no price is known of {name!r}{hint}; or give --api-price IN/OUT in dollars per million tokens")
 
 
-def quotes(name: str, usage: Usage) -> list[Quote]:
+def find_quotes(name: str, usage: Usage) -> list[Quote]:
     """Of every provider that sells the model of this name, whatever its spelling; the cheapest first."""
     wanted, found = _bare(name), {}
     for provider in _providers():
