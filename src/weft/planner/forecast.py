@@ -75,7 +75,7 @@ class Forecast:
 def forecast_plan(plan: Plan, host: Host, known: Speeds) -> Forecast:
     """`host` as it was before the engine started, `known` what `execution.seen` says of it. Raises ConfigError for a
     GPU of which nothing is known."""
-    layout, cluster, profile = as_candidate(plan, host, known, plan.max_num_batched_tokens)
+    layout, cluster, profile = plan_as_candidate(plan, host, known, plan.max_num_batched_tokens)
     steps = tuple(
         activation_bytes(
             plan.shape, place, plan.max_num_batched_tokens, plan.max_num_seqs, profile, DTYPE_BYTES[plan.dtype]
@@ -87,13 +87,13 @@ def forecast_plan(plan: Plan, host: Host, known: Speeds) -> Forecast:
 
 def step_choice(plan: Plan, host: Host, known: Speeds) -> TokenBudget:
     """The most tokens of a step that `planner.batch` chooses for a plan, whatever it has. Raises as `forecast_plan`."""
-    layout, cluster, profile = as_candidate(plan, host, known, None)
+    layout, cluster, profile = plan_as_candidate(plan, host, known, None)
     length = Workload(max_model_len=plan.max_model_len if plan.max_model_len_given else None)
     (memory,) = footprint(plan.shape, layout, cluster, profile, length).replicas
     return TokenBudget(memory.batched_tokens, memory.batched_reason)
 
 
-def as_candidate(plan: Plan, host: Host, known: Speeds, batched_tokens: int | None) -> tuple[DeploymentLayout, Cluster, Profile]:
+def plan_as_candidate(plan: Plan, host: Host, known: Speeds, batched_tokens: int | None) -> tuple[DeploymentLayout, Cluster, Profile]:
     """A plan as the search has its candidates, with the devices of its ranks and our engine's constants on them."""
     on_cpu = plan.devices[0] == "cpu"
     here = msgspec.structs.replace(host, gpus=(), pairs=()) if on_cpu else host
