@@ -93,11 +93,11 @@ def stepping(plan: Plan, config: EngineConfig, host: Host) -> Plan:
     if plan.devices[0] == "cpu":
         tokens, why = plan.max_num_batched_tokens, load_profile(OURS, on_cpu=True).max_num_batched_tokens.source
     else:
-        from weft.planner.forecast import step_choice
+        from weft.planner.forecast import step_token_budget
         from weft.probes.speeds import known
 
         try:
-            tokens, why = step_choice(plan, host, known(host))
+            tokens, why = step_token_budget(plan, host, known(host))
         except ConfigError as error:  # a GPU that nobody knows
             tokens, why = plan.max_num_batched_tokens, str(error)
     _tell_steps(tokens, why)

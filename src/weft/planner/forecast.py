@@ -85,7 +85,7 @@ def forecast_plan(plan: Plan, host: Host, known: Speeds) -> Forecast:
     return Forecast(plan, layout, cluster, profile, footprint(plan.shape, layout, cluster, profile), steps)
 
 
-def step_choice(plan: Plan, host: Host, known: Speeds) -> TokenBudget:
+def step_token_budget(plan: Plan, host: Host, known: Speeds) -> TokenBudget:
     """The most tokens of a step that `planner.batch` chooses for a plan, whatever it has. Raises as `forecast_plan`."""
     layout, cluster, profile = plan_as_candidate(plan, host, known, None)
     length = Workload(max_model_len=plan.max_model_len if plan.max_model_len_given else None)
