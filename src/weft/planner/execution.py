@@ -60,7 +60,7 @@ def plan_to_run(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Pla
     from weft.probes.speeds import known
 
     try:
-        config = searched(config, checkpoint, host, this_machine(host, known(host)), how)
+        config = config_of_best(config, checkpoint, host, this_machine(host, known(host)), how)
     except PlanError:
         # Who says the sizes has them tried, whatever the search thinks of it.
         if not is_cut(config, host):
@@ -153,7 +153,7 @@ def leaves_shares_open(config: EngineConfig, host: Host) -> bool:
     return names_each_once(config, host) and len({host.gpus[number].name for number in ids}) > 1
 
 
-def searched(
+def config_of_best(
     config: EngineConfig, checkpoint: Checkpoint, host: Host, cluster: Cluster, how: Speculation | None = None
 ) -> EngineConfig:
     """The config with the best layout on this machine's GPUs (of `device_ids`, where those are given) in it. Of several
