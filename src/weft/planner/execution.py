@@ -48,14 +48,14 @@ def plan_to_run(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Pla
 
         file = plan_file.load_plan_file(config.plan)
         config = run_plan_file.apply_plan_file(file, config, checkpoint, host)
-        plan = laid_out(config, checkpoint, host, speculating(config, checkpoint))
+        plan = plan_of_config(config, checkpoint, host, speculating(config, checkpoint))
         run_plan_file.check_applied(file, plan)
         return plan
     how = speculating(config, checkpoint)
     dtype, devices = compute_dtype(config, checkpoint, host, ()), [device_kind(config, host)]
     config = placed(config, checkpoint.shape, host, precision_held(config, checkpoint, dtype, devices))
     if device_kind(config, host) == "cpu" or (is_cut(config, host) and not leaves_shares_open(config, host)):
-        return laid_out(config, checkpoint, host, how)
+        return plan_of_config(config, checkpoint, host, how)
     from weft.probes.machine import this_machine
     from weft.probes.speeds import known
 
@@ -65,7 +65,7 @@ def plan_to_run(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Pla
         # Who says the sizes has them tried, whatever the search thinks of it.
         if not is_cut(config, host):
             raise
-    return laid_out(config, checkpoint, host, how)
+    return plan_of_config(config, checkpoint, host, how)
 
 
 def speculating(config: EngineConfig, checkpoint: Checkpoint) -> Speculation | None:
@@ -77,7 +77,7 @@ def speculating(config: EngineConfig, checkpoint: Checkpoint) -> Speculation | N
     )
 
 
-def laid_out(config: EngineConfig, checkpoint: Checkpoint, host: Host, how: Speculation | None) -> Plan:
+def plan_of_config(config: EngineConfig, checkpoint: Checkpoint, host: Host, how: Speculation | None) -> Plan:
     """The plan of a config that says how the model is cut."""
     plan = layout(config, checkpoint, host)
     if how is not None:
