@@ -49,7 +49,7 @@ def on_gpus(model: str, where: Host, **flags: Any) -> tuple[Plan, Forecast]:
 )
 def test_it_is_what_weft_plan_says_of_the_same_layout(model: str, names: list[str]) -> None:
     where, there = rig(*names), checkpoint(model)
-    question = execution.question(
+    question = execution.plan_question(
         EngineConfig(model="m"), there, where, this_machine(where, NOTHING), range(len(names))
     )
     best = search(question).best

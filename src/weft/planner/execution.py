@@ -164,7 +164,7 @@ def config_of_best(
     if config.max_memory is not None:
         of_devices(config.max_memory, len(host.gpus), on_cpu=False, ids=config.device_ids)  # or ConfigError
         cluster = capped(cluster, read(config.max_memory))
-    answer = search(question(config, checkpoint, host, part_of(cluster, numbers), numbers, how))
+    answer = search(plan_question(config, checkpoint, host, part_of(cluster, numbers), numbers, how))
     best = answer.best
     if best is None:
         raise PlanError(_nothing_fits(answer))
@@ -185,7 +185,7 @@ def config_of_best(
     )
 
 
-def question(
+def plan_question(
     config: EngineConfig,
     checkpoint: Checkpoint,
     host: Host,
