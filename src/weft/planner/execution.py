@@ -48,10 +48,10 @@ def plan_to_run(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Pla
 
         file = plan_file.load_plan_file(config.plan)
         config = run_plan_file.apply_plan_file(file, config, checkpoint, host)
-        plan = plan_of_config(config, checkpoint, host, speculating(config, checkpoint))
+        plan = plan_of_config(config, checkpoint, host, speculation_of(config, checkpoint))
         run_plan_file.check_applied(file, plan)
         return plan
-    how = speculating(config, checkpoint)
+    how = speculation_of(config, checkpoint)
     dtype, devices = compute_dtype(config, checkpoint, host, ()), [device_kind(config, host)]
     config = placed(config, checkpoint.shape, host, precision_held(config, checkpoint, dtype, devices))
     if device_kind(config, host) == "cpu" or (is_cut(config, host) and not leaves_shares_open(config, host)):
@@ -68,7 +68,7 @@ def plan_to_run(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Pla
     return plan_of_config(config, checkpoint, host, how)
 
 
-def speculating(config: EngineConfig, checkpoint: Checkpoint) -> Speculation | None:
+def speculation_of(config: EngineConfig, checkpoint: Checkpoint) -> Speculation | None:
     """How the engine guesses ahead, with its draft model found."""
     if config.speculative_config is None:
         return None
