@@ -83,10 +83,10 @@ def plan_of_config(config: EngineConfig, checkpoint: Checkpoint, host: Host, how
     if how is not None:
         plan = msgspec.structs.replace(plan, lookahead=False, speculation=how)
         check_weights_fit(plan, host)
-    return linked(stepping(plan, config, host), host)
+    return linked(with_step_tokens(plan, config, host), host)
 
 
-def stepping(plan: Plan, config: EngineConfig, host: Host) -> Plan:
+def with_step_tokens(plan: Plan, config: EngineConfig, host: Host) -> Plan:
     """The plan with as many tokens in a step as `planner.batch` chooses for it, where they are still open."""
     if config.max_num_batched_tokens is not None:
         return plan
