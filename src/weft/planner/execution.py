@@ -83,7 +83,7 @@ def plan_of_config(config: EngineConfig, checkpoint: Checkpoint, host: Host, how
     if how is not None:
         plan = msgspec.structs.replace(plan, lookahead=False, speculation=how)
         check_weights_fit(plan, host)
-    return linked(with_step_tokens(plan, config, host), host)
+    return with_peer_to_peer(with_step_tokens(plan, config, host), host)
 
 
 def with_step_tokens(plan: Plan, config: EngineConfig, host: Host) -> Plan:
@@ -104,7 +104,7 @@ def with_step_tokens(plan: Plan, config: EngineConfig, host: Host) -> Plan:
     return msgspec.structs.replace(plan, max_num_batched_tokens=tokens)
 
 
-def linked(plan: Plan, host: Host) -> Plan:
+def with_peer_to_peer(plan: Plan, host: Host) -> Plan:
     """The plan, without peer-to-peer where a measurement (`weft hardware`) found that it does not work here."""
     if len({device for device in plan.devices if device != "cpu"}) < 2:
         return plan
