@@ -108,7 +108,7 @@ class Replica:
         # Replicas that share their experts step together, and the experts meet the tokens of all.
         self.sharing = layout.data_parallel if layout.expert_parallel > layout.tensor_parallel else 1
         precision = canonical(layout.precision)
-        exchange = link(cluster, layout.gpus, profile) if self.sharing > 1 else None
+        exchange = all_reduce_between(cluster, layout.gpus, profile) if self.sharing > 1 else None
         seats, tensor = layout.replica(number), layout.tensor_parallel
         groups = [seats[start : start + tensor] for start in range(0, len(seats), tensor)]
         self.stages = []
@@ -121,7 +121,7 @@ class Replica:
                 it = rank_work(shape, profile.held(precision), layout.kv_dtype, place)
                 distinct[id(ranks[gpu]), id(it)] = ranks[gpu], it
             indices = [index for _, index in group]
-            sums = link(cluster, indices, profile)
+            sums = all_reduce_between(cluster, indices, profile)
             next_one = hop(cluster, [indices[0], *(index for _, index in after[:1])])
             self.stages.append(Stage(tuple(distinct.values()), sums, exchange, next_one, shape.vocab))
         # Stages on one GPU take turns: of each stage the first one there.
@@ -268,7 +268,7 @@ def slowest_link(homes: Collection[Home]) -> Kind:
     return "nvlink" if first.group is not None and not others else first.link
 
 
-def link(cluster: Cluster, indices: Sequence[int], profile: Profile) -> AllReduce:
+def all_reduce_between(cluster: Cluster, indices: Sequence[int], profile: Profile) -> AllReduce:
     """How these GPUs sum; the slowest link of them sets the pace."""
     kind = kind_of(cluster, indices)
     gpu = _slowest(cluster, indices, kind)
