@@ -122,7 +122,7 @@ class Replica:
                 distinct[id(ranks[gpu]), id(it)] = ranks[gpu], it
             indices = [index for _, index in group]
             sums = all_reduce_between(cluster, indices, profile)
-            next_one = hop(cluster, [indices[0], *(index for _, index in after[:1])])
+            next_one = stage_send(cluster, [indices[0], *(index for _, index in after[:1])])
             self.stages.append(Stage(tuple(distinct.values()), sums, exchange, next_one, shape.vocab))
         # Stages on one GPU take turns: of each stage the first one there.
         first = [group[0][1] for group in groups]
@@ -275,7 +275,7 @@ def all_reduce_between(cluster: Cluster, indices: Sequence[int], profile: Profil
     return all_reduce(gpu, kind, len(indices), cluster.network_Bps, bool(profile.graphs.value))
 
 
-def hop(cluster: Cluster, indices: Sequence[int]) -> AllReduce:
+def stage_send(cluster: Cluster, indices: Sequence[int]) -> AllReduce:
     """How a stage sends to the next; nothing after the last."""
     if len(indices) < 2:
         return AllReduce(0.0, 0.0)
