@@ -255,7 +255,7 @@ def scaled(seconds: Seconds, by: float) -> Seconds:
     return Seconds(*(getattr(seconds, name) * by for name in seconds.__struct_fields__))
 
 
-def kind_of(cluster: Cluster, indices: Sequence[int]) -> Kind:
+def slowest_link_between(cluster: Cluster, indices: Sequence[int]) -> Kind:
     """The slowest link between any two of these GPUs."""
     return slowest_link({cluster.homes[index] for index in indices})
 
@@ -270,7 +270,7 @@ def slowest_link(homes: Collection[Home]) -> Kind:
 
 def all_reduce_between(cluster: Cluster, indices: Sequence[int], profile: Profile) -> AllReduce:
     """How these GPUs sum; the slowest link of them sets the pace."""
-    kind = kind_of(cluster, indices)
+    kind = slowest_link_between(cluster, indices)
     gpu = _slowest(cluster, indices, kind)
     return all_reduce(gpu, kind, len(indices), cluster.network_Bps, bool(profile.graphs.value))
 
@@ -279,7 +279,7 @@ def stage_send(cluster: Cluster, indices: Sequence[int]) -> AllReduce:
     """How a stage sends to the next; nothing after the last."""
     if len(indices) < 2:
         return AllReduce(0.0, 0.0)
-    kind = kind_of(cluster, indices)
+    kind = slowest_link_between(cluster, indices)
     return send(_slowest(cluster, indices, kind), kind, cluster.network_Bps)
 
 
