@@ -44,7 +44,7 @@ class Seconds(msgspec.Struct, frozen=True):
         )
 
 
-def pairs(length: float, window: int | None) -> float:
+def attended_pairs(length: float, window: int | None) -> float:
     """How many tokens the tokens of a prompt see, all together: those before each, within the window."""
     seen = min(length, window or length)
     return length * seen - seen * seen / 2
@@ -146,7 +146,7 @@ class Roofline:
 
     def prefill_attention_s(self, attention: AttentionWork, length: float, prompts: float = 1.0) -> float:
         """Whole prompts, each by itself."""
-        return prompts * pairs(length, attention.window) * self.pair_s(attention) + self.kernel_s
+        return prompts * attended_pairs(length, attention.window) * self.pair_s(attention) + self.kernel_s
 
     def layers_s(self, work: RankWork, tokens: float, routed: float, dealt: bool) -> Seconds:
         """All layers but their attention and sums, for `tokens` tokens; `routed` tokens meet the experts."""

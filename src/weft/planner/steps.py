@@ -8,7 +8,7 @@ from operator import mul
 from typing import NamedTuple
 
 from weft.planner.replica import Replica, Stage
-from weft.planner.roofline import Roofline, pairs
+from weft.planner.roofline import Roofline, attended_pairs
 from weft.planner.work import AttentionWork, RankWork
 
 
@@ -64,7 +64,7 @@ class StepPredictor:
         through += host
         if chunks:
             tokens = sum(count for _, count in chunks)
-            seen = [sum(pairs(at + count, it) - pairs(at, it) for at, count in chunks) for it in self.windows]
+            seen = [sum(attended_pairs(at + count, it) - attended_pairs(at, it) for at, count in chunks) for it in self.windows]
             read, longest = _seconds(self._read(tokens, ends), seen, self._turns)
             through, apart = through + read, apart + longest
         return StepSeconds(through, apart)
