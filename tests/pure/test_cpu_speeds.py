@@ -31,7 +31,7 @@ from weft.native import library
 from weft.plan.layout import layout
 from weft.planner.forecast import Forecast, forecast_plan
 from weft.planner.profiles import MEASURED_ERROR, calibrated, load_profile
-from weft.planner.roofline import Roofline, line
+from weft.planner.roofline import Roofline, interpolate
 from weft.planner.work import MatrixProduct
 from weft.probes import kernel_speed, speeds
 from weft.probes.machine import cpu_spec, part
@@ -236,9 +236,9 @@ def test_priors_keep_to_the_memory(features: tuple[str, ...], bandwidth: float, 
 @given(x=st.floats(0, 100))
 def test_a_line_goes_through_its_points(x: float) -> None:
     xs, ys = (1, 4, 8, 32), (5.0, 6.0, 6.0, 20.0)
-    assert [line(xs, ys, at) for at in xs] == list(ys) and line(xs, ys, 2.5) == 5.5
-    assert min(ys) <= line(xs, ys, x) <= max(ys)
-    assert line(xs, ys, 0) == 5.0 and line(xs, ys, 99) == 20.0
+    assert [interpolate(xs, ys, at) for at in xs] == list(ys) and interpolate(xs, ys, 2.5) == 5.5
+    assert min(ys) <= interpolate(xs, ys, x) <= max(ys)
+    assert interpolate(xs, ys, 0) == 5.0 and interpolate(xs, ys, 99) == 20.0
 
 
 def test_products_take_what_was_measured() -> None:

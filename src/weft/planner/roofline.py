@@ -50,7 +50,7 @@ def attended_pairs(length: float, window: int | None) -> float:
     return length * seen - seen * seen / 2
 
 
-def line(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
+def interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
     """What lies at x on straight lines between points in order of xs; beyond them as at the nearest."""
     right = bisect(xs, x)
     if right in (0, len(xs)):
@@ -111,7 +111,7 @@ class Roofline:
         for bits, byte_s, flop_s in self.products:
             if product.bits >= bits:
                 more = 2 * product.numbers * max(0.0, tokens - TOKENS[-1]) * flop_s
-                return product.nbytes * line(TOKENS, byte_s, tokens) + more
+                return product.nbytes * interpolate(TOKENS, byte_s, tokens) + more
         computed = tokens if tokens <= VECTORS else ceil(tokens / TILE) * TILE
         flops = 2 * computed * product.numbers
         wide = product.wide
