@@ -16,7 +16,7 @@ from weft.planner.binding import MEASURES, MIN_GAIN
 from weft.planner.cuts import Cut
 from weft.planner.domains import usable_devices
 from weft.planner.footprint import Footprint
-from weft.planner.objections import runs
+from weft.planner.objections import computes_in
 from weft.planner.question import Question, LayoutConstraints
 from weft.planner.ranking import Candidate, objective_value
 from weft.planner.search import SearchResult, closest_miss, engine_profile, fitting_layouts, search
@@ -175,7 +175,7 @@ def _smaller_checkpoints(question: Question) -> Iterator[tuple[str, str]]:
 
 def _yet(question: Question, precision: str) -> str:
     """A warning, where the engine is our own and does not run what it plans."""
-    run = question.engine != "weft" or runs(precision)
+    run = question.engine != "weft" or computes_in(precision)
     return "" if run else NOT_YET
 
 

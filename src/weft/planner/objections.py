@@ -118,12 +118,12 @@ def unsupported_reasons(shape: ModelShape, precision: str) -> list[str]:
     missing = []
     if shape.architecture not in RUNNABLE:
         missing.append(f"{shape.architecture} (it runs {', '.join(RUNNABLE)})")
-    if not runs(precision):
+    if not computes_in(precision):
         missing.append(f"{precision} weights (it runs {', '.join((*WHOLE, *KEPT))} and GGUF files)")
     return missing
 
 
-def runs(precision: str) -> bool:
+def computes_in(precision: str) -> bool:
     """Whether Weft's own engine holds weights in this precision and computes with them; what it does not run yet it
     plans for all the same."""
     return precision in (*WHOLE, *KEPT, *gguf_types.MIXES)
