@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.pure.commands import weft, weft_json
 from weft.cli import main
 from weft.planner.api_prices import Usage, find_quote, find_quotes, stated_quote
-from weft.planner.economics import Fleet, cheapest_mix, mix, replicas_for_peak
+from weft.planner.economics import Fleet, cheapest_mix, rent_and_api_mix, replicas_for_peak
 
 LLAMA = ["cost", "Llama-3.1-8B-Instruct", "--gpus", "2xL40S", "--price", "0.9"]
 REPLICA = Fleet(dollars_per_hour=2.0, requests_per_s=5.0, tokens_per_s=1000.0, replicas=1)
@@ -44,7 +44,7 @@ def test_break_even_by_hand():
 
 
 def test_a_mix_by_hand():
-    found = mix(REPLICA, 0.001, [1.0, 9.0], 1, 0.8)
+    found = rent_and_api_mix(REPLICA, 0.001, [1.0, 9.0], 1, 0.8)
     assert found.owned == pytest.approx((1 + 4) / 10)
     assert found.utilization == pytest.approx(2.5 / 5)
     assert found.rent_dollars == 2.0
@@ -57,9 +57,9 @@ rates = st.lists(st.floats(0.0, 200.0), min_size=1, max_size=30).filter(any)
 @given(rates, st.floats(1e-6, 0.1), st.floats(0.05, 1.0))
 def test_the_cheapest_mix_is_the_cheapest_of_all(demand, dollars, max_load):
     most = replicas_for_peak(REPLICA, demand, max_load)
-    every = [mix(REPLICA, dollars, demand, count, max_load).dollars for count in range(most + 1)]
+    every = [rent_and_api_mix(REPLICA, dollars, demand, count, max_load).dollars for count in range(most + 1)]
     assert cheapest_mix(REPLICA, dollars, demand, max_load).dollars == pytest.approx(min(every))
-    assert mix(REPLICA, dollars, demand, most, max_load).api_dollars == pytest.approx(0, abs=1e-9)
+    assert rent_and_api_mix(REPLICA, dollars, demand, most, max_load).api_dollars == pytest.approx(0, abs=1e-9)
 
 
 def test_stated_prices():

@@ -89,7 +89,7 @@ def mixes(replica: Fleet, quote: Quote, demand: tuple[float, ...], max_load: flo
     """None owned, the cheapest mix, and all owned: in this order, each once."""
     best = economics.cheapest_mix(replica, quote.dollars, demand, max_load)
     counts = dict.fromkeys((0, best.replicas, economics.replicas_for_peak(replica, demand, max_load)))
-    return [economics.mix(replica, quote.dollars, demand, count, max_load) for count in counts]
+    return [economics.rent_and_api_mix(replica, quote.dollars, demand, count, max_load) for count in counts]
 
 
 def as_json(

@@ -57,7 +57,7 @@ class Mix(msgspec.Struct, frozen=True, kw_only=True):
         return self.rent_dollars + self.api_dollars
 
 
-def mix(replica: Fleet, request_dollars: float, demand: Sequence[float], replicas: int, max_load: float) -> Mix:
+def rent_and_api_mix(replica: Fleet, request_dollars: float, demand: Sequence[float], replicas: int, max_load: float) -> Mix:
     """`demand` are requests per second in equal spans of time; a replica takes `max_load` of its full load, and
     what comes beyond overflows."""
     capacity = replicas * replica.requests_per_s * max_load
@@ -77,11 +77,11 @@ def cheapest_mix(replica: Fleet, request_dollars: float, demand: Sequence[float]
     does not pay is the end."""
 
     def worse(count: int) -> bool:
-        one, next_one = (mix(replica, request_dollars, demand, it, max_load) for it in (count, count + 1))
+        one, next_one = (rent_and_api_mix(replica, request_dollars, demand, it, max_load) for it in (count, count + 1))
         return next_one.dollars >= one.dollars
 
     found = bisect_left(range(replicas_for_peak(replica, demand, max_load)), True, key=worse)
-    return mix(replica, request_dollars, demand, found, max_load)
+    return rent_and_api_mix(replica, request_dollars, demand, found, max_load)
 
 
 def replicas_for_peak(replica: Fleet, demand: Sequence[float], max_load: float) -> int:
