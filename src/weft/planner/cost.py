@@ -19,7 +19,7 @@ from weft.planner.replica import build_replicas
 from weft.planner.roofline import Seconds
 
 SEEN = 0.6  # of its answer is in the cache, on average over requests that run together and end at different times
-Limit = Literal["kv_cache", "max_num_seqs", "max_num_batched_tokens", "concurrency"]
+ConcurrencyLimit = Literal["kv_cache", "max_num_seqs", "max_num_batched_tokens", "concurrency"]
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,7 +37,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     output_tok_s: float
     saturated_tok_s: float
     saturated_concurrency: float
-    limit: Limit
+    limit: ConcurrencyLimit
     step: Seconds
     prefill_s: float
     error_band: float
@@ -87,17 +87,17 @@ def predict(
     )
 
 
-def _limits(memory: Footprint, profile: Profile, workload: Workload) -> list[tuple[float, Limit]]:
+def _limits(memory: Footprint, profile: Profile, workload: Workload) -> list[tuple[float, ConcurrencyLimit]]:
     """The most requests that each replica runs at once, and why. A step has the next token of each, and beside them
     what is to be read of prompts in the meantime for as many to stay under way."""
     stages = memory.layout.pipeline_parallel
     steps = stages if profile.pipelined.value else 1
-    known: dict[int, tuple[float, Limit]] = {}
+    known: dict[int, tuple[float, ConcurrencyLimit]] = {}
     for replica in memory.replicas:
         if id(replica) not in known:
             most = min(profile.batch(rank.memory_bytes)[1] for rank in replica.ranks)
             told = steps * replica.batched_tokens / (1 + workload.input_len / workload.output_len)
-            found: list[tuple[float, Limit]] = [
+            found: list[tuple[float, ConcurrencyLimit]] = [
                 (_held(replica.kv_tokens, workload), "kv_cache"),
                 (most * (stages if profile.max_num_seqs_by_stage.value else 1), "max_num_seqs"),
                 (max(1.0, told), "max_num_batched_tokens"),
