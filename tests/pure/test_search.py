@@ -19,7 +19,7 @@ from weft.planner.domains import tensor_groups, interconnect_domains, place_repl
 from weft.planner.question import Question, LayoutConstraints
 from weft.planner.ranking import RANKING_ERROR, Candidate, single_request_s, request_s, objective_value
 from weft.planner.search import SearchResult, search
-from weft.planner.verdict import why
+from weft.planner.summary import choice_reason
 
 LONG_PROMPTS = Workload(input_len=5000, output_len=500)
 THOUSANDS = Workload(input_len=1000, output_len=1000)
@@ -540,7 +540,7 @@ def test_more_requests_than_fit_are_as_fast_as_saturated() -> None:
 def test_an_idle_gpu_is_not_called_useless_beside_a_use_of_it() -> None:
     answer = plan("Qwen2.5-3B", "1xH100+1xRTX3060", engine="weft")
     assert advice(answer)[0] == "1 of 2 GPUs is idle in this layout"
-    assert why(answer) == "one GPU, bf16 is within the error of DP 2, bf16 (14,830 vs 15,577 tok/s) and simpler"
+    assert choice_reason(answer) == "one GPU, bf16 is within the error of DP 2, bf16 (14,830 vs 15,577 tok/s) and simpler"
 
 
 def test_an_even_tensor_split_is_one_that_any_engine_makes() -> None:
@@ -554,7 +554,7 @@ def test_a_near_tie_goes_to_the_faster_single_request() -> None:
     highest = max(answer.candidates, key=lambda it: it.predicted.output_tok_s)
     assert sizes(best(answer)) == (8, 2, 1) and highest.cut.expert_parallel == 8
     assert 1 < highest.predicted.output_tok_s / best(answer).predicted.output_tok_s < 1 + RANKING_ERROR
-    assert why(answer) == (
+    assert choice_reason(answer) == (
         "TP 8 x PP 2, fp8 is within the error of PP 2 x DP 8 x EP 8, fp8 (3,792 vs 3,868 tok/s) and faster for a "
         "single request (119.4 vs 27.3 tok/s)"
     )
@@ -563,14 +563,14 @@ def test_a_near_tie_goes_to_the_faster_single_request() -> None:
 def test_the_headline_says_why_a_row_with_a_higher_figure_is_not_taken() -> None:
     answer = plan("Qwen3-8B", "1xRTX4090+1xRTX3090", engine="weft")
     assert sizes(best(answer)) == (1, 2, 1)
-    assert why(answer) == "For one user at a time TP 2, bf16 is faster (81.6 vs 48.4 tok/s): --objective latency"
+    assert choice_reason(answer) == "For one user at a time TP 2, bf16 is faster (81.6 vs 48.4 tok/s): --objective latency"
     answer = plan("Llama-3.1-8B-Instruct", "2xRTX4090", engine="weft")
-    assert why(answer) == (
+    assert choice_reason(answer) == (
         "TP 2, bf16 is within the error of PP 2, bf16 (1,990 vs 2,092 tok/s) and faster for a single request (90.5 vs "
         "51.5 tok/s)"
     )
     # Nothing to say of one that has the highest figure itself.
-    assert why(plan("Llama-3.1-70B-Instruct", "4xH100", engine="weft")) == ""
+    assert choice_reason(plan("Llama-3.1-70B-Instruct", "4xH100", engine="weft")) == ""
 
 
 @pytest.mark.parametrize("objective", ["throughput", "latency", "cost"])
@@ -583,4 +583,4 @@ def test_the_best_is_explained_or_has_the_highest_figure(model: str, hardware: s
     highest = max(answer.candidates, key=lambda it: objective_value(answer.question, it))
     gain = objective_value(answer.question, highest) / objective_value(answer.question, best(answer))
     assert gain < 1 + RANKING_ERROR
-    assert (gain > 1.001) == (str(highest.cut) in why(answer))
+    assert (gain > 1.001) == (str(highest.cut) in choice_reason(answer))
