@@ -75,10 +75,10 @@ def test_the_first_choice_is_the_largest_that_nobody_waits_long_for(
     assert sizes[0] <= max(16_384, sizes[-1])
     if len(sizes) > 1:
         # Within the limit, or half of it would waste more.
-        took, half = run.read_s(sizes[0], longest), run.read_s(sizes[0] // 2, longest)
+        took, half = run.full_step_s(sizes[0], longest), run.full_step_s(sizes[0] // 2, longest)
         assert took <= limit_ms * 1e-3 or took <= 2 * (1 - FULL) * half
     if sizes[0] < 16_384 and 2 * sizes[0] <= sequences * longest:
-        assert run.read_s(2 * sizes[0], longest) > limit_ms * 1e-3
+        assert run.full_step_s(2 * sizes[0], longest) > limit_ms * 1e-3
 
 
 def test_a_step_is_no_longer_than_all_requests_together() -> None:

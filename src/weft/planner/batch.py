@@ -58,11 +58,11 @@ def token_budgets(replica: Replica, profile: Profile, longest: int) -> Iterator[
     piped = len(replica.stages) > 1
     least = max(int(profile.small_num_batched_tokens.value), _power(2 * sequences))
     most = max(least, min(int(profile.max_num_batched_tokens.value), _power(sequences * longest)))
-    found = [(least, replica.read_s(least, longest))]
+    found = [(least, replica.full_step_s(least, longest))]
     why = "no larger piece is taken"
     while 2 * found[-1][0] <= most:
         tokens, took_s = found[-1]
-        twice_s = replica.read_s(2 * tokens, longest)
+        twice_s = replica.full_step_s(2 * tokens, longest)
         if (piped or twice_s > limit_s) and twice_s > 2 * (1 - FULL) * took_s:
             why = f"running answers pause that long; the goal is {_told(limit_s)} at most"
             if piped:

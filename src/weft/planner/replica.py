@@ -197,7 +197,7 @@ class Replica:
         times = self._prompts(workload.input_len, most, count)
         return max(self._in_turn(times, 0.0)) if self.profile.pipelined.value else sum(times)
 
-    def read_s(self, tokens: int, longest: int) -> float:
+    def full_step_s(self, tokens: int, longest: int) -> float:
         """A step that is full of prompts of so many tokens at most, through all stages."""
         length = min(tokens, longest)
         return sum(self._whole(length)) * tokens / length + self.profile.step_us.value * 1e-6
