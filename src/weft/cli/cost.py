@@ -114,7 +114,7 @@ def as_json(
                 "break_even_utilization": fleet.break_even(quote.dollars),
                 "mixes": [
                     {**msgspec.structs.asdict(it), "dollars": it.dollars}
-                    for it in mixes(fleet.each, quote, demand, arguments.max_load)
+                    for it in mixes(fleet.per_replica, quote, demand, arguments.max_load)
                 ]
                 if demand
                 else [],
@@ -160,7 +160,7 @@ def show(
     out.print(f"dollars per million answer tokens, their prompts included; API prices: {sources}", soft_wrap=True)
     if hasattr(arguments, "demand"):
         cheap = min(quotes, key=lambda it: it.dollars)
-        show_mixes(out, arguments, question, fleet.each, cheap, best)
+        show_mixes(out, arguments, question, fleet.per_replica, cheap, best)
 
 
 def show_mixes(

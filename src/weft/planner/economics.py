@@ -24,7 +24,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     replicas: int
 
     @property
-    def each(self) -> Fleet:
+    def per_replica(self) -> Fleet:
         """One of the replicas."""
         return Fleet(
             dollars_per_hour=self.dollars_per_hour / self.replicas,
