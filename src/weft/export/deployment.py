@@ -119,7 +119,7 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
         for (place, at), rank in zip(layout.replica(0), memory.replicas[0].ranks, strict=True):
             usual = holding.rank(place, gpus[at])
             smaller = rank.activation_bytes != usual.activation_bytes
-            found.append(profile.batch(0 if smaller else gpus[at].memory_bytes))
+            found.append(profile.batch_limits(0 if smaller else gpus[at].memory_bytes))
         return min(tokens for tokens, _ in found), min(requests for _, requests in found)
 
 

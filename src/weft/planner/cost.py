@@ -95,7 +95,7 @@ def _limits(memory: Footprint, profile: Profile, workload: Workload) -> list[tup
     known: dict[int, tuple[float, ConcurrencyLimit]] = {}
     for replica in memory.replicas:
         if id(replica) not in known:
-            most = min(profile.batch(rank.memory_bytes)[1] for rank in replica.ranks)
+            most = min(profile.batch_limits(rank.memory_bytes)[1] for rank in replica.ranks)
             told = steps * replica.batched_tokens / (1 + workload.input_len / workload.output_len)
             found: list[tuple[float, ConcurrencyLimit]] = [
                 (_held(replica.kv_tokens, workload), "kv_cache"),

@@ -214,7 +214,7 @@ class EngineMemory(msgspec.Struct, frozen=True):
             ranks=tuple(ranks),
             kv_tokens=tokens,
             length=length,
-            batched_tokens=min(profile.batch(gpu.memory_bytes)[0] for _, gpu, _ in seats),
+            batched_tokens=min(profile.batch_limits(gpu.memory_bytes)[0] for _, gpu, _ in seats),
             batched_reason=profile.max_num_batched_tokens.source,
         )
 
@@ -257,7 +257,7 @@ class EngineMemory(msgspec.Struct, frozen=True):
         that leave the most room for KV."""
         shape, profile, draft = self.shape, self.profile, self._draft(place)
         share = (profile.utilization_most if at_most else profile.utilization).value
-        tokens, sequences = profile.batch(0 if at_most else gpu.memory_bytes)
+        tokens, sequences = profile.batch_limits(0 if at_most else gpu.memory_bytes)
         held = rank_weights(shape, profile.held(self.precision), place)
         number_bytes = DTYPE_BYTES[computed_in(self.precision)]
         activations = activation_bytes(shape, place, tokens, sequences, profile, number_bytes)

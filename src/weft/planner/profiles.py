@@ -138,7 +138,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     error_beyond: Constant | None = None  # where the kernels that were measured alone tell nothing
     speculation: Speculation | None = None
 
-    def batch(self, memory_bytes: int) -> tuple[int, int]:
+    def batch_limits(self, memory_bytes: int) -> tuple[int, int]:
         """The most tokens of a step, and the most sequences that run at once, on cards of so much memory; 0 is the
         smallest."""
         tokens, sequences = self.max_num_batched_tokens.value, self.max_num_seqs.value

@@ -40,7 +40,7 @@ def specs(question: Question, candidate: Candidate, limits: Limits) -> list[Spec
     for replica, memory in zip(runs, candidate.memory.replicas, strict=True):
         key = id(replica), id(memory)
         if key not in known:
-            most = min(profile.batch(rank.memory_bytes)[1] for rank in memory.ranks)
+            most = min(profile.batch_limits(rank.memory_bytes)[1] for rank in memory.ranks)
             sequences = limits.max_num_seqs or by_stage * most
             known[key] = Spec(
                 steps=steps.setdefault(id(replica), StepPredictor(replica)),
