@@ -153,15 +153,15 @@ def test_a_dtype_without_compiled_kernels_is_planned_without_them() -> None:
     found, unmeasured = calibrated(load_profile("weft", on_cpu=True), [gpu]), load_profile("weft", on_cpu=True)
     product = MatrixProduct(1 << 24, 2 << 24, False)
     for precision, band in (("bf16", MEASURED_ERROR.value), ("fp16", unmeasured.error.value)):
-        assert found.error_of(SMOLLM2, precision).value == band
+        assert found.error_for(SMOLLM2, precision).value == band
     plain, half = Roofline(gpu, found, "bf16"), Roofline(gpu, found, "fp16")
     assert (
         half.product_s(product, 1) == Roofline(gpu, unmeasured, "fp16").product_s(product, 1) > plain.product_s(product, 1)
     )
     # Nor does it tell what experts take.
     experts = msgspec.structs.replace(SMOLLM2, experts=Experts(count=8, top_k=2, ffn=512))
-    assert found.error_of(experts, "bf16").value == unmeasured.error.value
-    assert unmeasured.error_of(experts, "bf16").value == unmeasured.error.value
+    assert found.error_for(experts, "bf16").value == unmeasured.error.value
+    assert unmeasured.error_for(experts, "bf16").value == unmeasured.error.value
 
 
 def test_twice_of_what_a_cpu_has_is_worth_what_it_was_measured_to_wait_for() -> None:

@@ -69,7 +69,7 @@ def predict(
     fastest = min(alone, key=lambda run: (alone[run], runs.index(run)))
     # Of fewer requests than replicas some have none.
     concurrency = sum(asked) if workload.concurrency is None else min(sum(asked), workload.concurrency)
-    error = profile.error_of(shape, layout.precision)
+    error = profile.error_for(shape, layout.precision)
     slowest, batch, most = max(tpots, key=lambda it: (tpots[it], -runs.index(it[0])))
     return Prediction(
         single_tok_s=1 / alone[fastest],

@@ -214,7 +214,7 @@ def beside(real: float, planned: float, tell: Callable[[Any], str]) -> str:
 
 def far_off(expected: Forecast, real: float, planned: float) -> bool:
     """Whether a figure lies outside of the error band."""
-    band = expected.profile.error_of(expected.plan.shape, expected.layout.precision).value
+    band = expected.profile.error_for(expected.plan.shape, expected.layout.precision).value
     return planned > 0 and not 1 - band <= real / planned <= 1 + band
 
 

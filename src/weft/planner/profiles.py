@@ -156,7 +156,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         known = (it for it in self.measured if not (it.products and precision in NOT_COMPILED))
         return next((it for it in known if it.gpu == gpu.name), None) or kernels_of(gpu)
 
-    def error_of(self, shape: ModelShape, precision: str) -> Constant:
+    def error_for(self, shape: ModelShape, precision: str) -> Constant:
         """How far predictions may be off: what was measured of a CPU's kernels tells nothing of experts."""
         beyond = self.error_beyond if shape.experts or precision in NOT_COMPILED else None
         return beyond or self.error
