@@ -96,7 +96,7 @@ def told(found: ClaimVerdict, predicted: tuple[DeploymentLayout, Prediction] | s
         lines = [
             "possible",
             f"  {gigabytes(found.weight_bytes)} of weights and {gigabytes(found.kv_bytes)} of KV for "
-            f"{claim.tokens:,} tokens; {gigabytes(found.have_bytes)} usable after {gigabytes(RESERVED_BYTES)} on each "
+            f"{claim.tokens:,} tokens; {gigabytes(found.usable_bytes)} usable after {gigabytes(RESERVED_BYTES)} on each "
             f"GPU for the driver and engine",
             f"  at most {found.bound_tok_s:.1f} tok/s: each token reads {gigabytes(found.read_bytes)} of memory",
         ]

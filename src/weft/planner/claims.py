@@ -41,14 +41,14 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClaimVerdict(msgspec.Struct, frozen=True, kw_only=True):
-    """`possible`, and the arithmetic. `weight_bytes` and `kv_bytes` are the model's and the request's, `have_bytes`
+    """`possible`, and the arithmetic. `weight_bytes` and `kv_bytes` are the model's and the request's, `usable_bytes`
     is what may be used of all GPUs together. A token reads `read_bytes`, and `bound_tok_s` is what the memory's
     bandwidth allows one request. `layout` is one that has the room, None where there is none."""
 
     possible: bool
     weight_bytes: int
     kv_bytes: int
-    have_bytes: float
+    usable_bytes: float
     read_bytes: float
     bound_tok_s: float
     reasons: tuple[str, ...]
@@ -97,7 +97,7 @@ def judge_claim(shape: ModelShape, precision: str, cluster: Cluster, tokens: int
         possible=not reasons,
         weight_bytes=held.total,
         kv_bytes=cache,
-        have_bytes=sum(usable),
+        usable_bytes=sum(usable),
         read_bytes=read,
         bound_tok_s=bound,
         reasons=tuple(reasons),
