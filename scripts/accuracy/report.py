@@ -148,7 +148,9 @@ def provenance() -> Iterator[str]:
     yield from (f"- `{name}` {text}" for name, text in shared.items())
     for engine in engine_names():
         yield f"\n{engine}:\n"
-        yield from (f"- `{name}` {text}" for name, text in load_profile(engine).provenance().items() if name not in shared)
+        yield from (
+            f"- `{name}` {text}" for name, text in load_profile(engine).provenance().items() if name not in shared
+        )
     yield "\n## Kernels\n"
     yield "| GPU | weights | per kernel | products | decode attention | prefill attention | source |"
     yield "|---|--:|--:|--:|--:|--:|---|"

@@ -19,7 +19,7 @@ from weft.architectures.shape import ModelShape
 from weft.errors import ConfigError
 from weft.formats import config_json
 from weft.plan.device_map import Room, Stages, pipeline
-from weft.planner.balance import ModelBytes, model_bytes, balance_layers
+from weft.planner.balance import ModelBytes, balance_layers, model_bytes
 
 FEW = settings(max_examples=60, deadline=None)
 # Layers are larger than embedding and head: then the room that accelerate keeps for the largest is theirs.

@@ -7,10 +7,10 @@ import pytest
 from tests.pure.measured import LIMITS, Case, cases, layouts_compared, mean_errors, ranking_error
 from weft.formats.catalogue import find
 from weft.hardware.cluster import parse_gpus
-from weft.planner.plan_json import bands
 from weft.planner.cost import Prediction, predict
 from weft.planner.deployment import Workload, deploy
 from weft.planner.footprint import footprint
+from weft.planner.plan_json import bands
 from weft.planner.profiles import load_profile
 from weft.planner.ranking import RANKING_ERROR
 

@@ -156,7 +156,9 @@ def test_a_dtype_without_compiled_kernels_is_planned_without_them() -> None:
         assert found.error_for(SMOLLM2, precision).value == band
     plain, half = Roofline(gpu, found, "bf16"), Roofline(gpu, found, "fp16")
     assert (
-        half.product_s(product, 1) == Roofline(gpu, unmeasured, "fp16").product_s(product, 1) > plain.product_s(product, 1)
+        half.product_s(product, 1)
+        == Roofline(gpu, unmeasured, "fp16").product_s(product, 1)
+        > plain.product_s(product, 1)
     )
     # Nor does it tell what experts take.
     experts = msgspec.structs.replace(SMOLLM2, experts=Experts(count=8, top_k=2, ffn=512))

@@ -153,7 +153,8 @@ def test_more_memory_never_makes_a_fitting_plan_unfit(
 ) -> None:
     workload, layout = Workload(max_model_len=length), cut(LLAMA, tensor)
     small, large = (
-        footprint(LLAMA, layout, of_memory(tensor, size), load_profile(engine), workload) for size in (memory, memory + more)
+        footprint(LLAMA, layout, of_memory(tensor, size), load_profile(engine), workload)
+        for size in (memory, memory + more)
     )
     assert large.fits or not small.fits
     # Past the point where an engine's usual settings grow with the card, more memory may hold less beside them.

@@ -22,12 +22,12 @@ from weft.planner.execution import plan_to_run
 from weft.planner.forecast import (
     HINT,
     Forecast,
-    request_report,
-    load_report,
     far_off,
     forecast_plan,
+    load_report,
     parted,
     predicted_json,
+    request_report,
     start_report,
 )
 from weft.planner.search import search

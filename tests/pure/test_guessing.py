@@ -19,7 +19,7 @@ from weft.plan.memory import LOGITS_BYTES
 from weft.plan.plan import Draft, Plan, Speculation
 from weft.planner import execution
 from weft.planner.execution import plan_to_run
-from weft.planner.forecast import request_report, load_report, forecast_plan, predicted_json
+from weft.planner.forecast import forecast_plan, load_report, predicted_json, request_report
 
 NGRAM, DRAFT = '{"method": "ngram"}', '{"model": "Qwen3-0.6B"}'
 VOCAB = 151936  # of Qwen3

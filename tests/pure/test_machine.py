@@ -19,7 +19,7 @@ from weft.hardware.cpu import Cpu, CpuSpeed
 from weft.hardware.gpus import find_gpu
 from weft.hardware.host import Host
 from weft.planner.domains import interconnect_domains
-from weft.planner.question import Question, LayoutConstraints
+from weft.planner.question import LayoutConstraints, Question
 from weft.planner.replica import slowest_link_between
 from weft.planner.search import search
 from weft.probes.machine import cpu_spec, plain, shared_out, this_machine

@@ -14,7 +14,7 @@ from weft.hardware.gpus import GpuSpec, find_gpu
 from weft.plan.max_memory import capped, of_devices, read, size
 from weft.planner.deployment import Workload
 from weft.planner.domains import usable_devices
-from weft.planner.question import Question, LayoutConstraints
+from weft.planner.question import LayoutConstraints, Question
 from weft.planner.search import SearchResult, search
 
 GB = 10**9
@@ -105,7 +105,9 @@ WISHES = st.sampled_from(
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(GPUS, min_size=1, max_size=4), st.data(), WISHES, st.sampled_from(["weft", "vllm", "llama.cpp"]))
-def test_caps_are_respected_or_refused(found: list[GpuSpec], data: st.DataObject, constraints: LayoutConstraints, engine: str) -> None:
+def test_caps_are_respected_or_refused(
+    found: list[GpuSpec], data: st.DataObject, constraints: LayoutConstraints, engine: str
+) -> None:
     sizes = st.one_of(st.just(0), st.integers(1 << 30, 60 * GB))
     limits = [data.draw(sizes) for _ in found]
     assume(any(limits))

@@ -67,7 +67,9 @@ def test_no_partition_is_faster(problem: tuple[list[float], list[float], list[St
 def test_equal_stages_take_equal_shares() -> None:
     stages = [StageBudget(speed=1, room=inf)] * 4
     assert partition_layers([1] * 80, [1] * 80, stages) == (20, 20, 20, 20)
-    assert partition_layers([1] * 32, [1] * 32, [StageBudget(speed=936, room=inf), StageBudget(speed=1008, room=inf)]) == (15, 17)
+    assert partition_layers(
+        [1] * 32, [1] * 32, [StageBudget(speed=936, room=inf), StageBudget(speed=1008, room=inf)]
+    ) == (15, 17)
 
 
 def test_a_small_stage_takes_what_it_can_hold() -> None:

@@ -20,7 +20,7 @@ from weft.plan.backends import no_triton
 from weft.planner.advice import advice
 from weft.planner.deployment import Workload
 from weft.planner.notes import notes
-from weft.planner.question import Question, LayoutConstraints
+from weft.planner.question import LayoutConstraints, Question
 from weft.planner.ranking import Candidate
 from weft.planner.replica import build_replicas
 from weft.planner.search import SearchResult, engine_profile, search
@@ -147,7 +147,10 @@ def test_the_order_in_which_gpus_are_given_does_not_matter(hardware: str) -> Non
 
 
 def test_another_order_is_taken_where_it_pays() -> None:
-    constraints, asked = LayoutConstraints(tensor_parallel=1, pipeline_parallel=5), {"precisions": ("int4",), "workload": Workload()}
+    constraints, asked = (
+        LayoutConstraints(tensor_parallel=1, pipeline_parallel=5),
+        {"precisions": ("int4",), "workload": Workload()},
+    )
     found = best(plan("2xRTX3090+2xRTX4090+1xRTXA6000", constraints, "Llama-3.1-70B", **asked))
     assert sorted(found.layout.gpus) == [0, 1, 2, 3, 4] and found.layout.gpus != (0, 1, 2, 3, 4)
     # What the user says of each stage holds for the GPUs as they are given.

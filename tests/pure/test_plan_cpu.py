@@ -21,7 +21,7 @@ from weft.plan.plan import Plan
 from weft.planner.advice import advice
 from weft.planner.binding import binding_constraint
 from weft.planner.notes import notes
-from weft.planner.question import Question, LayoutConstraints
+from weft.planner.question import LayoutConstraints, Question
 from weft.planner.search import SearchResult, search
 from weft.probes import machine, speeds
 from weft.probes.speeds import Speeds
@@ -118,7 +118,10 @@ def test_what_binds_a_cpu_is_found_by_what_is_known_of_its_kernels() -> None:
 
 
 def test_splitting_a_cpu_gains_nothing_but_can_be_asked_for() -> None:
-    whole, halves = ask(cpu()).best, ask(machine.shared_out(cpu(), 2), constraints=LayoutConstraints(tensor_parallel=2)).best
+    whole, halves = (
+        ask(cpu()).best,
+        ask(machine.shared_out(cpu(), 2), constraints=LayoutConstraints(tensor_parallel=2)).best,
+    )
     assert whole and halves and str(halves.cut) == "TP 2, bf16"
     assert halves.predicted.single_tok_s < whole.predicted.single_tok_s
 

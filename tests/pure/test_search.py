@@ -15,9 +15,9 @@ from weft.planner.advice import advice
 from weft.planner.binding import binding_constraint
 from weft.planner.cuts import Cut, candidate_layouts
 from weft.planner.deployment import DeploymentLayout, Workload
-from weft.planner.domains import tensor_groups, interconnect_domains, place_replicas, tensor_sizes
-from weft.planner.question import Question, LayoutConstraints
-from weft.planner.ranking import RANKING_ERROR, Candidate, single_request_s, request_s, objective_value
+from weft.planner.domains import interconnect_domains, place_replicas, tensor_groups, tensor_sizes
+from weft.planner.question import LayoutConstraints, Question
+from weft.planner.ranking import RANKING_ERROR, Candidate, objective_value, request_s, single_request_s
 from weft.planner.search import SearchResult, search
 from weft.planner.summary import choice_reason
 
@@ -82,8 +82,12 @@ def test_what_fits_one_gpu_is_split_only_within_the_error_of_its_replicas(
     highest = max(answer.candidates, key=lambda it: objective_value(answer.question, it))
     assert sizes(highest) == (1, 1, len(answer.question.cluster.gpus))
     if highest is not best(answer):
-        assert objective_value(answer.question, highest) < (1 + RANKING_ERROR) * objective_value(answer.question, best(answer))
-        assert single_request_s(answer.question, best(answer).predicted) < single_request_s(answer.question, highest.predicted)
+        assert objective_value(answer.question, highest) < (1 + RANKING_ERROR) * objective_value(
+            answer.question, best(answer)
+        )
+        assert single_request_s(answer.question, best(answer).predicted) < single_request_s(
+            answer.question, highest.predicted
+        )
 
 
 @pytest.mark.parametrize("engine", ["weft", "vllm", "trtllm", "sglang"])
@@ -207,7 +211,9 @@ def test_a_gpu_that_only_slows_the_others_stays_idle() -> None:
 
 
 def test_a_split_of_the_user_s_is_taken() -> None:
-    constraints = LayoutConstraints(tensor_parallel=2, tensor_split=(3.0, 1.0), pipeline_parallel=2, pipeline_split=(50, 30))
+    constraints = LayoutConstraints(
+        tensor_parallel=2, tensor_split=(3.0, 1.0), pipeline_parallel=2, pipeline_split=(50, 30)
+    )
     layout = best(plan("Llama-3.1-70B-Instruct", "4xH200", engine="weft", constraints=constraints)).layout
     assert layout.tensor_weights == (3.0, 1.0) and layout.stage_layers == (50, 30)
     assert [len(place.kv_heads) for place in layout.places] == [6, 2, 6, 2]
@@ -410,7 +416,9 @@ def test_what_a_gpu_or_an_engine_cannot_do(hardware: str, precision: str, engine
 @pytest.mark.parametrize("precision", ["int8", "int4", "q4_k_m"])
 def test_cuts_that_our_kernels_do_not_take(precision: str) -> None:
     """Heads of 80 columns, three for a rank: 240 are no multiple of 32, which the engine would refuse too."""
-    asked = question("Qwen2.5-0.5B", parse_gpus("2xRTX4090"), precision, "weft", constraints=LayoutConstraints(data_parallel=1))
+    asked = question(
+        "Qwen2.5-0.5B", parse_gpus("2xRTX4090"), precision, "weft", constraints=LayoutConstraints(data_parallel=1)
+    )
     odd = msgspec.structs.replace(asked.shape, q_heads=6, kv_heads=2, head_dim=80)
     asked = msgspec.structs.replace(asked, shape=odd)
     answer = search(asked)
@@ -462,7 +470,9 @@ def test_the_binding_constraint_is_the_one_that_helps_most() -> None:
     assert binding_constraint(tight).resource == "memory"
     prompts = Workload(input_len=8000, output_len=1, max_model_len=8192)
     assert binding_constraint(plan("Llama-3.1-8B-Instruct", "1xA100", workload=prompts)).resource == "compute"
-    linked = plan("Llama-3.1-70B-Instruct", "8xL40S", workload=LONG_PROMPTS, constraints=LayoutConstraints(tensor_parallel=8))
+    linked = plan(
+        "Llama-3.1-70B-Instruct", "8xL40S", workload=LONG_PROMPTS, constraints=LayoutConstraints(tensor_parallel=8)
+    )
     assert binding_constraint(linked).resource == "links"
 
 
@@ -540,11 +550,16 @@ def test_more_requests_than_fit_are_as_fast_as_saturated() -> None:
 def test_an_idle_gpu_is_not_called_useless_beside_a_use_of_it() -> None:
     answer = plan("Qwen2.5-3B", "1xH100+1xRTX3060", engine="weft")
     assert advice(answer)[0] == "1 of 2 GPUs is idle in this layout"
-    assert choice_reason(answer) == "one GPU, bf16 is within the error of DP 2, bf16 (14,830 vs 15,577 tok/s) and simpler"
+    assert (
+        choice_reason(answer) == "one GPU, bf16 is within the error of DP 2, bf16 (14,830 vs 15,577 tok/s) and simpler"
+    )
 
 
 def test_an_even_tensor_split_is_one_that_any_engine_makes() -> None:
-    even, uneven = (plan("Llama-3.1-8B", "2xRTX4090", constraints=LayoutConstraints(tensor_split=it)) for it in ((1.0, 1.0), (2.0, 1.0)))
+    even, uneven = (
+        plan("Llama-3.1-8B", "2xRTX4090", constraints=LayoutConstraints(tensor_split=it))
+        for it in ((1.0, 1.0), (2.0, 1.0))
+    )
     assert sizes(best(even)) == (2, 1, 1)
     assert uneven.best is None and "--tensor-split is for weft" in uneven.rejected[0].reason
 
@@ -563,7 +578,9 @@ def test_a_near_tie_goes_to_the_faster_single_request() -> None:
 def test_the_headline_says_why_a_row_with_a_higher_figure_is_not_taken() -> None:
     answer = plan("Qwen3-8B", "1xRTX4090+1xRTX3090", engine="weft")
     assert sizes(best(answer)) == (1, 2, 1)
-    assert choice_reason(answer) == "For one user at a time TP 2, bf16 is faster (81.6 vs 48.4 tok/s): --objective latency"
+    assert (
+        choice_reason(answer) == "For one user at a time TP 2, bf16 is faster (81.6 vs 48.4 tok/s): --objective latency"
+    )
     answer = plan("Llama-3.1-8B-Instruct", "2xRTX4090", engine="weft")
     assert choice_reason(answer) == (
         "TP 2, bf16 is within the error of PP 2, bf16 (1,990 vs 2,092 tok/s) and faster for a single request (90.5 vs "

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from weft.formats import catalogue
 from weft.formats.precision import weight_bytes
-from weft.planner.balance import ModelBytes, balanced, model_bytes, sequential, balance_layers
+from weft.planner.balance import ModelBytes, balance_layers, balanced, model_bytes, sequential
 
 LAYERS = st.lists(st.integers(1, 20), min_size=1, max_size=12)
 ROOMS = st.lists(st.integers(0, 120).map(float), min_size=1, max_size=5)

@@ -75,7 +75,9 @@ def predict(
     return roomy, cost.predict(shape, roomy, cluster, question.workload, load_profile(engine))
 
 
-def as_json(claim: str, found: ClaimVerdict, predicted: tuple[DeploymentLayout, Prediction] | str | None) -> dict[str, Any]:
+def as_json(
+    claim: str, found: ClaimVerdict, predicted: tuple[DeploymentLayout, Prediction] | str | None
+) -> dict[str, Any]:
     """The verdict with its arithmetic; sizes are bytes of all GPUs together. `objection` is what stands against the
     engine's running it, whatever the memory."""
     figures = msgspec.structs.asdict(found)
@@ -88,7 +90,9 @@ def as_json(claim: str, found: ClaimVerdict, predicted: tuple[DeploymentLayout, 
     return {"claim": claim, **figures, "predicted": speed, "objection": objection}
 
 
-def told(found: ClaimVerdict, predicted: tuple[DeploymentLayout, Prediction] | str | None, claim: Claim, engine: str) -> str:
+def told(
+    found: ClaimVerdict, predicted: tuple[DeploymentLayout, Prediction] | str | None, claim: Claim, engine: str
+) -> str:
     """The verdict for a person."""
     if not found.possible:
         lines = ["impossible", *(f"  {reason}" for reason in found.reasons)]

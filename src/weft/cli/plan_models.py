@@ -17,8 +17,8 @@ from weft.errors import WeftError
 from weft.formats import catalogue
 from weft.hardware.cluster import Cluster
 from weft.planner.advice import WEFT_SCHEMES
+from weft.planner.overview import layout_name, search_best_precision, short_bytes
 from weft.planner.plan_json import candidate_json, hardware_json, missing_support
-from weft.planner.overview import search_best_precision, layout_name, short_bytes
 from weft.planner.search import SearchResult, closest_miss, search
 from weft.words import command, gigabytes
 

@@ -12,7 +12,7 @@ from weft.export import engines
 from weft.export.target import Target, nearest
 from weft.export.words import told, uneven
 from weft.planner.objections import unsupported_reasons
-from weft.planner.question import Question, LayoutConstraints
+from weft.planner.question import LayoutConstraints, Question
 from weft.planner.ranking import Candidate
 from weft.planner.search import SearchResult, closest_miss, search
 

@@ -255,7 +255,11 @@ def _to_improve(answer: SearchResult, best: Candidate) -> Iterator[str]:
     idle = there - len(set(best.layout.gpus))
     if question.constraints != LayoutConstraints():
         # Who asked for nothing but dealing experts out has seen that half of all layouts.
-        other = LayoutConstraints(expert_parallel=False) if question.constraints == LayoutConstraints(expert_parallel=True) else LayoutConstraints()
+        other = (
+            LayoutConstraints(expert_parallel=False)
+            if question.constraints == LayoutConstraints(expert_parallel=True)
+            else LayoutConstraints()
+        )
         free = search(msgspec.structs.replace(question, constraints=other)).best or best
         if objective_value(question, free) >= MIN_GAIN * now:
             gain = f"{times(objective_value(question, free) / now)} the {MEASURES[question.objective]}"
@@ -278,14 +282,18 @@ def _to_improve(answer: SearchResult, best: Candidate) -> Iterator[str]:
     # What other hardware gives is no merit of letting go of a layout or a limit that was dictated.
     most = max(best, free, key=lambda it: objective_value(question, it))
     if any(gpu.limit_bytes is not None for gpu in question.cluster.gpus):
-        changed = search(msgspec.structs.replace(question, cluster=_unlimited(question.cluster), constraints=LayoutConstraints()))
+        changed = search(
+            msgspec.structs.replace(question, cluster=_unlimited(question.cluster), constraints=LayoutConstraints())
+        )
         yield from _gain("without --max-memory", question, most, changed, objective_value(question, most))
         return
     grown = _grown(question.cluster, 1) or _grown(question.cluster, len(question.cluster.nodes[-1].gpus))
     if grown:
         by = len(grown.gpus) - len(question.cluster.gpus)
         # Another node is used as those that are there.
-        same = LayoutConstraints(tensor_parallel=most.layout.tensor_parallel, expert_parallel=most.layout.expert_parallel > 1)
+        same = LayoutConstraints(
+            tensor_parallel=most.layout.tensor_parallel, expert_parallel=most.layout.expert_parallel > 1
+        )
         constraints = same if len(grown.nodes) > 1 else LayoutConstraints()
         changed = search(msgspec.structs.replace(question, cluster=grown, constraints=constraints))
         name = f"+{by} {question.cluster.gpus[-1].name}"

@@ -11,7 +11,9 @@ from weft.planner.profiles import Constant, Profile
 from weft.planner.replica import Replica
 
 FULL = 0.1  # of each token's time: a step whose double would save less has the multipliers busy
-KV_SHARE_FOR_STEP = 0.03  # of the KV cache that the smallest step leaves: so much may go to the activations of a larger one
+KV_SHARE_FOR_STEP = (
+    0.03  # of the KV cache that the smallest step leaves: so much may go to the activations of a larger one
+)
 
 
 class TokenBudget(NamedTuple):
@@ -32,7 +34,9 @@ def with_token_budget(profile: Profile, choice: TokenBudget) -> Profile:
 def with_smallest_budget(profile: Profile) -> Profile:
     """The profile with the fewest tokens that a step is ever given, where there is a choice."""
     least = profile.small_num_batched_tokens
-    return with_token_budget(profile, TokenBudget(int(least.value), least.source)) if profile.hold_up_ms.value else profile
+    return (
+        with_token_budget(profile, TokenBudget(int(least.value), least.source)) if profile.hold_up_ms.value else profile
+    )
 
 
 def token_budgets(replica: Replica, profile: Profile, longest: int) -> Iterator[TokenBudget]:

@@ -9,7 +9,16 @@ from itertools import permutations
 import msgspec
 
 from weft.planner.deployment import DeploymentLayout
-from weft.planner.domains import Device, cluster_devices, tensor_groups, interconnect_domains, node_devices, place_replicas, gpu_type, tensor_sizes
+from weft.planner.domains import (
+    Device,
+    cluster_devices,
+    tensor_groups,
+    interconnect_domains,
+    node_devices,
+    place_replicas,
+    gpu_type,
+    tensor_sizes,
+)
 from weft.planner.question import Question
 
 MOST_SORTS = 3  # of GPUs whose orders are all tried
@@ -93,7 +102,11 @@ def _of_precision(question: Question, precision: str) -> Iterator[CandidateLayou
     if 1 < len(names) < len(types):
         pools_of += [[tuple(it for it in node if it.gpu.name == name) for node in whole] for name in names]
     for pools in pools_of:
-        sizes = [constraints.tensor_parallel] if constraints.tensor_parallel else tensor_sizes(pools, question.shape.q_heads)
+        sizes = (
+            [constraints.tensor_parallel]
+            if constraints.tensor_parallel
+            else tensor_sizes(pools, question.shape.q_heads)
+        )
         for tensor in sizes:
             used = pools
             if constraints.tensor_parallel and not tensor_groups(pools, tensor):
@@ -112,7 +125,9 @@ def _called(members: Sequence[Device]) -> str:
     return "CPU" if members[0].gpu.kind == "cpu" else "GPU"
 
 
-def _of_groups(question: Question, precision: str, tensor: int, members: list[tuple[Device, ...]]) -> Iterator[CandidateLayout]:
+def _of_groups(
+    question: Question, precision: str, tensor: int, members: list[tuple[Device, ...]]
+) -> Iterator[CandidateLayout]:
     constraints, experts = question.constraints, question.shape.experts
     for stages, count in _depths(question, len(members)):
         copies = tuple(place_replicas(members, stages, count))
@@ -138,7 +153,9 @@ def reordered_layouts(question: Question, draft: CandidateLayout) -> Iterator[Ca
     replicas that differ; and where some stay idle, those of one type rather than those of another. Of ranks on
     different GPUs: the roomiest first, since the first of them samples too."""
     constraints, cut = question.constraints, draft.cut
-    said = constraints.devices or constraints.device_map_strategy or constraints.pipeline_split or constraints.tensor_split
+    said = (
+        constraints.devices or constraints.device_map_strategy or constraints.pipeline_split or constraints.tensor_split
+    )
     members = [stage for replica in draft.replicas for stage in replica]
     everything = tensor_groups(interconnect_domains(question.cluster), cut.tensor_parallel)
     if cut.pipeline_parallel == 1 and not said:
@@ -188,8 +205,14 @@ def _depths(question: Question, members: int) -> list[tuple[int, int]]:
     none is idle without need."""
     constraints = question.constraints
     if constraints.pipeline_parallel:
-        counts = [constraints.data_parallel] if constraints.data_parallel else [members // constraints.pipeline_parallel]
-        return [(constraints.pipeline_parallel, count) for count in counts if 0 < count * constraints.pipeline_parallel <= members]
+        counts = (
+            [constraints.data_parallel] if constraints.data_parallel else [members // constraints.pipeline_parallel]
+        )
+        return [
+            (constraints.pipeline_parallel, count)
+            for count in counts
+            if 0 < count * constraints.pipeline_parallel <= members
+        ]
     if constraints.data_parallel:
         deepest = members // constraints.data_parallel
         return [(stages, constraints.data_parallel) for stages in range(1, min(deepest, question.shape.layers) + 1)]

@@ -76,7 +76,9 @@ def tensor_groups(pools: Sequence[Sequence[Device]], size: int) -> list[tuple[De
     ]
 
 
-def place_replicas(groups: Sequence[tuple[Device, ...]], stages: int, count: int) -> list[tuple[tuple[Device, ...], ...]]:
+def place_replicas(
+    groups: Sequence[tuple[Device, ...]], stages: int, count: int
+) -> list[tuple[tuple[Device, ...], ...]]:
     """`count` replicas of `stages` groups each: on one node where one has room for it, the rest across nodes."""
     whole: list[tuple[tuple[Device, ...], ...]] = []
     loose: list[tuple[Device, ...]] = []

@@ -57,7 +57,9 @@ class Mix(msgspec.Struct, frozen=True, kw_only=True):
         return self.rent_dollars + self.api_dollars
 
 
-def rent_and_api_mix(replica: Fleet, request_dollars: float, demand: Sequence[float], replicas: int, max_load: float) -> Mix:
+def rent_and_api_mix(
+    replica: Fleet, request_dollars: float, demand: Sequence[float], replicas: int, max_load: float
+) -> Mix:
     """`demand` are requests per second in equal spans of time; a replica takes `max_load` of its full load, and
     what comes beyond overflows."""
     capacity = replicas * replica.requests_per_s * max_load

@@ -198,7 +198,11 @@ def plan_question(
     from weft.planner.question import Question, LayoutConstraints
 
     word = spread_of(config.device_map) if config.device_map else None
-    constraints = LayoutConstraints(tensor_parallel=1, data_parallel=1, expert_parallel=False, device_map_strategy=word) if word else LayoutConstraints()
+    constraints = (
+        LayoutConstraints(tensor_parallel=1, data_parallel=1, expert_parallel=False, device_map_strategy=word)
+        if word
+        else LayoutConstraints()
+    )
     if config.tensor_parallel_size or config.pipeline_parallel_size:
         tensor, stages = config.tensor_parallel_size or 1, config.pipeline_parallel_size or 1
         constraints = LayoutConstraints(tensor_parallel=tensor, pipeline_parallel=stages, expert_parallel=False)

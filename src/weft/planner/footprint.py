@@ -157,12 +157,16 @@ def footprint(
     return Footprint(shape=shape, layout=layout, replicas=tuple(found), window_cache=bool(profile.window_cache.value))
 
 
-def _chosen(holding: EngineMemory, seats: Sequence[RankSeat], length: int, tried: Sequence[TokenBudget]) -> ReplicaMemory:
+def _chosen(
+    holding: EngineMemory, seats: Sequence[RankSeat], length: int, tried: Sequence[TokenBudget]
+) -> ReplicaMemory:
     """One replica with the first of these choices that leaves the KV cache what it has beside the last, the smallest,
     but for KV_SHARE of it; without any, with what the engine takes by itself."""
 
     def beside(choice: TokenBudget) -> ReplicaMemory:
-        return msgspec.structs.replace(holding, profile=with_token_budget(holding.profile, choice)).replica(seats, length)
+        return msgspec.structs.replace(holding, profile=with_token_budget(holding.profile, choice)).replica(
+            seats, length
+        )
 
     if not tried:
         return holding.replica(seats, length)
@@ -170,7 +174,9 @@ def _chosen(holding: EngineMemory, seats: Sequence[RankSeat], length: int, tried
     if least.kv_tokens >= length:
         for choice in tried[:-1]:
             memory = beside(choice)
-            if memory.kv_tokens >= max(length, (1 - KV_SHARE_FOR_STEP) * least.kv_tokens) and not memory.takes_more(least):
+            if memory.kv_tokens >= max(length, (1 - KV_SHARE_FOR_STEP) * least.kv_tokens) and not memory.takes_more(
+                least
+            ):
                 return memory
     return least
 
@@ -318,7 +324,10 @@ def activation_bytes(
     steps come after those of the large one, in the same memory."""
     if profile.own_activations.value:
         how = profile.speculation
-        own, draft = step_bytes(shape, place, tokens, rows, number_bytes, guesses=draft_tokens(how)), draft_on_rank(how, place)
+        own, draft = (
+            step_bytes(shape, place, tokens, rows, number_bytes, guesses=draft_tokens(how)),
+            draft_on_rank(how, place),
+        )
         return max(own, step_bytes(draft, whole(draft), tokens, rows, number_bytes)) if draft else own
     factors = profile.activations_experts if shape.experts else profile.activations_dense
     hidden = shape.q_heads * shape.head_dim if not shape.mla else shape.hidden

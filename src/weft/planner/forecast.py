@@ -93,7 +93,9 @@ def step_token_budget(plan: Plan, host: Host, known: Speeds) -> TokenBudget:
     return TokenBudget(memory.batched_tokens, memory.batched_reason)
 
 
-def plan_as_candidate(plan: Plan, host: Host, known: Speeds, batched_tokens: int | None) -> tuple[DeploymentLayout, Cluster, Profile]:
+def plan_as_candidate(
+    plan: Plan, host: Host, known: Speeds, batched_tokens: int | None
+) -> tuple[DeploymentLayout, Cluster, Profile]:
     """A plan as the search has its candidates, with the devices of its ranks and our engine's constants on them."""
     on_cpu = plan.devices[0] == "cpu"
     here = msgspec.structs.replace(host, gpus=(), pairs=()) if on_cpu else host

@@ -20,7 +20,9 @@ class StageBudget(msgspec.Struct, frozen=True, kw_only=True):
     size: float = 0.0
 
 
-def partition_layers(work: Sequence[float], sizes: Sequence[float], stages: Sequence[StageBudget]) -> tuple[int, ...] | None:
+def partition_layers(
+    work: Sequence[float], sizes: Sequence[float], stages: Sequence[StageBudget]
+) -> tuple[int, ...] | None:
     """Layers per stage, in order, so that the slowest stage is as fast as can be and each stage has the room.
 
     `work[l]` is what layer l costs, `sizes[l]` its bytes. Among the partitions with the fastest slowest stage it

@@ -29,7 +29,9 @@ def rank_weights(shape: ModelShape, precision: str, place: Place) -> WeightBytes
 
 
 @lru_cache(maxsize=4096)
-def _sum_of_weights(shape: ModelShape, precision: str, share: Place, held: tuple[tuple[LayerKind, int], ...]) -> WeightBytes:
+def _sum_of_weights(
+    shape: ModelShape, precision: str, share: Place, held: tuple[tuple[LayerKind, int], ...]
+) -> WeightBytes:
     """Summed over layers by kind: of those there are few, and few ways to share them."""
     parts = [(_weights_of(shape, precision, share), 1)]
     inner = msgspec.structs.replace(share, stage=1, stages=3)

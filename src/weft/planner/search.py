@@ -105,7 +105,9 @@ def fitting_layouts(question: Question, rejected: list[Rejected]) -> Iterator[Fi
     """Every cut that fits, in no order; those that do not are added to `rejected`."""
     if question.constraints.device_map_strategy:
         for precision in question.precisions:
-            yield from fitting_layouts(_spread_out(question, precision, question.constraints.device_map_strategy), rejected)
+            yield from fitting_layouts(
+                _spread_out(question, precision, question.constraints.device_map_strategy), rejected
+            )
         return
     depths: dict[tuple[str, int, bool], set[int]] = {}
     for draft in candidate_layouts(question):
@@ -220,7 +222,9 @@ def _layouts(question: Question, draft: CandidateLayout) -> list[DeploymentLayou
     return found
 
 
-def _deployed(question: Question, draft: CandidateLayout, weights: Sequence[float], layers: Sequence[int]) -> DeploymentLayout:
+def _deployed(
+    question: Question, draft: CandidateLayout, weights: Sequence[float], layers: Sequence[int]
+) -> DeploymentLayout:
     cut = draft.cut
     return deploy(
         question.shape,

@@ -64,7 +64,10 @@ class StepPredictor:
         through += host
         if chunks:
             tokens = sum(count for _, count in chunks)
-            seen = [sum(attended_pairs(at + count, it) - attended_pairs(at, it) for at, count in chunks) for it in self.windows]
+            seen = [
+                sum(attended_pairs(at + count, it) - attended_pairs(at, it) for at, count in chunks)
+                for it in self.windows
+            ]
             read, longest = _seconds(self._read(tokens, ends), seen, self._turns)
             through, apart = through + read, apart + longest
         return StepSeconds(through, apart)

@@ -92,7 +92,9 @@ def layer_kinds(shape: ModelShape, precision: str, layers: Span) -> tuple[tuple[
 
 
 @lru_cache(maxsize=8192)
-def _work(shape: ModelShape, precision: str, kv_dtype: str, share: Place, held: tuple[tuple[LayerKind, int], ...]) -> RankWork:
+def _work(
+    shape: ModelShape, precision: str, kv_dtype: str, share: Place, held: tuple[tuple[LayerKind, int], ...]
+) -> RankWork:
     layers: dict[LayerWork, int] = {}
     for (has_experts, window, layer), count in held:
         products, experts = _layer(shape, precision, share, has_experts, layer)

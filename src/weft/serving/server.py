@@ -27,7 +27,7 @@ from weft.formats.checkpoint import Checkpoint
 from weft.hardware.host import Host, probe
 from weft.plan.memory import capacity_lines
 from weft.plan.plan import Plan
-from weft.planner.execution import plan_to_run, measured_speeds
+from weft.planner.execution import measured_speeds, plan_to_run
 from weft.serving import listen
 from weft.serving.admission import Admission, ConnectionLimits, fit_to_files, raise_file_limit
 from weft.serving.app import app
