@@ -519,7 +519,7 @@ def test_more_replicas_than_requests_answer_no_more_requests() -> None:
     copied = best(plan("Llama-3.1-8B", "4xH100", workload=work, constraints=LayoutConstraints(data_parallel=4)))
     assert copied.predicted.concurrency == 1
     # For one request at a time three of four GPUs would idle.
-    assert best(plan("Llama-3.1-8B", "4xH100", engine="weft", workload=work)).layout.size > 1
+    assert best(plan("Llama-3.1-8B", "4xH100", engine="weft", workload=work)).layout.replica_size > 1
 
 
 def test_what_was_dictated_is_not_credited_to_more_hardware() -> None:

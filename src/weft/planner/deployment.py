@@ -84,13 +84,13 @@ class DeploymentLayout(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.stage_layers)
 
     @property
-    def size(self) -> int:
+    def replica_size(self) -> int:
         """Ranks of one replica."""
         return self.tensor_parallel * self.pipeline_parallel
 
     def replicas(self) -> Iterator[slice]:
         """The ranks of each replica."""
-        size = self.size
+        size = self.replica_size
         yield from (slice(start, start + size) for start in range(0, len(self.gpus), size))
 
     def marks(self, cluster: Cluster) -> list[tuple[int, int]]:
@@ -105,7 +105,7 @@ class DeploymentLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     def replica(self, number: int) -> tuple[tuple[Place, int], ...]:
         """(place, GPU) of each rank of a replica."""
-        ranks = slice(number * self.size, (number + 1) * self.size)
+        ranks = slice(number * self.replica_size, (number + 1) * self.replica_size)
         return tuple(zip(self.places[ranks], self.gpus[ranks], strict=True))
 
 

@@ -168,7 +168,7 @@ def config_of_best(
     best = answer.best
     if best is None:
         raise PlanError(_nothing_fits(answer))
-    seats, memory = best.layout.gpus[: best.layout.size], best.memory.replicas[0]
+    seats, memory = best.layout.gpus[: best.layout.replica_size], best.memory.replicas[0]
     _tell(answer, best, numbers)
     if config.max_num_batched_tokens is None:
         _tell_steps(memory.batched_tokens, memory.batched_reason)
@@ -250,7 +250,7 @@ def _shares(config: EngineConfig, cluster: Cluster, best: Candidate) -> tuple[fl
 
 
 def _tell(answer: SearchResult, best: Candidate, numbers: Sequence[int]) -> None:
-    seats = [numbers[seat] for seat in best.layout.gpus[: best.layout.size]]
+    seats = [numbers[seat] for seat in best.layout.gpus[: best.layout.replica_size]]
     where = f"GPU{'s' * (len(seats) > 1)} {','.join(map(str, seats))}"
     replicas = best.layout.data_parallel
     if replicas == 1:

@@ -97,7 +97,7 @@ class Footprint(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def fullest(self) -> int:
         """The rank with the least room for KV, counted in tokens."""
-        size = self.layout.size
+        size = self.layout.replica_size
         ranks = {
             number * size + rank: memory.kv_room_bytes / memory.kv_bytes_per_token
             for number, _ in self._distinct()
@@ -130,7 +130,7 @@ class Footprint(msgspec.Struct, frozen=True, kw_only=True):
         return [(first[key], count) for key, count in counts.items()]
 
     def _requests(self, number: int, length: int) -> float:
-        places = self.layout.places[number * self.layout.size : (number + 1) * self.layout.size]
+        places = self.layout.places[number * self.layout.replica_size : (number + 1) * self.layout.replica_size]
         ranks = self.replicas[number].ranks
         return requests(self.shape, self.layout.kv_dtype, places, ranks, length, self.window_cache)
 

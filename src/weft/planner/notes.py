@@ -96,7 +96,7 @@ def _guessing(question: Question, best: Candidate | None) -> Iterator[str]:
         "many as were guessed right, which depends on the texts: weft bench serve measures it"
     )
     if how.draft and best:
-        *_, rank = best.layout.places[: best.layout.size : best.layout.tensor_parallel]
+        *_, rank = best.layout.places[: best.layout.replica_size : best.layout.tensor_parallel]
         memory = best.memory.replicas[0].ranks[rank.rank]
         own = kv_bytes_per_token(question.shape, best.layout.kv_dtype, rank)
         yield (

@@ -220,8 +220,8 @@ def ranks_json(question: Question, candidate: Candidate) -> list[dict[str, Any]]
     found: list[dict[str, Any]] = []
     used: Counter[int] = Counter()  # of each GPU, by all of its ranks
     for rank, (place, index) in enumerate(zip(layout.places, layout.gpus, strict=True)):
-        replica = candidate.memory.replicas[rank // layout.size]
-        memory = replica.ranks[rank % layout.size]
+        replica = candidate.memory.replicas[rank // layout.replica_size]
+        memory = replica.ranks[rank % layout.replica_size]
         cache = cache_bytes(replica, memory)
         taken = 0 if used[index] else there[index].gpu.held_bytes  # by others
         used[index] += memory.weights.total + cache + memory.other_bytes
@@ -231,7 +231,7 @@ def ranks_json(question: Question, candidate: Candidate) -> list[dict[str, Any]]
                 "gpu": memory.gpu,
                 "gpu_index": index,
                 "node": there[index].node,
-                "replica": rank // layout.size,
+                "replica": rank // layout.replica_size,
                 "stage": place.stage,
                 "first_layer": place.layers.start,
                 "layers": len(place.layers),

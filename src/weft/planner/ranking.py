@@ -64,7 +64,7 @@ def single_request_s(question: Question, predicted: Prediction) -> float:
 
 def simplicity(layout: DeploymentLayout) -> tuple[int, ...]:
     """Less is simpler."""
-    return layout.size, layout.pipeline_parallel, layout.expert_parallel, len(layout.gpus)
+    return layout.replica_size, layout.pipeline_parallel, layout.expert_parallel, len(layout.gpus)
 
 
 def sort_key(question: Question, candidate: Candidate) -> tuple[float, ...]:

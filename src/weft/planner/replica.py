@@ -37,7 +37,7 @@ def build_replicas(shape: ModelShape, layout: DeploymentLayout, cluster: Cluster
     for number, seats in enumerate(layout.replicas()):
         # Replicas on GPUs of the same kinds in the same places, of which a large cluster has many.
         key: tuple[object, ...] = *marks[seats], homes[layout.gpus[seats.start]].link
-        if layout.size > 1:
+        if layout.replica_size > 1:
             nodes = [homes[at] for at in layout.gpus[seats]]
             key += tuple([(home.node - nodes[0].node, home.link, home.group) for home in nodes])
         if key not in alike:
