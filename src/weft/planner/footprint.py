@@ -141,11 +141,11 @@ def footprint(
     """What every rank of `layout` on `cluster` holds under an engine. `workload` gives the length that must fit."""
     workload = workload or Workload()
     holding = EngineMemory(shape, canonical(layout.precision), layout.kv_dtype, profile)
-    marks, longest = layout.marks(cluster), workload.max_model_len or shape.max_positions
+    marks, longest = layout.rank_signatures(cluster), workload.max_model_len or shape.max_positions
     # Replicas differ in nothing but which experts they hold, and on what; a large cluster has many that are equal.
     known: dict[object, ReplicaMemory] = {}
     found = []
-    for number, ranks in enumerate(layout.replicas()):
+    for number, ranks in enumerate(layout.replica_slices()):
         key = tuple(marks[ranks])
         if key not in known:
             seats = [(place, cluster.gpus[index], index) for place, index in layout.replica(number)]

@@ -33,8 +33,8 @@ def build_replicas(shape: ModelShape, layout: DeploymentLayout, cluster: Cluster
     known: dict[object, Replica] = {}
     found = []
     alike: dict[object, Replica] = {}
-    homes, marks = cluster.homes, layout.marks(cluster)
-    for number, seats in enumerate(layout.replicas()):
+    homes, marks = cluster.homes, layout.rank_signatures(cluster)
+    for number, seats in enumerate(layout.replica_slices()):
         # Replicas on GPUs of the same kinds in the same places, of which a large cluster has many.
         key: tuple[object, ...] = *marks[seats], homes[layout.gpus[seats.start]].link
         if layout.replica_size > 1:
