@@ -264,7 +264,7 @@ class EngineMemory(msgspec.Struct, frozen=True):
         shape, profile, draft = self.shape, self.profile, self._draft(place)
         share = (profile.utilization_most if at_most else profile.utilization).value
         tokens, sequences = profile.batch_limits(0 if at_most else gpu.memory_bytes)
-        held = rank_weights(shape, profile.held(self.precision), place)
+        held = rank_weights(shape, profile.held_precision(self.precision), place)
         number_bytes = DTYPE_BYTES[computed_in(self.precision)]
         activations = activation_bytes(shape, place, tokens, sequences, profile, number_bytes)
         # A draft's steps are graphs of their own.

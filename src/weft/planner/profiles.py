@@ -147,7 +147,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
             sequences = min(sequences, self.small_num_seqs.value)
         return int(tokens), int(sequences)
 
-    def held(self, precision: str) -> str:
+    def held_precision(self, precision: str) -> str:
         """What the engine holds of weights in a precision: others compute with a GGUF file's blocks as they are."""
         return as_held(precision) if self.name == OURS else precision
 

@@ -279,7 +279,7 @@ def _stage_layers(question: Question, draft: CandidateLayout, weights: Sequence[
             )
         )
     by_stage = [seats[start : start + tensor] for start in range(0, len(seats), tensor)]
-    held = engine_profile(question).held(canonical(cut.precision))
+    held = engine_profile(question).held_precision(canonical(cut.precision))
     found = [
         stage_layers(shape, held, dtype, tokens, weights, by_stage, expert_group=group, by_room=by_room)
         for by_room in (False, True)

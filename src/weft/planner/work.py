@@ -1,4 +1,4 @@
-"""Work: what one rank of a layout streams and multiplies for a token, summed once per model, precision and cut."""
+"""RankWork: bytes that one rank streams and numbers that it multiplies per token, summed once per model and cut."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from weft.formats.precision import OTHERS, alike, parameter_bytes
 
 
 class MatrixProduct(msgspec.Struct, frozen=True):
-    """A matrix that every token is multiplied with: its numbers, its bytes, and whether it is stored in 16 bits
-    (or more) where the model's precision has fewer."""
+    """A matrix that every token is multiplied with: its count of numbers and its bytes. `wide` is true if the matrix is
+    stored in 16 bits or more although the model's precision has fewer."""
 
     numbers: int
     nbytes: int
@@ -25,13 +25,13 @@ class MatrixProduct(msgspec.Struct, frozen=True):
 
     @property
     def bits(self) -> float:
-        """Of a number, with its part of what it shares with others."""
+        """Bits per number, with the number's part of its group's scale."""
         return 8 * self.nbytes / max(1, self.numbers)
 
 
 class ExpertWork(msgspec.Struct, frozen=True, kw_only=True):
-    """The routed experts of a layer: `held` of `count` on this rank, `top_k` chosen for each token; numbers and
-    bytes are one expert's, as far as the rank holds it."""
+    """The routed experts of a layer: `held` of `count` on this rank, `top_k` chosen per token. `numbers` and `nbytes`
+    are those of one expert, as far as the rank holds it."""
 
     held: int
     count: int
@@ -41,8 +41,8 @@ class ExpertWork(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AttentionWork(msgspec.Struct, frozen=True, kw_only=True):
-    """A layer's attention on this rank. A cached token has `cache_bytes`; `decode_flops` are those of a new token
-    for each token of its context, `prefill_flops` those for each pair of tokens of a prompt."""
+    """A layer's attention on this rank. `cache_bytes` are the bytes of one cached token, `decode_flops` the operations
+    of a new token per token of its context, `prefill_flops` the operations per pair of tokens of a prompt."""
 
     cache_bytes: int
     decode_flops: float
@@ -51,7 +51,7 @@ class AttentionWork(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LayerWork(msgspec.Struct, frozen=True, kw_only=True):
-    """`count` layers that are alike."""
+    """`count` layers that do equal work."""
 
     count: int
     products: tuple[MatrixProduct, ...]
@@ -60,7 +60,7 @@ class LayerWork(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankWork(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a rank does for a token."""
+    """All work of a rank per token: its layers, grouped by equal work, and the head if the rank has one."""
 
     hidden: int
     layers: tuple[LayerWork, ...]
@@ -69,9 +69,11 @@ class RankWork(msgspec.Struct, frozen=True, kw_only=True):
 
 @lru_cache(maxsize=8192)
 def rank_work(shape: ModelShape, precision: str, kv_dtype: str, place: Place) -> RankWork:
-    """Work of one rank; `precision` is a result of `canonical` or `as_held` of `formats.precision`. Equal shares give
-    the same object."""
-    # What counts is how much a rank holds, not which: ranks of a stage, and stages, do equal work.
+    """The work of one rank. Equal shares give the same object.
+
+    `precision` is a result of `canonical` or `as_held` of `formats.precision`.
+    """
+    # Only the size of a rank's share counts, not its position: ranks of a stage, and stages, do equal work.
     names = ("q_heads", "kv_heads", "ffn", "vocab", "experts", "expert_ffn", "shared_ffn")
     spans = {name: Span(0, len(getattr(place, name))) for name in names}
     stage, stages = (1, 2) if place.last else (0, 2)
@@ -84,27 +86,27 @@ LayerKind = tuple[bool, int | None, int]  # has experts, window, and the first l
 
 @lru_cache(maxsize=8192)
 def layer_kinds(shape: ModelShape, precision: str, layers: Span) -> tuple[tuple[LayerKind, int], ...]:
-    """How many of these layers there are of each kind."""
-    found: Counter[LayerKind] = Counter()
+    """(kind, number of layers of that kind) for the given layers."""
+    counts: Counter[LayerKind] = Counter()
     for layer in range(layers.start, layers.stop):
-        found[shape.has_experts(layer), shape.window(layer), alike(shape, precision)[layer]] += 1
-    return tuple(found.items())
+        counts[shape.has_experts(layer), shape.window(layer), alike(shape, precision)[layer]] += 1
+    return tuple(counts.items())
 
 
 @lru_cache(maxsize=8192)
 def _work(
-    shape: ModelShape, precision: str, kv_dtype: str, share: Place, held: tuple[tuple[LayerKind, int], ...]
+    shape: ModelShape, precision: str, kv_dtype: str, share: Place, kinds: tuple[tuple[LayerKind, int], ...]
 ) -> RankWork:
     layers: dict[LayerWork, int] = {}
-    for (has_experts, window, layer), count in held:
+    for (has_experts, window, layer), count in kinds:
         products, experts = _layer(shape, precision, share, has_experts, layer)
         attention = _attention(shape, kv_dtype, share, window)
-        alike = LayerWork(count=0, products=products, experts=experts, attention=attention)
-        layers[alike] = layers.get(alike, 0) + count
-    head = next(it for it in parameters(shape) if it.role == "head")
+        one = LayerWork(count=0, products=products, experts=experts, attention=attention)
+        layers[one] = layers.get(one, 0) + count
+    head = next(parameter for parameter in parameters(shape) if parameter.role == "head")
     return RankWork(
         hidden=shape.hidden,
-        layers=tuple(msgspec.structs.replace(alike, count=count) for alike, count in layers.items()),
+        layers=tuple(msgspec.structs.replace(one, count=count) for one, count in layers.items()),
         head=_product(shape, precision, share, head, 0) if share.last else None,
     )
 
@@ -116,8 +118,7 @@ def _layer(
     """The matrices of one layer, and its experts."""
     products, numbers, nbytes = [], 0, 0
     for parameter in parameters(shape):
-        absent = parameter.on != "every" and (parameter.on == "expert") != has_experts
-        if parameter.where != "layer" or absent or parameter.parts[0].cols is None:
+        if not _is_layer_matrix(parameter, has_experts):
             continue
         product = _product(shape, precision, place, parameter, layer)
         if parameter.role == "expert":
@@ -127,8 +128,14 @@ def _layer(
     if not has_experts or shape.experts is None:
         return tuple(products), None
     held = max(1, len(place.experts))
-    of, top_k = shape.experts.count, shape.experts.top_k
-    return tuple(products), ExpertWork(held=held, count=of, top_k=top_k, numbers=numbers, nbytes=nbytes / held)
+    total, top_k = shape.experts.count, shape.experts.top_k
+    return tuple(products), ExpertWork(held=held, count=total, top_k=top_k, numbers=numbers, nbytes=nbytes / held)
+
+
+def _is_layer_matrix(parameter: Parameter, has_experts: bool) -> bool:
+    """Return True for a matrix that a layer with (or without) experts has."""
+    absent = parameter.on != "every" and (parameter.on == "expert") != has_experts
+    return parameter.where == "layer" and not absent and parameter.parts[0].cols is not None
 
 
 def _product(shape: ModelShape, precision: str, place: Place, parameter: Parameter, layer: int) -> MatrixProduct:
