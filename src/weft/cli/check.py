@@ -69,7 +69,7 @@ def predict(
     if answer.best:
         return answer.best.layout, answer.best.predicted
     if answer.rejected and not any(it.short_bytes for it in answer.rejected):
-        return answer.rejected[0].reason
+        return str(answer.rejected[0].reason)
     if roomy is None:
         return None
     return roomy, cost.predict(shape, roomy, cluster, question.workload, load_profile(engine))
@@ -100,8 +100,8 @@ def told(
         lines = [
             "possible",
             f"  {gigabytes(found.weight_bytes)} of weights and {gigabytes(found.kv_bytes)} of KV for "
-            f"{claim.tokens:,} tokens; {gigabytes(found.usable_bytes)} usable after {gigabytes(RESERVED_BYTES)} on each "
-            f"GPU for the driver and engine",
+            f"{claim.tokens:,} tokens; {gigabytes(found.usable_bytes)} usable after {gigabytes(RESERVED_BYTES)} on "
+            f"each GPU for the driver and engine",
             f"  at most {found.bound_tok_s:.1f} tok/s: each token reads {gigabytes(found.read_bytes)} of memory",
         ]
     if isinstance(predicted, str):

@@ -118,7 +118,7 @@ def row_json(answer: SearchResult, model: Model) -> dict[str, Any]:
         "layout": layout_name(best),
         "gpus": len(set(best.layout.gpus)),
         "runs": not lacking,
-        "missing": lacking,
+        "missing": [str(note) for note in lacking],
     }
 
 

@@ -87,7 +87,7 @@ def reason(answer: SearchResult, wanted: Candidate | None) -> str:
     """Why a plan is none for the engine, or why none fits: the one that lacks least memory."""
     of_it = [it for it in answer.rejected if wanted and it.cut == wanted.cut]
     found = closest_miss(of_it or answer.rejected)
-    return found.reason if found else "these GPUs make no such layout"
+    return str(found.reason) if found else "these GPUs make no such layout"
 
 
 def beyond(question: Question, target: Target) -> list[str]:

@@ -31,7 +31,7 @@ class Remarks(msgspec.Struct, frozen=True):
 def comment(target: str, it: Deployment, remarks: Remarks) -> str:
     """The plan, where it is from, what it lacks; lines that begin with #."""
     paragraphs = [plan(it), predicted(it), f"Written by weft {__version__}: weft plan --emit {target}"]
-    left_out = [*it.gaps, *notes(it.question, it.candidate), *remarks.left_out]
+    left_out = [*it.gaps, *map(str, notes(it.question, it.candidate)), *remarks.left_out]
     lines = [line for paragraph in paragraphs for line in _wrapped(paragraph)]
     lines += _listed("In another way than planned, or left out:", left_out)
     lines += _listed("To be set before use:", [f"{one.name}: {one.meaning}" for one in remarks.replace])

@@ -1,7 +1,7 @@
 """Whole layers over devices in order, by Transformers' strategies for `device_map`.
 
 `balanced` makes the bytes of weights on the fullest device as few as possible. `balanced_low_0` does so without the
-first device, which gets only the layers that the others have no room for. `sequential` fills one device after the other.
+first device, which gets only the layers that the others have no room for. `sequential` fills one device after another.
 `auto` is `balanced`, as in Transformers.
 
 accelerate (1.15) differs: it counts weights only, while here a device's room is what the engine and one request leave.

@@ -27,12 +27,12 @@ ConcurrencyLimit = Literal["kv_cache", "max_num_seqs", "max_num_batched_tokens",
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     """The speed of a deployment.
 
-    `single_tok_s` is the speed of one request alone, `ttft_s` the time to its first token. `tpot_s` is the mean time per
-    token of a request with `concurrency` requests at once, and `output_tok_s` the speed of all of these together, with
-    their prompts read in between. `saturated_tok_s` is the speed of the whole deployment with `saturated_concurrency`
-    requests, a number that `limit` limits. `step` is the time of a round of the slowest replica at `concurrency` by what
-    it is spent on. `prefill_s` is the time to read one prompt on its slowest stage. `error_band` is relative (0.2 is
-    20 % up or down), and `error_source` says where it is from.
+    `single_tok_s` is the speed of one request alone, `ttft_s` the time to its first token. `tpot_s` is the mean time
+    per token of a request with `concurrency` requests at once, and `output_tok_s` the speed of all of these together,
+    with their prompts read in between. `saturated_tok_s` is the speed of the whole deployment with
+    `saturated_concurrency` requests, a number that `limit` limits. `step` is the time of a round of the slowest replica
+    at `concurrency` by what it is spent on. `prefill_s` is the time to read one prompt on its slowest stage.
+    `error_band` is relative (0.2 is 20 % up or down), and `error_source` says where it is from.
     """
 
     single_tok_s: float
@@ -57,6 +57,12 @@ class _Load(NamedTuple):
     batch: float
     step_tokens: int
 
+    def tpot_s(self, workload: Workload) -> float:
+        return self.replica.tpot_s(self.batch, workload, self.step_tokens)
+
+    def throughput(self, workload: Workload) -> float:
+        return self.replica.throughput(self.batch, workload, self.step_tokens)
+
 
 def predict(
     shape: ModelShape,
@@ -76,17 +82,16 @@ def predict(
     batches = [min(room, share) for room in full]
     steps = [replica.batched_tokens for replica in memory.replicas]
     asked, saturated = _loads(replicas, batches, steps), _loads(replicas, full, steps)
-    tpots = {load: load.replica.tpot_s(load.batch, workload, load.step_tokens) for load in set(asked)}
-    rates = {load: load.replica.throughput(load.batch, workload, load.step_tokens) for load in {*asked, *saturated}}
-    alone = {replica: replica.round_s(1, workload).total for replica in set(replicas)}
-    fastest = min(alone, key=lambda replica: (alone[replica], replicas.index(replica)))
+    tpots = {load: load.tpot_s(workload) for load in set(asked)}
+    rates = {load: load.throughput(workload) for load in {*asked, *saturated}}
+    fastest, round_s = _fastest_alone(replicas, workload)
     # With fewer requests than replicas some replicas have none.
-    concurrency = sum(batches) if workload.concurrency is None else min(sum(batches), workload.concurrency)
+    concurrency = min(sum(batches), workload.concurrency or inf)
     error = profile.error_for(shape, layout.precision)
     slowest = max(tpots, key=lambda load: (tpots[load], -replicas.index(load.replica)))
     return Prediction(
-        single_tok_s=1 / alone[fastest],
-        ttft_s=fastest.prompt_s(workload, steps[replicas.index(fastest)]),
+        single_tok_s=1 / round_s,
+        ttft_s=replicas[fastest].prompt_s(workload, steps[fastest]),
         tpot_s=sum(batches) / sum(load.batch / tpots[load] for load in asked),
         concurrency=concurrency,
         output_tok_s=sum(rates[load] for load in asked) * (concurrency / sum(batches)),
@@ -102,6 +107,13 @@ def predict(
 
 def _loads(replicas: list[Replica], batches: list[float], steps: list[int]) -> list[_Load]:
     return [_Load(*load) for load in zip(replicas, batches, steps, strict=True)]
+
+
+def _fastest_alone(replicas: list[Replica], workload: Workload) -> tuple[int, float]:
+    """(number, seconds of a round) of the replica that is fastest with one request; the first of equal ones."""
+    seconds = {replica: replica.round_s(1, workload).total for replica in set(replicas)}
+    fastest = min(range(len(replicas)), key=lambda number: seconds[replicas[number]])
+    return fastest, seconds[replicas[fastest]]
 
 
 def _limits(memory: Footprint, profile: Profile, workload: Workload) -> list[tuple[float, ConcurrencyLimit]]:

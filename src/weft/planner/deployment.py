@@ -20,9 +20,9 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     """The requests that a deployment has to serve.
 
     Lengths are in tokens and are means over all requests. `output_spread` is the standard deviation of the answers'
-    lengths divided by their mean; 0 if all are equally long. `concurrency` is the number of requests that run at once in
-    the whole deployment; None stands for as many as the KV cache and the engine hold (saturated). `max_model_len` is the
-    longest request that must fit, by default input and output together.
+    lengths divided by their mean; 0 if all are equally long. `concurrency` is the number of requests that run at once
+    in the whole deployment; None stands for as many as the KV cache and the engine hold (saturated). `max_model_len` is
+    the longest request that must fit, by default input and output together.
     """
 
     input_len: int = DEFAULT_LENGTH

@@ -63,8 +63,8 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
 class ReplicaMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Memory of one replica: its ranks in order.
 
-    `kv_tokens` tokens of requests of `length` tokens fit on every rank, beside steps of at most `batched_tokens` tokens.
-    `batched_reason` says why a step has that many.
+    `kv_tokens` tokens of requests of `length` tokens fit on every rank, beside steps of at most `batched_tokens`
+    tokens. `batched_reason` says why a step has that many.
     """
 
     ranks: tuple[RankMemory, ...]
@@ -272,7 +272,7 @@ class EngineMemory(msgspec.Struct, frozen=True):
         ]
 
     def _kv_of_request(self, place: Place, length: int) -> int:
-        """KV bytes of one request of `length` tokens on a rank. With a window cache a layer keeps at most its window."""
+        """KV bytes of one request on a rank. With a window cache a layer keeps at most its window."""
         if self.profile.window_cache.value and self.shape.windows:
             return _kv_bytes(self.shape, length, self.kv_dtype, place)
         return length * (kv_bytes_per_token(self.shape, self.kv_dtype, place) + self._draft(place).kv_per_token)

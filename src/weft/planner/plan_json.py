@@ -1,8 +1,9 @@
-"""An answer as JSON has it: counts are counts, sizes bytes, times seconds, speeds tokens per second."""
+"""A search result as JSON: counts are counts, sizes bytes, times seconds, speeds tokens per second."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 from weft.architectures.kv import kv_bytes_per_token
@@ -13,74 +14,111 @@ from weft.formats.precision import weight_bytes
 from weft.hardware.cluster import Cluster, Home, Node
 from weft.hardware.links import nvlink, table
 from weft.plan import speculation
-from weft.planner import summary
 from weft.planner.advice import advice
 from weft.planner.binding import binding_constraint
 from weft.planner.cost import Prediction
 from weft.planner.cuts import Cut
 from weft.planner.deployment import DeploymentLayout
-from weft.planner.domains import cluster_devices
+from weft.planner.domains import Device, cluster_devices
 from weft.planner.footprint import RankMemory, ReplicaMemory
+from weft.planner.note import Note, create_note
 from weft.planner.notes import notes
 from weft.planner.objections import unsupported_reasons
 from weft.planner.plan_file import FORMAT
 from weft.planner.question import Question
 from weft.planner.ranking import Candidate, request_s
 from weft.planner.replica import slowest_link
-from weft.planner.search import SearchResult, engine_profile
+from weft.planner.search import Rejected, SearchResult, engine_profile
+from weft.planner.summary import choice_reason, choice_reasons, summary_note
 from weft.words import command
 
-# Flags that weft simulate does not have: its load is its own.
+# Flags that weft simulate does not have: its load has arrivals of its own.
 ONLY_PLANNED = ("--concurrency", "--speculative-config")
-# Times under load, which a simulation tells (cli/plan_promise.py); None without one.
+# Times under load, which only a simulation gives (cli/plan_promise.py); None without one.
 SIMULATED = ("ttft_s_at_concurrency", "ttft_s_at_concurrency_p95", "tpot_s_at_concurrency_p95")
 
 
-def plan_json(answer: SearchResult, model: Model) -> dict[str, Any]:
-    """The whole plan; `best` is None where nothing fits."""
-    question, best = answer.question, answer.best
-    held_back = binding_constraint(answer)
+def plan_json(result: SearchResult, model: Model) -> dict[str, Any]:
+    """The whole plan; `best` is None if nothing fits.
+
+    Sentences have their codes beside them: `notes` in `note_codes`, and so on (planner.note).
+    """
+    question, best = result.question, result.best
+    precision = best.layout.precision if best else question.precisions[0]
+    binding = binding_constraint(result)
+    summary = summary_note(result, runs=not missing_support(question, precision))
+    changes = advice(result)
+    remarks = [create_note("checkpoint", text=model.note)] if model.note else []
+    remarks += notes(question, best)
     return {
         "format": FORMAT,
-        "summary": summary.summary_line(
-            answer, missing_support(question, best.layout.precision if best else question.precisions[0])
-        ),
-        "why": summary.choice_reason(answer),
+        "summary": str(summary),
+        "summary_code": summary.code,
+        "why": choice_reason(result),
+        "why_codes": codes(choice_reasons(result)),
         "simulate": simulate_command(question, best),
-        "model": model_json(question, model, best.layout.precision if best else question.precisions[0]),
+        "model": model_json(question, model, precision),
         "hardware": hardware_json(question),
         "engine": question.engine,
         "objective": question.objective,
-        "workload": {
-            "input_len": question.workload.input_len,
-            "output_len": question.workload.output_len,
-            "concurrency": question.workload.concurrency or "max",
-            "max_model_len": question.workload.longest,
-            "max_model_len_given": question.workload.max_model_len is not None,
-        },
+        "workload": workload_json(question),
         "max_num_seqs": question.max_num_seqs,
         "speculative_config": speculation.write(question.speculation) if question.speculation else None,
         "promise": None,
         "best": best_json(question, best) if best else None,
-        "candidates": [candidate_json(question, candidate) for candidate in answer.candidates],
-        "rejected": [
-            {"layout": cut_json(it.cut), "reason": it.reason, "short_bytes": it.short_bytes} for it in answer.rejected
-        ],
-        "binding": {"constraint": held_back.resource, "gains_when_doubled": held_back.gains, "text": held_back.text},
-        "advice": advice(answer),
-        "notes": [*([model.note] if model.note else []), *notes(question, best)],
+        "candidates": [candidate_json(question, candidate) for candidate in result.candidates],
+        "rejected": [rejected_json(rejected) for rejected in result.rejected],
+        "binding": {
+            "constraint": binding.resource,
+            "gains_when_doubled": binding.gains,
+            "text": binding.text,
+            "code": binding.note.code,
+        },
+        "advice": sentences(changes),
+        "advice_codes": codes(changes),
+        "notes": sentences(remarks),
+        "note_codes": codes(remarks),
         "provenance": provenance(question, model),
+    }
+
+
+def sentences(notes: Iterable[Note]) -> list[str]:
+    return [str(note) for note in notes]
+
+
+def codes(notes: Iterable[Note]) -> list[str]:
+    return [note.code for note in notes]
+
+
+def workload_json(question: Question) -> dict[str, Any]:
+    workload = question.workload
+    return {
+        "input_len": workload.input_len,
+        "output_len": workload.output_len,
+        "concurrency": workload.concurrency or "max",
+        "max_model_len": workload.longest,
+        "max_model_len_given": workload.max_model_len is not None,
+    }
+
+
+def rejected_json(rejected: Rejected) -> dict[str, Any]:
+    return {
+        "layout": cut_json(rejected.cut),
+        "reason": str(rejected.reason),
+        "code": rejected.reason.code,
+        "short_bytes": rejected.short_bytes,
     }
 
 
 def model_json(question: Question, model: Model, precision: str) -> dict[str, Any]:
     shape = question.shape
-    lacks = missing_support(question, precision)
+    missing = missing_support(question, precision)
     return {
         "name": model.name,
         "architecture": shape.architecture,
-        "runs": not lacks,
-        "missing": lacks,
+        "runs": not missing,
+        "missing": sentences(missing),
+        "missing_codes": codes(missing),
         "params": model.params,
         "precision": precision,
         "weight_bytes": weight_bytes(shape, precision),
@@ -91,23 +129,26 @@ def model_json(question: Question, model: Model, precision: str) -> dict[str, An
     }
 
 
-def missing_support(question: Question, precision: str) -> list[str]:
-    """What our own engine lacks for the model, and for its draft model."""
-    lacks, how = unsupported_reasons(question.shape, precision), question.speculation
-    if how and how.draft:
-        lacks += [f"as a draft model, {it}" for it in unsupported_reasons(how.draft.shape, "bf16")]
-    return lacks
+def missing_support(question: Question, precision: str) -> list[Note]:
+    """Features that our own engine lacks for the model, and for its draft model."""
+    reasons, speculative = unsupported_reasons(question.shape, precision), question.speculation
+    if speculative and speculative.draft:
+        reasons += unsupported_reasons(speculative.draft.shape, "bf16", draft=True)
+    return reasons
 
 
 def simulate_command(question: Question, best: Candidate | None) -> str | None:
-    """The command that simulates the same deployment under load; None if nothing fits, nobody asked by flags, or a
-    device map says where the stages lie."""
-    if best is None or not question.flags or question.constraints.devices or question.constraints.device_map_strategy:
+    """The command that simulates the same deployment under load.
+
+    None if nothing fits, if the question is not from a command line, or if a device map places the stages.
+    """
+    constraints = question.constraints
+    if best is None or not question.flags or constraints.devices or constraints.device_map_strategy:
         return None
     if len(question.precisions) == 1:
         return command("simulate", question.flags, without=ONLY_PLANNED)
-    chosen = ("--precision", best.layout.precision)
-    return command("simulate", question.flags, *chosen, without=(*ONLY_PLANNED, "--precision"))
+    precision = ("--precision", best.layout.precision)
+    return command("simulate", question.flags, *precision, without=(*ONLY_PLANNED, "--precision"))
 
 
 def hardware_json(question: Question) -> dict[str, Any]:
@@ -126,8 +167,8 @@ def hardware_json(question: Question) -> dict[str, Any]:
 
 
 def node_json(node: Node) -> dict[str, Any]:
-    """`link_Bps` is what the slowest of its GPUs sends to another, None where there is only one; `bridged` are the
-    groups of them that NVLink joins where `link` is PCIe."""
+    """`link_Bps` is the rate at which the slowest GPU of the node sends to another one, None if it has only one GPU.
+    `bridged` are the groups of its GPUs that NVLink joins if `link` is PCIe."""
     speeds = {"nvlink": "nvlink_Bps", "pcie": "pcie_Bps", "memory": "bandwidth_Bps"}
     return {
         "gpus": [gpu.name for gpu in node.gpus],
@@ -149,7 +190,7 @@ def cut_json(cut: Cut) -> dict[str, Any]:
 
 
 def candidate_json(question: Question, candidate: Candidate) -> dict[str, Any]:
-    """One line of the table: no ranks."""
+    """One line of the table, without ranks."""
     layout, memory, predicted = candidate.layout, candidate.memory, candidate.predicted
     gpus = len(set(layout.gpus))
     fullest = memory.ranks[memory.fullest]
@@ -191,86 +232,102 @@ def candidate_json(question: Question, candidate: Candidate) -> dict[str, Any]:
 
 
 def links_json(cluster: Cluster, layout: DeploymentLayout) -> dict[str, str | None]:
-    """Over what the ranks of a stage sum, over what a stage hands on to the next, and over what replicas that share
-    their experts exchange tokens: the slowest link that is used, None where there is nobody to send to."""
+    """The slowest link in use, by purpose; None if nothing is sent.
+
+    `tensor` is for the all-reduces of a stage's ranks, `pipeline` for the sends from one stage to the next, `experts`
+    for the exchange of tokens between replicas that share their experts.
+    """
+    slowest_first = ("network", "pcie", "memory", "nvlink")
+    links: dict[str, str | None] = {}
+    for purpose, groups in _groups_by_purpose(cluster, layout).items():
+        kinds = {slowest_link(group) for group in groups}
+        links[purpose] = next((kind for kind in slowest_first if kind in kinds), None)
+    return links
+
+
+def _groups_by_purpose(cluster: Cluster, layout: DeploymentLayout) -> dict[str, set[frozenset[Home]]]:
+    """The places of the GPUs that send to each other, by purpose."""
     tensor, homes = layout.tensor_parallel, [cluster.homes[index] for index in layout.gpus]
     starts = range(0, len(homes), tensor)
     groups: dict[str, set[frozenset[Home]]] = {"tensor": set(), "pipeline": set(), "experts": set()}
     if tensor > 1:
         groups["tensor"] = {frozenset(homes[start : start + tensor]) for start in starts}
     if layout.pipeline_parallel > 1:
-        sending = (start for start in starts if not layout.places[start].last)
-        groups["pipeline"] = {frozenset((homes[start], homes[start + tensor])) for start in sending}
+        senders = [start for start in starts if not layout.places[start].last]
+        groups["pipeline"] = {frozenset((homes[start], homes[start + tensor])) for start in senders}
     if layout.expert_parallel > tensor:
         groups["experts"] = {frozenset(homes)}
-    found = {use: {slowest_link(group) for group in joined} for use, joined in groups.items()}
-    slowest = ("network", "pcie", "memory", "nvlink")
-    return {use: next((kind for kind in slowest if kind in kinds), None) for use, kinds in found.items()}
+    return groups
 
 
 def best_json(question: Question, candidate: Candidate) -> dict[str, Any]:
-    """A candidate with what each rank holds."""
+    """A candidate with the share of each rank."""
     return {**candidate_json(question, candidate), "ranks": ranks_json(question, candidate)}
 
 
 def ranks_json(question: Question, candidate: Candidate) -> list[dict[str, Any]]:
     """Every rank of every replica, in order."""
-    layout, shape = candidate.layout, question.shape
-    there = cluster_devices(question.cluster)
-    found: list[dict[str, Any]] = []
-    used: Counter[int] = Counter()  # of each GPU, by all of its ranks
-    for rank, (place, index) in enumerate(zip(layout.places, layout.gpus, strict=True)):
-        replica = candidate.memory.replicas[rank // layout.replica_size]
-        memory = replica.ranks[rank % layout.replica_size]
-        cache = cache_bytes(replica, memory)
-        taken = 0 if used[index] else there[index].gpu.held_bytes  # by others
-        used[index] += memory.weights.total + cache + memory.other_bytes
-        found.append(
-            {
-                "rank": rank,
-                "gpu": memory.gpu,
-                "gpu_index": index,
-                "node": there[index].node,
-                "replica": rank // layout.replica_size,
-                "stage": place.stage,
-                "first_layer": place.layers.start,
-                "layers": len(place.layers),
-                "first_q_head": place.q_heads.start,
-                "q_heads": len(place.q_heads),
-                "first_kv_head": place.kv_heads.start,
-                "kv_heads": len(place.kv_heads),
-                "ffn": ffn_columns(shape, place),
-                "first_expert": place.experts.start,
-                "experts": len(place.experts),
-                "weight_bytes": memory.weights.total,
-                "kv_bytes": cache,
-                "kv_bytes_per_token": memory.kv_bytes_per_token,
-                "other_bytes": memory.other_bytes,
-                "held_bytes": taken,
-                "usable_bytes": memory.usable_bytes,
-                "memory_bytes": memory.memory_bytes,
-            }
-        )
-    for row in found:
+    layout = candidate.layout
+    devices = cluster_devices(question.cluster)
+    rows: list[dict[str, Any]] = []
+    used: Counter[int] = Counter()  # bytes of each GPU, by all of its ranks
+    for rank, index in enumerate(layout.gpus):
+        memory = candidate.memory.replicas[rank // layout.replica_size].ranks[rank % layout.replica_size]
+        row = _rank_json(question.shape, candidate, rank, devices[index])
+        # The first rank of a GPU counts the bytes that other processes hold.
+        row["held_bytes"] = 0 if used[index] else devices[index].gpu.held_bytes
+        used[index] += memory.weights.total + row["kv_bytes"] + memory.other_bytes
+        rows.append(row)
+    for row in rows:
         index = row["gpu_index"]
-        row["free_bytes"] = row["memory_bytes"] - used[index] - there[index].gpu.held_bytes
-    return found
+        row["free_bytes"] = row["memory_bytes"] - used[index] - devices[index].gpu.held_bytes
+    return rows
+
+
+def _rank_json(shape: ModelShape, candidate: Candidate, rank: int, device: Device) -> dict[str, Any]:
+    layout = candidate.layout
+    place, replica = layout.places[rank], candidate.memory.replicas[rank // layout.replica_size]
+    memory = replica.ranks[rank % layout.replica_size]
+    return {
+        "rank": rank,
+        "gpu": memory.gpu,
+        "gpu_index": device.number,
+        "node": device.node,
+        "replica": rank // layout.replica_size,
+        "stage": place.stage,
+        "first_layer": place.layers.start,
+        "layers": len(place.layers),
+        "first_q_head": place.q_heads.start,
+        "q_heads": len(place.q_heads),
+        "first_kv_head": place.kv_heads.start,
+        "kv_heads": len(place.kv_heads),
+        "ffn": ffn_columns(shape, place),
+        "first_expert": place.experts.start,
+        "experts": len(place.experts),
+        "weight_bytes": memory.weights.total,
+        "kv_bytes": cache_bytes(replica, memory),
+        "kv_bytes_per_token": memory.kv_bytes_per_token,
+        "other_bytes": memory.other_bytes,
+        "held_bytes": 0,
+        "usable_bytes": memory.usable_bytes,
+        "memory_bytes": memory.memory_bytes,
+    }
 
 
 def cache_bytes(replica: ReplicaMemory, memory: RankMemory) -> int:
-    """Of a rank's KV cache: as many tokens as the rank with the least room has; a window keeps fewer of them."""
+    """Bytes of a rank's KV cache: for as many tokens as the rank with the least room has; with a window, fewer."""
     return min(max(0, memory.kv_room_bytes), replica.kv_tokens * memory.kv_bytes_per_token)
 
 
 def ffn_columns(shape: ModelShape, place: Place) -> int:
-    """Of the MLP; where every layer has experts, of each of those."""
+    """Columns of the MLP on a rank; if every layer has experts, columns of each expert."""
     experts = shape.experts
     return len(place.expert_ffn) if experts and not experts.dense_layers else len(place.ffn)
 
 
 def bands(predicted: Prediction) -> dict[str, list[float]]:
-    """[low, high] of every predicted time and speed, by its name in the JSON: an interval in which at least 80 % of
-    measurements should lie. Numbers of requests follow from the memory, which has no such error."""
+    """[low, high] of every predicted time and speed, by its name in the JSON: an interval that should contain at least
+    80 % of measurements. Numbers of requests follow from the memory, which has no such error."""
     figures = {
         "single_tok_s": predicted.single_tok_s,
         "ttft_s": predicted.ttft_s,
@@ -283,7 +340,7 @@ def bands(predicted: Prediction) -> dict[str, list[float]]:
 
 
 def dollars_per_million(question: Question, tok_s: float, gpus: int) -> float | None:
-    """Rent of `gpus` GPUs for a million answer tokens, always busy; None without a price."""
+    """Rent of `gpus` GPUs for a million answer tokens if they are always busy; None without a price."""
     return None if question.price is None else question.price * gpus / 3600 / tok_s * 1e6
 
 
@@ -296,15 +353,27 @@ def dollars_band(question: Question, predicted: Prediction, gpus: int) -> list[f
 
 
 def provenance(question: Question, model: Model) -> dict[str, Any]:
-    """Where the figures are from: the model's, each GPU's, the links', and every constant of the engine."""
-    joined = [node for node in question.cluster.nodes if len(node.gpus) > 1]
-    links = {"nvlink": {nvlink(gpu).source for node in joined if node.link == "nvlink" for gpu in node.gpus}}
-    links["pcie"] = {table().pcie.source for node in joined if node.link == "pcie"}
-    links["memory"] = {table().memory.source for node in joined if node.link == "memory"}
-    links["network"] = {table().network.source} if len(question.cluster.nodes) > 1 else set()
+    """Sources of the figures: the model's, each GPU's, the links', and those of every constant of the engine."""
+    sources = _link_sources(question.cluster)
     return {
         "model": model.source,
         "gpus": {gpu.name: gpu.source for gpu in question.cluster.gpus},
-        "links": {kind: "; ".join(sorted(sources)) for kind, sources in links.items() if sources},
+        "links": {kind: "; ".join(sorted(of_kind)) for kind, of_kind in sources.items() if of_kind},
         "engine": engine_profile(question).provenance(),
     }
+
+
+def _link_sources(cluster: Cluster) -> dict[str, set[str]]:
+    """Sources of the figures of each kind of link that the cluster has."""
+    sources: dict[str, set[str]] = {"nvlink": set(), "pcie": set(), "memory": set(), "network": set()}
+    for node in cluster.nodes:
+        if len(node.gpus) == 1:
+            continue
+        if node.link == "nvlink":
+            sources["nvlink"] |= {nvlink(gpu).source for gpu in node.gpus}
+        else:
+            row = table().pcie if node.link == "pcie" else table().memory
+            sources[node.link].add(row.source)
+    if len(cluster.nodes) > 1:
+        sources["network"].add(table().network.source)
+    return sources

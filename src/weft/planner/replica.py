@@ -124,25 +124,26 @@ class Replica:
         self.sharing = layout.data_parallel if layout.expert_parallel > layout.tensor_parallel else 1
         precision = canonical(layout.precision)
         exchange = all_reduce_between(cluster, layout.gpus, profile) if self.sharing > 1 else None
-        seats, tensor = layout.replica(number), layout.tensor_parallel
-        groups = [seats[start : start + tensor] for start in range(0, len(seats), tensor)]
+        held, tensor = profile.held_precision(precision), layout.tensor_parallel
+        seats = layout.replica(number)
 
         def rank_of(place: Place, index: int) -> tuple[Roofline, RankWork]:
             gpu = cluster.gpus[index]
             if gpu not in rooflines:
                 rooflines[gpu] = Roofline(gpu, profile, precision)
-            return rooflines[gpu], rank_work(shape, profile.held_precision(precision), layout.kv_dtype, place)
+            return rooflines[gpu], rank_work(shape, held, layout.kv_dtype, place)
 
         self.stages = []
-        for group, following in zip(groups, [*groups[1:], ()], strict=True):
+        for start in range(0, len(seats), tensor):
+            group = seats[start : start + tensor]
             ranks = [rank_of(place, index) for place, index in group]
             distinct = {(id(roofline), id(work)): (roofline, work) for roofline, work in ranks}
-            indices = [index for _, index in group]
-            sums = all_reduce_between(cluster, indices, profile)
-            send_on = stage_send(cluster, [indices[0], *(index for _, index in following[:1])])
+            sums = all_reduce_between(cluster, [index for _, index in group], profile)
+            # From the first rank to the first one of the next stage.
+            send_on = stage_send(cluster, [index for _, index in seats[start : start + tensor + 1 : tensor]])
             self.stages.append(Stage(tuple(distinct.values()), sums, exchange, send_on, shape.vocab))
         # Stages on one GPU take turns: each stage has the number of the first stage on its GPU.
-        first = [group[0][1] for group in groups]
+        first = [index for _, index in seats[::tensor]]
         self.turns = tuple(first.index(index) for index in first)
         self.key = (self.turns, *(stage.key for stage in self.stages))
         self._prefills: dict[tuple[int, float], list[float]] = {}  # by prompt length and prompts per step

@@ -1,89 +1,121 @@
-"""Verdict: the answer in a line, and why a candidate with a higher figure is not the best."""
+"""The summary line of a plan, and the reasons for its choice of layout."""
 
 from __future__ import annotations
 
 import re
 
+from weft.planner.note import Note, create_note
 from weft.planner.question import Question
-from weft.planner.ranking import Candidate, single_request_s, preference, faster_alone, request_s, objective_value
+from weft.planner.ranking import (
+    Candidate,
+    faster_alone,
+    objective_value,
+    preference,
+    request_s,
+    single_request_s,
+)
 from weft.planner.search import SearchResult, closest_miss
-from weft.words import by_type, gigabytes
+from weft.words import by_type
 
 
-def summary_line(answer: SearchResult, missing: list[str]) -> str:
-    """ "Yes: Qwen3-32B in 4 bits on both GPUs, about 51 tok/s for one user (31-72), 78,000 tokens of context";
-    `missing` is what our own engine lacks for it."""
-    question, best = answer.question, answer.best
+def summary_note(result: SearchResult, *, runs: bool) -> Note:
+    """ "Yes: Qwen3-32B in 4 bits on both GPUs, about 51 tok/s for one user (31-72), 78,000 tokens of context".
+
+    `runs` is false if our own engine lacks something for the model.
+    """
+    question, best = result.question, result.best
     name = question.model.rstrip("/").rpartition("/")[2]
     if best is None:
-        return _no(answer, name)
-    low, high = (best.predicted.single_tok_s * (1 + way * best.predicted.error_band) for way in (-1, 1))
-    yes = "It fits, but Weft does not run it yet" if missing and question.engine == "weft" else "Yes"
-    copies = f" over {best.cut.data_parallel} replicas" if best.cut.data_parallel > 1 else ""
-    return (
-        f"{yes}: {name} {bits(best.layout.precision)} on {gpus_used(question, best)}, about "
-        f"{best.predicted.single_tok_s:,.0f} tok/s for one user ({low:,.0f}-{high:,.0f}), "
-        f"{best.memory.kv_tokens:,} tokens of context{copies}"
+        return _no(result, name)
+    speed, band = best.predicted.single_tok_s, best.predicted.error_band
+    return create_note(
+        "fits",
+        runs=runs or question.engine != "weft",
+        model=name,
+        weights=bits(best.layout.precision),
+        gpus=gpus_used(question, best),
+        tok_s=speed,
+        low=speed * (1 - band),
+        high=speed * (1 + band),
+        kv_tokens=best.memory.kv_tokens,
+        replicas=best.cut.data_parallel,
     )
 
 
-def _no(answer: SearchResult, name: str) -> str:
-    lacking, cluster = closest_miss(answer.rejected), answer.question.cluster
-    in_bits = " or ".join(dict.fromkeys(bits(precision) for precision in answer.question.precisions))
-    there = by_type(gpu.name for gpu in cluster.gpus)
-    if lacking is None or not lacking.short_bytes:
-        return f"No: {name} {in_bits} cannot be laid out on {there} as asked"
-    each = " on one GPU" if len(cluster.gpus) > 1 and not cluster.on_cpu else ""
-    more = f"{gigabytes(lacking.short_bytes)} more{each}"
-    return f"No: {name} {in_bits} does not fit on {there}: even the best layout needs {more}"
+def _no(result: SearchResult, name: str) -> Note:
+    miss, cluster = closest_miss(result.rejected), result.question.cluster
+    weights = " or ".join(dict.fromkeys(bits(precision) for precision in result.question.precisions))
+    gpus = by_type(gpu.name for gpu in cluster.gpus)
+    if miss is None or not miss.short_bytes:
+        return create_note("no_layout", model=name, weights=weights, gpus=gpus)
+    return create_note(
+        "does_not_fit",
+        model=name,
+        weights=weights,
+        gpus=gpus,
+        short_bytes=miss.short_bytes,
+        per_gpu=len(cluster.gpus) > 1 and not cluster.on_cpu,
+    )
 
 
 def bits(precision: str) -> str:
-    """ "in 4 bits", of a precision that is named after its bits."""
-    found = re.search(r"\d+", precision)
-    return f"in {found[0]} bits" if found else f"as {precision}"
+    """ "in 4 bits" for a precision that is named after its bits, else "as PRECISION"."""
+    number = re.search(r"\d+", precision)
+    return f"in {number[0]} bits" if number else f"as {precision}"
 
 
 def gpus_used(question: Question, candidate: Candidate) -> str:
     """ "both GPUs", "1 of 2 GPUs"."""
-    there, used = len(question.cluster.gpus), len(set(candidate.layout.gpus))
+    total, used = len(question.cluster.gpus), len(set(candidate.layout.gpus))
     if question.cluster.on_cpu:
         return "the CPU"
-    if used < there:
-        return f"{used} of {there} GPUs"
+    if used < total:
+        return f"{used} of {total} GPUs"
     return {1: f"1 {question.cluster.gpus[0].name}", 2: "both GPUs"}.get(used, f"all {used:,} GPUs")
 
 
-def choice_reason(answer: SearchResult) -> str:
-    """Why the best one stands before one with a higher figure, and what is faster for one user at a time; empty if it
-    is first in both."""
-    question, best = answer.question, answer.best
+def choice_reasons(result: SearchResult) -> list[Note]:
+    """The reason to prefer the best candidate to one with a higher figure, and the layout that is faster for one user
+    at a time; empty if the best candidate is first in both."""
+    question, best = result.question, result.best
     if best is None:
-        return ""
-    sentences = []
-    if preferred := preference(question, answer.candidates):
-        over, because = preferred.over, "simpler"
+        return []
+    notes = []
+    preferred = preference(question, result.candidates)
+    if preferred:
+        other = preferred.over
+        values = {"best": str(best.cut), "other": str(other.cut), "figures": _figures(question, best, other)}
         if preferred.because == "single request":
-            because = f"faster for a single request ({_alone(question, best, over)})"
-        figures = _figures(question, best, over)
-        sentences.append(f"{best.cut} is within the error of {over.cut} ({figures}) and {because}")
-    if question.objective == "throughput" and (quickest := faster_alone(question, answer.candidates)):
+            notes.append(create_note("faster_single_request", speeds=_alone(question, best, other), **values))
+        else:
+            notes.append(create_note("simpler", **values))
+    quickest = faster_alone(question, result.candidates) if question.objective == "throughput" else None
+    if quickest:
         speeds = _alone(question, quickest, best)
-        sentences.append(f"For one user at a time {quickest.cut} is faster ({speeds}): --objective latency")
-    return ". ".join(sentences)
+        notes.append(create_note("other_faster_alone", other=str(quickest.cut), speeds=speeds))
+    return notes
+
+
+def choice_reason(result: SearchResult) -> str:
+    """The reasons of `choice_reasons` in one line."""
+    return ". ".join(map(str, choice_reasons(result)))
 
 
 def _figures(question: Question, one: Candidate, other: Candidate) -> str:
-    """Two candidates by what is asked for."""
+    """Two candidates compared by the objective."""
     if question.objective == "latency":
-        return " vs ".join(f"{request_s(question, it.predicted):.1f}" for it in (one, other)) + " s per request"
+        seconds = [request_s(question, candidate.predicted) for candidate in (one, other)]
+        return " vs ".join(f"{value:.1f}" for value in seconds) + " s per request"
     unit = "tok/s per GPU" if question.objective == "cost" else "tok/s"
-    return f"{' vs '.join(f'{objective_value(question, it):,.0f}' for it in (one, other))} {unit}"
+    rates = [objective_value(question, candidate) for candidate in (one, other)]
+    return f"{' vs '.join(f'{value:,.0f}' for value in rates)} {unit}"
 
 
 def _alone(question: Question, one: Candidate, other: Candidate) -> str:
-    """Two candidates by a request that is alone: its tokens, or all of its time if the prompt makes the difference."""
-    speeds = [it.predicted.single_tok_s for it in (one, other)]
+    """Two candidates compared by a request alone: its tokens per second, or its total time if the prompt makes the
+    difference."""
+    speeds = [candidate.predicted.single_tok_s for candidate in (one, other)]
     if speeds[0] > 1.01 * speeds[1]:
         return f"{speeds[0]:,.1f} vs {speeds[1]:,.1f} tok/s"
-    return " vs ".join(f"{single_request_s(question, it.predicted):,.1f}" for it in (one, other)) + " s"
+    seconds = [single_request_s(question, candidate.predicted) for candidate in (one, other)]
+    return " vs ".join(f"{value:,.1f}" for value in seconds) + " s"

@@ -47,7 +47,7 @@ def rank_rows(plan: Plan) -> list[RankRow]:
 
 
 def layout_json(plan: Plan, num_blocks: int) -> list[dict[str, Any]]:
-    """JSON of the layout: counts per rank. `kv_bytes` is the size of the rank's whole KV cache of `num_blocks` blocks."""
+    """JSON of the layout: counts per rank. `kv_bytes` is the size of the rank's KV cache of `num_blocks` blocks."""
     return [
         {
             "rank": row.rank,
