@@ -156,7 +156,7 @@ def studied(said: dict[str, Any], question: Question, best: Candidate, load: Loa
     runs = FINDING_RUNS if "find" in said else len(said.get("rates", SHARES if bare(said) else (1,)))
     return Study(
         specs=found,
-        gpus_each=best.layout.size,
+        gpus_each=best.layout.replica_size,
         device="CPU" if question.cluster.on_cpu else "GPU",
         capacity=capacity(best, load),
         times=times(said, load, usual_duration(said, load, best, len(found))),

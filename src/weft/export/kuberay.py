@@ -81,7 +81,7 @@ def application(it: Deployment) -> dict[str, Any]:
     }
     # All of a replica on one node where the plan has it so.
     strategy = "PACK" if it.spans else "STRICT_PACK"
-    config["placement_group_config"] = {"bundles": [{"CPU": 1, "GPU": 1}] * layout.size, "strategy": strategy}
+    config["placement_group_config"] = {"bundles": [{"CPU": 1, "GPU": 1}] * layout.replica_size, "strategy": strategy}
     config["deployment_config"] = {"num_replicas": layout.data_parallel, "max_ongoing_requests": it.batch[1]}
     if vllm.partition(it):
         config["runtime_env"] = {"env_vars": vllm.partition(it)}
@@ -144,7 +144,7 @@ def labelled(it: Deployment) -> bool:
 
 def mixed(it: Deployment) -> bool:
     """Whether a replica has GPUs of several types."""
-    size = it.candidate.layout.size
+    size = it.candidate.layout.replica_size
     names = [it.question.cluster.gpus[at].name for at in it.candidate.layout.gpus]
     return any(len(set(names[start : start + size])) > 1 for start in range(0, len(names), size))
 

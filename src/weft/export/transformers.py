@@ -55,7 +55,7 @@ def write(it: Deployment) -> list[File]:
 def device_map(it: Deployment) -> list[str]:
     """The lines of a dictionary: each module's GPU, counted within the replica."""
     shape, layout = it.question.shape, it.candidate.layout
-    if hosts.on_cpu(it) or layout.size == 1:
+    if hosts.on_cpu(it) or layout.replica_size == 1:
         return [f'"": {json.dumps("cpu") if hosts.on_cpu(it) else 0}']
     first, layer, norm, head = modules(shape)
     lines = [f'"{name}": 0' for name in first]
@@ -86,7 +86,7 @@ def sees(shape: ModelShape) -> bool:
 
 def gpu_numbers(layout: DeploymentLayout) -> list[int]:
     """Each stage's GPU, counted among those of its replica."""
-    gpus = layout.gpus[: layout.size]
+    gpus = layout.gpus[: layout.replica_size]
     return [list(dict.fromkeys(gpus)).index(gpu) for gpu in gpus]
 
 

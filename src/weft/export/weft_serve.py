@@ -71,7 +71,7 @@ def arguments(it: Deployment, server: Server) -> Flags:
     if layout.pipeline_parallel > 1:
         flags["pipeline-split"] = ",".join(map(str, layout.stage_layers))
     if crowded(layout) and not on_cpu(it):
-        gpus = layout.gpus[: layout.size]
+        gpus = layout.gpus[: layout.replica_size]
         flags["device-ids"] = ",".join(f"{list(dict.fromkeys(gpus)).index(gpu)}" for gpu in gpus)
     flags["enable-expert-parallel"] = layout.expert_parallel > 1
     flags["max-model-len"] = it.max_model_len

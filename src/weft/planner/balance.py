@@ -79,7 +79,7 @@ def balance_layers(model: ModelBytes, rooms: Sequence[float], strategy: Spread) 
 
 
 def balanced(model: ModelBytes, rooms: Sequence[float]) -> tuple[int, ...]:
-    """As even as whole layers allow, on every device with room for one, as far as there are layers."""
+    """Layers as even as possible, on every device with room for one, as far as there are layers."""
     layers = _evenly(model, rooms, model.first) or _evenly(model, [inf] * len(rooms), model.first)
     assert layers is not None, "there is room for everything"
     return layers
@@ -103,7 +103,7 @@ def balanced_low_0(model: ModelBytes, rooms: Sequence[float]) -> tuple[int, ...]
 
 
 def sequential(model: ModelBytes, rooms: Sequence[float]) -> tuple[int, ...]:
-    """As many layers on each device as it has room for; a device without room for one is left out."""
+    """The layers that each device has room for; a device without room for one is left out."""
     counts: list[int] = []
     start = 0
     for number, room in enumerate(rooms):

@@ -70,7 +70,7 @@ def same_gpu_type(members: Sequence[Device]) -> bool:
 
 
 def tensor_groups(pools: Sequence[Sequence[Device]], size: int) -> list[tuple[Device, ...]]:
-    """As many groups of `size` GPUs as possible: each from one pool, and of neighbours."""
+    """The largest number of groups of `size` GPUs: each from one pool, and of neighbours."""
     return [
         tuple(pool[start : start + size]) for pool in pools for start in range(0, len(pool) - len(pool) % size, size)
     ]

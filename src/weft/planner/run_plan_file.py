@@ -269,8 +269,9 @@ def _means_the_same(name: str, given: object, planned: object) -> bool:
         case "dtype":
             return DTYPES.get(str(given)) == planned
         case "speculative_config":
-            both = isinstance(given, Mapping) and isinstance(planned, Mapping)
-            return both and speculation.read(given) == speculation.read(planned)
+            if not isinstance(given, Mapping) or not isinstance(planned, Mapping):
+                return False
+            return speculation.read(given) == speculation.read(planned)
         case "tensor_split":
             return isinstance(given, tuple) and isinstance(planned, tuple) and _same_ratios(given, planned)
     return False

@@ -330,15 +330,17 @@ def _too_large(cut: Cut, tried: Sequence[Footprint]) -> Rejected:
         memory_bytes=fullest.memory_bytes,
         limited=fullest.limit_bytes == fullest.usable_bytes,
     )
+    weight_bytes = sum(rank.weights.total for rank in same_gpu)
+    engine_bytes = sum(rank.other_bytes for rank in same_gpu)
     parts = {
-        "weight_bytes": sum(rank.weights.total for rank in same_gpu),
-        "engine_bytes": sum(rank.other_bytes for rank in same_gpu),
+        "weight_bytes": weight_bytes,
+        "engine_bytes": engine_bytes,
         "draft": any(rank.draft_bytes for rank in same_gpu),
         "per_gpu": cut.device == "GPU",
         "usable": usable,
     }
     if room < 0:
-        need = parts["weight_bytes"] + parts["engine_bytes"]
+        need = weight_bytes + engine_bytes
         return Rejected(cut, create_note("weights_too_large", need_bytes=need, short_bytes=-room, **parts), -room)
     short = replica.length * sum(rank.kv_bytes_per_token for rank in same_gpu) - room
     reason = create_note(
