@@ -9,9 +9,9 @@ from weft.formats.catalogue import find
 from weft.gateway.policy import LeastConnections
 from weft.hardware.cluster import parse_gpus
 from weft.planner.deployment import deploy
-from weft.planner.profiles import profile
-from weft.planner.replica import replicas
-from weft.planner.steps import Steps
+from weft.planner.profiles import load_profile
+from weft.planner.replica import build_replicas
+from weft.planner.steps import StepPredictor
 from weft.simulate.lengths import FixedLength, Lengths, UniformLength
 from weft.simulate.load import RequestDistribution, RequestSource, SimulatedLoad
 from weft.simulate.objective import Objective
@@ -21,7 +21,7 @@ from weft.simulate.simulated_request import SimulatedRequest
 from weft.simulate.simulation import SimulationResult, simulate
 
 
-def steps(model: str = "Llama-3.1-8B", gpus: str = "1xH100", stages: int = 1, engine: str = "vllm") -> Steps:
+def steps(model: str = "Llama-3.1-8B", gpus: str = "1xH100", stages: int = 1, engine: str = "vllm") -> StepPredictor:
     """The costs of one replica."""
     shape, cluster = find(model).shape, parse_gpus(gpus)
     each, rest = divmod(shape.layers, stages)
@@ -33,14 +33,14 @@ def steps(model: str = "Llama-3.1-8B", gpus: str = "1xH100", stages: int = 1, en
         precision="bf16",
         kv_dtype="bf16",
     )
-    return Steps(replicas(shape, layout, cluster, profile(engine))[0])
+    return StepPredictor(build_replicas(shape, layout, cluster, load_profile(engine))[0])
 
 
 STEPS = steps()
 PROMPT, ANSWER = FixedLength(512), UniformLength(16, 240)
 
 
-def spec(costs: Steps = STEPS, **limits: Any) -> ReplicaSpec:
+def spec(costs: StepPredictor = STEPS, **limits: Any) -> ReplicaSpec:
     """A replica with room for much, unless it is said."""
     usual: dict[str, Any] = {
         "num_blocks": 20_000,

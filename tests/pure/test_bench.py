@@ -22,7 +22,7 @@ from weft.client.outputs import CompletionOutput, Metrics, RequestOutput
 from weft.config import EngineConfig
 from weft.errors import ConfigError, WeftError
 from weft.hardware.cpu import CpuSpeed
-from weft.planner.forecast import Forecast, forecast
+from weft.planner.forecast import Forecast, forecast_plan
 from weft.probes.speeds import Speeds
 
 
@@ -160,7 +160,7 @@ def test_bench_throughput(llm: list[FakeLLM], capsys: pytest.CaptureFixture[str]
 
 
 def planned(**flags: Any) -> Forecast:
-    return forecast(plan(host(), kind="dummy", **flags), host(), Speeds(machine="", cpu=CpuSpeed(40e9, 0.2e12)))
+    return forecast_plan(plan(host(), kind="dummy", **flags), host(), Speeds(machine="", cpu=CpuSpeed(40e9, 0.2e12)))
 
 
 def test_what_is_predicted_of_a_batch() -> None:

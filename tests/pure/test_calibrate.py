@@ -35,11 +35,11 @@ from weft.hardware.cluster import Cluster, Node, parse_gpus
 from weft.hardware.cpu import Cpu, CpuSpeed
 from weft.hardware.gpus import GpuSpec, find_gpu
 from weft.hardware.host import Host
-from weft.planner.profiles import LEAST_ERROR, calibrated, profile
+from weft.planner.profiles import LEAST_ERROR, calibrated, load_profile
 from weft.planner.question import Question
-from weft.planner.roofline import Rank
+from weft.planner.roofline import Roofline
 from weft.planner.search import engine_profile, search
-from weft.planner.work import Product
+from weft.planner.work import MatrixProduct
 from weft.probes import speeds
 from weft.probes.machine import this_machine
 from weft.probes.speeds import Speeds
@@ -400,7 +400,7 @@ def test_the_planner_reckons_with_what_was_measured_here() -> None:
 def test_quantised_weights_have_rates_of_their_own() -> None:
     found = engine_profile(ask(machine(made())))
     gpu = machine(made()).gpus[0]
-    whole, quantised, other = (Rank(gpu, found, precision) for precision in ("bf16", "q4_1", "q8_0"))
+    whole, quantised, other = (Roofline(gpu, found, precision) for precision in ("bf16", "q4_1", "q8_0"))
     assert quantised.byte_s == pytest.approx(whole.byte_s / 0.7)
     assert quantised.flop_s == pytest.approx(whole.flop_s / 0.8)
     assert other.byte_s == whole.byte_s  # never measured
@@ -413,14 +413,14 @@ def test_quantised_weights_have_rates_of_their_own() -> None:
 
 
 def test_other_hardware_and_other_engines_are_not_touched() -> None:
-    assert engine_profile(ask(parse_gpus("1xRTX4090"))) == profile("weft")
-    assert engine_profile(ask(machine(made()), "vllm")) == profile("vllm", on_cpu=True)
+    assert engine_profile(ask(parse_gpus("1xRTX4090"))) == load_profile("weft")
+    assert engine_profile(ask(machine(made()), "vllm")) == load_profile("vllm", on_cpu=True)
     assert engine_profile(ask(machine(made("another")))) == engine_profile(ask(machine(None)))
     # Of two kinds of cards, one of which was not measured, none counts.
     card = find_gpu("RTX 4090")
     known = msgspec.structs.replace(card, calibration=made("RTX4090"))
     mixed = Cluster((Node((known, find_gpu("RTX 3090")), "pcie"),), 1.0)
-    assert engine_profile(ask(mixed)) == profile("weft")
+    assert engine_profile(ask(mixed)) == load_profile("weft")
     both = engine_profile(ask(Cluster((Node((known, known), "pcie"),), 1.0)))
     assert both.kernels(known, "bf16").weights == pytest.approx(34e9 / card.bandwidth_Bps)
 
@@ -436,9 +436,9 @@ def test_ranks_that_share_a_cpu_share_its_rates() -> None:
 def test_less_overlap_is_never_faster(overlap: float, share: float) -> None:
     def seconds(value: float) -> list[float]:
         gpu = cpu(made(overlap=value))
-        made_of = calibrated(profile("weft", on_cpu=True), [gpu])
-        rank = Rank(gpu, made_of, "bf16")
-        return [rank.product_s(Product(10**6, 2 * 10**6, False), tokens) for tokens in (1, 8, 64, 1024)]
+        made_of = calibrated(load_profile("weft", on_cpu=True), [gpu])
+        rank = Roofline(gpu, made_of, "bf16")
+        return [rank.product_s(MatrixProduct(10**6, 2 * 10**6, False), tokens) for tokens in (1, 8, 64, 1024)]
 
     assert all(a >= b for a, b in zip(seconds(overlap * share), seconds(overlap), strict=True))
 

@@ -84,9 +84,9 @@ def test_the_places_are_the_search_s_own(model: str, names: Sequence[str]) -> No
     where, there = rig(*names), checkpoint(model)
     config = EngineConfig(model=there.model)
     numbers = range(len(names))
-    best = search(execution.question(config, there, where, this_machine(where, NOTHING), numbers)).best
+    best = search(execution.plan_question(config, there, where, this_machine(where, NOTHING), numbers)).best
     assert best is not None
-    assert run(model, where).places == best.layout.places[: best.layout.size]
+    assert run(model, where).places == best.layout.places[: best.layout.replica_size]
 
 
 def test_uneven_gpus_get_uneven_parts() -> None:

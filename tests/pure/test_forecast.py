@@ -22,13 +22,13 @@ from weft.planner.execution import plan_to_run
 from weft.planner.forecast import (
     HINT,
     Forecast,
-    answered,
-    crowded,
     far_off,
-    forecast,
+    forecast_plan,
+    load_report,
     parted,
     predicted_json,
-    started,
+    request_report,
+    start_report,
 )
 from weft.planner.search import search
 from weft.probes.machine import this_machine
@@ -38,7 +38,7 @@ from weft.serving.predicted import MANY, PredictionCheck
 def on_gpus(model: str, where: Host, **flags: Any) -> tuple[Plan, Forecast]:
     there = checkpoint(model)
     plan = plan_to_run(EngineConfig(model=there.model, **flags), there, where)
-    return plan, forecast(plan, where, NOTHING)
+    return plan, forecast_plan(plan, where, NOTHING)
 
 
 # --- what is expected ---
@@ -49,7 +49,7 @@ def on_gpus(model: str, where: Host, **flags: Any) -> tuple[Plan, Forecast]:
 )
 def test_it_is_what_weft_plan_says_of_the_same_layout(model: str, names: list[str]) -> None:
     where, there = rig(*names), checkpoint(model)
-    question = execution.question(
+    question = execution.plan_question(
         EngineConfig(model="m"), there, where, this_machine(where, NOTHING), range(len(names))
     )
     best = search(question).best
@@ -90,7 +90,7 @@ def test_ranks_that_share_a_device_have_a_part_of_it_each() -> None:
     assert two.speed(8, 100).single_tok_s < one.speed(8, 100).single_tok_s
     there, where = checkpoint("Llama-3.2-1B"), rig(FOUR, THREE)
     config = EngineConfig(model="m", tensor_parallel_size=3, device_ids=(0, 1, 0))
-    gpus = forecast(layout(config, there, where), where, NOTHING).cluster.gpus
+    gpus = forecast_plan(layout(config, there, where), where, NOTHING).cluster.gpus
     assert [gpu.name for gpu in gpus] == ["1/2 of RTX 4090", "RTX 3090", "1/2 of RTX 4090"]
     whole = this_machine(where, NOTHING).gpus
     assert gpus[1] == whole[1] and gpus[0].memory_bytes == whole[0].memory_bytes // 2
@@ -119,23 +119,23 @@ def capacity(rank: int, **figures: int) -> Capacity:
 def test_memory_is_told_with_its_ratio() -> None:
     found = expected()
     exact = [capacity(0, weight_bytes=found.weight_bytes, activation_bytes=max(found.step_bytes))]
-    line = started(found, exact, found.kv_tokens // 16)
+    line = start_report(found, exact, found.kv_tokens // 16)
     assert line.count("(1.00 of the predicted ") == 3 and line.endswith("; loaded in 0.2 s")
     assert f"{found.kv_tokens:,} tokens of KV" in line and HINT not in line
-    assert started(found, exact, found.kv_tokens // 64).endswith(HINT)
+    assert start_report(found, exact, found.kv_tokens // 64).endswith(HINT)
 
 
 def test_a_request_is_told_with_its_ratio() -> None:
     found = expected()
     speed = found.speed(100, 50)
-    line = answered(found, input_len=100, output_len=50, ttft_s=speed.ttft_s, tok_s=1.2 * speed.single_tok_s)
+    line = request_report(found, input_len=100, output_len=50, ttft_s=speed.ttft_s, tok_s=1.2 * speed.single_tok_s)
     assert line.startswith("one request of 100 + 50 tokens: the first token after ")
     assert "(1.00 of the predicted " in line and "(1.20 of the predicted " in line and HINT not in line
-    slow = answered(found, input_len=100, output_len=50, ttft_s=speed.ttft_s, tok_s=speed.single_tok_s / 5)
+    slow = request_report(found, input_len=100, output_len=50, ttft_s=speed.ttft_s, tok_s=speed.single_tok_s / 5)
     assert slow.endswith(HINT)
     many = found.speed(100, 50, 20)
     rate = many.concurrency / many.tpot_s
-    line = crowded(found, requests=64, input_len=100.2, output_len=50, concurrency=20.4, tok_s=rate)
+    line = load_report(found, requests=64, input_len=100.2, output_len=50, concurrency=20.4, tok_s=rate)
     assert line.startswith("64 requests, 20 at once, of 100 + 50 tokens: ") and "(1.00 of the predicted" in line
 
 

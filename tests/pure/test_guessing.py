@@ -19,7 +19,7 @@ from weft.plan.memory import LOGITS_BYTES
 from weft.plan.plan import Draft, Plan, Speculation
 from weft.planner import execution
 from weft.planner.execution import plan_to_run
-from weft.planner.forecast import answered, crowded, forecast, predicted_json
+from weft.planner.forecast import forecast_plan, load_report, predicted_json, request_report
 
 NGRAM, DRAFT = '{"method": "ngram"}', '{"model": "Qwen3-0.6B"}'
 VOCAB = 151936  # of Qwen3
@@ -73,8 +73,8 @@ def test_what_it_brings_is_not_predicted_and_told_so() -> None:
     guessing = expected(max_model_len=64)
     guessing.__dict__["plan"] = msgspec.structs.replace(guessing.plan, speculation=Speculation(tokens=4))
     for line in (
-        answered(guessing, input_len=3, output_len=3, ttft_s=9.0, tok_s=0.1),
-        crowded(guessing, requests=9, input_len=3, output_len=3, concurrency=2, tok_s=0.1),
+        request_report(guessing, input_len=3, output_len=3, ttft_s=9.0, tok_s=0.1),
+        load_report(guessing, requests=9, input_len=3, output_len=3, concurrency=2, tok_s=0.1),
     ):
         assert line.endswith("(with guesses, whose worth is not predicted)")
     assert predicted_json(guessing, 3, 3)["ttft_s"] is None
@@ -138,7 +138,7 @@ def test_an_engine_holds_what_was_planned(monkeypatch: pytest.MonkeyPatch, tmp_p
     told = weft_json("plan", "Qwen3-8B", "-sc", DRAFT)[1]
     plan = run(where, speculative_config=json.loads(DRAFT))
     assert plan.max_num_batched_tokens == told["best"]["max_num_batched_tokens"] and not plan.lookahead
-    assert forecast(plan, where, NOTHING).kv_tokens == told["best"]["kv_tokens"]
+    assert forecast_plan(plan, where, NOTHING).kv_tokens == told["best"]["kv_tokens"]
     # From the file it is the same, whoever says it again in whatever words.
     file = tmp_path / "plan.json"
     file.write_text(json.dumps(told))

@@ -140,7 +140,7 @@ def test_ranks_go_through_the_host_s_memory_where_a_link_fails(
         max_num_batched_tokens=64,
         block_size=16,
     )
-    linked = execution.linked(plan, here)
+    linked = execution.with_peer_to_peer(plan, here)
     assert linked.peer_to_peer == (verdict == "works")
     assert processes.rank_environment(1, linked.peer_to_peer).get("NCCL_P2P_DISABLE") == (
         None if verdict == "works" else "1"
@@ -149,4 +149,4 @@ def test_ranks_go_through_the_host_s_memory_where_a_link_fails(
     # One GPU, or the CPU, needs no link.
     for devices in (("cuda:0",), ("cuda:0", "cuda:0"), ("cpu", "cpu")):
         alone = msgspec.structs.replace(plan, devices=devices)
-        assert execution.linked(alone, here) is alone
+        assert execution.with_peer_to_peer(alone, here) is alone

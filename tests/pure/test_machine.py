@@ -18,9 +18,9 @@ from weft.hardware.cluster import Node, parse_gpus
 from weft.hardware.cpu import Cpu, CpuSpeed
 from weft.hardware.gpus import find_gpu
 from weft.hardware.host import Host
-from weft.planner.domains import islands
-from weft.planner.question import Question, Wish
-from weft.planner.replica import kind_of
+from weft.planner.domains import interconnect_domains
+from weft.planner.question import LayoutConstraints, Question
+from weft.planner.replica import slowest_link_between
 from weft.planner.search import search
 from weft.probes.machine import cpu_spec, plain, shared_out, this_machine
 from weft.probes.speeds import GpuSpeed, PairSpeed, Speeds
@@ -88,10 +88,10 @@ def test_cards_are_bridged_only_where_a_bridge_is(host: Make) -> None:
 def test_two_bridges_make_two_islands(host: Make) -> None:
     cluster = this_machine(host(bridged((0, 2), (1, 3), count=4)), NOTHING)
     assert (cluster.nodes[0].link, cluster.nodes[0].bridged) == ("pcie", ((0, 2), (1, 3)))
-    assert kind_of(cluster, [0, 2]) == "nvlink" == kind_of(cluster, [3, 1])
-    assert kind_of(cluster, [0, 1]) == "pcie" == kind_of(cluster, [0, 2, 1])
+    assert slowest_link_between(cluster, [0, 2]) == "nvlink" == slowest_link_between(cluster, [3, 1])
+    assert slowest_link_between(cluster, [0, 1]) == "pcie" == slowest_link_between(cluster, [0, 2, 1])
     # Bridged cards are neighbours, so that a tensor-parallel pair is laid on them.
-    (island,) = islands(cluster)
+    (island,) = interconnect_domains(cluster)
     assert [device.number for device in island] == [0, 2, 1, 3]
     question = Question(
         model="m",
@@ -99,7 +99,7 @@ def test_two_bridges_make_two_islands(host: Make) -> None:
         cluster=cluster,
         engine="vllm",
         precisions=("bf16",),
-        wish=Wish(tensor_parallel=2),
+        constraints=LayoutConstraints(tensor_parallel=2),
     )
     best = search(question).best
     assert best is not None and best.layout.gpus[:2] == (0, 2)

@@ -12,7 +12,7 @@ import pytest
 
 from tests.pure.commands import weft, weft_json
 from weft.cli import plan_flags, plan_text
-from weft.planner.profiles import engines
+from weft.planner.profiles import engine_names
 from weft.planner.question import OBJECTIVES
 
 
@@ -503,5 +503,5 @@ def test_bad_input_is_one_clear_line(words: str, status: int, told: list[str]) -
 
 
 def test_the_flags_choices_are_the_planner_s() -> None:
-    assert set(plan_flags.ENGINES) == set(engines())
+    assert set(plan_flags.ENGINES) == set(engine_names())
     assert plan_flags.OBJECTIVES == OBJECTIVES

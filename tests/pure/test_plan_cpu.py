@@ -19,10 +19,10 @@ from weft.plan.memory import Capacity, kv_blocks
 from weft.plan.places import places
 from weft.plan.plan import Plan
 from weft.planner.advice import advice
-from weft.planner.binding import binding
+from weft.planner.binding import binding_constraint
 from weft.planner.notes import notes
-from weft.planner.question import Question, Wish
-from weft.planner.search import Answer, search
+from weft.planner.question import LayoutConstraints, Question
+from weft.planner.search import SearchResult, search
 from weft.probes import machine, speeds
 from weft.probes.speeds import Speeds
 
@@ -38,7 +38,7 @@ def cpu(free: int = 20 * GB, bandwidth: float = 50e9, flops: float = 1e12) -> Cl
     return machine.this_machine(host(free), Speeds(machine="", cpu=CpuSpeed(bandwidth, flops)))
 
 
-def ask(cluster: Cluster, name: str = "Qwen2.5-0.5B", **asked: Any) -> Answer:
+def ask(cluster: Cluster, name: str = "Qwen2.5-0.5B", **asked: Any) -> SearchResult:
     asked = {"engine": "weft", "precisions": ("bf16",), **asked}
     return search(Question(model=name, shape=find(name).shape, cluster=cluster, **asked))
 
@@ -60,7 +60,7 @@ def test_ranks_of_a_cpu_have_the_blocks_that_the_engine_gives_them(free: int, we
     answer = ask(
         machine.shared_out(cpu(free * GB), ranks),
         "Llama-3.2-1B",
-        wish=Wish(tensor_parallel=ranks, tensor_split=weights if ranks > 1 else None),
+        constraints=LayoutConstraints(tensor_parallel=ranks, tensor_split=weights if ranks > 1 else None),
     )
     assert answer.best is not None
     memory = answer.best.memory
@@ -112,13 +112,16 @@ def test_speed_grows_with_the_cpu(bandwidth: float, flops: float) -> None:
 
 
 def test_what_binds_a_cpu_is_found_by_what_is_known_of_its_kernels() -> None:
-    one, crowd = (binding(ask(cpu(), objective=it)) for it in ("latency", "throughput"))
+    one, crowd = (binding_constraint(ask(cpu(), objective=it)) for it in ("latency", "throughput"))
     assert one.resource == "bandwidth" and one.gains["bandwidth"] > 1.5
     assert crowd.gains["compute"] > 1.2 and crowd.gains["compute"] > one.gains["compute"]
 
 
 def test_splitting_a_cpu_gains_nothing_but_can_be_asked_for() -> None:
-    whole, halves = ask(cpu()).best, ask(machine.shared_out(cpu(), 2), wish=Wish(tensor_parallel=2)).best
+    whole, halves = (
+        ask(cpu()).best,
+        ask(machine.shared_out(cpu(), 2), constraints=LayoutConstraints(tensor_parallel=2)).best,
+    )
     assert whole and halves and str(halves.cut) == "TP 2, bf16"
     assert halves.predicted.single_tok_s < whole.predicted.single_tok_s
 
@@ -126,7 +129,7 @@ def test_splitting_a_cpu_gains_nothing_but_can_be_asked_for() -> None:
 def test_what_does_not_fit_is_told_in_a_cpu_s_words() -> None:
     answer = ask(cpu(9 * GB), "Llama-3.1-8B")
     assert answer.best is None
-    reason = binding(answer).text
+    reason = binding_constraint(answer).text
     assert "16.1 GB of weights" in reason and "9.0 GB that are free beside the AMD EPYC (4 cores) are usable" in reason
     assert "GPU" not in reason
     lines = advice(answer)
@@ -148,7 +151,7 @@ def test_a_fit_is_not_told_to_buy_another_cpu() -> None:
 def test_an_engine_of_which_nothing_is_known_on_a_cpu(engine: str) -> None:
     answer = ask(cpu(), engine=engine)
     assert answer.best is None
-    assert f"nothing is known of {engine} on a CPU; --engine takes vllm" in binding(answer).text
+    assert f"nothing is known of {engine} on a CPU; --engine takes vllm" in binding_constraint(answer).text
 
 
 def test_old_capabilities_do_not_stand_in_a_cpu_s_way() -> None:

@@ -12,14 +12,14 @@ from weft.hardware.cluster import Cluster, Node, parse_gpus, parse_nodes
 from weft.hardware.gpus import GpuSpec, find_gpu, gpus
 from weft.plan.max_memory import Caps, capped
 from weft.planner.advice import advice
-from weft.planner.binding import binding
-from weft.planner.cuts import Cut, drafts
-from weft.planner.deployment import Layout, Workload
-from weft.planner.domains import groups, islands, replicas, tensor_sizes
-from weft.planner.question import Question, Wish
-from weft.planner.ranking import RANKING_ERROR, Candidate, alone_s, request_s, worth
-from weft.planner.search import Answer, search
-from weft.planner.verdict import why
+from weft.planner.binding import binding_constraint
+from weft.planner.cuts import Cut, candidate_layouts
+from weft.planner.deployment import DeploymentLayout, Workload
+from weft.planner.domains import interconnect_domains, place_replicas, tensor_groups, tensor_sizes
+from weft.planner.question import LayoutConstraints, Question
+from weft.planner.ranking import RANKING_ERROR, Candidate, objective_value, request_s, single_request_s
+from weft.planner.search import SearchResult, search
+from weft.planner.summary import choice_reason
 
 LONG_PROMPTS = Workload(input_len=5000, output_len=500)
 THOUSANDS = Workload(input_len=1000, output_len=1000)
@@ -30,12 +30,12 @@ def question(model: str, cluster: Cluster, precision: str = "bf16", engine: str 
     return Question(model=model, shape=shape, cluster=cluster, precisions=(precision,), engine=engine, **more)  # type: ignore[arg-type]
 
 
-def plan(model: str, hardware: str, precision: str = "bf16", engine: str = "vllm", **more: object) -> Answer:
+def plan(model: str, hardware: str, precision: str = "bf16", engine: str = "vllm", **more: object) -> SearchResult:
     parse = parse_nodes if hardware.count("x") > 1 and hardware.split("x")[1].isdigit() else parse_gpus
     return search(question(model, parse(hardware), precision, engine, **more))
 
 
-def best(answer: Answer) -> Candidate:
+def best(answer: SearchResult) -> Candidate:
     assert answer.best, [it.reason for it in answer.rejected]
     return answer.best
 
@@ -46,8 +46,8 @@ def sizes(candidate: Candidate) -> tuple[int, int, int]:
 
 
 def forced(model: str, hardware: str, tensor: int, stages: int, precision: str, **more: object) -> float:
-    wish = Wish(tensor_parallel=tensor, pipeline_parallel=stages, data_parallel=1)
-    answer = plan(model, hardware, precision, "trtllm", wish=wish, **more)
+    constraints = LayoutConstraints(tensor_parallel=tensor, pipeline_parallel=stages, data_parallel=1)
+    answer = plan(model, hardware, precision, "trtllm", constraints=constraints, **more)
     return best(answer).predicted.saturated_tok_s
 
 
@@ -79,11 +79,15 @@ def test_what_fits_one_gpu_is_split_only_within_the_error_of_its_replicas(
     """Replicas have the highest throughput. A split was once preferred only from 1.5 times that on, an assumption that
     no measurement bore out; now the rule for near ties holds for it as for any other layout."""
     answer = plan(model, hardware, precision, engine)
-    highest = max(answer.candidates, key=lambda it: worth(answer.question, it))
+    highest = max(answer.candidates, key=lambda it: objective_value(answer.question, it))
     assert sizes(highest) == (1, 1, len(answer.question.cluster.gpus))
     if highest is not best(answer):
-        assert worth(answer.question, highest) < (1 + RANKING_ERROR) * worth(answer.question, best(answer))
-        assert alone_s(answer.question, best(answer).predicted) < alone_s(answer.question, highest.predicted)
+        assert objective_value(answer.question, highest) < (1 + RANKING_ERROR) * objective_value(
+            answer.question, best(answer)
+        )
+        assert single_request_s(answer.question, best(answer).predicted) < single_request_s(
+            answer.question, highest.predicted
+        )
 
 
 @pytest.mark.parametrize("engine", ["weft", "vllm", "trtllm", "sglang"])
@@ -122,7 +126,7 @@ def test_what_needs_several_nodes_is_cut_by_tensors_inside_and_layers_between(
 
 
 def test_tensor_parallelism_across_nodes_is_slower_than_a_pipeline_between_them() -> None:
-    across = best(plan("Qwen2.5-72B-Instruct", "2x4xA100-40GB", wish=Wish(tensor_parallel=8)))
+    across = best(plan("Qwen2.5-72B-Instruct", "2x4xA100-40GB", constraints=LayoutConstraints(tensor_parallel=8)))
     between = best(plan("Qwen2.5-72B-Instruct", "2x4xA100-40GB"))
     assert sizes(across) == (8, 1, 1) and sizes(between) == (4, 2, 1)
     assert across.predicted.saturated_tok_s < between.predicted.saturated_tok_s / 2
@@ -142,7 +146,7 @@ def test_a_split_of_what_fits_one_gpu_is_taken_if_it_is_faster() -> None:
 @pytest.mark.parametrize(("model", "hardware"), [("Llama-3.1-70B-Instruct", "3xH100"), ("gpt2", "5xRTX 3090")])
 def test_what_does_not_divide_evenly_is_cut_by_layers(model: str, hardware: str) -> None:
     """vLLM cuts heads evenly or not at all."""
-    answer = plan(model, hardware, wish=Wish(data_parallel=1))
+    answer = plan(model, hardware, constraints=LayoutConstraints(data_parallel=1))
     count = len(answer.question.cluster.gpus)
     assert any(sizes(it) == (1, count, 1) for it in answer.candidates)
     told = [it.reason for it in answer.rejected if it.cut.tensor_parallel == count]
@@ -151,7 +155,7 @@ def test_what_does_not_divide_evenly_is_cut_by_layers(model: str, hardware: str)
 
 
 def test_weft_cuts_what_does_not_divide_evenly() -> None:
-    answer = plan("Llama-3.1-70B-Instruct", "3xH100", engine="weft", wish=Wish(tensor_parallel=3))
+    answer = plan("Llama-3.1-70B-Instruct", "3xH100", engine="weft", constraints=LayoutConstraints(tensor_parallel=3))
     assert [len(place.kv_heads) for place in best(answer).layout.places] == [3, 3, 2]
 
 
@@ -207,11 +211,13 @@ def test_a_gpu_that_only_slows_the_others_stays_idle() -> None:
 
 
 def test_a_split_of_the_user_s_is_taken() -> None:
-    wish = Wish(tensor_parallel=2, tensor_split=(3.0, 1.0), pipeline_parallel=2, pipeline_split=(50, 30))
-    layout = best(plan("Llama-3.1-70B-Instruct", "4xH200", engine="weft", wish=wish)).layout
+    constraints = LayoutConstraints(
+        tensor_parallel=2, tensor_split=(3.0, 1.0), pipeline_parallel=2, pipeline_split=(50, 30)
+    )
+    layout = best(plan("Llama-3.1-70B-Instruct", "4xH200", engine="weft", constraints=constraints)).layout
     assert layout.tensor_weights == (3.0, 1.0) and layout.stage_layers == (50, 30)
     assert [len(place.kv_heads) for place in layout.places] == [6, 2, 6, 2]
-    refused = plan("Llama-3.1-70B-Instruct", "4xH200", wish=wish)
+    refused = plan("Llama-3.1-70B-Instruct", "4xH200", constraints=constraints)
     assert refused.best is None and "evenly" in refused.rejected[0].reason
 
 
@@ -219,8 +225,8 @@ def test_a_split_of_the_user_s_is_taken() -> None:
 
 
 def test_experts_of_replicas_that_share_them_lie_on_one_node() -> None:
-    wish = Wish(tensor_parallel=1, pipeline_parallel=2, data_parallel=8, expert_parallel=True)
-    layout = best(plan("DeepSeek-R1", "2x8xH200", "fp8", wish=wish)).layout
+    constraints = LayoutConstraints(tensor_parallel=1, pipeline_parallel=2, data_parallel=8, expert_parallel=True)
+    layout = best(plan("DeepSeek-R1", "2x8xH200", "fp8", constraints=constraints)).layout
     assert layout.expert_parallel == 8
     for stage in range(2):
         held = [layout.places[rank] for rank in range(stage, 16, 2)]
@@ -231,7 +237,7 @@ def test_experts_of_replicas_that_share_them_lie_on_one_node() -> None:
 def test_expert_parallelism_is_weighed_with_the_rest() -> None:
     answer = plan("Qwen3-30B-A3B", "4xH100")
     assert {it.cut.expert_parallel > 1 for it in answer.candidates} == {True, False}
-    without = plan("Qwen3-30B-A3B", "4xH100", wish=Wish(expert_parallel=False))
+    without = plan("Qwen3-30B-A3B", "4xH100", constraints=LayoutConstraints(expert_parallel=False))
     assert {it.cut.expert_parallel for it in without.candidates} == {1}
 
 
@@ -297,14 +303,14 @@ def test_more_bandwidth_is_never_slower(model: str, gpu: GpuSpec, count: int, en
 def test_who_samples_is_not_the_user_s_to_know(one: str, other: str) -> None:
     """The first rank of a stage holds the logits too: on the smaller of two unlike GPUs they would cost KV cache."""
     there, back = (
-        best(plan("Qwen3-14B", f"1x{a}+1x{b}", engine="weft", wish=Wish(tensor_parallel=2)))
+        best(plan("Qwen3-14B", f"1x{a}+1x{b}", engine="weft", constraints=LayoutConstraints(tensor_parallel=2)))
         for a, b in ((one, other), (other, one))
     )
     assert there.layout.tensor_parallel == back.layout.tensor_parallel == 2
     assert there.predicted.saturated_tok_s == pytest.approx(back.predicted.saturated_tok_s, rel=0.01)
     # Who says the shares says whose they are.
-    said = Wish(tensor_parallel=2, tensor_split=(1.0, 2.0))
-    assert best(plan("Qwen3-14B", f"1x{one}+1x{other}", engine="weft", wish=said)).layout.gpus == (0, 1)
+    said = LayoutConstraints(tensor_parallel=2, tensor_split=(1.0, 2.0))
+    assert best(plan("Qwen3-14B", f"1x{one}+1x{other}", engine="weft", constraints=said)).layout.gpus == (0, 1)
 
 
 @FEW
@@ -330,40 +336,40 @@ def test_permuting_equal_nodes_changes_nothing() -> None:
 
 def test_islands_and_groups() -> None:
     cluster = parse_gpus("2xRTX4090+3xRTX3090")
-    assert [[device.number for device in island] for island in islands(cluster)] == [[0, 1], [2, 3, 4]]
-    pairs = groups(islands(cluster), 2)
+    assert [[device.number for device in island] for island in interconnect_domains(cluster)] == [[0, 1], [2, 3, 4]]
+    pairs = tensor_groups(interconnect_domains(cluster), 2)
     assert [[device.number for device in pair] for pair in pairs] == [[0, 1], [2, 3]]
-    assert tensor_sizes(islands(parse_gpus("6xH100")), 64) == [6, 4, 3, 2, 1]
-    assert tensor_sizes(islands(parse_gpus("6xH100")), 3) == [3, 2, 1]
+    assert tensor_sizes(interconnect_domains(parse_gpus("6xH100")), 64) == [6, 4, 3, 2, 1]
+    assert tensor_sizes(interconnect_domains(parse_gpus("6xH100")), 3) == [3, 2, 1]
 
 
 def test_replicas_stay_on_a_node_while_they_can() -> None:
-    singles = groups(islands(parse_nodes("3x4xH100")), 1)
-    found = replicas(singles, 3, 4)
+    singles = tensor_groups(interconnect_domains(parse_nodes("3x4xH100")), 1)
+    found = place_replicas(singles, 3, 4)
     numbers = [[device.number for stage in replica for device in stage] for replica in found]
     assert numbers == [[0, 1, 2], [4, 5, 6], [8, 9, 10], [3, 7, 11]]
 
 
 def test_every_draft_is_drawn_once() -> None:
     asked = question("Qwen3-30B-A3B", parse_gpus("2xH100+2xA100"))
-    found = [draft.cut for draft in drafts(asked)]
+    found = [draft.cut for draft in candidate_layouts(asked)]
     assert Cut(4, 1, 1, 1, "bf16") in found and Cut(2, 2, 1, 1, "bf16") in found and Cut(1, 1, 4, 4, "bf16") in found
-    assert len({repr(draft) for draft in drafts(asked)}) == len(found)
+    assert len({repr(draft) for draft in candidate_layouts(asked)}) == len(found)
 
 
 @pytest.mark.parametrize(
-    ("wish", "cuts"),
+    ("constraints", "cuts"),
     [
-        (Wish(tensor_parallel=4, pipeline_parallel=2, data_parallel=1), [(4, 2, 1)]),
-        (Wish(tensor_parallel=2, pipeline_parallel=2), [(2, 2, 2)]),
-        (Wish(tensor_parallel=8), [(8, 1, 1)]),
-        (Wish(pipeline_parallel=8), [(1, 8, 1)]),
-        (Wish(data_parallel=8), [(1, 1, 8)]),
+        (LayoutConstraints(tensor_parallel=4, pipeline_parallel=2, data_parallel=1), [(4, 2, 1)]),
+        (LayoutConstraints(tensor_parallel=2, pipeline_parallel=2), [(2, 2, 2)]),
+        (LayoutConstraints(tensor_parallel=8), [(8, 1, 1)]),
+        (LayoutConstraints(pipeline_parallel=8), [(1, 8, 1)]),
+        (LayoutConstraints(data_parallel=8), [(1, 1, 8)]),
     ],
 )
-def test_what_the_user_decides_stays(wish: Wish, cuts: list[tuple[int, int, int]]) -> None:
-    asked = question("Llama-3.1-8B-Instruct", parse_gpus("8xH100"), wish=wish)
-    found = [(d.cut.tensor_parallel, d.cut.pipeline_parallel, d.cut.data_parallel) for d in drafts(asked)]
+def test_what_the_user_decides_stays(constraints: LayoutConstraints, cuts: list[tuple[int, int, int]]) -> None:
+    asked = question("Llama-3.1-8B-Instruct", parse_gpus("8xH100"), constraints=constraints)
+    found = [(d.cut.tensor_parallel, d.cut.pipeline_parallel, d.cut.data_parallel) for d in candidate_layouts(asked)]
     assert found == cuts
 
 
@@ -404,13 +410,15 @@ def test_what_a_gpu_or_an_engine_cannot_do(hardware: str, precision: str, engine
     answer = plan("Llama-3.1-8B-Instruct", hardware, precision, engine)
     assert answer.best is None
     assert told in answer.rejected[0].reason
-    assert binding(answer).resource is None
+    assert binding_constraint(answer).resource is None
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4", "q4_k_m"])
 def test_cuts_that_our_kernels_do_not_take(precision: str) -> None:
     """Heads of 80 columns, three for a rank: 240 are no multiple of 32, which the engine would refuse too."""
-    asked = question("Qwen2.5-0.5B", parse_gpus("2xRTX4090"), precision, "weft", wish=Wish(data_parallel=1))
+    asked = question(
+        "Qwen2.5-0.5B", parse_gpus("2xRTX4090"), precision, "weft", constraints=LayoutConstraints(data_parallel=1)
+    )
     odd = msgspec.structs.replace(asked.shape, q_heads=6, kv_heads=2, head_dim=80)
     asked = msgspec.structs.replace(asked, shape=odd)
     answer = search(asked)
@@ -426,7 +434,7 @@ def test_nothing_fits_says_by_how_much_and_what_would() -> None:
     answer = plan("Qwen2.5-72B-Instruct", "1xH100")
     assert answer.best is None
     assert "145.4 GB of weights" in answer.rejected[0].reason
-    assert binding(answer).resource == "memory"
+    assert binding_constraint(answer).resource == "memory"
     changes = advice(answer)
     int4 = next(change for change in changes if "int4" in change)
     assert "GB to spare" in int4
@@ -457,13 +465,15 @@ def test_too_long_a_prompt_is_told_what_fits_and_no_flag_against_it() -> None:
 
 def test_the_binding_constraint_is_the_one_that_helps_most() -> None:
     single = plan("Llama-3.1-70B-Instruct", "4xH100", objective="latency", workload=Workload(input_len=1))
-    assert binding(single).resource == "bandwidth"
+    assert binding_constraint(single).resource == "bandwidth"
     tight = plan("Llama-3.1-70B-Instruct", "2xH100")
-    assert binding(tight).resource == "memory"
+    assert binding_constraint(tight).resource == "memory"
     prompts = Workload(input_len=8000, output_len=1, max_model_len=8192)
-    assert binding(plan("Llama-3.1-8B-Instruct", "1xA100", workload=prompts)).resource == "compute"
-    linked = plan("Llama-3.1-70B-Instruct", "8xL40S", workload=LONG_PROMPTS, wish=Wish(tensor_parallel=8))
-    assert binding(linked).resource == "links"
+    assert binding_constraint(plan("Llama-3.1-8B-Instruct", "1xA100", workload=prompts)).resource == "compute"
+    linked = plan(
+        "Llama-3.1-70B-Instruct", "8xL40S", workload=LONG_PROMPTS, constraints=LayoutConstraints(tensor_parallel=8)
+    )
+    assert binding_constraint(linked).resource == "links"
 
 
 def test_one_more_gpu_is_weighed() -> None:
@@ -474,7 +484,7 @@ def test_one_more_gpu_is_weighed() -> None:
 
 def test_a_layout_is_plain_data() -> None:
     layout = best(plan("Mixtral-8x7B", "4xA100")).layout
-    assert msgspec.json.decode(msgspec.json.encode(layout), type=Layout) == layout
+    assert msgspec.json.decode(msgspec.json.encode(layout), type=DeploymentLayout) == layout
 
 
 # --- what a cold reader found ---
@@ -501,20 +511,20 @@ def test_those_for_whom_there_is_no_room_wait() -> None:
     assert three.predicted.concurrency < 8 == four.predicted.concurrency
     asked = question("Qwen3-30B-A3B", parse_gpus("3xRTX4090"), engine="weft", workload=work, objective="latency")
     assert request_s(asked, four.predicted) < request_s(asked, three.predicted)
-    assert min(binding(search(asked)).gains.values()) >= 0.99  # twice of anything is no loss
+    assert min(binding_constraint(search(asked)).gains.values()) >= 0.99  # twice of anything is no loss
 
 
 def test_more_replicas_than_requests_answer_no_more_requests() -> None:
     work = Workload(concurrency=1)
-    copied = best(plan("Llama-3.1-8B", "4xH100", workload=work, wish=Wish(data_parallel=4)))
+    copied = best(plan("Llama-3.1-8B", "4xH100", workload=work, constraints=LayoutConstraints(data_parallel=4)))
     assert copied.predicted.concurrency == 1
     # For one request at a time three of four GPUs would idle.
-    assert best(plan("Llama-3.1-8B", "4xH100", engine="weft", workload=work)).layout.size > 1
+    assert best(plan("Llama-3.1-8B", "4xH100", engine="weft", workload=work)).layout.replica_size > 1
 
 
 def test_what_was_dictated_is_not_credited_to_more_hardware() -> None:
-    forced = Wish(tensor_parallel=1, pipeline_parallel=1, data_parallel=1)
-    told = advice(plan("Llama-3.1-8B", "4xH100", engine="weft", wish=forced))
+    forced = LayoutConstraints(tensor_parallel=1, pipeline_parallel=1, data_parallel=1)
+    told = advice(plan("Llama-3.1-8B", "4xH100", engine="weft", constraints=forced))
     assert any(line.startswith("left to itself the plan is DP 4, bf16, with 4.0x") for line in told)
     assert not any("no other use of them" in line for line in told)
     more = [line for line in told if line.startswith("+1 H100-SXM")]
@@ -529,9 +539,9 @@ def test_a_limit_is_named_before_more_of_the_gpus_that_it_leaves_out() -> None:
 
 
 def test_more_requests_than_fit_are_as_fast_as_saturated() -> None:
-    wish = Wish(tensor_parallel=2)
+    constraints = LayoutConstraints(tensor_parallel=2)
     asked, most = (
-        plan("Llama-3.1-8B", "2xRTX4090", engine="weft", wish=wish, workload=Workload(concurrency=number))
+        plan("Llama-3.1-8B", "2xRTX4090", engine="weft", constraints=constraints, workload=Workload(concurrency=number))
         for number in (10_000, None)
     )
     assert best(asked).predicted.output_tok_s == best(most).predicted.saturated_tok_s
@@ -540,11 +550,16 @@ def test_more_requests_than_fit_are_as_fast_as_saturated() -> None:
 def test_an_idle_gpu_is_not_called_useless_beside_a_use_of_it() -> None:
     answer = plan("Qwen2.5-3B", "1xH100+1xRTX3060", engine="weft")
     assert advice(answer)[0] == "1 of 2 GPUs is idle in this layout"
-    assert why(answer) == "one GPU, bf16 is within the error of DP 2, bf16 (14,830 vs 15,577 tok/s) and simpler"
+    assert (
+        choice_reason(answer) == "one GPU, bf16 is within the error of DP 2, bf16 (14,830 vs 15,577 tok/s) and simpler"
+    )
 
 
 def test_an_even_tensor_split_is_one_that_any_engine_makes() -> None:
-    even, uneven = (plan("Llama-3.1-8B", "2xRTX4090", wish=Wish(tensor_split=it)) for it in ((1.0, 1.0), (2.0, 1.0)))
+    even, uneven = (
+        plan("Llama-3.1-8B", "2xRTX4090", constraints=LayoutConstraints(tensor_split=it))
+        for it in ((1.0, 1.0), (2.0, 1.0))
+    )
     assert sizes(best(even)) == (2, 1, 1)
     assert uneven.best is None and "--tensor-split is for weft" in uneven.rejected[0].reason
 
@@ -554,7 +569,7 @@ def test_a_near_tie_goes_to_the_faster_single_request() -> None:
     highest = max(answer.candidates, key=lambda it: it.predicted.output_tok_s)
     assert sizes(best(answer)) == (8, 2, 1) and highest.cut.expert_parallel == 8
     assert 1 < highest.predicted.output_tok_s / best(answer).predicted.output_tok_s < 1 + RANKING_ERROR
-    assert why(answer) == (
+    assert choice_reason(answer) == (
         "TP 8 x PP 2, fp8 is within the error of PP 2 x DP 8 x EP 8, fp8 (3,792 vs 3,868 tok/s) and faster for a "
         "single request (119.4 vs 27.3 tok/s)"
     )
@@ -563,14 +578,16 @@ def test_a_near_tie_goes_to_the_faster_single_request() -> None:
 def test_the_headline_says_why_a_row_with_a_higher_figure_is_not_taken() -> None:
     answer = plan("Qwen3-8B", "1xRTX4090+1xRTX3090", engine="weft")
     assert sizes(best(answer)) == (1, 2, 1)
-    assert why(answer) == "For one user at a time TP 2, bf16 is faster (81.6 vs 48.4 tok/s): --objective latency"
+    assert (
+        choice_reason(answer) == "For one user at a time TP 2, bf16 is faster (81.6 vs 48.4 tok/s): --objective latency"
+    )
     answer = plan("Llama-3.1-8B-Instruct", "2xRTX4090", engine="weft")
-    assert why(answer) == (
+    assert choice_reason(answer) == (
         "TP 2, bf16 is within the error of PP 2, bf16 (1,990 vs 2,092 tok/s) and faster for a single request (90.5 vs "
         "51.5 tok/s)"
     )
     # Nothing to say of one that has the highest figure itself.
-    assert why(plan("Llama-3.1-70B-Instruct", "4xH100", engine="weft")) == ""
+    assert choice_reason(plan("Llama-3.1-70B-Instruct", "4xH100", engine="weft")) == ""
 
 
 @pytest.mark.parametrize("objective", ["throughput", "latency", "cost"])
@@ -580,7 +597,7 @@ def test_the_headline_says_why_a_row_with_a_higher_figure_is_not_taken() -> None
 )
 def test_the_best_is_explained_or_has_the_highest_figure(model: str, hardware: str, objective: str) -> None:
     answer = plan(model, hardware, engine="weft", objective=objective)
-    highest = max(answer.candidates, key=lambda it: worth(answer.question, it))
-    gain = worth(answer.question, highest) / worth(answer.question, best(answer))
+    highest = max(answer.candidates, key=lambda it: objective_value(answer.question, it))
+    gain = objective_value(answer.question, highest) / objective_value(answer.question, best(answer))
     assert gain < 1 + RANKING_ERROR
-    assert (gain > 1.001) == (str(highest.cut) in why(answer))
+    assert (gain > 1.001) == (str(highest.cut) in choice_reason(answer))

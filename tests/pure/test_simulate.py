@@ -22,8 +22,8 @@ from weft.hardware.cluster import parse_gpus
 from weft.planner.cost import predict
 from weft.planner.deployment import Workload
 from weft.planner.footprint import footprint
-from weft.planner.profiles import Constant, profile
-from weft.planner.replica import replicas
+from weft.planner.profiles import Constant, load_profile
+from weft.planner.replica import build_replicas
 from weft.simulate.blocks import CountedBlocks
 from weft.simulate.lengths import FixedLength, Lengths, LogNormalLength, UniformLength
 from weft.simulate.replica import Stretch
@@ -235,7 +235,7 @@ def test_stages_wait_for_prompts_as_long_as_is_predicted(
     stages: int, input_len: int, users: int, batched_tokens: int
 ) -> None:
     shape, gpus = find("Llama-3.1-70B").shape, f"{stages}xH100"
-    run = replicas(shape, cut(shape, range(stages), stages=stages), parse_gpus(gpus), profile("weft"))[0]
+    run = build_replicas(shape, cut(shape, range(stages), stages=stages), parse_gpus(gpus), load_profile("weft"))[0]
     expected = run.tpot_s(users, Workload(input_len=input_len, output_len=256), batched_tokens)
     costs = steps("Llama-3.1-70B", gpus, stages, "weft")
     asked = load(UniformLength(input_len // 2, input_len * 3 // 2), UniformLength(128, 384), users=users)
@@ -253,7 +253,7 @@ def test_short_steps_answer_as_few_as_is_predicted(stages: int, most: int) -> No
     """Each streams the weights, and has room for few prompts beside the answers: most requests wait."""
     shape, gpus = find("Llama-3.1-8B").shape, f"{stages}xH100"
     said = msgspec.structs.replace(
-        profile("weft"), max_num_batched_tokens=Constant(most, "this test"), hold_up_ms=Constant(0, "this test")
+        load_profile("weft"), max_num_batched_tokens=Constant(most, "this test"), hold_up_ms=Constant(0, "this test")
     )
     work = Workload(input_len=1024, output_len=256, concurrency=96)
     expected = predict(shape, cut(shape, range(stages), stages=stages), parse_gpus(gpus), work, said)
@@ -271,7 +271,7 @@ def test_short_steps_answer_as_few_as_is_predicted(stages: int, most: int) -> No
 def test_saturated_it_writes_what_is_predicted() -> None:
     shape, cluster = find("Llama-3.1-8B").shape, parse_gpus("1xH100")
     layout = cut(shape, [0])
-    few = msgspec.structs.replace(profile("weft"), max_num_seqs=Constant(40, "this test"))
+    few = msgspec.structs.replace(load_profile("weft"), max_num_seqs=Constant(40, "this test"))
     expected = predict(shape, layout, cluster, Workload(input_len=1024, output_len=512), few)
     assert (expected.limit, expected.saturated_concurrency) == ("max_num_seqs", 40)
     asked = load(FixedLength(1024), FixedLength(512), users=55)
@@ -287,7 +287,7 @@ def test_a_full_cache_holds_as_few_as_is_predicted_however_answers_differ(answer
     shape, cluster = find("Llama-3.1-8B").shape, parse_gpus("1xRTX4090")
     asked = load(FixedLength(256), answer, users=100)
     work = Workload(input_len=256, output_len=512, output_spread=asked.output_spread)
-    weft = profile("weft")
+    weft = load_profile("weft")
     memory = footprint(shape, cut(shape, [0]), cluster, weft, Workload(max_model_len=8192))
     expected = predict(shape, cut(shape, [0]), cluster, work, weft, memory)
     assert expected.limit == "kv_cache"
@@ -304,8 +304,8 @@ def test_short_prompts_are_read_together(prompt: int, answer: int) -> None:
     """Each alone would stream the weights for a few tokens; those that come to one step share that."""
     shape, gpus = find("Llama-3.1-8B").shape, "1xH100"
     work = Workload(input_len=prompt, output_len=answer)
-    expected = predict(shape, cut(shape, [0]), parse_gpus(gpus), work, profile("weft"))
-    memory = footprint(shape, cut(shape, [0]), parse_gpus(gpus), profile("weft"), work).replicas[0]
+    expected = predict(shape, cut(shape, [0]), parse_gpus(gpus), work, load_profile("weft"))
+    memory = footprint(shape, cut(shape, [0]), parse_gpus(gpus), load_profile("weft"), work).replicas[0]
     costs = steps("Llama-3.1-8B", gpus, 1, "weft")
     end_s = 12 * 256 * answer / expected.saturated_tok_s
     found = told(
@@ -320,7 +320,7 @@ def test_short_prompts_are_read_together(prompt: int, answer: int) -> None:
 @pytest.mark.parametrize(("blocks", "asked"), [(128, 1024), (128, 512), (256, 512)])
 def test_a_small_cache_holds_whole_requests(blocks: int, asked: int) -> None:
     """Of two that need all of it one waits, however little of it they have on average."""
-    shape, cluster, weft = find("Llama-3.1-8B").shape, parse_gpus("1xH100"), profile("weft")
+    shape, cluster, weft = find("Llama-3.1-8B").shape, parse_gpus("1xH100"), load_profile("weft")
     layout, work = cut(shape, [0]), Workload(input_len=asked, output_len=asked)
     memory = footprint(shape, layout, cluster, weft, work)
     small = msgspec.structs.replace(memory.replicas[0], kv_tokens=16 * blocks)

@@ -19,7 +19,7 @@ from weft.hardware.calibration import Calibration, Measured, Quantised
 from weft.hardware.cluster import Cluster, Node
 from weft.hardware.gpus import GpuSpec
 from weft.planner.deployment import Workload, deploy
-from weft.planner.profiles import calibrated, profile
+from weft.planner.profiles import calibrated, load_profile
 from weft.planner.replica import Replica
 
 # The constants, and how far off the planner's own figures may be (natural logarithm) before a fit is held back: wide
@@ -55,7 +55,7 @@ class Planned:
 
     def __init__(self, gpu: GpuSpec, points: Sequence[Point]) -> None:
         self._gpu, self._plain, self.points = gpu, msgspec.structs.replace(gpu, calibration=None), points
-        self._own = profile("weft", on_cpu=gpu.kind == "cpu")
+        self._own = load_profile("weft", on_cpu=gpu.kind == "cpu")
         precisions = dict.fromkeys(point.precision for point in points)
         self.whole = next((it for it in precisions if it in WHOLE), "bf16")
         self.quantised = tuple(it for it in precisions if it not in WHOLE)

@@ -17,12 +17,12 @@ from weft.formatting import format_bytes
 from weft.hardware.cluster import Cluster
 from weft.hardware.cluster import parse as parse_cluster
 from weft.planner import cost
-from weft.planner.claims import RESERVED_BYTES, Claim, Verdict, judge, parse
+from weft.planner.claims import RESERVED_BYTES, Claim, ClaimVerdict, judge_claim, parse_claim
 from weft.planner.cost import Prediction
 from weft.planner.cuts import cut_of
-from weft.planner.deployment import Layout, Workload
-from weft.planner.objections import not_run
-from weft.planner.profiles import profile
+from weft.planner.deployment import DeploymentLayout, Workload
+from weft.planner.objections import unsupported_reasons
+from weft.planner.profiles import load_profile
 from weft.planner.question import Question
 from weft.planner.search import search
 
@@ -37,22 +37,22 @@ def main(arguments: Namespace) -> int:
     twice = [name for name in SAID_BY_CLAIM if hasattr(arguments, name)]
     if twice:
         raise UsageError(f"--check says the model and the hardware itself; leave out {twice[0].replace('_', '-')}")
-    claim = parse(arguments.check)
+    claim = parse_claim(arguments.check)
     model = lookup.look_up(claim.model, hf_token=getattr(arguments, "hf_token", None))
     cluster, precision = parse_cluster(claim.gpus), canonical(claim.precision)
-    found = judge(model.shape, precision, cluster, claim.tokens, claim.tok_s)
+    found = judge_claim(model.shape, precision, cluster, claim.tokens, claim.tok_s)
     predicted = predict(model.shape, precision, cluster, claim, arguments.engine, found.layout)
     if getattr(arguments, "json", False):
         print(json.dumps(as_json(arguments.check, found, predicted)))
     else:
-        yet = arguments.engine == "weft" and not_run(model.shape, precision)
+        yet = arguments.engine == "weft" and unsupported_reasons(model.shape, precision)
         print(told(found, predicted, claim, "weft (which does not run it yet)" if yet else arguments.engine))
     return 0 if found.possible else plan.NOTHING_FITS
 
 
 def predict(
-    shape: ModelShape, precision: str, cluster: Cluster, claim: Claim, engine: str, roomy: Layout | None
-) -> tuple[Layout, Prediction] | str | None:
+    shape: ModelShape, precision: str, cluster: Cluster, claim: Claim, engine: str, roomy: DeploymentLayout | None
+) -> tuple[DeploymentLayout, Prediction] | str | None:
     """One request in the fastest layout; in `roomy` where what the engine keeps for itself leaves no room in any. Why
     there is none where it is not for want of memory."""
     half = max(1, claim.tokens // 2)
@@ -69,13 +69,15 @@ def predict(
     if answer.best:
         return answer.best.layout, answer.best.predicted
     if answer.rejected and not any(it.short_bytes for it in answer.rejected):
-        return answer.rejected[0].reason
+        return str(answer.rejected[0].reason)
     if roomy is None:
         return None
-    return roomy, cost.predict(shape, roomy, cluster, question.workload, profile(engine))
+    return roomy, cost.predict(shape, roomy, cluster, question.workload, load_profile(engine))
 
 
-def as_json(claim: str, found: Verdict, predicted: tuple[Layout, Prediction] | str | None) -> dict[str, Any]:
+def as_json(
+    claim: str, found: ClaimVerdict, predicted: tuple[DeploymentLayout, Prediction] | str | None
+) -> dict[str, Any]:
     """The verdict with its arithmetic; sizes are bytes of all GPUs together. `objection` is what stands against the
     engine's running it, whatever the memory."""
     figures = msgspec.structs.asdict(found)
@@ -88,7 +90,9 @@ def as_json(claim: str, found: Verdict, predicted: tuple[Layout, Prediction] | s
     return {"claim": claim, **figures, "predicted": speed, "objection": objection}
 
 
-def told(found: Verdict, predicted: tuple[Layout, Prediction] | str | None, claim: Claim, engine: str) -> str:
+def told(
+    found: ClaimVerdict, predicted: tuple[DeploymentLayout, Prediction] | str | None, claim: Claim, engine: str
+) -> str:
     """The verdict for a person."""
     if not found.possible:
         lines = ["impossible", *(f"  {reason}" for reason in found.reasons)]
@@ -96,8 +100,8 @@ def told(found: Verdict, predicted: tuple[Layout, Prediction] | str | None, clai
         lines = [
             "possible",
             f"  {format_bytes(found.weight_bytes)} of weights and {format_bytes(found.kv_bytes)} of KV for "
-            f"{claim.tokens:,} tokens; {format_bytes(found.have_bytes)} usable after {format_bytes(RESERVED_BYTES)} on "
-            f"each GPU for the driver and engine",
+            f"{claim.tokens:,} tokens; {format_bytes(found.usable_bytes)} usable after {format_bytes(RESERVED_BYTES)} "
+            "on each GPU for the driver and engine",
             f"  at most {found.bound_tok_s:.1f} tok/s: each token reads {format_bytes(found.read_bytes)} of memory",
         ]
     if isinstance(predicted, str):

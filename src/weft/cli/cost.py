@@ -70,13 +70,13 @@ def usage(question: Question, cached: float) -> Usage:
 
 def asked(arguments: Namespace, model: Model, each: Usage) -> list[Quote]:
     """What APIs take for a request: those that were named, else whoever sells the model."""
-    found = [api_prices.quote(name, each) for name in getattr(arguments, "against", ())]
+    found = [api_prices.find_quote(name, each) for name in getattr(arguments, "against", ())]
     stated = getattr(arguments, "api_price", None)
     if stated is not None:
-        found.append(api_prices.stated(stated, each))
+        found.append(api_prices.stated_quote(stated, each))
     if found:
         return found
-    sellers = api_prices.quotes(model.name, each)[:SELLERS]
+    sellers = api_prices.find_quotes(model.name, each)[:SELLERS]
     if not sellers and hasattr(arguments, "demand"):
         raise ConfigError(
             f"nobody is known to sell {model.name}; name an API with --against gpt-4o-mini, or its prices with "
@@ -87,9 +87,9 @@ def asked(arguments: Namespace, model: Model, each: Usage) -> list[Quote]:
 
 def mixes(replica: Fleet, quote: Quote, demand: tuple[float, ...], max_load: float) -> list[Mix]:
     """None owned, the cheapest mix, and all owned: in this order, each once."""
-    best = economics.cheapest(replica, quote.dollars, demand, max_load)
-    counts = dict.fromkeys((0, best.replicas, economics.whole(replica, demand, max_load)))
-    return [economics.mix(replica, quote.dollars, demand, count, max_load) for count in counts]
+    best = economics.cheapest_mix(replica, quote.dollars, demand, max_load)
+    counts = dict.fromkeys((0, best.replicas, economics.replicas_for_peak(replica, demand, max_load)))
+    return [economics.rent_and_api_mix(replica, quote.dollars, demand, count, max_load) for count in counts]
 
 
 def as_json(
@@ -114,7 +114,7 @@ def as_json(
                 "break_even_utilization": fleet.break_even(quote.dollars),
                 "mixes": [
                     {**msgspec.structs.asdict(it), "dollars": it.dollars}
-                    for it in mixes(fleet.each, quote, demand, arguments.max_load)
+                    for it in mixes(fleet.per_replica, quote, demand, arguments.max_load)
                 ]
                 if demand
                 else [],
@@ -160,7 +160,7 @@ def show(
     out.print(f"dollars per million answer tokens, their prompts included; API prices: {sources}", soft_wrap=True)
     if hasattr(arguments, "demand"):
         cheap = min(quotes, key=lambda it: it.dollars)
-        show_mixes(out, arguments, question, fleet.each, cheap, best)
+        show_mixes(out, arguments, question, fleet.per_replica, cheap, best)
 
 
 def show_mixes(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from weft.export.deployment import Deployment
     from weft.export.infernet_config import Instance, NodeConfig
     from weft.export.target import Target
-    from weft.planner.deployment import Layout
+    from weft.planner.deployment import DeploymentLayout
 
 logger = logging.getLogger("weft.cli")
 
@@ -125,7 +125,7 @@ def deployment(
     )
 
 
-def port(arguments: Namespace, target: Target, instance: Instance | None, layout: Layout) -> int:
+def port(arguments: Namespace, target: Target, instance: Instance | None, layout: DeploymentLayout) -> int:
     """Of the first server; 0 where the target has none."""
     said = getattr(arguments, "port", None)
     if not target.port:

@@ -77,7 +77,7 @@ def parse(command: Command, words: Sequence[str]) -> argparse.Namespace:
         if hasattr(arguments, "plan") and not getattr(arguments, "model", ""):
             from weft.planner import plan_file
 
-            arguments.model = plan_file.read(arguments.plan).model.name
+            arguments.model = plan_file.load_plan_file(arguments.plan).model.name
         # A claim to be checked names its model itself, and so does a node's configuration.
         itself = ("check", "infernet_config")
         named = getattr(arguments, "model", "") or any(hasattr(arguments, name) for name in itself)

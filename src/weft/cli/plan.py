@@ -21,7 +21,7 @@ from weft.hardware.cluster import Cluster, parse_gpus, parse_nodes
 from weft.hardware.gpus import BF16_CAPABILITY
 from weft.plan.plan import Draft, Speculation
 from weft.plan.speculation import speculation
-from weft.planner.deployment import Workload, lengths
+from weft.planner.deployment import Workload, default_lengths
 from weft.planner.question import Question
 from weft.planner.search import search
 from weft.probes import machine
@@ -82,7 +82,7 @@ def ask(arguments: Namespace, model: Model, cluster: Cluster | None = None) -> Q
     said: dict[str, Any] = vars(arguments)
     cluster = cluster or described(said)
     compared = precisions(made(said) or said.get("precision"), model, cluster)
-    wish = wishes.wished(said, cluster, model, compared[0])
+    constraints = wishes.wished(said, cluster, model, compared[0])
     kv_dtype = said.get("kv_cache_dtype")
     if kv_dtype == "auto":
         kv_dtype = None
@@ -98,7 +98,7 @@ def ask(arguments: Namespace, model: Model, cluster: Cluster | None = None) -> Q
         kv_dtype=kv_dtype,
         workload=work,
         objective=said["objective"],
-        wish=wish,
+        constraints=constraints,
         price=said.get("price", cluster.price),
         gpu_memory_utilization=said.get("gpu_memory_utilization"),
         max_num_seqs=said.get("max_num_seqs"),
@@ -170,7 +170,7 @@ def workload(said: dict[str, Any], model: Model) -> Workload:
     if length is not None and length > longest:
         raise ConfigError(f"max_model_len is {length}; {model.name} goes up to {longest:,} tokens: give that or less")
     most = length or longest
-    input_len, output_len = lengths(said.get("input_len"), said.get("output_len"), most)
+    input_len, output_len = default_lengths(said.get("input_len"), said.get("output_len"), most)
     if length is not None and input_len + output_len > max(length, 2):
         raise UsageError(
             f"--input-len {input_len} and --output-len {output_len} make {input_len + output_len:,} tokens; "

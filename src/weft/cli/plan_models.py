@@ -17,10 +17,10 @@ from weft.errors import WeftError
 from weft.formats import catalogue
 from weft.formatting import format_bytes, weft_command
 from weft.hardware.cluster import Cluster
-from weft.planner.advice import OWN
-from weft.planner.answer import candidate_json, hardware_json, missing
-from weft.planner.overview import in_best_precision, layout_name, short_bytes
-from weft.planner.search import Answer, closest, search
+from weft.planner.advice import WEFT_SCHEMES
+from weft.planner.overview import layout_name, search_best_precision, short_bytes
+from weft.planner.plan_json import candidate_json, hardware_json, missing_support
+from weft.planner.search import SearchResult, closest_miss, search
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -40,8 +40,8 @@ def main(arguments: Namespace) -> int:
         for model in models:
             advance(model.name)
             answer = planned(arguments, model, cluster)
-            rows.append(row_json(answer, model) if isinstance(answer, Answer) else refused_json(model, answer))
-            answers += [answer] if isinstance(answer, Answer) else []
+            rows.append(row_json(answer, model) if isinstance(answer, SearchResult) else refused_json(model, answer))
+            answers += [answer] if isinstance(answer, SearchResult) else []
     if not answers:
         raise UsageError(f"{rows[0]['name']}: {rows[0]['reason']}")
     told = {**head_json(answers[0]), "models": rows}
@@ -62,7 +62,7 @@ def check(arguments: Namespace) -> None:
             )
 
 
-def planned(arguments: Namespace, model: Model, cluster: Cluster) -> Answer | WeftError:
+def planned(arguments: Namespace, model: Model, cluster: Cluster) -> SearchResult | WeftError:
     """The answer for one model, in the precision that was asked for or the best; an error for flags that it cannot
     be planned with."""
     try:
@@ -70,7 +70,7 @@ def planned(arguments: Namespace, model: Model, cluster: Cluster) -> Answer | We
         question = ask(named, model, cluster)
         if hasattr(arguments, "precision") or hasattr(arguments, "quantization"):
             return search(question)
-        return in_best_precision(question)
+        return search_best_precision(question)
     except WeftError as error:
         return error
 
@@ -88,7 +88,7 @@ def progress(count: int) -> Iterator[Any]:
         yield lambda name: status.update(f"planning {next(number)} of {count}: {name}")
 
 
-def head_json(answer: Answer) -> dict[str, Any]:
+def head_json(answer: SearchResult) -> dict[str, Any]:
     """What is the same for all models."""
     question = answer.question
     work = question.workload
@@ -101,7 +101,7 @@ def head_json(answer: Answer) -> dict[str, Any]:
     }
 
 
-def row_json(answer: Answer, model: Model) -> dict[str, Any]:
+def row_json(answer: SearchResult, model: Model) -> dict[str, Any]:
     """One model: its best layout, or what it lacks."""
     question, best = answer.question, answer.best
     row: dict[str, Any] = {"name": model.name, "params": model.params, "fits": best is not None}
@@ -109,7 +109,7 @@ def row_json(answer: Answer, model: Model) -> dict[str, Any]:
         lacks = short_bytes(answer)
         reason = answer.obstacle
         return {**row, "precision": closest_precision(answer), "short_bytes": lacks or None, "reason": reason}
-    lacking = missing(question, best.layout.precision)
+    lacking = missing_support(question, best.layout.precision)
     told = candidate_json(question, best)
     shown = ("precision", "kv_tokens", "max_concurrency", "predicted")
     return {
@@ -118,13 +118,13 @@ def row_json(answer: Answer, model: Model) -> dict[str, Any]:
         "layout": layout_name(best),
         "gpus": len(set(best.layout.gpus)),
         "runs": not lacking,
-        "missing": lacking,
+        "missing": [str(note) for note in lacking],
     }
 
 
-def closest_precision(answer: Answer) -> str:
+def closest_precision(answer: SearchResult) -> str:
     """The precision of the layout that lacks least."""
-    lacking = closest(answer.rejected)
+    lacking = closest_miss(answer.rejected)
     return lacking.cut.precision if lacking else answer.question.precisions[0]
 
 
@@ -188,12 +188,12 @@ def rate(tok_s: float) -> str:
 
 def word(precision: str) -> str:
     """A precision that Weft makes by itself as -q names it, else the precision."""
-    return OWN.get(precision, precision)
+    return WEFT_SCHEMES.get(precision, precision)
 
 
 def next_step(told: dict[str, Any], fitting: Sequence[dict[str, Any]]) -> str:
     """The command that plans one of the models."""
-    made = sorted({word(row["precision"]) for row in fitting} & set(OWN.values()))
+    made = sorted({word(row["precision"]) for row in fitting} & set(WEFT_SCHEMES.values()))
     asked = " -q " in told["command"] or " --precision " in told["command"]
     rounded = f"; with {' or '.join(f'-q {name}' for name in made)} as the table says" if made and not asked else ""
     return f"{told['command']} for one of them{rounded if told['engine'] == 'weft' else ''}"

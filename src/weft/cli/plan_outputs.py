@@ -11,8 +11,8 @@ from typing import Any
 from weft.architectures.model import Model
 from weft.cli.parser import UsageError
 from weft.errors import error_reason
-from weft.planner.answer import as_json
-from weft.planner.search import Answer
+from weft.planner.plan_json import plan_json
+from weft.planner.search import SearchResult
 
 STDOUT = "-"  # for a file's name
 
@@ -23,10 +23,10 @@ def check(arguments: Namespace) -> None:
         raise UsageError("--json and --html - both write to standard output; give --html a file")
 
 
-def tell(arguments: Namespace, answer: Answer, model: Model, promise: dict[str, Any] | None = None) -> None:
+def tell(arguments: Namespace, answer: SearchResult, model: Model, promise: dict[str, Any] | None = None) -> None:
     """Everything that the flags ask for; standard output gets one thing, by default the picture. `promise` is the
     verdict of a simulation, as `cli.plan_promise` has it."""
-    told, page = as_json(answer, model), getattr(arguments, "html", None)
+    told, page = plan_json(answer, model), getattr(arguments, "html", None)
     if promise:
         add_promise(told, promise)
     if page is not None:

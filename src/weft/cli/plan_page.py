@@ -15,7 +15,7 @@ FEW = 8  # rejected layouts that are not folded away
 
 
 def page(told: Told) -> str:
-    """The page; `told` is what `planner.answer.as_json` tells, and every figure on it has the value from there."""
+    """The page; `told` is what `planner.plan_json.plan_json` tells, and every figure on it has the value from there."""
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)

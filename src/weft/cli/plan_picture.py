@@ -78,7 +78,7 @@ class Rack(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def picture(told: Mapping[str, Any]) -> list[Rack]:
-    """Every node of a plan that fits, as `planner.answer.as_json` tells it."""
+    """Every node of a plan that fits, as `planner.plan_json.plan_json` tells it."""
     held: dict[int, list[Row]] = defaultdict(list)
     for row in told["best"]["ranks"]:
         held[row["gpu_index"]].append(row)

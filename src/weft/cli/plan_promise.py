@@ -14,7 +14,7 @@ from weft.cli.plan import NOTHING_FITS
 from weft.cli.simulate_flags import SIMULATE
 from weft.cli.simulate_runs import find_count, finite, report_json, run_once
 from weft.errors import WeftError
-from weft.planner.answer import simulated
+from weft.planner.plan_json import simulate_command
 from weft.planner.question import Question
 from weft.planner.ranking import Candidate
 from weft.planner.search import search
@@ -110,7 +110,7 @@ def watched_s(given: dict[str, Any], load: SimulatedLoad, best: Candidate) -> fl
 
 def simulation(given: dict[str, Any], question: Question, best: Candidate) -> str | None:
     """The command that runs the same simulation; None for a device map, which no flag of it repeats."""
-    shown = simulated(question, best)
+    shown = simulate_command(question, best)
     return f"{shown} --duration {given['duration']}" if shown else None
 
 

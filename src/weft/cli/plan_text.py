@@ -1,4 +1,4 @@
-"""The sentences of a plan, as `planner.answer.as_json` tells it: the same on a terminal and on a page."""
+"""The sentences of a plan, as `planner.plan_json.plan_json` tells it: the same on a terminal and on a page."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ ASCII = str.maketrans("█▓▒▚░╠╚║═├└│─·", "#=+x.|`|=|`|
 
 
 def print_answer(told: Told, out: TextIO | None = None) -> None:
-    """Everything, on standard output; `told` is what `planner.answer.as_json` tells."""
+    """Everything, on standard output; `told` is what `planner.plan_json.plan_json` tells."""
     console = tables.console(out, pipe=PIPE)
     best = told["best"]
     style = "bold green" if best else "bold red"

@@ -66,13 +66,13 @@ def foreseen(llm: LLM) -> Forecast | None:
 
 def compared(llm: LLM, expected: Forecast, answer: RequestOutput) -> list[str]:
     """Predicted beside real: the memory, and how fast the answer came where it is long enough to tell."""
-    from weft.planner.forecast import answered, started
+    from weft.planner.forecast import request_report, start_report
 
-    lines, took = [started(expected, llm.capacities, llm.num_blocks)], engine.speed(answer)
+    lines, took = [start_report(expected, llm.capacities, llm.num_blocks)], engine.speed(answer)
     if took["ttft_s"] and took["decode_tok_s"]:
         lengths = len(answer.prompt_token_ids), len(answer.outputs[0].token_ids)
         lines.append(
-            answered(
+            request_report(
                 expected,
                 input_len=lengths[0],
                 output_len=lengths[1],

@@ -15,7 +15,7 @@ from weft.cli import simulate_view as view
 from weft.cli.plan import NOTHING_FITS, look_up
 from weft.cli.simulate_runs import find_answer, finite, first_guess, rates, report_json, swept
 from weft.cli.simulate_study import asked, check, questioned, studied
-from weft.planner.answer import cut_json
+from weft.planner.plan_json import cut_json
 from weft.planner.question import Question
 from weft.planner.ranking import Candidate
 from weft.planner.search import search

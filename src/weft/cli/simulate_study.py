@@ -13,7 +13,7 @@ from weft.cli import plot
 from weft.cli.parser import UsageError
 from weft.cli.plan import ask, repeated
 from weft.errors import ConfigError, PlanError
-from weft.planner.deployment import lengths
+from weft.planner.deployment import default_lengths
 from weft.planner.question import Question
 from weft.planner.ranking import Candidate
 from weft.simulate.deployment import SchedulerLimits, replica_specs
@@ -105,7 +105,7 @@ def drawn_lengths(said: dict[str, Any], most: int) -> tuple[Lengths, Lengths]:
     again: where all are equally long, requests that begin together end together, and are followed by others that do."""
     input_len = parse_lengths(said["input_len"], "--input-len") if "input_len" in said else None
     output_len = parse_lengths(said["output_len"], "--output-len") if "output_len" in said else None
-    usual_in, usual_out = lengths(most_of(input_len), most_of(output_len), most)
+    usual_in, usual_out = default_lengths(most_of(input_len), most_of(output_len), most)
     high = max(usual_out, min(usual_out * 3 // 2, most - usual_in))
     return input_len or FixedLength(usual_in), output_len or UniformLength(2 * usual_out - high, high)
 
@@ -156,7 +156,7 @@ def studied(said: dict[str, Any], question: Question, best: Candidate, load: Sim
     runs = FINDING_RUNS if "find" in said else len(said.get("rates", SHARES if bare(said) else (1,)))
     return Study(
         specs=found,
-        gpus_each=best.layout.size,
+        gpus_each=best.layout.replica_size,
         device="CPU" if question.cluster.on_cpu else "GPU",
         capacity=capacity(best, load),
         times=times(said, load, usual_duration(said, load, best, len(found))),

@@ -10,8 +10,8 @@ from weft.cli.parser import UsageError
 from weft.formatting import join_commas
 from weft.hardware.cluster import Cluster
 from weft.plan import device_map, max_memory, placement
-from weft.planner.domains import usable
-from weft.planner.question import Wish
+from weft.planner.domains import usable_devices
+from weft.planner.question import LayoutConstraints
 
 
 def ranks(said: dict[str, Any]) -> int:
@@ -36,7 +36,7 @@ def remarks(said: dict[str, Any], cluster: Cluster) -> tuple[str, ...]:
     )
 
 
-def wished(said: dict[str, Any], cluster: Cluster, model: Model, precision: str) -> Wish:
+def wished(said: dict[str, Any], cluster: Cluster, model: Model, precision: str) -> LayoutConstraints:
     """What the flags fix of the layout. Raises UsageError where they contradict each other or the hardware, and
     ConfigError for a device map that is no pipeline of the model; `precision` is what that weighs it in."""
     if said.get("device_map") is not None:
@@ -63,7 +63,7 @@ def wished(said: dict[str, Any], cluster: Cluster, model: Model, precision: str)
     if tensor is not None and tensor > model.shape.q_heads:
         flag = "--tensor-parallel-size is" if weights is None else "--tensor-split has weights for"
         raise UsageError(f"{flag} {tensor}; {model.name} has {model.shape.q_heads} query heads")
-    needed, there = (tensor or 1) * (stages or 1) * (replicas or 1), len(usable(cluster))
+    needed, there = (tensor or 1) * (stages or 1) * (replicas or 1), len(usable_devices(cluster))
     if needed > there:
         sizes = [str(size) for size in (tensor, stages, replicas) if size and size > 1]
         product = f"{' x '.join(sizes)} = {needed}" if len(sizes) > 1 else str(needed)
@@ -74,7 +74,7 @@ def wished(said: dict[str, Any], cluster: Cluster, model: Model, precision: str)
         raise UsageError(f"--enable-expert-parallel: {model.name} has no experts")
     if experts is None and (tensor or stages or replicas):
         experts = False  # who gives the sizes, gives all of the layout
-    return Wish(
+    return LayoutConstraints(
         tensor_parallel=tensor,
         pipeline_parallel=stages,
         data_parallel=replicas,
@@ -84,13 +84,13 @@ def wished(said: dict[str, Any], cluster: Cluster, model: Model, precision: str)
     )
 
 
-def mapped(said: dict[str, Any], cluster: Cluster, model: Model, precision: str) -> Wish:
+def mapped(said: dict[str, Any], cluster: Cluster, model: Model, precision: str) -> LayoutConstraints:
     """What --device-map comes to."""
     given = said["device_map"]
     placement.check_flags(given, said)
     word = placement.spread_of(given)
     if word:
-        return Wish(tensor_parallel=1, data_parallel=1, expert_parallel=False, spread=word)
+        return LayoutConstraints(tensor_parallel=1, data_parallel=1, expert_parallel=False, device_map_strategy=word)
     gpus = {number: gpu for number, gpu in enumerate(cluster.gpus) if gpu.kind == "gpu"}
     room = device_map.Room(
         gpus=[number for number, gpu in gpus.items() if gpu.limit_bytes != 0],
@@ -105,7 +105,7 @@ def mapped(said: dict[str, Any], cluster: Cluster, model: Model, precision: str)
             "it out, or plan on a machine without"
         )
     placement.check_stages(stages, said)
-    return Wish(
+    return LayoutConstraints(
         tensor_parallel=1,
         pipeline_parallel=len(stages.layers),
         data_parallel=1,

@@ -11,10 +11,10 @@ from weft.errors import PlanError
 from weft.export import engines
 from weft.export.target import Target, nearest
 from weft.export.words import told, uneven
-from weft.planner.objections import not_run
-from weft.planner.question import Question, Wish
+from weft.planner.objections import unsupported_reasons
+from weft.planner.question import LayoutConstraints, Question
 from weft.planner.ranking import Candidate
-from weft.planner.search import Answer, closest, search
+from weft.planner.search import SearchResult, closest_miss, search
 
 
 class NothingFits(PlanError):
@@ -46,7 +46,7 @@ def choose(question: Question, target: Target) -> Choice:
     possible = [it for it in alternatives(answer) if not target.cannot(it[0], it[1].layout)]
     if not possible:
         raise NothingFits(f"{target.title} cannot do {told(wanted)}: {problem}; no other plan for it fits either")
-    if asked.wish == Wish():
+    if asked.constraints == LayoutConstraints():
         how, (asked, chosen) = "best", possible[0]  # they come in the order of the objective
     else:
         distance = nearest(wanted.cut)
@@ -74,20 +74,20 @@ def in_its_words(question: Question, target: Target) -> tuple[Question, list[str
     return asked, gaps
 
 
-def alternatives(answer: Answer) -> Iterator[tuple[Question, Candidate]]:
+def alternatives(answer: SearchResult) -> Iterator[tuple[Question, Candidate]]:
     """Every other plan with its question, those within what the user has decided first."""
     asked = answer.question
     yield from ((asked, candidate) for candidate in answer.candidates)
-    if asked.wish != Wish():
-        free = msgspec.structs.replace(asked, wish=Wish())
+    if asked.constraints != LayoutConstraints():
+        free = msgspec.structs.replace(asked, constraints=LayoutConstraints())
         yield from ((free, candidate) for candidate in search(free).candidates)
 
 
-def reason(answer: Answer, wanted: Candidate | None) -> str:
+def reason(answer: SearchResult, wanted: Candidate | None) -> str:
     """Why a plan is none for the engine, or why none fits: the one that lacks least memory."""
     of_it = [it for it in answer.rejected if wanted and it.cut == wanted.cut]
-    found = closest(of_it or answer.rejected)
-    return found.reason if found else "these GPUs make no such layout"
+    found = closest_miss(of_it or answer.rejected)
+    return str(found.reason) if found else "these GPUs make no such layout"
 
 
 def beyond(question: Question, target: Target) -> list[str]:
@@ -104,5 +104,5 @@ def not_yet(asked: Question, chosen: Candidate) -> list[str]:
     """What Weft's own engine lacks for its plan."""
     if asked.engine != "weft":
         return []
-    lacks = not_run(asked.shape, chosen.layout.precision)
+    lacks = unsupported_reasons(asked.shape, chosen.layout.precision)
     return [f"Weft plans this but does not run it yet: {lack}" for lack in lacks]

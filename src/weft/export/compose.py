@@ -13,7 +13,7 @@ from weft.export.shell import Placeholder, words
 from weft.export.target import shares_experts, spans_nodes
 from weft.export.words import Remarks, comment
 from weft.formats.yaml_text import Block, dump
-from weft.planner.deployment import Layout
+from weft.planner.deployment import DeploymentLayout
 from weft.planner.question import Question
 
 PORT = 8000  # inside of every container
@@ -38,7 +38,7 @@ ENTRYPOINT ["weft"]
 CPU_TORCH = "--extra-index-url https://download.pytorch.org/whl/cpu "  # without gigabytes of CUDA
 
 
-def cannot(question: Question, layout: Layout) -> str:
+def cannot(question: Question, layout: DeploymentLayout) -> str:
     """What containers of one machine do not do."""
     if spans_nodes(question, layout) or (shares_experts(layout) and len(question.cluster.nodes) > 1):
         return "a container is on one machine; --emit vllm or kuberay spans several"

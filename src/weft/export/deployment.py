@@ -9,8 +9,8 @@ import msgspec
 from weft.export.checkpoint import Checkpoint
 from weft.hardware.gpus import GpuSpec
 from weft.hardware.topology import DRIVER_BYTES
-from weft.planner.domains import devices
-from weft.planner.footprint import Holding, RankMemory
+from weft.planner.domains import cluster_devices
+from weft.planner.footprint import EngineMemory, RankMemory
 from weft.planner.question import Question
 from weft.planner.ranking import Candidate
 from weft.planner.search import engine_profile
@@ -114,19 +114,19 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
         """The most tokens of a step, and the most requests at once, that the plan's memory was reckoned with."""
         question, layout, memory = self.question, self.candidate.layout, self.candidate.memory
         profile, gpus = engine_profile(question), question.cluster.gpus
-        holding = Holding(question.shape, layout.precision, layout.kv_dtype, profile)
+        holding = EngineMemory(question.shape, layout.precision, layout.kv_dtype, profile)
         found = []
         for (place, at), rank in zip(layout.replica(0), memory.replicas[0].ranks, strict=True):
             usual = holding.rank(place, gpus[at])
             smaller = rank.activation_bytes != usual.activation_bytes
-            found.append(profile.batch(0 if smaller else gpus[at].memory_bytes))
+            found.append(profile.batch_limits(0 if smaller else gpus[at].memory_bytes))
         return min(tokens for tokens, _ in found), min(requests for _, requests in found)
 
 
 def servers(question: Question, candidate: Candidate, port: int, visible: Sequence[str] = ()) -> tuple[Server, ...]:
     """Those of a plan; on each node ports count up from `port`, which is 0 where there are none. `visible` are the
     names of the GPUs where the plan does not see all that are there (CUDA_VISIBLE_DEVICES)."""
-    layout, there = candidate.layout, devices(question.cluster)
+    layout, there = candidate.layout, cluster_devices(question.cluster)
     first = {device.node: device.number for device in reversed(there)}
     replicas: list[tuple[Share, ...]] = []
     for number in range(layout.data_parallel):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from weft.export import vllm, weft_serve
-from weft.planner.deployment import Layout
+from weft.planner.deployment import DeploymentLayout
 from weft.planner.question import Question
 
 KNOWN = {"weft": weft_serve.cannot, "vllm": vllm.cannot}
 
 
-def cannot(question: Question, layout: Layout) -> str:
+def cannot(question: Question, layout: DeploymentLayout) -> str:
     """In words, "" where the question's engine can run the layout; of engines that are not known here nothing."""
     return KNOWN[question.engine](question, layout) if question.engine in KNOWN else ""
 

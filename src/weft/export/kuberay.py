@@ -14,8 +14,8 @@ from weft.export.shell import Placeholder
 from weft.export.target import shares_experts
 from weft.export.words import Remarks, comment
 from weft.formats.yaml_text import Block, dump
-from weft.planner.deployment import Layout
-from weft.planner.domains import devices
+from weft.planner.deployment import DeploymentLayout
+from weft.planner.domains import cluster_devices
 from weft.planner.question import Question
 
 # One version for the cluster and its images, of which each has its own Python and CUDA.
@@ -30,7 +30,7 @@ SECRET = {"name": "hf-token", "key": "token", "optional": True}
 NAME_LENGTH = 40  # KubeRay adds to it, up to the 63 of a DNS label
 
 
-def cannot(question: Question, layout: Layout) -> str:
+def cannot(question: Question, layout: DeploymentLayout) -> str:
     """What Ray Serve's LLM application does not do of what vLLM does."""
     if shares_experts(layout):
         return "its replicas share no experts: each is a vLLM of its own"
@@ -81,7 +81,7 @@ def application(it: Deployment) -> dict[str, Any]:
     }
     # All of a replica on one node where the plan has it so.
     strategy = "PACK" if it.spans else "STRICT_PACK"
-    config["placement_group_config"] = {"bundles": [{"CPU": 1, "GPU": 1}] * layout.size, "strategy": strategy}
+    config["placement_group_config"] = {"bundles": [{"CPU": 1, "GPU": 1}] * layout.replica_size, "strategy": strategy}
     config["deployment_config"] = {"num_replicas": layout.data_parallel, "max_ongoing_requests": it.batch[1]}
     if vllm.partition(it):
         config["runtime_env"] = {"env_vars": vllm.partition(it)}
@@ -95,7 +95,7 @@ def application(it: Deployment) -> dict[str, Any]:
 
 def groups(it: Deployment) -> Counter[tuple[str, ...]]:
     """How many workers there are of each kind: one for a node, with the GPUs, by name, that it gives."""
-    there = devices(it.question.cluster)
+    there = cluster_devices(it.question.cluster)
     used = {
         node: tuple(there[at].gpu.name for at in it.candidate.layout.gpus if there[at].node == node)
         for node in it.nodes
@@ -144,7 +144,7 @@ def labelled(it: Deployment) -> bool:
 
 def mixed(it: Deployment) -> bool:
     """Whether a replica has GPUs of several types."""
-    size = it.candidate.layout.size
+    size = it.candidate.layout.replica_size
     names = [it.question.cluster.gpus[at].name for at in it.candidate.layout.gpus]
     return any(len(set(names[start : start + size])) > 1 for start in range(0, len(names), size))
 

@@ -11,7 +11,7 @@ from weft.export.shell import command, export, script
 from weft.export.target import shares_experts, spans_nodes
 from weft.export.words import Remarks, comment
 from weft.formats import gguf_types
-from weft.planner.deployment import Layout
+from weft.planner.deployment import DeploymentLayout
 from weft.planner.question import Question
 
 # GGUF's in place of the precisions that it does not read, with about as many bits.
@@ -19,7 +19,7 @@ INSTEAD = {"int4": "q4_k_m", "nvfp4": "q4_k_m", "int8": "q8_0", "fp8": "q8_0"}
 PORT = 11434  # Ollama's own
 
 
-def cannot(question: Question, layout: Layout) -> str:
+def cannot(question: Question, layout: DeploymentLayout) -> str:
     """What Ollama does not do."""
     if shares_experts(layout):
         return "its replicas share no experts: each has all of them"
@@ -91,7 +91,7 @@ def settings(it: Deployment) -> dict[str, str]:
         "OLLAMA_KEEP_ALIVE": "-1",  # for ever
         "OLLAMA_FLASH_ATTENTION": "1",
     }
-    if it.candidate.layout.size > 1:
+    if it.candidate.layout.replica_size > 1:
         found["OLLAMA_SCHED_SPREAD"] = "1"
     if it.candidate.layout.kv_dtype in ("fp8", "fp8_e4m3", "fp8_e5m2", "int8"):
         found["OLLAMA_KV_CACHE_TYPE"] = "q8_0"
@@ -114,7 +114,7 @@ def left_out(it: Deployment) -> list[str]:
             "more speed from more GPUs: their memory adds up, but a token passes them one after the other; with tensor "
             "parallelism (weft plan --emit weft or vllm) they work at the same time",
         ]
-    if layout.size == 1 and len(it.question.cluster.gpus) > 1:
+    if layout.replica_size == 1 and len(it.question.cluster.gpus) > 1:
         found.append(
             "the GPUs' numbers inside Ollama: it takes one GPU where a model fits it, here the only one that it sees"
         )

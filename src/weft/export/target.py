@@ -10,11 +10,11 @@ import msgspec
 from weft.export.deployment import Deployment
 from weft.export.files import File
 from weft.planner.cuts import Cut
-from weft.planner.deployment import Layout
-from weft.planner.domains import devices
+from weft.planner.deployment import DeploymentLayout
+from weft.planner.domains import cluster_devices
 from weft.planner.question import Question
 
-Cannot = Callable[[Question, Layout], str]
+Cannot = Callable[[Question, DeploymentLayout], str]
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -31,18 +31,18 @@ class Target(msgspec.Struct, frozen=True):
     port: int = 8000
 
 
-def spans_nodes(question: Question, layout: Layout) -> bool:
+def spans_nodes(question: Question, layout: DeploymentLayout) -> bool:
     """Whether a replica has GPUs on more than one node."""
-    there = devices(question.cluster)
+    there = cluster_devices(question.cluster)
     return any(len({there[at].node for _, at in layout.replica(r)}) > 1 for r in range(layout.data_parallel))
 
 
-def shares_experts(layout: Layout) -> bool:
+def shares_experts(layout: DeploymentLayout) -> bool:
     """Whether replicas share one set of experts."""
     return layout.expert_parallel > 1 and layout.data_parallel > 1
 
 
-def crowded(layout: Layout) -> bool:
+def crowded(layout: DeploymentLayout) -> bool:
     """Whether a GPU holds several ranks."""
     return len(set(layout.gpus)) < len(layout.gpus)
 

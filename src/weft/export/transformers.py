@@ -16,7 +16,7 @@ from weft.export.shell import command
 from weft.export.target import shares_experts, spans_nodes
 from weft.export.words import Remarks, comment
 from weft.formats import gguf_types
-from weft.planner.deployment import Layout
+from weft.planner.deployment import DeploymentLayout
 from weft.planner.footprint import MIB
 from weft.planner.question import Question
 
@@ -28,7 +28,7 @@ SIGHT = ("model.vision_tower", "model.multi_modal_projector")
 WITHOUT_ROTARY = ("GPT2LMHeadModel", "OPTForCausalLM")
 
 
-def cannot(question: Question, layout: Layout) -> str:
+def cannot(question: Question, layout: DeploymentLayout) -> str:
     """What a device map does not do."""
     if question.shape.architecture == REMOTE:
         return f"it has {REMOTE} only as code that comes with the checkpoint, which nobody should run unread"
@@ -55,7 +55,7 @@ def write(it: Deployment) -> list[File]:
 def device_map(it: Deployment) -> list[str]:
     """The lines of a dictionary: each module's GPU, counted within the replica."""
     shape, layout = it.question.shape, it.candidate.layout
-    if hosts.on_cpu(it) or layout.size == 1:
+    if hosts.on_cpu(it) or layout.replica_size == 1:
         return [f'"": {json.dumps("cpu") if hosts.on_cpu(it) else 0}']
     first, layer, norm, head = modules(shape)
     lines = [f'"{name}": 0' for name in first]
@@ -84,9 +84,9 @@ def sees(shape: ModelShape) -> bool:
     return shape.architecture.endswith("ForConditionalGeneration")
 
 
-def gpu_numbers(layout: Layout) -> list[int]:
+def gpu_numbers(layout: DeploymentLayout) -> list[int]:
     """Each stage's GPU, counted among those of its replica."""
-    gpus = layout.gpus[: layout.size]
+    gpus = layout.gpus[: layout.replica_size]
     return [list(dict.fromkeys(gpus)).index(gpu) for gpu in gpus]
 
 

@@ -13,7 +13,7 @@ from weft.export.shell import Flags, Raw, Value, command, export, script, togeth
 from weft.export.target import crowded, shares_experts, spans_nodes
 from weft.export.words import KEYS, Remarks, comment
 from weft.formats import gguf_types
-from weft.planner.deployment import Layout
+from weft.planner.deployment import DeploymentLayout
 from weft.planner.question import Question
 
 RAY_PORT = 6379  # Ray's own default
@@ -21,7 +21,7 @@ COUNT = 'import ray; ray.init("auto", log_to_driver=False); print(int(ray.cluste
 EXPERTS_PORT = 13345  # over which replicas that share experts find each other, as in vLLM's documentation
 
 
-def cannot(question: Question, layout: Layout) -> str:
+def cannot(question: Question, layout: DeploymentLayout) -> str:
     """What vLLM does not do of what its planner's profile allows."""
     if question.cluster.gpus[layout.gpus[0]].kind == "cpu":
         return "on CPUs it is another program to install; describe GPUs with --gpus"
@@ -156,7 +156,7 @@ def arguments(it: Deployment, server: Server | None = None) -> Flags:
     return flags
 
 
-def sizes(layout: Layout) -> dict[str, int]:
+def sizes(layout: DeploymentLayout) -> dict[str, int]:
     """Of tensor and pipeline parallelism."""
     return {"tensor": layout.tensor_parallel, "pipeline": layout.pipeline_parallel}
 

@@ -15,13 +15,13 @@ from weft.export.target import crowded, shares_experts, spans_nodes
 from weft.export.words import KEYS, Remarks, comment
 from weft.plan import speculation
 from weft.plan.backends import KV_CACHE_DTYPES, no_narrow_cache
-from weft.planner.deployment import Layout, deploy
+from weft.planner.deployment import DeploymentLayout, deploy
 from weft.planner.question import Question
 
 SHORT = 4  # characters of a weight that is taken as it was typed
 
 
-def cannot(question: Question, layout: Layout) -> str:
+def cannot(question: Question, layout: DeploymentLayout) -> str:
     """What Weft's engine does not do yet of what it plans."""
     if question.cluster.gpus[layout.gpus[0]].gfx:
         return "Weft runs on NVIDIA's GPUs and on CPUs; --emit vllm is for others"
@@ -71,7 +71,7 @@ def arguments(it: Deployment, server: Server) -> Flags:
     if layout.pipeline_parallel > 1:
         flags["pipeline-split"] = ",".join(map(str, layout.stage_layers))
     if crowded(layout) and not on_cpu(it):
-        gpus = layout.gpus[: layout.size]
+        gpus = layout.gpus[: layout.replica_size]
         flags["device-ids"] = ",".join(f"{list(dict.fromkeys(gpus)).index(gpu)}" for gpu in gpus)
     flags["enable-expert-parallel"] = layout.expert_parallel > 1
     flags["max-model-len"] = it.max_model_len

@@ -11,7 +11,7 @@ from weft import __version__
 from weft.export.deployment import Deployment, Server
 from weft.export.shell import Placeholder
 from weft.formatting import format_counts
-from weft.planner.deployment import Layout
+from weft.planner.deployment import DeploymentLayout
 from weft.planner.notes import notes
 from weft.planner.ranking import Candidate
 
@@ -31,7 +31,7 @@ class Remarks(msgspec.Struct, frozen=True):
 def comment(target: str, it: Deployment, remarks: Remarks) -> str:
     """The plan, where it is from, what it lacks; lines that begin with #."""
     paragraphs = [plan(it), predicted(it), f"Written by weft {__version__}: weft plan --emit {target}"]
-    left_out = [*it.gaps, *notes(it.question, it.candidate), *remarks.left_out]
+    left_out = [*it.gaps, *map(str, notes(it.question, it.candidate)), *remarks.left_out]
     lines = [line for paragraph in paragraphs for line in _wrapped(paragraph)]
     lines += _listed("In another way than planned, or left out:", left_out)
     lines += _listed("To be set before use:", [f"{one.name}: {one.meaning}" for one in remarks.replace])
@@ -50,7 +50,7 @@ def plan(it: Deployment) -> str:
     )
 
 
-def cut(layout: Layout) -> str:
+def cut(layout: DeploymentLayout) -> str:
     """What is cut how many ways, in words."""
     ranks = layout.replica(0)[: layout.tensor_parallel]
     words = []
@@ -75,7 +75,7 @@ def told(candidate: Candidate) -> str:
     return f"{candidate.cut} with {', '.join(heads[:-1])} and {heads[-1]} query heads"
 
 
-def uneven(layout: Layout) -> bool:
+def uneven(layout: DeploymentLayout) -> bool:
     """Whether tensor-parallel ranks have different shares of the heads."""
     return len({(len(place.q_heads), len(place.kv_heads)) for place in layout.places}) > 1
 

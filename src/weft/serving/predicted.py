@@ -52,7 +52,7 @@ class PredictionCheck:
 
     def _log_alone(self, output: RequestOutput) -> bool:
         """Log the speed of a request that ran alone. Return False if the request cannot be compared."""
-        from weft.planner.forecast import answered  # imported late: a server's start does not need it
+        from weft.planner.forecast import request_report  # imported late: a server's start does not need it
 
         times, tokens = output.metrics, _generated_tokens(output)
         if times.first_token_s is None or times.finished_s is None or len(output.outputs) > 1:
@@ -60,7 +60,7 @@ class PredictionCheck:
         # A cached prompt gives no prefill time.
         if tokens <= ENOUGH or output.num_cached_tokens or times.finished_s <= times.first_token_s:
             return False
-        line = answered(
+        line = request_report(
             self._expected,
             input_len=len(output.prompt_token_ids),
             output_len=tokens,
@@ -72,7 +72,7 @@ class PredictionCheck:
 
     def _log_load(self, finished: Sequence[RequestOutput]) -> bool:
         """Log the speed of concurrent requests. Return False if too few ran at once to compare."""
-        from weft.planner.forecast import crowded
+        from weft.planner.forecast import load_report
 
         requests = sum(len(output.outputs) for output in finished)
         tokens = sum(map(_generated_tokens, finished))
@@ -82,7 +82,7 @@ class PredictionCheck:
         if took_s <= 0 or busy_s < 2 * took_s:
             return False
         prefilled = sum(len(output.prompt_token_ids) - output.num_cached_tokens for output in finished)
-        line = crowded(
+        line = load_report(
             self._expected,
             requests=requests,
             input_len=prefilled / requests,

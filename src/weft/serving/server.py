@@ -27,7 +27,7 @@ from weft.formats.checkpoint import Checkpoint
 from weft.hardware.host import Host, probe
 from weft.plan.memory import capacity_lines
 from weft.plan.plan import Plan
-from weft.planner.execution import plan_to_run, seen
+from weft.planner.execution import measured_speeds, plan_to_run
 from weft.serving import listen
 from weft.serving.admission import Admission, ConnectionLimits, fit_to_files, raise_file_limit
 from weft.serving.app import create_app
@@ -269,10 +269,10 @@ async def _log_stats(service: Service) -> None:
 
 def _predict(plan: Plan, host: Host, speeds: Speeds) -> Forecast | None:
     """The planner's prediction for `plan` on this machine; None for hardware that the planner does not know."""
-    from weft.planner.forecast import forecast
+    from weft.planner.forecast import forecast_plan
 
     try:
-        return forecast(plan, host, speeds)
+        return forecast_plan(plan, host, speeds)
     except (ConfigError, PlanError) as error:  # an unknown GPU
         log.info("no predictions: %s", error)
         return None
@@ -280,15 +280,15 @@ def _predict(plan: Plan, host: Host, speeds: Speeds) -> Forecast | None:
 
 def _compare_start(expected: Forecast, ready: Ready) -> str:
     """Log line that compares the ranks' reports at the start with the prediction."""
-    from weft.planner.forecast import started
+    from weft.planner.forecast import start_report
 
-    return started(expected, ready.ranks, ready.num_blocks)
+    return start_report(expected, ready.ranks, ready.num_blocks)
 
 
 def _machine_speeds(plan: Plan, host: Host) -> Speeds | None:
     """Measured or known speeds of this machine; None if there are none."""
     try:
-        return seen(plan, host)
+        return measured_speeds(plan, host)
     except ConfigError as error:
         log.info("no predictions: %s", error)
         return None

@@ -10,9 +10,9 @@ from weft.planner.footprint import BLOCK, ReplicaMemory
 from weft.planner.profiles import Profile
 from weft.planner.question import Question
 from weft.planner.ranking import Candidate
-from weft.planner.replica import replicas
+from weft.planner.replica import build_replicas
 from weft.planner.search import engine_profile
-from weft.planner.steps import Steps
+from weft.planner.steps import StepPredictor
 from weft.simulate.replica import ReplicaSpec
 
 
@@ -33,14 +33,14 @@ def replica_specs(question: Question, candidate: Candidate, limits: SchedulerLim
     Raises PlanError for limits under which no step could run.
     """
     profile = engine_profile(question)
-    steps: dict[int, Steps] = {}
+    steps: dict[int, StepPredictor] = {}
     cache: dict[tuple[int, int], ReplicaSpec] = {}
     specs = []
-    planned = replicas(question.shape, candidate.layout, question.cluster, profile)
+    planned = build_replicas(question.shape, candidate.layout, question.cluster, profile)
     for replica, memory in zip(planned, candidate.memory.replicas, strict=True):
         key = id(replica), id(memory)
         if key not in cache:
-            costs = steps.setdefault(id(replica), Steps(replica))
+            costs = steps.setdefault(id(replica), StepPredictor(replica))
             cache[key] = _replica_spec(question, candidate, limits, profile, costs, memory)
         specs.append(cache[key])
     if not specs[0].num_blocks:
@@ -53,7 +53,7 @@ def _replica_spec(
     candidate: Candidate,
     limits: SchedulerLimits,
     profile: Profile,
-    steps: Steps,
+    steps: StepPredictor,
     memory: ReplicaMemory,
 ) -> ReplicaSpec:
     layout = candidate.layout
@@ -63,7 +63,7 @@ def _replica_spec(
     lookahead = not question.cluster.on_cpu if limits.lookahead is None else limits.lookahead
     max_num_seqs = limits.max_num_seqs
     if not max_num_seqs:
-        most = min(profile.batch(rank.memory_bytes)[1] for rank in memory.ranks)
+        most = min(profile.batch_limits(rank.memory_bytes)[1] for rank in memory.ranks)
         max_num_seqs = most * (layout.pipeline_parallel if profile.max_num_seqs_by_stage.value else 1)
     return ReplicaSpec(
         steps=steps,

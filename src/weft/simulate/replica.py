@@ -13,7 +13,7 @@ from weft.core.blocks import BlockPool
 from weft.core.params import SamplingParams
 from weft.core.request import Request
 from weft.core.step import StepPlan
-from weft.planner.steps import Steps, StepSeconds
+from weft.planner.steps import StepPredictor, StepSeconds
 from weft.simulate.blocks import CountedBlocks
 from weft.simulate.scheduler import StretchScheduler
 from weft.simulate.simulated_request import SimulatedRequest
@@ -26,7 +26,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     `stages` steps are in flight at once, and with `lookahead` one more.
     """
 
-    steps: Steps
+    steps: StepPredictor
     num_blocks: int
     block_size: int
     max_num_seqs: int
@@ -158,7 +158,7 @@ class Replica:
             for id in scheduler.started:
                 self._unfinished[id].began_s = now
             cost = self._step_seconds(plan)
-            self._last_result_s = max(now + cost.through, self._last_result_s + cost.apart)
+            self._last_result_s = max(now + cost.latency_s, self._last_result_s + cost.interval_s)
             flights.append((plan, self._last_result_s))
         self._update_due()
 
@@ -223,7 +223,7 @@ class Replica:
     def _round_s(self, groups: Sequence[Sequence[int]]) -> float:
         """Seconds for one step of each group; the groups' steps are in flight together."""
         steps = [self._steps.step_s(contexts, groups=len(groups)) for contexts in groups]
-        return max(max(step.through for step in steps), sum(step.apart for step in steps))
+        return max(max(step.latency_s for step in steps), sum(step.interval_s for step in steps))
 
     def _advance(self, stretch: Stretch) -> list[RequestTimes]:
         """Finish a stretch. Return the requests that have ended."""
