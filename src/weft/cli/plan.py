@@ -18,7 +18,7 @@ from weft.formats.schemes import MADE
 from weft.hardware import hardware_file
 from weft.hardware.cluster import Cluster, parse_gpus, parse_nodes
 from weft.hardware.gpus import BF16_CAPABILITY
-from weft.plan.plan import Draft, Speculation
+from weft.plan.plan import DraftModel, Speculation
 from weft.plan.speculation import speculation
 from weft.planner.deployment import Workload, lengths
 from weft.planner.question import Question
@@ -145,9 +145,9 @@ def guessing(arguments: Namespace, model: Model) -> Speculation | None:
     if arguments.engine != "weft":
         raise UsageError(f"--speculative-config is planned for weft's engine, not for {arguments.engine}; leave it out")
 
-    def find(name: str) -> Draft:
+    def find(name: str) -> DraftModel:
         named = Namespace(**{**vars(arguments), "model": name, "revision": None})
-        return Draft(model=name, checkpoint="", load_format="dummy", shape=look_up(named).shape)
+        return DraftModel(model=name, checkpoint="", load_format="dummy", shape=look_up(named).shape)
 
     return speculation(said, model.name, model.shape, find)
 

@@ -12,7 +12,7 @@ from weft.architectures.shape import DType, ModelShape
 from weft.plan.fills import weight_bytes
 
 
-class Draft(msgspec.Struct, frozen=True, kw_only=True):
+class DraftModel(msgspec.Struct, frozen=True, kw_only=True):
     """A small model that guesses for the large one, whole on the output rank. `checkpoint` as in `Plan`."""
 
     model: str
@@ -28,7 +28,7 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     lookup_min: int = 2
     lookup_max: int = 4
-    draft: Draft | None = None
+    draft: DraftModel | None = None
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ from weft.architectures.shape import ModelShape
 from weft.errors import ConfigError
 from weft.formats import checkpoint
 from weft.plan.places import places
-from weft.plan.plan import Draft, Plan, Speculation
+from weft.plan.plan import DraftModel, Plan, Speculation
 
 USUAL = Speculation(tokens=4)  # guesses of a step
 MOST_TOKENS, MOST_LOOKUP = 16, 32
@@ -19,7 +19,9 @@ KNOWN = ("method", "model", "num_speculative_tokens", "prompt_lookup_min", "prom
 METHODS = ("ngram", "draft_model")
 
 
-def speculation(said: Mapping[str, Any], model: str, shape: ModelShape, find: Callable[[str], Draft]) -> Speculation:
+def speculation(
+    said: Mapping[str, Any], model: str, shape: ModelShape, find: Callable[[str], DraftModel]
+) -> Speculation:
     """What `said` means for a model of this name and shape: {"method": "ngram"}, or {"model": NAME} for a draft model,
     which `find` looks up. Raises ConfigError, and what `find` raises."""
     speculation, name = read(said)
@@ -75,10 +77,10 @@ def count(said: Mapping[str, Any], name: str, default: int, most: int) -> int:
     return value
 
 
-def fetched(model: str, load_format: str) -> Draft:
+def fetched(model: str, load_format: str) -> DraftModel:
     """A draft model whose weights are fetched like any other's; `load_format` is that of the large one."""
     found = checkpoint.resolve(model, load_format="dummy" if load_format == "dummy" else "auto")
-    return Draft(model=model, checkpoint=str(found.path), load_format=found.format, shape=found.shape)
+    return DraftModel(model=model, checkpoint=str(found.path), load_format=found.format, shape=found.shape)
 
 
 def draft_plan(plan: Plan) -> Plan:
