@@ -24,7 +24,7 @@ from weft.kernels.base import Kernels, Product
 from weft.layers import rope
 from weft.models.decoder import Decoder
 from weft.plan import memory
-from weft.plan.layout import layout
+from weft.plan.layout import build_plan
 from weft.plan.memory import LOGITS_BYTES
 from weft.plan.plan import Plan, Speculation
 from weft.worker import worker as worker_module
@@ -46,7 +46,7 @@ def alone(plan: Plan) -> Iterator[Worker]:
 
 def tiny_plan(folder: Path, **flags: Any) -> Plan:
     path = str(tiny.write(folder / "tiny"))
-    return layout(
+    return build_plan(
         EngineConfig(model=path, load_format="dummy", **flags), resolve(path, load_format="dummy"), host.probe()
     )
 

@@ -172,11 +172,11 @@ class FakeLLM:
     def __init__(self, **said: Any) -> None:
         from weft.config import EngineConfig
         from weft.formats.checkpoint import Checkpoint
-        from weft.plan.layout import layout
+        from weft.plan.layout import build_plan
 
         self.asked: list[Load] = []
         model = Checkpoint(model="m", path=Path(), format="dummy", shape=SMOLLM2, generation={})
-        self.plan = layout(EngineConfig(model="m", **said), model, HOST)
+        self.plan = build_plan(EngineConfig(model="m", **said), model, HOST)
         self.capacities: list[Any] = []
 
     def generate(self, prompts: Any, params: Any, use_tqdm: bool) -> list[RequestOutput]:

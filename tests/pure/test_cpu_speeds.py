@@ -28,7 +28,7 @@ from weft.hardware.cpu import TOKENS, Cpu, CpuSpeed, KernelSpeed, ProductSpeed
 from weft.hardware.gpus import GpuSpec
 from weft.hardware.host import Host, probe
 from weft.native import library
-from weft.plan.layout import layout
+from weft.plan.layout import build_plan
 from weft.planner.forecast import Forecast, forecast
 from weft.planner.profiles import MEASURED_ERROR, calibrated, profile
 from weft.planner.roofline import Rank, line
@@ -90,7 +90,7 @@ def shape(model: str) -> ModelShape:
 def expected(case: dict[str, Any], speed: CpuSpeed) -> Forecast:
     model = Checkpoint(model="m", path=Path(), format="dummy", shape=shape(case["model"]), generation={})
     config = EngineConfig(model="m", quantization=case["quantization"], max_num_batched_tokens=2048)
-    return forecast(layout(config, model, HOST), HOST, Speeds(machine="", cpu=speed))
+    return forecast(build_plan(config, model, HOST), HOST, Speeds(machine="", cpu=speed))
 
 
 def ratios(case: dict[str, Any], speed: CpuSpeed) -> dict[str, float]:

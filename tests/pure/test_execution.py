@@ -20,7 +20,7 @@ from weft.formats.schemes import MADE
 from weft.hardware.cpu import CpuSpeed
 from weft.hardware.host import Host
 from weft.hardware.topology import Holder
-from weft.plan.layout import layout
+from weft.plan.layout import build_plan
 from weft.plan.plan import Plan
 from weft.planner import execution, plan_file
 from weft.planner.execution import plan_to_run
@@ -220,7 +220,7 @@ def test_whoever_cuts_decides(flags: dict[str, Any], monkeypatch: pytest.MonkeyP
     there, where = checkpoint("Qwen3-8B"), rig(FOUR, FOUR)
     config = EngineConfig(model="m", **flags)
     plan = plan_to_run(config, there, where)
-    assert plan == layout(replace(config, max_num_batched_tokens=plan.max_num_batched_tokens), there, where)
+    assert plan == build_plan(replace(config, max_num_batched_tokens=plan.max_num_batched_tokens), there, where)
     vllm = msgspec.structs.replace(where, environment={"VLLM_PP_LAYER_PARTITION": "18,18"})
     assert plan_to_run(EngineConfig(model="m"), there, vllm).stages == 2
 

@@ -19,7 +19,7 @@ from weft.formats.fields import Fields
 from weft.formats.precision import as_held, summed, weight_bytes
 from weft.formats.schemes import PUBLISHED
 from weft.formats.tensor import TensorInfo
-from weft.plan.layout import layout
+from weft.plan.layout import build_plan
 from weft.plan.plan import Plan
 from weft.planner.rank_weights import rank_weights
 
@@ -56,7 +56,7 @@ def published(**quantization: Any) -> Published:
 def plan(of: ModelShape, gpus: int = 0, **flags: Any) -> Plan:
     """Of a checkpoint as its config promises it."""
     there = Checkpoint(model="m", path="/m", format="safetensors", shape=of, generation={}, quantised=packed.stored(of))
-    return layout(EngineConfig(model="m", **flags), there, host(gpus))
+    return build_plan(EngineConfig(model="m", **flags), there, host(gpus))
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from weft.formats.checkpoint import Checkpoint
 from weft.formats.precision import as_held, summed, weight_bytes
 from weft.formats.schemes import MADE, SCHEMES, STORED, held_as
 from weft.formats.tensor import ENCODINGS
-from weft.plan.layout import layout
+from weft.plan.layout import build_plan
 from weft.plan.plan import Plan
 from weft.plan.quantization import precision_of
 from weft.planner.execution import plan_to_run
@@ -44,7 +44,7 @@ def stored(kind: str, embedding: str = "Q8_0", **others: str) -> dict[str, str]:
 def plan(quantised: dict[str, str] | None = None, *, shape: ModelShape = SMOLLM2, gpus: int = 0, **flags: Any) -> Plan:
     kind: Any = "gguf" if quantised else "safetensors"
     checkpoint = Checkpoint(model="m", path="/m", format=kind, shape=shape, generation={}, quantised=quantised or {})
-    return layout(EngineConfig(model="m", **flags), checkpoint, host(gpus))
+    return build_plan(EngineConfig(model="m", **flags), checkpoint, host(gpus))
 
 
 def test_a_file_is_held_as_it_lies_by_default() -> None:

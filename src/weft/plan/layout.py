@@ -44,7 +44,7 @@ DTYPES: dict[str, DType] = {
 BATCHED_TOKENS = {"cuda": 512, "cpu": 2048}
 
 
-def layout(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Plan:
+def build_plan(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Plan:
     """The plan for `checkpoint` on `host` under `config`. Pure: the same values give the same plan.
 
     What the config leaves open: one rank; the fewest tokens of a step that such a device is ever given

@@ -14,7 +14,7 @@ from weft.errors import ConfigError, PlanError
 from weft.formats.precision import OF_DTYPE
 from weft.hardware.cluster import Cluster, Node
 from weft.hardware.host import Host
-from weft.plan.layout import check, check_weights_fit, compute_dtype, device_kind, layout
+from weft.plan.layout import build_plan, check, check_weights_fit, compute_dtype, device_kind
 from weft.plan.max_memory import capped, of_devices, read
 from weft.plan.placement import placed, spread_of
 from weft.plan.plan import Plan, Speculation
@@ -39,7 +39,7 @@ def plan_to_run(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Pla
     """What the engine runs. `config.plan` names a file that `weft plan --json` wrote. Without it, and where nothing
     says how to cut the model over the GPUs, it is the best layout that `weft plan` finds for this machine.
 
-    Raises ConfigError and PlanError as `plan.layout.layout`, and where a plan file cannot be carried out here or
+    Raises ConfigError and PlanError as `plan.layout.build_plan`, and where a plan file cannot be carried out here or
     nothing fits.
     """
     check(config)
@@ -79,7 +79,7 @@ def speculating(config: EngineConfig, checkpoint: Checkpoint) -> Speculation | N
 
 def laid_out(config: EngineConfig, checkpoint: Checkpoint, host: Host, how: Speculation | None) -> Plan:
     """The plan of a config that says how the model is cut."""
-    plan = layout(config, checkpoint, host)
+    plan = build_plan(config, checkpoint, host)
     if how is not None:
         plan = msgspec.structs.replace(plan, lookahead=False, speculation=how)
         check_weights_fit(plan, host)
