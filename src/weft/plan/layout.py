@@ -53,7 +53,7 @@ def build_plan(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Plan
     a value out of its range and PlanError for a layout that this model or this machine cannot have, each
     with what is possible.
     """
-    check(config)
+    check_config(config)
     shape = checkpoint.shape
     config = with_partition(config, host)
     weights = tensor_weights(config)
@@ -107,7 +107,7 @@ def lookahead(config: EngineConfig, device: str, stages: int) -> bool:
     return wanted and stages == 1
 
 
-def check(config: EngineConfig) -> None:
+def check_config(config: EngineConfig) -> None:
     """Raises ConfigError for the first value that is out of its range, whatever the model and the machine."""
     counts: dict[str, int | None] = {
         "tensor_parallel_size": config.tensor_parallel_size,

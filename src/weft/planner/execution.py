@@ -14,7 +14,7 @@ from weft.errors import ConfigError, PlanError
 from weft.formats.precision import OF_DTYPE
 from weft.hardware.cluster import Cluster, Node
 from weft.hardware.host import Host
-from weft.plan.layout import build_plan, check, check_weights_fit, compute_dtype, device_kind
+from weft.plan.layout import build_plan, check_config, check_weights_fit, compute_dtype, device_kind
 from weft.plan.max_memory import capped, of_devices, read
 from weft.plan.placement import placed, spread_of
 from weft.plan.plan import Plan, Speculation
@@ -42,7 +42,7 @@ def plan_to_run(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Pla
     Raises ConfigError and PlanError as `plan.layout.build_plan`, and where a plan file cannot be carried out here or
     nothing fits.
     """
-    check(config)
+    check_config(config)
     if config.plan is not None:
         from weft.planner import plan_file, run_plan_file
 
