@@ -27,7 +27,7 @@ from weft.formats import demo
 from weft.formats.checkpoint import resolve, sources, tensors
 from weft.formats.tensor import ENCODINGS, TensorInfo
 from weft.plan.fills import fills
-from weft.plan.places import places
+from weft.plan.places import cut_places
 from weft.plan.plan import Plan
 from weft.weights import stored
 from weft.weights.blocks import BLOCKS
@@ -58,7 +58,7 @@ def plan_for(
     dtype: str = "float32",
     **more: Any,
 ) -> Plan:
-    ranks = places(shape, *layout)
+    ranks = cut_places(shape, *layout)
     return Plan(
         model="test",
         checkpoint=str(path or ""),

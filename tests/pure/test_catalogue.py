@@ -15,7 +15,7 @@ from weft.architectures.parameters import params
 from weft.errors import ModelError
 from weft.formats import catalogue
 from weft.formats.precision import NAMES, canonical, weight_bytes
-from weft.plan.places import places
+from weft.plan.places import cut_places
 
 DATA = Path(__file__).parents[1] / "data"
 
@@ -49,7 +49,7 @@ def test_kv_bytes_per_rank(row: dict[str, str], ranks: int) -> None:
     """Latent attention is the same on every rank; else a rank pays for its heads, at least one, and all together
     for the model's where no head is held twice."""
     shape = catalogue.find(row["model"]).shape
-    per_rank = [kv_bytes_per_token(shape, "bf16", place) for place in places(shape, [1.0] * ranks, [shape.layers])]
+    per_rank = [kv_bytes_per_token(shape, "bf16", place) for place in cut_places(shape, [1.0] * ranks, [shape.layers])]
     per_token = int(row["kv_bytes_per_token_bf16"])
     if shape.mla:
         assert per_rank == [per_token] * ranks
@@ -58,7 +58,7 @@ def test_kv_bytes_per_rank(row: dict[str, str], ranks: int) -> None:
         assert sum(per_rank) == per_token // shape.kv_heads * max(ranks, shape.kv_heads)
         if shape.kv_heads % ranks == 0:
             assert set(per_rank) == {per_token // ranks}
-    halves = places(shape, [1.0], [shape.layers - 1, 1])
+    halves = cut_places(shape, [1.0], [shape.layers - 1, 1])
     assert sum(kv_bytes_per_token(shape, "bf16", place) for place in halves) == per_token
 
 

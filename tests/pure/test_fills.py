@@ -15,7 +15,7 @@ from weft.architectures.parameters import parameter_dims, parameters, rank_param
 from weft.architectures.place import Place, Span
 from weft.architectures.shape import DTYPE_BYTES, ModelShape
 from weft.plan.fills import Fill, fills, weight_bytes
-from weft.plan.places import places
+from weft.plan.places import cut_places
 
 Layout = tuple[ModelShape, tuple[float, ...], tuple[int, ...]]
 EMBED = "model.embed_tokens.weight"
@@ -40,7 +40,7 @@ def rectangle(fill: Fill) -> tuple[Span, Span]:
 def test_fills_lie_within_their_sources(layout: Layout) -> None:
     shape, weights, stages = layout
     dims = sources(shape)
-    for place in places(shape, weights, stages):
+    for place in cut_places(shape, weights, stages):
         for fill in fills(shape, place):
             rows, *cols = dims[fill.source]
             assert 0 <= fill.rows.start < fill.rows.stop <= rows
@@ -52,7 +52,7 @@ def test_fills_lie_within_their_sources(layout: Layout) -> None:
 @given(layouts())
 def test_a_parameter_is_filled_once_from_top_to_bottom(layout: Layout) -> None:
     shape, weights, stages = layout
-    for place in places(shape, weights, stages):
+    for place in cut_places(shape, weights, stages):
         dims = {name: parameter_dims(shape, place, p) for name, p, _ in rank_parameters(shape, place)}
         reached: Counter[str] = Counter()
         for fill in fills(shape, place):
@@ -68,7 +68,7 @@ def test_a_parameter_is_filled_once_from_top_to_bottom(layout: Layout) -> None:
 def test_every_element_is_read_by_exactly_its_owners(layout: Layout) -> None:
     """Cut axes once per stage that holds the tensor; whole ones by all ranks of it; KV heads by their crews."""
     shape, weights, stages = layout
-    ranked = places(shape, weights, stages)
+    ranked = cut_places(shape, weights, stages)
     readers: dict[str, list[tuple[Place, Fill]]] = {}
     for place in ranked:
         for fill in fills(shape, place):
@@ -102,7 +102,7 @@ def test_kv_heads_are_all_read_and_only_shared_by_a_crew(layout: Layout) -> None
     for stage in range(len(stages)):
         count = Counter(
             head
-            for place in places(shape, weights, stages)
+            for place in cut_places(shape, weights, stages)
             if place.stage == stage
             for head in range(place.kv_heads.start, place.kv_heads.stop)
         )
@@ -113,10 +113,10 @@ def test_kv_heads_are_all_read_and_only_shared_by_a_crew(layout: Layout) -> None
 
 @pytest.mark.parametrize(("stages", "heads"), [([30], 0), ([15, 15], 1)])
 def test_a_tied_head_is_stored_only_away_from_the_embedding(stages: list[int], heads: int) -> None:
-    names = Counter(fill.param for place in places(SMOLLM2, [1.0], stages) for fill in fills(SMOLLM2, place))
+    names = Counter(fill.param for place in cut_places(SMOLLM2, [1.0], stages) for fill in fills(SMOLLM2, place))
     assert names["embed.weight"] == 1 and names["head.weight"] == heads
 
 
 def test_smollm2_has_its_135_million_parameters() -> None:
-    (whole,) = places(SMOLLM2, [1.0], [30])
+    (whole,) = cut_places(SMOLLM2, [1.0], [30])
     assert weight_bytes(SMOLLM2, whole, "bfloat16") == 2 * 134_515_008

@@ -12,7 +12,7 @@ from weft.errors import ConfigError
 from weft.formats import catalogue
 from weft.formats.gguf_types import BITS, MIXES
 from weft.formats.precision import FP8_BLOCKS, INT4, INT8, MXFP4, NAMES, NVFP4, canonical, weight_bytes, weights
-from weft.plan.places import places
+from weft.plan.places import cut_places
 
 # GB of 10^9 bytes. int4: the facts that this project began with. GGUF, MXFP4 and FP8: sizes of published files, from
 # memory; a GGUF file has at most 8 MB of metadata beside its tensors.
@@ -93,7 +93,7 @@ def test_a_cut_through_a_group_duplicates_its_scale() -> None:
 @given(st.sampled_from(NAMES), st.integers(1, 8))
 def test_even_ranks_together_weigh_little_more_than_the_model(precision: str, ranks: int) -> None:
     shape = catalogue.find("Qwen3-8B").shape
-    total = sum(weight_bytes(shape, precision, place) for place in places(shape, [1.0] * ranks, [36]))
+    total = sum(weight_bytes(shape, precision, place) for place in cut_places(shape, [1.0] * ranks, [36]))
     assert weight_bytes(shape, precision) <= total <= 1.01 * weight_bytes(shape, precision)
 
 
@@ -101,12 +101,12 @@ def test_even_ranks_together_weigh_little_more_than_the_model(precision: str, ra
 def test_stages_weigh_what_the_model_weighs(precision: str, cuts: list[int]) -> None:
     shape = catalogue.find("Qwen3-8B").shape
     stages = [*cuts, shape.layers - sum(cuts)] if sum(cuts) < shape.layers else [shape.layers]
-    parts = places(shape, [1.0], stages)
+    parts = cut_places(shape, [1.0], stages)
     assert sum(weight_bytes(shape, precision, place) for place in parts) == weight_bytes(shape, precision)
 
 
 def test_a_tied_head_is_held_again_on_a_stage_without_the_embedding() -> None:
-    first, last = places(SMOLLM2, [1.0], [15, 15])
+    first, last = cut_places(SMOLLM2, [1.0], [15, 15])
     assert weights(SMOLLM2, "bf16", whole(SMOLLM2)).head == 0
     assert weights(SMOLLM2, "bf16", first).head == 0
     assert weights(SMOLLM2, "bf16", last).head == weights(SMOLLM2, "bf16", first).embedding

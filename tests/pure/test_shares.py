@@ -21,7 +21,7 @@ from weft.formats.checkpoint import sources
 from weft.formats.precision import weight_bytes, weights
 from weft.plan import fills as engine
 from weft.plan.fills import Fill, fills
-from weft.plan.places import places
+from weft.plan.places import cut_places
 
 Layout = tuple[ModelShape, tuple[float, ...], tuple[int, ...], tuple[int, int] | None]
 
@@ -49,7 +49,7 @@ def test_the_replicas_of_a_stage_read_everything(layout: Layout) -> None:
     cut: dict[str, set[Axis]] = defaultdict(set)
     expert = set()
     for replica in range(replicas):
-        for place in places(shape, tensor, stages, (replica, replicas) if group else None):
+        for place in cut_places(shape, tensor, stages, (replica, replicas) if group else None):
             table = {name: parameter for name, parameter, _ in rank_parameters(shape, place)}
             for fill in fills(shape, place):
                 parameter = table[fill.param]
@@ -74,7 +74,7 @@ def test_the_replicas_of_a_stage_read_everything(layout: Layout) -> None:
 @given(planned_layouts())
 def test_fills_fill_what_the_rank_holds(layout: Layout) -> None:
     shape, tensor, stages, group = layout
-    for place in places(shape, tensor, stages, group):
+    for place in cut_places(shape, tensor, stages, group):
         table = {name: parameter_dims(shape, place, p) for name, p, _ in rank_parameters(shape, place)}
         filled = dict.fromkeys(table, 0)
         for fill in fills(shape, place):
@@ -87,7 +87,7 @@ def test_fills_fill_what_the_rank_holds(layout: Layout) -> None:
 
 @given(planned_shapes())
 def test_the_whole_model_is_one_rank(shape: ModelShape) -> None:
-    assert places(shape, [1.0], [shape.layers]) == (whole(shape),)
+    assert cut_places(shape, [1.0], [shape.layers]) == (whole(shape),)
     assert weight_bytes(shape, "bf16") == 2 * params(shape)
     assert sum(map(prod, dict(sources(shape)).values())) == params(shape)
 
@@ -97,7 +97,7 @@ def test_ranks_hold_at_least_the_model_together(layout: Layout, precision: str) 
     shape, tensor, stages, group = layout
     if group is not None and group[1] > 1:
         return  # the other replicas hold the other experts
-    ranked = places(shape, tensor, stages, group)
+    ranked = cut_places(shape, tensor, stages, group)
     assert sum(weight_bytes(shape, precision, place) for place in ranked) >= weight_bytes(shape, precision)
 
 
@@ -105,8 +105,8 @@ def test_ranks_hold_at_least_the_model_together(layout: Layout, precision: str) 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_experts_dealt_out_or_cut_weigh_the_same(name: str, ranks: int) -> None:
     shape = catalogue.find(name).shape
-    cut = places(shape, [1.0] * ranks, [shape.layers])
-    dealt = places(shape, [1.0] * ranks, [shape.layers], (0, 1))
+    cut = cut_places(shape, [1.0] * ranks, [shape.layers])
+    dealt = cut_places(shape, [1.0] * ranks, [shape.layers], (0, 1))
     assert shape.experts is not None
     for place in dealt:
         assert len(place.experts) == shape.experts.count // ranks and len(place.expert_ffn) == shape.experts.ffn
@@ -119,14 +119,14 @@ def test_experts_dealt_out_or_cut_weigh_the_same(name: str, ranks: int) -> None:
 
 def test_data_parallel_replicas_share_the_experts() -> None:
     shape = catalogue.find("DeepSeek-R1").shape
-    held = [places(shape, [1.0], [61], (replica, 4))[0].experts for replica in range(4)]
+    held = [cut_places(shape, [1.0], [61], (replica, 4))[0].experts for replica in range(4)]
     assert held == [Span(0, 64), Span(64, 128), Span(128, 192), Span(192, 256)]
 
 
 def test_more_ranks_than_experts() -> None:
     shape = catalogue.find("Mixtral-8x7B").shape
     with pytest.raises(PlanError, match=r"expert parallel size 16 is more than the 8 experts .* use 1 to 8"):
-        places(shape, [1.0] * 8, [32], (0, 2))
+        cut_places(shape, [1.0] * 8, [32], (0, 2))
 
 
 def test_dense_layers_have_no_experts() -> None:

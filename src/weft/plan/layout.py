@@ -19,7 +19,7 @@ from weft.hardware.host import Host
 from weft.plan.backends import ATTENTION_BACKENDS, KV_CACHE_DTYPES, kv_cache_dtype, own_backend, with_backend
 from weft.plan.max_memory import of_devices, read
 from weft.plan.placement import check_flags
-from weft.plan.places import column_unit, places
+from weft.plan.places import column_unit, cut_places
 from weft.plan.plan import Plan
 from weft.plan.quantization import check_cuts, cut_as, quantised_tensors, quantization_of, tell_dequantised
 from weft.plan.speculation import draft_plan
@@ -67,7 +67,7 @@ def build_plan(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Plan
     schemes = quantised_tensors(config, checkpoint, dtype, devices)
     tell_dequantised(config, checkpoint, dtype, schemes)
     unit = column_unit(shape, cut_as(config, shape, schemes))
-    ranked = places(shape, weights, stages, ffn_unit=unit)
+    ranked = cut_places(shape, weights, stages, ffn_unit=unit)
     check_cuts(shape, ranked, schemes)
     plan = Plan(
         model=config.model,
@@ -210,7 +210,7 @@ def stage_layers(shape: ModelShape, stages: int) -> list[int]:
     """
     if stages == 1:
         return [shape.layers]
-    whole = places(shape, [1.0], [shape.layers])[0]
+    whole = cut_places(shape, [1.0], [shape.layers])[0]
     layer = head = 0
     for parameter in parameters(shape):
         size = prod(parameter_dims(shape, whole, parameter))

@@ -85,7 +85,7 @@ def deal(experts: int, weights: tuple[float, ...]) -> list[Span]:
     return [Span(part.start, part.stop) for part in split(experts, weights, minimum=1)]
 
 
-def places(
+def cut_places(
     shape: ModelShape,
     tensor_weights: Sequence[float],
     stage_layers: Sequence[int],

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from weft.architectures.shape import ModelShape
 from weft.errors import ConfigError
 from weft.formats import checkpoint
-from weft.plan.places import places
+from weft.plan.places import cut_places
 from weft.plan.plan import DraftModel, Plan, Speculation
 
 USUAL = Speculation(tokens=4)  # guesses of a step
@@ -94,7 +94,7 @@ def draft_plan(plan: Plan) -> Plan:
         shape=draft.shape,
         quantization="none",
         schemes={},
-        places=places(draft.shape, (1.0,), (draft.shape.layers,)),
+        places=cut_places(draft.shape, (1.0,), (draft.shape.layers,)),
         devices=(plan.devices[rank],),
         uuids=plan.uuids[rank : rank + 1],
         cores=(plan.cores[rank],),

@@ -11,7 +11,7 @@ from weft.architectures.place import Place
 from weft.architectures.shape import ModelShape
 from weft.errors import PlanError
 from weft.hardware.cluster import Cluster
-from weft.plan.places import column_unit, deal, places
+from weft.plan.places import column_unit, cut_places, deal
 
 LENGTH = 1024  # tokens of a prompt, and of an answer, where nobody says
 
@@ -72,7 +72,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     expert_parallel: int
     precision: str
     kv_dtype: str
-    places: tuple[Place, ...]
+    cut_places: tuple[Place, ...]
     gpus: tuple[int, ...]
 
     @property
@@ -147,4 +147,4 @@ def deploy(
 
 
 # A search tries the same cuts many times over.
-_places = lru_cache(maxsize=1024)(places)
+_places = lru_cache(maxsize=1024)(cut_places)

@@ -11,7 +11,7 @@ from weft.architectures.kv import kv_bytes
 from weft.architectures.place import Place, Span
 from weft.architectures.shape import ModelShape
 from weft.formats.precision import WeightBytes, alike, summed
-from weft.plan.places import column_unit, places
+from weft.plan.places import column_unit, cut_places
 from weft.planner.partition import Stage, partition
 
 
@@ -46,7 +46,7 @@ def stage_layers(
     as little full as can be. None where there is not enough room, or fewer layers than stages. `precision` as
     `canonical` or `as_held` of `formats.precision` gives it; `expert_group` is that of `plan.places`.
     """
-    ranks = tuple(places(shape, tensor_weights, [shape.layers], expert_group, column_unit(shape, precision)))
+    ranks = tuple(cut_places(shape, tensor_weights, [shape.layers], expert_group, column_unit(shape, precision)))
     by_rank = [_layers(shape, precision, kv_dtype, tokens, rank) for rank in ranks]
     sizes, work = by_rank[0]
     # Of a stage its tightest and its slowest rank count. All are told in terms of the first rank's bytes.
