@@ -74,13 +74,13 @@ def cut_experts(
                 f"expert parallel size {ranks * replicas} is more than the {experts.count} experts of this model; "
                 f"use 1 to {experts.count}"
             )
-        dealt = deal(experts.count, tuple(weights) * replicas)
+        dealt = deal_experts(experts.count, tuple(weights) * replicas)
         held, columns = dealt[replica * ranks : (replica + 1) * ranks], [Span(0, experts.ffn)] * ranks
     return list(zip(held, columns, shared, strict=True))
 
 
 @lru_cache(maxsize=64)
-def deal(experts: int, weights: tuple[float, ...]) -> list[Span]:
+def deal_experts(experts: int, weights: tuple[float, ...]) -> list[Span]:
     """Whole experts, to the ranks of all replicas."""
     return [Span(part.start, part.stop) for part in split(experts, weights, minimum=1)]
 

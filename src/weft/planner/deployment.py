@@ -11,7 +11,7 @@ from weft.architectures.place import Place
 from weft.architectures.shape import ModelShape
 from weft.errors import PlanError
 from weft.hardware.cluster import Cluster
-from weft.plan.places import column_unit, cut_places, deal
+from weft.plan.places import column_unit, cut_places, deal_experts
 
 LENGTH = 1024  # tokens of a prompt, and of an answer, where nobody says
 
@@ -131,7 +131,7 @@ def deploy(
     ranked = _places(shape, weights, layers, (0, replicas) if expert_parallel else None, unit) * replicas
     if expert_parallel and shape.experts:
         # Replicas differ in nothing but which experts they hold.
-        dealt, tensor = deal(shape.experts.count, weights * replicas), len(weights)
+        dealt, tensor = deal_experts(shape.experts.count, weights * replicas), len(weights)
         held = [dealt[rank // size * tensor + place.tp_rank] for rank, place in enumerate(ranked)]
         ranked = tuple(msgspec.structs.replace(it, experts=own) for it, own in zip(ranked, held, strict=True))
     return Layout(
