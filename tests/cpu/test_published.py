@@ -20,7 +20,7 @@ from weft.architectures.published import ORDERED
 from weft.errors import ModelError
 from weft.formats.checkpoint import resolve
 from weft.formats.precision import as_held, summed
-from weft.plan.fills import fills
+from weft.plan.fills import rank_fills
 from weft.plan.plan import Plan
 from weft.quant.quantised import Quantised
 from weft.weights.load import allocate, load
@@ -71,7 +71,7 @@ def held(plan: Plan, truth: dict[str, torch.Tensor]) -> set[str]:
         room = allocate(plan, place, CPU)
         load(plan, place, room)
         assert sum(part.nbytes for part in room.values()) == plan.weight_bytes(place.rank)
-        for fill in fills(plan.shape, place):
+        for fill in rank_fills(plan.shape, place):
             want = truth[fill.source][fill.rows.start : fill.rows.stop]
             want = want if fill.cols is None else want[:, fill.cols.start : fill.cols.stop]
             part = room[fill.param].narrow(0, fill.at, len(fill.rows))

@@ -22,7 +22,7 @@ from weft.formats.checkpoint import resolve, sources
 from weft.formats.schemes import SCHEMES, STORED, UNIT, held_as
 from weft.formats.tensor import ENCODINGS
 from weft.kernels.plain import PlainKernels
-from weft.plan.fills import fills
+from weft.plan.fills import rank_fills
 from weft.plan.plan import Plan
 from weft.plan.quantization import held_tensors
 from weft.quant.quantised import Quantised, pack, unpack
@@ -101,7 +101,7 @@ def held(path: Path, truth: Mapping[str, np.ndarray]) -> Iterator[tuple[str, tor
         room = allocate(plan, place, CPU)
         load(plan, place, room)
         assert sum(part.nbytes for part in room.values()) == plan.weight_bytes(place.rank)
-        for fill in fills(SHAPE, place):
+        for fill in rank_fills(SHAPE, place):
             part, whole = room[fill.param], torch.from_numpy(truth[fill.source])[fill.rows.start : fill.rows.stop]
             if isinstance(part, Quantised) and fill.cols is not None:
                 got = part.narrow(0, fill.at, len(fill.rows)).dequantise()
@@ -172,7 +172,7 @@ def test_another_type_is_rounded_from_what_it_stands_for(tmp_path: Path) -> None
     for place in plan.places:
         room = allocate(plan, place, CPU)
         load(plan, place, room)
-        for fill in fills(SHAPE, place):
+        for fill in rank_fills(SHAPE, place):
             part = room[fill.param]
             if isinstance(part, Quantised) and fill.cols is not None:
                 want = torch.from_numpy(truth[fill.source])[fill.rows.start : fill.rows.stop]

@@ -18,7 +18,7 @@ from weft.kernels import rounding
 from weft.kernels.base import AttentionShape
 from weft.kernels.native.rounding import NativeRounding, knows, made
 from weft.native import compiled
-from weft.plan.fills import fills
+from weft.plan.fills import rank_fills
 from weft.quant.quantised import Quantised
 from weft.quant.rounding import Rounding, round_into
 from weft.weights.quantised import bands, quantise
@@ -201,7 +201,7 @@ def test_an_8b_is_rounded_on_a_card_in_few_launches(
         seen[type] = card.launches - before
     place = cut(shape, [0]).places[0]
     pieces = [
-        len([*bands(fill.rows, len(fill.cols), shape.head_dim, CUDA)]) for fill in fills(shape, place) if fill.cols
+        len([*bands(fill.rows, len(fill.cols), shape.head_dim, CUDA)]) for fill in rank_fills(shape, place) if fill.cols
     ]
     assert sum(pieces) > 32 * 7 and max(seen.values()) * sum(pieces) <= 2000
 

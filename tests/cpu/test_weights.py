@@ -26,7 +26,7 @@ from weft.errors import ModelError
 from weft.formats import demo
 from weft.formats.checkpoint import resolve, sources, tensors
 from weft.formats.tensor import ENCODINGS, TensorInfo
-from weft.plan.fills import fills
+from weft.plan.fills import rank_fills
 from weft.plan.places import cut_places
 from weft.plan.plan import Plan
 from weft.weights import stored
@@ -90,7 +90,7 @@ def pieces(plan: Plan) -> Iterator[tuple[str, Span, Span | None, torch.Tensor]]:
     """(source, rows, cols, values) of everything that the ranks of a plan hold after loading."""
     for place in plan.places:
         targets = loaded(plan, place)
-        for fill in fills(plan.shape, place):
+        for fill in rank_fills(plan.shape, place):
             yield fill.source, fill.rows, fill.cols, targets[fill.param][fill.at : fill.at + len(fill.rows)]
 
 
@@ -207,8 +207,8 @@ def test_a_rank_maps_its_own_rows_only(tmp_path: Path, monkeypatch: pytest.Monke
         targets = loaded(plan, place)
         # Matrices that are cut by columns, and vectors, are mapped from end to end.
         by_rows = {name for name, dims in sources(SHAPE) if dims[1:] == (SHAPE.hidden,)}
-        owned = [fill for fill in fills(SHAPE, place) if fill.source in by_rows]
-        assert len(mapped) == len(list(fills(SHAPE, place)))
+        owned = [fill for fill in rank_fills(SHAPE, place) if fill.source in by_rows]
+        assert len(mapped) == len(list(rank_fills(SHAPE, place)))
         assert sorted(n for info, _, n in mapped if info.dims[1:] == (SHAPE.hidden,)) == sorted(
             2 * SHAPE.hidden * len(fill.rows) for fill in owned
         )

@@ -14,7 +14,7 @@ from weft.architectures.axes import Axis, axis_length, owned
 from weft.architectures.parameters import parameter_dims, parameters, rank_parameters
 from weft.architectures.place import Place, Span
 from weft.architectures.shape import DTYPE_BYTES, ModelShape
-from weft.plan.fills import Fill, fills, weight_bytes
+from weft.plan.fills import Fill, rank_fills, weight_bytes
 from weft.plan.places import cut_places
 
 Layout = tuple[ModelShape, tuple[float, ...], tuple[int, ...]]
@@ -41,7 +41,7 @@ def test_fills_lie_within_their_sources(layout: Layout) -> None:
     shape, weights, stages = layout
     dims = sources(shape)
     for place in cut_places(shape, weights, stages):
-        for fill in fills(shape, place):
+        for fill in rank_fills(shape, place):
             rows, *cols = dims[fill.source]
             assert 0 <= fill.rows.start < fill.rows.stop <= rows
             assert (fill.cols is None) == (not cols)
@@ -55,7 +55,7 @@ def test_a_parameter_is_filled_once_from_top_to_bottom(layout: Layout) -> None:
     for place in cut_places(shape, weights, stages):
         dims = {name: parameter_dims(shape, place, p) for name, p, _ in rank_parameters(shape, place)}
         reached: Counter[str] = Counter()
-        for fill in fills(shape, place):
+        for fill in rank_fills(shape, place):
             assert fill.at == reached[fill.param]
             reached[fill.param] += len(fill.rows)
             assert dims[fill.param][1:] == (() if fill.cols is None else (len(fill.cols),))
@@ -71,7 +71,7 @@ def test_every_element_is_read_by_exactly_its_owners(layout: Layout) -> None:
     ranked = cut_places(shape, weights, stages)
     readers: dict[str, list[tuple[Place, Fill]]] = {}
     for place in ranked:
-        for fill in fills(shape, place):
+        for fill in rank_fills(shape, place):
             readers.setdefault(fill.source, []).append((place, fill))
     dims = sources(shape)
     assert set(readers) == set(dims)
@@ -113,7 +113,7 @@ def test_kv_heads_are_all_read_and_only_shared_by_a_crew(layout: Layout) -> None
 
 @pytest.mark.parametrize(("stages", "heads"), [([30], 0), ([15, 15], 1)])
 def test_a_tied_head_is_stored_only_away_from_the_embedding(stages: list[int], heads: int) -> None:
-    names = Counter(fill.param for place in cut_places(SMOLLM2, [1.0], stages) for fill in fills(SMOLLM2, place))
+    names = Counter(fill.param for place in cut_places(SMOLLM2, [1.0], stages) for fill in rank_fills(SMOLLM2, place))
     assert names["embed.weight"] == 1 and names["head.weight"] == heads
 
 

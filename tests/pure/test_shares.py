@@ -20,7 +20,7 @@ from weft.formats import catalogue
 from weft.formats.checkpoint import sources
 from weft.formats.precision import weight_bytes, weights
 from weft.plan import fills as engine
-from weft.plan.fills import Fill, fills
+from weft.plan.fills import Fill, rank_fills
 from weft.plan.places import cut_places
 
 Layout = tuple[ModelShape, tuple[float, ...], tuple[int, ...], tuple[int, int] | None]
@@ -51,7 +51,7 @@ def test_the_replicas_of_a_stage_read_everything(layout: Layout) -> None:
     for replica in range(replicas):
         for place in cut_places(shape, tensor, stages, (replica, replicas) if group else None):
             table = {name: parameter for name, parameter, _ in rank_parameters(shape, place)}
-            for fill in fills(shape, place):
+            for fill in rank_fills(shape, place):
                 parameter = table[fill.param]
                 cut[fill.source] |= {axis for part in parameter.parts for axis in (part.rows, part.cols) if axis}
                 if parameter.role == "expert":
@@ -77,7 +77,7 @@ def test_fills_fill_what_the_rank_holds(layout: Layout) -> None:
     for place in cut_places(shape, tensor, stages, group):
         table = {name: parameter_dims(shape, place, p) for name, p, _ in rank_parameters(shape, place)}
         filled = dict.fromkeys(table, 0)
-        for fill in fills(shape, place):
+        for fill in rank_fills(shape, place):
             filled[fill.param] += len(fill.rows) * (1 if fill.cols is None else len(fill.cols))
             assert fill.expert is None or 0 <= fill.expert < len(place.experts)
         assert filled == {name: prod(dims) for name, dims in table.items()}

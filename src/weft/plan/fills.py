@@ -31,7 +31,7 @@ class Fill(msgspec.Struct, frozen=True):
     transposed: bool = False
 
 
-def fills(shape: ModelShape, place: Place) -> Iterator[Fill]:
+def rank_fills(shape: ModelShape, place: Place) -> Iterator[Fill]:
     """Everything that a rank reads, and nothing else, in the order of its parameters."""
     for name, parameter, layer in rank_parameters(shape, place):
         experts = range(place.experts.start, place.experts.stop) if parameter.role == "expert" else (None,)

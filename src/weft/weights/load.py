@@ -15,7 +15,7 @@ from weft.architectures.axes import owned
 from weft.architectures.parameters import parameter_dims, rank_parameters
 from weft.architectures.place import Place, Span
 from weft.formats.checkpoint import sources, tensors
-from weft.plan.fills import Fill, fills, scheme_of
+from weft.plan.fills import Fill, rank_fills, scheme_of
 from weft.plan.plan import Plan
 from weft.quant.quantised import Quantised
 from weft.quant.rounding import Rounding, round_into
@@ -93,7 +93,7 @@ def load(
             quantise(read, fill.rows, fill.cols, width, plan.shape.head_dim, into, stored, rounding, each)
 
     with loading() as pool:
-        for job in [pool.submit(run, fill) for fill in fills(plan.shape, place)]:
+        for job in [pool.submit(run, fill) for fill in rank_fills(plan.shape, place)]:
             job.result()
 
 

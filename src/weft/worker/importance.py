@@ -24,7 +24,7 @@ from weft.kernels.batch import Batch, Lengths
 from weft.kernels.plain import PlainKernels
 from weft.layers import rope
 from weft.models.decoder import Decoder
-from weft.plan.fills import Fill, fills
+from weft.plan.fills import Fill, rank_fills
 from weft.plan.plan import Plan
 from weft.quant.quantised import Quantised
 from weft.weights.load import Source, loading, open_source
@@ -57,7 +57,7 @@ def importance(
     cache = KVCache(torch.empty(dims, dtype=dtype, device=device), torch.empty(dims, dtype=dtype, device=device))
     incoming = None if place.first else links.pipeline.recv((tokens, shape.hidden), dtype, place.stage - 1)
     with loading() as pool:
-        reading = Reading(source, targets, fills(shape, place), shape.head_dim, pool)
+        reading = Reading(source, targets, rank_fills(shape, place), shape.head_dim, pool)
         model = Decoder(shape, plan.places, rank, dict(targets), links.tensor, reading)
         hidden = model.hidden(incoming, angles, [cache] * len(place.layers), drawn(shape.vocab, tokens, device))
     if not place.last:
