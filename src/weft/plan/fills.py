@@ -60,7 +60,7 @@ def _fill(
     )
 
 
-def scheme_of(parameter: Parameter, layer: int | None, schemes: Mapping[str, str]) -> str | None:
+def checkpoint_scheme(parameter: Parameter, layer: int | None, schemes: Mapping[str, str]) -> str | None:
     """The scheme of a parameter, given those of the checkpoint's tensors; all its parts have the same."""
     return schemes.get(parameter.parts[0].source.format(layer=layer, expert=0))
 
@@ -71,7 +71,7 @@ def weight_bytes(shape: ModelShape, place: Place, dtype: str, schemes: Mapping[s
     for _, parameter, layer in rank_parameters(shape, place):
         dims, scheme, cols = parameter_dims(shape, place, parameter), None, parameter.parts[0].cols
         if schemes and cols is not None:
-            scheme = scheme_of(parameter, layer, schemes)
+            scheme = checkpoint_scheme(parameter, layer, schemes)
         if scheme is None or cols is None:
             total += DTYPE_BYTES[dtype] * prod(dims)
         else:

@@ -15,7 +15,7 @@ from weft.architectures.axes import owned
 from weft.architectures.parameters import parameter_dims, rank_parameters
 from weft.architectures.place import Place, Span
 from weft.formats.checkpoint import sources, tensors
-from weft.plan.fills import Fill, rank_fills, scheme_of
+from weft.plan.fills import Fill, checkpoint_scheme, rank_fills
 from weft.plan.plan import Plan
 from weft.quant.quantised import Quantised
 from weft.quant.rounding import Rounding, round_into
@@ -50,7 +50,7 @@ def allocate(plan: Plan, place: Place, device: torch.device) -> dict[str, torch.
     shape, dtype, room = plan.shape, getattr(torch, plan.dtype), dict[str, torch.Tensor | Quantised]()
     for name, parameter, layer in rank_parameters(shape, place):
         dims, cols = parameter_dims(shape, place, parameter), parameter.parts[0].cols
-        scheme = scheme_of(parameter, layer, plan.schemes) if cols else None
+        scheme = checkpoint_scheme(parameter, layer, plan.schemes) if cols else None
         if scheme is None or cols is None:
             room[name] = torch.empty(dims, dtype=dtype, device=device)
         else:
