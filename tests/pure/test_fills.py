@@ -14,7 +14,7 @@ from weft.architectures.axes import Axis, axis_length, owned
 from weft.architectures.parameters import parameter_dims, parameters, rank_parameters
 from weft.architectures.place import Place, Span
 from weft.architectures.shape import DTYPE_BYTES, ModelShape
-from weft.plan.fills import Fill, rank_fills, weight_bytes
+from weft.plan.fills import Fill, rank_fills, rank_weight_bytes
 from weft.plan.places import cut_places
 
 Layout = tuple[ModelShape, tuple[float, ...], tuple[int, ...]]
@@ -60,8 +60,8 @@ def test_a_parameter_is_filled_once_from_top_to_bottom(layout: Layout) -> None:
             reached[fill.param] += len(fill.rows)
             assert dims[fill.param][1:] == (() if fill.cols is None else (len(fill.cols),))
         assert {name: d[0] for name, d in dims.items()} == dict(reached)
-        assert weight_bytes(shape, place, "float16") == 2 * sum(map(prod, dims.values()))
-        assert weight_bytes(shape, place, "float32") == DTYPE_BYTES["float32"] * sum(map(prod, dims.values()))
+        assert rank_weight_bytes(shape, place, "float16") == 2 * sum(map(prod, dims.values()))
+        assert rank_weight_bytes(shape, place, "float32") == DTYPE_BYTES["float32"] * sum(map(prod, dims.values()))
 
 
 @given(layouts())
@@ -119,4 +119,4 @@ def test_a_tied_head_is_stored_only_away_from_the_embedding(stages: list[int], h
 
 def test_smollm2_has_its_135_million_parameters() -> None:
     (whole,) = cut_places(SMOLLM2, [1.0], [30])
-    assert weight_bytes(SMOLLM2, whole, "bfloat16") == 2 * 134_515_008
+    assert rank_weight_bytes(SMOLLM2, whole, "bfloat16") == 2 * 134_515_008

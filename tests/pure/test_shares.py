@@ -81,8 +81,8 @@ def test_fills_fill_what_the_rank_holds(layout: Layout) -> None:
             filled[fill.param] += len(fill.rows) * (1 if fill.cols is None else len(fill.cols))
             assert fill.expert is None or 0 <= fill.expert < len(place.experts)
         assert filled == {name: prod(dims) for name, dims in table.items()}
-        assert weight_bytes(shape, "bf16", place) == engine.weight_bytes(shape, place, "bfloat16")
-        assert weight_bytes(shape, "fp32", place) == engine.weight_bytes(shape, place, "float32")
+        assert weight_bytes(shape, "bf16", place) == engine.rank_weight_bytes(shape, place, "bfloat16")
+        assert weight_bytes(shape, "fp32", place) == engine.rank_weight_bytes(shape, place, "float32")
 
 
 @given(planned_shapes())

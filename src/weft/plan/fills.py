@@ -65,7 +65,7 @@ def checkpoint_scheme(parameter: Parameter, layer: int | None, schemes: Mapping[
     return schemes.get(parameter.parts[0].source.format(layer=layer, expert=0))
 
 
-def weight_bytes(shape: ModelShape, place: Place, dtype: str, schemes: Mapping[str, str] | None = None) -> int:
+def rank_weight_bytes(shape: ModelShape, place: Place, dtype: str, schemes: Mapping[str, str] | None = None) -> int:
     """Bytes of a rank's parameters: those of tensors that `schemes` names as these say, the others in `dtype`."""
     total = 0
     for _, parameter, layer in rank_parameters(shape, place):

@@ -9,7 +9,7 @@ import msgspec
 from weft.architectures.kv import number_bytes
 from weft.architectures.place import Place
 from weft.architectures.shape import DType, ModelShape
-from weft.plan.fills import weight_bytes
+from weft.plan.fills import rank_weight_bytes
 
 
 class DraftModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,7 +87,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     def weight_bytes(self, rank: int) -> int:
         """Bytes of a rank's weights."""
-        return weight_bytes(self.shape, self.places[rank], self.dtype, self.schemes)
+        return rank_weight_bytes(self.shape, self.places[rank], self.dtype, self.schemes)
 
     def threads(self, rank: int) -> int:
         """How many threads a rank computes with."""

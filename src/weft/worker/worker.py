@@ -24,7 +24,7 @@ from weft.kernels.streams import BROKEN
 from weft.kernels.warm import warm
 from weft.layers import rope
 from weft.models.decoder import Decoder
-from weft.plan.fills import weight_bytes
+from weft.plan.fills import rank_weight_bytes
 from weft.plan.memory import SCORED, Capacity, step_bytes
 from weft.plan.plan import Plan
 from weft.weights.load import allocate, load
@@ -77,7 +77,7 @@ class Worker:
         load(plan, self.place, tensors, rounding(*wanted), found)
         self.kernels = choose(*wanted)
         if plan.schemes and self.kernels.name == "torch":
-            held = weight_bytes(shape, self.place, plan.dtype)
+            held = rank_weight_bytes(shape, self.place, plan.dtype)
             logger.warning("The kernels of torch do not multiply quantised weights: they are held in %s", plan.dtype)
         if plan.graphs and not self.kernels.capturable:
             logger.warning("The kernels of torch cannot be captured: decode steps run without CUDA graphs")
