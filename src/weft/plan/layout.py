@@ -17,7 +17,7 @@ from weft.formats.schemes import QUANTIZATIONS
 from weft.hardware.gpus import BF16_CAPABILITY
 from weft.hardware.host import Host
 from weft.plan.backends import ATTENTION_BACKENDS, KV_CACHE_DTYPES, kv_cache_dtype, own_backend, with_backend
-from weft.plan.max_memory import of_devices, read
+from weft.plan.max_memory import of_devices, parse_max_memory
 from weft.plan.placement import check_flags
 from weft.plan.places import column_unit, cut_places
 from weft.plan.plan import Plan
@@ -142,7 +142,7 @@ def check_config(config: EngineConfig) -> None:
             raise ConfigError("--plan says where each layer runs, and so does --device-map: leave one of them out")
         check_flags(config.device_map, vars(config))
     if config.max_memory is not None:
-        read(config.max_memory)  # or ConfigError
+        parse_max_memory(config.max_memory)  # or ConfigError
     if config.seed < 0:
         raise ConfigError(f"seed is {config.seed}; it must be 0 or more")
     if config.tensor_split == ():

@@ -37,7 +37,7 @@ def size(said: object, device: str) -> int:
     return found
 
 
-def read(said: Mapping[int | str, int | str]) -> Caps:
+def parse_max_memory(said: Mapping[int | str, int | str]) -> Caps:
     """The caps as they were said. Raises ConfigError for what is no device, twice the same, or no size."""
     gpus: dict[int, int] = {}
     cpu: int | None = None
@@ -80,7 +80,7 @@ def of_devices(
     ConfigError as `check` does, for one of `ids` that is left out, and for GPUs where the ranks run on the CPU."""
     if said is None:
         return {}
-    caps = read(said)
+    caps = parse_max_memory(said)
     if not on_cpu:
         check(caps, gpus)
         for number in (number for number in ids or () if not caps.gpus.get(number)):

@@ -87,7 +87,7 @@ def placed(config: EngineConfig, shape: ModelShape, host: Host, precision: str) 
     """
     if config.device_map is None:
         return config
-    caps = max_memory.read(config.max_memory) if config.max_memory else None
+    caps = max_memory.parse_max_memory(config.max_memory) if config.max_memory else None
     there = () if config.device == "cpu" else tuple(gpu.index for gpu in host.gpus)
     if spread_of(config.device_map):
         if there:
