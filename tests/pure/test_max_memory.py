@@ -11,7 +11,7 @@ from weft.errors import ConfigError
 from weft.formats import catalogue
 from weft.hardware.cluster import Cluster, Node, parse_gpus, parse_nodes
 from weft.hardware.gpus import GpuSpec, find_gpu
-from weft.plan.max_memory import capped, of_devices, parse_max_memory, size
+from weft.plan.max_memory import capped, of_devices, parse_max_memory, parse_size
 from weft.planner.deployment import Workload
 from weft.planner.domains import usable
 from weft.planner.question import Question, Wish
@@ -41,13 +41,13 @@ def plan(cluster: Cluster, model: str = "Llama-3.1-8B", **more: object) -> Answe
     ],
 )
 def test_sizes(said: object, nbytes: int) -> None:
-    assert size(said, "0") == nbytes
+    assert parse_size(said, "0") == nbytes
 
 
 @pytest.mark.parametrize("said", ["40", 40, "40GX", "GB", "-1GB", "", "40GB/s", None, True, 1.5, "1e9", "nan"])
 def test_what_is_no_size(said: object) -> None:
     with pytest.raises(ConfigError, match=r"--max-memory 0=.*40GB"):
-        size(said, "0")
+        parse_size(said, "0")
 
 
 def test_devices() -> None:

@@ -27,7 +27,7 @@ class Caps(msgspec.Struct, frozen=True, kw_only=True):
     cpu: int | None = None
 
 
-def size(said: object, device: str) -> int:
+def parse_size(said: object, device: str) -> int:
     """Bytes, as `hardware.quantities` reads them. Raises ConfigError for what is no size, or has lost its unit."""
     found = nbytes(said)
     if found is None:
@@ -47,11 +47,11 @@ def parse_max_memory(said: Mapping[int | str, int | str]) -> Caps:
             number = int(match[1])
             if number in gpus:
                 raise ConfigError(f"--max-memory names GPU {number} twice")
-            gpus[number] = size(value, str(name))
+            gpus[number] = parse_size(value, str(name))
         elif name == "cpu":
-            cpu = size(value, "cpu")
+            cpu = parse_size(value, "cpu")
         elif name == "disk":
-            size(value, "disk")  # nothing is put there
+            parse_size(value, "disk")  # nothing is put there
         else:
             raise ConfigError(f"--max-memory names {name!r}, which is no device; write GPUs' numbers and cpu")
     if not said:
