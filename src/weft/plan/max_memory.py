@@ -59,7 +59,7 @@ def parse_max_memory(said: Mapping[int | str, int | str]) -> Caps:
     return Caps(gpus=gpus, cpu=cpu)
 
 
-def check(caps: Caps, count: int) -> None:
+def check_caps(caps: Caps, count: int) -> None:
     """Raises ConfigError where a GPU is capped that is not among the `count` there are, or none is left."""
     beyond = [number for number in caps.gpus if number >= count]
     if beyond and not count:
@@ -82,7 +82,7 @@ def of_devices(
         return {}
     caps = parse_max_memory(said)
     if not on_cpu:
-        check(caps, gpus)
+        check_caps(caps, gpus)
         for number in (number for number in ids or () if not caps.gpus.get(number)):
             raise ConfigError(f"--device-ids names GPU {number}, which --max-memory leaves out; add {number}=40GB")
         return {f"cuda:{number}": limit for number, limit in sorted(caps.gpus.items()) if limit}
@@ -98,7 +98,7 @@ def capped(cluster: Cluster, caps: Caps) -> Cluster:
     ConfigError as `check` does."""
     flat = cluster.gpus
     numbers = [number for number, gpu in enumerate(flat) if gpu.kind == "gpu"]
-    check(caps, len(numbers))
+    check_caps(caps, len(numbers))
     limits = {number: caps.gpus.get(number, 0) for number in numbers}
     if caps.cpu is not None:
         limits |= {number: caps.cpu for number, gpu in enumerate(flat) if gpu.kind == "cpu"}
