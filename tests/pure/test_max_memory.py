@@ -11,7 +11,7 @@ from weft.errors import ConfigError
 from weft.formats import catalogue
 from weft.hardware.cluster import Cluster, Node, parse_gpus, parse_nodes
 from weft.hardware.gpus import GpuSpec, find_gpu
-from weft.plan.max_memory import capped, of_devices, parse_max_memory, parse_size
+from weft.plan.max_memory import capped, device_caps, parse_max_memory, parse_size
 from weft.planner.deployment import Workload
 from weft.planner.domains import usable
 from weft.planner.question import Question, Wish
@@ -80,13 +80,13 @@ def test_gpus_that_are_not_there(said: dict[int | str, int | str], told: str) ->
 
 
 def test_devices_of_an_engine() -> None:
-    assert of_devices({1: "2GB", 0: "1GB", 2: 0}, 3, on_cpu=False) == {"cuda:0": GB, "cuda:1": 2 * GB}
-    assert of_devices({"cpu": "2GB"}, 0, on_cpu=True) == {"cpu": 2 * GB}
-    assert of_devices(None, 0, on_cpu=True) == {}
+    assert device_caps({1: "2GB", 0: "1GB", 2: 0}, 3, on_cpu=False) == {"cuda:0": GB, "cuda:1": 2 * GB}
+    assert device_caps({"cpu": "2GB"}, 0, on_cpu=True) == {"cpu": 2 * GB}
+    assert device_caps(None, 0, on_cpu=True) == {}
     with pytest.raises(ConfigError, match="GPU 0, and the ranks run on the CPU"):
-        of_devices({0: "2GB"}, 2, on_cpu=True)
+        device_caps({0: "2GB"}, 2, on_cpu=True)
     with pytest.raises(ConfigError, match="there is no GPU"):
-        of_devices({0: "2GB"}, 0, on_cpu=False)
+        device_caps({0: "2GB"}, 0, on_cpu=False)
 
 
 # --- in the search ---

@@ -17,7 +17,7 @@ from weft.formats.schemes import QUANTIZATIONS
 from weft.hardware.gpus import BF16_CAPABILITY
 from weft.hardware.host import Host
 from weft.plan.backends import ATTENTION_BACKENDS, KV_CACHE_DTYPES, kv_cache_dtype, own_backend, with_backend
-from weft.plan.max_memory import of_devices, parse_max_memory
+from weft.plan.max_memory import device_caps, parse_max_memory
 from weft.plan.placement import check_flags
 from weft.plan.places import column_unit, cut_places
 from weft.plan.plan import Plan
@@ -59,7 +59,7 @@ def build_plan(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Plan
     weights = tensor_weights(config)
     device = device_kind(config, host)
     ranks = len(weights) * stage_count(config, shape)
-    caps = of_devices(config.max_memory, len(host.gpus), on_cpu=device == "cpu", ids=config.device_ids)
+    caps = device_caps(config.max_memory, len(host.gpus), on_cpu=device == "cpu", ids=config.device_ids)
     devices = rank_devices(config, host, device, ranks, caps)
     dtype = compute_dtype(config, checkpoint, host, devices)
     config = with_backend(config, shape, dtype, host, devices)

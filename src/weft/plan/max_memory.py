@@ -73,7 +73,7 @@ def check_caps(caps: Caps, count: int) -> None:
         )
 
 
-def of_devices(
+def device_caps(
     said: Mapping[int | str, int | str] | None, gpus: int, *, on_cpu: bool, ids: Sequence[int] | None = None
 ) -> dict[str, int]:
     """Bytes of each device that ranks may run on, by the engine's name of it; empty where nobody says it. Raises
