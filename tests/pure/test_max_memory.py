@@ -11,7 +11,7 @@ from weft.errors import ConfigError
 from weft.formats import catalogue
 from weft.hardware.cluster import Cluster, Node, parse_gpus, parse_nodes
 from weft.hardware.gpus import GpuSpec, find_gpu
-from weft.plan.max_memory import capped, device_caps, parse_max_memory, parse_size
+from weft.plan.max_memory import cap_cluster, device_caps, parse_max_memory, parse_size
 from weft.planner.deployment import Workload
 from weft.planner.domains import usable
 from weft.planner.question import Question, Wish
@@ -64,7 +64,7 @@ def test_devices() -> None:
 
 
 def test_what_is_not_named_is_not_used() -> None:
-    cluster = capped(parse_nodes("2x2xA100"), parse_max_memory({0: "40GB", 3: "20GB"}))
+    cluster = cap_cluster(parse_nodes("2x2xA100"), parse_max_memory({0: "40GB", 3: "20GB"}))
     assert [gpu.limit_bytes for gpu in cluster.gpus] == [40 * GB, 0, 0, 20 * GB]
     assert [it.number for it in usable(cluster)] == [0, 3]
     assert {gpu for it in plan(cluster).candidates for gpu in it.layout.gpus} <= {0, 3}
@@ -76,7 +76,7 @@ def test_what_is_not_named_is_not_used() -> None:
 )
 def test_gpus_that_are_not_there(said: dict[int | str, int | str], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        capped(parse_gpus("2xA100"), parse_max_memory(said))
+        cap_cluster(parse_gpus("2xA100"), parse_max_memory(said))
 
 
 def test_devices_of_an_engine() -> None:
@@ -109,7 +109,7 @@ def test_caps_are_respected_or_refused(found: list[GpuSpec], data: st.DataObject
     sizes = st.one_of(st.just(0), st.integers(1 << 30, 60 * GB))
     limits = [data.draw(sizes) for _ in found]
     assume(any(limits))
-    cluster = capped(Cluster((Node(tuple(found), "pcie"),), 12.5e9), parse_max_memory(dict(enumerate(limits))))
+    cluster = cap_cluster(Cluster((Node(tuple(found), "pcie"),), 12.5e9), parse_max_memory(dict(enumerate(limits))))
     answer = plan(cluster, wish=wish, engine=engine)
     shape = answer.question.shape
     for candidate in answer.candidates:
@@ -130,16 +130,16 @@ def test_caps_are_respected_or_refused(found: list[GpuSpec], data: st.DataObject
 def test_caps_above_the_memory_change_nothing(found: list[GpuSpec], data: st.DataObject) -> None:
     cluster = Cluster((Node(tuple(found), "pcie"),), 12.5e9)
     above = {number: gpu.memory_bytes + data.draw(st.integers(0, GB)) for number, gpu in enumerate(found)}
-    assert capped(cluster, parse_max_memory(above)) == cluster
+    assert cap_cluster(cluster, parse_max_memory(above)) == cluster
     # Nor do caps of one GPU keep the others from what they do without.
     one = {number: gpu.memory_bytes if number else gpu.memory_bytes - GB for number, gpu in enumerate(found)}
-    free, bound = plan(cluster), plan(capped(cluster, parse_max_memory(one)))
+    free, bound = plan(cluster), plan(cap_cluster(cluster, parse_max_memory(one)))
     elsewhere = {it.cut for it in free.candidates if 0 not in it.layout.gpus}
     assert elsewhere <= {it.cut for it in bound.candidates}
 
 
 def test_a_capped_gpu_gets_less() -> None:
-    cluster = capped(parse_gpus("2xRTX4090"), parse_max_memory({0: "6GB", 1: "22GB"}))
+    cluster = cap_cluster(parse_gpus("2xRTX4090"), parse_max_memory({0: "6GB", 1: "22GB"}))
     best = plan(cluster, wish=Wish(tensor_parallel=2)).best
     assert best and [len(place.kv_heads) for place in best.layout.places] == [1, 7]
     stages = plan(cluster, wish=Wish(pipeline_parallel=2)).best
@@ -149,14 +149,14 @@ def test_a_capped_gpu_gets_less() -> None:
 def test_what_a_cap_lacks_is_told_with_its_flag() -> None:
     from weft.planner.advice import advice
 
-    answer = plan(capped(parse_gpus("1xA100"), parse_max_memory({0: "10GB"})))
+    answer = plan(cap_cluster(parse_gpus("1xA100"), parse_max_memory({0: "10GB"})))
     assert answer.best is None
     assert "the A100-80GB-SXM has 10.0 GB of 85.9 GB usable (--max-memory)" in answer.rejected[0].reason
     assert any("without --max-memory it fits as one GPU" in line for line in advice(answer))
 
 
 def test_a_longer_request_needs_more_of_a_cap() -> None:
-    cluster = capped(parse_gpus("1xA100"), parse_max_memory({0: "20GB"}))
+    cluster = cap_cluster(parse_gpus("1xA100"), parse_max_memory({0: "20GB"}))
     short, long = (plan(cluster, workload=Workload(max_model_len=length)) for length in (4096, 100_000))
     assert short.best and not long.best
     assert msgspec.structs.replace(cluster) == cluster

@@ -23,7 +23,7 @@ def ranks(said: dict[str, Any]) -> int:
 def capped(said: dict[str, Any], cluster: Cluster) -> Cluster:
     """The cluster with what --max-memory leaves of it. Raises ConfigError for a device that is not there."""
     caps = said.get("max_memory")
-    return cluster if caps is None else max_memory.capped(cluster, max_memory.parse_max_memory(caps))
+    return cluster if caps is None else max_memory.cap_cluster(cluster, max_memory.parse_max_memory(caps))
 
 
 def remarks(said: dict[str, Any], cluster: Cluster) -> tuple[str, ...]:

@@ -93,7 +93,7 @@ def device_caps(
     return {} if caps.cpu is None else {"cpu": caps.cpu}
 
 
-def capped(cluster: Cluster, caps: Caps) -> Cluster:
+def cap_cluster(cluster: Cluster, caps: Caps) -> Cluster:
     """The cluster with no more of each GPU than may be taken; those that are not named give nothing. Raises
     ConfigError as `check` does."""
     flat = cluster.gpus

@@ -15,7 +15,7 @@ from weft.formats.precision import OF_DTYPE
 from weft.hardware.cluster import Cluster, Node
 from weft.hardware.host import Host
 from weft.plan.layout import build_plan, check_config, check_weights_fit, compute_dtype, device_kind
-from weft.plan.max_memory import capped, device_caps, parse_max_memory
+from weft.plan.max_memory import cap_cluster, device_caps, parse_max_memory
 from weft.plan.placement import placed, spread_of
 from weft.plan.plan import Plan, Speculation
 from weft.plan.quantization import precision_held
@@ -163,7 +163,7 @@ def searched(
     numbers = config.device_ids or tuple(range(len(host.gpus)))
     if config.max_memory is not None:
         device_caps(config.max_memory, len(host.gpus), on_cpu=False, ids=config.device_ids)  # or ConfigError
-        cluster = capped(cluster, parse_max_memory(config.max_memory))
+        cluster = cap_cluster(cluster, parse_max_memory(config.max_memory))
     answer = search(question(config, checkpoint, host, part_of(cluster, numbers), numbers, how))
     best = answer.best
     if best is None:
