@@ -79,7 +79,7 @@ def check_stages(stages: Stages, said: Mapping[str, Any]) -> None:
         )
 
 
-def placed(config: EngineConfig, shape: ModelShape, host: Host, precision: str) -> EngineConfig:
+def apply_device_map(config: EngineConfig, shape: ModelShape, host: Host, precision: str) -> EngineConfig:
     """The config with the layers per stage and the devices that its device map comes to in this model; a word for a
     map is left to the search, but where there is only a CPU to spread over. `precision` is what it weighs it in.
 

@@ -16,7 +16,7 @@ from weft.hardware.cluster import Cluster, Node
 from weft.hardware.host import Host
 from weft.plan.layout import build_plan, check_config, check_weights_fit, compute_dtype, device_kind
 from weft.plan.max_memory import cap_cluster, device_caps, parse_max_memory
-from weft.plan.placement import placed, spread_of
+from weft.plan.placement import apply_device_map, spread_of
 from weft.plan.plan import Plan, Speculation
 from weft.plan.quantization import precision_held
 from weft.plan.speculation import fetched, speculation
@@ -53,7 +53,7 @@ def plan_to_run(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Pla
         return plan
     how = speculating(config, checkpoint)
     dtype, devices = compute_dtype(config, checkpoint, host, ()), [device_kind(config, host)]
-    config = placed(config, checkpoint.shape, host, precision_held(config, checkpoint, dtype, devices))
+    config = apply_device_map(config, checkpoint.shape, host, precision_held(config, checkpoint, dtype, devices))
     if device_kind(config, host) == "cpu" or (is_cut(config, host) and not leaves_shares_open(config, host)):
         return laid_out(config, checkpoint, host, how)
     from weft.probes.machine import this_machine
