@@ -88,7 +88,7 @@ def mapped(said: dict[str, Any], cluster: Cluster, model: Model, precision: str)
     """What --device-map comes to."""
     given = said["device_map"]
     placement.check_flags(given, said)
-    word = placement.spread_of(given)
+    word = placement.spread_word(given)
     if word:
         return Wish(tensor_parallel=1, data_parallel=1, expert_parallel=False, spread=word)
     gpus = {number: gpu for number, gpu in enumerate(cluster.gpus) if gpu.kind == "gpu"}

@@ -22,7 +22,7 @@ from weft.words import commas
 DeviceMap = str | Mapping[str, Any]
 
 
-def spread_of(device_map: DeviceMap) -> Spread | None:
+def spread_word(device_map: DeviceMap) -> Spread | None:
     """The word that it is, in place of a map."""
     return next((word for word in SPREADS if word == device_map), None)
 
@@ -50,7 +50,7 @@ def check_flags(device_map: DeviceMap, said: Mapping[str, Any]) -> None:
         raise ConfigError(_both("--enable-expert-parallel deals the experts of each layer out to several"))
     if said.get("device_ids") is not None:
         raise ConfigError("--device-map says on which GPU each stage runs, and so does --device-ids: leave one out")
-    if spread_of(device_map):
+    if spread_word(device_map):
         for name in ("pipeline_split", "pipeline_parallel_size"):
             if said.get(name) is not None:
                 raise ConfigError(
@@ -89,7 +89,7 @@ def apply_device_map(config: EngineConfig, shape: ModelShape, host: Host, precis
         return config
     caps = max_memory.parse_max_memory(config.max_memory) if config.max_memory else None
     there = () if config.device == "cpu" else tuple(gpu.index for gpu in host.gpus)
-    if spread_of(config.device_map):
+    if spread_word(config.device_map):
         if there:
             return config
         return replace(config, device_map=None, device="cpu", pipeline_split=(shape.layers,))

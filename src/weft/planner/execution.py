@@ -16,7 +16,7 @@ from weft.hardware.cluster import Cluster, Node
 from weft.hardware.host import Host
 from weft.plan.layout import build_plan, check_config, check_weights_fit, compute_dtype, device_kind
 from weft.plan.max_memory import cap_cluster, device_caps, parse_max_memory
-from weft.plan.placement import apply_device_map, spread_of
+from weft.plan.placement import apply_device_map, spread_word
 from weft.plan.plan import Plan, Speculation
 from weft.plan.quantization import precision_held
 from weft.plan.speculation import fetched, speculation
@@ -197,7 +197,7 @@ def question(
     from weft.planner.deployment import Workload, lengths
     from weft.planner.question import Question, Wish
 
-    word = spread_of(config.device_map) if config.device_map else None
+    word = spread_word(config.device_map) if config.device_map else None
     wish = Wish(tensor_parallel=1, data_parallel=1, expert_parallel=False, spread=word) if word else Wish()
     if config.tensor_parallel_size or config.pipeline_parallel_size:
         tensor, stages = config.tensor_parallel_size or 1, config.pipeline_parallel_size or 1
