@@ -15,7 +15,7 @@ from weft.architectures.shape import ModelShape
 from weft.errors import ConfigError
 from weft.formats import catalogue
 from weft.plan.device_map import Device, Room, Stages, device, pipeline
-from weft.plan.placement import check_flags, check_stages, modules_of, unit_bytes
+from weft.plan.placement import check_flags, check_stages, module_devices, unit_bytes
 
 LLAMA = catalogue.find("Llama-3.1-8B").shape
 TIED = catalogue.find("Llama-3.2-1B").shape
@@ -221,6 +221,10 @@ def test_stages_that_are_said_twice_agree() -> None:
 
 
 def test_a_word_that_is_none() -> None:
-    assert modules_of("cuda:1") == {"": "cuda:1"} and modules_of("0") == {"": "0"} and modules_of("cpu") == {"": "cpu"}
+    assert (
+        module_devices("cuda:1") == {"": "cuda:1"}
+        and module_devices("0") == {"": "0"}
+        and module_devices("cpu") == {"": "cpu"}
+    )
     with pytest.raises(ConfigError, match="balanced_low_0"):
-        modules_of("even")
+        module_devices("even")

@@ -27,7 +27,7 @@ def spread_word(device_map: DeviceMap) -> Spread | None:
     return next((word for word in SPREADS if word == device_map), None)
 
 
-def modules_of(device_map: DeviceMap) -> Mapping[str, Any]:
+def module_devices(device_map: DeviceMap) -> Mapping[str, Any]:
     """The map that it is; a device is one for the whole model. Raises ConfigError for another word."""
     if not isinstance(device_map, str):
         return device_map
@@ -99,7 +99,7 @@ def apply_device_map(config: EngineConfig, shape: ModelShape, host: Host, precis
         left_out=left_out,
         nbytes=lambda unit: unit_bytes(shape, precision, unit),
     )
-    stages = pipeline(shape, modules_of(config.device_map), room)
+    stages = pipeline(shape, module_devices(config.device_map), room)
     check_stages(stages, vars(config))
     numbers = tuple(it for it in stages.devices if isinstance(it, int))
     if not numbers and config.device == "cuda":
