@@ -14,7 +14,7 @@ from weft.architectures.modules import holds_weights, units
 from weft.architectures.shape import ModelShape
 from weft.errors import ConfigError
 from weft.formats import catalogue
-from weft.plan.device_map import Device, Room, Stages, device, pipeline
+from weft.plan.device_map import Device, Room, Stages, parse_device, pipeline
 from weft.plan.placement import check_flags, check_stages, module_devices, unit_bytes
 
 LLAMA = catalogue.find("Llama-3.1-8B").shape
@@ -155,7 +155,7 @@ def test_experts_have_numbers() -> None:
 def test_what_is_no_device(said: object) -> None:
     refusal({"": said}, "no device", repr(said))
     with pytest.raises(ConfigError, match="no device"):
-        device(said)
+        parse_device(said)
 
 
 def test_devices_that_are_not_there() -> None:

@@ -47,7 +47,7 @@ class Room(msgspec.Struct, frozen=True, kw_only=True):
     fetch_Bps: float | None = None
 
 
-def device(said: object, about: str = "the model") -> Device:
+def parse_device(said: object, about: str = "the model") -> Device:
     """A device as people and Transformers write it. Raises ConfigError."""
     if isinstance(said, int) and not isinstance(said, bool) and said >= 0:
         return said
@@ -66,7 +66,7 @@ def device(said: object, about: str = "the model") -> Device:
 def pipeline(shape: ModelShape, said: Mapping[str, object], room: Room) -> Stages:
     """The pipeline of a map. Raises ConfigError, in one line, for a map that is no pipeline of this model on these
     devices: one that leaves something out, splits a block, names what is not there, or needs more than GPUs."""
-    found = {module: device(it, module or "the model") for module, it in said.items()}
+    found = {module: parse_device(it, module or "the model") for module, it in said.items()}
     if not found:
         raise ConfigError('--device-map is empty; give every module a device, or the whole model one: {"": 0}')
     _check_modules(shape, found)
