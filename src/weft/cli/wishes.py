@@ -98,7 +98,7 @@ def mapped(said: dict[str, Any], cluster: Cluster, model: Model, precision: str)
         nbytes=lambda unit: placement.unit_bytes(model.shape, precision, unit),
         fetch_Bps=max((gpu.pcie_Bps for gpu in gpus.values()), default=None),
     )
-    stages = device_map.pipeline(model.shape, placement.module_devices(given), room)
+    stages = device_map.map_to_stages(model.shape, placement.module_devices(given), room)
     if gpus and "cpu" in stages.devices:
         raise UsageError(
             f"--device-map puts the whole model on cpu; the plan is for {len(gpus)} GPU{'s' * (len(gpus) > 1)}: leave "

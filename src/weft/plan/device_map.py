@@ -63,7 +63,7 @@ def parse_device(said: object, about: str = "the model") -> Device:
     )
 
 
-def pipeline(shape: ModelShape, said: Mapping[str, object], room: Room) -> Stages:
+def map_to_stages(shape: ModelShape, said: Mapping[str, object], room: Room) -> Stages:
     """The pipeline of a map. Raises ConfigError, in one line, for a map that is no pipeline of this model on these
     devices: one that leaves something out, splits a block, names what is not there, or needs more than GPUs."""
     found = {module: parse_device(it, module or "the model") for module, it in said.items()}

@@ -16,7 +16,7 @@ from weft.errors import ConfigError
 from weft.formats.precision import weight_bytes
 from weft.hardware.host import Host
 from weft.plan import max_memory
-from weft.plan.device_map import SPREADS, Room, Spread, Stages, pipeline
+from weft.plan.device_map import SPREADS, Room, Spread, Stages, map_to_stages
 from weft.words import commas
 
 DeviceMap = str | Mapping[str, Any]
@@ -99,7 +99,7 @@ def apply_device_map(config: EngineConfig, shape: ModelShape, host: Host, precis
         left_out=left_out,
         nbytes=lambda unit: unit_bytes(shape, precision, unit),
     )
-    stages = pipeline(shape, module_devices(config.device_map), room)
+    stages = map_to_stages(shape, module_devices(config.device_map), room)
     check_stages(stages, vars(config))
     numbers = tuple(it for it in stages.devices if isinstance(it, int))
     if not numbers and config.device == "cuda":
