@@ -18,7 +18,7 @@ from weft.architectures.modules import holds_weights, units
 from weft.architectures.shape import ModelShape
 from weft.errors import ConfigError
 from weft.formats import config_json
-from weft.plan.device_map import Room, Stages, map_to_stages
+from weft.plan.device_map import AvailableDevices, Stages, map_to_stages
 from weft.planner.balance import Load, load_of, spread
 
 FEW = settings(max_examples=60, deadline=None)
@@ -50,7 +50,7 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, ModelShape]:
 
 
 def stages(shape: ModelShape, device_map: dict[str, Any], gpus: int = 4) -> Stages:
-    return map_to_stages(shape, device_map, Room(gpus=range(gpus), nbytes=lambda unit: 1))
+    return map_to_stages(shape, device_map, AvailableDevices(gpus=range(gpus), nbytes=lambda unit: 1))
 
 
 # --- modules ---

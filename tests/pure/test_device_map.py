@@ -14,7 +14,7 @@ from weft.architectures.modules import holds_weights, units
 from weft.architectures.shape import ModelShape
 from weft.errors import ConfigError
 from weft.formats import catalogue
-from weft.plan.device_map import Device, Room, Stages, map_to_stages, parse_device
+from weft.plan.device_map import AvailableDevices, Device, Stages, map_to_stages, parse_device
 from weft.plan.placement import check_flags, check_stages, module_devices, unit_bytes
 
 LLAMA = catalogue.find("Llama-3.1-8B").shape
@@ -28,7 +28,7 @@ KNOWN = st.sampled_from(
 
 
 def stages(device_map: Mapping[str, object], shape: ModelShape = LLAMA, gpus: int = 2, **more: Any) -> Stages:
-    return map_to_stages(shape, device_map, Room(gpus=range(gpus), nbytes=lambda unit: 10**8, **more))
+    return map_to_stages(shape, device_map, AvailableDevices(gpus=range(gpus), nbytes=lambda unit: 10**8, **more))
 
 
 def refusal(device_map: Mapping[str, object], *words: str, shape: ModelShape = LLAMA, **more: Any) -> None:

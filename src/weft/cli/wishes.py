@@ -92,7 +92,7 @@ def mapped(said: dict[str, Any], cluster: Cluster, model: Model, precision: str)
     if word:
         return Wish(tensor_parallel=1, data_parallel=1, expert_parallel=False, spread=word)
     gpus = {number: gpu for number, gpu in enumerate(cluster.gpus) if gpu.kind == "gpu"}
-    room = device_map.Room(
+    room = device_map.AvailableDevices(
         gpus=[number for number, gpu in gpus.items() if gpu.limit_bytes != 0],
         left_out=[number for number, gpu in gpus.items() if gpu.limit_bytes == 0],
         nbytes=lambda unit: placement.unit_bytes(model.shape, precision, unit),

@@ -36,7 +36,7 @@ class Stages(msgspec.Struct, frozen=True):
     layers: tuple[int, ...]
 
 
-class Room(msgspec.Struct, frozen=True, kw_only=True):
+class AvailableDevices(msgspec.Struct, frozen=True, kw_only=True):
     """What there is to place modules on: the numbers of its GPUs, and of those that --max-memory leaves out. `nbytes`
     are those of a part of the model as it is to be stored; `fetch_Bps` is what a GPU reads of the host's memory, None
     where that is not known."""
@@ -63,7 +63,7 @@ def parse_device(said: object, about: str = "the model") -> Device:
     )
 
 
-def map_to_stages(shape: ModelShape, said: Mapping[str, object], room: Room) -> Stages:
+def map_to_stages(shape: ModelShape, said: Mapping[str, object], room: AvailableDevices) -> Stages:
     """The pipeline of a map. Raises ConfigError, in one line, for a map that is no pipeline of this model on these
     devices: one that leaves something out, splits a block, names what is not there, or needs more than GPUs."""
     found = {module: parse_device(it, module or "the model") for module, it in said.items()}
@@ -102,7 +102,7 @@ def _near(shape: ModelShape, module: str) -> str:
     return f"; did you mean {name if holds_weights(shape, name) else known[match[0]]!r}?"
 
 
-def _check_devices(found: Mapping[str, Device], room: Room) -> None:
+def _check_devices(found: Mapping[str, Device], room: AvailableDevices) -> None:
     for module, it in found.items():
         if isinstance(it, int) and it not in room.gpus:
             what = module or "the model"
@@ -184,7 +184,7 @@ def _home(names: tuple[str, ...], found: Mapping[str, Device]) -> Device | None:
     return found[module]
 
 
-def _check_offload(placed: Sequence[tuple[Unit, Device]], room: Room) -> None:
+def _check_offload(placed: Sequence[tuple[Unit, Device]], room: AvailableDevices) -> None:
     """A CPU is a device where there is no other, or everything lies on it."""
     off = [(unit, it) for unit, it in placed if it in OFF]
     if not off or (len(off) == len(placed) and {it for _, it in off} == {"cpu"}):

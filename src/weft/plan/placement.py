@@ -16,7 +16,7 @@ from weft.errors import ConfigError
 from weft.formats.precision import weight_bytes
 from weft.hardware.host import Host
 from weft.plan import max_memory
-from weft.plan.device_map import SPREADS, Room, Spread, Stages, map_to_stages
+from weft.plan.device_map import SPREADS, AvailableDevices, Spread, Stages, map_to_stages
 from weft.words import commas
 
 DeviceMap = str | Mapping[str, Any]
@@ -94,7 +94,7 @@ def apply_device_map(config: EngineConfig, shape: ModelShape, host: Host, precis
             return config
         return replace(config, device_map=None, device="cpu", pipeline_split=(shape.layers,))
     left_out = [number for number in there if caps and not caps.gpus.get(number)]
-    room = Room(
+    room = AvailableDevices(
         gpus=[number for number in there if number not in left_out],
         left_out=left_out,
         nbytes=lambda unit: unit_bytes(shape, precision, unit),
