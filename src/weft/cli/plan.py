@@ -19,7 +19,7 @@ from weft.hardware import hardware_file
 from weft.hardware.cluster import Cluster, parse_gpus, parse_nodes
 from weft.hardware.gpus import BF16_CAPABILITY
 from weft.plan.plan import DraftModel, Speculation
-from weft.plan.speculation import speculation
+from weft.plan.speculation import resolve_speculation
 from weft.planner.deployment import Workload, lengths
 from weft.planner.question import Question
 from weft.planner.search import search
@@ -149,7 +149,7 @@ def guessing(arguments: Namespace, model: Model) -> Speculation | None:
         named = Namespace(**{**vars(arguments), "model": name, "revision": None})
         return DraftModel(model=name, checkpoint="", load_format="dummy", shape=look_up(named).shape)
 
-    return speculation(said, model.name, model.shape, find)
+    return resolve_speculation(said, model.name, model.shape, find)
 
 
 def precisions(named: str | None, model: Model, cluster: Cluster) -> tuple[str, ...]:

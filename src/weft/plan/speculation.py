@@ -19,7 +19,7 @@ KNOWN = ("method", "model", "num_speculative_tokens", "prompt_lookup_min", "prom
 METHODS = ("ngram", "draft_model")
 
 
-def speculation(
+def resolve_speculation(
     said: Mapping[str, Any], model: str, shape: ModelShape, find: Callable[[str], DraftModel]
 ) -> Speculation:
     """What `said` means for a model of this name and shape: {"method": "ngram"}, or {"model": NAME} for a draft model,

@@ -19,7 +19,7 @@ from weft.plan.max_memory import cap_cluster, device_caps, parse_max_memory
 from weft.plan.placement import apply_device_map, spread_word
 from weft.plan.plan import Plan, Speculation
 from weft.plan.quantization import precision_held
-from weft.plan.speculation import fetched, speculation
+from weft.plan.speculation import fetched, resolve_speculation
 from weft.planner.profiles import OURS, profile
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def speculating(config: EngineConfig, checkpoint: Checkpoint) -> Speculation | N
     """How the engine guesses ahead, with its draft model found."""
     if config.speculative_config is None:
         return None
-    return speculation(
+    return resolve_speculation(
         config.speculative_config, config.model, checkpoint.shape, lambda name: fetched(name, checkpoint.format)
     )
 
