@@ -24,7 +24,7 @@ def resolve_speculation(
 ) -> Speculation:
     """What `said` means for a model of this name and shape: {"method": "ngram"}, or {"model": NAME} for a draft model,
     which `find` looks up. Raises ConfigError, and what `find` raises."""
-    speculation, name = read(said)
+    speculation, name = parse_speculative_config(said)
     if name is None:
         return speculation
     draft = find(name)
@@ -36,7 +36,7 @@ def resolve_speculation(
     return replace(speculation, draft=draft)
 
 
-def read(said: Mapping[str, Any]) -> tuple[Speculation, str | None]:
+def parse_speculative_config(said: Mapping[str, Any]) -> tuple[Speculation, str | None]:
     """The figures, and the name of a draft model. Raises ConfigError."""
     unknown = sorted(set(said) - set(KNOWN))
     if unknown:

@@ -219,7 +219,9 @@ def _check_flag(plan: PlanFile, name: str, said: object, planned: object) -> Non
         same = same or DTYPES.get(str(said)) == planned
     if name == "speculative_config" and not same:
         assert isinstance(said, dict)
-        same = isinstance(planned, dict) and speculation.read(said) == speculation.read(planned)
+        same = isinstance(planned, dict) and speculation.parse_speculative_config(
+            said
+        ) == speculation.parse_speculative_config(planned)
     if name == "tensor_split" and not same:
         assert isinstance(said, tuple) and isinstance(planned, tuple)
         ratios = [[weight / sum(weights) for weight in weights] for weights in (said, planned)]
