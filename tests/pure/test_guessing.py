@@ -115,9 +115,9 @@ def test_other_systems_get_what_they_can_do() -> None:
 
 def test_written_and_read_it_is_the_same() -> None:
     for how in (Speculation(tokens=3, lookup_min=1, lookup_max=7), Speculation(tokens=16)):
-        assert speculation.parse_speculative_config(speculation.write(how)) == (how, None)
+        assert speculation.parse_speculative_config(speculation.to_speculative_config(how)) == (how, None)
     how = Speculation(tokens=2, draft=DraftModel(model="m", checkpoint="", load_format="dummy", shape=rigged().shape))
-    assert speculation.parse_speculative_config(speculation.write(how)) == (Speculation(tokens=2), "m")
+    assert speculation.parse_speculative_config(speculation.to_speculative_config(how)) == (Speculation(tokens=2), "m")
 
 
 # --- engines ---

@@ -60,7 +60,7 @@ def parse_speculative_config(said: Mapping[str, Any]) -> tuple[Speculation, str 
     return Speculation(tokens=tokens, lookup_min=shortest, lookup_max=longest), str(model) if model else None
 
 
-def write(how: Speculation) -> dict[str, Any]:
+def to_speculative_config(how: Speculation) -> dict[str, Any]:
     """As `read` takes it."""
     tokens = {"num_speculative_tokens": how.tokens}
     if how.draft:

@@ -59,7 +59,7 @@ def as_json(answer: Answer, model: Model) -> dict[str, Any]:
             "max_model_len_given": question.workload.max_model_len is not None,
         },
         "max_num_seqs": question.max_num_seqs,
-        "speculative_config": speculation.write(question.speculation) if question.speculation else None,
+        "speculative_config": speculation.to_speculative_config(question.speculation) if question.speculation else None,
         "promise": None,
         "best": best_json(question, best) if best else None,
         "candidates": [candidate_json(question, candidate) for candidate in answer.candidates],
