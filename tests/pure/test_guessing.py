@@ -32,7 +32,7 @@ def no_files(monkeypatch: pytest.MonkeyPatch) -> None:
     def fetched(model: str, load_format: str) -> DraftModel:
         return DraftModel(model=model, checkpoint="", load_format="dummy", shape=checkpoint(model).shape)
 
-    monkeypatch.setattr(execution, "fetched", fetched)
+    monkeypatch.setattr(execution, "fetch_draft", fetched)
     monkeypatch.setattr("weft.probes.speeds.known", lambda _: NOTHING)
 
 

@@ -77,7 +77,7 @@ def count(said: Mapping[str, Any], name: str, default: int, most: int) -> int:
     return value
 
 
-def fetched(model: str, load_format: str) -> DraftModel:
+def fetch_draft(model: str, load_format: str) -> DraftModel:
     """A draft model whose weights are fetched like any other's; `load_format` is that of the large one."""
     found = checkpoint.resolve(model, load_format="dummy" if load_format == "dummy" else "auto")
     return DraftModel(model=model, checkpoint=str(found.path), load_format=found.format, shape=found.shape)

@@ -19,7 +19,7 @@ from weft.plan.max_memory import cap_cluster, device_caps, parse_max_memory
 from weft.plan.placement import apply_device_map, spread_word
 from weft.plan.plan import Plan, Speculation
 from weft.plan.quantization import precision_held
-from weft.plan.speculation import fetched, resolve_speculation
+from weft.plan.speculation import fetch_draft, resolve_speculation
 from weft.planner.profiles import OURS, profile
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def speculating(config: EngineConfig, checkpoint: Checkpoint) -> Speculation | N
     if config.speculative_config is None:
         return None
     return resolve_speculation(
-        config.speculative_config, config.model, checkpoint.shape, lambda name: fetched(name, checkpoint.format)
+        config.speculative_config, config.model, checkpoint.shape, lambda name: fetch_draft(name, checkpoint.format)
     )
 
 
