@@ -13,7 +13,7 @@ from weft.formats import checkpoint
 from weft.plan.places import cut_places
 from weft.plan.plan import DraftModel, Plan, Speculation
 
-USUAL = Speculation(tokens=4)  # guesses of a step
+DEFAULT_SPECULATION = Speculation(tokens=4)  # guesses of a step
 MOST_TOKENS, MOST_LOOKUP = 16, 32
 KNOWN = ("method", "model", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
 METHODS = ("ngram", "draft_model")
@@ -50,9 +50,9 @@ def parse_speculative_config(said: Mapping[str, Any]) -> tuple[Speculation, str 
             f"speculative_config: the method {method} {'needs' if not model else 'has no'} model; "
             'give {"method": "ngram"} or {"model": "NAME"}'
         )
-    tokens = count(said, "num_speculative_tokens", USUAL.tokens, MOST_TOKENS)
-    shortest = count(said, "prompt_lookup_min", USUAL.lookup_min, MOST_LOOKUP)
-    longest = count(said, "prompt_lookup_max", max(USUAL.lookup_max, shortest), MOST_LOOKUP)
+    tokens = count(said, "num_speculative_tokens", DEFAULT_SPECULATION.tokens, MOST_TOKENS)
+    shortest = count(said, "prompt_lookup_min", DEFAULT_SPECULATION.lookup_min, MOST_LOOKUP)
+    longest = count(said, "prompt_lookup_max", max(DEFAULT_SPECULATION.lookup_max, shortest), MOST_LOOKUP)
     if said.get("prompt_lookup_min") is None:
         shortest = min(shortest, longest)
     if shortest > longest:
