@@ -95,7 +95,7 @@ def test_the_memory_of_the_kernels_is_given_back_too(tmp_path: Path) -> None:
 def test_what_is_measured_samples_after_every_guess(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The logits of a step in which everybody guesses are the largest that it has: without them a full batch that
     begins to guess would find no memory."""
-    monkeypatch.setattr(memory, "SCORED", 1)
+    monkeypatch.setattr(memory, "SCORED_POSITIONS", 1)
     plan = tiny_plan(tmp_path, max_num_seqs=3)
     guessing = replace(plan, speculation=Speculation(tokens=4, lookup_min=2, lookup_max=4))
     orders: list[list[int]] = []
@@ -131,10 +131,10 @@ def test_what_is_measured_holds_the_logits_of_a_prompt_that_is_scored(
         reported = worker.load().activation_bytes
         worker.allocate(4)
         monkeypatch.setattr(Decoder, "logits", spy)
-        monkeypatch.setattr(worker_module, "SCORED", 5)
+        monkeypatch.setattr(worker_module, "SCORED_POSITIONS", 5)
         worker._rehearse([13], worker_module.SCORING)
     assert held == [5, 5, 2, 1]  # twelve of the prompt, and the one that is sampled
-    assert reported > LOGITS_BYTES * min(memory.SCORED, plan.max_num_batched_tokens) * plan.shape.vocab
+    assert reported > LOGITS_BYTES * min(memory.SCORED_POSITIONS, plan.max_num_batched_tokens) * plan.shape.vocab
 
 
 def test_fewer_rows_of_the_table_are_the_same_rows() -> None:

@@ -19,7 +19,9 @@ HIDDEN_COPIES = 3  # residual, norm and output
 FFN_COPIES = 3  # gate, up and their product
 LOGITS_BYTES = 2 * 4  # float32, twice: as they come and as they are sampled from
 CPU_RUNTIME_BYTES = 500 << 20  # resident memory of torch and its libraries in a rank: 0.4 to 0.6 GB measured
-SCORED = 64  # positions of a prompt whose logits are held at once, where a request wants its prompt's logprobs
+SCORED_POSITIONS = (
+    64  # positions of a prompt whose logits are held at once, where a request wants its prompt's logprobs
+)
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,7 +50,7 @@ def step_bytes(
     token of each of `sequences` and after each of its `guesses`, or after SCORED tokens of a prompt."""
     attention = (len(place.q_heads) * 2 + len(place.kv_heads) * 2) * shape.head_dim
     width = HIDDEN_COPIES * shape.hidden + max(attention, FFN_COPIES * len(place.ffn))
-    rows = min(tokens, max(SCORED, sequences * (1 + guesses))) if place.samples else 0
+    rows = min(tokens, max(SCORED_POSITIONS, sequences * (1 + guesses))) if place.samples else 0
     return tokens * width * number_bytes + LOGITS_BYTES * rows * shape.vocab
 
 

@@ -25,7 +25,7 @@ from weft.kernels.warm import warm
 from weft.layers import rope
 from weft.models.decoder import Decoder
 from weft.plan.fills import rank_weight_bytes
-from weft.plan.memory import SCORED, Capacity, step_bytes
+from weft.plan.memory import SCORED_POSITIONS, Capacity, step_bytes
 from weft.plan.plan import Plan
 from weft.weights.load import allocate, load
 from weft.worker import device as devices
@@ -307,8 +307,8 @@ class Worker:
             wish = self.rows.wishes.get(slot)
             if wish is not None:
                 targets = wish.prompt[start + 1 : start + count + 1]
-                for at in range(0, len(targets), SCORED):
-                    chunk = targets[at : at + SCORED]
+                for at in range(0, len(targets), SCORED_POSITIONS):
+                    chunk = targets[at : at + SCORED_POSITIONS]
                     logits = self.model.logits(hidden[begin + at : begin + at + len(chunk)])
                     if self.sampler:
                         assert logits is not None
