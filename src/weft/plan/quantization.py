@@ -113,7 +113,7 @@ def precision_of(shape: ModelShape, quantization: str, schemes: Mapping[str, str
     return _mix(shape, schemes, scheme_of)
 
 
-def precision_held(config: EngineConfig, checkpoint: Checkpoint, dtype: DType, devices: Sequence[str]) -> str:
+def checkpoint_precision(config: EngineConfig, checkpoint: Checkpoint, dtype: DType, devices: Sequence[str]) -> str:
     """The same of what an engine would hold; a GGUF file's own mix."""
     shape, schemes = checkpoint.shape, quantised_tensors(config, checkpoint, dtype, devices)
     quantization = quantization_of(config, shape, schemes)

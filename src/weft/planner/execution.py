@@ -18,7 +18,7 @@ from weft.plan.layout import build_plan, check_config, check_weights_fit, comput
 from weft.plan.max_memory import cap_cluster, device_caps, parse_max_memory
 from weft.plan.placement import apply_device_map, spread_word
 from weft.plan.plan import Plan, Speculation
-from weft.plan.quantization import precision_held
+from weft.plan.quantization import checkpoint_precision
 from weft.plan.speculation import fetch_draft, resolve_speculation
 from weft.planner.profiles import OURS, profile
 
@@ -53,7 +53,7 @@ def plan_to_run(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Pla
         return plan
     how = speculating(config, checkpoint)
     dtype, devices = compute_dtype(config, checkpoint, host, ()), [device_kind(config, host)]
-    config = apply_device_map(config, checkpoint.shape, host, precision_held(config, checkpoint, dtype, devices))
+    config = apply_device_map(config, checkpoint.shape, host, checkpoint_precision(config, checkpoint, dtype, devices))
     if device_kind(config, host) == "cpu" or (is_cut(config, host) and not leaves_shares_open(config, host)):
         return laid_out(config, checkpoint, host, how)
     from weft.probes.machine import this_machine
@@ -212,7 +212,7 @@ def question(
         shape=shape,
         cluster=cluster,
         engine="weft",
-        precisions=(precision_held(config, checkpoint, dtype, devices),),
+        precisions=(checkpoint_precision(config, checkpoint, dtype, devices),),
         kv_dtype=OF_DTYPE[dtype] if config.kv_cache_dtype == "auto" else "fp8",
         workload=Workload(input_len=input_len, output_len=output_len, max_model_len=most),
         wish=wish,
