@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from tests.pure.machines import host
-from weft.architectures.published import ORDERED, Published
+from weft.architectures.published import ORDERED, PublishedQuantization
 from weft.architectures.shape import ModelShape
 from weft.config import EngineConfig
 from weft.errors import ConfigError, ModelError
@@ -47,7 +47,7 @@ def shape(**quantization: Any) -> ModelShape:
     return config_json.shape(Fields(CONFIG | {"quantization_config": quantization}, "config.json"))
 
 
-def published(**quantization: Any) -> Published:
+def published(**quantization: Any) -> PublishedQuantization:
     found = shape(**quantization).published
     assert found is not None
     return found
@@ -230,7 +230,7 @@ def test_parts_that_do_not_fit_together(change: dict[str, Any], line: str) -> No
     there = {"qweight": info("I32", 80, 96), "scales": info("F16", 5, 96), "qzeros": info("I32", 5, 12)}
     index = {f"a.b.{name}": it for name, it in (there | change).items() if it is not None}
     with pytest.raises(ModelError, match=f"^/m/model.safetensors: a.b (has a part that )?{line}"):
-        packed.joined(index, Published(method="gptq", bits=4, group=128, symmetric=False))
+        packed.joined(index, PublishedQuantization(method="gptq", bits=4, group=128, symmetric=False))
 
 
 def test_what_it_computes_in_is_told(caplog: pytest.LogCaptureFixture) -> None:

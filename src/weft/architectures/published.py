@@ -13,7 +13,7 @@ ROW = 1 << 20  # columns: a group longer than any row, so that each row is one g
 ORDERED = "_ORDERED"  # suffix of a scheme that no kernel multiplies with: each column names its group
 
 
-class Published(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
+class PublishedQuantization(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     """The matrices of attention, MLPs and experts are in `scheme`; a head is not. `exceptions` are tensors, by their
     name, that are stored otherwise, "" for those that are not quantised. `ordered`: columns were taken in the order of
     their activations (desc_act), so that those of a group lie apart. `zero_offset` is added to a stored zero point."""
@@ -48,6 +48,6 @@ def scheme_name(bits: int, group: int, symmetric: bool) -> str:
 
 
 @lru_cache(maxsize=64)
-def _exceptions(published: Published) -> dict[str, str]:
+def _exceptions(published: PublishedQuantization) -> dict[str, str]:
     """By name."""
     return dict(published.exceptions)

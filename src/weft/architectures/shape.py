@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from weft.architectures.published import Published
+from weft.architectures.published import PublishedQuantization
 
 DType = Literal["bfloat16", "float16", "float32"]
 DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -105,7 +105,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     experts: Experts | None = None
     mla: Latent | None = None
     dtype: DType = "bfloat16"
-    published: Published | None = None
+    published: PublishedQuantization | None = None
     bos: int | None = None
     eos: tuple[int, ...] = ()
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 import msgspec
 
 from weft.architectures.parameters import Parameter, layers_of, parameters
-from weft.architectures.published import ORDERED, ROW, Published, scheme_name
+from weft.architectures.published import ORDERED, ROW, PublishedQuantization, scheme_name
 from weft.architectures.shape import ModelShape
 from weft.errors import ModelError, reason
 from weft.formats.fields import Fields
@@ -41,7 +41,7 @@ class Packed(TensorInfo, frozen=True, kw_only=True):
     what no kernel multiplies with; `group` columns share a scale, but where `order` says each column's group. With
     `symmetric` zero is in the middle, whether or not there are `zeros` that say so."""
 
-    published: Published
+    published: PublishedQuantization
     bits: int
     group: int
     symmetric: bool
@@ -51,7 +51,7 @@ class Packed(TensorInfo, frozen=True, kw_only=True):
     order: TensorInfo | None
 
 
-def joined(index: Mapping[str, TensorInfo], published: Published) -> dict[str, TensorInfo]:
+def joined(index: Mapping[str, TensorInfo], published: PublishedQuantization) -> dict[str, TensorInfo]:
     """An index with each packed matrix as `weight` of its layer, as it is called where it is not quantised. Raises
     ModelError, naming the tensor, where its parts do not fit together."""
     ends = tuple("." + name for name in NAMES[published.method] if name)
@@ -118,7 +118,9 @@ def matrices(shape: ModelShape) -> Iterator[tuple[str, Parameter]]:
                     yield part.source.format(layer=layer, expert=0), parameter
 
 
-def _packed(index: Mapping[str, TensorInfo], layer: str, values: TensorInfo, published: Published) -> Packed:
+def _packed(
+    index: Mapping[str, TensorInfo], layer: str, values: TensorInfo, published: PublishedQuantization
+) -> Packed:
     _, *names = (f"{layer}.{name}" if name else "" for name in NAMES[published.method])
     scales, zeros, order = (index.get(name) for name in names)
     if scales is None or len(scales.dims) != 2 or len(values.dims) != 2:

@@ -19,7 +19,7 @@ import msgspec
 from weft.architectures.axes import axis_length, owned
 from weft.architectures.parameters import Parameter, Part, parameters
 from weft.architectures.place import Place, Span, whole
-from weft.architectures.published import ORDERED, ROW, Published
+from weft.architectures.published import ORDERED, ROW, PublishedQuantization
 from weft.architectures.shape import DType, ModelShape
 from weft.errors import ConfigError
 from weft.formats import gguf_types
@@ -109,7 +109,7 @@ def as_held(precision: str) -> str:
     return precision + gguf_types.HELD if precision in (*gguf_types.MIXES, "int8", "int4") else precision
 
 
-def as_published(shape: ModelShape, precision: str) -> Published | None:
+def as_published(shape: ModelShape, precision: str) -> PublishedQuantization | None:
     """How the model's own checkpoint has its weights, where the precision is that one's."""
     published = shape.published
     return published if published and published.precision == precision.removesuffix(gguf_types.HELD) else None
@@ -159,7 +159,7 @@ def part_format(shape: ModelShape, precision: str, parameter: Parameter, part: P
     return MATRICES[precision]
 
 
-def _published_format(published: Published, parameter: Parameter, part: Part, layer: int) -> Format:
+def _published_format(published: PublishedQuantization, parameter: Parameter, part: Part, layer: int) -> Format:
     """As it lies in the file."""
     name = published.of(part.source.format(layer=layer, expert=0), parameter.role).removesuffix(ORDERED)
     if name not in ALL:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
-from weft.architectures.published import ROW, Published
+from weft.architectures.published import ROW, PublishedQuantization
 from weft.errors import ModelError
 from weft.formats.fields import Fields
 
@@ -36,12 +36,12 @@ def obstacle(config: Fields) -> str | None:
     return None
 
 
-def read(config: Fields) -> Published:
+def read(config: Fields) -> PublishedQuantization:
     """What a quantization_config without an obstacle says of all matrices, exceptions left out."""
     method = config.text_or("quant_method", None)
     if method == "compressed-tensors":
         weights = _weights(next(_groups(config)))
-        return Published(
+        return PublishedQuantization(
             method="compressed-tensors",
             bits=weights.integer("num_bits"),
             group=_columns(weights, ROW),
@@ -50,8 +50,8 @@ def read(config: Fields) -> Published:
         )
     group = _columns(config, GROUP)
     if method == "awq":
-        return Published(method="awq", bits=_bits(config), group=group, symmetric=False)
-    return Published(
+        return PublishedQuantization(method="awq", bits=_bits(config), group=group, symmetric=False)
+    return PublishedQuantization(
         method="gptq",
         bits=_bits(config),
         group=group,
