@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from weft.architectures.parameters import params
+from weft.architectures.parameters import parameter_count
 from weft.formats import config_json
 from weft.formats.checkpoint import sources
 
@@ -76,9 +76,9 @@ def test_as_transformers_has_them(tmp_path: Path, architecture: str, config: dic
     named = dict(model.named_parameters())
     # The router's correction is no parameter, but is stored like one.
     named |= {name: value for name, value in model.named_buffers() if name.endswith("correction_bias")}
-    assert params(shape) == sum(value.numel() for value in named.values())
+    assert parameter_count(shape) == sum(value.numel() for value in named.values())
     stored = dict(sources(shape))
-    assert sum(map(prod, stored.values())) == params(shape)
+    assert sum(map(prod, stored.values())) == parameter_count(shape)
     if architecture in PLAIN:
         tied = {"lm_head.weight"} if shape.tied else set()
         assert {name: tuple(value.shape) for name, value in named.items() if name not in tied} == stored

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from weft.architectures.kv import kv_bytes, kv_bytes_per_token, layer_bytes_per_token
-from weft.architectures.parameters import params
+from weft.architectures.parameters import parameter_count
 from weft.errors import ModelError
 from weft.formats import catalogue
 from weft.formats.precision import NAMES, canonical, weight_bytes
@@ -33,7 +33,7 @@ def test_models_are_reproduced_exactly(row: dict[str, str]) -> None:
     model = catalogue.find(row["model"])
     shape = model.shape
     assert model.name == row["model"]
-    assert model.params == params(shape) == int(row["params"])
+    assert model.params == parameter_count(shape) == int(row["params"])
     assert weight_bytes(shape, "bf16") == weight_bytes(shape, "fp16") == 2 * int(row["params"])
     decimals = len(row["bf16_gb"].partition(".")[2])
     assert f"{weight_bytes(shape, 'bf16') / 1e9:.{decimals}f}" == row["bf16_gb"]
@@ -67,7 +67,7 @@ def test_shapes_are_reproduced_exactly(row: dict[str, str]) -> None:
     model = catalogue.find(row["model"])
     shape = model.shape
     assert model.name == row["model"] and shape.architecture == row["architecture"]
-    assert not row["params"] or model.params == params(shape) == int(row["params"])
+    assert not row["params"] or model.params == parameter_count(shape) == int(row["params"])
     for key in ("layers", "hidden", "q_heads", "kv_heads", "vocab", "head_dim"):
         assert getattr(shape, key) == int(row[key])
     assert int(row["ffn"]) == (shape.experts.ffn if shape.experts else shape.ffn)
@@ -77,7 +77,7 @@ def test_shapes_are_reproduced_exactly(row: dict[str, str]) -> None:
 @pytest.mark.parametrize("entry", catalogue.entries(), ids=lambda entry: entry.names[0])
 def test_every_line_adds_up_to_its_published_total(entry: catalogue.Entry) -> None:
     model = catalogue.find(entry.names[0])
-    assert params(model.shape) == entry.params == model.params
+    assert parameter_count(model.shape) == entry.params == model.params
     assert model.source and canonical(model.precision) == model.precision
     assert model.shape.q_heads % model.shape.kv_heads == 0
     assert {catalogue.find(name).shape for name in entry.names} == {model.shape}

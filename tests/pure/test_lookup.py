@@ -16,7 +16,7 @@ import pytest
 from huggingface_hub import constants
 
 from tests.pure.commands import weft
-from weft.architectures.parameters import params
+from weft.architectures.parameters import parameter_count
 from weft.architectures.shape import ModelShape
 from weft.cli import dispatch
 from weft.client.arguments import engine_config
@@ -144,7 +144,7 @@ def test_another_model_is_asked_for_by_its_headers(hub: Hub, files: int) -> None
     put(hub, "someone/mixed", MIXTRAL, files=files)
     model = look_up("someone/mixed")
     assert model.shape == look_up_config(MIXTRAL)
-    assert model.params == params(model.shape)
+    assert model.params == parameter_count(model.shape)
     assert model.stored_bytes == files * 2 * model.params
     assert (model.name, model.precision) == ("someone/mixed", "bf16")
     assert hub.url in model.source

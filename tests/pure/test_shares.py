@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.pure.shapes import planned_layouts, planned_shapes
 from weft.architectures.axes import CUT_BY, Axis, axis_length
-from weft.architectures.parameters import Parameter, parameter_dims, params, rank_parameters
+from weft.architectures.parameters import Parameter, parameter_count, parameter_dims, rank_parameters
 from weft.architectures.place import Span, whole
 from weft.architectures.shape import ModelShape
 from weft.errors import PlanError
@@ -88,8 +88,8 @@ def test_fills_fill_what_the_rank_holds(layout: Layout) -> None:
 @given(planned_shapes())
 def test_the_whole_model_is_one_rank(shape: ModelShape) -> None:
     assert cut_places(shape, [1.0], [shape.layers]) == (whole(shape),)
-    assert weight_bytes(shape, "bf16") == 2 * params(shape)
-    assert sum(map(prod, dict(sources(shape)).values())) == params(shape)
+    assert weight_bytes(shape, "bf16") == 2 * parameter_count(shape)
+    assert sum(map(prod, dict(sources(shape)).values())) == parameter_count(shape)
 
 
 @given(planned_layouts(), st.sampled_from(["fp8", "int8", "int4", "mxfp4", "nvfp4", "q4_k_m", "q2_k", "q8_0"]))

@@ -187,7 +187,7 @@ class _Layer:
             yield from self.linear("shared.down", down, Axis.SHARED_FFN, on="expert")
 
 
-def params(shape: ModelShape) -> int:
+def parameter_count(shape: ModelShape) -> int:
     """How many numbers the whole model learnt; a tied head is counted once, with the embedding."""
     total = 0
     for parameter in parameters(shape):

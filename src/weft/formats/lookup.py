@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from weft.architectures.model import Model
-from weft.architectures.parameters import params
+from weft.architectures.parameters import parameter_count
 from weft.architectures.shape import ModelShape
 from weft.errors import ModelError, reason
 from weft.formats import catalogue, checkpoint, config_json, demo, gguf, gguf_shape, hub, model_names, safetensors
@@ -75,4 +75,6 @@ def _gguf(model: str, path: Path) -> Model:
 
 
 def _model(name: str, shape: ModelShape, precision: str, source: str, stored: int | None) -> Model:
-    return Model(name=name, shape=shape, params=params(shape), precision=precision, source=source, stored_bytes=stored)
+    return Model(
+        name=name, shape=shape, params=parameter_count(shape), precision=precision, source=source, stored_bytes=stored
+    )

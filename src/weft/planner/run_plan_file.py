@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from weft.architectures.kv import number_bytes
-from weft.architectures.parameters import params
+from weft.architectures.parameters import parameter_count
 from weft.config import USUAL, EngineConfig
 from weft.errors import ConfigError, PlanError
 from weft.formats import gguf_types
@@ -121,10 +121,10 @@ def _spans(figures: Sequence[int]) -> str:
 
 def _check_model(plan: PlanFile, checkpoint: Checkpoint) -> None:
     shape = checkpoint.shape
-    if (shape.architecture, params(shape)) != (plan.model.architecture, plan.model.params):
+    if (shape.architecture, parameter_count(shape)) != (plan.model.architecture, plan.model.params):
         raise PlanError(
             f"{plan.path} is a plan for {plan.model.name} ({plan.model.architecture}, {plan.model.params:,} "
-            f"parameters); {checkpoint.model} has {params(shape):,} ({shape.architecture}): plan again for it"
+            f"parameters); {checkpoint.model} has {parameter_count(shape):,} ({shape.architecture}): plan again for it"
         )
 
 
