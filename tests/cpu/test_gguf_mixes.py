@@ -12,7 +12,7 @@ from tests.cpu.layouts import logits_of, plan_for
 from tests.cpu.test_weights import SHAPE
 from tests.pure.gguf_files import write_model
 from weft import LLM, SamplingParams
-from weft.architectures.parameters import parameters
+from weft.architectures.parameters import model_parameters
 from weft.architectures.shape import ModelShape
 from weft.formats.checkpoint import resolve, sources
 from weft.formats.gguf_types import type_of
@@ -34,7 +34,7 @@ LAYOUTS = {
 def types_of(shape: ModelShape, mix: str) -> dict[str, str]:
     return {
         part.source.format(layer=layer): type_of(shape, mix, parameter, part, layer)
-        for parameter in parameters(shape)
+        for parameter in model_parameters(shape)
         for part in parameter.parts
         for layer in (range(shape.layers) if parameter.where == "layer" else [0])
     }

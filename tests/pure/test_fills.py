@@ -11,7 +11,7 @@ from hypothesis import given
 
 from tests.pure.shapes import SMOLLM2, layouts
 from weft.architectures.axes import Axis, axis_length, owned
-from weft.architectures.parameters import parameter_dims, parameters, rank_parameters
+from weft.architectures.parameters import model_parameters, parameter_dims, rank_parameters
 from weft.architectures.place import Place, Span
 from weft.architectures.shape import DTYPE_BYTES, ModelShape
 from weft.plan.fills import Fill, rank_fills, rank_weight_bytes
@@ -24,7 +24,7 @@ EMBED = "model.embed_tokens.weight"
 def sources(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """The tensors of a checkpoint and their dims."""
     found = {}
-    for parameter in parameters(shape):
+    for parameter in model_parameters(shape):
         for layer in range(shape.layers) if parameter.where == "layer" else [None]:
             for part in parameter.parts:
                 axes = (part.rows,) if part.cols is None else (part.rows, part.cols)
@@ -75,7 +75,7 @@ def test_every_element_is_read_by_exactly_its_owners(layout: Layout) -> None:
             readers.setdefault(fill.source, []).append((place, fill))
     dims = sources(shape)
     assert set(readers) == set(dims)
-    for parameter in parameters(shape):
+    for parameter in model_parameters(shape):
         for layer in range(shape.layers) if parameter.where == "layer" else [None]:
             for part in parameter.parts:
                 name = part.source.format(layer=layer)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.pure.machines import H100, NOTHING, checkpoint, host, rig
 from tests.pure.shapes import SMOLLM2
-from weft.architectures.parameters import parameters
+from weft.architectures.parameters import model_parameters
 from weft.architectures.place import Span
 from weft.architectures.shape import ModelShape
 from weft.config import EngineConfig
@@ -147,7 +147,7 @@ def test_a_mix_is_planned_as_it_is_held(mix: str) -> None:
     for shape in (SMOLLM2, catalogue.find("Llama-3.1-8B").shape):
         types = {
             part.source.format(layer=layer): gguf_types.type_of(shape, mix, parameter, part, layer)
-            for parameter in parameters(shape)
+            for parameter in model_parameters(shape)
             for part in parameter.parts
             for layer in (range(shape.layers) if parameter.where == "layer" else [0])
         }

@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 
 from weft.architectures.names import NAMES
-from weft.architectures.parameters import Parameter, parameters
+from weft.architectures.parameters import Parameter, model_parameters
 from weft.architectures.shape import ModelShape
 
 _SEEING = ((r"^language_model\.model\.", "model.language_model."), (r"^language_model\.lm_head\.", "lm_head."))
@@ -49,7 +49,7 @@ class Unit(msgspec.Struct, frozen=True, kw_only=True):
 @lru_cache(maxsize=8)
 def units(shape: ModelShape) -> tuple[Unit, ...]:
     """All of a model, in the order of the forward pass: embedding, layers, norm, head."""
-    table = parameters(shape)
+    table = model_parameters(shape)
     embedding = [it for it in table if it.where == "embed"]
     norm = [it for it in table if it.where == "head" and it.role != "head"]
     head = _names(shape, NAMES[shape.architecture].head + ".weight")
@@ -62,7 +62,7 @@ def units(shape: ModelShape) -> tuple[Unit, ...]:
 
 
 def _layer(shape: ModelShape, layer: int) -> Unit:
-    held = [it for it in parameters(shape) if it.where == "layer" and it.is_in(shape, layer)]
+    held = [it for it in model_parameters(shape) if it.where == "layer" and it.is_in(shape, layer)]
     unit = _unit(shape, "layer", held, layer)
     words = unit.tensors[0][0].split(".")
     return msgspec.structs.replace(unit, name=".".join(words[: words.index(str(layer)) + 1]), layer=layer)

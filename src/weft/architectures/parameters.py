@@ -62,7 +62,7 @@ class Parameter(msgspec.Struct, frozen=True):
 
 
 @lru_cache(maxsize=64)
-def parameters(shape: ModelShape) -> tuple[Parameter, ...]:
+def model_parameters(shape: ModelShape) -> tuple[Parameter, ...]:
     """Every parameter, in the order of the forward pass; `{layer}` is left in the names.
 
     Raises ModelError for an architecture that is not in the table.
@@ -190,7 +190,7 @@ class _Layer:
 def parameter_count(shape: ModelShape) -> int:
     """How many numbers the whole model learnt; a tied head is counted once, with the embedding."""
     total = 0
-    for parameter in parameters(shape):
+    for parameter in model_parameters(shape):
         if parameter.role == "head" and shape.tied:
             continue
         size = sum(prod(axis_length(shape, axis) for axis in part_axes(part)) for part in parameter.parts)
@@ -215,7 +215,7 @@ def layers_of(shape: ModelShape, parameter: Parameter) -> list[int]:
 def rank_parameters(shape: ModelShape, place: Place) -> Iterator[tuple[str, Parameter, int | None]]:
     """(name, parameter, layer) of all that a rank holds. A tied head on the embedding's own stage is no
     parameter of its own: the model uses the embedding."""
-    table = parameters(shape)
+    table = model_parameters(shape)
     for parameter in table:
         if parameter.where == "embed" and place.first:
             yield parameter.name, parameter, None

@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 
 from weft.architectures.axes import axis_length
-from weft.architectures.parameters import layers_of, parameters
+from weft.architectures.parameters import layers_of, model_parameters
 from weft.architectures.shape import DType, ModelShape
 from weft.errors import ConfigError, ModelError, reason
 from weft.formats import config_json, demo, gguf, gguf_names, gguf_shape, hub, model_names, packed, safetensors
@@ -167,7 +167,7 @@ def _check_shape(shape: ModelShape, where: str) -> None:
 
 def sources(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Each tensor that a checkpoint of this shape has, under Hugging Face's name, with its dims."""
-    for parameter in parameters(shape):
+    for parameter in model_parameters(shape):
         # Parts that share a tensor come one after the other: the last one says how long it is.
         last = {part.source: part for part in parameter.parts}
         count = shape.experts.count if parameter.role == "expert" and shape.experts else None

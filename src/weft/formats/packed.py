@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from weft.architectures.parameters import Parameter, layers_of, parameters
+from weft.architectures.parameters import Parameter, layers_of, model_parameters
 from weft.architectures.published import ORDERED, ROW, PublishedQuantization, scheme_name
 from weft.architectures.shape import ModelShape
 from weft.errors import ModelError, reason
@@ -109,7 +109,7 @@ def stored(shape: ModelShape) -> dict[str, str]:
 def matrices(shape: ModelShape) -> Iterator[tuple[str, Parameter]]:
     """The tensors of a model that have rows and columns, the first for all experts. A tied head's is its embedding's,
     and comes once."""
-    for parameter in parameters(shape):
+    for parameter in model_parameters(shape):
         if parameter.role == "head" and shape.tied:
             continue
         for layer in layers_of(shape, parameter):

@@ -17,7 +17,7 @@ from functools import lru_cache
 import msgspec
 
 from weft.architectures.axes import axis_length, owned
-from weft.architectures.parameters import Parameter, Part, parameters
+from weft.architectures.parameters import Parameter, Part, model_parameters
 from weft.architectures.place import Place, Span, whole
 from weft.architectures.published import ORDERED, ROW, PublishedQuantization
 from weft.architectures.shape import DType, ModelShape
@@ -217,7 +217,7 @@ def summed(shape: ModelShape, precision: str, place: Place) -> WeightBytes:
     # The first of those that are alike, and how many they are.
     layers = Counter(alike(shape, precision)[place.layers.start : place.layers.stop])
     kinds = {"embedding": 0, "linear": 0, "expert": 0, "head": 0, "others": 0}
-    for parameter in parameters(shape):
+    for parameter in model_parameters(shape):
         kind = parameter.role if parameter.role in kinds else "others"
         if parameter.where == "layer":
             for layer, count in layers.items():

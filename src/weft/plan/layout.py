@@ -9,7 +9,7 @@ from dataclasses import replace
 from math import isfinite, prod
 from typing import TYPE_CHECKING
 
-from weft.architectures.parameters import parameter_dims, parameters
+from weft.architectures.parameters import model_parameters, parameter_dims
 from weft.architectures.shape import DTYPE_BYTES, DType, ModelShape
 from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError
@@ -212,7 +212,7 @@ def stage_layers(shape: ModelShape, stages: int) -> list[int]:
         return [shape.layers]
     whole = cut_places(shape, [1.0], [shape.layers])[0]
     layer = head = 0
-    for parameter in parameters(shape):
+    for parameter in model_parameters(shape):
         size = prod(parameter_dims(shape, whole, parameter))
         layer += size * (parameter.where == "layer")
         head += size * (parameter.where == "head")

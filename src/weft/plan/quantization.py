@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from weft.architectures.axes import axis_length, owned
-from weft.architectures.parameters import Parameter, layers_of, parameters
+from weft.architectures.parameters import Parameter, layers_of, model_parameters
 from weft.architectures.place import Place, Span
 from weft.architectures.published import ORDERED
 from weft.architectures.shape import DTYPE_BYTES, DType, ModelShape
@@ -145,7 +145,7 @@ def check_cuts(shape: ModelShape, places: Sequence[Place], schemes: Mapping[str,
 def check_planned_cuts(shape: ModelShape, places: Sequence[Place], precision: str) -> None:
     """The same for a plan of our own engine, of weights in a precision in the planner's words."""
     held = as_held(precision)
-    for parameter in parameters(shape) if held != precision else ():
+    for parameter in model_parameters(shape) if held != precision else ():
         part, found = parameter.parts[0], _parted(shape, places, parameter)
         if found is None:
             continue
@@ -226,7 +226,7 @@ def _is_even(shape: ModelShape, parameter: Parameter) -> bool:
 
 def _matrices(shape: ModelShape) -> Iterator[tuple[list[str], Parameter, int]]:
     """Each parameter of a layer that is a matrix, with the tensors of a checkpoint that are its parts."""
-    for parameter in parameters(shape):
+    for parameter in model_parameters(shape):
         if parameter.parts[0].cols is None:
             continue
         for layer in layers_of(shape, parameter):

@@ -9,7 +9,7 @@ import msgspec
 
 from weft.architectures.axes import owned
 from weft.architectures.kv import layer_bytes_per_token
-from weft.architectures.parameters import Parameter, parameters
+from weft.architectures.parameters import Parameter, model_parameters
 from weft.architectures.place import Place, Span
 from weft.architectures.shape import ModelShape
 from weft.formats.precision import OTHERS, alike, parameter_bytes
@@ -99,7 +99,7 @@ def _work(shape: ModelShape, precision: str, kv_dtype: str, share: Place, held: 
         attention = _attention(shape, kv_dtype, share, window)
         alike = LayerWork(count=0, products=products, experts=experts, attention=attention)
         layers[alike] = layers.get(alike, 0) + count
-    head = next(it for it in parameters(shape) if it.role == "head")
+    head = next(it for it in model_parameters(shape) if it.role == "head")
     return Work(
         hidden=shape.hidden,
         layers=tuple(msgspec.structs.replace(alike, count=count) for alike, count in layers.items()),
@@ -113,7 +113,7 @@ def _layer(
 ) -> tuple[tuple[Product, ...], ExpertWork | None]:
     """The matrices of one layer, and its experts."""
     products, numbers, nbytes = [], 0, 0
-    for parameter in parameters(shape):
+    for parameter in model_parameters(shape):
         absent = parameter.on != "every" and (parameter.on == "expert") != has_experts
         if parameter.where != "layer" or absent or parameter.parts[0].cols is None:
             continue
