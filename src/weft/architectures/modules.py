@@ -92,7 +92,7 @@ def enclosing(name: str) -> Iterator[str]:
 
 
 @lru_cache(maxsize=8)
-def modules(shape: ModelShape) -> frozenset[str]:
+def module_names(shape: ModelShape) -> frozenset[str]:
     """Every module that holds weights, and every tensor; an expert's number is EXPERT."""
     tensors = (name for unit in units(shape) for tensor in unit.tensors for name in tensor)
     return frozenset(name for tensor in tensors for name in enclosing(tensor))
@@ -101,7 +101,7 @@ def modules(shape: ModelShape) -> frozenset[str]:
 def holds_weights(shape: ModelShape, module: str) -> bool | None:
     """Whether a module, or a tensor, is part of this model; False for one without weights of Weft's, None for one
     that is not known."""
-    known, words = modules(shape), module.split(".")
+    known, words = module_names(shape), module.split(".")
     if generic(shape, module) in known:
         return True
     for position, word in enumerate(words):

@@ -15,7 +15,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-from weft.architectures.modules import EXPERT, Unit, enclosing, generic, holds_weights, modules, units
+from weft.architectures.modules import EXPERT, Unit, enclosing, generic, holds_weights, module_names, units
 from weft.architectures.shape import ModelShape
 from weft.errors import ConfigError
 from weft.words import gigabytes
@@ -93,7 +93,7 @@ def _near(shape: ModelShape, module: str) -> str:
     if beyond and int(beyond[1]) >= len(layers):
         return f"; its layers are {layers[0]} to {layers[-1]}"
     # Every number is as good as another: names are compared without, and get theirs back.
-    known = {re.sub(r"\d+", "#", name): name for name in modules(shape) if EXPERT not in name}
+    known = {re.sub(r"\d+", "#", name): name for name in module_names(shape) if EXPERT not in name}
     match = get_close_matches(re.sub(r"\d+", "#", module), known, n=1, cutoff=0.5)
     if not match:
         return f"; it has {layers[0]} to {layers[-1]}, {units(shape)[0].name}, {units(shape)[-1].name}"
