@@ -14,7 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.cpu.test_architectures import CASES, SMALL
-from weft.architectures.modules import holds_weights, units
+from weft.architectures.modules import holds_weights, pipeline_units
 from weft.architectures.shape import ModelShape
 from weft.errors import ConfigError
 from weft.formats import config_json
@@ -76,7 +76,7 @@ def test_every_module_is_known(tmp_path: Path, architecture: str, config: dict[s
     whole = named | {name: 0 for name in around if not name.startswith(inside)}
     check_device_map(model, whole)
     assert stages(shape, whole) == Stages((0,), (shape.layers,))
-    assert sorted(named) == sorted(unit.name for unit in units(shape) if unit.kind == "layer")
+    assert sorted(named) == sorted(unit.name for unit in pipeline_units(shape) if unit.kind == "layer")
 
 
 @pytest.mark.parametrize("name", ["Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration"])

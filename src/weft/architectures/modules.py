@@ -47,7 +47,7 @@ class Unit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @lru_cache(maxsize=8)
-def units(shape: ModelShape) -> tuple[Unit, ...]:
+def pipeline_units(shape: ModelShape) -> tuple[Unit, ...]:
     """All of a model, in the order of the forward pass: embedding, layers, norm, head."""
     table = model_parameters(shape)
     embedding = [it for it in table if it.where == "embed"]
@@ -94,7 +94,7 @@ def enclosing(name: str) -> Iterator[str]:
 @lru_cache(maxsize=8)
 def module_names(shape: ModelShape) -> frozenset[str]:
     """Every module that holds weights, and every tensor; an expert's number is EXPERT."""
-    tensors = (name for unit in units(shape) for tensor in unit.tensors for name in tensor)
+    tensors = (name for unit in pipeline_units(shape) for tensor in unit.tensors for name in tensor)
     return frozenset(name for tensor in tensors for name in enclosing(tensor))
 
 

@@ -15,7 +15,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-from weft.architectures.modules import EXPERT, Unit, enclosing, generic, holds_weights, module_names, units
+from weft.architectures.modules import EXPERT, Unit, enclosing, generic, holds_weights, module_names, pipeline_units
 from weft.architectures.shape import ModelShape
 from weft.errors import ConfigError
 from weft.words import gigabytes
@@ -87,7 +87,7 @@ def _check_modules(shape: ModelShape, found: Mapping[str, Device]) -> None:
 
 def _near(shape: ModelShape, module: str) -> str:
     """What was meant: the layers there are, or the nearest name."""
-    layers = [unit.name for unit in units(shape) if unit.kind == "layer"]
+    layers = [unit.name for unit in pipeline_units(shape) if unit.kind == "layer"]
     prefix = layers[0].rpartition(".")[0]
     beyond = re.match(rf"{re.escape(prefix)}\.(\d+)(?=\.|$)", module)
     if beyond and int(beyond[1]) >= len(layers):
@@ -96,7 +96,9 @@ def _near(shape: ModelShape, module: str) -> str:
     known = {re.sub(r"\d+", "#", name): name for name in module_names(shape) if EXPERT not in name}
     match = get_close_matches(re.sub(r"\d+", "#", module), known, n=1, cutoff=0.5)
     if not match:
-        return f"; it has {layers[0]} to {layers[-1]}, {units(shape)[0].name}, {units(shape)[-1].name}"
+        return (
+            f"; it has {layers[0]} to {layers[-1]}, {pipeline_units(shape)[0].name}, {pipeline_units(shape)[-1].name}"
+        )
     numbers = iter(re.findall(r"\d+", module))
     name = re.sub("#", lambda _: next(numbers, "0"), match[0])
     return f"; did you mean {name if holds_weights(shape, name) else known[match[0]]!r}?"
@@ -127,7 +129,7 @@ def _placed(shape: ModelShape, found: Mapping[str, Device]) -> list[tuple[Unit, 
     apart = {module[: module.rindex(".experts.")] for module in found if generic(shape, module) != module}
     placed: list[tuple[Unit, Device]] = []
     without: list[str] = []
-    for unit in units(shape):
+    for unit in pipeline_units(shape):
         tensors = [tensor for names in unit.tensors for tensor in _each(names, shape, apart)]
         homes: dict[Device | None, list[str]] = {}
         for tensor in tensors:
