@@ -36,7 +36,7 @@ SEEING = {"vision_tower", "vision_model", "multi_modal_projector"}
 EXPERT = "{expert}"  # in the name of a tensor that each expert has
 
 
-class Unit(msgspec.Struct, frozen=True, kw_only=True):
+class PipelineUnit(msgspec.Struct, frozen=True, kw_only=True):
     """What no pipeline cuts: the embedding, a layer with its number, the last norm or the head. `tensors` are the
     names of each of its tensors, the module's first."""
 
@@ -47,7 +47,7 @@ class Unit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @lru_cache(maxsize=8)
-def pipeline_units(shape: ModelShape) -> tuple[Unit, ...]:
+def pipeline_units(shape: ModelShape) -> tuple[PipelineUnit, ...]:
     """All of a model, in the order of the forward pass: embedding, layers, norm, head."""
     table = model_parameters(shape)
     embedding = [it for it in table if it.where == "embed"]
@@ -57,11 +57,11 @@ def pipeline_units(shape: ModelShape) -> tuple[Unit, ...]:
         _unit(shape, "embedding", embedding),
         *(_layer(shape, layer) for layer in range(shape.layers)),
         _unit(shape, "norm", norm),
-        Unit(kind="head", name=head[0].removesuffix(".weight"), tensors=(head,)),
+        PipelineUnit(kind="head", name=head[0].removesuffix(".weight"), tensors=(head,)),
     )
 
 
-def _layer(shape: ModelShape, layer: int) -> Unit:
+def _layer(shape: ModelShape, layer: int) -> PipelineUnit:
     held = [it for it in model_parameters(shape) if it.where == "layer" and it.is_in(shape, layer)]
     unit = _unit(shape, "layer", held, layer)
     words = unit.tensors[0][0].split(".")
@@ -70,10 +70,10 @@ def _layer(shape: ModelShape, layer: int) -> Unit:
 
 def _unit(
     shape: ModelShape, kind: Literal["embedding", "layer", "norm"], held: list[Parameter], layer: int = 0
-) -> Unit:
+) -> PipelineUnit:
     sources = dict.fromkeys(part.source for parameter in held for part in parameter.parts)
     tensors = tuple(_names(shape, source.replace("{layer}", str(layer))) for source in sources)
-    return Unit(kind=kind, name=tensors[0][0].rpartition(".")[0], tensors=tensors)
+    return PipelineUnit(kind=kind, name=tensors[0][0].rpartition(".")[0], tensors=tensors)
 
 
 def _names(shape: ModelShape, source: str) -> tuple[str, ...]:

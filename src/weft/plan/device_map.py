@@ -15,7 +15,15 @@ from typing import Literal, get_args
 
 import msgspec
 
-from weft.architectures.modules import EXPERT, Unit, enclosing, generic, holds_weights, module_names, pipeline_units
+from weft.architectures.modules import (
+    EXPERT,
+    PipelineUnit,
+    enclosing,
+    generic,
+    holds_weights,
+    module_names,
+    pipeline_units,
+)
 from weft.architectures.shape import ModelShape
 from weft.errors import ConfigError
 from weft.words import gigabytes
@@ -42,7 +50,7 @@ class AvailableDevices(msgspec.Struct, frozen=True, kw_only=True):
     where that is not known."""
 
     gpus: Collection[int]
-    nbytes: Callable[[Unit], int]
+    nbytes: Callable[[PipelineUnit], int]
     left_out: Collection[int] = ()
     fetch_Bps: float | None = None
 
@@ -123,11 +131,11 @@ def _numbers(gpus: Sequence[int]) -> str:
     return f"are GPUs {', '.join(map(str, gpus))}"
 
 
-def _placed(shape: ModelShape, found: Mapping[str, Device]) -> list[tuple[Unit, Device]]:
+def _placed(shape: ModelShape, found: Mapping[str, Device]) -> list[tuple[PipelineUnit, Device]]:
     """Each part of the model with its device. A tied head that is not named goes with the last norm."""
     # Experts are told apart only where the map does.
     apart = {module[: module.rindex(".experts.")] for module in found if generic(shape, module) != module}
-    placed: list[tuple[Unit, Device]] = []
+    placed: list[tuple[PipelineUnit, Device]] = []
     without: list[str] = []
     for unit in pipeline_units(shape):
         tensors = [tensor for names in unit.tensors for tensor in _each(names, shape, apart)]
@@ -161,7 +169,7 @@ def _each(names: tuple[str, ...], shape: ModelShape, apart: Collection[str]) -> 
     return [tuple(name.replace(EXPERT, str(expert)) for name in names) for expert in range(shape.experts.count)]
 
 
-def _around(tensor: str, unit: Unit, others: Iterable[Sequence[str]]) -> str:
+def _around(tensor: str, unit: PipelineUnit, others: Iterable[Sequence[str]]) -> str:
     """The largest module of a part that holds this tensor and none of the others'."""
     elsewhere = [name for names in others for name in names if tensor not in names]
     inside = [module for module in enclosing(tensor) if module.startswith(unit.name + ".")][1:]
@@ -186,7 +194,7 @@ def _home(names: tuple[str, ...], found: Mapping[str, Device]) -> Device | None:
     return found[module]
 
 
-def _check_offload(placed: Sequence[tuple[Unit, Device]], room: AvailableDevices) -> None:
+def _check_offload(placed: Sequence[tuple[PipelineUnit, Device]], room: AvailableDevices) -> None:
     """A CPU is a device where there is no other, or everything lies on it."""
     off = [(unit, it) for unit, it in placed if it in OFF]
     if not off or (len(off) == len(placed) and {it for _, it in off} == {"cpu"}):
@@ -206,7 +214,7 @@ def _check_offload(placed: Sequence[tuple[Unit, Device]], room: AvailableDevices
     )
 
 
-def _check_ends(shape: ModelShape, placed: Sequence[tuple[Unit, Device]]) -> None:
+def _check_ends(shape: ModelShape, placed: Sequence[tuple[PipelineUnit, Device]]) -> None:
     """The first stage holds the embedding, the last one norm and head; a tied head may be named with either."""
     embedding, *layers, norm, head = placed
     ends = [("first", embedding, layers[0]), ("last", norm, layers[-1])]

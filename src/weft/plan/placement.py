@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from weft.architectures.modules import Unit
+from weft.architectures.modules import PipelineUnit
 from weft.architectures.place import Span, whole
 from weft.architectures.shape import ModelShape
 from weft.config import EngineConfig
@@ -113,7 +113,7 @@ def apply_device_map(config: EngineConfig, shape: ModelShape, host: Host, precis
     )
 
 
-def unit_bytes(shape: ModelShape, precision: str, unit: Unit) -> int:
+def unit_bytes(shape: ModelShape, precision: str, unit: PipelineUnit) -> int:
     """Bytes of a part of the model as it is stored in this precision; the last norm counts with the head, and a tied
     head with the embedding."""
     if unit.kind == "norm" or (unit.kind == "head" and shape.tied):
