@@ -83,7 +83,7 @@ def _names(shape: ModelShape, source: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys((renamed, source)))
 
 
-def enclosing(name: str) -> Iterator[str]:
+def enclosing_modules(name: str) -> Iterator[str]:
     """A tensor's own name and those of the modules around it, down to "", the whole model."""
     while name:
         yield name
@@ -95,7 +95,7 @@ def enclosing(name: str) -> Iterator[str]:
 def module_names(shape: ModelShape) -> frozenset[str]:
     """Every module that holds weights, and every tensor; an expert's number is EXPERT."""
     tensors = (name for unit in pipeline_units(shape) for tensor in unit.tensors for name in tensor)
-    return frozenset(name for tensor in tensors for name in enclosing(tensor))
+    return frozenset(name for tensor in tensors for name in enclosing_modules(tensor))
 
 
 def holds_weights(shape: ModelShape, module: str) -> bool | None:

@@ -18,7 +18,7 @@ import msgspec
 from weft.architectures.modules import (
     EXPERT,
     PipelineUnit,
-    enclosing,
+    enclosing_modules,
     generic,
     holds_weights,
     module_names,
@@ -172,7 +172,7 @@ def _each(names: tuple[str, ...], shape: ModelShape, apart: Collection[str]) -> 
 def _around(tensor: str, unit: PipelineUnit, others: Iterable[Sequence[str]]) -> str:
     """The largest module of a part that holds this tensor and none of the others'."""
     elsewhere = [name for names in others for name in names if tensor not in names]
-    inside = [module for module in enclosing(tensor) if module.startswith(unit.name + ".")][1:]
+    inside = [module for module in enclosing_modules(tensor) if module.startswith(unit.name + ".")][1:]
     free = [module for module in inside if not any(name.startswith(module + ".") for name in elsewhere)]
     return free[-1] if free else tensor.rpartition(".")[0]
 
@@ -181,7 +181,7 @@ def _home(names: tuple[str, ...], found: Mapping[str, Device]) -> Device | None:
     """The device of the nearest module around a tensor that the map names."""
     homes: list[tuple[int, str]] = []
     for name in names:
-        nearest = next(((depth, it) for depth, it in enumerate(enclosing(name)) if it in found), None)
+        nearest = next(((depth, it) for depth, it in enumerate(enclosing_modules(name)) if it in found), None)
         if nearest:
             homes.append(nearest)
     if not homes:
