@@ -102,17 +102,17 @@ def holds_weights(shape: ModelShape, module: str) -> bool | None:
     """Whether a module, or a tensor, is part of this model; False for one without weights of Weft's, None for one
     that is not known."""
     known, words = module_names(shape), module.split(".")
-    if generic(shape, module) in known:
+    if generic_name(shape, module) in known:
         return True
     for position, word in enumerate(words):
         if word in SEEING and shape.architecture.endswith("ForConditionalGeneration"):
             return False
-        if word in EMPTY and generic(shape, ".".join(words[:position])) in known:
+        if word in EMPTY and generic_name(shape, ".".join(words[:position])) in known:
             return False
     return None
 
 
-def generic(shape: ModelShape, module: str) -> str:
+def generic_name(shape: ModelShape, module: str) -> str:
     """The module's name with EXPERT in the place of an expert's number, where the model has an expert of it."""
     count = shape.experts.count if shape.experts else 0
 

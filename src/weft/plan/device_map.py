@@ -19,7 +19,7 @@ from weft.architectures.modules import (
     EXPERT,
     PipelineUnit,
     enclosing_modules,
-    generic,
+    generic_name,
     holds_weights,
     module_names,
     pipeline_units,
@@ -134,7 +134,7 @@ def _numbers(gpus: Sequence[int]) -> str:
 def _placed(shape: ModelShape, found: Mapping[str, Device]) -> list[tuple[PipelineUnit, Device]]:
     """Each part of the model with its device. A tied head that is not named goes with the last norm."""
     # Experts are told apart only where the map does.
-    apart = {module[: module.rindex(".experts.")] for module in found if generic(shape, module) != module}
+    apart = {module[: module.rindex(".experts.")] for module in found if generic_name(shape, module) != module}
     placed: list[tuple[PipelineUnit, Device]] = []
     without: list[str] = []
     for unit in pipeline_units(shape):
