@@ -57,7 +57,7 @@ def header(
     metadata = {key: value for key, value in (metadata_of(shape) | changes).items() if value is not None}
     embedding = {"token_embd.weight": np.zeros((shape.vocab, shape.hidden), dtype=np.float32)}
     write(path / "m.gguf", arch, metadata, embedding | (tensors or {}))
-    return gguf.read(path / "m.gguf")
+    return gguf.read_gguf(path / "m.gguf")
 
 
 def fails(path: Path, change: dict[str, Any], message: str, **more: Any) -> None:
@@ -86,10 +86,10 @@ def test_sliding_window(tmp_path: Path) -> None:
 def test_dtype_is_the_embeddings_or_bfloat16(tmp_path: Path) -> None:
     for type, dtype in (("F32", "float32"), ("F16", "float16"), ("BF16", "bfloat16")):
         write_model(tmp_path / "m.gguf", LLAMA, type)
-        assert gguf_shape.shape(gguf.read(tmp_path / "m.gguf")).dtype == dtype
+        assert gguf_shape.shape(gguf.read_gguf(tmp_path / "m.gguf")).dtype == dtype
     wide = msgspec.structs.replace(LLAMA, hidden=32, ffn=32, q_heads=4)
     write_model(tmp_path / "m.gguf", wide, "Q8_0")
-    assert gguf_shape.shape(gguf.read(tmp_path / "m.gguf")).dtype == "bfloat16"
+    assert gguf_shape.shape(gguf.read_gguf(tmp_path / "m.gguf")).dtype == "bfloat16"
 
 
 def test_sampling(tmp_path: Path) -> None:
@@ -253,7 +253,7 @@ def planned(folder: Path, arch: str, change: dict[str, Any], tensors: list[str])
     values = {name: np.zeros((1, 1), np.float32) for name in tensors} | {
         "token_embd.weight": np.zeros((32, 64), np.float32)
     }
-    return gguf_shape.shape(gguf.read(write(folder / "m.gguf", arch, metadata, values)), run=False)
+    return gguf_shape.shape(gguf.read_gguf(write(folder / "m.gguf", arch, metadata, values)), run=False)
 
 
 @pytest.mark.parametrize(("arch", "change", "tensors", "expected"), PLANNED, ids=lambda value: str(value)[:20])

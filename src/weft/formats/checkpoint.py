@@ -65,7 +65,7 @@ def resolve(
         raise ModelError(f"{path} is {found}, not {load_format}; leave --load-format out, or give another model")
     dummy = load_format == "dummy"
     if found == "gguf":
-        header = gguf.read(path)
+        header = gguf.read_gguf(path)
         shape, generation = gguf_shape.shape(header), gguf_shape.sampling(header)
         index = _translated(header, shape)
     else:
@@ -194,7 +194,7 @@ def tensors(path: str, format: Format, shape: ModelShape) -> dict[str, TensorInf
     if format == "dummy":
         return {}
     if format == "gguf":
-        return _whole(_translated(gguf.read(path), shape), shape, path)
+        return _whole(_translated(gguf.read_gguf(path), shape), shape, path)
     return _whole(_joined(safetensors.read_directory(Path(path)), shape), shape, path)
 
 

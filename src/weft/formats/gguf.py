@@ -166,7 +166,7 @@ def is_gguf(path: Path) -> bool:
         return file.read(len(MAGIC)) == MAGIC
 
 
-def read(path: str | Path) -> Gguf:
+def read_gguf(path: str | Path) -> Gguf:
     """Header and tensor index of a GGUF file, version 2 or 3, little-endian; all parts of one that was split.
 
     Raises ModelError for a file that is missing, cut short, damaged, or of unknown types.

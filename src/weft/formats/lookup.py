@@ -65,7 +65,7 @@ def _directory(model: str, folder: Path) -> Model:
 
 def _gguf(model: str, path: Path) -> Model:
     """From a GGUF file's header."""
-    header = gguf.read(path)
+    header = gguf.read_gguf(path)
     kind = header.metadata.get("general.file_type")
     precision = FILE_TYPES.get(kind) if isinstance(kind, int) else None
     if precision is None:
