@@ -35,7 +35,7 @@ class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
-def read(path: Path) -> dict[str, TensorInfo]:
+def read_safetensors(path: Path) -> dict[str, TensorInfo]:
     """The tensors of one file. Raises ModelError where it is missing, cut short, damaged or of unknown types."""
     try:
         limits.check_file(path)
@@ -88,7 +88,7 @@ def _tensor(path: str, name: str, entry: _Entry) -> TensorInfo:
 def read_directory(folder: Path) -> dict[str, TensorInfo]:
     """The tensors of a checkpoint: of `model.safetensors`, else of the index's files, else of all that are there."""
     if (folder / SINGLE).exists():
-        return read(folder / SINGLE)
+        return read_safetensors(folder / SINGLE)
     if (folder / INDEX).exists():
         return _read_indexed(folder)
     # Mistral's own format, under other names, lies beside the one that everybody reads.
@@ -97,7 +97,7 @@ def read_directory(folder: Path) -> dict[str, TensorInfo]:
         raise _no_weights(folder)
     tensors: dict[str, TensorInfo] = {}
     for path in files:
-        part = read(path)
+        part = read_safetensors(path)
         twice = min(tensors.keys() & part.keys(), default=None)
         if twice is not None:
             raise ModelError(
@@ -124,7 +124,7 @@ def _read_indexed(folder: Path) -> dict[str, TensorInfo]:
             raise ModelError(f"{index} names {name!r}, which is not a file beside it; fetch it again")
         if not (folder / name).exists():
             raise ModelError(f"{folder} lacks {name}, one of the {len(names)} files of its index; fetch it again")
-        files[name] = read(folder / name)
+        files[name] = read_safetensors(folder / name)
     missing = next((tensor for tensor, file in weight_map.items() if tensor not in files[file]), None)
     if missing is not None:
         raise ModelError(
