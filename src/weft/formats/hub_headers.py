@@ -159,5 +159,5 @@ class _Repository:
             raise ModelError(f"{self.where}: {file} is no safetensors file")
         if end > len(data):
             data += self.get(file, len(data), end - len(data))
-        tensors = safetensors.decode(data[safetensors.LENGTH_BYTES : end], f"{self.where}: {file}")
+        tensors = safetensors.decode_header(data[safetensors.LENGTH_BYTES : end], f"{self.where}: {file}")
         return sum(tensor.nbytes for tensor in tensors.values())

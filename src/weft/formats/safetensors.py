@@ -51,7 +51,7 @@ def read_safetensors(path: Path) -> dict[str, TensorInfo]:
             header = file.read(length)
     except OSError as error:
         raise ModelError(f"cannot read {path}: {reason(error)}") from error
-    tensors = decode(header, str(path))
+    tensors = decode_header(header, str(path))
     start = LENGTH_BYTES + length
     tensors = {name: msgspec.structs.replace(info, offset=start + info.offset) for name, info in tensors.items()}
     check_bounds(tensors, str(path), size)
@@ -61,7 +61,7 @@ def read_safetensors(path: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
-def decode(header: bytes, path: str) -> dict[str, TensorInfo]:
+def decode_header(header: bytes, path: str) -> dict[str, TensorInfo]:
     """The tensors that a header tells of, each `offset` without the start of the data. Raises ModelError."""
     try:
         entries = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
