@@ -178,11 +178,11 @@ def test_what_cannot_be(change: dict[str, Any], message: str) -> None:
 
 def test_files(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"eos_token_id": 2}))
-    assert config_json.read(tmp_path, "bfloat16").eos == (2,)
+    assert config_json.read_shape(tmp_path, "bfloat16").eos == (2,)
     assert config_json.sampling(tmp_path) == {}
     generation = {"eos_token_id": [5, 2, 7], "temperature": 0.6, "top_k": 20, "do_sample": True, "pad_token_id": 0}
     (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-    assert config_json.read(tmp_path, "bfloat16").eos == (2, 5, 7)
+    assert config_json.read_shape(tmp_path, "bfloat16").eos == (2, 5, 7)
     assert config_json.sampling(tmp_path) == {"temperature": 0.6, "top_k": 20, "do_sample": True}
     (tmp_path / "generation_config.json").write_text('{"top_p": "all"}')
     with pytest.raises(ModelError, match="top_p is 'all'; it must be a number"):
@@ -193,7 +193,7 @@ def test_files(tmp_path: Path) -> None:
 def test_damaged_files(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ModelError, match=r"config.json is damaged: .*; fetch it again") as caught:
-        config_json.read(tmp_path, "bfloat16")
+        config_json.read_shape(tmp_path, "bfloat16")
     assert "\n" not in str(caught.value)
 
 

@@ -22,7 +22,7 @@ SLIDING_WINDOW = 4096  # tokens, where an architecture with windows does not say
 MAX_WINDOW_LAYERS = 28  # the first layers of Qwen, which have none
 
 
-def read(folder: Path, own: DType = "bfloat16", *, run: bool = True) -> ModelShape:
+def read_shape(folder: Path, own: DType = "bfloat16", *, run: bool = True) -> ModelShape:
     """The shape in a directory's config.json; `own` is the dtype of its tensors, taken where the config has none.
 
     Its end tokens are those of config.json and of generation_config.json together. Raises ModelError, in one
