@@ -28,7 +28,7 @@ def read_shape(folder: Path, own: DType = "bfloat16", *, run: bool = True) -> Mo
     Its end tokens are those of config.json and of generation_config.json together. Raises ModelError, in one
     line, for what is missing, wrong, impossible or unknown, and with `run` for what the engine does not compute.
     """
-    config = of(folder)
+    config = load_config(folder)
     generation = folder / GENERATION
     more = load(generation).ids("eos_token_id") if generation.exists() else ()
     model = shape(config, own, run=run)
@@ -53,7 +53,7 @@ def sampling(folder: Path) -> dict[str, float | int | bool]:
     return found
 
 
-def of(folder: Path) -> Fields:
+def load_config(folder: Path) -> Fields:
     """A directory's config.json, with what lies beside it of how the weights are quantised."""
     config, own = load(folder / CONFIG), folder / QUANTIZE
     if quantization(config) is not None or not own.exists():
