@@ -30,7 +30,7 @@ def read_shape(folder: Path, own: DType = "bfloat16", *, run: bool = True) -> Mo
     """
     config = load_config(folder)
     generation = folder / GENERATION
-    more = load(generation).ids("eos_token_id") if generation.exists() else ()
+    more = load_json(generation).ids("eos_token_id") if generation.exists() else ()
     model = shape(config, own, run=run)
     return msgspec.structs.replace(model, eos=tuple(dict.fromkeys(model.eos + more)))
 
@@ -39,7 +39,7 @@ def sampling(folder: Path) -> dict[str, float | int | bool]:
     """What generation_config.json recommends, in its own words; {} where there is none."""
     if not (folder / GENERATION).exists():
         return {}
-    fields = load(folder / GENERATION)
+    fields = load_json(folder / GENERATION)
     found: dict[str, float | int | bool] = {}
     for name in SAMPLING:
         value = fields.values.get(name)
@@ -55,13 +55,15 @@ def sampling(folder: Path) -> dict[str, float | int | bool]:
 
 def load_config(folder: Path) -> Fields:
     """A directory's config.json, with what lies beside it of how the weights are quantised."""
-    config, own = load(folder / CONFIG), folder / QUANTIZE
+    config, own = load_json(folder / CONFIG), folder / QUANTIZE
     if quantization(config) is not None or not own.exists():
         return config
-    return Fields({**config.values, "quantization_config": {"quant_method": "gptq", **load(own).values}}, config.where)
+    return Fields(
+        {**config.values, "quantization_config": {"quant_method": "gptq", **load_json(own).values}}, config.where
+    )
 
 
-def load(path: Path) -> Fields:
+def load_json(path: Path) -> Fields:
     """The fields of a JSON file. Raises ModelError where it cannot be read."""
     try:
         limits.check_file(path, limits.CONFIG_BYTES)
