@@ -72,7 +72,7 @@ def cpu(known: Calibration | None = None) -> GpuSpec:
 
 
 def shape(model: Synthetic) -> ModelShape:
-    return config_json.shape(fields.Fields(model.config(), "config.json"))
+    return config_json.shape_from_config(fields.Fields(model.config(), "config.json"))
 
 
 def points(gpu: GpuSpec, values: dict[str, float], noise: float = 0.0, seed: int = 0) -> list[Point]:

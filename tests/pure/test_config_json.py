@@ -32,7 +32,7 @@ MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"]}
 
 
 def shape(config: dict[str, Any]) -> ModelShape:
-    return config_json.shape(Fields(config, "config.json"))
+    return config_json.shape_from_config(Fields(config, "config.json"))
 
 
 def fails(config: dict[str, Any], message: str) -> None:
@@ -104,7 +104,7 @@ def test_yarn_reaches_further_than_the_model_was_trained() -> None:
 def test_dtype() -> None:
     assert shape(LLAMA | {"torch_dtype": "float16"}).dtype == "float16"
     assert shape(LLAMA | {"dtype": "float32"}).dtype == "float32"
-    own = config_json.shape(Fields(LLAMA | {"torch_dtype": "auto"}, "config.json"), "float16")
+    own = config_json.shape_from_config(Fields(LLAMA | {"torch_dtype": "auto"}, "config.json"), "float16")
     assert own.dtype == "float16"
     fails(LLAMA | {"dtype": "float8_e4m3fn"}, "dtype is 'float8_e4m3fn'; it must be bfloat16, float16 or float32")
 
@@ -205,7 +205,7 @@ def test_end_tokens_that_a_config_denies() -> None:
 
 
 def planned(config: dict[str, Any]) -> ModelShape:
-    return config_json.shape(Fields(config, "config.json"), run=False)
+    return config_json.shape_from_config(Fields(config, "config.json"), run=False)
 
 
 MIXTRAL = LLAMA | {"architectures": ["MixtralForCausalLM"]}

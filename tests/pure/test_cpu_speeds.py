@@ -84,7 +84,7 @@ LARGE = {
 
 
 def shape(model: str) -> ModelShape:
-    return SMOLLM2 if model == "SmolLM2-135M" else config_json.shape(fields.Fields(LARGE, "config.json"))
+    return SMOLLM2 if model == "SmolLM2-135M" else config_json.shape_from_config(fields.Fields(LARGE, "config.json"))
 
 
 def expected(case: dict[str, Any], speed: CpuSpeed) -> Forecast:

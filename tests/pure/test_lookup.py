@@ -130,7 +130,7 @@ def look_up_config(config: dict[str, object]) -> ModelShape:
     from weft.formats import config_json
     from weft.formats.fields import Fields
 
-    return config_json.shape(Fields(config, "config.json"), run=False)
+    return config_json.shape_from_config(Fields(config, "config.json"), run=False)
 
 
 def test_the_catalogue_answers_without_the_hub(hub: Hub) -> None:

@@ -44,7 +44,7 @@ def compressed(weights: dict[str, Any] | None = None, group: dict[str, Any] | No
 
 
 def shape(**quantization: Any) -> ModelShape:
-    return config_json.shape(Fields(CONFIG | {"quantization_config": quantization}, "config.json"))
+    return config_json.shape_from_config(Fields(CONFIG | {"quantization_config": quantization}, "config.json"))
 
 
 def published(**quantization: Any) -> PublishedQuantization:
@@ -192,7 +192,7 @@ def test_what_is_not_read_is_named(method: dict[str, Any], named: str) -> None:
     assert named in line and "use one of those, the unquantised checkpoint or a GGUF file" in line and "\n" not in line
     # It can be planned for all the same.
     fields = Fields(CONFIG | {"quantization_config": method}, "config.json")
-    assert config_json.shape(fields, run=False).published is None
+    assert config_json.shape_from_config(fields, run=False).published is None
 
 
 @pytest.mark.parametrize(

@@ -189,7 +189,7 @@ def _model(entry: Entry, name: str, precision: str | None = None) -> Model:
     config = Fields(entry.config, f"the catalogue's {name}")
     return Model(
         name=name,
-        shape=config_json.shape(config, run=False),
+        shape=config_json.shape_from_config(config, run=False),
         params=entry.params,
         precision=precision or entry.precision or config_json.precision(config) or "bf16",
         source=entry.source,

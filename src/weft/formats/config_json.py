@@ -31,7 +31,7 @@ def read_shape(folder: Path, own: DType = "bfloat16", *, run: bool = True) -> Mo
     config = load_config(folder)
     generation = folder / GENERATION
     more = load_json(generation).ids("eos_token_id") if generation.exists() else ()
-    model = shape(config, own, run=run)
+    model = shape_from_config(config, own, run=run)
     return msgspec.structs.replace(model, eos=tuple(dict.fromkeys(model.eos + more)))
 
 
@@ -98,7 +98,7 @@ def usual(config: Fields, default: Defaults) -> Fields:
     return Fields({**default.values, **{default.keys.get(key, key): own[key] for key in own}}, config.where)
 
 
-def shape(config: Fields, own: DType = "bfloat16", *, run: bool = True) -> ModelShape:
+def shape_from_config(config: Fields, own: DType = "bfloat16", *, run: bool = True) -> ModelShape:
     """The shape that a config gives, its architecture's defaults filled in; with `run` one that the engine runs.
 
     Where it is only to be planned for, the rotary embedding of an architecture that the engine does not run is
