@@ -179,14 +179,14 @@ def test_what_cannot_be(change: dict[str, Any], message: str) -> None:
 def test_files(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"eos_token_id": 2}))
     assert config_json.read_shape(tmp_path, "bfloat16").eos == (2,)
-    assert config_json.sampling(tmp_path) == {}
+    assert config_json.recommended_sampling(tmp_path) == {}
     generation = {"eos_token_id": [5, 2, 7], "temperature": 0.6, "top_k": 20, "do_sample": True, "pad_token_id": 0}
     (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     assert config_json.read_shape(tmp_path, "bfloat16").eos == (2, 5, 7)
-    assert config_json.sampling(tmp_path) == {"temperature": 0.6, "top_k": 20, "do_sample": True}
+    assert config_json.recommended_sampling(tmp_path) == {"temperature": 0.6, "top_k": 20, "do_sample": True}
     (tmp_path / "generation_config.json").write_text('{"top_p": "all"}')
     with pytest.raises(ModelError, match="top_p is 'all'; it must be a number"):
-        config_json.sampling(tmp_path)
+        config_json.recommended_sampling(tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe{}", b'{"vocab_size": 12'])

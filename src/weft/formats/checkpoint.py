@@ -70,7 +70,7 @@ def resolve(
         index = _translated(header, shape)
     else:
         index = {} if dummy else safetensors.read_directory(path)
-        shape, generation = config_json.read_shape(path, dtype(index)), config_json.sampling(path)
+        shape, generation = config_json.read_shape(path, dtype(index)), config_json.recommended_sampling(path)
         index = _joined(index, shape)
     _check_shape(shape, str(path))
     stored = {} if dummy else _whole(index, shape, str(path))

@@ -35,7 +35,7 @@ def read_shape(folder: Path, own: DType = "bfloat16", *, run: bool = True) -> Mo
     return msgspec.structs.replace(model, eos=tuple(dict.fromkeys(model.eos + more)))
 
 
-def sampling(folder: Path) -> dict[str, float | int | bool]:
+def recommended_sampling(folder: Path) -> dict[str, float | int | bool]:
     """What generation_config.json recommends, in its own words; {} where there is none."""
     if not (folder / GENERATION).exists():
         return {}
