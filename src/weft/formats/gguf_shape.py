@@ -74,7 +74,7 @@ def architecture(gguf: Gguf, *, run: bool = True) -> str:
     return ARCHITECTURES[name]
 
 
-def shape(gguf: Gguf, *, run: bool = True) -> ModelShape:
+def shape_from_gguf(gguf: Gguf, *, run: bool = True) -> ModelShape:
     """Raises ModelError, in one line, for what is missing, impossible or unknown, and with `run` for what the
     engine does not compute. Without it the rotary embedding is not read beyond its base."""
     name, tensors, where = architecture(gguf, run=run), gguf.tensors, gguf.path

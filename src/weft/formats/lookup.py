@@ -71,7 +71,7 @@ def _gguf(model: str, path: Path) -> Model:
     if precision is None:
         raise ModelError(f"{path} has the general.file_type {kind!r}, which Weft does not know; give --precision")
     stored = sum(info.nbytes for info in header.tensors.values())
-    return _model(model, gguf_shape.shape(header, run=False), precision, str(path), stored)
+    return _model(model, gguf_shape.shape_from_gguf(header, run=False), precision, str(path), stored)
 
 
 def _model(name: str, shape: ModelShape, precision: str, source: str, stored: int | None) -> Model:
