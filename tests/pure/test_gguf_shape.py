@@ -96,7 +96,7 @@ def test_dtype_is_the_embeddings_or_bfloat16(tmp_path: Path) -> None:
 
 def test_sampling(tmp_path: Path) -> None:
     values = {"general.sampling.temp": 0.5, "general.sampling.top_k": 20, "general.sampling.penalty_repeat": 1.5}
-    assert gguf_shape.sampling(header(tmp_path, values)) == {
+    assert gguf_shape.recommended_sampling(header(tmp_path, values)) == {
         "temperature": 0.5,
         "top_k": 20,
         "repetition_penalty": 1.5,

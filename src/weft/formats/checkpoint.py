@@ -66,7 +66,7 @@ def resolve(
     dummy = load_format == "dummy"
     if found == "gguf":
         header = gguf.read_gguf(path)
-        shape, generation = gguf_shape.shape_from_gguf(header), gguf_shape.sampling(header)
+        shape, generation = gguf_shape.shape_from_gguf(header), gguf_shape.recommended_sampling(header)
         index = _translated(header, shape)
     else:
         index = {} if dummy else safetensors.read_directory(path)

@@ -244,7 +244,7 @@ def dtype(embedding: TensorInfo) -> DType:
     return dense.get(embedding.type, "bfloat16")
 
 
-def sampling(gguf: Gguf) -> dict[str, float | int | bool]:
+def recommended_sampling(gguf: Gguf) -> dict[str, float | int | bool]:
     """The sampling that the file recommends, in generation_config.json's words."""
     found = ((name, gguf.metadata.get(key)) for key, name in SAMPLING.items())
     return {name: value for name, value in found if isinstance(value, float | int)}
