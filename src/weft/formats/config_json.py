@@ -202,7 +202,7 @@ def precision(config: Fields) -> str | None:
     if quantised is None:
         return None
     if quantization_config.obstacle(quantised) is None:
-        return quantization_config.read(quantised).precision
+        return quantization_config.parse_quantization(quantised).precision
     method = quantised.text_or("quant_method", None)
     inner = quantised.nested("config_groups")
     groups = [value for value in inner.values.values() if isinstance(value, dict)] if inner else []

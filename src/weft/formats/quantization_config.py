@@ -36,7 +36,7 @@ def obstacle(config: Fields) -> str | None:
     return None
 
 
-def read(config: Fields) -> PublishedQuantization:
+def parse_quantization(config: Fields) -> PublishedQuantization:
     """What a quantization_config without an obstacle says of all matrices, exceptions left out."""
     method = config.text_or("quant_method", None)
     if method == "compressed-tensors":
