@@ -148,7 +148,7 @@ def shape_from_config(config: Fields, own: DType = "bfloat16", *, run: bool = Tr
         eos=config.ids("eos_token_id", default.eos),
     )
     quantised = quantization(config)
-    readable = quantised is not None and quantization_config.obstacle(quantised) is None
+    readable = quantised is not None and quantization_config.unsupported_quantization(quantised) is None
     return packed.configured(model, quantised) if quantised is not None and readable else model
 
 
@@ -201,7 +201,7 @@ def precision(config: Fields) -> str | None:
     quantised = quantization(config)
     if quantised is None:
         return None
-    if quantization_config.obstacle(quantised) is None:
+    if quantization_config.unsupported_quantization(quantised) is None:
         return quantization_config.parse_quantization(quantised).precision
     method = quantised.text_or("quant_method", None)
     inner = quantised.nested("config_groups")
@@ -234,7 +234,7 @@ def _refuse(config: Fields, name: str) -> None:
             f"{', '.join(RUNNABLE)}"
         )
     quantised = quantization(config)
-    if quantised is not None and (what := quantization_config.obstacle(quantised)):
+    if quantised is not None and (what := quantization_config.unsupported_quantization(quantised)):
         raise ModelError(
             f"{config.where}: the weights are quantised with {what}, which Weft does not read "
             f"({quantization_config.READ}); use one of those, the unquantised checkpoint or a GGUF file"

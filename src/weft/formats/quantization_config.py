@@ -20,7 +20,7 @@ ORDERS = ("group", "dynamic", True)  # compressed-tensors' words for groups that
 READ = "it reads GPTQ, AWQ (gemm) and compressed-tensors (pack-quantized) of 4 or 8 bits"
 
 
-def obstacle(config: Fields) -> str | None:
+def unsupported_quantization(config: Fields) -> str | None:
     """What the weights are quantised with, in words, where Weft does not read it; `config` is the
     quantization_config."""
     method = config.text_or("quant_method", None)
