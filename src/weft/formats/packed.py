@@ -21,7 +21,7 @@ from weft.architectures.published import ORDERED, ROW, PublishedQuantization, sc
 from weft.architectures.shape import ModelShape
 from weft.errors import ModelError, reason
 from weft.formats.fields import Fields
-from weft.formats.quantization_config import is_quantised, parse_quantization
+from weft.formats.quantization_config import parse_quantization, quantised_layer_predicate
 from weft.formats.tensor import TensorInfo
 
 WORD = 32  # bits of an integer that numbers are packed in
@@ -82,7 +82,7 @@ def described(shape: ModelShape, tensors: Mapping[str, TensorInfo]) -> ModelShap
 
 def configured(shape: ModelShape, config: Fields) -> ModelShape:
     """The shape with what its quantization_config, without an obstacle, says of its weights."""
-    published, quantised = parse_quantization(config), is_quantised(config)
+    published, quantised = parse_quantization(config), quantised_layer_predicate(config)
     kinds = {
         name: published.scheme if parameter.role in LAYERS and quantised(name.removesuffix(".weight")) else ""
         for name, parameter in matrices(shape)

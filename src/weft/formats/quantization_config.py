@@ -61,7 +61,7 @@ def parse_quantization(config: Fields) -> PublishedQuantization:
     )
 
 
-def is_quantised(config: Fields) -> Callable[[str], bool]:
+def quantised_layer_predicate(config: Fields) -> Callable[[str], bool]:
     """Whether the config says that a linear layer, by its name, is quantised."""
     method = config.text_or("quant_method", None)
     if method == "awq":
