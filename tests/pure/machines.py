@@ -71,7 +71,7 @@ def rig(*names: str, **facts: Any) -> Host:
 
 
 def checkpoint(name: str) -> Checkpoint:
-    model = catalogue.look_up(name)
+    model = catalogue.find_known(name)
     assert model is not None
     return Checkpoint(model=model.name, path="/models/m", format="dummy", shape=model.shape, generation={})  # type: ignore[arg-type]
 

@@ -128,7 +128,7 @@ def test_names(name: str, model: str, precision: str) -> None:
     ],
 )
 def test_unknown_names_get_the_nearest(name: str, hint: str) -> None:
-    assert catalogue.look_up(name) is None
+    assert catalogue.find_known(name) is None
     with pytest.raises(ModelError, match=hint) as error:
         catalogue.find(name)
     assert "\n" not in str(error.value)

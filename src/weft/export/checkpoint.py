@@ -97,7 +97,7 @@ def _stored(typed: str, model: Model, precision: str, engine: str, title: str) -
     if "/" in typed:
         same = typed.casefold() == model.name.casefold()
         return Checkpoint(name=model.name if same else typed, title=model.name if same else typed)
-    known = catalogue.look_up(model.name)
+    known = catalogue.find_known(model.name)
     if known and known.precision == model.precision:
         return Checkpoint(name=model.name, title=title)
     # A short name that ends in -AWQ: whose copy is meant, nobody knows.

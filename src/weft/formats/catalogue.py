@@ -74,7 +74,7 @@ def find(name: str) -> Model:
     A name that ends as those of quantised copies do (-AWQ, -FP8, ...) is the model it was made from, in that
     precision. Raises ModelError with the nearest names.
     """
-    model = look_up(name)
+    model = find_known(name)
     if model is None:
         near = nearest(name)
         hint = f"nearest: {', '.join(near)}" if near else "give a name on the hub, a directory or a .gguf file"
@@ -82,7 +82,7 @@ def find(name: str) -> Model:
     return model
 
 
-def look_up(name: str) -> Model | None:
+def find_known(name: str) -> Model | None:
     """The same, or None if the catalogue does not have it."""
     named = _identify(name)
     if named is not None:

@@ -33,7 +33,7 @@ def look_up(
     if path is not None:
         return _directory(model, path) if path.is_dir() else _gguf(model, path)
     model, asked = model_names.full_name(model), refresh or revision is not None
-    known = catalogue.look_up(model)
+    known = catalogue.find_known(model)
     if not asked and not (known and catalogue.same_name(model, known.name)):
         kept = hub.cached(model)
         if kept is not None:
