@@ -35,7 +35,9 @@ class Afar(msgspec.Struct, frozen=True, kw_only=True):
     stored_bytes: int | None
 
 
-def look(name: str, *, revision: str | None = None, token: str | None = None, patience: float = PATIENCE) -> Afar:
+def describe_repository(
+    name: str, *, revision: str | None = None, token: str | None = None, patience: float = PATIENCE
+) -> Afar:
     """What the repository `name` says of itself, within `patience` seconds and without its weights.
 
     HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE are honoured. Raises ModelError where it is not there, not open to

@@ -46,7 +46,9 @@ def look_up(
         raise ModelError(f"there is no file or directory {model}; {hub.ways_out(model)}")
     from weft.formats import hub_headers  # HTTP and TLS, which most questions do without
 
-    afar = hub_headers.look(known.name if known else model, revision=revision, token=hf_token, patience=patience)
+    afar = hub_headers.describe_repository(
+        known.name if known else model, revision=revision, token=hf_token, patience=patience
+    )
     shape = config_json.shape_from_config(afar.config, run=False)
     precision = config_json.precision(afar.config) or OF_DTYPE[shape.dtype]
     return _model(known.name if known else model, shape, precision, afar.config.where, afar.stored_bytes)
