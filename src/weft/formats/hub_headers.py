@@ -27,7 +27,7 @@ CONNECTIONS = 16
 LARGEST_JSON = 50_000_000  # bytes; the index of a model with a thousand files has a tenth of it
 
 
-class Afar(msgspec.Struct, frozen=True, kw_only=True):
+class RepositoryDescription(msgspec.Struct, frozen=True, kw_only=True):
     """`config` are the fields of config.json. `stored_bytes` of weights: None where the repository has no
     safetensors, or their headers did not come in time."""
 
@@ -37,7 +37,7 @@ class Afar(msgspec.Struct, frozen=True, kw_only=True):
 
 def describe_repository(
     name: str, *, revision: str | None = None, token: str | None = None, patience: float = PATIENCE
-) -> Afar:
+) -> RepositoryDescription:
     """What the repository `name` says of itself, within `patience` seconds and without its weights.
 
     HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE are honoured. Raises ModelError where it is not there, not open to
@@ -51,7 +51,7 @@ def describe_repository(
         stored = sum(map(hub.wait, headers)) or None
     except ModelError:
         stored = None
-    return Afar(config=fields, stored_bytes=stored)
+    return RepositoryDescription(config=fields, stored_bytes=stored)
 
 
 def _begin(call: Callable[..., T], *arguments: object) -> Future[T]:
