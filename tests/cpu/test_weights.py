@@ -275,7 +275,7 @@ def test_dummies_are_normal_and_differ() -> None:
 @pytest.fixture(scope="module")
 def smollm2() -> Path:
     try:
-        return demo.fetch()
+        return demo.fetch_demo()
     except ModelError as error:
         pytest.skip(f"{Path(demo.MEMBER).name} is not here: {error}")
 

@@ -119,7 +119,7 @@ def test_a_gguf_file_whatever_it_is_called(tmp_path: Path) -> None:
 
 def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_model(tmp_path / "kept.gguf", SHAPE)
-    monkeypatch.setattr(demo, "fetch", lambda: tmp_path / "kept.gguf")
+    monkeypatch.setattr(demo, "fetch_demo", lambda: tmp_path / "kept.gguf")
     checkpoint = resolve("demo")
     assert (checkpoint.model, checkpoint.path) == ("demo", str(tmp_path / "kept.gguf"))
 

@@ -102,7 +102,7 @@ def _joined(index: dict[str, TensorInfo], shape: ModelShape) -> dict[str, Tensor
 def _locate(model: str, revision: str | None, token: str | None, folder: str | None, *, weights: bool) -> Path:
     """The directory with a config.json, or the GGUF file, that a model's name stands for."""
     if model == demo.NAME:
-        return demo.fetch()
+        return demo.fetch_demo()
     path = local(model)
     if path is not None:
         return path

