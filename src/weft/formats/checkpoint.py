@@ -108,7 +108,7 @@ def _locate(model: str, revision: str | None, token: str | None, folder: str | N
         return path
     if not hub.is_name(model):
         raise ModelError(f"there is no file or directory {model}; {hub.ways_out(model)}")
-    return _in_directory(hub.fetch(model, revision=revision, token=token, folder=folder, weights=weights))
+    return _in_directory(hub.fetch_repository(model, revision=revision, token=token, folder=folder, weights=weights))
 
 
 def local(model: str) -> Path | None:

@@ -19,7 +19,7 @@ _NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
 WAYS_OUT = "give a directory, a .gguf file, or the model `demo`"
 
 
-def fetch(name: str, *, revision: str | None, token: str | None, folder: str | None, weights: bool) -> Path:
+def fetch_repository(name: str, *, revision: str | None, token: str | None, folder: str | None, weights: bool) -> Path:
     """The directory of the repository `name`, fetched where it is not there yet; its weights only if asked for.
 
     HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE are honoured by the library. Raises ModelError.
