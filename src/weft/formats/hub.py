@@ -43,7 +43,7 @@ def fetch_repository(name: str, *, revision: str | None, token: str | None, fold
         raise _failure(name, revision, error) from None
 
 
-def cached(name: str, folder: str | None = None) -> Path | None:
+def cached_repository(name: str, folder: str | None = None) -> Path | None:
     """The directory in which the hub's cache holds the main revision of a repository; None if it does not."""
     if not is_name(name):
         return None

@@ -35,7 +35,7 @@ def look_up(
     model, asked = model_names.full_name(model), refresh or revision is not None
     known = catalogue.find_known(model)
     if not asked and not (known and catalogue.same_name(model, known.name)):
-        kept = hub.cached(model)
+        kept = hub.cached_repository(model)
         if kept is not None:
             return _directory(model, kept)
     if known is not None and (not asked or known.name == demo.NAME):  # the demo is on no hub

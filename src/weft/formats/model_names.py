@@ -14,7 +14,7 @@ def full_name(typed: str, *, folder: str | None = None) -> str:
     name go before nicknames. A name that nobody knows is returned as it is: whoever looks for it tells what is near.
     """
     full = None if "/" in typed else catalogue.full_name(typed)
-    return typed if full is None or _is_here(typed) or hub.cached(typed, folder) else full
+    return typed if full is None or _is_here(typed) or hub.cached_repository(typed, folder) else full
 
 
 def notice(typed: str, full: str) -> str:
