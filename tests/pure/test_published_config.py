@@ -230,7 +230,7 @@ def test_parts_that_do_not_fit_together(change: dict[str, Any], line: str) -> No
     there = {"qweight": info("I32", 80, 96), "scales": info("F16", 5, 96), "qzeros": info("I32", 5, 12)}
     index = {f"a.b.{name}": it for name, it in (there | change).items() if it is not None}
     with pytest.raises(ModelError, match=f"^/m/model.safetensors: a.b (has a part that )?{line}"):
-        packed.joined(index, PublishedQuantization(method="gptq", bits=4, group=128, symmetric=False))
+        packed.join_packed(index, PublishedQuantization(method="gptq", bits=4, group=128, symmetric=False))
 
 
 def test_what_it_computes_in_is_told(caplog: pytest.LogCaptureFixture) -> None:

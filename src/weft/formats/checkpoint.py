@@ -96,7 +96,7 @@ def described(shape: ModelShape, index: dict[str, TensorInfo]) -> ModelShape:
 
 def _joined(index: dict[str, TensorInfo], shape: ModelShape) -> dict[str, TensorInfo]:
     """The tensors of safetensors files, with packed matrices as one."""
-    return index if shape.published is None else packed.joined(index, shape.published)
+    return index if shape.published is None else packed.join_packed(index, shape.published)
 
 
 def _locate(model: str, revision: str | None, token: str | None, folder: str | None, *, weights: bool) -> Path:

@@ -51,7 +51,7 @@ class Packed(TensorInfo, frozen=True, kw_only=True):
     order: TensorInfo | None
 
 
-def joined(index: Mapping[str, TensorInfo], published: PublishedQuantization) -> dict[str, TensorInfo]:
+def join_packed(index: Mapping[str, TensorInfo], published: PublishedQuantization) -> dict[str, TensorInfo]:
     """An index with each packed matrix as `weight` of its layer, as it is called where it is not quantised. Raises
     ModelError, naming the tensor, where its parts do not fit together."""
     ends = tuple("." + name for name in NAMES[published.method] if name)
