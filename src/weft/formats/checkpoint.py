@@ -74,7 +74,7 @@ def resolve(
         index = _joined(index, shape)
     _check_shape(shape, str(path))
     stored = {} if dummy else _whole(index, shape, str(path))
-    shape = shape if dummy else packed.described(shape, stored)
+    shape = shape if dummy else packed.with_stored_types(shape, stored)
     return Checkpoint(
         model=model,
         path=str(path),
@@ -91,7 +91,7 @@ def _quantised(info: TensorInfo) -> bool:
 
 def described(shape: ModelShape, index: dict[str, TensorInfo]) -> ModelShape:
     """The shape with what the weights of safetensors files are really stored in, as far as they are there."""
-    return packed.described(shape, _joined(index, shape))
+    return packed.with_stored_types(shape, _joined(index, shape))
 
 
 def _joined(index: dict[str, TensorInfo], shape: ModelShape) -> dict[str, TensorInfo]:

@@ -63,7 +63,7 @@ def join_packed(index: Mapping[str, TensorInfo], published: PublishedQuantizatio
     return found
 
 
-def described(shape: ModelShape, tensors: Mapping[str, TensorInfo]) -> ModelShape:
+def with_stored_types(shape: ModelShape, tensors: Mapping[str, TensorInfo]) -> ModelShape:
     """The shape with what the tensors of a checkpoint really are stored in, in the place of what its config says."""
     if shape.published is None:
         return shape
