@@ -149,7 +149,7 @@ def shape_from_config(config: Fields, own: DType = "bfloat16", *, run: bool = Tr
     )
     quantised = quantization(config)
     readable = quantised is not None and quantization_config.unsupported_quantization(quantised) is None
-    return packed.configured(model, quantised) if quantised is not None and readable else model
+    return packed.with_config_types(model, quantised) if quantised is not None and readable else model
 
 
 def latent(config: Fields) -> Latent | None:

@@ -80,7 +80,7 @@ def with_stored_types(shape: ModelShape, tensors: Mapping[str, TensorInfo]) -> M
     return _with_exceptions(shape, kinds)
 
 
-def configured(shape: ModelShape, config: Fields) -> ModelShape:
+def with_config_types(shape: ModelShape, config: Fields) -> ModelShape:
     """The shape with what its quantization_config, without an obstacle, says of its weights."""
     published, quantised = parse_quantization(config), quantised_layer_predicate(config)
     kinds = {
