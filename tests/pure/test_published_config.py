@@ -55,7 +55,9 @@ def published(**quantization: Any) -> PublishedQuantization:
 
 def plan(of: ModelShape, gpus: int = 0, **flags: Any) -> Plan:
     """Of a checkpoint as its config promises it."""
-    there = Checkpoint(model="m", path="/m", format="safetensors", shape=of, generation={}, quantised=packed.stored(of))
+    there = Checkpoint(
+        model="m", path="/m", format="safetensors", shape=of, generation={}, quantised=packed.stored_types(of)
+    )
     return build_plan(EngineConfig(model="m", **flags), there, host(gpus))
 
 

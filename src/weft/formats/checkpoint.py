@@ -81,7 +81,9 @@ def resolve(
         format="dummy" if dummy else found,
         shape=shape,
         generation=generation,
-        quantised=packed.stored(shape) if dummy else {name: it.type for name, it in stored.items() if _quantised(it)},
+        quantised=packed.stored_types(shape)
+        if dummy
+        else {name: it.type for name, it in stored.items() if _quantised(it)},
     )
 
 

@@ -98,7 +98,7 @@ def _with_exceptions(shape: ModelShape, kinds: Mapping[str, str]) -> ModelShape:
     return msgspec.structs.replace(shape, published=msgspec.structs.replace(plain, exceptions=tuple(others.items())))
 
 
-def stored(shape: ModelShape) -> dict[str, str]:
+def stored_types(shape: ModelShape) -> dict[str, str]:
     """What each quantised tensor of such a checkpoint is stored in, as its shape says."""
     if shape.published is None:
         return {}
