@@ -13,7 +13,7 @@ import transformers
 
 from weft.architectures.parameters import parameter_count
 from weft.formats import config_json
-from weft.formats.checkpoint import sources
+from weft.formats.checkpoint import expected_tensors
 
 SMALL = {
     "vocab_size": 320,
@@ -77,7 +77,7 @@ def test_as_transformers_has_them(tmp_path: Path, architecture: str, config: dic
     # The router's correction is no parameter, but is stored like one.
     named |= {name: value for name, value in model.named_buffers() if name.endswith("correction_bias")}
     assert parameter_count(shape) == sum(value.numel() for value in named.values())
-    stored = dict(sources(shape))
+    stored = dict(expected_tensors(shape))
     assert sum(map(prod, stored.values())) == parameter_count(shape)
     if architecture in PLAIN:
         tied = {"lm_head.weight"} if shape.tied else set()

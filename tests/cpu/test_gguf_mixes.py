@@ -14,7 +14,7 @@ from tests.pure.gguf_files import write_model
 from weft import LLM, SamplingParams
 from weft.architectures.parameters import model_parameters
 from weft.architectures.shape import ModelShape
-from weft.formats.checkpoint import resolve, sources
+from weft.formats.checkpoint import expected_tensors, resolve
 from weft.formats.gguf_types import type_of
 from weft.formats.precision import as_held, summed
 
@@ -68,7 +68,9 @@ def test_logits_are_those_of_what_is_stored(folder: Path, mix: str, shape: Model
     for name in LAYOUTS if mix == "q4_k_m" else ("whole", "pp 1,2, tp 2:1"):
         plan = plan_for(path, "whole", **LAYOUTS[name])
         assert plan.quantization == "gguf"
-        assert len(plan.schemes) == sum(len(dims) == 2 for _, dims in sources(shape)), "nothing is left in 16 bits"
+        assert len(plan.schemes) == sum(len(dims) == 2 for _, dims in expected_tensors(shape)), (
+            "nothing is left in 16 bits"
+        )
         for place in plan.places:
             assert plan.weight_bytes(place.rank) == summed(shape, as_held(mix), place).total
         got = logits_of(plan, PROMPT)

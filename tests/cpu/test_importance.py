@@ -24,7 +24,7 @@ from tests.cpu.test_quantised import measured
 from weft.architectures.place import Place, Span
 from weft.architectures.shape import ModelShape
 from weft.comm import Links, Solo
-from weft.formats.checkpoint import resolve, sources, tensors
+from weft.formats.checkpoint import expected_tensors, resolve, tensors
 from weft.weights.load import allocate, open_source
 from weft.weights.stored import Stored
 from weft.worker import importance
@@ -145,7 +145,7 @@ def shuffled(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (torch.arange(heads)[:, None] * shape.head_dim + inside).flatten() for heads in (shape.kv_heads, shape.q_heads)
     )
     made = {}
-    for name, dims in sources(shape):
+    for name, dims in expected_tensors(shape):
         weight = torch.empty(dims, dtype=torch.bfloat16)
         source.read(name, Span(0, dims[0]), None, weight)
         rows, cols = {

@@ -18,7 +18,7 @@ from tests.pure.gguf_files import write_model
 from weft import LLM, SamplingParams
 from weft.architectures.place import Span
 from weft.errors import ModelError
-from weft.formats.checkpoint import resolve, sources
+from weft.formats.checkpoint import expected_tensors, resolve
 from weft.formats.schemes import SCHEMES, STORED, UNIT, held_as
 from weft.formats.tensor import ENCODINGS
 from weft.kernels.plain import PlainKernels
@@ -89,7 +89,7 @@ def test_a_cut_has_the_same_numbers(type: str) -> None:
 
 
 def quantised_plan(path: Path | None, kind: str, type: str, **more: Any) -> Plan:
-    found = {name: type for name, dims in sources(SHAPE) if len(dims) == 2}
+    found = {name: type for name, dims in expected_tensors(SHAPE) if len(dims) == 2}
     return plan_for(SHAPE, path, kind, dtype="bfloat16", schemes=found, **more)
 
 

@@ -24,7 +24,7 @@ from weft.architectures.place import Place, Span
 from weft.architectures.shape import DTYPE_BYTES, ModelShape
 from weft.errors import ModelError
 from weft.formats import demo
-from weft.formats.checkpoint import resolve, sources, tensors
+from weft.formats.checkpoint import expected_tensors, resolve, tensors
 from weft.formats.tensor import ENCODINGS, TensorInfo
 from weft.plan.fills import rank_fills
 from weft.plan.places import cut_places
@@ -110,7 +110,7 @@ def agrees(plan: Plan, truth: dict[str, torch.Tensor]) -> None:
 
 def random_weights(shape: ModelShape, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return {name: torch.randn(dims, generator=generator).to(dtype) for name, dims in sources(shape)}
+    return {name: torch.randn(dims, generator=generator).to(dtype) for name, dims in expected_tensors(shape)}
 
 
 @settings(max_examples=25)
@@ -206,7 +206,7 @@ def test_a_rank_maps_its_own_rows_only(tmp_path: Path, monkeypatch: pytest.Monke
         mapped.clear()
         targets = loaded(plan, place)
         # Matrices that are cut by columns, and vectors, are mapped from end to end.
-        by_rows = {name for name, dims in sources(SHAPE) if dims[1:] == (SHAPE.hidden,)}
+        by_rows = {name for name, dims in expected_tensors(SHAPE) if dims[1:] == (SHAPE.hidden,)}
         owned = [fill for fill in rank_fills(SHAPE, place) if fill.source in by_rows]
         assert len(mapped) == len(list(rank_fills(SHAPE, place)))
         assert sorted(n for info, _, n in mapped if info.dims[1:] == (SHAPE.hidden,)) == sorted(

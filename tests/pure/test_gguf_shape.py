@@ -14,7 +14,7 @@ from tests.pure.gguf_files import GGML, metadata_of, write, write_model
 from weft.architectures.shape import Experts, Latent, ModelShape, Rope
 from weft.errors import ModelError
 from weft.formats import gguf, gguf_shape
-from weft.formats.checkpoint import resolve, sources
+from weft.formats.checkpoint import expected_tensors, resolve
 
 LLAMA = ModelShape(
     architecture="LlamaForCausalLM",
@@ -41,7 +41,7 @@ def test_it_comes_back(tmp_path: Path, shape: ModelShape) -> None:
     checkpoint = resolve(str(tmp_path / "m.gguf"))
     assert checkpoint.shape == shape
     interleaved = {name: info.interleaved for name, info in checkpoint.tensors().items() if info.interleaved}
-    rotated = [name for name, _ in sources(shape) if ".q_proj." in name or ".k_proj." in name]
+    rotated = [name for name, _ in expected_tensors(shape) if ".q_proj." in name or ".k_proj." in name]
     assert interleaved == (dict.fromkeys(rotated, 8) if shape.architecture == "LlamaForCausalLM" else {})
 
 

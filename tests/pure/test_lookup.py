@@ -22,7 +22,7 @@ from weft.cli import dispatch
 from weft.client.arguments import engine_config
 from weft.errors import ModelError
 from weft.formats import catalogue, hub_headers, model_names
-from weft.formats.checkpoint import resolve, sources
+from weft.formats.checkpoint import expected_tensors, resolve
 from weft.formats.lookup import look_up
 
 QWEN3 = catalogue.find("Qwen3-0.6B")
@@ -41,7 +41,7 @@ MIXTRAL = {
 def safetensors(shape: ModelShape) -> bytes:
     """A file of this shape: a real header, and no more than that."""
     tensors, at = {}, 0
-    for name, dims in sources(shape):
+    for name, dims in expected_tensors(shape):
         size = 2 * prod(dims)
         tensors[name] = {"dtype": "BF16", "shape": dims, "data_offsets": [at, at + size]}
         at += size

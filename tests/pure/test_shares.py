@@ -17,7 +17,7 @@ from weft.architectures.place import Span, whole
 from weft.architectures.shape import ModelShape
 from weft.errors import PlanError
 from weft.formats import catalogue
-from weft.formats.checkpoint import sources
+from weft.formats.checkpoint import expected_tensors
 from weft.formats.precision import weight_bytes, weights
 from weft.plan import fills as engine
 from weft.plan.fills import Fill, rank_fills
@@ -43,7 +43,7 @@ def test_the_replicas_of_a_stage_read_everything(layout: Layout) -> None:
     """What may be cut is read once per stage and replica, or once by all replicas for dealt-out experts; what
     may not by every rank; KV heads by their crews."""
     shape, tensor, stages, group = layout
-    dims = dict(sources(shape))
+    dims = dict(expected_tensors(shape))
     replicas = group[1] if group else 1
     counts: dict[tuple[int, str], np.ndarray] = {}
     cut: dict[str, set[Axis]] = defaultdict(set)
@@ -89,7 +89,7 @@ def test_fills_fill_what_the_rank_holds(layout: Layout) -> None:
 def test_the_whole_model_is_one_rank(shape: ModelShape) -> None:
     assert cut_places(shape, [1.0], [shape.layers]) == (whole(shape),)
     assert weight_bytes(shape, "bf16") == 2 * parameter_count(shape)
-    assert sum(map(prod, dict(sources(shape)).values())) == parameter_count(shape)
+    assert sum(map(prod, dict(expected_tensors(shape)).values())) == parameter_count(shape)
 
 
 @given(planned_layouts(), st.sampled_from(["fp8", "int8", "int4", "mxfp4", "nvfp4", "q4_k_m", "q2_k", "q8_0"]))

@@ -167,7 +167,7 @@ def _check_shape(shape: ModelShape, where: str) -> None:
             raise ModelError(f"{where}: token id {token} is beyond the vocabulary of {shape.vocab}")
 
 
-def sources(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
+def expected_tensors(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Each tensor that a checkpoint of this shape has, under Hugging Face's name, with its dims."""
     for parameter in model_parameters(shape):
         # Parts that share a tensor come one after the other: the last one says how long it is.
@@ -203,7 +203,7 @@ def tensors(path: str, format: Format, shape: ModelShape) -> dict[str, TensorInf
 def _whole(index: Mapping[str, TensorInfo], shape: ModelShape, path: str) -> dict[str, TensorInfo]:
     """The part of `index` that the shape asks for; raises ModelError where it does not match."""
     tensors = {}
-    for name, dims in sources(shape):
+    for name, dims in expected_tensors(shape):
         info = index.get(name)
         if info is None:
             if packed_as := _packed_parts(index, name):

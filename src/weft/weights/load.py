@@ -14,7 +14,7 @@ import torch
 from weft.architectures.axes import owned
 from weft.architectures.parameters import parameter_dims, rank_parameters
 from weft.architectures.place import Place, Span
-from weft.formats.checkpoint import sources, tensors
+from weft.formats.checkpoint import expected_tensors, tensors
 from weft.plan.fills import Fill, checkpoint_scheme, rank_fills
 from weft.plan.plan import Plan
 from weft.quant.quantised import Quantised
@@ -61,7 +61,7 @@ def allocate(plan: Plan, place: Place, device: torch.device) -> dict[str, torch.
 def open_source(plan: Plan) -> Source:
     """The plan's checkpoint. Raises ModelError where it is not what the plan was made from."""
     if plan.load_format == "dummy":
-        return Dummy(dict(sources(plan.shape)), plan.seed)
+        return Dummy(dict(expected_tensors(plan.shape)), plan.seed)
     found = tensors(plan.checkpoint, plan.load_format, plan.shape)
     return PackedTensors(found) if plan.shape.published else Stored(found)
 
@@ -79,7 +79,7 @@ def load(
     their scheme is made by `rounding`, in several threads, with the `importance` of a parameter's columns where it is
     known. Raises ModelError.
     """
-    source, widths = open_source(plan), dict(sources(plan.shape))
+    source, widths = open_source(plan), dict(expected_tensors(plan.shape))
 
     @torch.inference_mode()
     def run(fill: Fill) -> None:
