@@ -24,7 +24,7 @@ from tests.cpu.test_quantised import measured
 from weft.architectures.place import Place, Span
 from weft.architectures.shape import ModelShape
 from weft.comm import Links, Solo
-from weft.formats.checkpoint import expected_tensors, resolve, tensors
+from weft.formats.checkpoint import expected_tensors, locate_tensors, resolve
 from weft.weights.load import allocate, open_source
 from weft.weights.stored import Stored
 from weft.worker import importance
@@ -136,7 +136,7 @@ def shuffled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo with its channels in another order, in 16 bits: the same model to the last bit, but no group of 32 lies
     on the grid of 4 bits that its file has."""
     path, demo = tmp_path_factory.mktemp("shuffled"), resolve("demo")
-    shape, source = demo.shape, Stored(tensors(demo.path, demo.format, demo.shape))
+    shape, source = demo.shape, Stored(locate_tensors(demo.path, demo.format, demo.shape))
     generator = torch.Generator().manual_seed(1)
     hidden, ffn = (torch.randperm(size, generator=generator) for size in (shape.hidden, shape.ffn))
     # Of the heads' channels those that values go through; a KV head's are those of its whole group.

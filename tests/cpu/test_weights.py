@@ -24,7 +24,7 @@ from weft.architectures.place import Place, Span
 from weft.architectures.shape import DTYPE_BYTES, ModelShape
 from weft.errors import ModelError
 from weft.formats import demo
-from weft.formats.checkpoint import expected_tensors, resolve, tensors
+from weft.formats.checkpoint import expected_tensors, locate_tensors, resolve
 from weft.formats.tensor import ENCODINGS, TensorInfo
 from weft.plan.fills import rank_fills
 from weft.plan.places import cut_places
@@ -231,7 +231,7 @@ def test_a_checkpoint_that_changed_since_it_was_planned(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file(random_weights(SHAPE, torch.float32), path)
     plan = plan_for(SHAPE, tmp_path, "safetensors")
-    infos = tensors(plan.checkpoint, plan.load_format, plan.shape)
+    infos = locate_tensors(plan.checkpoint, plan.load_format, plan.shape)
     path.write_bytes(path.read_bytes()[:-4])
     with pytest.raises(ModelError, match="is cut short"):
         loaded(plan, plan.places[0])

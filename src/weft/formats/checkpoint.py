@@ -37,7 +37,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
 
     def tensors(self) -> dict[str, TensorInfo]:
         """Where each tensor of the model lies, under Hugging Face's names; {} for a dummy."""
-        return tensors(self.path, self.format, self.shape)
+        return locate_tensors(self.path, self.format, self.shape)
 
 
 def resolve(
@@ -187,7 +187,7 @@ def expected_tensors(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]
                         yield source.format(layer=layer, expert=expert), dims
 
 
-def tensors(path: str, format: Format, shape: ModelShape) -> dict[str, TensorInfo]:
+def locate_tensors(path: str, format: Format, shape: ModelShape) -> dict[str, TensorInfo]:
     """Where each tensor of `shape` lies, under Hugging Face's names, and nothing else; {} for a dummy.
 
     Raises ModelError, naming the tensor, where one is missing, of other dims, or stored in a way that Weft does

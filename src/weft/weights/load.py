@@ -14,7 +14,7 @@ import torch
 from weft.architectures.axes import owned
 from weft.architectures.parameters import parameter_dims, rank_parameters
 from weft.architectures.place import Place, Span
-from weft.formats.checkpoint import expected_tensors, tensors
+from weft.formats.checkpoint import expected_tensors, locate_tensors
 from weft.plan.fills import Fill, checkpoint_scheme, rank_fills
 from weft.plan.plan import Plan
 from weft.quant.quantised import Quantised
@@ -62,7 +62,7 @@ def open_source(plan: Plan) -> Source:
     """The plan's checkpoint. Raises ModelError where it is not what the plan was made from."""
     if plan.load_format == "dummy":
         return Dummy(dict(expected_tensors(plan.shape)), plan.seed)
-    found = tensors(plan.checkpoint, plan.load_format, plan.shape)
+    found = locate_tensors(plan.checkpoint, plan.load_format, plan.shape)
     return PackedTensors(found) if plan.shape.published else Stored(found)
 
 
