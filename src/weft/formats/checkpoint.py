@@ -91,7 +91,7 @@ def _quantised(info: TensorInfo) -> bool:
     return isinstance(info, packed.Packed) or ENCODINGS[info.type].elements > 1
 
 
-def described(shape: ModelShape, index: dict[str, TensorInfo]) -> ModelShape:
+def with_file_types(shape: ModelShape, index: dict[str, TensorInfo]) -> ModelShape:
     """The shape with what the weights of safetensors files are really stored in, as far as they are there."""
     return packed.with_stored_types(shape, _joined(index, shape))
 
