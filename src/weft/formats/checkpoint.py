@@ -105,7 +105,7 @@ def _locate(model: str, revision: str | None, token: str | None, folder: str | N
     """The directory with a config.json, or the GGUF file, that a model's name stands for."""
     if model == demo.NAME:
         return demo.fetch_demo()
-    path = local(model)
+    path = local_path(model)
     if path is not None:
         return path
     if not hub.is_name(model):
@@ -113,7 +113,7 @@ def _locate(model: str, revision: str | None, token: str | None, folder: str | N
     return _in_directory(hub.fetch_repository(model, revision=revision, token=token, folder=folder, weights=weights))
 
 
-def local(model: str) -> Path | None:
+def local_path(model: str) -> Path | None:
     """The directory with a config.json, or the GGUF file, that a path stands for; None where nothing is there."""
     path = Path(model).expanduser()
     if path.is_dir():

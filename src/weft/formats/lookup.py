@@ -27,7 +27,7 @@ def look_up(
     Raises ModelError, in one line with the ways out.
     """
     try:
-        path = checkpoint.local(model)
+        path = checkpoint.local_path(model)
     except (OSError, RuntimeError) as error:  # a directory that may not be read, a name too long, the ~ of nobody
         raise ModelError(f"cannot read {model}: {reason(error)}") from error
     if path is not None:
