@@ -70,7 +70,7 @@ def resolve(
         index = _translated(header, shape)
     else:
         index = {} if dummy else safetensors.read_directory(path)
-        shape, generation = config_json.read_shape(path, dtype(index)), config_json.recommended_sampling(path)
+        shape, generation = config_json.read_shape(path, main_dtype(index)), config_json.recommended_sampling(path)
         index = _joined(index, shape)
     _check_shape(shape, str(path))
     stored = {} if dummy else _whole(index, shape, str(path))
@@ -148,7 +148,7 @@ def _file(path: Path) -> Path:
     raise ModelError(f"{path} is no model: it does not begin as a GGUF file does; give a directory or a .gguf file")
 
 
-def dtype(index: Mapping[str, TensorInfo]) -> DType:
+def main_dtype(index: Mapping[str, TensorInfo]) -> DType:
     """The dtype of most of the weights."""
     nbytes: dict[DType, int] = {}
     for info in index.values():

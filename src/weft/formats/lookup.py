@@ -58,7 +58,7 @@ def _directory(model: str, folder: Path) -> Model:
     """From its config.json, and from the headers of its weights where those are there."""
     has_weights = any(folder.glob("*.safetensors"))
     index = safetensors.read_directory(folder) if has_weights else {}
-    shape = checkpoint.with_file_types(config_json.read_shape(folder, checkpoint.dtype(index), run=False), index)
+    shape = checkpoint.with_file_types(config_json.read_shape(folder, checkpoint.main_dtype(index), run=False), index)
     config = config_json.load_config(folder)
     stored = sum(info.nbytes for info in index.values()) if has_weights else None
     precision = shape.published.precision if shape.published else config_json.precision(config)
