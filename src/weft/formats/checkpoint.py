@@ -15,7 +15,7 @@ from weft.errors import ConfigError, ModelError, reason
 from weft.formats import config_json, demo, gguf, gguf_names, gguf_shape, hub, model_names, packed, safetensors
 from weft.formats.tensor import ENCODINGS, TensorInfo
 
-Format = Literal["safetensors", "gguf", "dummy"]
+FileFormat = Literal["safetensors", "gguf", "dummy"]
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DTYPES: dict[str, DType] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -30,7 +30,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str
     path: str
-    format: Format
+    format: FileFormat
     shape: ModelShape
     generation: dict[str, float | int | bool]
     quantised: dict[str, str] = {}
@@ -60,7 +60,7 @@ def resolve(
         path = _locate(full, revision, hf_token, download_dir, weights=load_format != "dummy")
     except (OSError, RuntimeError) as error:  # a directory that may not be read, a name too long, the ~ of nobody
         raise ModelError(f"cannot read {model}: {reason(error)}") from error
-    found: Format = "safetensors" if path.is_dir() else "gguf"
+    found: FileFormat = "safetensors" if path.is_dir() else "gguf"
     if load_format not in ("auto", "dummy", found):
         raise ModelError(f"{path} is {found}, not {load_format}; leave --load-format out, or give another model")
     dummy = load_format == "dummy"
@@ -187,7 +187,7 @@ def expected_tensors(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]
                         yield source.format(layer=layer, expert=expert), dims
 
 
-def locate_tensors(path: str, format: Format, shape: ModelShape) -> dict[str, TensorInfo]:
+def locate_tensors(path: str, format: FileFormat, shape: ModelShape) -> dict[str, TensorInfo]:
     """Where each tensor of `shape` lies, under Hugging Face's names, and nothing else; {} for a dummy.
 
     Raises ModelError, naming the tensor, where one is missing, of other dims, or stored in a way that Weft does
