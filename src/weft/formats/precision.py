@@ -26,7 +26,7 @@ from weft.formats import gguf_types
 from weft.formats.schemes import ALL, UNIT, scheme_of
 
 
-class Format(msgspec.Struct, frozen=True, kw_only=True):
+class NumberFormat(msgspec.Struct, frozen=True, kw_only=True):
     """`bits` per number, and `block_bytes` more for each block of `block_rows` x `block_cols` numbers."""
 
     bits: float
@@ -40,12 +40,12 @@ class Format(msgspec.Struct, frozen=True, kw_only=True):
         return int(numbers + rows.blocks(self.block_rows) * cols.blocks(self.block_cols) * self.block_bytes)
 
 
-BF16, FP32, FP8 = Format(bits=16), Format(bits=32), Format(bits=8)
-FP8_BLOCKS = Format(bits=8, block_rows=128, block_cols=128, block_bytes=4)
-INT8 = Format(bits=8, block_cols=128, block_bytes=3)
-INT4 = Format(bits=4, block_cols=128, block_bytes=2.5)
-MXFP4 = Format(bits=4, block_cols=32, block_bytes=1)
-NVFP4 = Format(bits=4, block_cols=16, block_bytes=1)
+BF16, FP32, FP8 = NumberFormat(bits=16), NumberFormat(bits=32), NumberFormat(bits=8)
+FP8_BLOCKS = NumberFormat(bits=8, block_rows=128, block_cols=128, block_bytes=4)
+INT8 = NumberFormat(bits=8, block_cols=128, block_bytes=3)
+INT4 = NumberFormat(bits=4, block_cols=128, block_bytes=2.5)
+MXFP4 = NumberFormat(bits=4, block_cols=32, block_bytes=1)
+NVFP4 = NumberFormat(bits=4, block_cols=16, block_bytes=1)
 
 # What the matrices are stored in; everything else as `OTHERS` says.
 MATRICES = {
@@ -133,7 +133,7 @@ def alike(shape: ModelShape, precision: str) -> tuple[int, ...]:
     )
 
 
-def part_format(shape: ModelShape, precision: str, parameter: Parameter, part: Part, layer: int) -> Format:
+def part_format(shape: ModelShape, precision: str, parameter: Parameter, part: Part, layer: int) -> NumberFormat:
     """How one tensor of the model is stored; `precision` as `canonical` or `as_held` gives it."""
     held, precision = precision.endswith(gguf_types.HELD), precision.removesuffix(gguf_types.HELD)
     published = as_published(shape, precision)
@@ -142,12 +142,12 @@ def part_format(shape: ModelShape, precision: str, parameter: Parameter, part: P
         if name is None:
             return BF16
         scheme = ALL[name]
-        return Format(bits=scheme.bits, block_cols=scheme.group, block_bytes=scheme.group_bits / 8)
+        return NumberFormat(bits=scheme.bits, block_cols=scheme.group, block_bytes=scheme.group_bits / 8)
     if published:
         return _published_format(published, parameter, part, layer)
     if precision in gguf_types.MIXES:
         kind = gguf_types.type_of(shape, precision, parameter, part, layer)
-        return Format(bits=gguf_types.BITS[kind])
+        return NumberFormat(bits=gguf_types.BITS[kind])
     if parameter.role not in ("linear", "expert") or part.cols is None:
         return OTHERS.get(precision, BF16)
     if ".attention." in parameter.name and (precision, shape.architecture) in ATTENTION_KEPT:
@@ -159,14 +159,14 @@ def part_format(shape: ModelShape, precision: str, parameter: Parameter, part: P
     return MATRICES[precision]
 
 
-def _published_format(published: PublishedQuantization, parameter: Parameter, part: Part, layer: int) -> Format:
+def _published_format(published: PublishedQuantization, parameter: Parameter, part: Part, layer: int) -> NumberFormat:
     """As it lies in the file."""
     name = published.of(part.source.format(layer=layer, expert=0), parameter.role).removesuffix(ORDERED)
     if name not in ALL:
         return BF16
     scheme = ALL[name]
     zero = 0 if scheme.lowest == "middle" else scheme.bits / 8
-    return Format(bits=scheme.bits, block_cols=scheme.group, block_bytes=2 + zero)
+    return NumberFormat(bits=scheme.bits, block_cols=scheme.group, block_bytes=2 + zero)
 
 
 def scale_columns(shape: ModelShape, precision: str) -> int:
