@@ -18,7 +18,7 @@ from weft.architectures.shape import ModelShape
 from weft.errors import PlanError
 from weft.formats import catalogue
 from weft.formats.checkpoint import expected_tensors
-from weft.formats.precision import weight_bytes, weights
+from weft.formats.precision import weight_bytes, weights_by_kind
 from weft.plan import fills as engine
 from weft.plan.fills import Fill, rank_fills
 from weft.plan.places import cut_places
@@ -110,11 +110,11 @@ def test_experts_dealt_out_or_cut_weigh_the_same(name: str, ranks: int) -> None:
     assert shape.experts is not None
     for place in dealt:
         assert len(place.experts) == shape.experts.count // ranks and len(place.expert_ffn) == shape.experts.ffn
-    matrices = [weights(shape, "fp32", place).expert for place in dealt]
+    matrices = [weights_by_kind(shape, "fp32", place).expert for place in dealt]
     assert len(set(matrices)) == 1
     # Biases of the second matrix are on every rank when experts are cut.
     biases = (ranks - 1) * shape.experts.count * shape.hidden * 4 * shape.layers if shape.mlp_bias else 0
-    assert sum(weights(shape, "fp32", place).expert for place in cut) == sum(matrices) + biases
+    assert sum(weights_by_kind(shape, "fp32", place).expert for place in cut) == sum(matrices) + biases
 
 
 def test_data_parallel_replicas_share_the_experts() -> None:

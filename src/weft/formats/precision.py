@@ -204,7 +204,7 @@ class WeightBytes(msgspec.Struct, frozen=True, kw_only=True):
         return self.embedding + self.linear + self.expert + self.head + self.others
 
 
-def weights(shape: ModelShape, precision: str, place: Place | None = None) -> WeightBytes:
+def weights_by_kind(shape: ModelShape, precision: str, place: Place | None = None) -> WeightBytes:
     """The weights of a rank, by default of the whole model, by kind. Raises ConfigError for an unknown precision.
 
     A tied head counts where it is stored: with the embedding, and again on a last stage without one.
@@ -232,4 +232,4 @@ def summed(shape: ModelShape, precision: str, place: Place) -> WeightBytes:
 
 def weight_bytes(shape: ModelShape, precision: str, place: Place | None = None) -> int:
     """Bytes of a rank's weights, by default of the whole model's."""
-    return weights(shape, precision, place).total
+    return weights_by_kind(shape, precision, place).total

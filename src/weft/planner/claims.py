@@ -11,7 +11,7 @@ from weft.architectures.kv import kv_bytes
 from weft.architectures.place import Place
 from weft.architectures.shape import ModelShape
 from weft.errors import ConfigError, PlanError
-from weft.formats.precision import canonical, weights
+from weft.formats.precision import canonical, weights_by_kind
 from weft.hardware.cluster import Cluster
 from weft.planner.deployment import Layout, deploy
 from weft.planner.domains import devices
@@ -78,7 +78,7 @@ def judge(shape: ModelShape, precision: str, cluster: Cluster, tokens: int, tok_
     """Impossible is what no layout can do: weights and the KV of one request exceed the GPUs' memory less 1.5 GB
     each, however the model is cut; or the speed asks for more than all of the GPUs' bandwidth."""
     gpus = [device.gpu for device in devices(cluster)]
-    held = weights(shape, precision)
+    held = weights_by_kind(shape, precision)
     cache = kv_bytes(shape, tokens, "bf16")
     usable = [gpu.memory_bytes - RESERVED_BYTES for gpu in gpus]
     read = read_bytes(shape, held)
@@ -111,7 +111,7 @@ def fitting(shape: ModelShape, precision: str, cluster: Cluster, tokens: int) ->
     # The largest GPUs first, so that those of like size are together.
     there = sorted(devices(cluster), key=lambda device: -device.gpu.memory_bytes)
     usable = [device.gpu.memory_bytes - RESERVED_BYTES for device in there]
-    if weights(shape, precision).total > sum(usable):
+    if weights_by_kind(shape, precision).total > sum(usable):
         return None
     for tensor, stages, dealt in _cuts(shape, len(there)):
         for shares in _shares(usable, tensor, stages):
@@ -168,7 +168,7 @@ def _layers(
 
 
 def _held(shape: ModelShape, precision: str, tokens: int, place: Place) -> int:
-    return weights(shape, precision, place).total + kv_bytes(shape, tokens, "bf16", place)
+    return weights_by_kind(shape, precision, place).total + kv_bytes(shape, tokens, "bf16", place)
 
 
 def _of(cluster: Cluster) -> str:
