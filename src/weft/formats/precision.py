@@ -209,10 +209,10 @@ def weights_by_kind(shape: ModelShape, precision: str, place: Place | None = Non
 
     A tied head counts where it is stored: with the embedding, and again on a last stage without one.
     """
-    return summed(shape, canonical(precision), place or whole(shape))
+    return sum_by_kind(shape, canonical(precision), place or whole(shape))
 
 
-def summed(shape: ModelShape, precision: str, place: Place) -> WeightBytes:
+def sum_by_kind(shape: ModelShape, precision: str, place: Place) -> WeightBytes:
     """The same; `precision` as `canonical` or `as_held` gives it."""
     # The first of those that are alike, and how many they are.
     layers = Counter(alike(shape, precision)[place.layers.start : place.layers.stop])

@@ -10,7 +10,7 @@ import msgspec
 from weft.architectures.kv import kv_bytes
 from weft.architectures.place import Place, Span
 from weft.architectures.shape import ModelShape
-from weft.formats.precision import WeightBytes, alike, summed
+from weft.formats.precision import WeightBytes, alike, sum_by_kind
 from weft.plan.places import column_unit, cut_places
 from weft.planner.partition import Stage, partition
 
@@ -76,7 +76,7 @@ def _layers(
         kind = alike(shape, precision)[layer], shape.window(layer)
         if kind not in known:
             place = msgspec.structs.replace(rank, layers=Span(layer, layer + 1), stage=1, stages=3)
-            held = summed(shape, precision, place)
+            held = sum_by_kind(shape, precision, place)
             known[kind] = held.total + kv_bytes(shape, tokens, kv_dtype, place), read_bytes(shape, held)
         size, read = known[kind]
         sizes.append(size)
@@ -90,4 +90,4 @@ def _ends(shape: ModelShape, precision: str, rank: Place) -> tuple[float, float]
     nothing = Span(0, 0)
     first = msgspec.structs.replace(rank, layers=nothing, stage=0, stages=2)
     last = msgspec.structs.replace(rank, layers=nothing, stage=1, stages=2)
-    return summed(shape, precision, first).total, summed(shape, precision, last).total
+    return sum_by_kind(shape, precision, first).total, sum_by_kind(shape, precision, last).total
