@@ -16,7 +16,7 @@ from weft.architectures.parameters import model_parameters
 from weft.architectures.shape import ModelShape
 from weft.formats.checkpoint import expected_tensors, resolve
 from weft.formats.gguf_types import type_of
-from weft.formats.precision import as_held, sum_by_kind
+from weft.formats.precision import held_precision, sum_by_kind
 
 PROMPT = list(range(3, 60))
 # Whose rows are whole super-blocks, which layouts cut, and whose are not.
@@ -72,7 +72,7 @@ def test_logits_are_those_of_what_is_stored(folder: Path, mix: str, shape: Model
             "nothing is left in 16 bits"
         )
         for place in plan.places:
-            assert plan.weight_bytes(place.rank) == sum_by_kind(shape, as_held(mix), place).total
+            assert plan.weight_bytes(place.rank) == sum_by_kind(shape, held_precision(mix), place).total
         got = logits_of(plan, PROMPT)
         # Activations are rounded to bf16, and to 8 bits.
         assert (got - want).abs().mean() <= 0.06 * want.std(), name

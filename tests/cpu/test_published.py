@@ -19,7 +19,7 @@ from weft import LLM, SamplingParams
 from weft.architectures.published import ORDERED
 from weft.errors import ModelError
 from weft.formats.checkpoint import resolve
-from weft.formats.precision import as_held, sum_by_kind
+from weft.formats.precision import held_precision, sum_by_kind
 from weft.plan.fills import rank_fills
 from weft.plan.plan import Plan
 from weft.quant.quantised import Quantised
@@ -178,7 +178,7 @@ def test_columns_that_kernels_do_not_take(tmp_path: Path, caplog: pytest.LogCapt
         "need them: 2 of INT4_ROW_SYM"
     ]
     for place in plan.places:
-        assert sum_by_kind(plan.shape, as_held("int4"), place).total == plan.weight_bytes(place.rank)
+        assert sum_by_kind(plan.shape, held_precision("int4"), place).total == plan.weight_bytes(place.rank)
 
 
 def test_groups_that_were_never_set(tmp_path: Path) -> None:

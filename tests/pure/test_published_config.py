@@ -16,7 +16,7 @@ from weft.errors import ConfigError, ModelError
 from weft.formats import config_json, packed
 from weft.formats.checkpoint import Checkpoint
 from weft.formats.fields import Fields
-from weft.formats.precision import as_held, sum_by_kind, weight_bytes
+from weft.formats.precision import held_precision, sum_by_kind, weight_bytes
 from weft.formats.schemes import PUBLISHED
 from weft.formats.tensor import TensorInfo
 from weft.plan.layout import build_plan
@@ -116,7 +116,7 @@ def test_a_head_that_is_quantised_too(method: dict[str, Any]) -> None:
     assert found.published and found.published.exceptions == (("lm_head.weight", found.published.scheme),)
     held = plan(found)
     assert held.schemes["lm_head.weight"] == "INT8_128_SYM" and "model.embed_tokens.weight" not in held.schemes
-    assert held.weight_bytes(0) == sum_by_kind(found, as_held("int8"), held.places[0]).total
+    assert held.weight_bytes(0) == sum_by_kind(found, held_precision("int8"), held.places[0]).total
 
 
 @pytest.mark.parametrize("gpus", [0, 1])
@@ -138,9 +138,9 @@ def test_the_planner_counts_what_is_held(method: dict[str, Any], gpus: int) -> N
         got = plan(of, **how, **({"device_ids": (0, 0), "gpus": 1} if gpus and how else {"gpus": gpus}))
         assert got.dtype == ("float16" if gpus else "bfloat16")
         for place in got.places:
-            held = sum_by_kind(of, as_held(of.published.precision), place)
+            held = sum_by_kind(of, held_precision(of.published.precision), place)
             assert got.weight_bytes(place.rank) == held.total
-            assert held == rank_weights(of, as_held(of.published.precision), place)
+            assert held == rank_weights(of, held_precision(of.published.precision), place)
         kept = of.published.scheme in PUBLISHED
         assert got.quantization == (of.published.method if kept else "none")
 

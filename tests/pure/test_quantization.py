@@ -17,7 +17,7 @@ from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError
 from weft.formats import catalogue, gguf_types
 from weft.formats.checkpoint import Checkpoint
-from weft.formats.precision import as_held, sum_by_kind, weight_bytes
+from weft.formats.precision import held_precision, sum_by_kind, weight_bytes
 from weft.formats.schemes import MADE, SCHEMES, STORED, held_as
 from weft.formats.tensor import ENCODINGS
 from weft.plan.layout import build_plan
@@ -157,9 +157,11 @@ def test_a_mix_is_planned_as_it_is_held(mix: str) -> None:
         )
         assert got.quantization == "gguf" and len(got.schemes) == len(there)
         for place in got.places:
-            assert got.weight_bytes(place.rank) == sum_by_kind(shape, as_held(mix), place).total
+            assert got.weight_bytes(place.rank) == sum_by_kind(shape, held_precision(mix), place).total
         found = precision_of(shape, got.quantization, got.schemes, got.dtype)
-        assert sum_by_kind(shape, as_held(found), got.places[0]) == sum_by_kind(shape, as_held(mix), got.places[0])
+        assert sum_by_kind(shape, held_precision(found), got.places[0]) == sum_by_kind(
+            shape, held_precision(mix), got.places[0]
+        )
 
 
 @pytest.mark.parametrize("gpus", [0, 1])

@@ -103,7 +103,7 @@ def canonical(name: str) -> str:
     raise ConfigError(f"unknown precision {name!r}; {hint}known: {', '.join(NAMES)}")
 
 
-def as_held(precision: str) -> str:
+def held_precision(precision: str) -> str:
     """What our own engine makes of a precision as it loads: of a GGUF file's types, and of what GPTQ and AWQ publish,
     what it has kernels for, and 16 bits of vectors. For `part_format` and what is summed of it."""
     return precision + gguf_types.HELD if precision in (*gguf_types.MIXES, "int8", "int4") else precision

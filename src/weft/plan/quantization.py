@@ -15,7 +15,7 @@ from weft.architectures.shape import DTYPE_BYTES, DType, ModelShape
 from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError
 from weft.formats.gguf_types import MIXES, type_of
-from weft.formats.precision import BF16, OF_DTYPE, as_held, part_format
+from weft.formats.precision import BF16, OF_DTYPE, held_precision, part_format
 from weft.formats.schemes import MADE, METHODS, UNIT, held_as, scheme_of
 from weft.plan.backends import GPU_BACKENDS
 
@@ -144,7 +144,7 @@ def check_cuts(shape: ModelShape, places: Sequence[Place], schemes: Mapping[str,
 
 def check_planned_cuts(shape: ModelShape, places: Sequence[Place], precision: str) -> None:
     """The same for a plan of our own engine, of weights in a precision in the planner's words."""
-    held = as_held(precision)
+    held = held_precision(precision)
     for parameter in model_parameters(shape) if held != precision else ():
         part, found = parameter.parts[0], _parted(shape, places, parameter)
         if found is None:

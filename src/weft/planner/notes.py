@@ -8,7 +8,7 @@ from weft.architectures.kv import kv_bytes_per_token
 from weft.architectures.parameters import RUNNABLE
 from weft.architectures.place import whole
 from weft.formats.gguf_types import MIXES
-from weft.formats.precision import as_held, as_published, scale_columns, sum_by_kind, weight_bytes
+from weft.formats.precision import as_published, held_precision, scale_columns, sum_by_kind, weight_bytes
 from weft.formats.schemes import MADE
 from weft.plan.backends import KERNELS, no_triton
 from weft.plan.memory import CPU_KV_BYTES, CPU_KV_SHARE
@@ -130,7 +130,7 @@ def _unpacked(question: Question, best: Candidate) -> Iterator[str]:
     shape, precision = question.shape, best.layout.precision
     if question.engine != "weft" or precision not in MIXES:
         return
-    stored, held = weight_bytes(shape, precision), sum_by_kind(shape, as_held(precision), whole(shape)).total
+    stored, held = weight_bytes(shape, precision), sum_by_kind(shape, held_precision(precision), whole(shape)).total
     if held > TOLD * stored:
         yield (
             f"a {precision} file has {gigabytes(stored)} but takes {gigabytes(held)} of memory, because Weft converts "

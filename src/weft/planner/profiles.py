@@ -15,7 +15,7 @@ import msgspec
 from weft.architectures.shape import ModelShape
 from weft.errors import ConfigError
 from weft.formats.gguf_types import MIXES
-from weft.formats.precision import OF_DTYPE, as_held
+from weft.formats.precision import OF_DTYPE, held_precision
 from weft.formats.schemes import SCHEMES, held_as
 from weft.hardware.calibration import Calibration
 from weft.hardware.cpu import KernelSpeed
@@ -149,7 +149,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 
     def held(self, precision: str) -> str:
         """What the engine holds of weights in a precision: others compute with a GGUF file's blocks as they are."""
-        return as_held(precision) if self.name == OURS else precision
+        return held_precision(precision) if self.name == OURS else precision
 
     def kernels(self, gpu: GpuSpec, precision: str) -> Kernels:
         """What kernels reach on a GPU: as measured, else as the tables say."""
