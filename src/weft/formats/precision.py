@@ -109,7 +109,7 @@ def held_precision(precision: str) -> str:
     return precision + gguf_types.HELD if precision in (*gguf_types.MIXES, "int8", "int4") else precision
 
 
-def as_published(shape: ModelShape, precision: str) -> PublishedQuantization | None:
+def own_quantization(shape: ModelShape, precision: str) -> PublishedQuantization | None:
     """How the model's own checkpoint has its weights, where the precision is that one's."""
     published = shape.published
     return published if published and published.precision == precision.removesuffix(gguf_types.HELD) else None
@@ -121,7 +121,7 @@ def alike(shape: ModelShape, precision: str) -> tuple[int, ...]:
     layers = range(shape.layers)
     if precision in gguf_types.BY_LAYER:
         return tuple(layers)
-    published = as_published(shape, precision)
+    published = own_quantization(shape, precision)
     left: dict[str, set[tuple[str, str]]] = {}
     for name, kind in published.exceptions if published else ():
         _, *layer = LAYER.split(name, maxsplit=1)
@@ -136,7 +136,7 @@ def alike(shape: ModelShape, precision: str) -> tuple[int, ...]:
 def part_format(shape: ModelShape, precision: str, parameter: Parameter, part: Part, layer: int) -> NumberFormat:
     """How one tensor of the model is stored; `precision` as `canonical` or `as_held` gives it."""
     held, precision = precision.endswith(gguf_types.HELD), precision.removesuffix(gguf_types.HELD)
-    published = as_published(shape, precision)
+    published = own_quantization(shape, precision)
     if held and (published or precision in gguf_types.MIXES):
         name = scheme_of(shape, precision, parameter, layer)
         if name is None:
@@ -174,7 +174,7 @@ def scale_columns(shape: ModelShape, precision: str) -> int:
     precision = canonical(precision.removesuffix(gguf_types.HELD))
     if precision == "fp8" and shape.architecture in FP8_IN_BLOCKS:
         return FP8_BLOCKS.block_cols
-    if published := as_published(shape, precision):
+    if published := own_quantization(shape, precision):
         return published.group if published.group < ROW and published.scheme in ALL else 1
     return MATRICES[precision].block_cols if precision in MATRICES else 1
 

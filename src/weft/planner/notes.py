@@ -8,7 +8,7 @@ from weft.architectures.kv import kv_bytes_per_token
 from weft.architectures.parameters import RUNNABLE
 from weft.architectures.place import whole
 from weft.formats.gguf_types import MIXES
-from weft.formats.precision import as_published, held_precision, scale_columns, sum_by_kind, weight_bytes
+from weft.formats.precision import held_precision, own_quantization, scale_columns, sum_by_kind, weight_bytes
 from weft.formats.schemes import MADE
 from weft.plan.backends import KERNELS, no_triton
 from weft.plan.memory import CPU_KV_BYTES, CPU_KV_SHARE
@@ -111,7 +111,7 @@ def _published(question: Question, best: Candidate) -> Iterator[str]:
     shape, precision = question.shape, best.layout.precision
     if question.engine != "weft" or shape.architecture not in RUNNABLE:
         return
-    own = as_published(shape, precision)
+    own = own_quantization(shape, precision)
     if own and own.ordered:
         yield (
             "the columns of a group lie apart in this checkpoint (desc_act), for which Weft has no kernels: it holds "

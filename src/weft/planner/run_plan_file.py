@@ -14,7 +14,7 @@ from weft.architectures.parameters import parameter_count
 from weft.config import USUAL, EngineConfig
 from weft.errors import ConfigError, PlanError
 from weft.formats import gguf_types
-from weft.formats.precision import OF_DTYPE, as_published, canonical
+from weft.formats.precision import OF_DTYPE, canonical, own_quantization
 from weft.formats.schemes import MADE, asked_for
 from weft.hardware.gpus import spec_of
 from weft.hardware.host import Host
@@ -136,7 +136,7 @@ def _check_runs(plan: PlanFile, checkpoint: Checkpoint) -> None:
             "with --no-enable-expert-parallel"
         )
     stored = checkpoint.format == "gguf" and precision in gguf_types.MIXES
-    stored = stored or as_published(checkpoint.shape, precision) is not None
+    stored = stored or own_quantization(checkpoint.shape, precision) is not None
     if not stored and precision not in COMPUTED and not asked_for(precision):
         known = ", ".join((*COMPUTED, *dict.fromkeys(MADE.values())))
         raise PlanError(
@@ -151,7 +151,7 @@ def _weights(precision: str, checkpoint: Checkpoint) -> dict[str, object]:
     if precision in COMPUTED:
         # What is quantised would be held as it lies.
         return {"dtype": COMPUTED[precision], **({"quantization": "none"} if stored else {})}
-    if as_published(checkpoint.shape, precision):
+    if own_quantization(checkpoint.shape, precision):
         return {}
     own = {kind.lower() for kind, _ in Counter(stored.values()).most_common(1)}
     asked = asked_for(precision)
