@@ -116,7 +116,7 @@ def own_quantization(shape: ModelShape, precision: str) -> PublishedQuantization
 
 
 @lru_cache(maxsize=256)
-def alike(shape: ModelShape, precision: str) -> tuple[int, ...]:
+def similar_layers(shape: ModelShape, precision: str) -> tuple[int, ...]:
     """Of each layer, the first that has the same parameters, stored in the same way."""
     layers = range(shape.layers)
     if precision in gguf_types.BY_LAYER:
@@ -215,7 +215,7 @@ def weights_by_kind(shape: ModelShape, precision: str, place: Place | None = Non
 def sum_by_kind(shape: ModelShape, precision: str, place: Place) -> WeightBytes:
     """The same; `precision` as `canonical` or `as_held` gives it."""
     # The first of those that are alike, and how many they are.
-    layers = Counter(alike(shape, precision)[place.layers.start : place.layers.stop])
+    layers = Counter(similar_layers(shape, precision)[place.layers.start : place.layers.stop])
     kinds = {"embedding": 0, "linear": 0, "expert": 0, "head": 0, "others": 0}
     for parameter in model_parameters(shape):
         kind = parameter.role if parameter.role in kinds else "others"

@@ -10,7 +10,7 @@ import msgspec
 from weft.architectures.kv import kv_bytes
 from weft.architectures.place import Place, Span
 from weft.architectures.shape import ModelShape
-from weft.formats.precision import WeightBytes, alike, sum_by_kind
+from weft.formats.precision import WeightBytes, similar_layers, sum_by_kind
 from weft.plan.places import column_unit, cut_places
 from weft.planner.partition import Stage, partition
 
@@ -73,7 +73,7 @@ def _layers(
     sizes, work = [], []
     known: dict[object, tuple[float, float]] = {}
     for layer in range(shape.layers):
-        kind = alike(shape, precision)[layer], shape.window(layer)
+        kind = similar_layers(shape, precision)[layer], shape.window(layer)
         if kind not in known:
             place = msgspec.structs.replace(rank, layers=Span(layer, layer + 1), stage=1, stages=3)
             held = sum_by_kind(shape, precision, place)

@@ -12,7 +12,7 @@ from weft.architectures.kv import layer_bytes_per_token
 from weft.architectures.parameters import Parameter, model_parameters
 from weft.architectures.place import Place, Span
 from weft.architectures.shape import ModelShape
-from weft.formats.precision import OTHERS, alike, parameter_bytes
+from weft.formats.precision import OTHERS, parameter_bytes, similar_layers
 
 
 class Product(msgspec.Struct, frozen=True):
@@ -87,7 +87,7 @@ def kinds(shape: ModelShape, precision: str, layers: Span) -> tuple[tuple[Kind, 
     """How many of these layers there are of each kind."""
     found: Counter[Kind] = Counter()
     for layer in range(layers.start, layers.stop):
-        found[shape.has_experts(layer), shape.window(layer), alike(shape, precision)[layer]] += 1
+        found[shape.has_experts(layer), shape.window(layer), similar_layers(shape, precision)[layer]] += 1
     return tuple(found.items())
 
 
