@@ -13,7 +13,7 @@ from tests.cpu.test_kernels import native
 from tests.pure.costs import cut
 from weft.architectures.place import Span
 from weft.formats.catalogue import find
-from weft.formats.schemes import ALL, SCHEMES, Scheme
+from weft.formats.schemes import ALL_SCHEMES, SCHEMES, Scheme
 from weft.kernels import rounding
 from weft.kernels.base import AttentionShape
 from weft.kernels.native.rounding import NativeRounding, knows, made
@@ -75,7 +75,7 @@ def parts(matrix: Quantised) -> list[torch.Tensor]:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("type", "counts"),
-    [*((type, None) for type in KINDS), *((type, importance()) for type in KINDS if ALL[type].bits == 4)],
+    [*((type, None) for type in KINDS), *((type, importance()) for type in KINDS if ALL_SCHEMES[type].bits == 4)],
     ids=lambda it: it if isinstance(it, str) else "alike" if it is None else "by importance",
 )
 def test_it_loses_no_more_than_torch(

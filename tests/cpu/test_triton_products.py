@@ -14,7 +14,7 @@ from tests.cpu import tiny
 from tests.cpu.matrices import KINDS, random
 from weft import LLM, SamplingParams
 from weft.architectures.place import Span
-from weft.formats.schemes import ALL
+from weft.formats.schemes import ALL_SCHEMES
 from weft.kernels.plain import PlainKernels
 from weft.quant.quantised import unpack
 from weft.worker import worker
@@ -86,7 +86,7 @@ def test_rows_of_a_table(type: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("type", KINDS)
 def test_it_takes_no_more_than_was_planned(type: str) -> None:
     weight = random(type, 70, Span(160, 1408), 1664)
-    assert products.quantised(weight, None, 1).nbytes == weight.nbytes == ALL[type].nbytes(70, Span(160, 1408))
+    assert products.quantised(weight, None, 1).nbytes == weight.nbytes == ALL_SCHEMES[type].nbytes(70, Span(160, 1408))
 
 
 def test_nibbles_in_order() -> None:

@@ -23,7 +23,7 @@ from weft.architectures.published import ORDERED, ROW, PublishedQuantization
 from weft.architectures.shape import DType, ModelShape
 from weft.errors import ConfigError
 from weft.formats import gguf_types
-from weft.formats.schemes import ALL, UNIT, scheme_of
+from weft.formats.schemes import ALL_SCHEMES, UNIT, scheme_of
 
 
 class NumberFormat(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,7 +141,7 @@ def part_format(shape: ModelShape, precision: str, parameter: Parameter, part: P
         name = scheme_of(shape, precision, parameter, layer)
         if name is None:
             return BF16
-        scheme = ALL[name]
+        scheme = ALL_SCHEMES[name]
         return NumberFormat(bits=scheme.bits, block_cols=scheme.group, block_bytes=scheme.group_bits / 8)
     if published:
         return _published_format(published, parameter, part, layer)
@@ -162,9 +162,9 @@ def part_format(shape: ModelShape, precision: str, parameter: Parameter, part: P
 def _published_format(published: PublishedQuantization, parameter: Parameter, part: Part, layer: int) -> NumberFormat:
     """As it lies in the file."""
     name = published.of(part.source.format(layer=layer, expert=0), parameter.role).removesuffix(ORDERED)
-    if name not in ALL:
+    if name not in ALL_SCHEMES:
         return BF16
-    scheme = ALL[name]
+    scheme = ALL_SCHEMES[name]
     zero = 0 if scheme.lowest == "middle" else scheme.bits / 8
     return NumberFormat(bits=scheme.bits, block_cols=scheme.group, block_bytes=2 + zero)
 
@@ -175,7 +175,7 @@ def scale_columns(shape: ModelShape, precision: str) -> int:
     if precision == "fp8" and shape.architecture in FP8_IN_BLOCKS:
         return FP8_BLOCKS.block_cols
     if published := own_quantization(shape, precision):
-        return published.group if published.group < ROW and published.scheme in ALL else 1
+        return published.group if published.group < ROW and published.scheme in ALL_SCHEMES else 1
     return MATRICES[precision].block_cols if precision in MATRICES else 1
 
 

@@ -83,7 +83,7 @@ PUBLISHED = {
     for group in GROUPS
     for symmetric in (False, True)
 }
-ALL = SCHEMES | PUBLISHED
+ALL_SCHEMES = SCHEMES | PUBLISHED
 # What a user may ask for of any checkpoint, and the precision (formats.precision) that it becomes. GPTQ and AWQ choose
 # groups of 128 with the help of examples; that is too coarse for weights rounded without examples. A head rounded to
 # 4 bits costs more quality than its bytes are worth.

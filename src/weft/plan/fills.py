@@ -11,7 +11,7 @@ from weft.architectures.axes import axis_length, owned
 from weft.architectures.parameters import Parameter, Part, parameter_dims, rank_parameters
 from weft.architectures.place import Place, Span
 from weft.architectures.shape import DTYPE_BYTES, ModelShape
-from weft.formats.schemes import ALL
+from weft.formats.schemes import ALL_SCHEMES
 
 
 class Fill(msgspec.Struct, frozen=True):
@@ -75,5 +75,5 @@ def rank_weight_bytes(shape: ModelShape, place: Place, dtype: str, schemes: Mapp
         if scheme is None or cols is None:
             total += DTYPE_BYTES[dtype] * prod(dims)
         else:
-            total += ALL[scheme].nbytes(prod(dims[:-1]), owned(shape, place, cols))
+            total += ALL_SCHEMES[scheme].nbytes(prod(dims[:-1]), owned(shape, place, cols))
     return total

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from weft.architectures.place import Span
 from weft.comm import Links
-from weft.formats.schemes import ALL, UNIT
+from weft.formats.schemes import ALL_SCHEMES, UNIT
 from weft.kernels.base import KVCache, Product, Table
 from weft.kernels.batch import Batch, Lengths
 from weft.kernels.plain import PlainKernels
@@ -67,7 +67,7 @@ def importance(
 
 def is_rounded(plan: Plan, source: Source) -> bool:
     """Whether any matrix of the model is to be rounded to 4 bits."""
-    return any(ALL[type].bits == 4 and not source.holds(name, type) for name, type in plan.schemes.items())
+    return any(ALL_SCHEMES[type].bits == 4 and not source.holds(name, type) for name, type in plan.schemes.items())
 
 
 def drawn(vocab: int, tokens: int, device: torch.device) -> Batch:
