@@ -19,7 +19,7 @@ from weft import LLM, SamplingParams
 from weft.architectures.place import Span
 from weft.errors import ModelError
 from weft.formats.checkpoint import expected_tensors, resolve
-from weft.formats.schemes import SCHEMES, STORED, UNIT, held_as
+from weft.formats.schemes import GGUF_SCHEMES, SCHEMES, UNIT, held_as
 from weft.formats.tensor import ENCODINGS
 from weft.kernels.plain import PlainKernels
 from weft.plan.fills import rank_fills
@@ -113,7 +113,7 @@ LOST = {"Q2_K": 3e-4, "Q3_K": 3e-4, "Q4_K": 3e-4, "Q5_K": 3e-4, "IQ4_XS": 3e-4, 
 
 
 @pytest.mark.parametrize("chunk", [1 << 20, 1500])
-@pytest.mark.parametrize("type", STORED)
+@pytest.mark.parametrize("type", GGUF_SCHEMES)
 def test_blocks_of_a_file_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, type: str, chunk: int) -> None:
     """Bit for bit, but for LOST. Columns end within blocks of 256, and heads within what is read at once."""
     monkeypatch.setattr(stored, "CHUNK", {"cpu": chunk})

@@ -18,7 +18,7 @@ from weft.errors import ConfigError, PlanError
 from weft.formats import catalogue, gguf_types
 from weft.formats.checkpoint import Checkpoint
 from weft.formats.precision import held_precision, sum_by_kind, weight_bytes
-from weft.formats.schemes import MADE, SCHEMES, STORED, held_as
+from weft.formats.schemes import GGUF_SCHEMES, MADE, SCHEMES, held_as
 from weft.formats.tensor import ENCODINGS
 from weft.plan.layout import build_plan
 from weft.plan.plan import Plan
@@ -151,7 +151,7 @@ def test_a_mix_is_planned_as_it_is_held(mix: str) -> None:
             for part in parameter.parts
             for layer in (range(shape.layers) if parameter.where == "layer" else [0])
         }
-        there = {name: kind for name, kind in types.items() if kind in STORED}
+        there = {name: kind for name, kind in types.items() if kind in GGUF_SCHEMES}
         got = plan(
             there, shape=shape, pipeline_split=(7, shape.layers - 7), tensor_parallel_size=3 - (shape.layers == 32)
         )

@@ -59,7 +59,7 @@ SCHEMES = {
 }
 # What GGUF's types are once they are unpacked. The values of IQ4 are 16 of 8 bits; where a block has several groups,
 # their scales and minima are products of the block's with whole numbers, which are rounded to 16 bits.
-STORED = {
+GGUF_SCHEMES = {
     "Q4_0": SCHEMES["Q4_0"],
     "Q4_1": SCHEMES["Q4_1"],
     "Q5_0": Scheme(bits=5, group=32, lowest="middle"),
@@ -115,9 +115,9 @@ def held_as(types: Iterable[str]) -> str | None:
 def _held_as(types: frozenset[str]) -> str | None:
     if len(types) == 1 and types <= PUBLISHED.keys():
         return min(types)
-    if not types <= STORED.keys():
+    if not types <= GGUF_SCHEMES.keys():
         return None
-    for stored in ([STORED[kind] for kind in types], [ROUNDED.get(kind, STORED[kind]) for kind in types]):
+    for stored in ([GGUF_SCHEMES[kind] for kind in types], [ROUNDED.get(kind, GGUF_SCHEMES[kind]) for kind in types]):
         fit = [name for name, scheme in SCHEMES.items() if all(map(scheme.holds, stored))]
         if fit:
             return min(fit, key=lambda name: SCHEMES[name].nbytes(1, Span(0, 256)))

@@ -9,7 +9,7 @@ import torch
 
 from weft.architectures.place import Span
 from weft.errors import ModelError
-from weft.formats.schemes import STORED
+from weft.formats.schemes import GGUF_SCHEMES
 from weft.quant.quantised import Quantised, pack
 from weft.quant.rounding import Rounding, round_into
 from weft.weights.blocks import numbers, zero_of
@@ -42,7 +42,7 @@ def unpack(data: torch.Tensor, type: str, first: int, into: Quantised) -> None:
 def _spread(part: torch.Tensor, type: str, first: int, into: Quantised) -> torch.Tensor:
     """[blocks, groups of a block, 1] to [rows, groups of `into`], which may be finer, from column `first` on."""
     rows, groups = into.scales.shape
-    each = part.view(rows, -1).repeat_interleave(STORED[type].group // into.scheme.group, dim=1)
+    each = part.view(rows, -1).repeat_interleave(GGUF_SCHEMES[type].group // into.scheme.group, dim=1)
     return each[:, first // into.scheme.group :][:, :groups]
 
 

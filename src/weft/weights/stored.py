@@ -9,7 +9,7 @@ import torch
 
 from weft.architectures.place import Span
 from weft.errors import ModelError
-from weft.formats.schemes import ALL_SCHEMES, STORED
+from weft.formats.schemes import ALL_SCHEMES, GGUF_SCHEMES
 from weft.formats.tensor import ENCODINGS, TensorInfo
 from weft.quant.quantised import Quantised
 from weft.weights.blocks import dequantise
@@ -49,7 +49,7 @@ class Stored:
     def holds(self, source: str, type: str) -> bool:
         """Whether it is stored in a scheme, or in what that has room for."""
         stored = self.tensors[source].type
-        return stored in STORED and ALL_SCHEMES[type].holds(STORED[stored])
+        return stored in GGUF_SCHEMES and ALL_SCHEMES[type].holds(GGUF_SCHEMES[stored])
 
     def read_blocks(self, source: str, rows: Span, cols: Span, into: Quantised) -> bool:
         """The same of a matrix that is quantised, and in a type that the scheme of `into` holds; False where it is not.
