@@ -17,7 +17,7 @@ from weft.formats import config_json, packed
 from weft.formats.checkpoint import Checkpoint
 from weft.formats.fields import Fields
 from weft.formats.precision import held_precision, sum_by_kind, weight_bytes
-from weft.formats.schemes import PUBLISHED
+from weft.formats.schemes import PUBLISHED_SCHEMES
 from weft.formats.tensor import TensorInfo
 from weft.plan.layout import build_plan
 from weft.plan.plan import Plan
@@ -82,7 +82,7 @@ def test_what_the_matrices_are_in(method: dict[str, Any], scheme: str) -> None:
     found = published(**method)
     assert found.scheme == scheme and not found.exceptions and found.zero_offset == (found.method == "gptq")
     assert config_json.precision(Fields({"quantization_config": method}, "c")) == found.precision
-    assert (scheme in PUBLISHED) == (ORDERED not in scheme)
+    assert (scheme in PUBLISHED_SCHEMES) == (ORDERED not in scheme)
 
 
 def test_zero_points_of_the_second_format() -> None:
@@ -141,7 +141,7 @@ def test_the_planner_counts_what_is_held(method: dict[str, Any], gpus: int) -> N
             held = sum_by_kind(of, held_precision(of.published.precision), place)
             assert got.weight_bytes(place.rank) == held.total
             assert held == rank_weights(of, held_precision(of.published.precision), place)
-        kept = of.published.scheme in PUBLISHED
+        kept = of.published.scheme in PUBLISHED_SCHEMES
         assert got.quantization == (of.published.method if kept else "none")
 
 

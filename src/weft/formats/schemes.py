@@ -77,13 +77,13 @@ GGUF_SCHEMES = {
 # where it is rounded to 8 bits, and add a twentieth to what Q6_K has lost before (docs/benchmarks.md).
 ROUNDED = dict.fromkeys(("Q2_K", "Q3_K", "Q6_K"), SCHEMES["Q8_0"])
 # What GPTQ, AWQ and compressed-tensors publish, bit for bit; their files have zero points of `bits` bits.
-PUBLISHED = {
+PUBLISHED_SCHEMES = {
     scheme_name(bits, group, symmetric): Scheme(bits=bits, group=group, lowest="middle" if symmetric else "zero")
     for bits in BITS
     for group in GROUPS
     for symmetric in (False, True)
 }
-ALL_SCHEMES = SCHEMES | PUBLISHED
+ALL_SCHEMES = SCHEMES | PUBLISHED_SCHEMES
 # What a user may ask for of any checkpoint, and the precision (formats.precision) that it becomes. GPTQ and AWQ choose
 # groups of 128 with the help of examples; that is too coarse for weights rounded without examples. A head rounded to
 # 4 bits costs more quality than its bytes are worth.
@@ -113,7 +113,7 @@ def held_as(types: Iterable[str]) -> str | None:
 
 @cache
 def _held_as(types: frozenset[str]) -> str | None:
-    if len(types) == 1 and types <= PUBLISHED.keys():
+    if len(types) == 1 and types <= PUBLISHED_SCHEMES.keys():
         return min(types)
     if not types <= GGUF_SCHEMES.keys():
         return None
