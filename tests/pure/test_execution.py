@@ -16,7 +16,7 @@ from tests.pure.commands import parsed, weft, weft_json
 from tests.pure.machines import FOUR, H100, NOTHING, SIX, T4, THREE, checkpoint, host, rig
 from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError, WeftError
-from weft.formats.schemes import MADE
+from weft.formats.schemes import ONLINE_QUANTIZATIONS
 from weft.hardware.cpu import CpuSpeed
 from weft.hardware.host import Host
 from weft.hardware.topology import Holder
@@ -154,7 +154,7 @@ def test_steps_have_the_tokens_that_weft_plan_tells(
 
 
 @pytest.mark.parametrize("names", [[FOUR], [H100, H100], []], ids=str)
-@pytest.mark.parametrize("asked", MADE)
+@pytest.mark.parametrize("asked", ONLINE_QUANTIZATIONS)
 @pytest.mark.parametrize("model", ["Qwen3-0.6B", "Llama-3.1-8B"])
 def test_quantised_weights_are_planned_to_the_byte(
     model: str, asked: str, names: Sequence[str], saved: Any, monkeypatch: pytest.MonkeyPatch

@@ -18,7 +18,7 @@ from weft.errors import ConfigError, PlanError
 from weft.formats import catalogue, gguf_types
 from weft.formats.checkpoint import Checkpoint
 from weft.formats.precision import held_precision, sum_by_kind, weight_bytes
-from weft.formats.schemes import GGUF_SCHEMES, MADE, SCHEMES, held_as
+from weft.formats.schemes import GGUF_SCHEMES, ONLINE_QUANTIZATIONS, SCHEMES, held_as
 from weft.formats.tensor import ENCODINGS
 from weft.plan.layout import build_plan
 from weft.plan.plan import Plan
@@ -165,10 +165,10 @@ def test_a_mix_is_planned_as_it_is_held(mix: str) -> None:
 
 
 @pytest.mark.parametrize("gpus", [0, 1])
-@pytest.mark.parametrize("asked", MADE)
+@pytest.mark.parametrize("asked", ONLINE_QUANTIZATIONS)
 def test_made_at_load_it_takes_what_the_planner_says(asked: str, gpus: int) -> None:
     """From whatever the checkpoint is."""
-    want = weight_bytes(SMOLLM2, MADE[asked])
+    want = weight_bytes(SMOLLM2, ONLINE_QUANTIZATIONS[asked])
     in_16_bits = 0 if asked == "int8" else 2 * 61 * 576
     for quantised in (None, stored("Q4_0", embedding="Q4_0")):
         got = plan(quantised, quantization=asked, gpus=gpus)

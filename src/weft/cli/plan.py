@@ -14,7 +14,7 @@ from weft.cli.parser import UsageError
 from weft.errors import ConfigError
 from weft.formats import lookup
 from weft.formats.precision import canonical
-from weft.formats.schemes import MADE
+from weft.formats.schemes import ONLINE_QUANTIZATIONS
 from weft.hardware import hardware_file
 from weft.hardware.cluster import Cluster, parse_gpus, parse_nodes
 from weft.hardware.gpus import BF16_CAPABILITY
@@ -133,7 +133,7 @@ def made(said: dict[str, Any]) -> str | None:
         raise UsageError(f"--quantization {asked} is what weft makes; of {said['engine']} give the --precision")
     if "precision" in said:
         raise UsageError(f"--quantization {asked} and --precision {said['precision']} both say it; give one of them")
-    return MADE[asked]
+    return ONLINE_QUANTIZATIONS[asked]
 
 
 def guessing(arguments: Namespace, model: Model) -> Speculation | None:

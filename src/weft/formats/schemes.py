@@ -87,7 +87,7 @@ ALL_SCHEMES = SCHEMES | PUBLISHED_SCHEMES
 # What a user may ask for of any checkpoint, and the precision (formats.precision) that it becomes. GPTQ and AWQ choose
 # groups of 128 with the help of examples; that is too coarse for weights rounded without examples. A head rounded to
 # 4 bits costs more quality than its bytes are worth.
-MADE = {"int8": "int8", "int4": "q4_1+q8_0", "q4_0": "q4_0+q8_0", "q4_1": "q4_1+q8_0", "q8_0": "q8_0"}
+ONLINE_QUANTIZATIONS = {"int8": "int8", "int4": "q4_1+q8_0", "q4_0": "q4_0+q8_0", "q4_1": "q4_1+q8_0", "q8_0": "q8_0"}
 # What vLLM calls that which GPTQ, AWQ and compressed-tensors publish; the kernels are ours whatever its word.
 METHODS: dict[str, Method] = {
     "gptq": "gptq",
@@ -96,13 +96,16 @@ METHODS: dict[str, Method] = {
     "gptq_marlin": "gptq",
     "awq_marlin": "awq",
 }
-QUANTIZATIONS = ("auto", "none", *MADE, *METHODS)
+QUANTIZATIONS = ("auto", "none", *ONLINE_QUANTIZATIONS, *METHODS)
 
 
 def asked_for(precision: str) -> str | None:
     """The word of MADE for weights of a precision, those of a GGUF file without its head counted; None where there is
     none."""
-    return next((word for word, made in reversed(MADE.items()) if precision in (made, made.partition("+")[0])), None)
+    return next(
+        (word for word, made in reversed(ONLINE_QUANTIZATIONS.items()) if precision in (made, made.partition("+")[0])),
+        None,
+    )
 
 
 def held_as(types: Iterable[str]) -> str | None:

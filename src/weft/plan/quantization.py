@@ -16,7 +16,7 @@ from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError
 from weft.formats.gguf_types import MIXES, type_of
 from weft.formats.precision import BF16, OF_DTYPE, held_precision, part_format
-from weft.formats.schemes import MADE, METHODS, UNIT, held_as, scheme_of
+from weft.formats.schemes import METHODS, ONLINE_QUANTIZATIONS, UNIT, held_as, scheme_of
 from weft.plan.backends import GPU_BACKENDS
 
 if TYPE_CHECKING:
@@ -35,11 +35,11 @@ def quantised_tensors(
     """
     asked, computed = config.quantization, _computed_in(config.attention_backend, devices)
     _check_method(asked, checkpoint.shape)
-    if asked in MADE:
+    if asked in ONLINE_QUANTIZATIONS:
         _check_made(asked, dtype, computed)
     if makes(asked, checkpoint.shape):
         return _made(checkpoint.shape, asked)
-    wide = DTYPE_BYTES[dtype] > 2 and asked not in MADE
+    wide = DTYPE_BYTES[dtype] > 2 and asked not in ONLINE_QUANTIZATIONS
     if asked == "none" or dtype not in computed or wide:
         return {}
     return held_tensors(checkpoint.shape, checkpoint.quantised)
@@ -47,13 +47,15 @@ def quantised_tensors(
 
 def makes(asked: str, shape: ModelShape) -> bool:
     """Whether weights are rounded anew: not where the checkpoint has been quantised to what is asked for."""
-    return asked in MADE and (shape.published is None or shape.published.precision != MADE[asked])
+    return asked in ONLINE_QUANTIZATIONS and (
+        shape.published is None or shape.published.precision != ONLINE_QUANTIZATIONS[asked]
+    )
 
 
 def cut_as(config: EngineConfig, shape: ModelShape, schemes: Mapping[str, str]) -> str:
     """A precision whose groups of columns are cut where the weights' are."""
     if makes(config.quantization, shape):
-        return MADE[config.quantization]
+        return ONLINE_QUANTIZATIONS[config.quantization]
     return shape.published.precision if shape.published and schemes else "bf16"
 
 
@@ -104,8 +106,8 @@ def quantization_of(config: EngineConfig, shape: ModelShape, schemes: Mapping[st
 
 def precision_of(shape: ModelShape, quantization: str, schemes: Mapping[str, str], dtype: DType) -> str:
     """What the planner calls such weights; of a GGUF file, the mix that is held most like it."""
-    if quantization in MADE:
-        return MADE[quantization]
+    if quantization in ONLINE_QUANTIZATIONS:
+        return ONLINE_QUANTIZATIONS[quantization]
     if not schemes:
         return OF_DTYPE[dtype]
     if shape.published:
@@ -204,7 +206,10 @@ def _check_made(asked: str, dtype: DType, computed: Sequence[str]) -> None:
 
 def _made(shape: ModelShape, asked: str) -> dict[str, str]:
     """What `asked` makes of a model, whatever it is stored in."""
-    found = ((names, scheme_of(shape, MADE[asked], parameter, layer)) for names, parameter, layer in _matrices(shape))
+    found = (
+        (names, scheme_of(shape, ONLINE_QUANTIZATIONS[asked], parameter, layer))
+        for names, parameter, layer in _matrices(shape)
+    )
     return {name: scheme for names, scheme in found if scheme is not None for name in names}
 
 

@@ -9,7 +9,7 @@ import msgspec
 
 from weft.formats import gguf_types
 from weft.formats.precision import weight_bytes
-from weft.formats.schemes import MADE
+from weft.formats.schemes import ONLINE_QUANTIZATIONS
 from weft.hardware.cluster import Cluster, Node, usual_link
 from weft.hardware.gpus import gpus
 from weft.planner.binding import MEASURES, WORTH
@@ -30,7 +30,9 @@ CHECKPOINTS = {
 }
 PUBLISHED = {"GptOssForCausalLM": {"mxfp4": "the published MXFP4 checkpoint"}}
 GGUF_CHECKPOINTS = {"q8_0": "a Q8_0 GGUF checkpoint", "q4_k_m": "a Q4_K_M GGUF checkpoint"}
-OWN = {MADE[word]: word for word in ("int8", "int4")}  # what Weft makes of 16-bit weights, by its precision
+OWN = {
+    ONLINE_QUANTIZATIONS[word]: word for word in ("int8", "int4")
+}  # what Weft makes of 16-bit weights, by its precision
 PRECISION_FLAGS = ("--precision", "-q")
 LIMITS = {  # of a question, which may leave no room
     "gpu_memory_utilization": "--gpu-memory-utilization",

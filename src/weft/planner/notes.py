@@ -9,7 +9,7 @@ from weft.architectures.parameters import RUNNABLE
 from weft.architectures.place import whole
 from weft.formats.gguf_types import MIXES
 from weft.formats.precision import held_precision, own_quantization, scale_columns, sum_by_kind, weight_bytes
-from weft.formats.schemes import MADE
+from weft.formats.schemes import ONLINE_QUANTIZATIONS
 from weft.plan.backends import KERNELS, no_triton
 from weft.plan.memory import CPU_KV_BYTES, CPU_KV_SHARE
 from weft.planner.objections import EVEN
@@ -118,7 +118,7 @@ def _published(question: Question, best: Candidate) -> Iterator[str]:
             "the weights in 16 bits, and that is counted"
         )
     if precision == "int4" and own is None:
-        made = MADE[precision]
+        made = ONLINE_QUANTIZATIONS[precision]
         yield (
             "int4 here is a GPTQ or AWQ checkpoint, in groups of 128, which weft serve has to be given; to compress "
             f"the usual checkpoint while it loads use -q int4 ({made}, {gigabytes(weight_bytes(shape, made))})"

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 import msgspec
 
 from weft.formats.precision import weight_bytes
-from weft.formats.schemes import MADE
+from weft.formats.schemes import ONLINE_QUANTIZATIONS
 from weft.planner.question import Question
 from weft.planner.ranking import Candidate
 from weft.planner.search import Answer, closest, search
 
 ROOMY = 4  # requests of full length that a precision leaves room for if it fits well
 # Smaller than the model's own, the most precise first: what Weft makes by itself, what files there are for others.
-MADE_BY_WEFT = (MADE["int8"], MADE["int4"])
+MADE_BY_WEFT = (ONLINE_QUANTIZATIONS["int8"], ONLINE_QUANTIZATIONS["int4"])
 GGUF = ("q8_0", "q4_k_m")
 PUBLISHED = ("fp8", "int4")
 

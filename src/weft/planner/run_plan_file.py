@@ -15,7 +15,7 @@ from weft.config import USUAL, EngineConfig
 from weft.errors import ConfigError, PlanError
 from weft.formats import gguf_types
 from weft.formats.precision import OF_DTYPE, canonical, own_quantization
-from weft.formats.schemes import MADE, asked_for
+from weft.formats.schemes import ONLINE_QUANTIZATIONS, asked_for
 from weft.hardware.gpus import spec_of
 from weft.hardware.host import Host
 from weft.plan import speculation
@@ -138,7 +138,7 @@ def _check_runs(plan: PlanFile, checkpoint: Checkpoint) -> None:
     stored = checkpoint.format == "gguf" and precision in gguf_types.MIXES
     stored = stored or own_quantization(checkpoint.shape, precision) is not None
     if not stored and precision not in COMPUTED and not asked_for(precision):
-        known = ", ".join((*COMPUTED, *dict.fromkeys(MADE.values())))
+        known = ", ".join((*COMPUTED, *dict.fromkeys(ONLINE_QUANTIZATIONS.values())))
         raise PlanError(
             f"{plan.path} is a plan for {precision} weights, which Weft does not make of {checkpoint.model}; plan "
             f"again with --precision of {known}, or with --quantization"
