@@ -99,7 +99,7 @@ METHODS: dict[str, Method] = {
 QUANTIZATIONS = ("auto", "none", *ONLINE_QUANTIZATIONS, *METHODS)
 
 
-def asked_for(precision: str) -> str | None:
+def online_quantization(precision: str) -> str | None:
     """The word of MADE for weights of a precision, those of a GGUF file without its head counted; None where there is
     none."""
     return next(

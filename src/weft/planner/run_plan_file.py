@@ -15,7 +15,7 @@ from weft.config import USUAL, EngineConfig
 from weft.errors import ConfigError, PlanError
 from weft.formats import gguf_types
 from weft.formats.precision import OF_DTYPE, canonical, own_quantization
-from weft.formats.schemes import ONLINE_QUANTIZATIONS, asked_for
+from weft.formats.schemes import ONLINE_QUANTIZATIONS, online_quantization
 from weft.hardware.gpus import spec_of
 from weft.hardware.host import Host
 from weft.plan import speculation
@@ -137,7 +137,7 @@ def _check_runs(plan: PlanFile, checkpoint: Checkpoint) -> None:
         )
     stored = checkpoint.format == "gguf" and precision in gguf_types.MIXES
     stored = stored or own_quantization(checkpoint.shape, precision) is not None
-    if not stored and precision not in COMPUTED and not asked_for(precision):
+    if not stored and precision not in COMPUTED and not online_quantization(precision):
         known = ", ".join((*COMPUTED, *dict.fromkeys(ONLINE_QUANTIZATIONS.values())))
         raise PlanError(
             f"{plan.path} is a plan for {precision} weights, which Weft does not make of {checkpoint.model}; plan "
@@ -154,7 +154,7 @@ def _weights(precision: str, checkpoint: Checkpoint) -> dict[str, object]:
     if own_quantization(checkpoint.shape, precision):
         return {}
     own = {kind.lower() for kind, _ in Counter(stored.values()).most_common(1)}
-    asked = asked_for(precision)
+    asked = online_quantization(precision)
     return {"quantization": asked} if asked and precision not in own else {}
 
 
