@@ -19,7 +19,7 @@ from weft import LLM, SamplingParams
 from weft.architectures.place import Span
 from weft.errors import ModelError
 from weft.formats.checkpoint import expected_tensors, resolve
-from weft.formats.schemes import GGUF_SCHEMES, SCHEMES, UNIT, held_as
+from weft.formats.schemes import GGUF_SCHEMES, SCHEMES, UNIT, scheme_for_types
 from weft.formats.tensor import ENCODINGS
 from weft.kernels.plain import PlainKernels
 from weft.plan.fills import rank_fills
@@ -119,7 +119,7 @@ def test_blocks_of_a_file_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(stored, "CHUNK", {"cpu": chunk})
     truth, seen = write_model(tmp_path / "m.gguf", SHAPE, type), 0
     for scheme, got, want in held(tmp_path / "m.gguf", truth):
-        assert scheme == held_as([type])
+        assert scheme == scheme_for_types([type])
         assert (got - want).norm() <= LOST.get(type, 0) * want.norm()
         seen += got.numel()
     assert seen == sum(values.size for values in truth.values() if values.ndim == 2)

@@ -18,7 +18,7 @@ from weft.errors import ConfigError, PlanError
 from weft.formats import catalogue, gguf_types
 from weft.formats.checkpoint import Checkpoint
 from weft.formats.precision import held_precision, sum_by_kind, weight_bytes
-from weft.formats.schemes import GGUF_SCHEMES, ONLINE_QUANTIZATIONS, SCHEMES, held_as
+from weft.formats.schemes import GGUF_SCHEMES, ONLINE_QUANTIZATIONS, SCHEMES, scheme_for_types
 from weft.formats.tensor import ENCODINGS
 from weft.plan.layout import build_plan
 from weft.plan.plan import Plan
@@ -137,7 +137,7 @@ def test_beside_parts_in_16_bits_they_have_16_bits(caplog: pytest.LogCaptureFixt
     ],
 )
 def test_what_types_are_held_as(types: str, scheme: str | None) -> None:
-    assert held_as(types.split() or [""]) == scheme
+    assert scheme_for_types(types.split() or [""]) == scheme
 
 
 @pytest.mark.parametrize("mix", gguf_types.MIXES)

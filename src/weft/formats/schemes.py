@@ -108,7 +108,7 @@ def online_quantization(precision: str) -> str | None:
     )
 
 
-def held_as(types: Iterable[str]) -> str | None:
+def scheme_for_types(types: Iterable[str]) -> str | None:
     """The smallest scheme that holds what is stored in all of these types, as the parts of one parameter are; None
     where one of them is no quantised type of GGUF's, unless all are one of PUBLISHED."""
     return _held_as(frozenset(types))
@@ -135,7 +135,7 @@ def scheme_of(shape: ModelShape, precision: str, parameter: Parameter, layer: in
         return None
     if shape.published and precision == shape.published.precision:
         names = (part.source.format(layer=layer, expert=0) for part in parameter.parts)
-        return held_as(shape.published.of(name, parameter.role) for name in names)
+        return scheme_for_types(shape.published.of(name, parameter.role) for name in names)
     if precision == "int8":
         return "INT8" if parameter.role == "linear" else None
-    return held_as(gguf_types.type_of(shape, precision, parameter, part, layer) for part in parameter.parts)
+    return scheme_for_types(gguf_types.type_of(shape, precision, parameter, part, layer) for part in parameter.parts)

@@ -16,7 +16,7 @@ from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError
 from weft.formats.gguf_types import MIXES, type_of
 from weft.formats.precision import BF16, OF_DTYPE, held_precision, part_format
-from weft.formats.schemes import METHODS, ONLINE_QUANTIZATIONS, UNIT, held_as, scheme_of
+from weft.formats.schemes import METHODS, ONLINE_QUANTIZATIONS, UNIT, scheme_for_types, scheme_of
 from weft.plan.backends import GPU_BACKENDS
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def _why(kind: str, uneven: bool) -> str:
         return "since the columns of a group lie apart (desc_act), for which there are no kernels"
     if uneven:
         return f"since their columns are no multiple of {UNIT}, as kernels need them"
-    return "as others are that they are multiplied together with" if held_as([kind]) else "for lack of kernels"
+    return "as others are that they are multiplied together with" if scheme_for_types([kind]) else "for lack of kernels"
 
 
 def quantization_of(config: EngineConfig, shape: ModelShape, schemes: Mapping[str, str]) -> str:
@@ -216,7 +216,7 @@ def _made(shape: ModelShape, asked: str) -> dict[str, str]:
 def held_tensors(shape: ModelShape, stored: Mapping[str, str]) -> dict[str, str]:
     """What stored tensors are held as, those of one parameter alike."""
     found = (
-        (names, held_as(stored.get(name, "") for name in names))
+        (names, scheme_for_types(stored.get(name, "") for name in names))
         for names, parameter, _ in _matrices(shape)
         if _is_even(shape, parameter)
     )

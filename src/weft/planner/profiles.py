@@ -16,7 +16,7 @@ from weft.architectures.shape import ModelShape
 from weft.errors import ConfigError
 from weft.formats.gguf_types import MIXES
 from weft.formats.precision import OF_DTYPE, held_precision
-from weft.formats.schemes import SCHEMES, held_as
+from weft.formats.schemes import SCHEMES, scheme_for_types
 from weft.hardware.calibration import Calibration
 from weft.hardware.cpu import KernelSpeed
 from weft.hardware.gpus import GpuSpec
@@ -308,7 +308,7 @@ def _alike(precision: str) -> tuple[str, ...]:
 
 def _products(mix: str) -> tuple[int, bool]:
     """Of most tensors of a mix: their bits, and whether they have minima, which make no difference beside 8 bits."""
-    scheme = SCHEMES[held_as([MIXES[mix]]) or ""]
+    scheme = SCHEMES[scheme_for_types([MIXES[mix]]) or ""]
     return scheme.bits, scheme.bits < 8 and scheme.lowest == "minimum"
 
 
