@@ -23,7 +23,7 @@ from weft.architectures.published import ORDERED, ROW, PublishedQuantization
 from weft.architectures.shape import DType, ModelShape
 from weft.errors import ConfigError
 from weft.formats import gguf_types
-from weft.formats.schemes import ALL_SCHEMES, UNIT, scheme_of
+from weft.formats.schemes import ALL_SCHEMES, UNIT, scheme_for_parameter
 
 
 class NumberFormat(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,7 +138,7 @@ def part_format(shape: ModelShape, precision: str, parameter: Parameter, part: P
     held, precision = precision.endswith(gguf_types.HELD), precision.removesuffix(gguf_types.HELD)
     published = own_quantization(shape, precision)
     if held and (published or precision in gguf_types.MIXES):
-        name = scheme_of(shape, precision, parameter, layer)
+        name = scheme_for_parameter(shape, precision, parameter, layer)
         if name is None:
             return BF16
         scheme = ALL_SCHEMES[name]

@@ -127,7 +127,7 @@ def _held_as(types: frozenset[str]) -> str | None:
     raise AssertionError(f"no scheme has room for {', '.join(sorted(types))}")
 
 
-def scheme_of(shape: ModelShape, precision: str, parameter: Parameter, layer: int = 0) -> str | None:
+def scheme_for_parameter(shape: ModelShape, precision: str, parameter: Parameter, layer: int = 0) -> str | None:
     """The scheme that a parameter gets in a precision of MADE, from a GGUF file in one of its mixes, or from its own
     checkpoint where GPTQ, AWQ or compressed-tensors made that; None where it stays in 16 bits."""
     cols = parameter.parts[0].cols

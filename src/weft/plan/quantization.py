@@ -16,7 +16,7 @@ from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError
 from weft.formats.gguf_types import MIXES, type_of
 from weft.formats.precision import BF16, OF_DTYPE, held_precision, part_format
-from weft.formats.schemes import METHODS, ONLINE_QUANTIZATIONS, UNIT, scheme_for_types, scheme_of
+from weft.formats.schemes import METHODS, ONLINE_QUANTIZATIONS, UNIT, scheme_for_parameter, scheme_for_types
 from weft.plan.backends import GPU_BACKENDS
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def precision_of(shape: ModelShape, quantization: str, schemes: Mapping[str, str
         return OF_DTYPE[dtype]
     if shape.published:
         return shape.published.precision
-    return _mix(shape, schemes, scheme_of)
+    return _mix(shape, schemes, scheme_for_parameter)
 
 
 def checkpoint_precision(config: EngineConfig, checkpoint: Checkpoint, dtype: DType, devices: Sequence[str]) -> str:
@@ -207,7 +207,7 @@ def _check_made(asked: str, dtype: DType, computed: Sequence[str]) -> None:
 def _made(shape: ModelShape, asked: str) -> dict[str, str]:
     """What `asked` makes of a model, whatever it is stored in."""
     found = (
-        (names, scheme_of(shape, ONLINE_QUANTIZATIONS[asked], parameter, layer))
+        (names, scheme_for_parameter(shape, ONLINE_QUANTIZATIONS[asked], parameter, layer))
         for names, parameter, layer in _matrices(shape)
     )
     return {name: scheme for names, scheme in found if scheme is not None for name in names}
