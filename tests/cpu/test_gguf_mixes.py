@@ -15,7 +15,7 @@ from weft import LLM, SamplingParams
 from weft.architectures.parameters import model_parameters
 from weft.architectures.shape import ModelShape
 from weft.formats.checkpoint import expected_tensors, resolve
-from weft.formats.gguf_types import type_of
+from weft.formats.gguf_types import gguf_type
 from weft.formats.precision import held_precision, sum_by_kind
 
 PROMPT = list(range(3, 60))
@@ -33,7 +33,7 @@ LAYOUTS = {
 
 def types_of(shape: ModelShape, mix: str) -> dict[str, str]:
     return {
-        part.source.format(layer=layer): type_of(shape, mix, parameter, part, layer)
+        part.source.format(layer=layer): gguf_type(shape, mix, parameter, part, layer)
         for parameter in model_parameters(shape)
         for part in parameter.parts
         for layer in (range(shape.layers) if parameter.where == "layer" else [0])

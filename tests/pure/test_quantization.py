@@ -146,7 +146,7 @@ def test_a_mix_is_planned_as_it_is_held(mix: str) -> None:
     are not; and it is found again in what was planned."""
     for shape in (SMOLLM2, catalogue.find("Llama-3.1-8B").shape):
         types = {
-            part.source.format(layer=layer): gguf_types.type_of(shape, mix, parameter, part, layer)
+            part.source.format(layer=layer): gguf_types.gguf_type(shape, mix, parameter, part, layer)
             for parameter in model_parameters(shape)
             for part in parameter.parts
             for layer in (range(shape.layers) if parameter.where == "layer" else [0])

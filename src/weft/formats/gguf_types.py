@@ -72,7 +72,7 @@ EIGHT_EXPERTS = 8  # Mixtral, for whose attention the mixes spend more
 LAYERS_OF_70B = 80
 
 
-def type_of(shape: ModelShape, mix: str, parameter: Parameter, part: Part, layer: int) -> str:
+def gguf_type(shape: ModelShape, mix: str, parameter: Parameter, part: Part, layer: int) -> str:
     """The GGUF type of one tensor in a mix of MIXES."""
     if part.cols is None or parameter.role == "router":
         return "F32"

@@ -146,7 +146,7 @@ def part_format(shape: ModelShape, precision: str, parameter: Parameter, part: P
     if published:
         return _published_format(published, parameter, part, layer)
     if precision in gguf_types.MIXES:
-        kind = gguf_types.type_of(shape, precision, parameter, part, layer)
+        kind = gguf_types.gguf_type(shape, precision, parameter, part, layer)
         return NumberFormat(bits=gguf_types.BITS[kind])
     if parameter.role not in ("linear", "expert") or part.cols is None:
         return OTHERS.get(precision, BF16)

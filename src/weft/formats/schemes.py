@@ -138,4 +138,4 @@ def scheme_for_parameter(shape: ModelShape, precision: str, parameter: Parameter
         return scheme_for_types(shape.published.of(name, parameter.role) for name in names)
     if precision == "int8":
         return "INT8" if parameter.role == "linear" else None
-    return scheme_for_types(gguf_types.type_of(shape, precision, parameter, part, layer) for part in parameter.parts)
+    return scheme_for_types(gguf_types.gguf_type(shape, precision, parameter, part, layer) for part in parameter.parts)

@@ -14,7 +14,7 @@ from weft.architectures.published import ORDERED
 from weft.architectures.shape import DTYPE_BYTES, DType, ModelShape
 from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError
-from weft.formats.gguf_types import MIXES, type_of
+from weft.formats.gguf_types import MIXES, gguf_type
 from weft.formats.precision import BF16, OF_DTYPE, held_precision, part_format
 from weft.formats.schemes import METHODS, ONLINE_QUANTIZATIONS, UNIT, scheme_for_parameter, scheme_for_types
 from weft.plan.backends import GPU_BACKENDS
@@ -125,7 +125,7 @@ def checkpoint_precision(config: EngineConfig, checkpoint: Checkpoint, dtype: DT
 
 
 def _type_of(shape: ModelShape, mix: str, parameter: Parameter, layer: int) -> str:
-    return type_of(shape, mix, parameter, parameter.parts[-1], layer)
+    return gguf_type(shape, mix, parameter, parameter.parts[-1], layer)
 
 
 def _mix(
