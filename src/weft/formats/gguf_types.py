@@ -38,10 +38,10 @@ MIXES = {
     "q8_0": "Q8_0",
 }
 # Behind a mix's name: its tensors as our own engine holds them (formats.schemes).
-HELD = " held"
+HELD_SUFFIX = " held"
 # Mixes in which layers differ.
 BY_LAYER = tuple(
-    mix + end for mix in ("q3_k_m", "q4_k_s", "q4_k_m", "q5_k_m", "iq4_nl", "iq4_xs") for end in ("", HELD)
+    mix + end for mix in ("q3_k_m", "q4_k_s", "q4_k_m", "q5_k_m", "iq4_nl", "iq4_xs") for end in ("", HELD_SUFFIX)
 )
 # `general.file_type` of a GGUF file. Source: enum llama_ftype of llama.cpp's llama.h.
 FILE_TYPES = {

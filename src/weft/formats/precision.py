@@ -106,13 +106,13 @@ def canonical(name: str) -> str:
 def held_precision(precision: str) -> str:
     """What our own engine makes of a precision as it loads: of a GGUF file's types, and of what GPTQ and AWQ publish,
     what it has kernels for, and 16 bits of vectors. For `part_format` and what is summed of it."""
-    return precision + gguf_types.HELD if precision in (*gguf_types.MIXES, "int8", "int4") else precision
+    return precision + gguf_types.HELD_SUFFIX if precision in (*gguf_types.MIXES, "int8", "int4") else precision
 
 
 def own_quantization(shape: ModelShape, precision: str) -> PublishedQuantization | None:
     """How the model's own checkpoint has its weights, where the precision is that one's."""
     published = shape.published
-    return published if published and published.precision == precision.removesuffix(gguf_types.HELD) else None
+    return published if published and published.precision == precision.removesuffix(gguf_types.HELD_SUFFIX) else None
 
 
 @lru_cache(maxsize=256)
@@ -135,7 +135,7 @@ def similar_layers(shape: ModelShape, precision: str) -> tuple[int, ...]:
 
 def part_format(shape: ModelShape, precision: str, parameter: Parameter, part: Part, layer: int) -> NumberFormat:
     """How one tensor of the model is stored; `precision` as `canonical` or `as_held` gives it."""
-    held, precision = precision.endswith(gguf_types.HELD), precision.removesuffix(gguf_types.HELD)
+    held, precision = precision.endswith(gguf_types.HELD_SUFFIX), precision.removesuffix(gguf_types.HELD_SUFFIX)
     published = own_quantization(shape, precision)
     if held and (published or precision in gguf_types.MIXES):
         name = scheme_for_parameter(shape, precision, parameter, layer)
@@ -171,7 +171,7 @@ def _published_format(published: PublishedQuantization, parameter: Parameter, pa
 
 def scale_columns(shape: ModelShape, precision: str) -> int:
     """Columns of a matrix of the model that share a scale; 1 where each number stands for itself."""
-    precision = canonical(precision.removesuffix(gguf_types.HELD))
+    precision = canonical(precision.removesuffix(gguf_types.HELD_SUFFIX))
     if precision == "fp8" and shape.architecture in FP8_IN_BLOCKS:
         return FP8_BLOCKS.block_cols
     if published := own_quantization(shape, precision):
