@@ -19,7 +19,7 @@ class Block(str):
     __slots__ = ()
 
 
-def load(text: str) -> Any:
+def load_yaml(text: str) -> Any:
     """What a document says. Raises ValueError, in one line, where it is no YAML, is nested too deeply, or has a field
     twice, of which YAML's reader would take the last."""
     import yaml
