@@ -45,7 +45,7 @@ def load_yaml(text: str) -> Any:
         raise ValueError("its lists are nested too deeply") from None
 
 
-def dump(value: object) -> str:
+def dump_yaml(value: object) -> str:
     """`value` as a document, in the order that it was put together."""
     import yaml
 
