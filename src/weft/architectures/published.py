@@ -36,7 +36,7 @@ class PublishedQuantization(msgspec.Struct, frozen=True, kw_only=True, cache_has
         """In the words of `formats.precision`."""
         return f"int{self.bits}"
 
-    def of(self, tensor: str, role: str) -> str:
+    def stored_as(self, tensor: str, role: str) -> str:
         """What a matrix is stored in, by its name and by what it does; "" where it is not quantised."""
         usual = self.scheme if role in ("linear", "expert") else ""
         return _exceptions(self).get(tensor, usual)

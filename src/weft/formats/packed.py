@@ -68,7 +68,7 @@ def with_stored_types(shape: ModelShape, tensors: Mapping[str, TensorInfo]) -> M
     if shape.published is None:
         return shape
     roles = {name: parameter.role for name, parameter in matrices(shape)}
-    kinds = {name: shape.published.of(name, role) for name, role in roles.items()}
+    kinds = {name: shape.published.stored_as(name, role) for name, role in roles.items()}
     kinds |= {name: it.type if isinstance(it, Packed) else "" for name, it in tensors.items() if name in roles}
     most = Counter(kind for name, kind in kinds.items() if kind and roles[name] != "head").most_common(1)
     if most and most[0][0] != shape.published.scheme:
@@ -94,7 +94,9 @@ def _with_exceptions(shape: ModelShape, kinds: Mapping[str, str]) -> ModelShape:
     """The shape with those of `kinds`, what each tensor is stored in, that are not the usual."""
     assert shape.published is not None
     plain = msgspec.structs.replace(shape.published, exceptions=())
-    others = {name: kinds[name] for name, parameter in matrices(shape) if kinds[name] != plain.of(name, parameter.role)}
+    others = {
+        name: kinds[name] for name, parameter in matrices(shape) if kinds[name] != plain.stored_as(name, parameter.role)
+    }
     return msgspec.structs.replace(shape, published=msgspec.structs.replace(plain, exceptions=tuple(others.items())))
 
 
@@ -102,7 +104,7 @@ def stored_types(shape: ModelShape) -> dict[str, str]:
     """What each quantised tensor of such a checkpoint is stored in, as its shape says."""
     if shape.published is None:
         return {}
-    kinds = {name: shape.published.of(name, parameter.role) for name, parameter in matrices(shape)}
+    kinds = {name: shape.published.stored_as(name, parameter.role) for name, parameter in matrices(shape)}
     return {name: kind for name, kind in kinds.items() if kind}
 
 

@@ -161,7 +161,7 @@ def part_format(shape: ModelShape, precision: str, parameter: Parameter, part: P
 
 def _published_format(published: PublishedQuantization, parameter: Parameter, part: Part, layer: int) -> NumberFormat:
     """As it lies in the file."""
-    name = published.of(part.source.format(layer=layer, expert=0), parameter.role).removesuffix(ORDERED)
+    name = published.stored_as(part.source.format(layer=layer, expert=0), parameter.role).removesuffix(ORDERED)
     if name not in ALL_SCHEMES:
         return BF16
     scheme = ALL_SCHEMES[name]

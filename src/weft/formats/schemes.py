@@ -135,7 +135,7 @@ def scheme_for_parameter(shape: ModelShape, precision: str, parameter: Parameter
         return None
     if shape.published and precision == shape.published.precision:
         names = (part.source.format(layer=layer, expert=0) for part in parameter.parts)
-        return scheme_for_types(shape.published.of(name, parameter.role) for name in names)
+        return scheme_for_types(shape.published.stored_as(name, parameter.role) for name in names)
     if precision == "int8":
         return "INT8" if parameter.role == "linear" else None
     return scheme_for_types(gguf_types.gguf_type(shape, precision, parameter, part, layer) for part in parameter.parts)
