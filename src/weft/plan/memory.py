@@ -43,14 +43,14 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def step_bytes(
-    shape: ModelShape, place: Place, tokens: int, sequences: int, number_bytes: int, *, guesses: int = 0
+    shape: ModelShape, place: Place, tokens: int, sequences: int, number_bytes: int, *, draft_tokens: int = 0
 ) -> int:
     """What our own step of `tokens` tokens takes beside weights and KV, where it cannot be measured: the widest
     moment of a layer for each token, and on the rank that samples the logits that it holds at once: after the last
-    token of each of `sequences` and after each of its `guesses`, or after SCORED tokens of a prompt."""
+    token of each of `sequences` and after each of its `draft_tokens`, or after SCORED tokens of a prompt."""
     attention = (len(place.q_heads) * 2 + len(place.kv_heads) * 2) * shape.head_dim
     width = HIDDEN_COPIES * shape.hidden + max(attention, FFN_COPIES * len(place.ffn))
-    rows = min(tokens, max(SCORED_POSITIONS, sequences * (1 + guesses))) if place.samples else 0
+    rows = min(tokens, max(SCORED_POSITIONS, sequences * (1 + draft_tokens))) if place.samples else 0
     return tokens * width * number_bytes + LOGITS_BYTES * rows * shape.vocab
 
 

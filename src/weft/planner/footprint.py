@@ -318,7 +318,10 @@ def activation_bytes(
     steps come after those of the large one, in the same memory."""
     if profile.own_activations.value:
         how = profile.speculation
-        own, draft = step_bytes(shape, place, tokens, rows, number_bytes, guesses=guesses(how)), drafting(how, place)
+        own, draft = (
+            step_bytes(shape, place, tokens, rows, number_bytes, draft_tokens=guesses(how)),
+            drafting(how, place),
+        )
         return max(own, step_bytes(draft, whole(draft), tokens, rows, number_bytes)) if draft else own
     factors = profile.activations_experts if shape.experts else profile.activations_dense
     hidden = shape.q_heads * shape.head_dim if not shape.mla else shape.hidden

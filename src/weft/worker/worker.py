@@ -335,7 +335,7 @@ class Worker:
         plan = self.plan
         rows, tokens = self._most
         if self.device.type == "cpu":
-            return step_bytes(plan.shape, self.place, tokens, rows, self.dtype.itemsize, guesses=self._guesses)
+            return step_bytes(plan.shape, self.place, tokens, rows, self.dtype.itemsize, draft_tokens=self._guesses)
         steps = self._largest_steps()
         num_blocks = max(sum(-(-count // plan.block_size) for count in counts) for counts, _ in steps)
         self.caches = self._caches(num_blocks)
