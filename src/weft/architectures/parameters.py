@@ -111,7 +111,7 @@ class _Layer:
         role: Role = "linear",
         on: On = "every",
     ) -> Iterator[Parameter]:
-        """Yield a matrix and its bias. `sources` are the modules stacked in the matrix, each with the axis of its rows."""
+        """Yield a matrix and its bias. `sources` are the modules stacked in the matrix, with the axes of their rows."""
         weights, biases, before = [], [], dict[str, tuple[Axis, ...]]()
         # The experts of gpt-oss are parameters, not modules.
         endings = ("", "_bias") if role == "expert" and self.names.expert_pairs else (".weight", ".bias")
@@ -231,7 +231,7 @@ def rank_parameters(shape: ModelShape, place: Place) -> Iterator[tuple[str, Para
 
 
 def parameter_dims(shape: ModelShape, place: Place, parameter: Parameter) -> tuple[int, ...]:
-    """Dims of a parameter on this rank: (rows,) or (rows, cols), preceded by the number of experts if it has some."""
+    """Dims of a parameter on this rank: (rows,) or (rows, cols), preceded by the number of experts for the role "expert"."""
     rows = sum(len(owned(shape, place, part.rows)) for part in parameter.parts)
     cols = parameter.parts[0].cols
     dims = (rows,) if cols is None else (rows, len(owned(shape, place, cols)))

@@ -14,7 +14,7 @@ ORDERED = "_ORDERED"  # suffix of a scheme in which each column names its group;
 
 
 class PublishedQuantization(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
-    """How a checkpoint stores its quantised weights.
+    """Storage format of the quantised weights of one checkpoint.
 
     The matrices of attention, MLPs and experts are in `scheme`; the head is not quantised.
 
