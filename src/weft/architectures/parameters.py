@@ -231,7 +231,7 @@ def rank_parameters(shape: ModelShape, place: Place) -> Iterator[tuple[str, Para
 
 
 def parameter_dims(shape: ModelShape, place: Place, parameter: Parameter) -> tuple[int, ...]:
-    """Dims of a parameter on this rank: (rows,) or (rows, cols), preceded by the number of experts for the role "expert"."""
+    """Dims of a parameter on this rank: (rows,) or (rows, cols); for the role "expert", (experts, rows[, cols])."""
     rows = sum(len(owned(shape, place, part.rows)) for part in parameter.parts)
     cols = parameter.parts[0].cols
     dims = (rows,) if cols is None else (rows, len(owned(shape, place, cols)))
