@@ -124,8 +124,8 @@ def test_what_lies_apart_is_told_once(folder: Path, caplog: pytest.LogCaptureFix
     caplog.set_level(logging.INFO, "weft")
     plan = plan_for(folder / "told", "whole")
     assert [record.message for record in caplog.records] == [
-        "Of 14 quantised tensors these are held in bfloat16, since the columns of a group lie apart (desc_act), for "
-        "which there are no kernels: 14 of INT4_64"
+        "14 of 14 quantised tensors are held in bfloat16, since there are no kernels for columns of a group that lie "
+        "apart (desc_act): 14 of INT4_64"
     ]
     assert plan.shape.published and plan.shape.published.scheme == "INT4_64" + ORDERED
 
@@ -174,8 +174,8 @@ def test_columns_that_kernels_do_not_take(tmp_path: Path, caplog: pytest.LogCapt
     plan = plan_for(tmp_path, "tp2")
     assert held(plan, truth) == {name for name in truth if recipe.quantises(name) and "down_proj" not in name}
     assert [record.message for record in caplog.records] == [
-        "Of 14 quantised tensors these are held in bfloat16, since their columns are no multiple of 32, as kernels "
-        "need them: 2 of INT4_ROW_SYM"
+        "2 of 14 quantised tensors are held in bfloat16, since kernels need columns in multiples of 32: 2 of "
+        "INT4_ROW_SYM"
     ]
     for place in plan.places:
         assert sum_by_kind(plan.shape, held_precision("int4"), place).total == plan.weight_bytes(place.rank)

@@ -242,8 +242,8 @@ def test_what_it_computes_in_is_told(caplog: pytest.LogCaptureFixture) -> None:
     assert plan(of).dtype == "bfloat16"
     assert plan(of, dtype="float16").quantization == "none"
     assert [record.message for record in caplog.records] == [
-        "Computing in bfloat16: what multiplies int4 weights here does not in the checkpoint's float16",
-        "Quantised weights are not multiplied as they are in float16: they are held in float16",
+        "Computing in bfloat16: the kernels for int4 weights on this device do not compute in the checkpoint's float16",
+        "Quantised weights are held in float16: there are no kernels for them in float16",
     ]
 
 

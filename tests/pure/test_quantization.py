@@ -97,8 +97,8 @@ def test_parts_of_a_parameter_are_held_alike(caplog: pytest.LogCaptureFixture) -
         kind = name.split(".")[1].removesuffix("_proj")
         assert got.schemes[f"model.layers.7.{name}"] == kinds[kind]
     assert [record.message for record in caplog.records] == [
-        "Of 211 quantised tensors these are held otherwise: 90 of Q4_K as Q4_1, 60 of Q4_K as Q8_MIN, 30 of Q5_0 as "
-        "Q8_0, 30 of Q6_K as Q8_MIN"
+        "210 of 211 quantised tensors are held in another type: 90 of Q4_K as Q4_1, 60 of Q4_K as Q8_MIN, 30 of Q5_0 "
+        "as Q8_0, 30 of Q6_K as Q8_MIN"
     ]
 
 
@@ -110,7 +110,7 @@ def test_beside_parts_in_16_bits_they_have_16_bits(caplog: pytest.LogCaptureFixt
         *(["o_proj", "gate_proj", "up_proj", "down_proj"]),
     }
     assert [record.message for record in caplog.records] == [
-        "Of 181 quantised tensors these are held in bfloat16, as others are that they are multiplied together with: 60 "
+        "60 of 181 quantised tensors are held in bfloat16, like the tensors that they are multiplied together with: 60 "
         "of Q4_1"
     ]
 
