@@ -1,4 +1,4 @@
-"""Which of a model's tensors an engine holds quantised, and in which scheme."""
+"""Quantised weights of a plan: the scheme of each tensor that an engine holds quantised."""
 
 from __future__ import annotations
 
