@@ -230,7 +230,7 @@ def _whole(index: Mapping[str, TensorInfo], shape: ModelShape, path: str) -> dic
 def _packed_parts(index: Mapping[str, TensorInfo], name: str) -> str | None:
     """A tensor that holds the numbers of another one, packed."""
     layer = name.removesuffix("weight")
-    return next((layer + names[0] for names in packed.NAMES.values() if layer + names[0] in index), None)
+    return next((layer + names[0] for names in packed.PART_NAMES.values() if layer + names[0] in index), None)
 
 
 def _translated(header: gguf.Gguf, shape: ModelShape) -> dict[str, TensorInfo]:
