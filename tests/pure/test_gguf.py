@@ -172,7 +172,7 @@ def test_damaged_index(path: Path, tmp_path: Path) -> None:
     fails(changed(path, tmp_path, type, struct.pack("<I", 2)), "must be a multiple of 32")
     fails(changed(path, tmp_path, offset, struct.pack("<Q", 1 << 40)), "is cut short: tensor 'matrix' ends at byte")
     fails(changed(path, tmp_path, offset, struct.pack("<Q", 1)), "'matrix' begins off the 32-byte grid")
-    fails(changed(path, tmp_path, offset, struct.pack("<Q", 0)), "tensors .*'matrix'.* lie over each other")
+    fails(changed(path, tmp_path, offset, struct.pack("<Q", 0)), "tensors .*'matrix'.* overlap")
     fails(changed(path, tmp_path, count - 6, b"vector"), "two of its tensors have the same name")
     fails(changed(path, tmp_path, count - 6, b"\xff"), "is not UTF-8")
 

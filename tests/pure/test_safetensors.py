@@ -104,7 +104,7 @@ def test_other_bytes_anywhere_never_end_in_another_error(
                 "a": {"dtype": "U8", "shape": [5], "data_offsets": [0, 5]},
                 "b": {"dtype": "U8", "shape": [4], "data_offsets": [4, 8]},
             },
-            "tensors 'a' and 'b' lie over each other",
+            "tensors 'a' and 'b' overlap",
         ),
     ],
 )

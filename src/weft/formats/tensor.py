@@ -62,7 +62,5 @@ def check_bounds(tensors: Mapping[str, TensorInfo], file: str, size: int) -> Non
                 f"{size:,} bytes; fetch it again"
             )
         if info.offset < end and info.nbytes:
-            raise ModelError(
-                f"{file} is damaged: tensors {previous!r:.80} and {name!r:.80} lie over each other; fetch it again"
-            )
+            raise ModelError(f"{file} is damaged: tensors {previous!r:.80} and {name!r:.80} overlap; fetch it again")
         end, previous = info.offset + info.nbytes, name
