@@ -145,7 +145,7 @@ def _place_units(shape: ModelShape, devices: Mapping[str, Device]) -> list[Place
     # Experts are looked at one by one only if the map names single experts.
     expert_lists = {module[: module.rindex(".experts.")] for module in devices if generic_name(shape, module) != module}
     placed: list[Placed] = []
-    left_out: list[str] = []
+    left_out: list[str] = []  # parts without a device
     for unit in pipeline_units(shape):
         by_device, missing = _unit_tensors(shape, unit, devices, expert_lists)
         if len(by_device) > 1:

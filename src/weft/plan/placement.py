@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -92,18 +92,12 @@ def apply_device_map(config: EngineConfig, shape: ModelShape, host: Host, precis
     """
     if config.device_map is None:
         return config
-    caps = max_memory.parse_max_memory(config.max_memory) if config.max_memory else None
     gpus = () if config.device == "cpu" else tuple(gpu.index for gpu in host.gpus)
     if spread_word(config.device_map):
         if gpus:
             return config
         return replace(config, device_map=None, device="cpu", pipeline_split=(shape.layers,))
-    left_out = [number for number in gpus if caps and not caps.gpus.get(number)]
-    available = AvailableDevices(
-        gpus=[number for number in gpus if number not in left_out],
-        left_out=left_out,
-        nbytes=lambda unit: unit_bytes(shape, precision, unit),
-    )
+    available = _available_devices(config, gpus, lambda unit: unit_bytes(shape, precision, unit))
     stages = map_to_stages(shape, module_devices(config.device_map), available)
     check_stages(stages, vars(config))
     numbers = tuple(device for device in stages.devices if isinstance(device, int))
@@ -115,6 +109,17 @@ def apply_device_map(config: EngineConfig, shape: ModelShape, host: Host, precis
         device="cuda" if numbers else "cpu",
         device_ids=numbers or None,
         pipeline_split=stages.layers,
+    )
+
+
+def _available_devices(
+    config: EngineConfig, gpus: Sequence[int], nbytes: Callable[[PipelineUnit], int]
+) -> AvailableDevices:
+    """The GPUs that --max-memory leaves for a device map; all of them without --max-memory."""
+    caps = max_memory.parse_max_memory(config.max_memory) if config.max_memory else None
+    left_out = [number for number in gpus if caps and not caps.gpus.get(number)]
+    return AvailableDevices(
+        gpus=[number for number in gpus if number not in left_out], left_out=left_out, nbytes=nbytes
     )
 
 

@@ -74,9 +74,14 @@ def cut_precision(config: EngineConfig, shape: ModelShape, schemes: Mapping[str,
 
 def log_dequantised(config: EngineConfig, checkpoint: Checkpoint, dtype: DType, schemes: Mapping[str, str]) -> None:
     """Log the file's quantised tensors that are held in another scheme or in `dtype`, unless the user chose that."""
-    shape, types = checkpoint.shape, checkpoint.quantised
-    if config.quantization == "none" or quantises_online(config.quantization, shape):
+    if config.quantization == "none" or quantises_online(config.quantization, checkpoint.shape):
         return
+    _log_dtype(config, checkpoint.shape, dtype, schemes)
+    _log_changed(checkpoint.quantised, schemes)
+    _log_lost(config, checkpoint, dtype, schemes)
+
+
+def _log_dtype(config: EngineConfig, shape: ModelShape, dtype: DType, schemes: Mapping[str, str]) -> None:
     if schemes and shape.published and config.dtype == "auto" and dtype != shape.dtype:
         logger.info(
             "Computing in %s: the kernels for %s weights on this device do not compute in the checkpoint's %s",
@@ -84,11 +89,20 @@ def log_dequantised(config: EngineConfig, checkpoint: Checkpoint, dtype: DType, 
             shape.published.precision,
             shape.dtype,
         )
+
+
+def _log_changed(types: Mapping[str, str], schemes: Mapping[str, str]) -> None:
+    """Log the tensors that are held in another scheme than their type in the file."""
     changed = Counter((type, schemes[name]) for name, type in types.items() if schemes.get(name, type) != type)
     if changed:
         listed = ", ".join(f"{count} of {type} as {scheme}" for (type, scheme), count in sorted(changed.items()))
         count = sum(changed.values())
         logger.info("%d of %d quantised tensors are held in another type: %s", count, len(types), listed)
+
+
+def _log_lost(config: EngineConfig, checkpoint: Checkpoint, dtype: DType, schemes: Mapping[str, str]) -> None:
+    """Log the tensors that are held in `dtype`."""
+    shape, types = checkpoint.shape, checkpoint.quantised
     lost = {name: type for name, type in types.items() if name not in schemes}
     on_torch = config.attention_backend == "torch"
     if not on_torch and (schemes or not held_tensors(shape, lost)):
