@@ -87,23 +87,19 @@ def shape_from_gguf(gguf: Gguf, *, run: bool = True) -> ModelShape:
     prefix = f"{gguf.metadata['general.architecture']}."
     own = {key.removeprefix(prefix): value for key, value in gguf.metadata.items() if key.startswith(prefix)}
     fields = Fields(own, f"{where}: {prefix.removesuffix('.')}")
-    if run:
-        _refuse(fields, where, prefix)
-    for key in PER_LAYER:
-        if isinstance(own.get(key), Array):
-            raise ModelError(f"{where} has a {prefix}{key} per layer, which Weft does not compute; use another model")
+    _check_fields(fields, where, prefix, run=run)
     if EMBEDDING not in tensors or len(tensors[EMBEDDING].dims) != 2:
         raise ModelError(f"{where} has no {EMBEDDING} of two dims; it holds no whole model")
     hidden, q_heads, mla = fields.integer("embedding_length"), fields.integer("attention.head_count"), latent(fields)
     head_dim = fields.integer_or("attention.key_length", hidden // q_heads) or 0
     if mla is not None:
         head_dim = mla.nope_dim + mla.rope_dim
-    for key in ("attention.value_length", "rope.dimension_count") if run else ():
-        if fields.integer_or(key, head_dim) != head_dim:
-            raise fields.wrong(key, f"the head's own length, {head_dim}")
+    if run:
+        _check_head_dim(fields, head_dim)
     layers, vocab = fields.integer("block_count", maximum=limits.LAYERS), tensors[EMBEDDING].dims[0]
     ffn = fields.integer("feed_forward_length")
-    tokens, rotary = Fields(gguf.metadata, where), rope(gguf, fields, head_dim) if run else planned_rope(fields)
+    rotary = rope(gguf, fields, head_dim) if run else planned_rope(fields)
+    tokens = Fields(gguf.metadata, where)
     ends = (end for key in END_TOKENS for end in tokens.ids(f"tokenizer.ggml.{key}"))
     kv_heads = q_heads if mla else fields.integer_or("attention.head_count_kv", q_heads) or q_heads
     return ModelShape(
@@ -133,10 +129,21 @@ def shape_from_gguf(gguf: Gguf, *, run: bool = True) -> ModelShape:
     )
 
 
-def _refuse(fields: Fields, where: str, prefix: str) -> None:
-    for key in REFUSED:
+def _check_fields(fields: Fields, where: str, prefix: str, *, run: bool) -> None:
+    """Raise ModelError for a field per layer; with `run`, also for a field of REFUSED."""
+    for key in REFUSED if run else ():
         if fields.values.get(key):
             raise ModelError(f"{where} has {prefix}{key}, which Weft's models do not compute; use another model")
+    for key in PER_LAYER:
+        if isinstance(fields.values.get(key), Array):
+            raise ModelError(f"{where} has a {prefix}{key} per layer, which Weft does not compute; use another model")
+
+
+def _check_head_dim(fields: Fields, head_dim: int) -> None:
+    """Raise ModelError if a value or the rotary part of a head is not as long as its key."""
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if fields.integer_or(key, head_dim) != head_dim:
+            raise fields.wrong(key, f"the head's own length, {head_dim}")
 
 
 def latent(fields: Fields) -> Latent | None:
