@@ -91,9 +91,7 @@ def shape_from_gguf(gguf: Gguf, *, run: bool = True) -> ModelShape:
     if EMBEDDING not in tensors or len(tensors[EMBEDDING].dims) != 2:
         raise ModelError(f"{where} has no {EMBEDDING} of two dims; it holds no whole model")
     hidden, q_heads, mla = fields.integer("embedding_length"), fields.integer("attention.head_count"), latent(fields)
-    head_dim = fields.integer_or("attention.key_length", hidden // q_heads) or 0
-    if mla is not None:
-        head_dim = mla.nope_dim + mla.rope_dim
+    head_dim = mla.nope_dim + mla.rope_dim if mla else fields.integer_or("attention.key_length", hidden // q_heads) or 0
     if run:
         _check_head_dim(fields, head_dim)
     layers, vocab = fields.integer("block_count", maximum=limits.LAYERS), tensors[EMBEDDING].dims[0]
@@ -112,8 +110,7 @@ def shape_from_gguf(gguf: Gguf, *, run: bool = True) -> ModelShape:
         ffn=ffn // DEFAULTS[name].ffn_parts,
         vocab=vocab,
         max_positions=rotary.reach(fields.integer("context_length", maximum=limits.POSITIONS)),
-        norm_eps=fields.number_or("attention.layer_norm_epsilon", None)
-        or fields.number("attention.layer_norm_rms_epsilon"),
+        norm_eps=_norm_eps(fields),
         rope=rotary,
         tied=HEAD not in tensors,
         qkv_bias=any(f"blk.0.attn_{part}.bias" in tensors for part in ("q", "qkv")),
@@ -137,6 +134,11 @@ def _check_fields(fields: Fields, where: str, prefix: str, *, run: bool) -> None
     for key in PER_LAYER:
         if isinstance(fields.values.get(key), Array):
             raise ModelError(f"{where} has a {prefix}{key} per layer, which Weft does not compute; use another model")
+
+
+def _norm_eps(fields: Fields) -> float:
+    layer_norm = fields.number_or("attention.layer_norm_epsilon", None)
+    return layer_norm or fields.number("attention.layer_norm_rms_epsilon")
 
 
 def _check_head_dim(fields: Fields, head_dim: int) -> None:
