@@ -264,7 +264,7 @@ def _check_online(quantization: str, dtype: DType, dtypes: Sequence[str]) -> Non
 
 def _online_schemes(shape: ModelShape, quantization: str) -> dict[str, str]:
     """Scheme of each tensor that an online quantization makes, whatever the tensor is stored in."""
-    schemes = {}
+    schemes: dict[str, str] = {}
     for matrix in _matrices(shape):
         scheme = scheme_for_parameter(shape, ONLINE_QUANTIZATIONS[quantization], matrix.parameter, matrix.layer)
         if scheme is not None:
@@ -274,7 +274,7 @@ def _online_schemes(shape: ModelShape, quantization: str) -> dict[str, str]:
 
 def held_tensors(shape: ModelShape, stored: Mapping[str, str]) -> dict[str, str]:
     """Scheme of each tensor that can be held quantised, given the stored types; one scheme for all of a parameter."""
-    schemes = {}
+    schemes: dict[str, str] = {}
     for matrix in _matrices(shape):
         if not _is_even(shape, matrix.parameter):
             continue

@@ -72,7 +72,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     expert_parallel: int
     precision: str
     kv_dtype: str
-    cut_places: tuple[Place, ...]
+    places: tuple[Place, ...]
     gpus: tuple[int, ...]
 
     @property
