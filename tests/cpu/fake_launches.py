@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from tests.cpu.fake_cuda import CardError, OnCard, card
-from weft.formats.schemes import ALL, Scheme
+from weft.formats.schemes import ALL_SCHEMES, Scheme
 from weft.kernels.base import HeadNorm, KVCache
 from weft.kernels.plain import PlainKernels
 from weft.quant.quantised import QuantisedWeight
@@ -111,7 +111,7 @@ def _round(
 ) -> None:  # fmt: skip
     assert (total, width) == (len(weight) * groups, weight.shape[1])
     scheme = Scheme(bits=BITS, group=GROUP, lowest=LOWEST)  # type: ignore[arg-type]
-    type = next(name for name, known in ALL.items() if known == scheme)
+    type = next(name for name, known in ALL_SCHEMES.items() if known == scheme)
     into = QuantisedWeight(type, values, scales, None if LOWEST == "middle" else lowest, lacking, weight.dtype)
     assert into.shape == (len(weight), cols)
     round_into(weight, into, importance if COUNTED else None)

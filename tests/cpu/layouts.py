@@ -13,7 +13,7 @@ from weft.core.step import Admission, StepPlan
 from weft.executors.inline import InlineExecutor
 from weft.formats.checkpoint import resolve
 from weft.hardware import host
-from weft.plan.layout import layout
+from weft.plan.layout import build_plan
 from weft.plan.plan import Plan
 from weft.worker.sample_arrays import SampleArrays
 from weft.worker.sampler import SampleBatch
@@ -32,7 +32,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def plan_for(path: Path, name: str, **config: Any) -> Plan:
     config = {"model": str(path), **LAYOUTS[name], **config}
-    return layout(EngineConfig(**config), resolve(str(path)), host.probe())
+    return build_plan(EngineConfig(**config), resolve(str(path)), host.probe())
 
 
 class LogitsWorker(Worker):

@@ -24,7 +24,7 @@ from tests.cpu.test_quantised import measured
 from weft.architectures.place import Place, Span
 from weft.architectures.shape import ModelShape
 from weft.comm import Links, Solo
-from weft.formats.checkpoint import resolve, sources, tensors
+from weft.formats.checkpoint import expected_tensors, locate_tensors, resolve
 from weft.weights.load import allocate_parameters, open_source
 from weft.weights.stored import StoredWeights
 from weft.worker import importance
@@ -137,7 +137,7 @@ def shuffled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo with its channels in another order, in 16 bits: the same model to the last bit, but no group of 32 lies
     on the grid of 4 bits that its file has."""
     path, demo = tmp_path_factory.mktemp("shuffled"), resolve("demo")
-    shape, source = demo.shape, StoredWeights(tensors(demo.path, demo.format, demo.shape))
+    shape, source = demo.shape, StoredWeights(locate_tensors(demo.path, demo.format, demo.shape))
     generator = torch.Generator().manual_seed(1)
     hidden, ffn = (torch.randperm(size, generator=generator) for size in (shape.hidden, shape.ffn))
     # Of the heads' channels those that values go through; a KV head's are those of its whole group.
@@ -146,7 +146,7 @@ def shuffled(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (torch.arange(heads)[:, None] * shape.head_dim + inside).flatten() for heads in (shape.kv_heads, shape.q_heads)
     )
     made = {}
-    for name, dims in sources(shape):
+    for name, dims in expected_tensors(shape):
         weight = torch.empty(dims, dtype=torch.bfloat16)
         source.read_range(name, Span(0, dims[0]), None, weight)
         rows, cols = {

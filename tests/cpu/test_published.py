@@ -20,8 +20,8 @@ from weft import LLM, SamplingParams
 from weft.architectures.published import ORDERED
 from weft.errors import ModelError
 from weft.formats.checkpoint import resolve
-from weft.formats.precision import as_held, summed
-from weft.plan.fills import fills
+from weft.formats.precision import held_precision, sum_by_kind
+from weft.plan.fills import rank_fills
 from weft.plan.plan import Plan
 from weft.quant.quantised import QuantisedWeight
 
@@ -71,7 +71,7 @@ def held(plan: Plan, truth: dict[str, torch.Tensor]) -> set[str]:
         room = allocate_parameters(plan, place, CPU)
         load_weights(plan, place, room)
         assert sum(part.nbytes for part in room.values()) == plan.weight_bytes(place.rank)
-        for fill in fills(plan.shape, place):
+        for fill in rank_fills(plan.shape, place):
             want = truth[fill.source][fill.rows.start : fill.rows.stop]
             want = want if fill.cols is None else want[:, fill.cols.start : fill.cols.stop]
             part = room[fill.param].narrow(0, fill.at, len(fill.rows))
@@ -124,8 +124,8 @@ def test_what_lies_apart_is_told_once(folder: Path, caplog: pytest.LogCaptureFix
     caplog.set_level(logging.INFO, "weft")
     plan = plan_for(folder / "told", "whole")
     assert [record.message for record in caplog.records] == [
-        "Of 14 quantised tensors these are held in bfloat16, since the columns of a group lie apart (desc_act), for "
-        "which there are no kernels: 14 of INT4_64"
+        "14 of 14 quantised tensors are held in bfloat16, since there are no kernels for columns of a group that lie "
+        "apart (desc_act): 14 of INT4_64"
     ]
     assert plan.shape.published and plan.shape.published.scheme == "INT4_64" + ORDERED
 
@@ -174,11 +174,11 @@ def test_columns_that_kernels_do_not_take(tmp_path: Path, caplog: pytest.LogCapt
     plan = plan_for(tmp_path, "tp2")
     assert held(plan, truth) == {name for name in truth if recipe.quantises(name) and "down_proj" not in name}
     assert [record.message for record in caplog.records] == [
-        "Of 14 quantised tensors these are held in bfloat16, since their columns are no multiple of 32, as kernels "
-        "need them: 2 of INT4_ROW_SYM"
+        "2 of 14 quantised tensors are held in bfloat16, since kernels need columns in multiples of 32: 2 of "
+        "INT4_ROW_SYM"
     ]
     for place in plan.places:
-        assert summed(plan.shape, as_held("int4"), place).total == plan.weight_bytes(place.rank)
+        assert sum_by_kind(plan.shape, held_precision("int4"), place).total == plan.weight_bytes(place.rank)
 
 
 def test_groups_that_were_never_set(tmp_path: Path) -> None:

@@ -18,11 +18,11 @@ from tests.pure.gguf_files import write_model
 from weft import LLM, SamplingParams
 from weft.architectures.place import Span
 from weft.errors import ModelError
-from weft.formats.checkpoint import resolve, sources
-from weft.formats.schemes import SCHEMES, STORED, UNIT, held_as
+from weft.formats.checkpoint import expected_tensors, resolve
+from weft.formats.schemes import GGUF_SCHEMES, SCHEMES, UNIT, scheme_for_types
 from weft.formats.tensor import ENCODINGS
 from weft.kernels.plain import PlainKernels
-from weft.plan.fills import fills
+from weft.plan.fills import rank_fills
 from weft.plan.plan import Plan
 from weft.plan.quantization import held_tensors
 from weft.quant.quantised import QuantisedWeight, pack_nibbles, unpack_nibbles
@@ -88,7 +88,7 @@ def test_a_cut_has_the_same_numbers(type: str) -> None:
 
 
 def quantised_plan(path: Path | None, kind: str, type: str, **more: Any) -> Plan:
-    found = {name: type for name, dims in sources(SHAPE) if len(dims) == 2}
+    found = {name: type for name, dims in expected_tensors(SHAPE) if len(dims) == 2}
     return plan_for(SHAPE, path, kind, dtype="bfloat16", schemes=found, **more)
 
 
@@ -100,7 +100,7 @@ def held(path: Path, truth: Mapping[str, np.ndarray]) -> Iterator[tuple[str, tor
         room = allocate_parameters(plan, place, CPU)
         load_weights(plan, place, room)
         assert sum(part.nbytes for part in room.values()) == plan.weight_bytes(place.rank)
-        for fill in fills(SHAPE, place):
+        for fill in rank_fills(SHAPE, place):
             part, whole = room[fill.param], torch.from_numpy(truth[fill.source])[fill.rows.start : fill.rows.stop]
             if isinstance(part, QuantisedWeight) and fill.cols is not None:
                 got = part.narrow(0, fill.at, len(fill.rows)).dequantise()
@@ -112,13 +112,13 @@ LOST = {"Q2_K": 3e-4, "Q3_K": 3e-4, "Q4_K": 3e-4, "Q5_K": 3e-4, "IQ4_XS": 3e-4, 
 
 
 @pytest.mark.parametrize("chunk", [1 << 20, 1500])
-@pytest.mark.parametrize("type", STORED)
+@pytest.mark.parametrize("type", GGUF_SCHEMES)
 def test_blocks_of_a_file_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, type: str, chunk: int) -> None:
     """Bit for bit, but for LOST. Columns end within blocks of 256, and heads within what is read at once."""
     monkeypatch.setattr(stored, "CHUNK", {"cpu": chunk})
     truth, seen = write_model(tmp_path / "m.gguf", SHAPE, type), 0
     for scheme, got, want in held(tmp_path / "m.gguf", truth):
-        assert scheme == held_as([type])
+        assert scheme == scheme_for_types([type])
         assert (got - want).norm() <= LOST.get(type, 0) * want.norm()
         seen += got.numel()
     assert seen == sum(values.size for values in truth.values() if values.ndim == 2)
@@ -171,7 +171,7 @@ def test_another_type_is_rounded_from_what_it_stands_for(tmp_path: Path) -> None
     for place in plan.places:
         room = allocate_parameters(plan, place, CPU)
         load_weights(plan, place, room)
-        for fill in fills(SHAPE, place):
+        for fill in rank_fills(SHAPE, place):
             part = room[fill.param]
             if isinstance(part, QuantisedWeight) and fill.cols is not None:
                 want = torch.from_numpy(truth[fill.source])[fill.rows.start : fill.rows.stop]

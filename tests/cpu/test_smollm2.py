@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from weft import LLM, SamplingParams
-from weft.formats.demo import fetch
+from weft.formats.demo import fetch_demo
 
 NEW = 64
 PROMPTS = [
@@ -25,7 +25,7 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def gguf() -> Path:
-    return Path(fetch())
+    return Path(fetch_demo())
 
 
 @pytest.fixture(scope="module")

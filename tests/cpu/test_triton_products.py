@@ -14,7 +14,7 @@ from tests.cpu import tiny
 from tests.cpu.matrices import KINDS, random
 from weft import LLM, SamplingParams
 from weft.architectures.place import Span
-from weft.formats.schemes import ALL
+from weft.formats.schemes import ALL_SCHEMES
 from weft.kernels.plain import PlainKernels
 from weft.quant.quantised import unpack_nibbles
 from weft.worker import worker
@@ -89,7 +89,7 @@ def test_it_takes_no_more_than_was_planned(type: str) -> None:
     assert (
         products.create_quantised_matrix(weight, None, 1).nbytes
         == weight.nbytes
-        == ALL[type].nbytes(70, Span(160, 1408))
+        == ALL_SCHEMES[type].nbytes(70, Span(160, 1408))
     )
 
 

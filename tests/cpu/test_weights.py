@@ -24,10 +24,10 @@ from weft.architectures.place import Place, Span
 from weft.architectures.shape import DTYPE_BYTES, ModelShape
 from weft.errors import ModelError
 from weft.formats import demo
-from weft.formats.checkpoint import resolve, sources, tensors
+from weft.formats.checkpoint import expected_tensors, locate_tensors, resolve
 from weft.formats.tensor import ENCODINGS, TensorInfo
-from weft.plan.fills import Fill, fills
-from weft.plan.places import places
+from weft.plan.fills import Fill, rank_fills
+from weft.plan.places import cut_places
 from weft.plan.plan import Plan
 from weft.weights import stored
 from weft.weights.blocks import BLOCKS
@@ -58,7 +58,7 @@ def plan_for(
     dtype: str = "float32",
     **more: Any,
 ) -> Plan:
-    ranks = places(shape, *layout)
+    ranks = cut_places(shape, *layout)
     return Plan(
         model="test",
         checkpoint=str(path or ""),
@@ -90,7 +90,7 @@ def pieces(plan: Plan) -> Iterator[tuple[str, Span, Span | None, torch.Tensor]]:
     """(source, rows, cols, values) of everything that the ranks of a plan hold after loading."""
     for place in plan.places:
         targets = loaded(plan, place)
-        for fill in fills(plan.shape, place):
+        for fill in rank_fills(plan.shape, place):
             yield fill.source, fill.rows, fill.cols, targets[fill.param][fill.at : fill.at + len(fill.rows)]
 
 
@@ -110,7 +110,7 @@ def agrees(plan: Plan, truth: dict[str, torch.Tensor]) -> None:
 
 def random_weights(shape: ModelShape, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return {name: torch.randn(dims, generator=generator).to(dtype) for name, dims in sources(shape)}
+    return {name: torch.randn(dims, generator=generator).to(dtype) for name, dims in expected_tensors(shape)}
 
 
 @settings(max_examples=25)
@@ -206,9 +206,9 @@ def test_a_rank_maps_its_own_rows_only(tmp_path: Path, monkeypatch: pytest.Monke
         mapped.clear()
         targets = loaded(plan, place)
         # Matrices that are cut by columns, and vectors, are mapped from end to end.
-        by_rows = {name for name, dims in sources(SHAPE) if dims[1:] == (SHAPE.hidden,)}
-        owned = [fill for fill in fills(SHAPE, place) if fill.source in by_rows]
-        assert len(mapped) == len(list(fills(SHAPE, place)))
+        by_rows = {name for name, dims in expected_tensors(SHAPE) if dims[1:] == (SHAPE.hidden,)}
+        owned = [fill for fill in rank_fills(SHAPE, place) if fill.source in by_rows]
+        assert len(mapped) == len(list(rank_fills(SHAPE, place)))
         assert sorted(n for info, _, n in mapped if info.dims[1:] == (SHAPE.hidden,)) == sorted(
             2 * SHAPE.hidden * len(fill.rows) for fill in owned
         )
@@ -231,7 +231,7 @@ def test_a_checkpoint_that_changed_since_it_was_planned(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file(random_weights(SHAPE, torch.float32), path)
     plan = plan_for(SHAPE, tmp_path, "safetensors")
-    infos = tensors(plan.checkpoint, plan.load_format, plan.shape)
+    infos = locate_tensors(plan.checkpoint, plan.load_format, plan.shape)
     path.write_bytes(path.read_bytes()[:-4])
     with pytest.raises(ModelError, match="is cut short"):
         loaded(plan, plan.places[0])
@@ -250,7 +250,7 @@ def test_a_fill_with_a_field_that_the_loader_does_not_read_is_refused(
     """It would load other numbers than the table of parameters says."""
 
     def with_unread(shape: ModelShape, place: Place) -> list[Fill]:
-        return [msgspec.structs.replace(fill, **unread) for fill in fills(shape, place)]
+        return [msgspec.structs.replace(fill, **unread) for fill in rank_fills(shape, place)]
 
     plan = plan_for(SHAPE, None, "dummy")
     loaded(plan, plan.places[0])
@@ -291,7 +291,7 @@ def test_dummies_are_normal_and_differ() -> None:
 @pytest.fixture(scope="module")
 def smollm2() -> Path:
     try:
-        return demo.fetch()
+        return demo.fetch_demo()
     except ModelError as error:
         pytest.skip(f"{Path(demo.MEMBER).name} is not here: {error}")
 

@@ -24,7 +24,7 @@ from weft.kernels.base import Kernels, Product
 from weft.layers import rope
 from weft.models.decoder import DecoderModel
 from weft.plan import memory
-from weft.plan.layout import layout
+from weft.plan.layout import build_plan
 from weft.plan.memory import LOGITS_BYTES
 from weft.plan.plan import Plan, Speculation
 from weft.worker import prompt_logprobs, rehearsal
@@ -46,7 +46,7 @@ def alone(plan: Plan) -> Iterator[Worker]:
 
 def tiny_plan(folder: Path, **flags: Any) -> Plan:
     path = str(tiny.write(folder / "tiny"))
-    return layout(
+    return build_plan(
         EngineConfig(model=path, load_format="dummy", **flags), resolve(path, load_format="dummy"), host.probe()
     )
 
@@ -95,7 +95,7 @@ def test_the_memory_of_the_kernels_is_given_back_too(tmp_path: Path) -> None:
 def test_what_is_measured_samples_after_every_guess(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The logits of a step in which everybody guesses are the largest that it has: without them a full batch that
     begins to guess would find no memory."""
-    monkeypatch.setattr(memory, "SCORED", 1)
+    monkeypatch.setattr(memory, "SCORED_POSITIONS", 1)
     plan = tiny_plan(tmp_path, max_num_seqs=3)
     guessing = replace(plan, speculation=Speculation(tokens=4, lookup_min=2, lookup_max=4))
     prepared: list[list[int]] = []
@@ -131,10 +131,10 @@ def test_what_is_measured_holds_the_logits_of_a_prompt_that_is_scored(
         reported = worker.load().activation_bytes
         worker.allocate(4)
         monkeypatch.setattr(DecoderModel, "logits", spy)
-        monkeypatch.setattr(prompt_logprobs, "SCORED", 5)
+        monkeypatch.setattr(prompt_logprobs, "SCORED_POSITIONS", 5)
         worker._rehearse([13], rehearsal.SCORING)
     assert held == [5, 5, 2, 1]  # twelve of the prompt, and the one that is sampled
-    assert reported > LOGITS_BYTES * min(memory.SCORED, plan.max_num_batched_tokens) * plan.shape.vocab
+    assert reported > LOGITS_BYTES * min(memory.SCORED_POSITIONS, plan.max_num_batched_tokens) * plan.shape.vocab
 
 
 def test_fewer_rows_of_the_table_are_the_same_rows() -> None:

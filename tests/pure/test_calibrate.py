@@ -28,7 +28,7 @@ from weft.client.outputs import CompletionOutput, Metrics, RequestOutput
 from weft.errors import ConfigError, WeftError
 from weft.formats import config_json, fields
 from weft.formats.precision import weight_bytes
-from weft.formats.schemes import MADE
+from weft.formats.schemes import ONLINE_QUANTIZATIONS
 from weft.hardware import calibration, host
 from weft.hardware.calibration import Calibration, Measured
 from weft.hardware.cluster import Cluster, Node, parse_gpus
@@ -72,7 +72,7 @@ def cpu(known: Calibration | None = None) -> GpuSpec:
 
 
 def shape(model: Synthetic) -> ModelShape:
-    return config_json.shape(fields.Fields(model.config(), "config.json"))
+    return config_json.shape_from_config(fields.Fields(model.config(), "config.json"))
 
 
 def points(gpu: GpuSpec, values: dict[str, float], noise: float = 0.0, seed: int = 0) -> list[Point]:
@@ -82,7 +82,7 @@ def points(gpu: GpuSpec, values: dict[str, float], noise: float = 0.0, seed: int
         Point(
             model=subject.name,
             shape=shape(subject.model),
-            precision=MADE.get(subject.quantization, "bf16"),
+            precision=ONLINE_QUANTIZATIONS.get(subject.quantization, "bf16"),
             load=load,
             seconds=1.0,
         )
@@ -115,7 +115,7 @@ def test_the_fit_finds_the_constants_that_made_the_points(gpu: str) -> None:
     assert max(errors) < 0.03 < max(before)
     for name in ("weights_Bps", "matmul_flops", "step_us", "layer_us"):
         assert found.values[name] == pytest.approx(true[name], rel=0.2), name
-    assert planned.quantised == (tuple(MADE[it] for it in calibrate.QUANTISED))
+    assert planned.quantised == (tuple(ONLINE_QUANTIZATIONS[it] for it in calibrate.QUANTISED))
     for precision in planned.quantised:
         for name in QUANTISED:
             assert found.values[f"{name} {precision}"] == pytest.approx(true[name] * HELD[name], rel=0.2)
@@ -172,11 +172,11 @@ class FakeLLM:
     def __init__(self, **said: Any) -> None:
         from weft.config import EngineConfig
         from weft.formats.checkpoint import Checkpoint
-        from weft.plan.layout import layout
+        from weft.plan.layout import build_plan
 
         self.asked: list[Load] = []
         model = Checkpoint(model="m", path=Path(), format="dummy", shape=SMOLLM2, generation={})
-        self.plan = layout(EngineConfig(model="m", **said), model, HOST)
+        self.plan = build_plan(EngineConfig(model="m", **said), model, HOST)
         self.capacities: list[Any] = []
 
     def generate(self, prompts: Any, params: Any, use_tqdm: bool) -> list[RequestOutput]:

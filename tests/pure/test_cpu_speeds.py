@@ -28,7 +28,7 @@ from weft.hardware.cpu import TOKENS, Cpu, CpuSpeed, KernelSpeed, ProductSpeed
 from weft.hardware.gpus import GpuSpec
 from weft.hardware.host import Host, probe
 from weft.native import library
-from weft.plan.layout import layout
+from weft.plan.layout import build_plan
 from weft.planner.forecast import Forecast, forecast_plan
 from weft.planner.profiles import MEASURED_ERROR, calibrated, load_profile
 from weft.planner.roofline import Roofline, interpolate
@@ -84,13 +84,13 @@ LARGE = {
 
 
 def shape(model: str) -> ModelShape:
-    return SMOLLM2 if model == "SmolLM2-135M" else config_json.shape(fields.Fields(LARGE, "config.json"))
+    return SMOLLM2 if model == "SmolLM2-135M" else config_json.shape_from_config(fields.Fields(LARGE, "config.json"))
 
 
 def expected(case: dict[str, Any], speed: CpuSpeed) -> Forecast:
     model = Checkpoint(model="m", path=Path(), format="dummy", shape=shape(case["model"]), generation={})
     config = EngineConfig(model="m", quantization=case["quantization"], max_num_batched_tokens=2048)
-    return forecast_plan(layout(config, model, HOST), HOST, Speeds(machine="", cpu=speed))
+    return forecast_plan(build_plan(config, model, HOST), HOST, Speeds(machine="", cpu=speed))
 
 
 def ratios(case: dict[str, Any], speed: CpuSpeed) -> dict[str, float]:

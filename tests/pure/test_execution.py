@@ -16,11 +16,11 @@ from tests.pure.commands import parsed, weft, weft_json
 from tests.pure.machines import FOUR, H100, NOTHING, SIX, T4, THREE, checkpoint, host, rig
 from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError, WeftError
-from weft.formats.schemes import MADE
+from weft.formats.schemes import ONLINE_QUANTIZATIONS
 from weft.hardware.cpu import CpuSpeed
 from weft.hardware.host import Host
 from weft.hardware.topology import Holder
-from weft.plan.layout import layout
+from weft.plan.layout import build_plan
 from weft.plan.plan import Plan
 from weft.planner import execution, plan_file
 from weft.planner.execution import plan_to_run
@@ -154,7 +154,7 @@ def test_steps_have_the_tokens_that_weft_plan_tells(
 
 
 @pytest.mark.parametrize("names", [[FOUR], [H100, H100], []], ids=str)
-@pytest.mark.parametrize("asked", MADE)
+@pytest.mark.parametrize("asked", ONLINE_QUANTIZATIONS)
 @pytest.mark.parametrize("model", ["Qwen3-0.6B", "Llama-3.1-8B"])
 def test_quantised_weights_are_planned_to_the_byte(
     model: str, asked: str, names: Sequence[str], saved: Any, monkeypatch: pytest.MonkeyPatch
@@ -220,7 +220,7 @@ def test_whoever_cuts_decides(flags: dict[str, Any], monkeypatch: pytest.MonkeyP
     there, where = checkpoint("Qwen3-8B"), rig(FOUR, FOUR)
     config = EngineConfig(model="m", **flags)
     plan = plan_to_run(config, there, where)
-    assert plan == layout(replace(config, max_num_batched_tokens=plan.max_num_batched_tokens), there, where)
+    assert plan == build_plan(replace(config, max_num_batched_tokens=plan.max_num_batched_tokens), there, where)
     vllm = msgspec.structs.replace(where, environment={"VLLM_PP_LAYER_PARTITION": "18,18"})
     assert plan_to_run(EngineConfig(model="m"), there, vllm).stages == 2
 

@@ -14,7 +14,7 @@ from tests.pure.worlds import World
 from weft.client.outputs import CompletionOutput, Metrics, RequestOutput
 from weft.config import EngineConfig
 from weft.hardware.host import Host
-from weft.plan.layout import layout
+from weft.plan.layout import build_plan
 from weft.plan.memory import Capacity
 from weft.plan.plan import Plan
 from weft.planner import execution
@@ -90,7 +90,7 @@ def test_ranks_that_share_a_device_have_a_part_of_it_each() -> None:
     assert two.speed(8, 100).single_tok_s < one.speed(8, 100).single_tok_s
     there, where = checkpoint("Llama-3.2-1B"), rig(FOUR, THREE)
     config = EngineConfig(model="m", tensor_parallel_size=3, device_ids=(0, 1, 0))
-    gpus = forecast_plan(layout(config, there, where), where, NOTHING).cluster.gpus
+    gpus = forecast_plan(build_plan(config, there, where), where, NOTHING).cluster.gpus
     assert [gpu.name for gpu in gpus] == ["1/2 of RTX 4090", "RTX 3090", "1/2 of RTX 4090"]
     whole = this_machine(where, NOTHING).gpus
     assert gpus[1] == whole[1] and gpus[0].memory_bytes == whole[0].memory_bytes // 2

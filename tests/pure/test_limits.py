@@ -45,7 +45,7 @@ def test_a_pipe_and_a_device_are_no_files(name: str, kind: str, tmp_path: Path) 
         path.symlink_to("/dev/zero")
     with pytest.raises(ModelError, match=f"{name} is no regular file"):
         if name == "config.json":
-            config_json.read(tmp_path)
+            config_json.read_shape(tmp_path)
         elif name == "model.safetensors":
             safetensors.read_directory(tmp_path)
         elif name == "tokenizer.json":
@@ -70,7 +70,7 @@ def test_a_name_that_is_there_twice_is_told(tmp_path: Path) -> None:
         safetensors.read_directory(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA)[:-1] + ', "vocab_size": 7}')
     with pytest.raises(ModelError, match=r"config\.json has 'vocab_size' twice"):
-        config_json.read(tmp_path)
+        config_json.read_shape(tmp_path)
 
 
 def test_a_template_that_is_nested_too_deeply() -> None:

@@ -15,7 +15,7 @@ from weft.errors import ConfigError
 from weft.executors import processes
 from weft.hardware.host import Host
 from weft.hardware.topology import Gpu
-from weft.plan.places import places
+from weft.plan.places import cut_places
 from weft.plan.plan import Plan
 from weft.planner import execution
 from weft.probes import links, speeds
@@ -132,7 +132,7 @@ def test_ranks_go_through_the_host_s_memory_where_a_link_fails(
         load_format="dummy",
         shape=SMOLLM2,
         dtype="bfloat16",
-        places=places(SMOLLM2, (1.0, 1.0), [SMOLLM2.layers]),
+        places=cut_places(SMOLLM2, (1.0, 1.0), [SMOLLM2.layers]),
         devices=("cuda:0", "cuda:1"),
         cores=((0,), (0,)),
         max_model_len=64,

@@ -16,7 +16,7 @@ from weft.hardware.cluster import Cluster
 from weft.hardware.cpu import Cpu, CpuSpeed
 from weft.hardware.host import Host
 from weft.plan.memory import Capacity, kv_blocks
-from weft.plan.places import places
+from weft.plan.places import cut_places
 from weft.plan.plan import Plan
 from weft.planner.advice import advice
 from weft.planner.binding import binding_constraint
@@ -70,7 +70,7 @@ def test_ranks_of_a_cpu_have_the_blocks_that_the_engine_gives_them(free: int, we
         load_format="dummy",
         shape=shape,
         dtype="bfloat16",
-        places=places(shape, weights, [shape.layers]),
+        places=cut_places(shape, weights, [shape.layers]),
         devices=("cpu",) * ranks,
         cores=((0,),) * ranks,
         max_model_len=64,

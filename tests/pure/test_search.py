@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from weft.formats import catalogue
 from weft.hardware.cluster import Cluster, Node, parse_gpus, parse_nodes
 from weft.hardware.gpus import GpuSpec, find_gpu, gpus
-from weft.plan.max_memory import Caps, capped
+from weft.plan.max_memory import Caps, cap_cluster
 from weft.planner.advice import advice
 from weft.planner.binding import binding_constraint
 from weft.planner.cuts import Cut, candidate_layouts
@@ -532,7 +532,7 @@ def test_what_was_dictated_is_not_credited_to_more_hardware() -> None:
 
 
 def test_a_limit_is_named_before_more_of_the_gpus_that_it_leaves_out() -> None:
-    cluster = capped(parse_gpus("4xH100"), Caps(gpus={0: 10 * 10**9, 1: 20 * 10**9}, cpu=None))
+    cluster = cap_cluster(parse_gpus("4xH100"), Caps(gpus={0: 10 * 10**9, 1: 20 * 10**9}, cpu=None))
     told = advice(search(question("Llama-3.1-8B", cluster, engine="weft")))
     assert any(line.startswith("without --max-memory: ") for line in told)
     assert not any(line.startswith("+") for line in told)

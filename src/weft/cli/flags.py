@@ -223,13 +223,13 @@ def told(arguments: Namespace, flags: tuple[Flag, ...]) -> dict[str, Any]:
 def engine_config(arguments: Namespace, **ours: Any) -> EngineConfig:
     """The config of an engine; `ours` are a command's own defaults for what was not said. Raises ConfigError for
     a value out of range."""
-    from weft.plan.layout import check  # not for --help
+    from weft.plan.layout import check_config  # not for --help
 
     said = told(arguments, tuple(flag for _, group in ENGINE for flag in group))
     if "executor" in said:
         said["executor"] = EXECUTORS.get(said["executor"], said["executor"])
     config = EngineConfig(**{**ours, **said})
-    check(config)
+    check_config(config)
     return config
 
 

@@ -13,7 +13,7 @@ from weft.cli import hints, vllm
 from weft.cli.commands import COMMANDS, Command
 from weft.cli.flags import DEFAULTS, Flag
 from weft.errors import WeftError, error_reason
-from weft.formats.yaml_text import load
+from weft.formats.yaml_text import load_yaml
 
 logger = logging.getLogger("weft.cli")
 
@@ -231,7 +231,7 @@ def read_yaml(path: str) -> dict[Any, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read --config {path}: {error_reason(error)}") from None
     try:
-        found = load(text)
+        found = load_yaml(text)
     except ValueError as error:
         raise UsageError(f"--config {path} is not YAML: {error}") from None
     if not isinstance(found or {}, dict):

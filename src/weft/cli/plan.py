@@ -14,13 +14,13 @@ from weft.cli.parser import UsageError
 from weft.errors import ConfigError
 from weft.formats import lookup
 from weft.formats.precision import canonical
-from weft.formats.schemes import MADE
+from weft.formats.schemes import ONLINE_QUANTIZATIONS
 from weft.formatting import join_commas
 from weft.hardware import hardware_file
 from weft.hardware.cluster import Cluster, parse_gpus, parse_nodes
 from weft.hardware.gpus import BF16_CAPABILITY
-from weft.plan.plan import Draft, Speculation
-from weft.plan.speculation import speculation
+from weft.plan.plan import DraftModel, Speculation
+from weft.plan.speculation import resolve_speculation
 from weft.planner.deployment import Workload, default_lengths
 from weft.planner.question import Question
 from weft.planner.search import search
@@ -133,7 +133,7 @@ def made(said: dict[str, Any]) -> str | None:
         raise UsageError(f"--quantization {asked} is what weft makes; of {said['engine']} give the --precision")
     if "precision" in said:
         raise UsageError(f"--quantization {asked} and --precision {said['precision']} both say it; give one of them")
-    return MADE[asked]
+    return ONLINE_QUANTIZATIONS[asked]
 
 
 def guessing(arguments: Namespace, model: Model) -> Speculation | None:
@@ -145,11 +145,11 @@ def guessing(arguments: Namespace, model: Model) -> Speculation | None:
     if arguments.engine != "weft":
         raise UsageError(f"--speculative-config is planned for weft's engine, not for {arguments.engine}; leave it out")
 
-    def find(name: str) -> Draft:
+    def find(name: str) -> DraftModel:
         named = Namespace(**{**vars(arguments), "model": name, "revision": None})
-        return Draft(model=name, checkpoint="", load_format="dummy", shape=look_up(named).shape)
+        return DraftModel(model=name, checkpoint="", load_format="dummy", shape=look_up(named).shape)
 
-    return speculation(said, model.name, model.shape, find)
+    return resolve_speculation(said, model.name, model.shape, find)
 
 
 def precisions(named: str | None, model: Model, cluster: Cluster) -> tuple[str, ...]:

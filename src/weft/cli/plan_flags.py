@@ -7,7 +7,7 @@ from math import inf
 
 from weft.cli import values
 from weft.cli.flags import Flag
-from weft.formats.schemes import MADE
+from weft.formats.schemes import ONLINE_QUANTIZATIONS
 
 # As planner.question and planner.profiles have them; those are not for --help to read.
 OBJECTIVES = ("throughput", "latency", "cost")
@@ -84,7 +84,7 @@ CUT = (
     Flag(
         name="quantization",
         short="-q",
-        choices=tuple(MADE),
+        choices=tuple(ONLINE_QUANTIZATIONS),
         help="instead of --precision: what weft serve makes of the model's own weights with this flag; int4 is q4_1",
     ),
     Flag(name="kv-cache-dtype", help="precision of the KV cache; auto: 16 bit, or what the engine takes for the model"),

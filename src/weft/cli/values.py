@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import error_reason
-from weft.formats.yaml_text import load
+from weft.formats.yaml_text import load_yaml
 
 MULTIPLIERS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -136,7 +136,7 @@ def _unique(text: str, what: str) -> dict[str, Any]:
     """A JSON or YAML mapping from texts, each of which is there once."""
     try:
         # JSON is YAML, but for tabs.
-        found = load(text.replace("\t", " "))
+        found = load_yaml(text.replace("\t", " "))
     except ValueError as error:
         raise ArgumentTypeError(f"{what} is neither JSON nor YAML: {error}") from None
     if not isinstance(found, dict) or not all(isinstance(key, str | int) for key in found):

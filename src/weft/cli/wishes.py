@@ -7,9 +7,10 @@ from typing import Any
 
 from weft.architectures.model import Model
 from weft.cli.parser import UsageError
-from weft.formatting import join_commas
+from weft.errors import ConfigError, PlanError
 from weft.hardware.cluster import Cluster
 from weft.plan import device_map, max_memory, placement
+from weft.plan.rules import check_layout
 from weft.planner.domains import usable_devices
 from weft.planner.question import LayoutConstraints
 
@@ -23,7 +24,7 @@ def ranks(said: dict[str, Any]) -> int:
 def capped(said: dict[str, Any], cluster: Cluster) -> Cluster:
     """The cluster with what --max-memory leaves of it. Raises ConfigError for a device that is not there."""
     caps = said.get("max_memory")
-    return cluster if caps is None else max_memory.capped(cluster, max_memory.read(caps))
+    return cluster if caps is None else max_memory.cap_cluster(cluster, max_memory.parse_max_memory(caps))
 
 
 def remarks(said: dict[str, Any], cluster: Cluster) -> tuple[str, ...]:
@@ -41,28 +42,17 @@ def wished(said: dict[str, Any], cluster: Cluster, model: Model, precision: str)
     ConfigError for a device map that is no pipeline of the model; `precision` is what that weighs it in."""
     if said.get("device_map") is not None:
         return mapped(said, cluster, model, precision)
-    tensor, stages, replicas = (said.get(f"{kind}_parallel_size") for kind in ("tensor", "pipeline", "data"))
-    weights, layers = said.get("tensor_split"), said.get("pipeline_split")
-    if weights is not None:
-        if any(not 0 < weight < float("inf") for weight in weights):
-            raise UsageError(f"--tensor-split {join_commas(weights)}: each weight must be above 0")
-        if tensor not in (None, len(weights)):
-            raise UsageError(f"--tensor-split has {len(weights)} weights; --tensor-parallel-size is {tensor}")
-        tensor = len(weights)
-    if layers is not None:
-        if any(count < 1 for count in layers) or sum(layers) != model.shape.layers:
-            raise UsageError(
-                f"--pipeline-split {join_commas(layers)} holds {sum(layers)} layers; {model.name} has "
-                f"{model.shape.layers}, at least one per stage"
-            )
-        if stages not in (None, len(layers)):
-            raise UsageError(f"--pipeline-split has {len(layers)} stages; --pipeline-parallel-size is {stages}")
-        stages = len(layers)
-    if stages is not None and stages > model.shape.layers:
-        raise UsageError(f"--pipeline-parallel-size is {stages}; {model.name} has {model.shape.layers} layers")
-    if tensor is not None and tensor > model.shape.q_heads:
-        flag = "--tensor-parallel-size is" if weights is None else "--tensor-split has weights for"
-        raise UsageError(f"{flag} {tensor}; {model.name} has {model.shape.q_heads} query heads")
+    replicas, weights, layers = (said.get(name) for name in ("data_parallel_size", "tensor_split", "pipeline_split"))
+    try:
+        tensor, stages = check_layout(
+            model.shape,
+            tensor_parallel_size=said.get("tensor_parallel_size"),
+            tensor_split=weights,
+            pipeline_parallel_size=said.get("pipeline_parallel_size"),
+            pipeline_split=layers,
+        )
+    except (ConfigError, PlanError) as error:
+        raise UsageError(str(error)) from None
     needed, there = (tensor or 1) * (stages or 1) * (replicas or 1), len(usable_devices(cluster))
     if needed > there:
         sizes = [str(size) for size in (tensor, stages, replicas) if size and size > 1]
@@ -88,17 +78,17 @@ def mapped(said: dict[str, Any], cluster: Cluster, model: Model, precision: str)
     """What --device-map comes to."""
     given = said["device_map"]
     placement.check_flags(given, said)
-    word = placement.spread_of(given)
+    word = placement.spread_word(given)
     if word:
         return LayoutConstraints(tensor_parallel=1, data_parallel=1, expert_parallel=False, device_map_strategy=word)
     gpus = {number: gpu for number, gpu in enumerate(cluster.gpus) if gpu.kind == "gpu"}
-    room = device_map.Room(
+    room = device_map.AvailableDevices(
         gpus=[number for number, gpu in gpus.items() if gpu.limit_bytes != 0],
         left_out=[number for number, gpu in gpus.items() if gpu.limit_bytes == 0],
         nbytes=lambda unit: placement.unit_bytes(model.shape, precision, unit),
         fetch_Bps=max((gpu.pcie_Bps for gpu in gpus.values()), default=None),
     )
-    stages = device_map.pipeline(model.shape, placement.modules_of(given), room)
+    stages = device_map.map_to_stages(model.shape, placement.module_devices(given), room)
     if gpus and "cpu" in stages.devices:
         raise UsageError(
             f"--device-map puts the whole model on cpu; the plan is for {len(gpus)} GPU{'s' * (len(gpus) > 1)}: leave "

@@ -11,7 +11,7 @@ from weft.architectures.model import Model
 from weft.export.shell import Placeholder
 from weft.formats import catalogue, demo, gguf_types
 from weft.formats.precision import canonical
-from weft.formats.schemes import asked_for
+from weft.formats.schemes import online_quantization
 
 # Engines turn one into another as they load; they all have these words for them.
 FLOATS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -67,7 +67,7 @@ def checkpoint(typed: str, model: Model, precision: str, engine: str) -> Checkpo
         return stored
     if made(precision, own, engine):
         return msgspec.structs.replace(
-            stored, quantised="none" if precision in FLOATS else asked_for(precision) or precision
+            stored, quantised="none" if precision in FLOATS else online_quantization(precision) or precision
         )
     return Checkpoint(wanted=f"{called(precision)} of {title}", title=title)
 
@@ -76,7 +76,7 @@ def made(precision: str, own: str, engine: str) -> bool:
     """Whether the engine makes weights of a precision from those that a checkpoint has of its own, as it loads."""
     if engine == "vllm":
         return precision == "fp8" and own in FLOATS
-    return engine == "weft" and (precision in FLOATS or asked_for(precision) is not None)
+    return engine == "weft" and (precision in FLOATS or online_quantization(precision) is not None)
 
 
 def called(precision: str) -> str:
@@ -97,7 +97,7 @@ def _stored(typed: str, model: Model, precision: str, engine: str, title: str) -
     if "/" in typed:
         same = typed.casefold() == model.name.casefold()
         return Checkpoint(name=model.name if same else typed, title=model.name if same else typed)
-    known = catalogue.look_up(model.name)
+    known = catalogue.find_known(model.name)
     if known and known.precision == model.precision:
         return Checkpoint(name=model.name, title=title)
     # A short name that ends in -AWQ: whose copy is meant, nobody knows.

@@ -12,7 +12,7 @@ from weft.export.files import File
 from weft.export.shell import Placeholder, words
 from weft.export.target import shares_experts, spans_nodes
 from weft.export.words import Remarks, comment
-from weft.formats.yaml_text import Block, dump
+from weft.formats.yaml_text import Block, dump_yaml
 from weft.planner.deployment import DeploymentLayout
 from weft.planner.question import Question
 
@@ -61,7 +61,7 @@ def write(it: Deployment) -> list[File]:
         content["volumes"] = {name: {} for name in caches(it)}
         remarks = Remarks(left_out(it), replace(it), use(it))
         told = portless(it) if balanced else it
-        found.append(File(name, f"{comment('compose', told, remarks)}\n\n{dump(content)}"))
+        found.append(File(name, f"{comment('compose', told, remarks)}\n\n{dump_yaml(content)}"))
         if balanced:
             ends = [f"{service(server)}:{PORT}" for server in servers]
             heading = comment("compose", told, Remarks())

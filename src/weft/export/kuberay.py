@@ -13,7 +13,7 @@ from weft.export.files import File
 from weft.export.shell import Placeholder
 from weft.export.target import shares_experts
 from weft.export.words import Remarks, comment
-from weft.formats.yaml_text import Block, dump
+from weft.formats.yaml_text import Block, dump_yaml
 from weft.planner.deployment import DeploymentLayout
 from weft.planner.domains import cluster_devices
 from weft.planner.question import Question
@@ -45,7 +45,7 @@ def write(it: Deployment) -> list[File]:
         "kind": "RayService",
         "metadata": {"name": service_name(it)},
         "spec": {
-            "serveConfigV2": Block(dump({"applications": [application(it)]})),
+            "serveConfigV2": Block(dump_yaml({"applications": [application(it)]})),
             "rayClusterConfig": {
                 "rayVersion": RAY_VERSION,
                 "headGroupSpec": head(it),
@@ -53,7 +53,7 @@ def write(it: Deployment) -> list[File]:
             },
         },
     }
-    return [File("rayservice.yaml", f"{comment('kuberay', it, remarks)}\n\n{dump(manifest)}")]
+    return [File("rayservice.yaml", f"{comment('kuberay', it, remarks)}\n\n{dump_yaml(manifest)}")]
 
 
 def service_name(it: Deployment) -> str:

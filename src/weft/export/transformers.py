@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 
-from weft.architectures.modules import units
+from weft.architectures.modules import pipeline_units
 from weft.architectures.shape import ModelShape
 from weft.export import hosts
 from weft.export.checkpoint import FLOATS
@@ -71,7 +71,7 @@ def device_map(it: Deployment) -> list[str]:
 
 def modules(shape: ModelShape) -> tuple[list[str], str, str, str]:
     """Transformers' names: of the modules before the layers, of a layer without its number, of norm and head."""
-    embedding, layer, *_, norm, head = units(shape)
+    embedding, layer, *_, norm, head = pipeline_units(shape)
     tables = list(dict.fromkeys(names[0].rpartition(".")[0] for names in embedding.tensors))
     first = [*(SIGHT if sees(shape) else ()), *tables]
     if shape.architecture not in WITHOUT_ROTARY:

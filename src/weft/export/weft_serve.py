@@ -90,7 +90,7 @@ def arguments(it: Deployment, server: Server) -> Flags:
     if number_bytes(layout.kv_dtype) < 2:
         flags["kv-cache-dtype"] = "fp8"
     if it.question.speculation:
-        flags["speculative-config"] = json.dumps(speculation.write(it.question.speculation))
+        flags["speculative-config"] = json.dumps(speculation.to_speculative_config(it.question.speculation))
     return flags
 
 

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from weft.errors import ConfigError, error_reason
-from weft.formats.yaml_text import dump, load
+from weft.formats.yaml_text import dump_yaml, load_yaml
 from weft.hardware import quantities
 from weft.hardware.cluster import MOST, NETWORK, Cluster, Node, check_size, joined, network_bytes
 from weft.hardware.cpu import TOKENS, KernelSpeed, ProductSpeed
@@ -240,7 +240,7 @@ def read(path: str) -> Cluster:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error_reason(error)}") from None
     try:
-        told = load(text)
+        told = load_yaml(text)
     except ValueError as error:
         raise ConfigError(f"{path} is not YAML: {error}") from None
     try:
@@ -253,7 +253,7 @@ def read(path: str) -> Cluster:
 
 def write(cluster: Cluster) -> str:
     """The file of which `read` makes such a cluster."""
-    return dump(as_told(cluster))
+    return dump_yaml(as_told(cluster))
 
 
 def as_told(cluster: Cluster) -> dict[str, Any]:

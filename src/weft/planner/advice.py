@@ -9,7 +9,7 @@ import msgspec
 
 from weft.formats import gguf_types
 from weft.formats.precision import weight_bytes
-from weft.formats.schemes import MADE
+from weft.formats.schemes import ONLINE_QUANTIZATIONS
 from weft.formatting import weft_command
 from weft.hardware.cluster import Cluster
 from weft.hardware.gpus import GpuSpec, gpus
@@ -33,7 +33,7 @@ CHECKPOINTS = {
 PUBLISHED = {"GptOssForCausalLM": {"mxfp4": "the published MXFP4 checkpoint"}}
 GGUF_CHECKPOINTS = {"q8_0": "a Q8_0 GGUF checkpoint", "q4_k_m": "a Q4_K_M GGUF checkpoint"}
 # The -q of each precision to which Weft compresses 16-bit weights while it loads them.
-WEFT_SCHEMES = {MADE[word]: word for word in ("int8", "int4")}
+WEFT_SCHEMES = {ONLINE_QUANTIZATIONS[word]: word for word in ("int8", "int4")}
 PRECISION_FLAGS = ("--precision", "-q")
 LIMITS = {  # limits of a question that may leave no room for a model, with their flags
     "gpu_memory_utilization": "--gpu-memory-utilization",

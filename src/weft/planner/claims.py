@@ -11,7 +11,7 @@ from weft.architectures.kv import kv_bytes
 from weft.architectures.place import Place
 from weft.architectures.shape import ModelShape
 from weft.errors import ConfigError, PlanError
-from weft.formats.precision import canonical, weights
+from weft.formats.precision import canonical, weights_by_kind
 from weft.formatting import format_counts
 from weft.hardware.cluster import Cluster
 from weft.planner.deployment import DeploymentLayout, deploy
@@ -84,7 +84,7 @@ def judge_claim(shape: ModelShape, precision: str, cluster: Cluster, tokens: int
     model, or the speed exceeds the bandwidth of all GPUs together.
     """
     gpus = [device.gpu for device in cluster_devices(cluster)]
-    model = weights(shape, precision)
+    model = weights_by_kind(shape, precision)
     cache = kv_bytes(shape, tokens, "bf16")
     usable = [gpu.memory_bytes - RESERVED_BYTES for gpu in gpus]
     read = read_bytes(shape, model)
@@ -117,7 +117,7 @@ def find_layout(shape: ModelShape, precision: str, cluster: Cluster, tokens: int
     # The largest GPUs first, so that those of similar size are neighbours.
     devices = sorted(cluster_devices(cluster), key=lambda device: -device.gpu.memory_bytes)
     usable = [device.gpu.memory_bytes - RESERVED_BYTES for device in devices]
-    if weights(shape, precision).total > sum(usable):
+    if weights_by_kind(shape, precision).total > sum(usable):
         return None
     for tensor, stages, dealt in _cuts(shape, len(devices)):
         for shares in _shares(usable, tensor, stages):
@@ -189,7 +189,7 @@ def _layers(
 
 
 def _held_bytes(shape: ModelShape, precision: str, tokens: int, place: Place) -> int:
-    return weights(shape, precision, place).total + kv_bytes(shape, tokens, "bf16", place)
+    return weights_by_kind(shape, precision, place).total + kv_bytes(shape, tokens, "bf16", place)
 
 
 def _gpu_names(cluster: Cluster) -> str:

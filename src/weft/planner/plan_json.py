@@ -63,7 +63,7 @@ def plan_json(result: SearchResult, model: Model) -> dict[str, Any]:
         "objective": question.objective,
         "workload": workload_json(question),
         "max_num_seqs": question.max_num_seqs,
-        "speculative_config": speculation.write(question.speculation) if question.speculation else None,
+        "speculative_config": speculation.to_speculative_config(question.speculation) if question.speculation else None,
         "promise": None,
         "best": best_json(question, best) if best else None,
         "candidates": [candidate_json(question, candidate) for candidate in result.candidates],

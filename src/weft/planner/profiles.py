@@ -15,8 +15,8 @@ import msgspec
 from weft.architectures.shape import ModelShape
 from weft.errors import ConfigError
 from weft.formats.gguf_types import MIXES
-from weft.formats.precision import OF_DTYPE, as_held
-from weft.formats.schemes import SCHEMES, held_as
+from weft.formats.precision import OF_DTYPE, held_precision
+from weft.formats.schemes import SCHEMES, scheme_for_types
 from weft.hardware.calibration import Calibration
 from weft.hardware.cpu import KernelSpeed
 from weft.hardware.gpus import GpuSpec
@@ -155,7 +155,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 
         Only our own engine converts a GGUF file's blocks; others compute with them as they are.
         """
-        return as_held(precision) if self.name == OURS else precision
+        return held_precision(precision) if self.name == OURS else precision
 
     def kernels(self, gpu: GpuSpec, precision: str) -> Kernels:
         """The shares that kernels reach on a GPU: the measured ones, else those of the tables."""
@@ -320,7 +320,7 @@ def _multiplied_alike(precision: str) -> tuple[str, ...]:
 
 def _products(mix: str) -> tuple[int, bool]:
     """(bits, has minima) of most tensors of a mix. Minima make no difference with 8 bits."""
-    scheme = SCHEMES[held_as([MIXES[mix]]) or ""]
+    scheme = SCHEMES[scheme_for_types([MIXES[mix]]) or ""]
     return scheme.bits, scheme.bits < 8 and scheme.lowest == "minimum"
 
 

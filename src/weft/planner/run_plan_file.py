@@ -10,13 +10,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from weft.architectures.kv import number_bytes
-from weft.architectures.parameters import params
+from weft.architectures.parameters import parameter_count
 from weft.architectures.place import Place
 from weft.config import DEFAULT_CONFIG, EngineConfig
 from weft.errors import ConfigError, PlanError
 from weft.formats import gguf_types
-from weft.formats.precision import OF_DTYPE, as_published, canonical
-from weft.formats.schemes import MADE, asked_for
+from weft.formats.precision import OF_DTYPE, canonical, own_quantization
+from weft.formats.schemes import ONLINE_QUANTIZATIONS, online_quantization
 from weft.formatting import format_bytes, join_commas
 from weft.hardware.gpus import spec_of
 from weft.hardware.host import Host
@@ -150,10 +150,10 @@ def _spans(figures: Sequence[int]) -> str:
 
 def _check_model(plan: PlanFile, checkpoint: Checkpoint) -> None:
     shape = checkpoint.shape
-    if (shape.architecture, params(shape)) != (plan.model.architecture, plan.model.params):
+    if (shape.architecture, parameter_count(shape)) != (plan.model.architecture, plan.model.params):
         raise PlanError(
             f"{plan.path} is a plan for {plan.model.name} ({plan.model.architecture}, {plan.model.params:,} "
-            f"parameters); {checkpoint.model} has {params(shape):,} ({shape.architecture}): plan again for it"
+            f"parameters); {checkpoint.model} has {parameter_count(shape):,} ({shape.architecture}): plan again for it"
         )
 
 
@@ -165,9 +165,9 @@ def _check_runs(plan: PlanFile, checkpoint: Checkpoint) -> None:
             "with --no-enable-expert-parallel"
         )
     stored = checkpoint.format == "gguf" and precision in gguf_types.MIXES
-    stored = stored or as_published(checkpoint.shape, precision) is not None
-    if not stored and precision not in COMPUTED and not asked_for(precision):
-        known = ", ".join((*COMPUTED, *dict.fromkeys(MADE.values())))
+    stored = stored or own_quantization(checkpoint.shape, precision) is not None
+    if not stored and precision not in COMPUTED and not online_quantization(precision):
+        known = ", ".join((*COMPUTED, *dict.fromkeys(ONLINE_QUANTIZATIONS.values())))
         raise PlanError(
             f"{plan.path} is a plan for {precision} weights, to which Weft cannot convert {checkpoint.model}; plan "
             f"again with one of --precision {known}, or with --quantization"
@@ -180,10 +180,10 @@ def _weights_fields(precision: str, checkpoint: Checkpoint) -> dict[str, object]
     if precision in COMPUTED:
         # Quantised weights would otherwise be held as they are stored.
         return {"dtype": COMPUTED[precision], **({"quantization": "none"} if stored else {})}
-    if as_published(checkpoint.shape, precision):
+    if own_quantization(checkpoint.shape, precision):
         return {}
     own = {kind.lower() for kind, _ in Counter(stored.values()).most_common(1)}
-    quantization = asked_for(precision)
+    quantization = online_quantization(precision)
     return {"quantization": quantization} if quantization and precision not in own else {}
 
 
@@ -271,7 +271,7 @@ def _means_the_same(name: str, given: object, planned: object) -> bool:
         case "speculative_config":
             if not isinstance(given, Mapping) or not isinstance(planned, Mapping):
                 return False
-            return speculation.read(given) == speculation.read(planned)
+            return speculation.parse_speculative_config(given) == speculation.parse_speculative_config(planned)
         case "tensor_split":
             return isinstance(given, tuple) and isinstance(planned, tuple) and _same_ratios(given, planned)
     return False

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from weft.errors import ModelError
 from weft.formats.gguf import Gguf
-from weft.formats.gguf import read as read_header
+from weft.formats.gguf import read_gguf as read_header
 from weft.text import byte_level, spm
 from weft.text.pretokenizers import PRE_TOKENIZERS
 from weft.text.settings import TokenizerSettings

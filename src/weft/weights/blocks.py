@@ -1,7 +1,7 @@
 """Unpacking of GGUF's quantised types to integers with a scale for each group, on any device.
 
 Layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h. In each function `b` is
-[blocks, bytes of a block] uint8; `formats.schemes.STORED` lists the groups of each type.
+[blocks, bytes of a block] uint8; `formats.schemes.GGUF_SCHEMES` lists the groups of each type.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from weft.formats.schemes import STORED
+from weft.formats.schemes import GGUF_SCHEMES
 from weft.formats.tensor import ENCODINGS
 
 # (q, scale, lowest): q [blocks, groups, group] uint8, the others [blocks, groups, 1] float32. A weight is
@@ -28,7 +28,7 @@ def block_numbers(data: torch.Tensor, type: str) -> Numbers:
 
 def zero_point(type: str) -> int:
     """The q that means zero, in a type without minima."""
-    return 128 if type.startswith("IQ4") else 1 << (STORED[type].bits - 1)
+    return 128 if type.startswith("IQ4") else 1 << (GGUF_SCHEMES[type].bits - 1)
 
 
 def dequantise(data: torch.Tensor, type: str) -> torch.Tensor:

@@ -15,8 +15,8 @@ import torch
 from weft.architectures.axes import owned
 from weft.architectures.parameters import parameter_dims, rank_parameters
 from weft.architectures.place import Place, Span
-from weft.formats.checkpoint import sources, tensors
-from weft.plan.fills import Fill, fills, scheme_of
+from weft.formats.checkpoint import expected_tensors, locate_tensors
+from weft.plan.fills import Fill, checkpoint_scheme, rank_fills
 from weft.plan.plan import Plan
 from weft.quant.quantised import QuantisedWeight
 from weft.quant.rounding import Rounding, round_into
@@ -56,7 +56,7 @@ def allocate_parameters(plan: Plan, place: Place, device: torch.device) -> dict[
     targets: dict[str, torch.Tensor | QuantisedWeight] = {}
     for name, parameter, layer in rank_parameters(shape, place):
         dims, cols = parameter_dims(shape, place, parameter), parameter.parts[0].cols
-        scheme = scheme_of(parameter, layer, plan.schemes) if cols else None
+        scheme = checkpoint_scheme(parameter, layer, plan.schemes) if cols else None
         if scheme is None or cols is None:
             targets[name] = torch.empty(dims, dtype=dtype, device=device)
         else:
@@ -67,8 +67,8 @@ def allocate_parameters(plan: Plan, place: Place, device: torch.device) -> dict[
 def open_source(plan: Plan) -> WeightSource:
     """Open the plan's checkpoint. Raises ModelError if it is not the checkpoint that the plan was made from."""
     if plan.load_format == "dummy":
-        return DummyWeights(dict(sources(plan.shape)), plan.seed)
-    infos = tensors(plan.checkpoint, plan.load_format, plan.shape)
+        return DummyWeights(dict(expected_tensors(plan.shape)), plan.seed)
+    infos = locate_tensors(plan.checkpoint, plan.load_format, plan.shape)
     return PackedWeights(infos) if plan.shape.published else StoredWeights(infos)
 
 
@@ -85,7 +85,7 @@ def load_weights(
     the target's scheme is made by `rounding`, in several threads, with the `importance` of the parameter's columns if
     it is known. Raises ModelError.
     """
-    source, widths = open_source(plan), dict(sources(plan.shape))
+    source, widths = open_source(plan), dict(expected_tensors(plan.shape))
 
     @torch.inference_mode()
     def load_fill(fill: Fill) -> None:
@@ -100,7 +100,7 @@ def load_weights(
             quantise(read_range, fill.rows, fill.cols, width, plan.shape.head_dim, into, stored, rounding, columns)
 
     with reader_threads() as pool:
-        for job in [pool.submit(load_fill, fill) for fill in fills(plan.shape, place)]:
+        for job in [pool.submit(load_fill, fill) for fill in rank_fills(plan.shape, place)]:
             job.result()
 
 

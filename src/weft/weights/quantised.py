@@ -9,7 +9,7 @@ import torch
 
 from weft.architectures.place import Span
 from weft.errors import ModelError
-from weft.formats.schemes import STORED
+from weft.formats.schemes import GGUF_SCHEMES
 from weft.quant.quantised import QuantisedWeight, pack_nibbles
 from weft.quant.rounding import Rounding, round_into
 from weft.weights.blocks import block_numbers, zero_point
@@ -48,7 +48,7 @@ def _spread(part: torch.Tensor, type: str, first: int, into: QuantisedWeight) ->
     [blocks, groups of a block, 1] -> [rows, groups of `into`].
     """
     rows, groups = into.scales.shape
-    repeated = part.view(rows, -1).repeat_interleave(STORED[type].group // into.scheme.group, dim=1)
+    repeated = part.view(rows, -1).repeat_interleave(GGUF_SCHEMES[type].group // into.scheme.group, dim=1)
     return repeated[:, first // into.scheme.group :][:, :groups]
 
 

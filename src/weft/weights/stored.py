@@ -9,7 +9,7 @@ import torch
 
 from weft.architectures.place import Span
 from weft.errors import ModelError
-from weft.formats.schemes import ALL, STORED
+from weft.formats.schemes import ALL_SCHEMES, GGUF_SCHEMES
 from weft.formats.tensor import ENCODINGS, TensorInfo
 from weft.quant.quantised import QuantisedWeight
 from weft.weights.blocks import dequantise
@@ -49,7 +49,7 @@ class StoredWeights:
     def holds(self, source: str, type: str) -> bool:
         """Return True if the tensor is quantised in the scheme `type`, or in a type that this scheme can represent."""
         stored = self.tensors[source].type
-        return stored in STORED and ALL[type].holds(STORED[stored])
+        return stored in GGUF_SCHEMES and ALL_SCHEMES[type].holds(GGUF_SCHEMES[stored])
 
     def read_blocks(self, source: str, rows: Span, cols: Span, into: QuantisedWeight) -> bool:
         """Copy source[rows, cols] to `into` and return True if `holds` says so for the scheme of `into`, else return

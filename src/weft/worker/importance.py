@@ -18,13 +18,13 @@ import torch.nn.functional as F
 
 from weft.architectures.place import Span
 from weft.comm import Links
-from weft.formats.schemes import ALL, UNIT
+from weft.formats.schemes import ALL_SCHEMES, UNIT
 from weft.kernels.base import EmbeddingTable, KVCache, Product
 from weft.kernels.batch import Batch, Lengths
 from weft.kernels.plain import PlainKernels
 from weft.layers import rope
 from weft.models.decoder import DecoderModel
-from weft.plan.fills import Fill, fills
+from weft.plan.fills import Fill, rank_fills
 from weft.plan.plan import Plan
 from weft.quant.quantised import QuantisedWeight
 from weft.weights.load import WeightSource, check_fill, open_source, reader_threads
@@ -57,7 +57,7 @@ def measure_importance(
     cache = KVCache(torch.empty(dims, dtype=dtype, device=device), torch.empty(dims, dtype=dtype, device=device))
     incoming = None if place.first else links.pipeline.recv((tokens, shape.hidden), dtype, place.stage - 1)
     with reader_threads() as pool:
-        kernels = StreamedKernels(source, targets, fills(shape, place), shape.head_dim, pool)
+        kernels = StreamedKernels(source, targets, rank_fills(shape, place), shape.head_dim, pool)
         model = DecoderModel(shape, plan.places, rank, dict(targets), links.tensor, kernels)
         batch = random_batch(shape.vocab, tokens, device)
         hidden = model.hidden(incoming, angles, [cache] * len(place.layers), batch)
@@ -68,7 +68,7 @@ def measure_importance(
 
 def needs_importance(plan: Plan, source: WeightSource) -> bool:
     """Return True if any matrix of the model is to be rounded to 4 bits."""
-    return any(ALL[type].bits == 4 and not source.holds(name, type) for name, type in plan.schemes.items())
+    return any(ALL_SCHEMES[type].bits == 4 and not source.holds(name, type) for name, type in plan.schemes.items())
 
 
 def random_batch(vocab: int, tokens: int, device: torch.device) -> Batch:

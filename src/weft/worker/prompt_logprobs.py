@@ -9,7 +9,7 @@ import torch
 
 from weft.core.step import StepPlan, TokenLogprobs
 from weft.models.decoder import DecoderModel
-from weft.plan.memory import SCORED
+from weft.plan.memory import SCORED_POSITIONS
 from weft.worker.sampler import Sampler
 
 
@@ -39,8 +39,8 @@ def score_prompts(
         request = requests.get(slot)
         if request is not None:
             targets = request.prompt[start + 1 : start + count + 1]
-            for at in range(0, len(targets), SCORED):
-                chunk = targets[at : at + SCORED]
+            for at in range(0, len(targets), SCORED_POSITIONS):
+                chunk = targets[at : at + SCORED_POSITIONS]
                 logits = model.logits(hidden[begin + at : begin + at + len(chunk)])
                 if sampler:
                     assert logits is not None

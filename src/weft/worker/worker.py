@@ -24,7 +24,7 @@ from weft.kernels.streams import NOT_FINITE
 from weft.kernels.warm import warm_kernels
 from weft.layers.rope import rope_table
 from weft.models.decoder import DecoderModel
-from weft.plan.fills import weight_bytes
+from weft.plan.fills import rank_weight_bytes
 from weft.plan.memory import Capacity, step_bytes
 from weft.plan.plan import Plan
 from weft.weights.load import allocate_parameters, load_weights
@@ -108,7 +108,7 @@ class Worker:
         load_weights(plan, self.place, tensors, create_rounding(*backend), importance)
         self.kernels = create_kernels(*backend)
         if plan.schemes and self.kernels.name == "torch":
-            held = weight_bytes(shape, self.place, plan.dtype)
+            held = rank_weight_bytes(shape, self.place, plan.dtype)
             logger.warning("The kernels of torch do not multiply quantised weights: they are held in %s", plan.dtype)
         if plan.graphs and not self.kernels.capturable:
             logger.warning("The kernels of torch cannot be captured: decode steps run without CUDA graphs")
@@ -355,7 +355,7 @@ class Worker:
         rows, tokens = rehearsal.step_limits(plan)
         if self.device.type == "cpu":
             return step_bytes(
-                plan.shape, self.place, tokens, rows, self.dtype.itemsize, guesses=rehearsal.draft_limit(plan)
+                plan.shape, self.place, tokens, rows, self.dtype.itemsize, draft_tokens=rehearsal.draft_limit(plan)
             )
         steps = rehearsal.largest_steps(plan)
         self.caches = allocate_caches(
