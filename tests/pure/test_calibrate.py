@@ -324,13 +324,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_what_is_kept_is_known(cache: Path) -> None:
     machine = speeds.calibrated_machine(HOST)
-    assert calibration.known(machine) == ()
+    assert calibration.load_calibrations(machine) == ()
     one, other = made(), made("RTX 4090")
     for it in (made(layer_us=1.0), other, one):  # the last of a device counts
         path = calibration.keep(machine, it)
-    assert path.parent == cache and calibration.known(machine) == (other, one)
+    assert path.parent == cache and calibration.load_calibrations(machine) == (other, one)
     assert speeds.known(HOST).calibrations == (other, one)
-    assert calibration.known(speeds.calibrated_machine(msgspec.structs.replace(HOST, cores=(0,)))) == ()
+    assert calibration.load_calibrations(speeds.calibrated_machine(msgspec.structs.replace(HOST, cores=(0,)))) == ()
     assert list(cache.glob("*.part")) == []
     # Speeds have a file of their own.
     speeds.keep(HOST, Speeds(machine=speeds.known(HOST).machine, cpu=SPEED, calibrations=(one,)))
@@ -342,7 +342,7 @@ def test_other_versions_are_left_alone(cache: Path, monkeypatch: pytest.MonkeyPa
     machine = speeds.calibrated_machine(HOST)
     calibration.keep(machine, made())
     monkeypatch.setattr("weft.__version__", "9.9")
-    assert calibration.known(machine) == ()
+    assert calibration.load_calibrations(machine) == ()
     monkeypatch.undo()
     monkeypatch.setattr(calibration, "version", lambda name: "9.9")
     assert speeds.calibrated_machine(HOST) != machine
@@ -364,7 +364,7 @@ def test_a_damaged_file_is_ignored_with_one_warning(cache: Path, caplog: pytest.
     machine = speeds.calibrated_machine(HOST)
     path = calibration.keep(machine, made())
     path.write_text(text if isinstance(text, str) else text(path.read_text()))
-    assert calibration.known(machine) == calibration.known(machine) == ()
+    assert calibration.load_calibrations(machine) == calibration.load_calibrations(machine) == ()
     assert len(caplog.records) == 1 and "run weft bench calibrate again" in caplog.text
 
 
@@ -476,16 +476,16 @@ def test_the_command_prints_keeps_and_doubts(
     assert "AMD EPYC (2 cores), bf16, measured here on 2026-11-20" in captured.out
     assert "       34 GB/s of weights in decode" in captured.out and "mean error 2.0 %" in captured.out
     assert "weft plan uses it from now on" in captured.err
-    assert calibration.known(speeds.calibrated_machine(HOST)) == (made(error=0.02),)
+    assert calibration.load_calibrations(speeds.calibrated_machine(HOST)) == (made(error=0.02),)
     worst = 0.6
     assert main.main(["bench", "calibrate", "--json"]) == 1
     captured = capsys.readouterr()
     (told,) = json.loads(captured.out)
     assert told["task"] == "calibrate" and len(told["measurements"]) == len(there)
     assert "was the machine busy" in captured.err and "Nothing is kept" in captured.err
-    assert calibration.known(speeds.calibrated_machine(HOST)) == (made(error=0.02),)
+    assert calibration.load_calibrations(speeds.calibrated_machine(HOST)) == (made(error=0.02),)
     assert main.main(["bench", "calibrate", "--save"]) == 0
-    assert calibration.known(speeds.calibrated_machine(HOST)) == (made(error=0.6),)
+    assert calibration.load_calibrations(speeds.calibrated_machine(HOST)) == (made(error=0.6),)
 
 
 def test_attention_is_tuned_for_a_model_s_heads_and_their_even_cuts(

@@ -107,7 +107,7 @@ def path(machine: str) -> Path:
     return cache_path() / f"calibration-{machine}.json"
 
 
-def known(machine: str) -> tuple[Calibration, ...]:
+def load_calibrations(machine: str) -> tuple[Calibration, ...]:
     """What was measured of the machine's devices with this version of Weft; nothing where the file is damaged."""
     try:
         found = msgspec.json.decode(path(machine).read_bytes(), type=_File)
@@ -136,7 +136,7 @@ def sound(it: Calibration) -> bool:
 
 def keep(machine: str, calibration: Calibration) -> Path:
     """Write it down in the place of what there was of the same device. Raises WeftError where that is not possible."""
-    others = [it for it in known(machine) if it.device != calibration.device]
+    others = [it for it in load_calibrations(machine) if it.device != calibration.device]
     text = msgspec.json.format(msgspec.json.encode(_File(machine, (*others, calibration))))
     try:
         write(path(machine), text)

@@ -85,7 +85,9 @@ def calibrated_machine(host: Host) -> str:
 
 def known(host: Host) -> Speeds:
     """What the cache knows of this machine; nothing where it has no file of it, or a damaged one."""
-    nothing = Speeds(machine=fingerprint(host, VERSION), calibrations=calibration.known(calibrated_machine(host)))
+    nothing = Speeds(
+        machine=fingerprint(host, VERSION), calibrations=calibration.load_calibrations(calibrated_machine(host))
+    )
     try:
         found = msgspec.json.decode(path(host).read_bytes(), type=Speeds)
     except (OSError, RuntimeError, msgspec.DecodeError) as error:
