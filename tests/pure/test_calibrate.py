@@ -30,7 +30,7 @@ from weft.formats import config_json, fields
 from weft.formats.precision import weight_bytes
 from weft.formats.schemes import MADE
 from weft.hardware import calibration, host
-from weft.hardware.calibration import Calibration, Measured
+from weft.hardware.calibration import Calibration, MeasuredFigure
 from weft.hardware.cluster import Cluster, Node, parse_gpus
 from weft.hardware.cpu import Cpu, CpuSpeed
 from weft.hardware.gpus import GpuSpec, find_gpu
@@ -544,4 +544,4 @@ def test_one_of_each_kind_of_device(cache: Path, monkeypatch: pytest.MonkeyPatch
 def test_all_constants_have_a_name_for_people() -> None:
     assert {*WIDTHS, "runtime_MiB"} == bench_calibrate.UNITS.keys()
     assert {*WIDTHS, "runtime_MiB", "weights_Bps q4_1", "matmul_flops q4_1"} == made().figures().keys()
-    assert made().figures()["overlap"] == Measured(0.8, "fit")
+    assert made().figures()["overlap"] == MeasuredFigure(0.8, "fit")

@@ -15,7 +15,7 @@ import numpy as np
 from weft import __version__
 from weft.bench.calibrate import Point
 from weft.formats.precision import OF_DTYPE
-from weft.hardware.calibration import Calibration, Measured, Quantised
+from weft.hardware.calibration import Calibration, MeasuredFigure, Quantised
 from weft.hardware.cluster import Cluster, Node
 from weft.hardware.gpus import GpuSpec
 from weft.planner.deployment import Workload, deploy
@@ -188,12 +188,12 @@ def calibration(
         precision=planned.whole,
         date=date,
         weft=__version__,
-        **{name: Measured(values[name], how) for name in WIDTHS},
+        **{name: MeasuredFigure(values[name], how) for name in WIDTHS},
         quantised={
-            precision: Quantised(*(Measured(values[f"{name} {precision}"], how) for name in QUANTISED))
+            precision: Quantised(*(MeasuredFigure(values[f"{name} {precision}"], how) for name in QUANTISED))
             for precision in planned.quantised
         },
-        runtime_MiB=Measured(runtime_MiB, RUNTIME),
+        runtime_MiB=MeasuredFigure(runtime_MiB, RUNTIME),
         points=len(measured),
         error=fmean(sizes),
         worst=max(sizes),

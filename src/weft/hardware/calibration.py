@@ -15,7 +15,7 @@ AGAIN = "run weft bench calibrate again"
 VERSION = 1  # of the constants: grows when what they mean changes
 
 
-class Measured(msgspec.Struct, frozen=True, array_like=True):
+class MeasuredFigure(msgspec.Struct, frozen=True, array_like=True):
     """A figure, and how it was measured."""
 
     value: float
@@ -25,8 +25,8 @@ class Measured(msgspec.Struct, frozen=True, array_like=True):
 class Quantised(msgspec.Struct, frozen=True):
     """What a precision's weights stream with in decode, and what they are multiplied with."""
 
-    weights_Bps: Measured
-    matmul_flops: Measured
+    weights_Bps: MeasuredFigure
+    matmul_flops: MeasuredFigure
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,15 +43,15 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     precision: str
     date: str
     weft: str
-    weights_Bps: Measured
-    cache_Bps: Measured
-    matmul_flops: Measured
-    attention_flops: Measured
-    overlap: Measured
-    layer_us: Measured
-    step_us: Measured
-    sequence_us: Measured
-    runtime_MiB: Measured
+    weights_Bps: MeasuredFigure
+    cache_Bps: MeasuredFigure
+    matmul_flops: MeasuredFigure
+    attention_flops: MeasuredFigure
+    overlap: MeasuredFigure
+    layer_us: MeasuredFigure
+    step_us: MeasuredFigure
+    sequence_us: MeasuredFigure
+    runtime_MiB: MeasuredFigure
     quantised: dict[str, Quantised] = {}
     points: int
     error: float
@@ -62,10 +62,10 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
         """Where its figures are from."""
         return f"measured here on {self.date} by weft bench calibrate"
 
-    def figures(self) -> dict[str, Measured]:
+    def figures(self) -> dict[str, MeasuredFigure]:
         """All of them, by name, those of a quantised precision with it behind."""
         fields = {name: getattr(self, name) for name in self.__struct_fields__}
-        found = {name: value for name, value in fields.items() if isinstance(value, Measured)}
+        found = {name: value for name, value in fields.items() if isinstance(value, MeasuredFigure)}
         for precision, it in self.quantised.items():
             found |= {f"weights_Bps {precision}": it.weights_Bps, f"matmul_flops {precision}": it.matmul_flops}
         return found
@@ -73,8 +73,8 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     def scaled(self, memory: float, compute: float) -> Calibration:
         """That of a device whose memory is so many times as fast, and that computes so many times as fast."""
 
-        def times(figure: Measured, factor: float) -> Measured:
-            return Measured(figure.value * factor, figure.how)
+        def times(figure: MeasuredFigure, factor: float) -> MeasuredFigure:
+            return MeasuredFigure(figure.value * factor, figure.how)
 
         return msgspec.structs.replace(
             self,
