@@ -15,7 +15,7 @@ import numpy as np
 from weft import __version__
 from weft.bench.calibrate import Point
 from weft.formats.precision import OF_DTYPE
-from weft.hardware.calibration import Calibration, MeasuredFigure, Quantised
+from weft.hardware.calibration import Calibration, MeasuredFigure, QuantisedFigures
 from weft.hardware.cluster import Cluster, Node
 from weft.hardware.gpus import GpuSpec
 from weft.planner.deployment import Workload, deploy
@@ -190,7 +190,7 @@ def calibration(
         weft=__version__,
         **{name: MeasuredFigure(values[name], how) for name in WIDTHS},
         quantised={
-            precision: Quantised(*(MeasuredFigure(values[f"{name} {precision}"], how) for name in QUANTISED))
+            precision: QuantisedFigures(*(MeasuredFigure(values[f"{name} {precision}"], how) for name in QUANTISED))
             for precision in planned.quantised
         },
         runtime_MiB=MeasuredFigure(runtime_MiB, RUNTIME),

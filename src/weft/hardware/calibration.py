@@ -22,7 +22,7 @@ class MeasuredFigure(msgspec.Struct, frozen=True, array_like=True):
     how: str
 
 
-class Quantised(msgspec.Struct, frozen=True):
+class QuantisedFigures(msgspec.Struct, frozen=True):
     """What a precision's weights stream with in decode, and what they are multiplied with."""
 
     weights_Bps: MeasuredFigure
@@ -52,7 +52,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     step_us: MeasuredFigure
     sequence_us: MeasuredFigure
     runtime_MiB: MeasuredFigure
-    quantised: dict[str, Quantised] = {}
+    quantised: dict[str, QuantisedFigures] = {}
     points: int
     error: float
     worst: float
@@ -83,7 +83,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
             matmul_flops=times(self.matmul_flops, compute),
             attention_flops=times(self.attention_flops, compute),
             quantised={
-                name: Quantised(times(it.weights_Bps, memory), times(it.matmul_flops, compute))
+                name: QuantisedFigures(times(it.weights_Bps, memory), times(it.matmul_flops, compute))
                 for name, it in self.quantised.items()
             },
         )
