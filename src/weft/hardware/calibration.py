@@ -102,7 +102,7 @@ def versions() -> tuple[int, str]:
         return VERSION, ""
 
 
-def path(machine: str) -> Path:
+def calibration_path(machine: str) -> Path:
     """Where they are kept; `machine` is the fingerprint of the machine and of `versions`."""
     return cache_path() / f"calibration-{machine}.json"
 
@@ -110,14 +110,14 @@ def path(machine: str) -> Path:
 def load_calibrations(machine: str) -> tuple[Calibration, ...]:
     """What was measured of the machine's devices with this version of Weft; nothing where the file is damaged."""
     try:
-        found = msgspec.json.decode(path(machine).read_bytes(), type=_File)
+        found = msgspec.json.decode(calibration_path(machine).read_bytes(), type=_File)
     except (FileNotFoundError, RuntimeError):  # RuntimeError: there is no home, and so no cache
         return ()
     except (OSError, msgspec.DecodeError) as error:
-        tell_damaged(path(machine), str(error), AGAIN)
+        tell_damaged(calibration_path(machine), str(error), AGAIN)
         return ()
     if found.machine != machine or not all(map(sound, found.calibrations)):
-        tell_damaged(path(machine), "its figures cannot be", AGAIN)
+        tell_damaged(calibration_path(machine), "its figures cannot be", AGAIN)
         return ()
     return tuple(it for it in found.calibrations if it.weft == _weft())
 
@@ -139,10 +139,10 @@ def keep(machine: str, calibration: Calibration) -> Path:
     others = [it for it in load_calibrations(machine) if it.device != calibration.device]
     text = msgspec.json.format(msgspec.json.encode(_File(machine, (*others, calibration))))
     try:
-        write(path(machine), text)
+        write(calibration_path(machine), text)
     except (OSError, RuntimeError) as error:
         raise WeftError(f"cannot keep the calibration: {error}; set XDG_CACHE_HOME to a directory elsewhere") from error
-    return path(machine)
+    return calibration_path(machine)
 
 
 def _weft() -> str:
