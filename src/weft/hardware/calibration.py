@@ -116,13 +116,13 @@ def load_calibrations(machine: str) -> tuple[Calibration, ...]:
     except (OSError, msgspec.DecodeError) as error:
         tell_damaged(calibration_path(machine), str(error), AGAIN)
         return ()
-    if found.machine != machine or not all(map(sound, found.calibrations)):
+    if found.machine != machine or not all(map(is_plausible, found.calibrations)):
         tell_damaged(calibration_path(machine), "its figures cannot be", AGAIN)
         return ()
     return tuple(it for it in found.calibrations if it.weft == _weft())
 
 
-def sound(it: Calibration) -> bool:
+def is_plausible(it: Calibration) -> bool:
     """Whether the figures can be: a file that was edited by hand may hold anything."""
     figures = it.figures()
     rates = [figure.value for name, figure in figures.items() if name.partition(" ")[0].endswith(("_Bps", "_flops"))]
