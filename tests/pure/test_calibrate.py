@@ -327,7 +327,7 @@ def test_what_is_kept_is_known(cache: Path) -> None:
     assert calibration.load_calibrations(machine) == ()
     one, other = made(), made("RTX 4090")
     for it in (made(layer_us=1.0), other, one):  # the last of a device counts
-        path = calibration.keep(machine, it)
+        path = calibration.store_calibration(machine, it)
     assert path.parent == cache and calibration.load_calibrations(machine) == (other, one)
     assert speeds.known(HOST).calibrations == (other, one)
     assert calibration.load_calibrations(speeds.calibrated_machine(msgspec.structs.replace(HOST, cores=(0,)))) == ()
@@ -340,7 +340,7 @@ def test_what_is_kept_is_known(cache: Path) -> None:
 
 def test_other_versions_are_left_alone(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = speeds.calibrated_machine(HOST)
-    calibration.keep(machine, made())
+    calibration.store_calibration(machine, made())
     monkeypatch.setattr("weft.__version__", "9.9")
     assert calibration.load_calibrations(machine) == ()
     monkeypatch.undo()
@@ -362,7 +362,7 @@ def test_other_versions_are_left_alone(cache: Path, monkeypatch: pytest.MonkeyPa
 )
 def test_a_damaged_file_is_ignored_with_one_warning(cache: Path, caplog: pytest.LogCaptureFixture, text: Any) -> None:
     machine = speeds.calibrated_machine(HOST)
-    path = calibration.keep(machine, made())
+    path = calibration.store_calibration(machine, made())
     path.write_text(text if isinstance(text, str) else text(path.read_text()))
     assert calibration.load_calibrations(machine) == calibration.load_calibrations(machine) == ()
     assert len(caplog.records) == 1 and "run weft bench calibrate again" in caplog.text
@@ -371,7 +371,7 @@ def test_a_damaged_file_is_ignored_with_one_warning(cache: Path, caplog: pytest.
 def test_a_cache_that_cannot_be_written(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache.parent.joinpath("weft").write_text("a file in the folder's place")
     with pytest.raises(WeftError):
-        calibration.keep("m", made())
+        calibration.store_calibration("m", made())
 
 
 # --- the planner ---

@@ -77,7 +77,9 @@ def main(arguments: Namespace) -> int:
     # Kept where the planner looks for it: under the machine's own fingerprint, GPUs or not.
     machine = speeds.calibrated_machine(host.probe())
     for result in results if keeping else []:
-        print(f"kept in {calibration.keep(machine, result)}; weft plan uses it from now on", file=sys.stderr)
+        print(
+            f"kept in {calibration.store_calibration(machine, result)}; weft plan uses it from now on", file=sys.stderr
+        )
     for result in bad:
         print(
             f"{result.device}: the planner's formulas miss the measurements by {100 * result.error:.0f} %: was the "

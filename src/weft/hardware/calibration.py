@@ -134,7 +134,7 @@ def is_plausible(it: Calibration) -> bool:
     )
 
 
-def keep(machine: str, calibration: Calibration) -> Path:
+def store_calibration(machine: str, calibration: Calibration) -> Path:
     """Write it down in the place of what there was of the same device. Raises WeftError where that is not possible."""
     others = [it for it in load_calibrations(machine) if it.device != calibration.device]
     text = msgspec.json.format(msgspec.json.encode(_File(machine, (*others, calibration))))
