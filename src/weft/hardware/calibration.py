@@ -94,7 +94,7 @@ class _File(msgspec.Struct, frozen=True):
     calibrations: tuple[Calibration, ...]
 
 
-def versions() -> tuple[int, str]:
+def calibration_versions() -> tuple[int, str]:
     """What calibrations depend on beside the machine: what they mean, and the library whose kernels run."""
     try:
         return VERSION, version("torch")

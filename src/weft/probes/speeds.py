@@ -80,7 +80,7 @@ def path(host: Host) -> Path:
 
 def calibrated_machine(host: Host) -> str:
     """The fingerprint that calibrations are kept under: other libraries make it another machine."""
-    return fingerprint(host, "calibration", *calibration.versions())
+    return fingerprint(host, "calibration", *calibration.calibration_versions())
 
 
 def known(host: Host) -> Speeds:
