@@ -38,7 +38,7 @@ class Node(msgspec.Struct, frozen=True):
     bridged: tuple[tuple[int, ...], ...] = ()
 
 
-class Home(NamedTuple):
+class GpuPosition(NamedTuple):
     """The number of a GPU's node, the link between that node's GPUs, and the bridged group that the GPU is in."""
 
     node: int
@@ -65,7 +65,7 @@ class Cluster(msgspec.Struct, frozen=True, dict=True):
         return self.nodes[0].gpus[0].kind == "cpu"
 
     @cached_property
-    def homes(self) -> tuple[Home, ...]:
+    def homes(self) -> tuple[GpuPosition, ...]:
         """Of each GPU where it is."""
         return tuple(home for number, node in enumerate(self.nodes) for home in _homes(number, node))
 
@@ -81,9 +81,9 @@ class Cluster(msgspec.Struct, frozen=True, dict=True):
         return self.with_gpus([made[gpu] for gpu in self.gpus])
 
 
-def _homes(number: int, node: Node) -> Iterator[Home]:
+def _homes(number: int, node: Node) -> Iterator[GpuPosition]:
     groups = {gpu: group for group, members in enumerate(node.bridged) for gpu in members}
-    return (Home(number, node.link, groups.get(gpu)) for gpu in range(len(node.gpus)))
+    return (GpuPosition(number, node.link, groups.get(gpu)) for gpu in range(len(node.gpus)))
 
 
 def parse(spec: str) -> Cluster:

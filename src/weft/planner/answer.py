@@ -10,7 +10,7 @@ from weft.architectures.model import Model
 from weft.architectures.place import Place
 from weft.architectures.shape import ModelShape
 from weft.formats.precision import weight_bytes
-from weft.hardware.cluster import Cluster, Home, Node
+from weft.hardware.cluster import Cluster, GpuPosition, Node
 from weft.hardware.links import nvlink, table
 from weft.plan import speculation
 from weft.planner import verdict
@@ -195,7 +195,7 @@ def links_json(cluster: Cluster, layout: Layout) -> dict[str, str | None]:
     their experts exchange tokens: the slowest link that is used, None where there is nobody to send to."""
     tensor, homes = layout.tensor_parallel, [cluster.homes[index] for index in layout.gpus]
     starts = range(0, len(homes), tensor)
-    groups: dict[str, set[frozenset[Home]]] = {"tensor": set(), "pipeline": set(), "experts": set()}
+    groups: dict[str, set[frozenset[GpuPosition]]] = {"tensor": set(), "pipeline": set(), "experts": set()}
     if tensor > 1:
         groups["tensor"] = {frozenset(homes[start : start + tensor]) for start in starts}
     if layout.pipeline_parallel > 1:

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from weft.architectures.shape import ModelShape
 from weft.formats.precision import canonical
-from weft.hardware.cluster import Cluster, Home
+from weft.hardware.cluster import Cluster, GpuPosition
 from weft.hardware.gpus import GpuSpec
 from weft.hardware.links import AllReduce, Kind, all_reduce, send
 from weft.planner.deployment import Layout, Workload
@@ -260,7 +260,7 @@ def kind_of(cluster: Cluster, indices: Sequence[int]) -> Kind:
     return slowest_link({cluster.homes[index] for index in indices})
 
 
-def slowest_link(homes: Collection[Home]) -> Kind:
+def slowest_link(homes: Collection[GpuPosition]) -> Kind:
     """Between GPUs in these places."""
     first, *others = homes
     if any(other.node != first.node for other in others):
