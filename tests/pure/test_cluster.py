@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.errors import ConfigError
-from weft.hardware.cluster import parse, parse_gpus, parse_nodes
+from weft.hardware.cluster import parse_cluster, parse_gpus, parse_nodes
 from weft.hardware.gpus import GpuSpec, gpus
 
 
@@ -143,5 +143,5 @@ def test_bad_nodes(spec: str, network: str | None, message: str) -> None:
 
 
 def test_one_node_or_several() -> None:
-    assert parse("2 x 8 x H100") == parse_nodes("2x8xH100")
-    assert parse("8xH100@pcie") == parse_gpus("8xH100@pcie")
+    assert parse_cluster("2 x 8 x H100") == parse_nodes("2x8xH100")
+    assert parse_cluster("8xH100@pcie") == parse_gpus("8xH100@pcie")

@@ -86,7 +86,7 @@ def _homes(number: int, node: Node) -> Iterator[GpuPosition]:
     return (GpuPosition(number, node.link, groups.get(gpu)) for gpu in range(len(node.gpus)))
 
 
-def parse(spec: str) -> Cluster:
+def parse_cluster(spec: str) -> Cluster:
     """One node, or several equal ones: `4xRTX4090` or `2x8xH100`. Raises ConfigError, saying what is wrong."""
     return parse_nodes(spec) if any(map(_NODES.fullmatch, _terms(spec))) else parse_gpus(spec)
 
