@@ -170,7 +170,7 @@ def check_size(gpus: Sequence[GpuSpec], spec: str) -> None:
         )
 
 
-def usual_link(gpus: Sequence[GpuSpec]) -> Link:
+def default_link(gpus: Sequence[GpuSpec]) -> Link:
     """What such cards are sold with: NVLink where all are of one type that has it, without a bridge."""
     first = gpus[0]
     alike = len(gpus) > 1 and len({gpu.name for gpu in gpus}) == 1
@@ -182,7 +182,7 @@ def joined(spec: str, gpus: Sequence[GpuSpec], wanted: str | None) -> Link:
     # By name: what others hold of them, or what was measured of each, differs on every real machine.
     alike, first = len({gpu.name for gpu in gpus}) == 1, gpus[0]
     if wanted != "nvlink":
-        return "pcie" if wanted else usual_link(gpus)
+        return "pcie" if wanted else default_link(gpus)
     without = next((gpu for gpu in gpus if not gpu.nvlink_Bps), None)
     if without is not None:
         raise ConfigError(f"GPUs {spec!r}: {without.name} has no NVLink; use @pcie or leave it out")

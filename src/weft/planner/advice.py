@@ -10,7 +10,7 @@ import msgspec
 from weft.formats import gguf_types
 from weft.formats.precision import weight_bytes
 from weft.formats.schemes import MADE
-from weft.hardware.cluster import Cluster, Node, usual_link
+from weft.hardware.cluster import Cluster, Node, default_link
 from weft.hardware.gpus import gpus
 from weft.planner.binding import MEASURES, WORTH
 from weft.planner.cuts import Cut
@@ -187,7 +187,7 @@ def _grown(cluster: Cluster, by: int) -> Cluster | None:
         return None
     if len(cluster.nodes) == 1 and len(last.gpus) + by <= 8:
         grown = (*last.gpus, *[last.gpus[-1]] * by)
-        link = usual_link(grown) if len(last.gpus) == 1 else last.link
+        link = default_link(grown) if len(last.gpus) == 1 else last.link
         return Cluster((Node(grown, link, last.bridged),), cluster.network_Bps)
     nodes, rest = divmod(by, len(last.gpus))
     if rest or len(cluster.nodes) + nodes > MOST_NODES:
@@ -238,7 +238,7 @@ def _with_larger(question: Question) -> str | None:
         if gpu.gfx or (small and not on_cpu):
             continue
         rows = [(gpu,) * len(node.gpus) for node in question.cluster.nodes]
-        nodes = tuple(Node(row, usual_link(row)) for row in rows)
+        nodes = tuple(Node(row, default_link(row)) for row in rows)
         found = _roomiest(msgspec.structs.replace(question, cluster=Cluster(nodes, question.cluster.network_Bps)))
         if found:
             count = 1 if on_cpu else len(present)

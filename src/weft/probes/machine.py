@@ -7,7 +7,7 @@ import re
 import msgspec
 
 from weft.hardware import host as hosts
-from weft.hardware.cluster import NETWORK, Cluster, Node, network_bytes, usual_link
+from weft.hardware.cluster import NETWORK, Cluster, Node, default_link, network_bytes
 from weft.hardware.cpu import CpuSpeed
 from weft.hardware.cpus import reached
 from weft.hardware.gpus import GpuSpec, spec_of
@@ -58,7 +58,7 @@ def gpu_node(host: Host, speeds: Speeds) -> Node:
     peer = False if faulty or False in peers else True if peers and all(peers) else None
     specs = tuple(seen(gpu, speeds, peer) for gpu in gpus)
     if len(gpus) > 1 and not any(pair.ancestor or pair.nvlinks or pair.peer is not None for pair in host.pairs):
-        return Node(specs, usual_link(specs))  # an old driver tells nothing
+        return Node(specs, default_link(specs))  # an old driver tells nothing
     joined = [(pair.first, pair.second) for pair in host.pairs if pair.nvlinks and not faulty]
     groups = islands(len(gpus), joined)
     if len(groups) == 1 and joined:
