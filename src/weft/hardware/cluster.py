@@ -156,7 +156,7 @@ def _node(spec: str) -> Node:
         check_size(gpus, spec)
     if len(wanted) > 1:
         raise ConfigError(f"GPUs {spec!r} ask for nvlink and for pcie; a node has one of them between its GPUs")
-    return Node(tuple(gpus), joined(spec, gpus, wanted.pop() if wanted else None))
+    return Node(tuple(gpus), link_of_gpus(spec, gpus, wanted.pop() if wanted else None))
 
 
 def check_size(gpus: Sequence[GpuSpec], spec: str) -> None:
@@ -177,7 +177,7 @@ def default_link(gpus: Sequence[GpuSpec]) -> Link:
     return "nvlink" if alike and first.nvlink_Bps > 0 and not first.bridge else "pcie"
 
 
-def joined(spec: str, gpus: Sequence[GpuSpec], wanted: str | None) -> Link:
+def link_of_gpus(spec: str, gpus: Sequence[GpuSpec], wanted: str | None) -> Link:
     """What joins these GPUs, as the user says. Raises ConfigError for NVLink that cannot be."""
     # By name: what others hold of them, or what was measured of each, differs on every real machine.
     alike, first = len({gpu.name for gpu in gpus}) == 1, gpus[0]
