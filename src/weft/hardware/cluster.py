@@ -153,13 +153,13 @@ def _node(spec: str) -> Node:
             raise ConfigError(f"GPUs {spec!r}: unknown link {link!r} after @; known: nvlink, pcie")
         wanted |= {link.lower()} if link else set()
         gpus += [find_gpu(match["name"])] * (_count(match["count"], spec, "GPUs") if match["count"] else 1)
-        check_size(gpus, spec)
+        check_node_size(gpus, spec)
     if len(wanted) > 1:
         raise ConfigError(f"GPUs {spec!r} ask for nvlink and for pcie; a node has one of them between its GPUs")
     return Node(tuple(gpus), link_of_gpus(spec, gpus, wanted.pop() if wanted else None))
 
 
-def check_size(gpus: Sequence[GpuSpec], spec: str) -> None:
+def check_node_size(gpus: Sequence[GpuSpec], spec: str) -> None:
     """Raises ConfigError for more GPUs than one machine can have."""
     most = max(gpu.per_node for gpu in gpus)
     if len(gpus) > most:

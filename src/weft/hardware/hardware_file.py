@@ -19,7 +19,7 @@ from msgspec import UNSET, Meta, UnsetType
 from weft.errors import ConfigError, reason
 from weft.formats.yaml_text import dump, load
 from weft.hardware import quantities
-from weft.hardware.cluster import MOST, NETWORK, Cluster, Node, check_size, link_of_gpus, network_bytes
+from weft.hardware.cluster import MOST, NETWORK, Cluster, Node, check_node_size, link_of_gpus, network_bytes
 from weft.hardware.cpu import TOKENS, KernelSpeed, ProductSpeed
 from weft.hardware.gpus import PCIE_BPS, GpuSpec, find_gpu
 from weft.hardware.quantities import Bytes, Capability, Rate, digits
@@ -178,7 +178,7 @@ class _Node(_Fields, frozen=True, kw_only=True):
             return Node((self.cpu.spec(),), "memory")
         gpus = [gpu for entry in self.gpus for gpu in [entry.spec()] * entry.count]
         told = "+".join(f"{entry.count}x{entry.name}" for entry in self.gpus)
-        check_size(gpus, told)
+        check_node_size(gpus, told)
         link = link_of_gpus(told, gpus, self.link)
         numbers = sorted(number for group in self.bridged for number in group)
         if numbers and link != "pcie":
