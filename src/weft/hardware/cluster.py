@@ -16,7 +16,7 @@ from weft.hardware.gpus import GpuSpec, find_gpu, is_gpu_name
 Link = Literal["nvlink", "pcie", "memory"]
 NETWORK = "100Gb"  # per second and direction, between nodes of which nobody says it
 # More is a slip of the keyboard.
-MOST = 100_000  # GPUs
+MAX_GPUS = 100_000  # GPUs
 MOST_BPS = 1e15  # bytes per second
 
 # The x of a count, and not that of 7900XT or 7900XTX.
@@ -108,8 +108,8 @@ def parse_nodes(spec: str, network: str | None = None) -> Cluster:
             raise ConfigError(f"nodes {spec!r}: {term.strip()!r} is not NODESxGPUSxNAME, as in 2x8xH100")
         count = _count(match["nodes"], spec, "nodes")
         nodes += [_node(match["gpus"])] * count
-    if sum(len(node.gpus) for node in nodes) > MOST:
-        raise ConfigError(f"nodes {spec!r} are more than {MOST:,} GPUs")
+    if sum(len(node.gpus) for node in nodes) > MAX_GPUS:
+        raise ConfigError(f"nodes {spec!r} are more than {MAX_GPUS:,} GPUs")
     return Cluster(tuple(nodes), network_bytes(NETWORK if network is None else network))
 
 
@@ -197,6 +197,6 @@ def link_of_gpus(spec: str, gpus: Sequence[GpuSpec], wanted: str | None) -> Link
 
 def _count(text: str, spec: str, what: str) -> int:
     count = int(text)
-    if not 0 < count <= MOST:
-        raise ConfigError(f"{what} {spec!r}: a count of {count} is out of range; use 1 to {MOST:,}")
+    if not 0 < count <= MAX_GPUS:
+        raise ConfigError(f"{what} {spec!r}: a count of {count} is out of range; use 1 to {MAX_GPUS:,}")
     return count

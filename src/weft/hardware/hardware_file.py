@@ -19,7 +19,7 @@ from msgspec import UNSET, Meta, UnsetType
 from weft.errors import ConfigError, reason
 from weft.formats.yaml_text import dump, load
 from weft.hardware import quantities
-from weft.hardware.cluster import MOST, NETWORK, Cluster, Node, check_node_size, link_of_gpus, network_bytes
+from weft.hardware.cluster import MAX_GPUS, NETWORK, Cluster, Node, check_node_size, link_of_gpus, network_bytes
 from weft.hardware.cpu import TOKENS, KernelSpeed, ProductSpeed
 from weft.hardware.gpus import PCIE_BPS, GpuSpec, find_gpu
 from weft.hardware.quantities import Bytes, Capability, Rate, digits
@@ -27,7 +27,7 @@ from weft.hardware.quantities import Bytes, Capability, Rate, digits
 SUFFIXES = (".yaml", ".yml")
 MOST_FILE_BYTES = 1 << 18  # a description is a page at most; YAML of megabytes takes minutes to read
 
-Count = Annotated[int, Meta(ge=1, le=MOST)]
+Count = Annotated[int, Meta(ge=1, le=MAX_GPUS)]
 Precision = Literal["fp32", "bf16", "fp16", "fp8", "int8", "fp4"]
 Figure = Annotated[float, Meta(gt=0, le=1e9)]
 Tera = dict[Precision, Figure]
@@ -200,8 +200,8 @@ class _File(_Fields, frozen=True, kw_only=True):
 
     def cluster(self) -> Cluster:
         nodes = [node for entry in self.nodes for node in [entry.node()] * entry.count]
-        if sum(len(node.gpus) for node in nodes) > MOST:
-            raise ConfigError(f"they are more than {MOST:,} GPUs")
+        if sum(len(node.gpus) for node in nodes) > MAX_GPUS:
+            raise ConfigError(f"they are more than {MAX_GPUS:,} GPUs")
         if len(nodes) > 1 and any(node.link == "memory" for node in nodes):
             raise ConfigError("machines without GPUs work alone; describe one of them")
         network = network_bytes(NETWORK) if isinstance(self.network, UnsetType) else self.network
