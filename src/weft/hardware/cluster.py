@@ -17,7 +17,7 @@ Link = Literal["nvlink", "pcie", "memory"]
 NETWORK = "100Gb"  # per second and direction, between nodes of which nobody says it
 # More is a slip of the keyboard.
 MAX_GPUS = 100_000  # GPUs
-MOST_BPS = 1e15  # bytes per second
+MAX_BPS = 1e15  # bytes per second
 
 # The x of a count, and not that of 7900XT or 7900XTX.
 _TIMES = r"\s*[x×*](?!t\b|tx\b)\s*"
@@ -126,8 +126,8 @@ def network_bytes(rate: str) -> float:
         )
     in_bytes = unit[1:] in ("B", "byte", "bytes")
     Bps = float(match["number"]) * scale / (1 if in_bytes else 8)
-    if Bps > MOST_BPS:
-        raise ConfigError(f"network {rate[:60]!r} is more than {MOST_BPS / 1e12:.0f}TB per second")
+    if Bps > MAX_BPS:
+        raise ConfigError(f"network {rate[:60]!r} is more than {MAX_BPS / 1e12:.0f}TB per second")
     return Bps
 
 

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from weft.errors import ConfigError
-from weft.hardware.cluster import MOST_BPS, network_bytes
+from weft.hardware.cluster import MAX_BPS, network_bytes
 
 MOST_BYTES = 1e15  # of memory
 LONG = 60  # characters of what is wrong that are told
@@ -44,7 +44,7 @@ def read(kind: type, told: Any) -> Bytes | Rate | Capability:
         try:
             return Rate(network_bytes(str(told)))
         except ConfigError:
-            most = f"{MOST_BPS / 1e12:.0f}TB/s"
+            most = f"{MAX_BPS / 1e12:.0f}TB/s"
             raise ValueError(
                 f"{said} is no speed above 0 with its unit, as in 936GB/s or 400Gb, of {most} at most"
             ) from None
