@@ -38,7 +38,7 @@ def test_two_sockets_with_two_threads_a_core(tmp_path: Path) -> None:
             ("meminfo", f"Node {number} MemTotal:       1000 kB\nNode {number} MemFree:         {number + 1}00 kB\n"),
         )
     }
-    found = cpu.look(machine(tmp_path, {"proc/cpuinfo": info, **nodes}))
+    found = cpu.probe_cpu(machine(tmp_path, {"proc/cpuinfo": info, **nodes}))
     assert (found.model, found.sockets, found.cores, found.threads) == ("Some CPU @ 2GHz", 2, 8, 16)
     assert found.features == ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16")
     assert found.nodes == (
@@ -49,13 +49,13 @@ def test_two_sockets_with_two_threads_a_core(tmp_path: Path) -> None:
 
 def test_arm_has_other_words(tmp_path: Path) -> None:
     one = "processor\t: {}\nBogoMIPS\t: 50.00\nFeatures\t: fp asimd sve i8mm bf16\nCPU implementer\t: 0x41\n"
-    found = cpu.look(machine(tmp_path, {"proc/cpuinfo": "\n".join(one.format(number) for number in range(3))}))
+    found = cpu.probe_cpu(machine(tmp_path, {"proc/cpuinfo": "\n".join(one.format(number) for number in range(3))}))
     assert (found.sockets, found.cores, found.threads) == (1, 3, 3)
     assert found.features == ("asimd", "sve", "i8mm", "bf16") and found.model
 
 
 def test_nothing_is_told(tmp_path: Path) -> None:
-    found = cpu.look(tmp_path)
+    found = cpu.probe_cpu(tmp_path)
     assert (found.threads, found.features, found.nodes) == (os.cpu_count(), (), ())
     assert last_cache_bytes(tmp_path) == 0
 
@@ -79,7 +79,7 @@ def test_the_kernel_s_lists(text: str, found: tuple[int, ...]) -> None:
 
 
 def test_this_machine_s_cpu() -> None:
-    found = cpu.look()
+    found = cpu.probe_cpu()
     assert found.model and found.cores <= found.threads
 
 

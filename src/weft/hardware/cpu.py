@@ -120,7 +120,7 @@ class CpuSpeed(msgspec.Struct, frozen=True):
         return self.kernels is not None or self.library == ""
 
 
-def look(root: Path = Path("/")) -> Cpu:
+def probe_cpu(root: Path = Path("/")) -> Cpu:
     """What the kernel's files below `root` tell; elsewhere what Python knows."""
     text = _read(root / "proc/cpuinfo")
     entries = [dict(_fields(part)) for part in text.split("\n\n") if "processor" in part]

@@ -67,7 +67,7 @@ def probe(environment: Mapping[str, str] = os.environ, root: Path = Path("/")) -
         gpus=driver.gpus,
         pairs=driver.pairs,
         driver=driver.version,
-        cpu=cpu.look(root),
+        cpu=cpu.probe_cpu(root),
         environment={name: environment[name] for name in PLANNING_VARIABLES if environment.get(name)},
         packages=packages(),
     )
