@@ -103,5 +103,5 @@ def test_whether_others_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     for worked, load, busy in (([0.0, 9.0], 0.0, True), ([5.0, 5.0], 9.0, False), ([None, None], 0.9, True)):
         times = iter(worked)
         monkeypatch.setattr(cpu, "worked_s", lambda _, times=times: next(times))
-        monkeypatch.setattr(cpu, "load", lambda load=load: load)
+        monkeypatch.setattr(cpu, "load_average", lambda load=load: load)
         assert cpu_speed.watched((0, 1), 1).busy == busy

@@ -170,7 +170,7 @@ def last_cache_bytes(root: Path = Path("/")) -> int:
     return sum(parts.values())
 
 
-def load() -> float:
+def load_average() -> float:
     """The share of the machine's cores that were wanted in the last minute, as a mean; it may be above 1."""
     try:
         return os.getloadavg()[0] / (os.cpu_count() or 1)

@@ -52,7 +52,7 @@ def watched(cores: Sequence[int], size: int, library: str | None = None) -> CpuS
     begin, before, own = time.perf_counter(), cpu.worked_s(cores), time.process_time()
     found = measure(cores, size, library)
     took, after, own = time.perf_counter() - begin, cpu.worked_s(cores), time.process_time() - own
-    others = cpu.load() if before is None or after is None else (after - before - own) / (took * len(cores))
+    others = cpu.load_average() if before is None or after is None else (after - before - own) / (took * len(cores))
     return msgspec.structs.replace(found, busy=others > DISTURBED)
 
 

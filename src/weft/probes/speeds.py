@@ -144,7 +144,7 @@ def outdated(speed: CpuSpeed) -> bool:
 
 def busy() -> bool:
     """Whether others have been computing here in the last minute."""
-    return cpu.load() > BUSY
+    return cpu.load_average() > BUSY
 
 
 def measure_cpu(host: Host) -> CpuSpeed:
