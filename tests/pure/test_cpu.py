@@ -92,8 +92,8 @@ def test_what_cores_have_worked(tmp_path: Path) -> None:
         "intr 5 0",
     )
     machine(tmp_path, {"proc/stat": "\n".join(lines)})
-    assert [cpu.worked_s(cores, tmp_path) for cores in ((0,), (1,), (0, 1))] == [3.0, 1.0, 4.0]
-    assert cpu.worked_s((7,), tmp_path) is None and cpu.worked_s((0,), tmp_path / "none") is None
+    assert [cpu.busy_seconds(cores, tmp_path) for cores in ((0,), (1,), (0, 1))] == [3.0, 1.0, 4.0]
+    assert cpu.busy_seconds((7,), tmp_path) is None and cpu.busy_seconds((0,), tmp_path / "none") is None
 
 
 def test_whether_others_compute(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,6 +102,6 @@ def test_whether_others_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_speed, "measure", lambda *_: cpu.CpuSpeed(1.0, 1.0))
     for worked, load, busy in (([0.0, 9.0], 0.0, True), ([5.0, 5.0], 9.0, False), ([None, None], 0.9, True)):
         times = iter(worked)
-        monkeypatch.setattr(cpu, "worked_s", lambda _, times=times: next(times))
+        monkeypatch.setattr(cpu, "busy_seconds", lambda _, times=times: next(times))
         monkeypatch.setattr(cpu, "load_average", lambda load=load: load)
         assert cpu_speed.watched((0, 1), 1).busy == busy

@@ -178,7 +178,7 @@ def load_average() -> float:
         return 0.0
 
 
-def worked_s(cores: Collection[int], root: Path = Path("/")) -> float | None:
+def busy_seconds(cores: Collection[int], root: Path = Path("/")) -> float | None:
     """Seconds that these cores have been at work since the machine's start, or taken by others on its host; None where
     the kernel does not tell."""
     lines = (line.split() for line in _read(root / "proc/stat").splitlines())

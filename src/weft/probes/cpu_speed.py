@@ -49,9 +49,9 @@ def measure(cores: Sequence[int], size: int, library: str | None = None) -> CpuS
 
 def watched(cores: Sequence[int], size: int, library: str | None = None) -> CpuSpeed:
     """The same, and whether others have computed on these cores meanwhile."""
-    begin, before, own = time.perf_counter(), cpu.worked_s(cores), time.process_time()
+    begin, before, own = time.perf_counter(), cpu.busy_seconds(cores), time.process_time()
     found = measure(cores, size, library)
-    took, after, own = time.perf_counter() - begin, cpu.worked_s(cores), time.process_time() - own
+    took, after, own = time.perf_counter() - begin, cpu.busy_seconds(cores), time.process_time() - own
     others = cpu.load_average() if before is None or after is None else (after - before - own) / (took * len(cores))
     return msgspec.structs.replace(found, busy=others > DISTURBED)
 
