@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from weft.hardware import cpu
-from weft.hardware.cpu import NumaNode, last_cache_bytes, numbers
+from weft.hardware.cpu import NumaNode, last_cache_bytes, parse_cpu_list
 
 KIB = 1024
 
@@ -75,7 +75,7 @@ def test_the_last_cache_counts_once_for_the_cores_that_share_it(tmp_path: Path) 
     ("text", "found"), [("", ()), ("0", (0,)), ("0-3,8", (0, 1, 2, 3, 8)), ("2, 5-6\n", (2, 5, 6)), ("x", ())]
 )
 def test_the_kernel_s_lists(text: str, found: tuple[int, ...]) -> None:
-    assert numbers(text) == found
+    assert parse_cpu_list(text) == found
 
 
 def test_this_machine_s_cpu() -> None:

@@ -148,7 +148,7 @@ def numa_nodes(root: Path) -> tuple[NumaNode, ...]:
         found.append(
             NumaNode(
                 number=int(folder.name[4:]),
-                cores=numbers(_read(folder / "cpulist")),
+                cores=parse_cpu_list(_read(folder / "cpulist")),
                 memory_total_bytes=int(info.get("MemTotal", 0)) * 1024,
                 memory_free_bytes=int(info.get("MemFree", 0)) * 1024,
             )
@@ -188,7 +188,7 @@ def busy_seconds(cores: Collection[int], root: Path = Path("/")) -> float | None
     return ticks / os.sysconf("SC_CLK_TCK") if found else None
 
 
-def numbers(ranges: str) -> tuple[int, ...]:
+def parse_cpu_list(ranges: str) -> tuple[int, ...]:
     """The kernel's lists: 0-3,8 is 0, 1, 2, 3, 8."""
     found: list[int] = []
     for part in ranges.split(","):
