@@ -195,7 +195,7 @@ def test_a_file_of_a_machine_plans_like_it(tmp_path: Path, kernels: KernelSpeed 
 
 
 def test_what_is_not_measured_is_as_elsewhere() -> None:
-    found = cpus.reached(SETS["zen 5"], msgspec.structs.replace(SPEED, kernels=MEASURED))
+    found = cpus.cpu_kernel_speed(SETS["zen 5"], msgspec.structs.replace(SPEED, kernels=MEASURED))
     assert found and [it.bits for it in found.products] == [16, 8, 4, 32]
     assert (
         found.products[:3] == MEASURED.products
@@ -296,7 +296,7 @@ def test_kernels_that_do_not_run_are_no_reason_to_stop(
     assert found.kernels is None and found.bandwidth_Bps > 0 and found.library == "broken.so"
     assert "the CPU kernels do not run" in caplog.text and f"delete {tmp_path}/broken.so" in caplog.text
     # And so others run, of which nothing is known but the usual.
-    assert cpus.reached(SETS["zen 5"], found) is None
+    assert cpus.cpu_kernel_speed(SETS["zen 5"], found) is None
     assert own_kernels(found).endswith("delete broken.so in Weft's cache")
 
 

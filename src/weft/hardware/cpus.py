@@ -49,7 +49,7 @@ def bytes_of(scheme: Scheme | None) -> float:
     return 2.0 if scheme is None else (scheme.bits + scheme.group_bits / scheme.group) / 8
 
 
-def reached(features: Collection[str], speed: CpuSpeed) -> KernelSpeed | None:
+def cpu_kernel_speed(features: Collection[str], speed: CpuSpeed) -> KernelSpeed | None:
     """What our kernels reach on a CPU with these features: as measured, and as on others what was not. None where they
     cannot be built or do not run, and others take their place."""
     if not speed.runs_own:

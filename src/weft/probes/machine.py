@@ -9,7 +9,7 @@ import msgspec
 from weft.hardware import host as hosts
 from weft.hardware.cluster import NETWORK, Cluster, Node, default_link, network_bytes
 from weft.hardware.cpu import CpuSpeed
-from weft.hardware.cpus import reached
+from weft.hardware.cpus import cpu_kernel_speed
 from weft.hardware.gpus import GpuSpec, spec_of
 from weft.hardware.host import Host
 from weft.hardware.topology import Gpu, islands
@@ -113,7 +113,7 @@ def cpu_spec(host: Host, speed: CpuSpeed) -> GpuSpec:
         capability=(0, 0),
         per_node=1,
         source=f"{source}, {bf16:g} times as many in bfloat16 by its instruction set",
-        kernels=reached(features, speed),
+        kernels=cpu_kernel_speed(features, speed),
     )
 
 
