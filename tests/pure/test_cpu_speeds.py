@@ -208,7 +208,9 @@ def test_a_larger_instruction_set_is_never_slower() -> None:
     def flops(name: str) -> dict[int, float]:
         # Of AVX512 numpy makes twice as much.
         fp32 = 0.5e12 if "avx512f" in SETS[name] else 0.25e12
-        return {it.bits: it.matmul_flops for it in cpus.usual(SETS[name], CpuSpeed(1e15, fp32)).products}
+        return {
+            it.bits: it.matmul_flops for it in cpus.expected_kernel_speed(SETS[name], CpuSpeed(1e15, fp32)).products
+        }
 
     for less, more in (("haswell", "alderlake"), ("skylake-avx512", "cascadelake"), ("cascadelake", "zen 5")):
         assert all(flops(more)[bits] >= 0.95 * flops(less)[bits] for bits in (4, 8, 16, 32)), (less, more)
@@ -222,7 +224,7 @@ def test_a_larger_instruction_set_is_never_slower() -> None:
     flops=st.floats(1e9, 1e14),
 )
 def test_priors_keep_to_the_memory(features: tuple[str, ...], bandwidth: float, flops: float) -> None:
-    found = cpus.usual(features, CpuSpeed(bandwidth, flops))
+    found = cpus.expected_kernel_speed(features, CpuSpeed(bandwidth, flops))
     assert sorted(it.bits for it in found.products) == [4, 8, 16, 32]
     assert 0 < found.cache_Bps < bandwidth and found.rows_Bps > 0 and found.attention_flops > 0
     for it in found.products:

@@ -54,7 +54,7 @@ def cpu_kernel_speed(features: Collection[str], speed: CpuSpeed) -> KernelSpeed 
     cannot be built or do not run, and others take their place."""
     if not speed.runs_own:
         return None
-    expected = usual(features, speed)
+    expected = expected_kernel_speed(features, speed)
     if speed.kernels is None:
         return expected
     measured = {it.bits for it in speed.kernels.products}
@@ -65,7 +65,7 @@ def cpu_kernel_speed(features: Collection[str], speed: CpuSpeed) -> KernelSpeed 
     return msgspec.structs.replace(speed.kernels, products=products, source=source, measured=not speed.busy)
 
 
-def usual(features: Collection[str], speed: CpuSpeed) -> KernelSpeed:
+def expected_kernel_speed(features: Collection[str], speed: CpuSpeed) -> KernelSpeed:
     """What the kernels reach on a CPU with these features, of which numpy's speed is known: weights stream as fast as
     the memory is read, unless they are multiplied slower than that."""
     found = next(entry for entry in _table() if entry.features <= set(features))
