@@ -13,7 +13,7 @@ ORDER, BUS = "CUDA_DEVICE_ORDER", "PCI_BUS_ID"
 SUCCESS = 0  # CUresult
 
 
-def order(environment: Mapping[str, str]) -> dict[str, str]:
+def device_order_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """What to add to the environment of a process that names GPUs as the plan does. The user's own order stays:
     `shown` tells it."""
     return {} if ORDER in environment else {ORDER: BUS}

@@ -135,7 +135,7 @@ def _examined(
     tasks: list[Task], examiner: str, start_s: float, task_s: float
 ) -> Iterator[GpuResult | PairResult | Fault]:
     """What one child finds, and last the fault that ended it, if one did."""
-    child: Child[FromExaminer] = Child(examiner, FromExaminer, env=cuda.order(os.environ))
+    child: Child[FromExaminer] = Child(examiner, FromExaminer, env=cuda.device_order_variables(os.environ))
     inbox: SimpleQueue[FromExaminer | None] = SimpleQueue()
     listener = threading.Thread(target=_listen, args=(child, inbox), name="weft-links", daemon=True)
     listener.start()

@@ -52,7 +52,7 @@ def tune(
     plan: Plan, ranks: tuple[int, ...], *, keep: bool, tell: Callable[[Raced], object], tuner: str = TUNER
 ) -> list[Tuned]:
     """Measure on the plan's first device; `tell` hears of every race. Raises ConfigError where that cannot be done."""
-    child: Child[FromTuner] = Child(tuner, FromTuner, env=cuda.order(os.environ))
+    child: Child[FromTuner] = Child(tuner, FromTuner, env=cuda.device_order_variables(os.environ))
     found: list[Tuned] = []
     try:
         child.send(Tune(plan, ranks, keep))
