@@ -19,7 +19,7 @@ def device_order_variables(environment: Mapping[str, str]) -> dict[str, str]:
     return {} if ORDER in environment else {ORDER: BUS}
 
 
-def ordered_otherwise(environment: Mapping[str, str]) -> bool:
+def has_other_order(environment: Mapping[str, str]) -> bool:
     """Whether CUDA does not count along the PCI bus, because the user wants it so."""
     return environment.get(ORDER, BUS) != BUS
 

@@ -55,7 +55,7 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
 def probe(environment: Mapping[str, str] = os.environ, root: Path = Path("/")) -> Host:
     """Look at this machine, below `root` for what the kernel tells in files; milliseconds without a GPU."""
     total, free = memory(root)
-    otherwise = cuda.ordered_otherwise(environment)
+    otherwise = cuda.has_other_order(environment)
     driver = nvml.look(environment.get("CUDA_VISIBLE_DEVICES"), root, otherwise=otherwise)
     omp = environment.get("OMP_NUM_THREADS", "").split(",")[0].strip()  # a list is per nesting level
     return Host(
