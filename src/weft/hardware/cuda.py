@@ -24,7 +24,7 @@ def has_other_order(environment: Mapping[str, str]) -> bool:
     return environment.get(ORDER, BUS) != BUS
 
 
-def shown() -> list[str] | None:
+def visible_uuids() -> list[str] | None:
     """The UUIDs of the GPUs that CUDA shows this process, in its order, as hexadecimal digits; None where it cannot be
     asked. No context is made, so no memory is taken."""
     try:
