@@ -42,7 +42,7 @@ def test_the_order_is_that_of_the_bus(
 def test_another_order_is_asked_of_cuda(
     mixed: FakeNvml, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    shown = [cuda.digits(FAST.uuid), cuda.digits(SLOW.uuid)]
+    shown = [cuda.uuid_digits(FAST.uuid), cuda.uuid_digits(SLOW.uuid)]
     monkeypatch.setattr(cuda, "visible_uuids", lambda: shown)
     assert named(OTHERWISE, tmp_path) == [(0, "4090"), (1, "3060")]
     del shown[1]  # as under CUDA_VISIBLE_DEVICES=0, which CUDA reads itself
@@ -71,7 +71,7 @@ def test_one_gpu_needs_no_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 def test_a_slice_is_known_by_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     sliced().install(monkeypatch)
-    monkeypatch.setattr(cuda, "visible_uuids", lambda: [cuda.digits("MIG-b")])
+    monkeypatch.setattr(cuda, "visible_uuids", lambda: [cuda.uuid_digits("MIG-b")])
     assert [gpu.uuid for gpu in probe(OTHERWISE, tmp_path).gpus] == ["MIG-b"]
 
 
@@ -106,8 +106,8 @@ UUIDS = ["8f1c5d6e00112233445566778899aabb", "00112233445566778899aabb8f1c5d6e"]
 def test_cuda_is_asked_for_uuids(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda _: Libcuda(UUIDS))
     assert cuda.visible_uuids() == UUIDS
-    assert cuda.digits("GPU-8f1c5d6e-0011-2233-4455-66778899AABB") == UUIDS[0]
-    assert cuda.digits("MIG-00112233-4455-6677-8899-aabb8f1c5d6e") == UUIDS[1]
+    assert cuda.uuid_digits("GPU-8f1c5d6e-0011-2233-4455-66778899AABB") == UUIDS[0]
+    assert cuda.uuid_digits("MIG-00112233-4455-6677-8899-aabb8f1c5d6e") == UUIDS[1]
     old = Libcuda(UUIDS)
     names = ("cuInit", "cuDeviceGetCount", "cuDeviceGet")
     functions = {name: getattr(old, name) for name in names} | {"cuDeviceGetUuid": old.cuDeviceGetUuid_v2}

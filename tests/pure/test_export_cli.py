@@ -333,7 +333,7 @@ def test_gpus_that_cuda_counts_in_its_own_order_are_named(monkeypatch: pytest.Mo
     names = [card.uuid for card in machine.cards]
     monkeypatch.setattr("weft.cli.plan.hardware", lambda said: cluster)
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
-    monkeypatch.setattr(cuda, "visible_uuids", lambda: [cuda.digits(name) for name in reversed(names)])
+    monkeypatch.setattr(cuda, "visible_uuids", lambda: [cuda.uuid_digits(name) for name in reversed(names)])
     assert f"CUDA_VISIBLE_DEVICES={names[1]},{names[0]} " in emit("weft", "Qwen2.5-14B-Instruct -pp 2")[1]
 
 

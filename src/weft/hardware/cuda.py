@@ -45,6 +45,6 @@ def visible_uuids() -> list[str] | None:
     return found
 
 
-def digits(uuid: str) -> str:
+def uuid_digits(uuid: str) -> str:
     """Those of a UUID, however it is written: GPU-8f1c5d6e-..., MIG-..., or without a kind."""
     return uuid.removeprefix("GPU-").removeprefix("MIG-").replace("-", "").lower()

@@ -316,7 +316,7 @@ def choose(found: Iterable[Gpu], visible: str | None) -> tuple[Gpu, ...]:
 def as_cuda_shows(found: Iterable[Gpu]) -> tuple[Gpu, ...] | None:
     """Those of `found` that CUDA itself shows this process, in its order; None, and a warning, where it does not
     say."""
-    shown, known = cuda.visible_uuids(), {cuda.digits(gpu.uuid): gpu for gpu in found}
+    shown, known = cuda.visible_uuids(), {cuda.uuid_digits(gpu.uuid): gpu for gpu in found}
     if shown is None or not known.keys() >= set(shown):
         logger.warning(
             "CUDA does not tell its order of the GPUs, and %s leaves that to it: they are taken along the PCI bus; if "

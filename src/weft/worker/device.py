@@ -12,7 +12,7 @@ import torch
 
 from weft.errors import ConfigError
 from weft.hardware import host
-from weft.hardware.cuda import BUS, ORDER, digits
+from weft.hardware.cuda import BUS, ORDER, uuid_digits
 from weft.kernels.capture import release_cached_memory
 from weft.plan.plan import Plan
 
@@ -32,10 +32,10 @@ def prepare(plan: Plan, rank: int) -> torch.device:
 def check_number(number: int, uuid: str, shown: Sequence[str]) -> None:
     """Raises ConfigError where CUDA, which shows GPUs with these UUIDs, has the plan's at another number: it was in use
     in this process before the order was said."""
-    names = [digits(name) for name in shown]
-    if digits(uuid) in names and names[number] != digits(uuid):
+    names = [uuid_digits(name) for name in shown]
+    if uuid_digits(uuid) in names and names[number] != uuid_digits(uuid):
         raise ConfigError(
-            f"GPU {number} is cuda:{names.index(digits(uuid))} in this process, which used CUDA before it was told to "
+            f"GPU {number} is cuda:{names.index(uuid_digits(uuid))} in this process, which used CUDA before it was told to "
             f"count along the PCI bus; set {ORDER}={BUS} from the beginning, or take executor='processes'"
         )
 
