@@ -321,8 +321,8 @@ def as_cuda_shows(found: Iterable[Gpu]) -> tuple[Gpu, ...] | None:
         logger.warning(
             "CUDA does not tell its order of the GPUs, and %s leaves that to it: they are taken along the PCI bus; if "
             "they differ, set %s=%s",
-            cuda.ORDER,
-            cuda.ORDER,
+            cuda.ORDER_VARIABLE,
+            cuda.ORDER_VARIABLE,
             cuda.BUS,
         )
         return None
