@@ -9,19 +9,19 @@ from collections.abc import Mapping
 logger = logging.getLogger("weft")
 
 # Of CUDA_DEVICE_ORDER. CUDA's own, where that is not set, is FASTEST_FIRST, by a rule that only CUDA knows.
-ORDER_VARIABLE, BUS = "CUDA_DEVICE_ORDER", "PCI_BUS_ID"
+ORDER_VARIABLE, BUS_ORDER = "CUDA_DEVICE_ORDER", "PCI_BUS_ID"
 SUCCESS = 0  # CUresult
 
 
 def device_order_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """What to add to the environment of a process that names GPUs as the plan does. The user's own order stays:
     `shown` tells it."""
-    return {} if ORDER_VARIABLE in environment else {ORDER_VARIABLE: BUS}
+    return {} if ORDER_VARIABLE in environment else {ORDER_VARIABLE: BUS_ORDER}
 
 
 def has_other_order(environment: Mapping[str, str]) -> bool:
     """Whether CUDA does not count along the PCI bus, because the user wants it so."""
-    return environment.get(ORDER_VARIABLE, BUS) != BUS
+    return environment.get(ORDER_VARIABLE, BUS_ORDER) != BUS_ORDER
 
 
 def visible_uuids() -> list[str] | None:

@@ -323,7 +323,7 @@ def as_cuda_shows(found: Iterable[Gpu]) -> tuple[Gpu, ...] | None:
             "they differ, set %s=%s",
             cuda.ORDER_VARIABLE,
             cuda.ORDER_VARIABLE,
-            cuda.BUS,
+            cuda.BUS_ORDER,
         )
         return None
     return renumbered([known[uuid] for uuid in shown])

@@ -12,7 +12,7 @@ import torch
 
 from weft.errors import ConfigError
 from weft.hardware import host
-from weft.hardware.cuda import BUS, ORDER_VARIABLE, uuid_digits
+from weft.hardware.cuda import BUS_ORDER, ORDER_VARIABLE, uuid_digits
 from weft.kernels.capture import release_cached_memory
 from weft.plan.plan import Plan
 
@@ -36,7 +36,7 @@ def check_number(number: int, uuid: str, shown: Sequence[str]) -> None:
     if uuid_digits(uuid) in names and names[number] != uuid_digits(uuid):
         raise ConfigError(
             f"GPU {number} is cuda:{names.index(uuid_digits(uuid))} in this process, which used CUDA before it was told to "
-            f"count along the PCI bus; set {ORDER_VARIABLE}={BUS} from the beginning, or take executor='processes'"
+            f"count along the PCI bus; set {ORDER_VARIABLE}={BUS_ORDER} from the beginning, or take executor='processes'"
         )
 
 
