@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from weft.errors import ConfigError
 from weft.hardware.cluster import Cluster, Link, Node, parse_gpus, parse_nodes
-from weft.hardware.gpus import PCIE_BPS, GpuSpec, find_gpu, gpus
+from weft.hardware.gpus import PCIE_BPS, GpuSpec, find_gpu, known_gpus
 from weft.hardware.hardware_file import is_file, read, write
 
 Told = Callable[[str], Cluster]
@@ -130,7 +130,7 @@ def nodes(draw: st.DrawFn) -> Node:
         )
         return Node((cpu,), "memory")
     cards: list[GpuSpec] = []
-    for known in draw(st.lists(st.sampled_from(gpus()), min_size=1, max_size=3)):
+    for known in draw(st.lists(st.sampled_from(known_gpus()), min_size=1, max_size=3)):
         changed = draw(
             st.fixed_dictionaries({}, optional={"memory_bytes": st.integers(10**9, 10**12), "pcie_Bps": FIGURES})
         )

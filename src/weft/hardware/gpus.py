@@ -138,7 +138,7 @@ def _rows() -> tuple[_Row, ...]:
 
 
 @cache
-def gpus() -> tuple[GpuSpec, ...]:
+def known_gpus() -> tuple[GpuSpec, ...]:
     """Every GPU of the catalogue."""
     return tuple(row.spec() for row in _rows())
 
@@ -146,7 +146,7 @@ def gpus() -> tuple[GpuSpec, ...]:
 @cache
 def _names() -> dict[str, GpuSpec]:
     found: dict[str, GpuSpec] = {}
-    for row, spec in zip(_rows(), gpus(), strict=True):
+    for row, spec in zip(_rows(), known_gpus(), strict=True):
         for name in (row.name, *row.aliases):
             for key in _keys(name):
                 found.setdefault(key, spec)

@@ -11,7 +11,7 @@ from weft.formats import gguf_types
 from weft.formats.precision import weight_bytes
 from weft.formats.schemes import MADE
 from weft.hardware.cluster import Cluster, Node, default_link
-from weft.hardware.gpus import gpus
+from weft.hardware.gpus import known_gpus
 from weft.planner.binding import MEASURES, WORTH
 from weft.planner.cuts import Cut
 from weft.planner.domains import usable
@@ -233,7 +233,7 @@ def _with_larger(question: Question) -> str | None:
     on_cpu = question.cluster.on_cpu
     if on_cpu:  # which its ranks share
         question = msgspec.structs.replace(question, wish=Wish())
-    for gpu in sorted(gpus(), key=lambda it: (it.memory_bytes, it.bandwidth_Bps)):
+    for gpu in sorted(known_gpus(), key=lambda it: (it.memory_bytes, it.bandwidth_Bps)):
         small = gpu.memory_bytes <= present[0].memory_bytes or gpu.capability < present[0].capability
         if gpu.gfx or (small and not on_cpu):
             continue
