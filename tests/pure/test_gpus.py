@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from weft.errors import ConfigError
-from weft.hardware.gpus import find_gpu, known_gpus, spec_of
+from weft.hardware.gpus import find_gpu, gpu_spec, known_gpus
 from weft.hardware.topology import Clocks, Gpu
 
 TABLE = Path(__file__).parents[1] / "data/gpus.csv"
@@ -122,7 +122,7 @@ def test_a_gpu_from_its_clocks_is_near_its_data_sheet(
     known = find_gpu(name)
     clocks = Clocks(bus_bits=bus_bits, memory_hz=memory_mhz * 1e6, cores=cores, cores_hz=boost_mhz * 1e6)
     maker = "NVIDIA GeForce" if name in ("RTX 4090", "RTX 3090") else "NVIDIA"
-    made = spec_of(here(f"{maker} Unheard-of {cores}", known.capability, clocks))
+    made = gpu_spec(here(f"{maker} Unheard-of {cores}", known.capability, clocks))
     assert made.bandwidth_Bps == pytest.approx(known.bandwidth_Bps, rel=0.02)
     for precision in ("bf16", "fp16"):
         assert made.flops[precision] == pytest.approx(known.flops[precision], rel=0.03)
@@ -130,7 +130,7 @@ def test_a_gpu_from_its_clocks_is_near_its_data_sheet(
 
 
 def test_a_known_gpu_that_is_here_has_the_memory_that_its_driver_reports() -> None:
-    spec = spec_of(here("NVIDIA H100 80GB HBM3", (9, 0), None))
+    spec = gpu_spec(here("NVIDIA H100 80GB HBM3", (9, 0), None))
     assert (spec.name, spec.memory_bytes) == ("H100-SXM", 8 << 30)
     with pytest.raises(ConfigError, match="unknown GPU"):
-        spec_of(here("NVIDIA Unheard-of", (9, 0), None))
+        gpu_spec(here("NVIDIA Unheard-of", (9, 0), None))

@@ -177,7 +177,7 @@ def is_gpu_name(name: str) -> bool:
     return any(key in _names() for key in _keys(name))
 
 
-def spec_of(gpu: Gpu) -> GpuSpec:
+def gpu_spec(gpu: Gpu) -> GpuSpec:
     """The data sheet of a GPU that is here, with the memory that its driver reports; one that the catalogue does not
     know is made from its clocks, and a MIG slice from its board. Raises ConfigError where those are unknown too."""
     try:

@@ -16,7 +16,7 @@ from weft.errors import ConfigError, PlanError
 from weft.formats import gguf_types
 from weft.formats.precision import OF_DTYPE, as_published, canonical
 from weft.formats.schemes import MADE, asked_for
-from weft.hardware.gpus import spec_of
+from weft.hardware.gpus import gpu_spec
 from weft.hardware.host import Host
 from weft.plan import speculation
 from weft.plan.layout import DTYPES
@@ -192,7 +192,7 @@ def _check_machine(plan: PlanFile, config: EngineConfig, host: Host) -> bool:
 
 
 def _check_gpu(plan: PlanFile, rank: Rank, gpu: Gpu) -> None:
-    here = spec_of(gpu).name
+    here = gpu_spec(gpu).name
     if here != rank.gpu:
         raise PlanError(
             f"{plan.path} counts on {rank.gpu} as GPU {gpu.index}; here that is {here}: plan again here, or name "

@@ -10,7 +10,7 @@ from weft.hardware import host as hosts
 from weft.hardware.cluster import NETWORK, Cluster, Node, default_link, network_bytes
 from weft.hardware.cpu import CpuSpeed
 from weft.hardware.cpus import cpu_kernel_speed
-from weft.hardware.gpus import GpuSpec, spec_of
+from weft.hardware.gpus import GpuSpec, gpu_spec
 from weft.hardware.host import Host
 from weft.hardware.topology import Gpu, islands
 from weft.probes import speeds as measured
@@ -68,7 +68,7 @@ def gpu_node(host: Host, speeds: Speeds) -> Node:
 
 def seen(gpu: Gpu, speeds: Speeds, peer: bool | None) -> GpuSpec:
     """The data sheet of a GPU, corrected by what was seen of this one."""
-    spec = spec_of(gpu)
+    spec = gpu_spec(gpu)
     bandwidth, pcie, nvlink = spec.bandwidth_Bps, spec.pcie_Bps, spec.nvlink_Bps
     if gpu.pcie and gpu.pcie.Bps:
         pcie = gpu.pcie.Bps
