@@ -34,7 +34,7 @@ TENSOR_FLOPS = {
     (10, 0): 8192,
     (12, 0): 1024,
 }
-HALVED = ((8, 6), (8, 9), (12, 0))
+HALF_RATE = ((8, 6), (8, 9), (12, 0))
 # The oldest GPUs that compute in bfloat16, and those that have e4m3 numbers.
 BF16_CAPABILITY, FP8_CAPABILITY = (8, 0), (8, 9)
 
@@ -209,7 +209,7 @@ def _of_board(gpu: Gpu, part: Slice) -> GpuSpec:
 def _from_clocks(gpu: Gpu, clocks: Clocks) -> GpuSpec:
     """The bandwidth of the bus at its clock, twice a cycle, and the FLOPS of the generation's tensor cores."""
     per_cycle = TENSOR_FLOPS.get(gpu.capability) or TENSOR_FLOPS.get((gpu.capability[0], 0), 1024)
-    if "geforce" in gpu.name.lower() and gpu.capability in HALVED:
+    if "geforce" in gpu.name.lower() and gpu.capability in HALF_RATE:
         per_cycle //= 2
     flops = per_cycle * multiprocessors(clocks, gpu.capability) * clocks.cores_hz
     figures = {"fp16": flops}
