@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from weft.errors import ConfigError
 from weft.hardware.cluster import Cluster, Link, Node, parse_gpus, parse_nodes
 from weft.hardware.gpus import PCIE_BPS, GpuSpec, find_gpu, known_gpus
-from weft.hardware.hardware_file import is_file, read, write
+from weft.hardware.hardware_file import is_hardware_file, read, write
 
 Told = Callable[[str], Cluster]
 EXAMPLE = Path(__file__).parents[2] / "docs/hardware.md"
@@ -104,7 +104,7 @@ def test_the_page_s_examples_are_right(tmp_path: Path) -> None:
     [("rig.yaml", True), ("a/b.YML", True), ("4xRTX4090", False), ("yaml", False), ("8xH100@nvlink", False)],
 )
 def test_files_are_told_from_names(name: str, file: bool) -> None:
-    assert is_file(name) is file
+    assert is_hardware_file(name) is file
 
 
 # --- there and back ---

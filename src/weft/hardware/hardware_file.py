@@ -224,7 +224,7 @@ WORDS = {
 FIELDS = sorted({name for kind in (_Product, _Kernels, _Gpus, _Cpu, _Node, _File) for name in kind.__struct_fields__})
 
 
-def is_file(words: str) -> bool:
+def is_hardware_file(words: str) -> bool:
     """Whether what was said for --gpus is the name of such a file."""
     return words.lower().endswith(SUFFIXES)
 
