@@ -186,7 +186,7 @@ def test_a_file_of_a_machine_plans_like_it(tmp_path: Path, kernels: KernelSpeed 
     gpu = spec(msgspec.structs.replace(SPEED, kernels=kernels, busy=busy))
     file = tmp_path / "here.yaml"
     file.write_text(hardware_file.write(Cluster((Node((gpu,), "memory"),), 1.0)))
-    (again,) = hardware_file.read(str(file)).gpus
+    (again,) = hardware_file.read_hardware_file(str(file)).gpus
     found = [calibrated(profile("weft", on_cpu=True), [it]) for it in (gpu, again)]
     here, there = (Rank(it, own, "bf16") for it, own in zip((gpu, again), found, strict=True))
     product = Product(1 << 24, 2 << 24, False)

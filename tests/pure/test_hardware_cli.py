@@ -14,7 +14,7 @@ from tests.pure.fake_nvml import GIB, FakeNvml, bridged, eight_h100, old_driver,
 from weft.errors import ConfigError
 from weft.hardware import host, nvml
 from weft.hardware.cpu import Cpu, CpuSpeed, NumaNode
-from weft.hardware.hardware_file import read
+from weft.hardware.hardware_file import read_hardware_file
 from weft.hardware.host import Host
 from weft.probes import links, speeds
 from weft.probes.speeds import GpuSpeed, PairSpeed
@@ -200,14 +200,14 @@ def test_the_file_that_is_written_plans_alike(
     assert there["best"]["predicted"]["single_tok_s"] == pytest.approx(
         here["best"]["predicted"]["single_tok_s"], rel=1e-4
     )
-    assert read(str(path)).price is None
+    assert read_hardware_file(str(path)).price is None
 
 
 def test_described_hardware_can_be_written_too(on: Callable[..., Run], tmp_path: Path) -> None:
     run = on()
     path = tmp_path / "rig.yaml"
     path.write_text(run("hardware", "--nodes", "2x8xH100", "--network", "400Gb", "--yaml")[1])
-    assert len(read(str(path)).gpus) == 16
+    assert len(read_hardware_file(str(path)).gpus) == 16
     assert run("hardware", "--gpus", str(path), "--yaml")[1] == path.read_text()
     assert json.loads(run("hardware", "--gpus", "2xL4", "--json")[1])["nodes"][0]["gpus"][0]["count"] == 2
 

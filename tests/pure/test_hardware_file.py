@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from weft.errors import ConfigError
 from weft.hardware.cluster import Cluster, Link, Node, parse_gpus, parse_nodes
 from weft.hardware.gpus import PCIE_BPS, GpuSpec, find_gpu, known_gpus
-from weft.hardware.hardware_file import is_hardware_file, read, write
+from weft.hardware.hardware_file import is_hardware_file, read_hardware_file, write
 
 Told = Callable[[str], Cluster]
 EXAMPLE = Path(__file__).parents[2] / "docs/hardware.md"
@@ -27,7 +27,7 @@ def told(tmp_path: Path) -> Told:
     def make(text: str) -> Cluster:
         path = tmp_path / "rig.yaml"
         path.write_text(text)
-        return read(str(path))
+        return read_hardware_file(str(path))
 
     return make
 
@@ -95,7 +95,7 @@ def test_the_page_s_examples_are_right(tmp_path: Path) -> None:
     for number, block in enumerate(blocks):
         path = tmp_path / f"{number}.yaml"
         path.write_text(block.partition("```")[0])
-        cluster = read(str(path))
+        cluster = read_hardware_file(str(path))
         assert write(cluster)
 
 
@@ -156,7 +156,7 @@ def test_what_is_written_is_read_again(found: list[Node], network: float, price:
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         file.write(write(cluster))
         file.flush()
-        again = read(file.name)
+        again = read_hardware_file(file.name)
     # Figures may differ in the last of their binary digits.
     assert write(again) == write(cluster)
     assert [(node.link, node.bridged, len(node.gpus)) for node in again.nodes] == [
@@ -174,7 +174,7 @@ def test_a_bridge_that_is_larger_than_usual_is_written_as_a_group(tmp_path: Path
     (card,) = parse_gpus("1xH200-NVL").gpus
     path = tmp_path / "rig.yaml"
     path.write_text(write(Cluster((Node((card,) * 4, "nvlink"),), 12.5e9)))
-    assert [(node.link, node.bridged) for node in read(str(path)).nodes] == [("pcie", ((0, 1, 2, 3),))]
+    assert [(node.link, node.bridged) for node in read_hardware_file(str(path)).nodes] == [("pcie", ((0, 1, 2, 3),))]
 
 
 def test_merged_fields_are_no_double_ones(told: Told) -> None:
@@ -187,7 +187,7 @@ def test_a_long_figure_keeps_six_digits(tmp_path: Path) -> None:
     odd = msgspec.structs.replace(cluster.gpus[0], bandwidth_Bps=3.123456789e12)
     path = tmp_path / "rig.yml"
     path.write_text(write(Cluster((Node((odd,), "pcie"),), 12.5e9)))
-    assert read(str(path)).gpus[0].bandwidth_Bps == 3.12346e12
+    assert read_hardware_file(str(path)).gpus[0].bandwidth_Bps == 3.12346e12
 
 
 # --- what is wrong ---
@@ -293,12 +293,12 @@ def test_what_is_wrong_is_one_clear_line(told: Told, text: str, message: str) ->
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read .*missing.yaml: No such file"):
-        read(str(tmp_path / "missing.yaml"))
+        read_hardware_file(str(tmp_path / "missing.yaml"))
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match=r"cannot read .*binary.yaml: .*codec can't decode"):
-        read(str(tmp_path / "binary.yaml"))
+        read_hardware_file(str(tmp_path / "binary.yaml"))
     with pytest.raises(ConfigError, match=r"cannot read .*: Is a directory"):
-        read(str(tmp_path))
+        read_hardware_file(str(tmp_path))
     (tmp_path / "book.yaml").write_text("nodes:\n- gpus:\n" + "  - {name: H100}\n" * 20_000)
     with pytest.raises(ConfigError, match=r"book.yaml has more than 256 KiB"):
-        read(str(tmp_path / "book.yaml"))
+        read_hardware_file(str(tmp_path / "book.yaml"))

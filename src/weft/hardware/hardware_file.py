@@ -229,7 +229,7 @@ def is_hardware_file(words: str) -> bool:
     return words.lower().endswith(SUFFIXES)
 
 
-def read(path: str) -> Cluster:
+def read_hardware_file(path: str) -> Cluster:
     """Raises ConfigError, in one line, for a file that cannot be read or says what cannot be."""
     try:
         with Path(path).expanduser().open("rb") as file:
