@@ -185,7 +185,7 @@ def test_twice_of_what_a_cpu_has_is_worth_what_it_was_measured_to_wait_for() -> 
 def test_a_file_of_a_machine_plans_like_it(tmp_path: Path, kernels: KernelSpeed | None, busy: bool) -> None:
     gpu = spec(msgspec.structs.replace(SPEED, kernels=kernels, busy=busy))
     file = tmp_path / "here.yaml"
-    file.write_text(hardware_file.write(Cluster((Node((gpu,), "memory"),), 1.0)))
+    file.write_text(hardware_file.hardware_yaml(Cluster((Node((gpu,), "memory"),), 1.0)))
     (again,) = hardware_file.read_hardware_file(str(file)).gpus
     found = [calibrated(profile("weft", on_cpu=True), [it]) for it in (gpu, again)]
     here, there = (Rank(it, own, "bf16") for it, own in zip((gpu, again), found, strict=True))

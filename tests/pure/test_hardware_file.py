@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from weft.errors import ConfigError
 from weft.hardware.cluster import Cluster, Link, Node, parse_gpus, parse_nodes
 from weft.hardware.gpus import PCIE_BPS, GpuSpec, find_gpu, known_gpus
-from weft.hardware.hardware_file import is_hardware_file, read_hardware_file, write
+from weft.hardware.hardware_file import hardware_yaml, is_hardware_file, read_hardware_file
 
 Told = Callable[[str], Cluster]
 EXAMPLE = Path(__file__).parents[2] / "docs/hardware.md"
@@ -96,7 +96,7 @@ def test_the_page_s_examples_are_right(tmp_path: Path) -> None:
         path = tmp_path / f"{number}.yaml"
         path.write_text(block.partition("```")[0])
         cluster = read_hardware_file(str(path))
-        assert write(cluster)
+        assert hardware_yaml(cluster)
 
 
 @pytest.mark.parametrize(
@@ -154,11 +154,11 @@ def test_what_is_written_is_read_again(found: list[Node], network: float, price:
         found = found[:1]
     cluster = Cluster(tuple(found), network if len(found) > 1 else 12.5e9, price)
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
-        file.write(write(cluster))
+        file.write(hardware_yaml(cluster))
         file.flush()
         again = read_hardware_file(file.name)
     # Figures may differ in the last of their binary digits.
-    assert write(again) == write(cluster)
+    assert hardware_yaml(again) == hardware_yaml(cluster)
     assert [(node.link, node.bridged, len(node.gpus)) for node in again.nodes] == [
         (node.link, node.bridged, len(node.gpus)) for node in found
     ]
@@ -173,7 +173,7 @@ def test_what_is_written_is_read_again(found: list[Node], network: float, price:
 def test_a_bridge_that_is_larger_than_usual_is_written_as_a_group(tmp_path: Path) -> None:
     (card,) = parse_gpus("1xH200-NVL").gpus
     path = tmp_path / "rig.yaml"
-    path.write_text(write(Cluster((Node((card,) * 4, "nvlink"),), 12.5e9)))
+    path.write_text(hardware_yaml(Cluster((Node((card,) * 4, "nvlink"),), 12.5e9)))
     assert [(node.link, node.bridged) for node in read_hardware_file(str(path)).nodes] == [("pcie", ((0, 1, 2, 3),))]
 
 
@@ -186,7 +186,7 @@ def test_a_long_figure_keeps_six_digits(tmp_path: Path) -> None:
     cluster = parse_gpus("2xH100")
     odd = msgspec.structs.replace(cluster.gpus[0], bandwidth_Bps=3.123456789e12)
     path = tmp_path / "rig.yml"
-    path.write_text(write(Cluster((Node((odd,), "pcie"),), 12.5e9)))
+    path.write_text(hardware_yaml(Cluster((Node((odd,), "pcie"),), 12.5e9)))
     assert read_hardware_file(str(path)).gpus[0].bandwidth_Bps == 3.12346e12
 
 

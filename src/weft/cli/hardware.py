@@ -39,14 +39,14 @@ def main(arguments: Namespace) -> int:
         if as_json:
             print(json.dumps(hardware_file.as_told(there)))
         else:
-            print(hardware_file.write(there), end="")
+            print(hardware_file.hardware_yaml(there), end="")
         return 0
     here = host.probe()
     found = known(here, measure=measure, refresh=refresh)
     if as_json:
         print(json.dumps(as_told(here, found)))
     elif as_yaml:
-        print(hardware_file.write(cluster(here, found)), end="")
+        print(hardware_file.hardware_yaml(cluster(here, found)), end="")
     else:
         from weft.cli.hardware_view import print_machine
 

@@ -251,7 +251,7 @@ def read_hardware_file(path: str) -> Cluster:
         raise ConfigError(f"{path}: {error}") from None
 
 
-def write(cluster: Cluster) -> str:
+def hardware_yaml(cluster: Cluster) -> str:
     """The file of which `read` makes such a cluster."""
     return dump(as_told(cluster))
 
