@@ -37,7 +37,7 @@ def main(arguments: Namespace) -> int:
 
         there = hardware(said)
         if as_json:
-            print(json.dumps(hardware_file.as_told(there)))
+            print(json.dumps(hardware_file.cluster_fields(there)))
         else:
             print(hardware_file.hardware_yaml(there), end="")
         return 0
@@ -85,7 +85,7 @@ def as_told(here: Host, found: Speeds) -> dict[str, Any]:
     planned = None
     if here.gpus or found.cpu:
         try:
-            planned = hardware_file.as_told(cluster(here, found))
+            planned = hardware_file.cluster_fields(cluster(here, found))
         except ConfigError as error:
             logger.warning("weft plan cannot plan for this machine: %s", error)
     return {

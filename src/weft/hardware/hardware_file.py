@@ -253,10 +253,10 @@ def read_hardware_file(path: str) -> Cluster:
 
 def hardware_yaml(cluster: Cluster) -> str:
     """The file of which `read` makes such a cluster."""
-    return dump(as_told(cluster))
+    return dump(cluster_fields(cluster))
 
 
-def as_told(cluster: Cluster) -> dict[str, Any]:
+def cluster_fields(cluster: Cluster) -> dict[str, Any]:
     """What such a file says; figures have six digits."""
     file = _File(
         nodes=tuple(_written(node, count) for node, count in _runs(cluster.nodes)),
