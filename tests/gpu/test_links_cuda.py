@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weft.hardware.host import probe
+from weft.hardware.host import probe_host
 from weft.probes import links
 from weft.probes.machine import this_machine
 from weft.probes.speeds import Speeds, sound
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA G
 
 
 def test_the_driver_and_torch_tell_of_the_same_gpus() -> None:
-    here = probe()
+    here = probe_host()
     assert here.driver and len(here.gpus) == torch.cuda.device_count()
     assert len(here.pairs) == len(here.gpus) * (len(here.gpus) - 1) // 2
     for gpu in here.gpus:
@@ -29,7 +29,7 @@ def test_the_driver_and_torch_tell_of_the_same_gpus() -> None:
 
 
 def test_every_gpu_and_pair_is_measured() -> None:
-    here = probe()
+    here = probe_host()
     gpus, pairs = links.measure(here)
     found = Speeds(machine="", gpus=gpus, pairs=pairs)
     assert [speed.gpu for speed in gpus] == [gpu.uuid for gpu in here.gpus]
@@ -42,7 +42,7 @@ def test_every_gpu_and_pair_is_measured() -> None:
 
 
 def test_peer_to_peer_is_what_torch_says() -> None:
-    here = probe()
+    here = probe_host()
     for pair in here.pairs:
         if pair.peer is not None:
             assert torch.cuda.can_device_access_peer(pair.first, pair.second) == pair.peer

@@ -292,7 +292,7 @@ def test_a_hiccup_becomes_no_constant(monkeypatch: pytest.MonkeyPatch, capsys: p
         return [msgspec.structs.replace(it, seconds=times * it.seconds) for it in found]
 
     monkeypatch.setattr("weft.llm.LLM", lambda **said: Engine())
-    monkeypatch.setattr(host, "probe", lambda: HOST)
+    monkeypatch.setattr(host, "probe_host", lambda: HOST)
     monkeypatch.setattr(calibrate, "measure", measure)
     monkeypatch.setattr(calibrate, "runtime_bytes", lambda *_: 400 << 20)
     found = bench_calibrate.one(said(""), bench_calibrate.settings(said("")), HOST, spec, None)
@@ -461,7 +461,7 @@ def test_the_command_measures_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_command_prints_keeps_and_doubts(
     cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(host, "probe", lambda: HOST)
+    monkeypatch.setattr(host, "probe_host", lambda: HOST)
     monkeypatch.setattr(speeds, "cpu_speed", lambda *_: SPEED)
     there = points(cpu(), TRUE)
     worst = 0.02

@@ -26,7 +26,7 @@ from weft.hardware import cpus, hardware_file
 from weft.hardware.cluster import Cluster, Node
 from weft.hardware.cpu import TOKENS, Cpu, CpuSpeed, KernelSpeed, ProductSpeed
 from weft.hardware.gpus import GpuSpec
-from weft.hardware.host import Host, probe
+from weft.hardware.host import Host, probe_host
 from weft.native import library
 from weft.plan.layout import layout
 from weft.planner.forecast import Forecast, forecast
@@ -294,7 +294,7 @@ def test_kernels_that_do_not_run_are_no_reason_to_stop(
     (tmp_path / "broken.so").write_text("no library")
     monkeypatch.setattr(library, "found", lambda: str(tmp_path / "broken.so"))
     monkeypatch.setattr(speeds, "LEAST_BYTES", 1 << 20)
-    found = speeds.measure_cpu(msgspec.structs.replace(probe(), memory_free_bytes=4 << 20))
+    found = speeds.measure_cpu(msgspec.structs.replace(probe_host(), memory_free_bytes=4 << 20))
     assert found.kernels is None and found.bandwidth_Bps > 0 and found.library == "broken.so"
     assert "the CPU kernels do not run" in caplog.text and f"delete {tmp_path}/broken.so" in caplog.text
     # And so others run, of which nothing is known but the usual.

@@ -13,14 +13,14 @@ import pytest
 from tests.pure.fake_nvml import Card, FakeNvml, sliced
 from weft.executors import processes
 from weft.hardware import cuda
-from weft.hardware.host import probe
+from weft.hardware.host import probe_host
 
 SLOW, FAST = Card("NVIDIA GeForce RTX 3060", "0000:01:00.0"), Card("NVIDIA GeForce RTX 4090", "0000:41:00.0")
 OTHERWISE = {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}
 
 
 def named(environment: dict[str, str], root: Path) -> list[tuple[int, str]]:
-    return [(gpu.index, gpu.name.rpartition(" ")[2]) for gpu in probe(environment, root).gpus]
+    return [(gpu.index, gpu.name.rpartition(" ")[2]) for gpu in probe_host(environment, root).gpus]
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_one_gpu_needs_no_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 def test_a_slice_is_known_by_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     sliced().install(monkeypatch)
     monkeypatch.setattr(cuda, "visible_uuids", lambda: [cuda.uuid_digits("MIG-b")])
-    assert [gpu.uuid for gpu in probe(OTHERWISE, tmp_path).gpus] == ["MIG-b"]
+    assert [gpu.uuid for gpu in probe_host(OTHERWISE, tmp_path).gpus] == ["MIG-b"]
 
 
 class Libcuda:

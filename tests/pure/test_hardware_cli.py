@@ -56,7 +56,7 @@ def on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Run]:
             pairs=driver.pairs,
             driver=driver.version,
         )
-        monkeypatch.setattr(host, "probe", lambda: here)
+        monkeypatch.setattr(host, "probe_host", lambda: here)
         monkeypatch.setattr(links, "measure", lambda it: measured(it, faults))
 
         return weft

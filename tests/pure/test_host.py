@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from weft.hardware import host
-from weft.hardware.host import cpu_quota, memory, probe, usable_cores
+from weft.hardware.host import cpu_quota, memory, probe_host, usable_cores
 
 MEMINFO = "MemTotal:       16000 kB\nMemFree:         4000 kB\nMemAvailable:    8000 kB\nHugePages_Total:       0\n"
 KIB = 1024
@@ -121,16 +121,16 @@ def test_affinity_without_a_quota(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ("value", "threads"), [("3", 3), ("4,2", 4), (" 2 ", 2), ("0", None), ("", None), ("many", None)]
 )
 def test_omp_num_threads(tmp_path: Path, value: str, threads: int | None) -> None:
-    assert probe({"OMP_NUM_THREADS": value}, machine(tmp_path, {})).threads == threads
+    assert probe_host({"OMP_NUM_THREADS": value}, machine(tmp_path, {})).threads == threads
 
 
 def test_the_environment_s_say(tmp_path: Path) -> None:
     environment = {"VLLM_PP_LAYER_PARTITION": "1,2", "VLLM_ATTENTION_BACKEND": "", "HOME": "/"}
-    assert probe(environment, machine(tmp_path, {})).environment == {"VLLM_PP_LAYER_PARTITION": "1,2"}
+    assert probe_host(environment, machine(tmp_path, {})).environment == {"VLLM_PP_LAYER_PARTITION": "1,2"}
 
 
 def test_this_machine() -> None:
-    here = probe()
+    here = probe_host()
     assert here.cores and here.hostname
     assert 0 < here.memory_free_bytes <= here.memory_total_bytes
     assert "torch" not in host.__dict__

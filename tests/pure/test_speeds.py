@@ -11,7 +11,7 @@ import pytest
 
 from weft.errors import ConfigError
 from weft.hardware.cpu import Cpu, CpuSpeed, KernelSpeed, ProductSpeed
-from weft.hardware.host import Host, probe
+from weft.hardware.host import Host, probe_host
 from weft.hardware.topology import Gpu
 from weft.native import library
 from weft.probes import speeds
@@ -201,7 +201,7 @@ def test_nothing_is_left_of_a_file_that_cannot_be_written(measured: list[Host], 
 
 
 def test_this_cpu_is_measured_in_a_child() -> None:
-    here = probe()
+    here = probe_host()
     found = speeds.measure_cpu(here)
     assert found.bandwidth_Bps > 1e8 and found.fp32_flops > 1e8
 

@@ -34,7 +34,7 @@ def main(words: Sequence[str] | None = None) -> int:
     said = parser.parse_args(words)
     if said.runs < 1 or said.starts < 1:
         parser.error("--runs and --starts must be 1 or more")
-    machine = host.probe()
+    machine = host.probe_host()
     device = machine.gpus[0].name if machine.gpus else f"{len(machine.cores)} CPU cores"
     try:
         found = measure(said.model, said.runs, said.starts, said.only)

@@ -16,7 +16,7 @@ from weft.bench.workload import random_requests
 from weft.core.params import SamplingParams
 from weft.hardware.cpu import last_cache_bytes
 from weft.hardware.gpus import GpuSpec
-from weft.hardware.host import Host, probe
+from weft.hardware.host import Host, probe_host
 from weft.plan.quantization import precision_of
 
 if TYPE_CHECKING:
@@ -196,6 +196,6 @@ def runtime_bytes(llm: LLM, before: Host) -> int:
     if plan.devices[0] == "cpu":
         return max(0, pss_bytes(os.getpid()) - weights)  # the cache takes no memory before it is written
     index = int(plan.devices[0].removeprefix("cuda:"))
-    taken = before.gpus[index].free_bytes - probe().gpus[index].free_bytes
+    taken = before.gpus[index].free_bytes - probe_host().gpus[index].free_bytes
     steps = sum(it.activation_bytes for it in llm.capacities)
     return max(0, taken - weights - steps - llm.num_blocks * plan.block_bytes(0))

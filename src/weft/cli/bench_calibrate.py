@@ -62,7 +62,7 @@ class Found:
 
 def main(arguments: Namespace) -> int:
     """Measure every kind of device that is here; 1 where the figures fit too badly to be kept."""
-    here = host.probe()
+    here = host.probe_host()
     config = settings(arguments)
     if config.device == "cpu" or not here.gpus:
         here = msgspec.structs.replace(here, gpus=(), pairs=())
@@ -75,7 +75,7 @@ def main(arguments: Namespace) -> int:
     else:
         print("\n\n".join("\n".join(report(it)) for it in found))
     # Kept where the planner looks for it: under the machine's own fingerprint, GPUs or not.
-    machine = speeds.calibrated_machine(host.probe())
+    machine = speeds.calibrated_machine(host.probe_host())
     for result in results if keeping else []:
         print(
             f"kept in {calibration.store_calibration(machine, result)}; weft plan uses it from now on", file=sys.stderr
@@ -134,7 +134,7 @@ def one(arguments: Namespace, config: EngineConfig, here: Host, gpu: GpuSpec, in
         """None is the user's own model."""
         with subject.model.folder() if subject else nullcontext(config.model) as model:
             held = {"load_format": "dummy", "quantization": subject.quantization} if subject else {}
-            before = host.probe()
+            before = host.probe_host()
             with LLM(**{**asdict(config), **asked, "model": model, **held}) as llm:
                 runtime.append(calibrate.runtime_bytes(llm, before))
                 name = subject.name if subject else config.model

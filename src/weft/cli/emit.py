@@ -146,7 +146,7 @@ def names_here(arguments: Namespace) -> list[str]:
 
     if any(hasattr(arguments, name) for name in DESCRIBED):
         return []
-    there = host.probe().gpus
+    there = host.probe_host().gpus
     if any(gpu.slice for gpu in there) or (there and cuda.has_other_order(os.environ)):
         return [gpu.uuid for gpu in there]
     return [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]

@@ -41,7 +41,7 @@ def main(arguments: Namespace) -> int:
         else:
             print(hardware_file.hardware_yaml(there), end="")
         return 0
-    here = host.probe()
+    here = host.probe_host()
     found = known(here, measure=measure, refresh=refresh)
     if as_json:
         print(json.dumps(as_told(here, found)))

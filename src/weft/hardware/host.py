@@ -52,7 +52,7 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
         return [self.gpus[int(name.removeprefix("cuda:"))] for name in devices if name != "cpu"]
 
 
-def probe(environment: Mapping[str, str] = os.environ, root: Path = Path("/")) -> Host:
+def probe_host(environment: Mapping[str, str] = os.environ, root: Path = Path("/")) -> Host:
     """Look at this machine, below `root` for what the kernel tells in files; milliseconds without a GPU."""
     total, free = memory(root)
     otherwise = cuda.has_other_order(environment)

@@ -30,7 +30,7 @@ FP16_OVER_FP32 = {"avx512_fp16": 2.0}
 def here(*, refresh: bool = False) -> Cluster:
     """This machine. Where there is no GPU the CPU is measured, a second at the first time or with `refresh`; how
     fast GPUs copy is looked up only (`probes.links` measures it)."""
-    host = hosts.probe()
+    host = hosts.probe_host()
     if not host.gpus:
         cpu = measured.cpu_speed(host, refresh=refresh)
         return this_machine(host, msgspec.structs.replace(measured.known(host), cpu=cpu))
