@@ -54,7 +54,7 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
 
 def probe_host(environment: Mapping[str, str] = os.environ, root: Path = Path("/")) -> Host:
     """Look at this machine, below `root` for what the kernel tells in files; milliseconds without a GPU."""
-    total, free = memory(root)
+    total, free = memory_bytes(root)
     otherwise = cuda.has_other_order(environment)
     driver = nvml.look(environment.get("CUDA_VISIBLE_DEVICES"), root, otherwise=otherwise)
     omp = environment.get("OMP_NUM_THREADS", "").split(",")[0].strip()  # a list is per nesting level
@@ -112,7 +112,7 @@ def cpu_quota(root: Path = Path("/")) -> int | None:
     return min(quotas, default=None)
 
 
-def memory(root: Path = Path("/")) -> tuple[int, int]:
+def memory_bytes(root: Path = Path("/")) -> tuple[int, int]:
     """(total, free) bytes: the machine's, or those of the tightest enclosing control group where smaller."""
     lines = (line.split() for line in _read(root / "proc/meminfo").splitlines())
     info = {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) > 1}

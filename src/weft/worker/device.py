@@ -44,7 +44,7 @@ def free_bytes(plan: Plan, rank: int, device: torch.device, activation_bytes: in
     """What is left for KV: on a CPU the host's free memory, on a GPU the rank's share of the card less all
     that is there already (others' and ours, weights, context, NCCL) and the activations' peak."""
     if device.type == "cpu":
-        return host.memory(Path("/"))[1]
+        return host.memory_bytes(Path("/"))[1]
     release_cached_memory()
     free, total = torch.cuda.mem_get_info(device)
     spare = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
