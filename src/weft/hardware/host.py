@@ -69,11 +69,11 @@ def probe_host(environment: Mapping[str, str] = os.environ, root: Path = Path("/
         driver=driver.version,
         cpu=cpu.probe_cpu(root),
         environment={name: environment[name] for name in PLANNING_VARIABLES if environment.get(name)},
-        packages=packages(),
+        packages=kernel_packages(),
     )
 
 
-def packages() -> dict[str, str]:
+def kernel_packages() -> dict[str, str]:
     """Versions of the KERNEL_PACKAGES; nothing is imported. "" is one that does not tell."""
     found = {}
     for package in (name for name, module in KERNEL_PACKAGES.items() if find_spec(module)):

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from weft.hardware.host import packages
+from weft.hardware.host import kernel_packages
 from weft.kernels.base import AttentionShape, KVCache
 from weft.kernels.batch import Batch, Lengths, spread
 from weft.kernels.usable import no_flash, processors, usable
@@ -32,7 +32,7 @@ DECODE, PREFILL = "decode", "prefill"
 
 def installed() -> str | None:
     """The version that is here."""
-    return packages().get(backends.FLASHINFER)
+    return kernel_packages().get(backends.FLASHINFER)
 
 
 def obstacle(device: torch.device, shape: AttentionShape) -> str | None:

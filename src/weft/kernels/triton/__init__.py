@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from weft.hardware.host import packages
+from weft.hardware.host import kernel_packages
 from weft.kernels.base import Attention, AttentionShape, Kernels
 from weft.kernels.usable import cards, off_gpu, processors, shared_bytes, usable
 from weft.plan import backends
@@ -27,7 +27,7 @@ def available(device: torch.device, head_dim: int, *, required: bool = False) ->
 
 def obstacle(device: torch.device, head_dim: int) -> str | None:
     """Why they do not run on the device, for a model with such heads."""
-    if "triton" not in packages():
+    if "triton" not in kernel_packages():
         return backends.NO_TRITON
     if os.environ.get("TRITON_INTERPRET") != "1" and (reason := off_gpu(device)):
         return f"{reason} (TRITON_INTERPRET=1 interprets them, for tests)"
