@@ -21,7 +21,7 @@ class Products(msgspec.Struct, frozen=True):
     source: str
 
 
-class Kernels(msgspec.Struct, frozen=True, kw_only=True):
+class KernelShares(msgspec.Struct, frozen=True, kw_only=True):
     """What kernels reach on the GPUs whose name begins with `gpu`, or else have this compute capability; with `cpu`, on
     any CPU, of what was measured on it.
 
@@ -46,14 +46,14 @@ class Kernels(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @cache
-def table() -> tuple[Kernels, ...]:
+def table() -> tuple[KernelShares, ...]:
     """Every entry, the general one last."""
     text = (files("weft.hardware") / "data/kernels.toml").read_text()
-    return msgspec.convert(tomllib.loads(text)["kernel"], tuple[Kernels, ...])
+    return msgspec.convert(tomllib.loads(text)["kernel"], tuple[KernelShares, ...])
 
 
 @cache
-def kernels_of(gpu: GpuSpec) -> Kernels:
+def kernels_of(gpu: GpuSpec) -> KernelShares:
     """By the GPU's name, else by its capability (NVIDIA's), else the general entry; a CPU has its own."""
     if gpu.kind == "cpu":
         return next(entry for entry in table() if entry.cpu)

@@ -20,7 +20,7 @@ from weft.formats.schemes import SCHEMES, held_as
 from weft.hardware.calibration import Calibration
 from weft.hardware.cpu import KernelSpeed
 from weft.hardware.gpus import GpuSpec
-from weft.hardware.kernel_shares import Kernels, Products, kernels_of
+from weft.hardware.kernel_shares import KernelShares, Products, kernels_of
 from weft.native.library import TYPES
 from weft.plan.plan import Speculation
 
@@ -134,7 +134,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     weights: tuple[WeightsRule, ...] = ()
     math: tuple[MathRule, ...] = ()
     kv: tuple[KvRule, ...] = ()
-    measured: tuple[Kernels, ...] = ()
+    measured: tuple[KernelShares, ...] = ()
     error_beyond: Constant | None = None  # where the kernels that were measured alone tell nothing
     speculation: Speculation | None = None
 
@@ -151,7 +151,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         """What the engine holds of weights in a precision: others compute with a GGUF file's blocks as they are."""
         return as_held(precision) if self.name == OURS else precision
 
-    def kernels(self, gpu: GpuSpec, precision: str) -> Kernels:
+    def kernels(self, gpu: GpuSpec, precision: str) -> KernelShares:
         """What kernels reach on a GPU: as measured, else as the tables say."""
         known = (it for it in self.measured if not (it.products and precision in NOT_COMPILED))
         return next((it for it in known if it.gpu == gpu.name), None) or kernels_of(gpu)
@@ -257,7 +257,7 @@ def _with_kernels(found: Profile, gpus: Sequence[GpuSpec]) -> Profile:
     return msgspec.structs.replace(found, error=MEASURED_ERROR, error_beyond=found.error)
 
 
-def _alone(gpu: GpuSpec, it: KernelSpeed) -> Kernels:
+def _alone(gpu: GpuSpec, it: KernelSpeed) -> KernelShares:
     """Their rates as shares of what the planner takes for this CPU's own."""
     flops, source = gpu.flops["bf16"], it.source or MEASURED
     products = tuple(
@@ -270,7 +270,7 @@ def _alone(gpu: GpuSpec, it: KernelSpeed) -> Kernels:
         for each in it.products
     )
     plain = next(each for each in products if each.bits == 16)
-    return Kernels(
+    return KernelShares(
         gpu=gpu.name,
         weights=plain.weights[0],
         kernel_us=0.0,  # in the time of a layer
@@ -312,10 +312,10 @@ def _products(mix: str) -> tuple[int, bool]:
     return scheme.bits, scheme.bits < 8 and scheme.lowest == "minimum"
 
 
-def _kernels(gpu: GpuSpec, it: Calibration) -> Kernels:
+def _kernels(gpu: GpuSpec, it: Calibration) -> KernelShares:
     """The measured rates as shares of what the planner takes for this GPU's own."""
     flops = gpu.flops.get("bf16") or gpu.flops["fp16"]
-    return Kernels(
+    return KernelShares(
         gpu=gpu.name,
         weights=it.weights_Bps.value / gpu.bandwidth_Bps,
         kernel_us=0.0,  # in the time of a layer
