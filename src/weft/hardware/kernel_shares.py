@@ -11,7 +11,7 @@ import msgspec
 from weft.hardware.gpus import GpuSpec
 
 
-class Products(msgspec.Struct, frozen=True):
+class ProductShares(msgspec.Struct, frozen=True):
     """Of matrix products with weights of so many bits: `weights` as in `Kernels`, with so many tokens as
     hardware.cpu.TOKENS says, and `matmul` of each token beyond."""
 
@@ -41,7 +41,7 @@ class KernelShares(msgspec.Struct, frozen=True, kw_only=True):
     cpu: bool = False
     gpu: str = ""
     capability: tuple[int, int] | None = None
-    products: tuple[Products, ...] = ()
+    products: tuple[ProductShares, ...] = ()
     rows: float = 0.8
 
 

@@ -20,7 +20,7 @@ from weft.formats.schemes import SCHEMES, held_as
 from weft.hardware.calibration import Calibration
 from weft.hardware.cpu import KernelSpeed
 from weft.hardware.gpus import GpuSpec
-from weft.hardware.kernel_shares import KernelShares, Products, kernels_of
+from weft.hardware.kernel_shares import KernelShares, ProductShares, kernels_of
 from weft.native.library import TYPES
 from weft.plan.plan import Speculation
 
@@ -261,7 +261,7 @@ def _alone(gpu: GpuSpec, it: KernelSpeed) -> KernelShares:
     """Their rates as shares of what the planner takes for this CPU's own."""
     flops, source = gpu.flops["bf16"], it.source or MEASURED
     products = tuple(
-        Products(
+        ProductShares(
             bits=each.bits,
             weights=tuple(rate / gpu.bandwidth_Bps for rate in each.weights_Bps),
             matmul=each.matmul_flops / flops,
