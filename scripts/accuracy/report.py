@@ -152,7 +152,7 @@ def provenance() -> Iterator[str]:
     yield "\n## Kernels\n"
     yield "| GPU | weights | per kernel | products | decode attention | prefill attention | source |"
     yield "|---|--:|--:|--:|--:|--:|---|"
-    for it in kernel_shares.table():
+    for it in kernel_shares.kernel_share_entries():
         name = it.gpu or ("any CPU" if it.cpu else "any other")
         yield (
             f"| {name} | {it.weights:.0%} | {it.kernel_us:g} us | {it.matmul:.0%} "

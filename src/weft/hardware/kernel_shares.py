@@ -46,7 +46,7 @@ class KernelShares(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @cache
-def table() -> tuple[KernelShares, ...]:
+def kernel_share_entries() -> tuple[KernelShares, ...]:
     """Every entry, the general one last."""
     text = (files("weft.hardware") / "data/kernels.toml").read_text()
     return msgspec.convert(tomllib.loads(text)["kernel"], tuple[KernelShares, ...])
@@ -56,7 +56,7 @@ def table() -> tuple[KernelShares, ...]:
 def kernels_of(gpu: GpuSpec) -> KernelShares:
     """By the GPU's name, else by its capability (NVIDIA's), else the general entry; a CPU has its own."""
     if gpu.kind == "cpu":
-        return next(entry for entry in table() if entry.cpu)
-    named = [entry for entry in table() if entry.gpu and gpu.name.startswith(entry.gpu)]
-    alike = [entry for entry in table() if entry.capability == gpu.capability and not gpu.gfx]
-    return [*named, *alike, table()[-1]][0]
+        return next(entry for entry in kernel_share_entries() if entry.cpu)
+    named = [entry for entry in kernel_share_entries() if entry.gpu and gpu.name.startswith(entry.gpu)]
+    alike = [entry for entry in kernel_share_entries() if entry.capability == gpu.capability and not gpu.gfx]
+    return [*named, *alike, kernel_share_entries()[-1]][0]
