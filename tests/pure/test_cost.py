@@ -249,15 +249,18 @@ def test_ranks_between_the_tabled_ones_lie_between() -> None:
 
 def test_every_gpu_of_the_catalogue_has_kernels_and_links() -> None:
     for gpu in known_gpus():
-        found = kernel_shares.kernels_of(gpu)
+        found = kernel_shares.find_kernel_shares(gpu)
         shares = found.weights, found.matmul, found.decode_attention, found.prefill_attention
         assert all(0 < share < 1 for share in shares)
         assert links.all_reduce(gpu, "pcie", 2, 1e9, True).s_per_byte > 0
 
 
 def test_h20_is_not_taken_for_an_h200() -> None:
-    assert kernel_shares.kernels_of(find_gpu("H20")).weights < kernel_shares.kernels_of(find_gpu("H200")).weights
-    assert "H200" in kernel_shares.kernels_of(find_gpu("H200 NVL")).gpu
+    assert (
+        kernel_shares.find_kernel_shares(find_gpu("H20")).weights
+        < kernel_shares.find_kernel_shares(find_gpu("H200")).weights
+    )
+    assert "H200" in kernel_shares.find_kernel_shares(find_gpu("H200 NVL")).gpu
 
 
 @pytest.mark.parametrize("engine", engines())

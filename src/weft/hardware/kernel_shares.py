@@ -53,7 +53,7 @@ def kernel_share_entries() -> tuple[KernelShares, ...]:
 
 
 @cache
-def kernels_of(gpu: GpuSpec) -> KernelShares:
+def find_kernel_shares(gpu: GpuSpec) -> KernelShares:
     """By the GPU's name, else by its capability (NVIDIA's), else the general entry; a CPU has its own."""
     if gpu.kind == "cpu":
         return next(entry for entry in kernel_share_entries() if entry.cpu)

@@ -20,7 +20,7 @@ from weft.formats.schemes import SCHEMES, held_as
 from weft.hardware.calibration import Calibration
 from weft.hardware.cpu import KernelSpeed
 from weft.hardware.gpus import GpuSpec
-from weft.hardware.kernel_shares import KernelShares, ProductShares, kernels_of
+from weft.hardware.kernel_shares import KernelShares, ProductShares, find_kernel_shares
 from weft.native.library import TYPES
 from weft.plan.plan import Speculation
 
@@ -154,7 +154,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     def kernels(self, gpu: GpuSpec, precision: str) -> KernelShares:
         """What kernels reach on a GPU: as measured, else as the tables say."""
         known = (it for it in self.measured if not (it.products and precision in NOT_COMPILED))
-        return next((it for it in known if it.gpu == gpu.name), None) or kernels_of(gpu)
+        return next((it for it in known if it.gpu == gpu.name), None) or find_kernel_shares(gpu)
 
     def error_of(self, shape: ModelShape, precision: str) -> Constant:
         """How far predictions may be off: what was measured of a CPU's kernels tells nothing of experts."""
