@@ -159,10 +159,10 @@ def provenance() -> Iterator[str]:
             f"| {it.decode_attention:.0%} | {it.prefill_attention:.0%} | {it.source} |"
         )
     yield "\n## Links\n"
-    for link in links.table().nvlink:
+    for link in links.link_table().nvlink:
         yield f"- NVLink of capability {'.'.join(map(str, link.capability))}: {link.source}"
-    yield f"- PCIe: {links.table().pcie.source}"
-    yield f"- network: {links.table().network.source}"
+    yield f"- PCIe: {links.link_table().pcie.source}"
+    yield f"- network: {links.link_table().network.source}"
 
 
 def plot(rows: Sequence[Case]) -> None:

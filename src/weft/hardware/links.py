@@ -84,13 +84,13 @@ class AllReduce(msgspec.Struct, frozen=True):
 
 
 @cache
-def table() -> Links:
+def link_table() -> Links:
     return msgspec.convert(tomllib.loads((files("weft.hardware") / "data/links.toml").read_text()), Links)
 
 
 def nvlink(gpu: GpuSpec) -> NvLink:
     """The figures of the generation that is nearest."""
-    return min(table().nvlink, key=lambda link: abs(link.capability[0] - gpu.capability[0]))
+    return min(link_table().nvlink, key=lambda link: abs(link.capability[0] - gpu.capability[0]))
 
 
 @cache
@@ -101,7 +101,7 @@ def all_reduce(gpu: GpuSpec, kind: Kind, ranks: int, network_Bps: float, graphs:
         return AllReduce(0.0, 0.0)
     passes = 2 * (ranks - 1) / ranks
     if kind == "network":
-        network = table().network
+        network = link_table().network
         return AllReduce(network.latency_us * 1e-6 * log2(ranks), passes / (network_Bps * network.share))
     if kind == "nvlink":
         near = nvlink(gpu)
@@ -112,9 +112,9 @@ def all_reduce(gpu: GpuSpec, kind: Kind, ranks: int, network_Bps: float, graphs:
         measured = tuple((size, latency + more) for size, more in beyond)
         return AllReduce(latency, passes / (_at(near.busbw_GBps, ranks) * 1e9 * speed), measured)
     if kind == "memory":
-        memory = table().memory
+        memory = link_table().memory
         return AllReduce(_at(memory.latency_us, ranks) * 1e-6, passes / (gpu.bandwidth_Bps * memory.share))
-    pcie = table().pcie
+    pcie = link_table().pcie
     crossings = 1 if has_peer(gpu) else 2
     latency = (_at(pcie.latency_us, ranks) + (0.0 if graphs else pcie.nccl_us)) * 1e-6
     return AllReduce(latency, passes * crossings / (gpu.pcie_Bps * pcie.busbw_of_pcie))
@@ -122,14 +122,14 @@ def all_reduce(gpu: GpuSpec, kind: Kind, ranks: int, network_Bps: float, graphs:
 
 def has_peer(gpu: GpuSpec) -> bool:
     """Whether such cards read each other's memory over PCIe: as was seen where they are here, else by their name."""
-    return not re.fullmatch(table().pcie.without_peer, gpu.name) if gpu.peer is None else gpu.peer
+    return not re.fullmatch(link_table().pcie.without_peer, gpu.name) if gpu.peer is None else gpu.peer
 
 
 @cache
 def send(gpu: GpuSpec, kind: Kind, network_Bps: float) -> AllReduce:
     """From one stage to the next: a sum of two ranks carries every byte over the link once."""
     if kind == "network":
-        network = table().network
+        network = link_table().network
         return AllReduce(network.latency_us * 1e-6, 1 / (network_Bps * network.share))
     return all_reduce(gpu, kind, 2, network_Bps, graphs=False)
 

@@ -11,7 +11,7 @@ from weft.architectures.place import Place
 from weft.architectures.shape import ModelShape
 from weft.formats.precision import weight_bytes
 from weft.hardware.cluster import Cluster, GpuPosition, Node
-from weft.hardware.links import nvlink, table
+from weft.hardware.links import link_table, nvlink
 from weft.plan import speculation
 from weft.planner import verdict
 from weft.planner.advice import advice
@@ -299,9 +299,9 @@ def provenance(question: Question, model: Model) -> dict[str, Any]:
     """Where the figures are from: the model's, each GPU's, the links', and every constant of the engine."""
     joined = [node for node in question.cluster.nodes if len(node.gpus) > 1]
     links = {"nvlink": {nvlink(gpu).source for node in joined if node.link == "nvlink" for gpu in node.gpus}}
-    links["pcie"] = {table().pcie.source for node in joined if node.link == "pcie"}
-    links["memory"] = {table().memory.source for node in joined if node.link == "memory"}
-    links["network"] = {table().network.source} if len(question.cluster.nodes) > 1 else set()
+    links["pcie"] = {link_table().pcie.source for node in joined if node.link == "pcie"}
+    links["memory"] = {link_table().memory.source for node in joined if node.link == "memory"}
+    links["network"] = {link_table().network.source} if len(question.cluster.nodes) > 1 else set()
     return {
         "model": model.source,
         "gpus": {gpu.name: gpu.source for gpu in question.cluster.gpus},
