@@ -88,7 +88,7 @@ def link_table() -> Links:
     return msgspec.convert(tomllib.loads((files("weft.hardware") / "data/links.toml").read_text()), Links)
 
 
-def nvlink(gpu: GpuSpec) -> NvLink:
+def nearest_nvlink(gpu: GpuSpec) -> NvLink:
     """The figures of the generation that is nearest."""
     return min(link_table().nvlink, key=lambda link: abs(link.capability[0] - gpu.capability[0]))
 
@@ -104,7 +104,7 @@ def all_reduce(gpu: GpuSpec, kind: Kind, ranks: int, network_Bps: float, graphs:
         network = link_table().network
         return AllReduce(network.latency_us * 1e-6 * log2(ranks), passes / (network_Bps * network.share))
     if kind == "nvlink":
-        near = nvlink(gpu)
+        near = nearest_nvlink(gpu)
         speed = gpu.nvlink_Bps / (near.nvlink_GBps * 1e9)
         latency = (_at(near.latency_us, ranks) + (0.0 if graphs else near.nccl_us)) * 1e-6
         small = [(1 << 16, near.kib64_us), (1 << 20, near.mib_us)]

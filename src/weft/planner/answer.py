@@ -11,7 +11,7 @@ from weft.architectures.place import Place
 from weft.architectures.shape import ModelShape
 from weft.formats.precision import weight_bytes
 from weft.hardware.cluster import Cluster, GpuPosition, Node
-from weft.hardware.links import link_table, nvlink
+from weft.hardware.links import link_table, nearest_nvlink
 from weft.plan import speculation
 from weft.planner import verdict
 from weft.planner.advice import advice
@@ -298,7 +298,7 @@ def dollars_band(question: Question, predicted: Prediction, gpus: int) -> list[f
 def provenance(question: Question, model: Model) -> dict[str, Any]:
     """Where the figures are from: the model's, each GPU's, the links', and every constant of the engine."""
     joined = [node for node in question.cluster.nodes if len(node.gpus) > 1]
-    links = {"nvlink": {nvlink(gpu).source for node in joined if node.link == "nvlink" for gpu in node.gpus}}
+    links = {"nvlink": {nearest_nvlink(gpu).source for node in joined if node.link == "nvlink" for gpu in node.gpus}}
     links["pcie"] = {link_table().pcie.source for node in joined if node.link == "pcie"}
     links["memory"] = {link_table().memory.source for node in joined if node.link == "memory"}
     links["network"] = {link_table().network.source} if len(question.cluster.nodes) > 1 else set()
