@@ -126,7 +126,7 @@ def has_peer(gpu: GpuSpec) -> bool:
 
 
 @cache
-def send(gpu: GpuSpec, kind: Kind, network_Bps: float) -> AllReduce:
+def send_cost(gpu: GpuSpec, kind: Kind, network_Bps: float) -> AllReduce:
     """From one stage to the next: a sum of two ranks carries every byte over the link once."""
     if kind == "network":
         network = link_table().network

@@ -14,7 +14,7 @@ from weft.architectures.shape import ModelShape
 from weft.formats.precision import canonical
 from weft.hardware.cluster import Cluster, GpuPosition
 from weft.hardware.gpus import GpuSpec
-from weft.hardware.links import AllReduce, Kind, all_reduce, send
+from weft.hardware.links import AllReduce, Kind, all_reduce, send_cost
 from weft.planner.deployment import Layout, Workload
 from weft.planner.profiles import Profile
 from weft.planner.roofline import Rank, Seconds
@@ -280,9 +280,11 @@ def hop(cluster: Cluster, indices: Sequence[int]) -> AllReduce:
     if len(indices) < 2:
         return AllReduce(0.0, 0.0)
     kind = kind_of(cluster, indices)
-    return send(_slowest(cluster, indices, kind), kind, cluster.network_Bps)
+    return send_cost(_slowest(cluster, indices, kind), kind, cluster.network_Bps)
 
 
 def _slowest(cluster: Cluster, indices: Sequence[int], kind: Kind) -> GpuSpec:
     first, *others = {id(gpu): gpu for gpu in (cluster.gpus[index] for index in indices)}.values()
-    return max((first, *others), key=lambda gpu: send(gpu, kind, cluster.network_Bps).s_per_byte) if others else first
+    return (
+        max((first, *others), key=lambda gpu: send_cost(gpu, kind, cluster.network_Bps).s_per_byte) if others else first
+    )
