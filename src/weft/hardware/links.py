@@ -94,7 +94,7 @@ def nearest_nvlink(gpu: GpuSpec) -> NvLink:
 
 
 @cache
-def all_reduce(gpu: GpuSpec, kind: Kind, ranks: int, network_Bps: float, graphs: bool) -> AllReduce:
+def all_reduce_cost(gpu: GpuSpec, kind: Kind, ranks: int, network_Bps: float, graphs: bool) -> AllReduce:
     """Among `ranks` GPUs like `gpu`. `kind` is the slowest link between any two of them; `network_Bps` is what a
     node sends to another. With `graphs` the sum is a kernel of a CUDA graph, without it a call of NCCL."""
     if ranks == 1:
@@ -131,7 +131,7 @@ def send_cost(gpu: GpuSpec, kind: Kind, network_Bps: float) -> AllReduce:
     if kind == "network":
         network = link_table().network
         return AllReduce(network.latency_us * 1e-6, 1 / (network_Bps * network.share))
-    return all_reduce(gpu, kind, 2, network_Bps, graphs=False)
+    return all_reduce_cost(gpu, kind, 2, network_Bps, graphs=False)
 
 
 def _at(figures: tuple[float, float, float], ranks: int) -> float:

@@ -14,7 +14,7 @@ from weft.architectures.shape import ModelShape
 from weft.formats.precision import canonical
 from weft.hardware.cluster import Cluster, GpuPosition
 from weft.hardware.gpus import GpuSpec
-from weft.hardware.links import AllReduce, Kind, all_reduce, send_cost
+from weft.hardware.links import AllReduce, Kind, all_reduce_cost, send_cost
 from weft.planner.deployment import Layout, Workload
 from weft.planner.profiles import Profile
 from weft.planner.roofline import Rank, Seconds
@@ -272,7 +272,7 @@ def link(cluster: Cluster, indices: Sequence[int], profile: Profile) -> AllReduc
     """How these GPUs sum; the slowest link of them sets the pace."""
     kind = kind_of(cluster, indices)
     gpu = _slowest(cluster, indices, kind)
-    return all_reduce(gpu, kind, len(indices), cluster.network_Bps, bool(profile.graphs.value))
+    return all_reduce_cost(gpu, kind, len(indices), cluster.network_Bps, bool(profile.graphs.value))
 
 
 def hop(cluster: Cluster, indices: Sequence[int]) -> AllReduce:
