@@ -66,7 +66,7 @@ class Links(msgspec.Struct, frozen=True):
     network: Network
 
 
-class AllReduce(msgspec.Struct, frozen=True):
+class LinkCost(msgspec.Struct, frozen=True):
     """A sum of b bytes among its ranks takes `latency_s` + b * `s_per_byte`; below the largest of `measured`, which
     are (bytes, seconds), it is a straight line between those, and above it goes on from there."""
 
@@ -94,15 +94,15 @@ def nearest_nvlink(gpu: GpuSpec) -> NvLink:
 
 
 @cache
-def all_reduce_cost(gpu: GpuSpec, kind: Kind, ranks: int, network_Bps: float, graphs: bool) -> AllReduce:
+def all_reduce_cost(gpu: GpuSpec, kind: Kind, ranks: int, network_Bps: float, graphs: bool) -> LinkCost:
     """Among `ranks` GPUs like `gpu`. `kind` is the slowest link between any two of them; `network_Bps` is what a
     node sends to another. With `graphs` the sum is a kernel of a CUDA graph, without it a call of NCCL."""
     if ranks == 1:
-        return AllReduce(0.0, 0.0)
+        return LinkCost(0.0, 0.0)
     passes = 2 * (ranks - 1) / ranks
     if kind == "network":
         network = link_table().network
-        return AllReduce(network.latency_us * 1e-6 * log2(ranks), passes / (network_Bps * network.share))
+        return LinkCost(network.latency_us * 1e-6 * log2(ranks), passes / (network_Bps * network.share))
     if kind == "nvlink":
         near = nearest_nvlink(gpu)
         speed = gpu.nvlink_Bps / (near.nvlink_GBps * 1e9)
@@ -110,14 +110,14 @@ def all_reduce_cost(gpu: GpuSpec, kind: Kind, ranks: int, network_Bps: float, gr
         small = [(1 << 16, near.kib64_us), (1 << 20, near.mib_us)]
         beyond = [(size, (_at(took, ranks) - _at(near.latency_us, ranks)) * 1e-6 / speed) for size, took in small]
         measured = tuple((size, latency + more) for size, more in beyond)
-        return AllReduce(latency, passes / (_at(near.busbw_GBps, ranks) * 1e9 * speed), measured)
+        return LinkCost(latency, passes / (_at(near.busbw_GBps, ranks) * 1e9 * speed), measured)
     if kind == "memory":
         memory = link_table().memory
-        return AllReduce(_at(memory.latency_us, ranks) * 1e-6, passes / (gpu.bandwidth_Bps * memory.share))
+        return LinkCost(_at(memory.latency_us, ranks) * 1e-6, passes / (gpu.bandwidth_Bps * memory.share))
     pcie = link_table().pcie
     crossings = 1 if has_peer(gpu) else 2
     latency = (_at(pcie.latency_us, ranks) + (0.0 if graphs else pcie.nccl_us)) * 1e-6
-    return AllReduce(latency, passes * crossings / (gpu.pcie_Bps * pcie.busbw_of_pcie))
+    return LinkCost(latency, passes * crossings / (gpu.pcie_Bps * pcie.busbw_of_pcie))
 
 
 def has_peer(gpu: GpuSpec) -> bool:
@@ -126,11 +126,11 @@ def has_peer(gpu: GpuSpec) -> bool:
 
 
 @cache
-def send_cost(gpu: GpuSpec, kind: Kind, network_Bps: float) -> AllReduce:
+def send_cost(gpu: GpuSpec, kind: Kind, network_Bps: float) -> LinkCost:
     """From one stage to the next: a sum of two ranks carries every byte over the link once."""
     if kind == "network":
         network = link_table().network
-        return AllReduce(network.latency_us * 1e-6, 1 / (network_Bps * network.share))
+        return LinkCost(network.latency_us * 1e-6, 1 / (network_Bps * network.share))
     return all_reduce_cost(gpu, kind, 2, network_Bps, graphs=False)
 
 

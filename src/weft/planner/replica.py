@@ -14,7 +14,7 @@ from weft.architectures.shape import ModelShape
 from weft.formats.precision import canonical
 from weft.hardware.cluster import Cluster, GpuPosition
 from weft.hardware.gpus import GpuSpec
-from weft.hardware.links import AllReduce, Kind, all_reduce_cost, send_cost
+from weft.hardware.links import Kind, LinkCost, all_reduce_cost, send_cost
 from weft.planner.deployment import Layout, Workload
 from weft.planner.profiles import Profile
 from weft.planner.roofline import Rank, Seconds
@@ -53,9 +53,9 @@ class Stage:
     def __init__(
         self,
         ranks: Sequence[tuple[Rank, Work]],
-        sums: AllReduce,
-        exchange: AllReduce | None,
-        hop: AllReduce,
+        sums: LinkCost,
+        exchange: LinkCost | None,
+        hop: LinkCost,
         vocab: int,
     ) -> None:
         self.ranks, self.sums, self.exchange, self.hop, self.vocab = ranks, sums, exchange, hop, vocab
@@ -268,17 +268,17 @@ def slowest_link(homes: Collection[GpuPosition]) -> Kind:
     return "nvlink" if first.group is not None and not others else first.link
 
 
-def link(cluster: Cluster, indices: Sequence[int], profile: Profile) -> AllReduce:
+def link(cluster: Cluster, indices: Sequence[int], profile: Profile) -> LinkCost:
     """How these GPUs sum; the slowest link of them sets the pace."""
     kind = kind_of(cluster, indices)
     gpu = _slowest(cluster, indices, kind)
     return all_reduce_cost(gpu, kind, len(indices), cluster.network_Bps, bool(profile.graphs.value))
 
 
-def hop(cluster: Cluster, indices: Sequence[int]) -> AllReduce:
+def hop(cluster: Cluster, indices: Sequence[int]) -> LinkCost:
     """How a stage sends to the next; nothing after the last."""
     if len(indices) < 2:
-        return AllReduce(0.0, 0.0)
+        return LinkCost(0.0, 0.0)
     kind = kind_of(cluster, indices)
     return send_cost(_slowest(cluster, indices, kind), kind, cluster.network_Bps)
 
