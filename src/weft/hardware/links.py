@@ -13,7 +13,7 @@ import msgspec
 
 from weft.hardware.gpus import GpuSpec
 
-Kind = Literal["nvlink", "pcie", "memory", "network"]
+LinkKind = Literal["nvlink", "pcie", "memory", "network"]
 RANKS = (2, 4, 8)  # that the tables are for
 
 
@@ -94,7 +94,7 @@ def nearest_nvlink(gpu: GpuSpec) -> NvLink:
 
 
 @cache
-def all_reduce_cost(gpu: GpuSpec, kind: Kind, ranks: int, network_Bps: float, graphs: bool) -> LinkCost:
+def all_reduce_cost(gpu: GpuSpec, kind: LinkKind, ranks: int, network_Bps: float, graphs: bool) -> LinkCost:
     """Among `ranks` GPUs like `gpu`. `kind` is the slowest link between any two of them; `network_Bps` is what a
     node sends to another. With `graphs` the sum is a kernel of a CUDA graph, without it a call of NCCL."""
     if ranks == 1:
@@ -126,7 +126,7 @@ def has_peer(gpu: GpuSpec) -> bool:
 
 
 @cache
-def send_cost(gpu: GpuSpec, kind: Kind, network_Bps: float) -> LinkCost:
+def send_cost(gpu: GpuSpec, kind: LinkKind, network_Bps: float) -> LinkCost:
     """From one stage to the next: a sum of two ranks carries every byte over the link once."""
     if kind == "network":
         network = link_table().network

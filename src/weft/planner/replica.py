@@ -14,7 +14,7 @@ from weft.architectures.shape import ModelShape
 from weft.formats.precision import canonical
 from weft.hardware.cluster import Cluster, GpuPosition
 from weft.hardware.gpus import GpuSpec
-from weft.hardware.links import Kind, LinkCost, all_reduce_cost, send_cost
+from weft.hardware.links import LinkCost, LinkKind, all_reduce_cost, send_cost
 from weft.planner.deployment import Layout, Workload
 from weft.planner.profiles import Profile
 from weft.planner.roofline import Rank, Seconds
@@ -255,12 +255,12 @@ def scaled(seconds: Seconds, by: float) -> Seconds:
     return Seconds(*(getattr(seconds, name) * by for name in seconds.__struct_fields__))
 
 
-def kind_of(cluster: Cluster, indices: Sequence[int]) -> Kind:
+def kind_of(cluster: Cluster, indices: Sequence[int]) -> LinkKind:
     """The slowest link between any two of these GPUs."""
     return slowest_link({cluster.homes[index] for index in indices})
 
 
-def slowest_link(homes: Collection[GpuPosition]) -> Kind:
+def slowest_link(homes: Collection[GpuPosition]) -> LinkKind:
     """Between GPUs in these places."""
     first, *others = homes
     if any(other.node != first.node for other in others):
@@ -283,7 +283,7 @@ def hop(cluster: Cluster, indices: Sequence[int]) -> LinkCost:
     return send_cost(_slowest(cluster, indices, kind), kind, cluster.network_Bps)
 
 
-def _slowest(cluster: Cluster, indices: Sequence[int], kind: Kind) -> GpuSpec:
+def _slowest(cluster: Cluster, indices: Sequence[int], kind: LinkKind) -> GpuSpec:
     first, *others = {id(gpu): gpu for gpu in (cluster.gpus[index] for index in indices)}.values()
     return (
         max((first, *others), key=lambda gpu: send_cost(gpu, kind, cluster.network_Bps).s_per_byte) if others else first
