@@ -17,7 +17,7 @@ LinkKind = Literal["nvlink", "pcie", "memory", "network"]
 RANKS = (2, 4, 8)  # that the tables are for
 
 
-class NvLink(msgspec.Struct, frozen=True, kw_only=True):
+class NvLinkFigures(msgspec.Struct, frozen=True, kw_only=True):
     """All-reduce among GPUs of one capability whose NVLink carries `nvlink_GBps` in one direction."""
 
     capability: tuple[int, int]
@@ -60,7 +60,7 @@ class Network(msgspec.Struct, frozen=True, kw_only=True):
 class Links(msgspec.Struct, frozen=True):
     """The whole table."""
 
-    nvlink: tuple[NvLink, ...]
+    nvlink: tuple[NvLinkFigures, ...]
     pcie: Pcie
     memory: Memory
     network: Network
@@ -88,7 +88,7 @@ def link_table() -> Links:
     return msgspec.convert(tomllib.loads((files("weft.hardware") / "data/links.toml").read_text()), Links)
 
 
-def nearest_nvlink(gpu: GpuSpec) -> NvLink:
+def nearest_nvlink(gpu: GpuSpec) -> NvLinkFigures:
     """The figures of the generation that is nearest."""
     return min(link_table().nvlink, key=lambda link: abs(link.capability[0] - gpu.capability[0]))
 
