@@ -30,7 +30,7 @@ class NvLinkFigures(msgspec.Struct, frozen=True, kw_only=True):
     source: str
 
 
-class Pcie(msgspec.Struct, frozen=True, kw_only=True):
+class PcieFigures(msgspec.Struct, frozen=True, kw_only=True):
     """All-reduce without NVLink, as a share of the PCIe link. Cards whose name matches `without_peer` go through the
     host's memory."""
 
@@ -61,7 +61,7 @@ class Links(msgspec.Struct, frozen=True):
     """The whole table."""
 
     nvlink: tuple[NvLinkFigures, ...]
-    pcie: Pcie
+    pcie: PcieFigures
     memory: Memory
     network: Network
 
