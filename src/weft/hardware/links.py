@@ -41,7 +41,7 @@ class PcieFigures(msgspec.Struct, frozen=True, kw_only=True):
     source: str
 
 
-class Memory(msgspec.Struct, frozen=True, kw_only=True):
+class MemoryFigures(msgspec.Struct, frozen=True, kw_only=True):
     """All-reduce among the ranks of one CPU, through memory that they share, as a share of a rank's bandwidth."""
 
     latency_us: tuple[float, float, float]
@@ -62,7 +62,7 @@ class Links(msgspec.Struct, frozen=True):
 
     nvlink: tuple[NvLinkFigures, ...]
     pcie: PcieFigures
-    memory: Memory
+    memory: MemoryFigures
     network: Network
 
 
