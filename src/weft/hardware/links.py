@@ -49,7 +49,7 @@ class MemoryFigures(msgspec.Struct, frozen=True, kw_only=True):
     source: str
 
 
-class Network(msgspec.Struct, frozen=True, kw_only=True):
+class NetworkFigures(msgspec.Struct, frozen=True, kw_only=True):
     """What crosses between two nodes."""
 
     latency_us: float
@@ -63,7 +63,7 @@ class Links(msgspec.Struct, frozen=True):
     nvlink: tuple[NvLinkFigures, ...]
     pcie: PcieFigures
     memory: MemoryFigures
-    network: Network
+    network: NetworkFigures
 
 
 class LinkCost(msgspec.Struct, frozen=True):
