@@ -57,7 +57,7 @@ class NetworkFigures(msgspec.Struct, frozen=True, kw_only=True):
     source: str
 
 
-class Links(msgspec.Struct, frozen=True):
+class LinkTable(msgspec.Struct, frozen=True):
     """The whole table."""
 
     nvlink: tuple[NvLinkFigures, ...]
@@ -84,8 +84,8 @@ class LinkCost(msgspec.Struct, frozen=True):
 
 
 @cache
-def link_table() -> Links:
-    return msgspec.convert(tomllib.loads((files("weft.hardware") / "data/links.toml").read_text()), Links)
+def link_table() -> LinkTable:
+    return msgspec.convert(tomllib.loads((files("weft.hardware") / "data/links.toml").read_text()), LinkTable)
 
 
 def nearest_nvlink(gpu: GpuSpec) -> NvLinkFigures:
