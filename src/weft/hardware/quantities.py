@@ -48,7 +48,7 @@ def read(kind: type, told: Any) -> Bytes | Rate | Capability:
             raise ValueError(
                 f"{said} is no speed above 0 with its unit, as in 936GB/s or 400Gb, of {most} at most"
             ) from None
-    size = nbytes(told)
+    size = parse_bytes(told)
     if size is None or not 1 <= size <= MOST_BYTES or re.fullmatch(r"[\d.\s]*", str(told)):
         raise ValueError(
             f"{said} is no size above 0 with its unit, as in 24GB or 22.5GiB, of {MOST_BYTES / 1e12:.0f}TB at most"
@@ -56,7 +56,7 @@ def read(kind: type, told: Any) -> Bytes | Rate | Capability:
     return Bytes(size)
 
 
-def nbytes(told: object) -> int | None:
+def parse_bytes(told: object) -> int | None:
     """Bytes of 40GB (10^9), 40GiB (2^30), 22.5 MB, or a number; a unit is of bytes whatever its case. None for what is
     no size."""
     match = None if isinstance(told, bool) else _SIZE.fullmatch(str(told))

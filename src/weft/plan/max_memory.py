@@ -13,7 +13,7 @@ import msgspec
 
 from weft.errors import ConfigError
 from weft.hardware.cluster import Cluster
-from weft.hardware.quantities import nbytes
+from weft.hardware.quantities import parse_bytes
 
 LEAST = 1 << 20  # bytes; what is smaller, and not 0, lacks its unit
 
@@ -29,7 +29,7 @@ class Caps(msgspec.Struct, frozen=True, kw_only=True):
 
 def size(said: object, device: str) -> int:
     """Bytes, as `hardware.quantities` reads them. Raises ConfigError for what is no size, or has lost its unit."""
-    found = nbytes(said)
+    found = parse_bytes(said)
     if found is None:
         raise ConfigError(f"--max-memory {device}={said} is no size; write it as 40GB or 40GiB")
     if 0 < found < LEAST:
