@@ -244,7 +244,7 @@ def read_hardware_file(path: str) -> Cluster:
     except ValueError as error:
         raise ConfigError(f"{path} is not YAML: {error}") from None
     try:
-        return msgspec.convert(told, _File, dec_hook=quantities.read).cluster()
+        return msgspec.convert(told, _File, dec_hook=quantities.parse_quantity).cluster()
     except msgspec.ValidationError as error:
         raise ConfigError(f"{path}: {_plain(str(error))}") from None
     except ConfigError as error:

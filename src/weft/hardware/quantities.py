@@ -33,7 +33,7 @@ class Capability(float):
         return int(self), round(10 * self) % 10
 
 
-def read(kind: type, told: Any) -> Bytes | Rate | Capability:
+def parse_quantity(kind: type, told: Any) -> Bytes | Rate | Capability:
     """One of that kind from what YAML makes of it. Raises ValueError where it is none."""
     if kind is Capability:
         if not re.fullmatch(r"\d{1,2}(\.\d)?", str(told)):
