@@ -263,7 +263,7 @@ def cluster_fields(cluster: Cluster) -> dict[str, Any]:
         network=Rate(cluster.network_Bps) if len(cluster.nodes) > 1 else UNSET,
         price=cluster.price,
     )
-    told: dict[str, Any] = msgspec.to_builtins(file, enc_hook=quantities.write)
+    told: dict[str, Any] = msgspec.to_builtins(file, enc_hook=quantities.format_quantity)
     return told
 
 

@@ -65,7 +65,7 @@ def parse_bytes(told: object) -> int | None:
     return int(float(match["number"]) * unit) if "." in match["number"] else int(match["number"]) * unit
 
 
-def write(quantity: Any) -> str | float:
+def format_quantity(quantity: Any) -> str | float:
     """As `read` takes it; speeds have six digits."""
     if isinstance(quantity, Capability):
         return float(quantity)
