@@ -22,7 +22,7 @@ from weft.hardware import quantities
 from weft.hardware.cluster import MAX_GPUS, NETWORK, Cluster, Node, check_node_size, link_of_gpus, network_bytes
 from weft.hardware.cpu import TOKENS, KernelSpeed, ProductSpeed
 from weft.hardware.gpus import PCIE_BPS, GpuSpec, find_gpu
-from weft.hardware.quantities import Bytes, Capability, Rate, digits
+from weft.hardware.quantities import Bytes, Capability, Rate, six_digits
 
 SUFFIXES = (".yaml", ".yml")
 MOST_FILE_BYTES = 1 << 18  # a description is a page at most; YAML of megabytes takes minutes to read
@@ -298,11 +298,11 @@ def _written(node: Node, count: int) -> _Node:
 def _kernels(speed: KernelSpeed) -> _Kernels:
     return _Kernels(
         products=tuple(
-            _Product(bits=it.bits, weights=tuple(map(Rate, it.weights_Bps)), tflops=digits(it.matmul_flops / 1e12))
+            _Product(bits=it.bits, weights=tuple(map(Rate, it.weights_Bps)), tflops=six_digits(it.matmul_flops / 1e12))
             for it in speed.products
         ),
         cache=Rate(speed.cache_Bps),
-        attention_tflops=digits(speed.attention_flops / 1e12),
+        attention_tflops=six_digits(speed.attention_flops / 1e12),
         rows=Rate(speed.rows_Bps),
         measured=speed.measured,
     )
@@ -317,7 +317,7 @@ def _flops(tera: Tera) -> dict[str, float]:
 
 
 def _tera(gpu: GpuSpec) -> Any:
-    return {precision: digits(flops / 1e12) for precision, flops in gpu.flops.items()}
+    return {precision: six_digits(flops / 1e12) for precision, flops in gpu.flops.items()}
 
 
 def _check_name(name: str) -> None:

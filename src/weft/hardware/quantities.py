@@ -70,11 +70,11 @@ def format_quantity(quantity: Any) -> str | float:
     if isinstance(quantity, Capability):
         return float(quantity)
     if isinstance(quantity, Rate):
-        return f"{digits(quantity / 1e9):g}GB/s"
+        return f"{six_digits(quantity / 1e9):g}GB/s"
     return f"{quantity >> 20}MiB" if quantity % (1 << 20) == 0 else f"{quantity:d}B"
 
 
-def digits(figure: float) -> float:
+def six_digits(figure: float) -> float:
     """Six of them."""
     rounded = float(f"{figure:.6g}")
     return int(rounded) if rounded.is_integer() else rounded
