@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.pure.fake_nvml import GIB, FakeNvml, bridged, eight_h100, old_driver, sliced, two_consumer_cards
 from weft.hardware import nvml
 from weft.hardware.nvml import Driver, choose, look
-from weft.hardware.topology import Clocks, Gpu, Holder, NvLinks, Pair, Pcie, islands
+from weft.hardware.topology import Clocks, Gpu, Holder, NvLinks, Pair, Pcie, interconnect_domains
 
 Look = Callable[..., Driver]
 
@@ -230,14 +230,14 @@ def test_cuda_visible_devices(visible: str | None, names: list[int]) -> None:
     ],
 )
 def test_islands(count: int, joined: list[tuple[int, int]], groups: list[tuple[int, ...]]) -> None:
-    assert list(islands(count, joined)) == groups
+    assert list(interconnect_domains(count, joined)) == groups
 
 
 @given(st.integers(1, 9), st.data())
 def test_islands_hold_each_gpu_once_and_are_joined_throughout(count: int, data: st.DataObject) -> None:
     every = [(a, b) for a in range(count) for b in range(a + 1, count)]
     joined = data.draw(st.sets(st.sampled_from(every))) if every else set()
-    groups = islands(count, joined)
+    groups = interconnect_domains(count, joined)
     assert sorted(gpu for group in groups for gpu in group) == list(range(count))
     assert all((a, b) in joined for group in groups for a in group for b in group if a < b)
 

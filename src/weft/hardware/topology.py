@@ -124,7 +124,7 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
 
 
-def islands(count: int, joined: Iterable[tuple[int, int]]) -> tuple[tuple[int, ...], ...]:
+def interconnect_domains(count: int, joined: Iterable[tuple[int, int]]) -> tuple[tuple[int, ...], ...]:
     """The groups in which each of `count` GPUs is joined to every other, the largest first; a GPU is in one of them."""
     with_ = {number: {number} for number in range(count)}
     for first, second in joined:

@@ -12,7 +12,7 @@ from weft.hardware.cpu import CpuSpeed
 from weft.hardware.cpus import cpu_kernel_speed
 from weft.hardware.gpus import GpuSpec, gpu_spec
 from weft.hardware.host import Host
-from weft.hardware.topology import Gpu, islands
+from weft.hardware.topology import Gpu, interconnect_domains
 from weft.probes import speeds as measured
 from weft.probes.speeds import Speeds
 
@@ -60,7 +60,7 @@ def gpu_node(host: Host, speeds: Speeds) -> Node:
     if len(gpus) > 1 and not any(pair.ancestor or pair.nvlinks or pair.peer is not None for pair in host.pairs):
         return Node(specs, default_link(specs))  # an old driver tells nothing
     joined = [(pair.first, pair.second) for pair in host.pairs if pair.nvlinks and not faulty]
-    groups = islands(len(gpus), joined)
+    groups = interconnect_domains(len(gpus), joined)
     if len(groups) == 1 and joined:
         return Node(specs, "nvlink")
     return Node(specs, "pcie", tuple(sorted(group for group in groups if len(group) > 1)))
