@@ -14,7 +14,7 @@ import msgspec
 from weft.errors import ConfigError
 from weft.hardware.calibration import Calibration
 from weft.hardware.cpu import KernelSpeed
-from weft.hardware.topology import Clocks, Gpu, Slice, multiprocessors
+from weft.hardware.topology import Clocks, Gpu, MigSlice, multiprocessors
 
 # Words that say who made a card, or that only one card of the name has.
 NOISE = {"nvidia", "geforce", "tesla", "quadro", "amd", "instinct", "radeon", "generation", "edition", "gpu", "hbm3"}
@@ -190,7 +190,7 @@ def gpu_spec(gpu: Gpu) -> GpuSpec:
         return _from_clocks(gpu, gpu.clocks)
 
 
-def _of_board(gpu: Gpu, part: Slice) -> GpuSpec:
+def _of_board(gpu: Gpu, part: MigSlice) -> GpuSpec:
     """A slice has its own share of the multiprocessors, and whole eighths of the memory and of its bandwidth."""
     board = find_gpu(part.board)
     eighths = max(1, round(8 * gpu.total_bytes / board.memory_bytes))

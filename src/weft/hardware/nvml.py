@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from weft.hardware import cuda
-from weft.hardware.topology import Ancestor, Clocks, Gpu, Holder, NvLinks, Pair, Pcie, Slice, multiprocessors
+from weft.hardware.topology import Ancestor, Clocks, Gpu, Holder, MigSlice, NvLinks, Pair, Pcie, multiprocessors
 
 T = TypeVar("T")
 
@@ -153,12 +153,12 @@ class Probe:
             except self.nvml.NVMLError:  # numbers have gaps
                 continue
 
-    def slice(self, handle: Any, board: Any, clocks: Clocks | None, capability: tuple[int, int]) -> Slice:
+    def slice(self, handle: Any, board: Any, clocks: Clocks | None, capability: tuple[int, int]) -> MigSlice:
         attributes = self.ask(self.nvml.nvmlDeviceGetAttributes, handle, default=None)
         share = None
         if attributes is not None and clocks is not None:
             share = min(1.0, int(attributes.multiprocessorCount) / multiprocessors(clocks, capability))
-        return Slice(_text(self.nvml.nvmlDeviceGetName(board)), share)
+        return MigSlice(_text(self.nvml.nvmlDeviceGetName(board)), share)
 
     def clocks(self, board: Any) -> Clocks | None:
         nvml = self.nvml

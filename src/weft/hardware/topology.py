@@ -76,7 +76,7 @@ class Holder(msgspec.Struct, frozen=True):
         return f"{self.name.rpartition('/')[2] or 'a process'} (pid {self.pid}){held}"
 
 
-class Slice(msgspec.Struct, frozen=True):
+class MigSlice(msgspec.Struct, frozen=True):
     """What a MIG slice is a part of: the board's name, and the share of its multiprocessors, None where the driver
     does not tell."""
 
@@ -103,7 +103,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     nvlinks: NvLinks | None = None
     numa_node: int | None = None
     holders: tuple[Holder, ...] = ()
-    slice: Slice | None = None
+    slice: MigSlice | None = None
 
     @property
     def held_bytes(self) -> int:
