@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.pure.fake_nvml import GIB, FakeNvml, bridged, eight_h100, old_driver, sliced, two_consumer_cards
 from weft.hardware import nvml
 from weft.hardware.nvml import Driver, choose, look
-from weft.hardware.topology import Clocks, Gpu, Holder, NvLinks, Pair, Pcie, interconnect_domains
+from weft.hardware.topology import Clocks, Gpu, GpuPair, Holder, NvLinks, Pcie, interconnect_domains
 
 Look = Callable[..., Driver]
 
@@ -55,7 +55,7 @@ def test_two_consumer_cards(seen: Look) -> None:
     assert [str(it) for it in second.holders][::2] == ["Planet (pid 4242) 6.4 GB", "a process (pid 78)"]
     assert (first.held_bytes, second.held_bytes) == (0, 8 * GIB)
     assert driver.pairs == (
-        Pair(first=0, second=1, ancestor="PHB", peer=False, reason="the chipset does not support it"),
+        GpuPair(first=0, second=1, ancestor="PHB", peer=False, reason="the chipset does not support it"),
     )
 
 
@@ -73,7 +73,7 @@ def test_a_bridge_between_two(seen: Look) -> None:
     driver = seen(bridged((0, 1)))
     assert driver.gpus[0].nvlinks == NvLinks(count=4, version="3.1", each_Bps=14062e6, switched=False)
     assert driver.gpus[0].nvlinks.Bps == pytest.approx(56.25e9, rel=1e-3)
-    assert driver.pairs == (Pair(first=0, second=1, ancestor="SYS", nvlinks=4, peer=True),)
+    assert driver.pairs == (GpuPair(first=0, second=1, ancestor="SYS", nvlinks=4, peer=True),)
     # Links that are down do not count.
     half = seen(bridged((0, 1), down=2))
     assert (half.gpus[1].nvlinks.count, half.pairs[0].nvlinks) == (2, 2)
@@ -113,7 +113,7 @@ def test_a_driver_that_supports_nothing(seen: Look) -> None:
     for gpu in driver.gpus:
         assert (gpu.total_bytes, gpu.capability) == (16 * GIB, (7, 0))
         assert (gpu.clocks, gpu.pcie, gpu.nvlinks, gpu.numa_node, gpu.holders) == (None, None, None, None, ())
-    assert driver.pairs == (Pair(first=0, second=1),)
+    assert driver.pairs == (GpuPair(first=0, second=1),)
 
 
 def test_the_kernel_s_word_on_numa_is_first(seen: Look, tmp_path: Path) -> None:

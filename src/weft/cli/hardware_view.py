@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from weft.cli.tables import console, table
 from weft.hardware.cpu import CpuSpeed
 from weft.hardware.host import Host
-from weft.hardware.topology import Gpu, Pair
+from weft.hardware.topology import Gpu, GpuPair
 from weft.probes.machine import plain
 from weft.probes.speeds import PairSpeed, Speeds
 from weft.words import gigabytes
@@ -158,7 +158,7 @@ def matrix(here: Host) -> Table:
     return made
 
 
-def joint(pair: Pair) -> str:
+def joint(pair: GpuPair) -> str:
     """As nvidia-smi topo writes it."""
     return f"NV{pair.nvlinks}" if pair.nvlinks else pair.ancestor or UNKNOWN
 
@@ -173,7 +173,7 @@ def pair_lines(here: Host, speeds: Speeds) -> Iterator[str]:
         yield f"{'all pairs' if len(told) == 1 and len(pairs) > 1 else ', '.join(pairs)}: {what}"
 
 
-def peer(pair: Pair, found: PairSpeed | None) -> str:
+def peer(pair: GpuPair, found: PairSpeed | None) -> str:
     says = {True: "peer-to-peer", False: "no peer-to-peer", None: "peer-to-peer unknown"}[pair.peer]
     says += f" ({pair.reason})" if pair.reason else ""
     if found is None:

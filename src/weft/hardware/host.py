@@ -14,7 +14,7 @@ import msgspec
 
 from weft.hardware import cpu, cuda, nvml
 from weft.hardware.cpu import Cpu
-from weft.hardware.topology import Gpu, Pair
+from weft.hardware.topology import Gpu, GpuPair
 
 # What the environment may say about a layout; the planner is pure and reads it from here.
 PLANNING_VARIABLES = ("VLLM_PP_LAYER_PARTITION", "VLLM_ATTENTION_BACKEND", "TRITON_INTERPRET")
@@ -36,7 +36,7 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
     memory_total_bytes: int
     memory_free_bytes: int
     gpus: tuple[Gpu, ...] = ()
-    pairs: tuple[Pair, ...] = ()
+    pairs: tuple[GpuPair, ...] = ()
     driver: str = ""
     cpu: Cpu | None = None
     environment: dict[str, str] = {}

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from weft.hardware import cuda
-from weft.hardware.topology import Ancestor, Clocks, Gpu, Holder, MigSlice, NvLinks, Pair, Pcie, multiprocessors
+from weft.hardware.topology import Ancestor, Clocks, Gpu, GpuPair, Holder, MigSlice, NvLinks, Pcie, multiprocessors
 
 T = TypeVar("T")
 
@@ -52,7 +52,7 @@ class Driver(msgspec.Struct, frozen=True):
 
     version: str = ""
     gpus: tuple[Gpu, ...] = ()
-    pairs: tuple[Pair, ...] = ()
+    pairs: tuple[GpuPair, ...] = ()
 
 
 def look(visible: str | None = None, root: Path = Path("/"), *, otherwise: bool = False) -> Driver:
@@ -262,11 +262,11 @@ class Probe:
                     return float(value.value.uiVal) * 1e6
         return 0.0
 
-    def pair(self, a: Gpu, b: Gpu, first: Any, second: Any) -> Pair:
+    def pair(self, a: Gpu, b: Gpu, first: Any, second: Any) -> GpuPair:
         """How two visible GPUs reach each other."""
         level = self.ask(self.nvml.nvmlDeviceGetTopologyCommonAncestor, first, second, default=None)
         peer, reason = self.peer(first, second)
-        return Pair(
+        return GpuPair(
             first=a.index,
             second=b.index,
             ancestor=None if level is None else ANCESTORS.get(level),

@@ -111,7 +111,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
         return max(0, self.total_bytes - self.free_bytes - DRIVER_BYTES)
 
 
-class Pair(msgspec.Struct, frozen=True, kw_only=True):
+class GpuPair(msgspec.Struct, frozen=True, kw_only=True):
     """How two GPUs (by their index, the lower first) reach each other: their closest common ancestor on the bus, the
     NVLinks between them, and whether the driver lets one read and write the other's memory; `reason` is why not.
     None where the driver does not tell."""
