@@ -45,7 +45,7 @@ def on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Run]:
         driver = nvml.Driver()
         if machine:
             machine.install(monkeypatch)
-            driver = nvml.look(None, tmp_path)
+            driver = nvml.probe_driver(None, tmp_path)
         here = Host(
             hostname="rig",
             cores=tuple(range(32)),

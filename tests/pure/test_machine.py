@@ -35,7 +35,7 @@ def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Make:
 
     def make(machine: FakeNvml, visible: str | None = None) -> Host:
         machine.install(monkeypatch)
-        driver = nvml.look(visible, tmp_path)
+        driver = nvml.probe_driver(visible, tmp_path)
         return Host(
             hostname="here",
             cores=(0, 1),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.pure.fake_nvml import GIB, FakeNvml, bridged, eight_h100, old_driver, sliced, two_consumer_cards
 from weft.hardware import nvml
-from weft.hardware.nvml import Driver, choose, look
+from weft.hardware.nvml import Driver, choose, probe_driver
 from weft.hardware.topology import Clocks, Gpu, GpuPair, Holder, NvLinks, Pcie, interconnect_domains
 
 Look = Callable[..., Driver]
@@ -26,7 +26,7 @@ def seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Look:
 
     def see(machine: FakeNvml, visible: str | None = None, root: Path = tmp_path) -> Driver:
         machine.install(monkeypatch)
-        found = look(visible, root)
+        found = probe_driver(visible, root)
         assert machine.inside == 0  # shut down as often as started
         return found
 
@@ -171,7 +171,7 @@ def test_a_gpu_that_is_lost_is_left_out_and_told(seen: Look, caplog: pytest.LogC
 @pytest.mark.parametrize("visible", ["", "  "])
 def test_an_empty_list_hides_all_without_asking(monkeypatch: pytest.MonkeyPatch, visible: str) -> None:
     monkeypatch.setattr("ctypes.CDLL", lambda _: pytest.fail("asked the driver"))
-    assert look(visible) == Driver()
+    assert probe_driver(visible) == Driver()
 
 
 def test_without_a_driver_pynvml_is_not_imported() -> None:

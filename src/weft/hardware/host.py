@@ -56,7 +56,7 @@ def probe_host(environment: Mapping[str, str] = os.environ, root: Path = Path("/
     """Look at this machine, below `root` for what the kernel tells in files; milliseconds without a GPU."""
     total, free = memory_bytes(root)
     otherwise = cuda.has_other_order(environment)
-    driver = nvml.look(environment.get("CUDA_VISIBLE_DEVICES"), root, otherwise=otherwise)
+    driver = nvml.probe_driver(environment.get("CUDA_VISIBLE_DEVICES"), root, otherwise=otherwise)
     omp = environment.get("OMP_NUM_THREADS", "").split(",")[0].strip()  # a list is per nesting level
     return Host(
         hostname=socket.gethostname(),

@@ -55,7 +55,7 @@ class Driver(msgspec.Struct, frozen=True):
     pairs: tuple[GpuPair, ...] = ()
 
 
-def look(visible: str | None = None, root: Path = Path("/"), *, otherwise: bool = False) -> Driver:
+def probe_driver(visible: str | None = None, root: Path = Path("/"), *, otherwise: bool = False) -> Driver:
     """The GPUs that CUDA would show under CUDA_VISIBLE_DEVICES=`visible` (None: unset), numbered along the PCI bus, or
     `otherwise` as CUDA in this process does. None without a driver."""
     if visible is not None and not visible.strip():
