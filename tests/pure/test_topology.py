@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.pure.fake_nvml import GIB, FakeNvml, bridged, eight_h100, old_driver, sliced, two_consumer_cards
 from weft.hardware import nvml
-from weft.hardware.nvml import Driver, choose, probe_driver
+from weft.hardware.nvml import Driver, probe_driver, visible_gpus
 from weft.hardware.topology import Clocks, Gpu, GpuPair, Holder, NvLinks, Pcie, interconnect_domains
 
 Look = Callable[..., Driver]
@@ -210,7 +210,7 @@ FOUND = tuple(
     ],
 )
 def test_cuda_visible_devices(visible: str | None, names: list[int]) -> None:
-    chosen = choose(FOUND, visible)
+    chosen = visible_gpus(FOUND, visible)
     assert [gpu.name for gpu in chosen] == [f"card {n}" for n in names]
     assert [gpu.index for gpu in chosen] == list(range(len(names)))
 

@@ -85,7 +85,7 @@ def probe_driver(visible: str | None = None, root: Path = Path("/"), *, otherwis
                 continue
             handles |= {gpu.uuid: board for gpu in there}
             found += there
-        chosen = (as_cuda_shows(found) if otherwise and len(found) > 1 else None) or choose(found, visible)
+        chosen = (as_cuda_shows(found) if otherwise and len(found) > 1 else None) or visible_gpus(found, visible)
         pairs = tuple(probe.pair(a, b, handles[a.uuid], handles[b.uuid]) for a, b in combinations(chosen, 2))
         version = _text(probe.ask(nvml.nvmlSystemGetDriverVersion, default=""))
         return Driver(version, chosen, pairs) if found else Driver()
@@ -302,7 +302,7 @@ def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
-def choose(found: Iterable[Gpu], visible: str | None) -> tuple[Gpu, ...]:
+def visible_gpus(found: Iterable[Gpu], visible: str | None) -> tuple[Gpu, ...]:
     """Those of `found` (numbered as the driver does) that CUDA_VISIBLE_DEVICES=`visible` leaves, renumbered.
 
     As CUDA reads it: numbers, or beginnings of UUIDs that fit one GPU; the list ends at the first entry that
