@@ -42,7 +42,7 @@ def on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Run]:
     monkeypatch.setattr(speeds, "measure_cpu", lambda _: CpuSpeed(50e9, 1e12))
 
     def place(machine: FakeNvml | None = None, **faults: str) -> Run:
-        driver = nvml.Driver()
+        driver = nvml.DriverReport()
         if machine:
             machine.install(monkeypatch)
             driver = nvml.probe_driver(None, tmp_path)

@@ -14,17 +14,17 @@ from hypothesis import strategies as st
 
 from tests.pure.fake_nvml import GIB, FakeNvml, bridged, eight_h100, old_driver, sliced, two_consumer_cards
 from weft.hardware import nvml
-from weft.hardware.nvml import Driver, probe_driver, visible_gpus
+from weft.hardware.nvml import DriverReport, probe_driver, visible_gpus
 from weft.hardware.topology import Clocks, Gpu, GpuPair, Holder, NvLinks, Pcie, interconnect_domains
 
-Look = Callable[..., Driver]
+Look = Callable[..., DriverReport]
 
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Look:
     """What is seen of a machine, below a root without the kernel's files."""
 
-    def see(machine: FakeNvml, visible: str | None = None, root: Path = tmp_path) -> Driver:
+    def see(machine: FakeNvml, visible: str | None = None, root: Path = tmp_path) -> DriverReport:
         machine.install(monkeypatch)
         found = probe_driver(visible, root)
         assert machine.inside == 0  # shut down as often as started
@@ -146,7 +146,7 @@ def test_a_driver_that_fails_is_no_gpu_and_told(seen: Look, reason: str, caplog:
         def nvmlInit(self) -> None:
             raise pynvml.NVMLError(getattr(pynvml, f"NVML_ERROR_{reason}"))
 
-    assert seen(Broken([])) == Driver()
+    assert seen(Broken([])) == DriverReport()
     # A library without a driver is common where there is no GPU.
     assert ("no GPU is seen" in caplog.text) == (reason != "DRIVER_NOT_LOADED")
 
@@ -165,13 +165,13 @@ def test_a_gpu_that_is_lost_is_left_out_and_told(seen: Look, caplog: pytest.LogC
     assert "GPU 3 does not answer its driver" in caplog.text
     assert [gpu.bus[5] for gpu in seen(Lost(cards), "4,3,2").gpus] == ["5"]
     lost = list(cards)
-    assert seen(Lost(cards)) == Driver()
+    assert seen(Lost(cards)) == DriverReport()
 
 
 @pytest.mark.parametrize("visible", ["", "  "])
 def test_an_empty_list_hides_all_without_asking(monkeypatch: pytest.MonkeyPatch, visible: str) -> None:
     monkeypatch.setattr("ctypes.CDLL", lambda _: pytest.fail("asked the driver"))
-    assert probe_driver(visible) == Driver()
+    assert probe_driver(visible) == DriverReport()
 
 
 def test_without_a_driver_pynvml_is_not_imported() -> None:

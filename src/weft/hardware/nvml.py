@@ -47,7 +47,7 @@ HIDDEN = "ffff:ffff:ff"
 NODES = 1024  # NUMA nodes that a bit mask is asked for
 
 
-class Driver(msgspec.Struct, frozen=True):
+class DriverReport(msgspec.Struct, frozen=True):
     """All that it says: its version, the visible GPUs, and how every two of them reach each other."""
 
     version: str = ""
@@ -55,15 +55,15 @@ class Driver(msgspec.Struct, frozen=True):
     pairs: tuple[GpuPair, ...] = ()
 
 
-def probe_driver(visible: str | None = None, root: Path = Path("/"), *, otherwise: bool = False) -> Driver:
+def probe_driver(visible: str | None = None, root: Path = Path("/"), *, otherwise: bool = False) -> DriverReport:
     """The GPUs that CUDA would show under CUDA_VISIBLE_DEVICES=`visible` (None: unset), numbered along the PCI bus, or
     `otherwise` as CUDA in this process does. None without a driver."""
     if visible is not None and not visible.strip():
-        return Driver()
+        return DriverReport()
     try:
         ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:  # no driver; spare the import
-        return Driver()
+        return DriverReport()
     import pynvml as nvml
 
     try:
@@ -71,7 +71,7 @@ def probe_driver(visible: str | None = None, root: Path = Path("/"), *, otherwis
     except nvml.NVMLError as error:
         if error.value != nvml.NVML_ERROR_DRIVER_NOT_LOADED:  # as where a library is installed, but no GPU
             logger.warning("NVIDIA's driver cannot be asked, and no GPU is seen: %s", error)
-        return Driver()
+        return DriverReport()
     try:
         probe = Probe(nvml, root)
         handles: dict[str, Any] = {}
@@ -88,10 +88,10 @@ def probe_driver(visible: str | None = None, root: Path = Path("/"), *, otherwis
         chosen = (as_cuda_shows(found) if otherwise and len(found) > 1 else None) or visible_gpus(found, visible)
         pairs = tuple(probe.pair(a, b, handles[a.uuid], handles[b.uuid]) for a, b in combinations(chosen, 2))
         version = _text(probe.ask(nvml.nvmlSystemGetDriverVersion, default=""))
-        return Driver(version, chosen, pairs) if found else Driver()
+        return DriverReport(version, chosen, pairs) if found else DriverReport()
     except nvml.NVMLError as error:
         logger.warning("NVIDIA's driver cannot be asked, and no GPU is seen: %s", error)
-        return Driver()
+        return DriverReport()
     finally:
         nvml.nvmlShutdown()
 
