@@ -73,7 +73,7 @@ def probe_driver(visible: str | None = None, root: Path = Path("/"), *, otherwis
             logger.warning("NVIDIA's driver cannot be asked, and no GPU is seen: %s", error)
         return DriverReport()
     try:
-        probe = Probe(nvml, root)
+        probe = NvmlSession(nvml, root)
         handles: dict[str, Any] = {}
         found = []
         for number in range(nvml.nvmlDeviceGetCount()):
@@ -96,7 +96,7 @@ def probe_driver(visible: str | None = None, root: Path = Path("/"), *, otherwis
         nvml.nvmlShutdown()
 
 
-class Probe:
+class NvmlSession:
     """One session with NVML, `root` as the kernel's files. What a driver or a card does not support is None or empty;
     without a name, a memory or a compute capability there is no GPU: NVMLError."""
 
