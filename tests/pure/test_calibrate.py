@@ -334,7 +334,7 @@ def test_what_is_kept_is_known(cache: Path) -> None:
     assert list(cache.glob("*.part")) == []
     # Speeds have a file of their own.
     speeds.keep(HOST, Speeds(machine=speeds.known(HOST).machine, cpu=SPEED, calibrations=(one,)))
-    assert "weights_Bps" not in speeds.path(HOST).read_text()
+    assert "weights_Bps" not in speeds.speeds_path(HOST).read_text()
     assert speeds.known(HOST).cpu == SPEED and speeds.known(HOST).calibrations == (other, one)
 
 

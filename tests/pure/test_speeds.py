@@ -174,13 +174,13 @@ FILE = Speeds(machine=fingerprint(HOST, speeds.VERSION), cpu=CpuSpeed(7.0, 7.0))
     ],
 )
 def test_a_damaged_file_is_measured_anew(measured: list[Host], cache: Path, damaged: bytes) -> None:
-    speeds.path(HOST).parent.mkdir()
-    speeds.path(HOST).write_bytes(kept(FILE))
+    speeds.speeds_path(HOST).parent.mkdir()
+    speeds.speeds_path(HOST).write_bytes(kept(FILE))
     assert cpu_speed(HOST) == FILE.cpu
-    speeds.path(HOST).write_bytes(damaged)
+    speeds.speeds_path(HOST).write_bytes(damaged)
     assert known(HOST).cpu is None
     assert cpu_speed(HOST).bandwidth_Bps == 1e9 + 1 and known(HOST).cpu == cpu_speed(HOST)
-    assert [file.suffix for file in speeds.path(HOST).parent.iterdir()] == [".json"]
+    assert [file.suffix for file in speeds.speeds_path(HOST).parent.iterdir()] == [".json"]
 
 
 def test_a_cache_that_cannot_be_written_is_told_and_no_reason_to_stop(
@@ -192,9 +192,9 @@ def test_a_cache_that_cannot_be_written_is_told_and_no_reason_to_stop(
 
 
 def test_nothing_is_left_of_a_file_that_cannot_be_written(measured: list[Host], cache: Path) -> None:
-    speeds.path(HOST).mkdir(parents=True)
+    speeds.speeds_path(HOST).mkdir(parents=True)
     cpu_speed(HOST)
-    assert list(speeds.path(HOST).parent.iterdir()) == [speeds.path(HOST)]
+    assert list(speeds.speeds_path(HOST).parent.iterdir()) == [speeds.speeds_path(HOST)]
 
 
 # --- the measurement itself ---

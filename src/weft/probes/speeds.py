@@ -73,7 +73,7 @@ class Speeds(msgspec.Struct, frozen=True, kw_only=True):
         return next((pair for pair in self.pairs if {pair.first, pair.second} == {first, second}), None)
 
 
-def path(host: Host) -> Path:
+def speeds_path(host: Host) -> Path:
     """Where this machine's speeds are kept."""
     return cache_path() / f"speeds-{fingerprint(host, VERSION)}.json"
 
@@ -89,13 +89,13 @@ def known(host: Host) -> Speeds:
         machine=fingerprint(host, VERSION), calibrations=calibration.load_calibrations(calibrated_machine(host))
     )
     try:
-        found = msgspec.json.decode(path(host).read_bytes(), type=Speeds)
+        found = msgspec.json.decode(speeds_path(host).read_bytes(), type=Speeds)
     except (OSError, RuntimeError, msgspec.DecodeError) as error:
         if not isinstance(error, FileNotFoundError | RuntimeError):  # RuntimeError: there is no home, and so no cache
-            tell_damaged(path(host), str(error), MEASURED_AGAIN)
+            tell_damaged(speeds_path(host), str(error), MEASURED_AGAIN)
         return nothing
     if (found.machine, found.version) != (nothing.machine, VERSION) or not sound(found):
-        tell_damaged(path(host), "its figures cannot be", MEASURED_AGAIN)
+        tell_damaged(speeds_path(host), "its figures cannot be", MEASURED_AGAIN)
         return nothing
     return msgspec.structs.replace(found, calibrations=nothing.calibrations)
 
@@ -115,7 +115,7 @@ def keep(host: Host, speeds: Speeds) -> None:
     """Write them down for the next time; where that is not possible they are measured again then."""
     text = msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(speeds, calibrations=())))
     try:
-        write(path(host), text)
+        write(speeds_path(host), text)
     except (OSError, RuntimeError, WeftError) as error:
         logger.warning("what was measured of this machine cannot be kept, and will be measured again: %s", error)
 
