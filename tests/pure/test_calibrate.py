@@ -329,13 +329,13 @@ def test_what_is_kept_is_known(cache: Path) -> None:
     for it in (made(layer_us=1.0), other, one):  # the last of a device counts
         path = calibration.store_calibration(machine, it)
     assert path.parent == cache and calibration.load_calibrations(machine) == (other, one)
-    assert speeds.known(HOST).calibrations == (other, one)
+    assert speeds.load_speeds(HOST).calibrations == (other, one)
     assert calibration.load_calibrations(speeds.calibrated_machine(msgspec.structs.replace(HOST, cores=(0,)))) == ()
     assert list(cache.glob("*.part")) == []
     # Speeds have a file of their own.
-    speeds.keep(HOST, Speeds(machine=speeds.known(HOST).machine, cpu=SPEED, calibrations=(one,)))
+    speeds.keep(HOST, Speeds(machine=speeds.load_speeds(HOST).machine, cpu=SPEED, calibrations=(one,)))
     assert "weights_Bps" not in speeds.speeds_path(HOST).read_text()
-    assert speeds.known(HOST).cpu == SPEED and speeds.known(HOST).calibrations == (other, one)
+    assert speeds.load_speeds(HOST).cpu == SPEED and speeds.load_speeds(HOST).calibrations == (other, one)
 
 
 def test_other_versions_are_left_alone(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

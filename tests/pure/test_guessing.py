@@ -33,7 +33,7 @@ def no_files(monkeypatch: pytest.MonkeyPatch) -> None:
         return Draft(model=model, checkpoint="", load_format="dummy", shape=checkpoint(model).shape)
 
     monkeypatch.setattr(execution, "fetched", fetched)
-    monkeypatch.setattr("weft.probes.speeds.known", lambda _: NOTHING)
+    monkeypatch.setattr("weft.probes.speeds.load_speeds", lambda _: NOTHING)
 
 
 def ranks(*words: str) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from weft.hardware.topology import Gpu
 from weft.native import library
 from weft.probes import speeds
 from weft.probes.fingerprint import fingerprint
-from weft.probes.speeds import GpuSpeed, PairSpeed, Speeds, cpu_speed, known
+from weft.probes.speeds import GpuSpeed, PairSpeed, Speeds, cpu_speed, load_speeds
 
 CARD = Gpu(index=0, name="card", uuid="GPU-1", total_bytes=8, free_bytes=8, capability=(8, 0))
 HOST = Host(
@@ -82,7 +82,7 @@ def test_the_cpu_is_measured_once(measured: list[Host]) -> None:
 
 
 def test_a_busy_machine_is_measured_again_when_it_is_not(measured: list[Host], monkeypatch: pytest.MonkeyPatch) -> None:
-    speeds.keep(HOST, msgspec.structs.replace(known(HOST), cpu=CpuSpeed(5.0, 5.0, busy=True)))
+    speeds.keep(HOST, msgspec.structs.replace(load_speeds(HOST), cpu=CpuSpeed(5.0, 5.0, busy=True)))
     monkeypatch.setattr(speeds, "busy", lambda: True)
     assert cpu_speed(HOST).bandwidth_Bps == 5.0 and measured == []
     monkeypatch.setattr(speeds, "busy", lambda: False)
@@ -94,11 +94,11 @@ def test_it_is_measured_again_once_the_kernels_are_built(measured: list[Host], m
         monkeypatch.setattr(library, "found", lambda: path)
         return cpu_speed(HOST).bandwidth_Bps
 
-    speeds.keep(HOST, msgspec.structs.replace(known(HOST), cpu=CpuSpeed(5.0, 5.0, library="")))
+    speeds.keep(HOST, msgspec.structs.replace(load_speeds(HOST), cpu=CpuSpeed(5.0, 5.0, library="")))
     assert built("") == 5.0
     assert built("/cache/bfloat16-1.so") == 1e9 + 1
     speeds.keep(
-        HOST, msgspec.structs.replace(known(HOST), cpu=CpuSpeed(6.0, 6.0, library="bfloat16-1.so", kernels=OWN))
+        HOST, msgspec.structs.replace(load_speeds(HOST), cpu=CpuSpeed(6.0, 6.0, library="bfloat16-1.so", kernels=OWN))
     )
     assert built("/cache/bfloat16-1.so") == built("") == 6.0  # of those to come nothing can be measured
     assert built("/cache/bfloat16-2.so") == 1e9 + 2
@@ -109,7 +109,7 @@ def test_it_is_measured_again_where_the_kernels_come_or_go(
 ) -> None:
     def anew(kept: CpuSpeed, found: str | None) -> bool:
         monkeypatch.setattr(library, "found", lambda: found)
-        speeds.keep(HOST, msgspec.structs.replace(known(HOST), cpu=kept))
+        speeds.keep(HOST, msgspec.structs.replace(load_speeds(HOST), cpu=kept))
         return cpu_speed(HOST) != kept
 
     without, broken = CpuSpeed(5.0, 5.0, library=None), CpuSpeed(5.0, 5.0, library="a.so")
@@ -122,9 +122,9 @@ def test_it_is_measured_again_where_the_kernels_come_or_go(
 def test_gpus_stay_known_when_the_cpu_is_measured(measured: list[Host]) -> None:
     pair = PairSpeed(first="GPU-1", second="GPU-2", verdict="hung", detail="x")
     gpu = GpuSpeed(gpu="GPU-1", copy_Bps=1.0, from_host_Bps=1.0, to_host_Bps=1.0)
-    speeds.keep(HOST, msgspec.structs.replace(known(HOST), gpus=(gpu,), pairs=(pair,)))
+    speeds.keep(HOST, msgspec.structs.replace(load_speeds(HOST), gpus=(gpu,), pairs=(pair,)))
     cpu_speed(HOST)
-    found = known(HOST)
+    found = load_speeds(HOST)
     assert (found.gpus, found.pairs) == ((gpu,), (pair,)) and found.cpu is not None
     assert found.pair("GPU-2", "GPU-1") == pair and found.pair("GPU-1", "GPU-3") is None
 
@@ -133,12 +133,12 @@ def test_what_others_found_meanwhile_stays(measured: list[Host], monkeypatch: py
     gpu = GpuSpeed(gpu="GPU-1", copy_Bps=1.0, from_host_Bps=1.0, to_host_Bps=1.0)
 
     def slowly(host: Host) -> CpuSpeed:
-        speeds.keep(host, msgspec.structs.replace(known(host), gpus=(gpu,)))
+        speeds.keep(host, msgspec.structs.replace(load_speeds(host), gpus=(gpu,)))
         return CpuSpeed(3.0, 3.0)
 
     monkeypatch.setattr(speeds, "measure_cpu", slowly)
     cpu_speed(HOST)
-    assert (known(HOST).gpus, known(HOST).cpu) == ((gpu,), CpuSpeed(3.0, 3.0))
+    assert (load_speeds(HOST).gpus, load_speeds(HOST).cpu) == ((gpu,), CpuSpeed(3.0, 3.0))
 
 
 def kept(found: Speeds) -> bytes:
@@ -178,8 +178,8 @@ def test_a_damaged_file_is_measured_anew(measured: list[Host], cache: Path, dama
     speeds.speeds_path(HOST).write_bytes(kept(FILE))
     assert cpu_speed(HOST) == FILE.cpu
     speeds.speeds_path(HOST).write_bytes(damaged)
-    assert known(HOST).cpu is None
-    assert cpu_speed(HOST).bandwidth_Bps == 1e9 + 1 and known(HOST).cpu == cpu_speed(HOST)
+    assert load_speeds(HOST).cpu is None
+    assert cpu_speed(HOST).bandwidth_Bps == 1e9 + 1 and load_speeds(HOST).cpu == cpu_speed(HOST)
     assert [file.suffix for file in speeds.speeds_path(HOST).parent.iterdir()] == [".json"]
 
 

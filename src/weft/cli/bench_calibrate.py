@@ -102,7 +102,7 @@ def settings(arguments: Namespace) -> EngineConfig:
 
 def devices(here: Host, config: EngineConfig) -> list[tuple[int | None, GpuSpec]]:
     """One of each kind, with its number; the CPU has none."""
-    known = speeds.known(here)
+    known = speeds.load_speeds(here)
     if not here.gpus:
         known = msgspec.structs.replace(known, cpu=speeds.cpu_speed(here))
         (spec,) = this_machine(here, known).gpus

@@ -57,7 +57,7 @@ def main(arguments: Namespace) -> int:
 def known(here: Host, *, measure: bool, refresh: bool) -> Speeds:
     """What the cache knows, and what it lacks or (`refresh`) all of it measured now. A measurement that is not possible
     is told, and left out."""
-    found = speeds.known(here)
+    found = speeds.load_speeds(here)
     if not measure:
         return found
     try:
@@ -66,7 +66,7 @@ def known(here: Host, *, measure: bool, refresh: bool) -> Speeds:
             logger.warning("trying out how the GPUs copy; a minute at most, longer where a link hangs")
             gpus, pairs = links.measure(here)
             found = msgspec.structs.replace(found, gpus=gpus, pairs=pairs)
-            speeds.keep(here, msgspec.structs.replace(speeds.known(here), gpus=gpus, pairs=pairs))
+            speeds.keep(here, msgspec.structs.replace(speeds.load_speeds(here), gpus=gpus, pairs=pairs))
     except ConfigError as error:
         logger.warning("%s", error)
     return found

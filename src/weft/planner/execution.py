@@ -57,10 +57,10 @@ def plan_to_run(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Pla
     if device_kind(config, host) == "cpu" or (is_cut(config, host) and not leaves_shares_open(config, host)):
         return laid_out(config, checkpoint, host, how)
     from weft.probes.machine import this_machine
-    from weft.probes.speeds import known
+    from weft.probes.speeds import load_speeds
 
     try:
-        config = searched(config, checkpoint, host, this_machine(host, known(host)), how)
+        config = searched(config, checkpoint, host, this_machine(host, load_speeds(host)), how)
     except PlanError:
         # Who says the sizes has them tried, whatever the search thinks of it.
         if not is_cut(config, host):
@@ -94,10 +94,10 @@ def stepping(plan: Plan, config: EngineConfig, host: Host) -> Plan:
         tokens, why = plan.max_num_batched_tokens, profile(OURS, on_cpu=True).max_num_batched_tokens.source
     else:
         from weft.planner.forecast import step_choice
-        from weft.probes.speeds import known
+        from weft.probes.speeds import load_speeds
 
         try:
-            tokens, why = step_choice(plan, host, known(host))
+            tokens, why = step_choice(plan, host, load_speeds(host))
         except ConfigError as error:  # a GPU that nobody knows
             tokens, why = plan.max_num_batched_tokens, str(error)
     _tell_steps(tokens, why)
@@ -108,9 +108,9 @@ def linked(plan: Plan, host: Host) -> Plan:
     """The plan, without peer-to-peer where a measurement (`weft hardware`) found that it does not work here."""
     if len({device for device in plan.devices if device != "cpu"}) < 2:
         return plan
-    from weft.probes.speeds import known
+    from weft.probes.speeds import load_speeds
 
-    faults = [pair for pair in known(host).pairs if pair.verdict != "works"]
+    faults = [pair for pair in load_speeds(host).pairs if pair.verdict != "works"]
     if not faults:
         return plan
     numbers = {gpu.uuid: gpu.index for gpu in host.gpus}
@@ -124,7 +124,7 @@ def seen(plan: Plan, host: Host) -> Speeds:
     which takes a second and an idle machine. Raises ConfigError where it is not possible."""
     from weft.probes import speeds
 
-    known = speeds.known(host)
+    known = speeds.load_speeds(host)
     if plan.devices[0] != "cpu":
         return known
     return msgspec.structs.replace(known, cpu=speeds.cpu_speed(host))

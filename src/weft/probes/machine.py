@@ -33,8 +33,8 @@ def here(*, refresh: bool = False) -> Cluster:
     host = hosts.probe_host()
     if not host.gpus:
         cpu = measured.cpu_speed(host, refresh=refresh)
-        return this_machine(host, msgspec.structs.replace(measured.known(host), cpu=cpu))
-    return this_machine(host, measured.known(host))
+        return this_machine(host, msgspec.structs.replace(measured.load_speeds(host), cpu=cpu))
+    return this_machine(host, measured.load_speeds(host))
 
 
 def this_machine(host: Host, speeds: Speeds) -> Cluster:

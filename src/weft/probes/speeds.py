@@ -83,7 +83,7 @@ def calibrated_machine(host: Host) -> str:
     return fingerprint(host, "calibration", *calibration.calibration_versions())
 
 
-def known(host: Host) -> Speeds:
+def load_speeds(host: Host) -> Speeds:
     """What the cache knows of this machine; nothing where it has no file of it, or a damaged one."""
     nothing = Speeds(
         machine=fingerprint(host, VERSION), calibrations=calibration.load_calibrations(calibrated_machine(host))
@@ -124,11 +124,11 @@ def cpu_speed(host: Host, *, refresh: bool = False) -> CpuSpeed:
     """How fast this machine's CPU is: as the cache knows, or measured now, which takes less than a second; once more
     where the machine was busy then and no longer is, and where the engine's kernels have been built since. Raises
     ConfigError where that is not possible."""
-    speeds = known(host)
+    speeds = load_speeds(host)
     if speeds.cpu and not refresh and not outdated(speeds.cpu):
         return speeds.cpu
     measured = measure_cpu(host)
-    keep(host, msgspec.structs.replace(known(host), cpu=measured))  # whatever else was found meanwhile
+    keep(host, msgspec.structs.replace(load_speeds(host), cpu=measured))  # whatever else was found meanwhile
     return measured
 
 
