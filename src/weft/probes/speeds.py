@@ -94,13 +94,13 @@ def load_speeds(host: Host) -> Speeds:
         if not isinstance(error, FileNotFoundError | RuntimeError):  # RuntimeError: there is no home, and so no cache
             tell_damaged(speeds_path(host), str(error), MEASURED_AGAIN)
         return nothing
-    if (found.machine, found.version) != (nothing.machine, VERSION) or not sound(found):
+    if (found.machine, found.version) != (nothing.machine, VERSION) or not is_plausible(found):
         tell_damaged(speeds_path(host), "its figures cannot be", MEASURED_AGAIN)
         return nothing
     return msgspec.structs.replace(found, calibrations=nothing.calibrations)
 
 
-def sound(speeds: Speeds) -> bool:
+def is_plausible(speeds: Speeds) -> bool:
     """Whether the figures can be: a file that was edited by hand, or half of another one, may hold anything."""
     figures = [speeds.cpu.bandwidth_Bps, speeds.cpu.fp32_flops] if speeds.cpu else []
     if speeds.cpu and (own := speeds.cpu.kernels):
