@@ -333,7 +333,7 @@ def test_what_is_kept_is_known(cache: Path) -> None:
     assert calibration.load_calibrations(speeds.calibrated_machine(msgspec.structs.replace(HOST, cores=(0,)))) == ()
     assert list(cache.glob("*.part")) == []
     # Speeds have a file of their own.
-    speeds.keep(HOST, Speeds(machine=speeds.load_speeds(HOST).machine, cpu=SPEED, calibrations=(one,)))
+    speeds.store_speeds(HOST, Speeds(machine=speeds.load_speeds(HOST).machine, cpu=SPEED, calibrations=(one,)))
     assert "weights_Bps" not in speeds.speeds_path(HOST).read_text()
     assert speeds.load_speeds(HOST).cpu == SPEED and speeds.load_speeds(HOST).calibrations == (other, one)
 

@@ -125,7 +125,7 @@ def test_ranks_go_through_the_host_s_memory_where_a_link_fails(
     monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
     here = host(3)
     pair = PairSpeed(first="GPU-0", second="GPU-2", verdict=verdict, peer=True, Bps=1e10)
-    speeds.keep(here, msgspec.structs.replace(speeds.load_speeds(here), pairs=(pair,)))
+    speeds.store_speeds(here, msgspec.structs.replace(speeds.load_speeds(here), pairs=(pair,)))
     plan = Plan(
         model="m",
         checkpoint="",

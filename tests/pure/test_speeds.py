@@ -82,7 +82,7 @@ def test_the_cpu_is_measured_once(measured: list[Host]) -> None:
 
 
 def test_a_busy_machine_is_measured_again_when_it_is_not(measured: list[Host], monkeypatch: pytest.MonkeyPatch) -> None:
-    speeds.keep(HOST, msgspec.structs.replace(load_speeds(HOST), cpu=CpuSpeed(5.0, 5.0, busy=True)))
+    speeds.store_speeds(HOST, msgspec.structs.replace(load_speeds(HOST), cpu=CpuSpeed(5.0, 5.0, busy=True)))
     monkeypatch.setattr(speeds, "busy", lambda: True)
     assert cpu_speed(HOST).bandwidth_Bps == 5.0 and measured == []
     monkeypatch.setattr(speeds, "busy", lambda: False)
@@ -94,10 +94,10 @@ def test_it_is_measured_again_once_the_kernels_are_built(measured: list[Host], m
         monkeypatch.setattr(library, "found", lambda: path)
         return cpu_speed(HOST).bandwidth_Bps
 
-    speeds.keep(HOST, msgspec.structs.replace(load_speeds(HOST), cpu=CpuSpeed(5.0, 5.0, library="")))
+    speeds.store_speeds(HOST, msgspec.structs.replace(load_speeds(HOST), cpu=CpuSpeed(5.0, 5.0, library="")))
     assert built("") == 5.0
     assert built("/cache/bfloat16-1.so") == 1e9 + 1
-    speeds.keep(
+    speeds.store_speeds(
         HOST, msgspec.structs.replace(load_speeds(HOST), cpu=CpuSpeed(6.0, 6.0, library="bfloat16-1.so", kernels=OWN))
     )
     assert built("/cache/bfloat16-1.so") == built("") == 6.0  # of those to come nothing can be measured
@@ -109,7 +109,7 @@ def test_it_is_measured_again_where_the_kernels_come_or_go(
 ) -> None:
     def anew(kept: CpuSpeed, found: str | None) -> bool:
         monkeypatch.setattr(library, "found", lambda: found)
-        speeds.keep(HOST, msgspec.structs.replace(load_speeds(HOST), cpu=kept))
+        speeds.store_speeds(HOST, msgspec.structs.replace(load_speeds(HOST), cpu=kept))
         return cpu_speed(HOST) != kept
 
     without, broken = CpuSpeed(5.0, 5.0, library=None), CpuSpeed(5.0, 5.0, library="a.so")
@@ -122,7 +122,7 @@ def test_it_is_measured_again_where_the_kernels_come_or_go(
 def test_gpus_stay_known_when_the_cpu_is_measured(measured: list[Host]) -> None:
     pair = PairSpeed(first="GPU-1", second="GPU-2", verdict="hung", detail="x")
     gpu = GpuSpeed(gpu="GPU-1", copy_Bps=1.0, from_host_Bps=1.0, to_host_Bps=1.0)
-    speeds.keep(HOST, msgspec.structs.replace(load_speeds(HOST), gpus=(gpu,), pairs=(pair,)))
+    speeds.store_speeds(HOST, msgspec.structs.replace(load_speeds(HOST), gpus=(gpu,), pairs=(pair,)))
     cpu_speed(HOST)
     found = load_speeds(HOST)
     assert (found.gpus, found.pairs) == ((gpu,), (pair,)) and found.cpu is not None
@@ -133,7 +133,7 @@ def test_what_others_found_meanwhile_stays(measured: list[Host], monkeypatch: py
     gpu = GpuSpeed(gpu="GPU-1", copy_Bps=1.0, from_host_Bps=1.0, to_host_Bps=1.0)
 
     def slowly(host: Host) -> CpuSpeed:
-        speeds.keep(host, msgspec.structs.replace(load_speeds(host), gpus=(gpu,)))
+        speeds.store_speeds(host, msgspec.structs.replace(load_speeds(host), gpus=(gpu,)))
         return CpuSpeed(3.0, 3.0)
 
     monkeypatch.setattr(speeds, "measure_cpu", slowly)

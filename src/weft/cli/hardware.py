@@ -66,7 +66,7 @@ def known(here: Host, *, measure: bool, refresh: bool) -> Speeds:
             logger.warning("trying out how the GPUs copy; a minute at most, longer where a link hangs")
             gpus, pairs = links.measure(here)
             found = msgspec.structs.replace(found, gpus=gpus, pairs=pairs)
-            speeds.keep(here, msgspec.structs.replace(speeds.load_speeds(here), gpus=gpus, pairs=pairs))
+            speeds.store_speeds(here, msgspec.structs.replace(speeds.load_speeds(here), gpus=gpus, pairs=pairs))
     except ConfigError as error:
         logger.warning("%s", error)
     return found

@@ -111,7 +111,7 @@ def is_plausible(speeds: Speeds) -> bool:
     return all(0 < figure < float("inf") for figure in figures)
 
 
-def keep(host: Host, speeds: Speeds) -> None:
+def store_speeds(host: Host, speeds: Speeds) -> None:
     """Write them down for the next time; where that is not possible they are measured again then."""
     text = msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(speeds, calibrations=())))
     try:
@@ -128,7 +128,7 @@ def cpu_speed(host: Host, *, refresh: bool = False) -> CpuSpeed:
     if speeds.cpu and not refresh and not outdated(speeds.cpu):
         return speeds.cpu
     measured = measure_cpu(host)
-    keep(host, msgspec.structs.replace(load_speeds(host), cpu=measured))  # whatever else was found meanwhile
+    store_speeds(host, msgspec.structs.replace(load_speeds(host), cpu=measured))  # whatever else was found meanwhile
     return measured
 
 
