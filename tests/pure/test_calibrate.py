@@ -462,7 +462,7 @@ def test_the_command_prints_keeps_and_doubts(
     cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(host, "probe_host", lambda: HOST)
-    monkeypatch.setattr(speeds, "cpu_speed", lambda *_: SPEED)
+    monkeypatch.setattr(speeds, "known_cpu_speed", lambda *_: SPEED)
     there = points(cpu(), TRUE)
     worst = 0.02
 
@@ -529,7 +529,7 @@ def test_one_of_each_kind_of_device(cache: Path, monkeypatch: pytest.MonkeyPatch
     from tests.pure.machines import gpu
     from tests.pure.machines import host as with_gpus
 
-    monkeypatch.setattr(speeds, "cpu_speed", lambda *_: SPEED)
+    monkeypatch.setattr(speeds, "known_cpu_speed", lambda *_: SPEED)
     config = bench_calibrate.settings(said(""))
     ((index, spec),) = bench_calibrate.devices(HOST, config)
     assert index is None and spec.kind == "cpu"

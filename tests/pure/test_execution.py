@@ -37,7 +37,7 @@ def told(model: str, where: Host, monkeypatch: pytest.MonkeyPatch, *words: str) 
     """What weft plan MODEL WORDS --json says on that machine."""
     monkeypatch.setattr("weft.hardware.host.probe_host", lambda *_: where)
     monkeypatch.setattr("weft.probes.speeds.load_speeds", lambda _: NOTHING)
-    monkeypatch.setattr("weft.probes.speeds.cpu_speed", lambda *_, **__: CpuSpeed(40e9, 0.3e12))
+    monkeypatch.setattr("weft.probes.speeds.known_cpu_speed", lambda *_, **__: CpuSpeed(40e9, 0.3e12))
     return weft_json("plan", model, *words)[1]
 
 

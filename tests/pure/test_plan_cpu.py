@@ -172,7 +172,7 @@ def test_a_request_beyond_the_usual_cache_is_noted() -> None:
 def plan(monkeypatch: pytest.MonkeyPatch) -> Any:
     """weft plan WORDS on such a machine: exit status, standard output, standard error."""
     monkeypatch.setattr("weft.hardware.host.probe_host", lambda: host())
-    monkeypatch.setattr(speeds, "cpu_speed", lambda *_, **__: CpuSpeed(50e9, 1e12))
+    monkeypatch.setattr(speeds, "known_cpu_speed", lambda *_, **__: CpuSpeed(50e9, 1e12))
 
     return lambda words: weft("plan", *words.split())
 

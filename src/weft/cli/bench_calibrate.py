@@ -104,7 +104,7 @@ def devices(here: Host, config: EngineConfig) -> list[tuple[int | None, GpuSpec]
     """One of each kind, with its number; the CPU has none."""
     known = speeds.load_speeds(here)
     if not here.gpus:
-        known = msgspec.structs.replace(known, cpu=speeds.cpu_speed(here))
+        known = msgspec.structs.replace(known, cpu=speeds.known_cpu_speed(here))
         (spec,) = this_machine(here, known).gpus
         return [(None, spec)]
     specs = this_machine(here, known).gpus

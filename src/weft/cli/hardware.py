@@ -61,7 +61,7 @@ def known(here: Host, *, measure: bool, refresh: bool) -> Speeds:
     if not measure:
         return found
     try:
-        found = msgspec.structs.replace(found, cpu=speeds.cpu_speed(here, refresh=refresh))
+        found = msgspec.structs.replace(found, cpu=speeds.known_cpu_speed(here, refresh=refresh))
         if here.gpus and (refresh or len(found.gpus) < len(here.gpus)):
             logger.warning("trying out how the GPUs copy; a minute at most, longer where a link hangs")
             gpus, pairs = links.measure(here)

@@ -127,7 +127,7 @@ def seen(plan: Plan, host: Host) -> Speeds:
     known = speeds.load_speeds(host)
     if plan.devices[0] != "cpu":
         return known
-    return msgspec.structs.replace(known, cpu=speeds.cpu_speed(host))
+    return msgspec.structs.replace(known, cpu=speeds.known_cpu_speed(host))
 
 
 def is_cut(config: EngineConfig, host: Host) -> bool:

@@ -32,7 +32,7 @@ def here(*, refresh: bool = False) -> Cluster:
     fast GPUs copy is looked up only (`probes.links` measures it)."""
     host = hosts.probe_host()
     if not host.gpus:
-        cpu = measured.cpu_speed(host, refresh=refresh)
+        cpu = measured.known_cpu_speed(host, refresh=refresh)
         return this_machine(host, msgspec.structs.replace(measured.load_speeds(host), cpu=cpu))
     return this_machine(host, measured.load_speeds(host))
 

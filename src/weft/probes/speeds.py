@@ -120,7 +120,7 @@ def store_speeds(host: Host, speeds: Speeds) -> None:
         logger.warning("what was measured of this machine cannot be kept, and will be measured again: %s", error)
 
 
-def cpu_speed(host: Host, *, refresh: bool = False) -> CpuSpeed:
+def known_cpu_speed(host: Host, *, refresh: bool = False) -> CpuSpeed:
     """How fast this machine's CPU is: as the cache knows, or measured now, which takes less than a second; once more
     where the machine was busy then and no longer is, and where the engine's kernels have been built since. Raises
     ConfigError where that is not possible."""
