@@ -125,14 +125,14 @@ def known_cpu_speed(host: Host, *, refresh: bool = False) -> CpuSpeed:
     where the machine was busy then and no longer is, and where the engine's kernels have been built since. Raises
     ConfigError where that is not possible."""
     speeds = load_speeds(host)
-    if speeds.cpu and not refresh and not outdated(speeds.cpu):
+    if speeds.cpu and not refresh and not is_outdated(speeds.cpu):
         return speeds.cpu
     measured = measure_cpu(host)
     store_speeds(host, msgspec.structs.replace(load_speeds(host), cpu=measured))  # whatever else was found meanwhile
     return measured
 
 
-def outdated(speed: CpuSpeed) -> bool:
+def is_outdated(speed: CpuSpeed) -> bool:
     """Whether it would be measured better now."""
     if speed.busy and not busy():
         return True
