@@ -83,9 +83,9 @@ def test_the_cpu_is_measured_once(measured: list[Host]) -> None:
 
 def test_a_busy_machine_is_measured_again_when_it_is_not(measured: list[Host], monkeypatch: pytest.MonkeyPatch) -> None:
     speeds.store_speeds(HOST, msgspec.structs.replace(load_speeds(HOST), cpu=CpuSpeed(5.0, 5.0, busy=True)))
-    monkeypatch.setattr(speeds, "busy", lambda: True)
+    monkeypatch.setattr(speeds, "is_busy", lambda: True)
     assert known_cpu_speed(HOST).bandwidth_Bps == 5.0 and measured == []
-    monkeypatch.setattr(speeds, "busy", lambda: False)
+    monkeypatch.setattr(speeds, "is_busy", lambda: False)
     assert known_cpu_speed(HOST).bandwidth_Bps == 1e9 + 1
 
 

@@ -134,7 +134,7 @@ def known_cpu_speed(host: Host, *, refresh: bool = False) -> CpuSpeed:
 
 def is_outdated(speed: CpuSpeed) -> bool:
     """Whether it would be measured better now."""
-    if speed.busy and not busy():
+    if speed.busy and not is_busy():
         return True
     built = library.found()
     if built == "":  # what others of our kernels reached tells more than nothing
@@ -142,7 +142,7 @@ def is_outdated(speed: CpuSpeed) -> bool:
     return (built and Path(built).name) != speed.library
 
 
-def busy() -> bool:
+def is_busy() -> bool:
     """Whether others have been computing here in the last minute."""
     return cpu.load_average() > BUSY
 
