@@ -211,7 +211,7 @@ def test_this_cpu_is_measured_in_a_child() -> None:
     [(("avx2", "fma", "avx512f"), "SkylakeX"), (("avx2", "fma"), "Haswell"), (("asimd",), None), ((), None)],
 )
 def test_numpy_takes_the_largest_instruction_set(features: tuple[str, ...], kind: str | None) -> None:
-    assert speeds.openblas(features) == kind
+    assert speeds.openblas_core_type(features) == kind
 
 
 @pytest.mark.parametrize(

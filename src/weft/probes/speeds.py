@@ -171,7 +171,7 @@ def _measured(host: Host, kernels: str | None) -> CpuSpeed:
     # The threads are ours; the library that multiplies adds none. On a CPU that it does not know it would make do with
     # fewer instructions than there are.
     ours = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    if kind := openblas(host.cpu.features if host.cpu else ()):
+    if kind := openblas_core_type(host.cpu.features if host.cpu else ()):
         ours["OPENBLAS_CORETYPE"] = kind
     ours["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
     command = [sys.executable, "-P", "-m", "weft.probes.cpu_speed", ",".join(map(str, host.computing)), str(size)]
@@ -196,7 +196,7 @@ def _measured(host: Host, kernels: str | None) -> CpuSpeed:
     raise OSError(reason)
 
 
-def openblas(features: Collection[str]) -> str | None:
+def openblas_core_type(features: Collection[str]) -> str | None:
     """What OpenBLAS, which numpy brings, calls CPUs with the largest of these instruction sets; None where it is to
     make its own choice."""
     kinds = {"avx512f": "SkylakeX", "avx2": "Haswell"}
