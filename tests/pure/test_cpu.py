@@ -99,7 +99,7 @@ def test_what_cores_have_worked(tmp_path: Path) -> None:
 def test_whether_others_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     from weft.probes import cpu_speed
 
-    monkeypatch.setattr(cpu_speed, "measure", lambda *_: cpu.CpuSpeed(1.0, 1.0))
+    monkeypatch.setattr(cpu_speed, "measure_cores", lambda *_: cpu.CpuSpeed(1.0, 1.0))
     for worked, load, busy in (([0.0, 9.0], 0.0, True), ([5.0, 5.0], 9.0, False), ([None, None], 0.9, True)):
         times = iter(worked)
         monkeypatch.setattr(cpu, "busy_seconds", lambda _, times=times: next(times))

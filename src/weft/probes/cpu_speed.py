@@ -26,7 +26,7 @@ DISTURBED = 0.1  # of the cores' time, that others took
 ORDER = 512  # of the square matrices: three of them stay in a core's cache
 
 
-def measure(cores: Sequence[int], size: int, library: str | None = None) -> CpuSpeed:
+def measure_cores(cores: Sequence[int], size: int, library: str | None = None) -> CpuSpeed:
     """One thread on each of the `cores`, reading `size` bytes together."""
     whole = memory(size)
     parts = np.array_split(whole, len(cores))
@@ -50,7 +50,7 @@ def measure(cores: Sequence[int], size: int, library: str | None = None) -> CpuS
 def watched(cores: Sequence[int], size: int, library: str | None = None) -> CpuSpeed:
     """The same, and whether others have computed on these cores meanwhile."""
     begin, before, own = time.perf_counter(), cpu.busy_seconds(cores), time.process_time()
-    found = measure(cores, size, library)
+    found = measure_cores(cores, size, library)
     took, after, own = time.perf_counter() - begin, cpu.busy_seconds(cores), time.process_time() - own
     others = cpu.load_average() if before is None or after is None else (after - before - own) / (took * len(cores))
     return msgspec.structs.replace(found, busy=others > DISTURBED)
