@@ -104,4 +104,4 @@ def test_whether_others_compute(monkeypatch: pytest.MonkeyPatch) -> None:
         times = iter(worked)
         monkeypatch.setattr(cpu, "busy_seconds", lambda _, times=times: next(times))
         monkeypatch.setattr(cpu, "load_average", lambda load=load: load)
-        assert cpu_speed.watched((0, 1), 1).busy == busy
+        assert cpu_speed.measure_watched((0, 1), 1).busy == busy

@@ -47,7 +47,7 @@ def measure_cores(cores: Sequence[int], size: int, library: str | None = None) -
     return CpuSpeed(whole.nbytes / reading, len(cores) * 2 * ORDER**3 / multiplying, kernels=kernels)
 
 
-def watched(cores: Sequence[int], size: int, library: str | None = None) -> CpuSpeed:
+def measure_watched(cores: Sequence[int], size: int, library: str | None = None) -> CpuSpeed:
     """The same, and whether others have computed on these cores meanwhile."""
     begin, before, own = time.perf_counter(), cpu.busy_seconds(cores), time.process_time()
     found = measure_cores(cores, size, library)
@@ -95,5 +95,5 @@ def memory(size: int) -> np.ndarray:
 
 
 if __name__ == "__main__":
-    speed = watched([int(core) for core in sys.argv[1].split(",")], int(sys.argv[2]), *sys.argv[3:])
+    speed = measure_watched([int(core) for core in sys.argv[1].split(",")], int(sys.argv[2]), *sys.argv[3:])
     sys.stdout.buffer.write(msgspec.json.encode(speed))
