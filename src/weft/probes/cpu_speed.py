@@ -31,7 +31,7 @@ def measure_cores(cores: Sequence[int], size: int, library: str | None = None) -
     whole = memory(size)
     parts = np.array_split(whole, len(cores))
     with ThreadPoolExecutor(len(cores)) as pool:
-        crew = Crew(pool, cores)
+        crew = PinnedThreads(pool, cores)
         squares: list[np.ndarray] = [np.empty(0)] * len(cores)
 
         def fill(number: int) -> None:
@@ -56,7 +56,7 @@ def measure_watched(cores: Sequence[int], size: int, library: str | None = None)
     return msgspec.structs.replace(found, busy=others > DISTURBED)
 
 
-class Crew:
+class PinnedThreads:
     """Threads that begin together, each on a core of its own."""
 
     def __init__(self, pool: ThreadPoolExecutor, cores: Sequence[int]) -> None:
