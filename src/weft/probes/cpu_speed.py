@@ -28,7 +28,7 @@ ORDER = 512  # of the square matrices: three of them stay in a core's cache
 
 def measure_cores(cores: Sequence[int], size: int, library: str | None = None) -> CpuSpeed:
     """One thread on each of the `cores`, reading `size` bytes together."""
-    whole = memory(size)
+    whole = anonymous_pages(size)
     parts = np.array_split(whole, len(cores))
     with ThreadPoolExecutor(len(cores)) as pool:
         crew = PinnedThreads(pool, cores)
@@ -85,7 +85,7 @@ class PinnedThreads:
         return min(found)
 
 
-def memory(size: int) -> np.ndarray:
+def anonymous_pages(size: int) -> np.ndarray:
     """Pages of our own, large ones where there are any."""
     pages = mmap.mmap(-1, max(1, size // mmap.PAGESIZE) * mmap.PAGESIZE)
     if hasattr(mmap, "MADV_HUGEPAGE"):
