@@ -52,4 +52,4 @@ def test_a_driver_s_gpu_that_torch_does_not_see_is_told() -> None:
     with pytest.raises(
         ConfigError, match=r"cannot measure the GPUs of here: torch .* sees 0 GPUs where the driver tells of 1"
     ):
-        links.measure(here)
+        links.measure_links(here)

@@ -30,7 +30,7 @@ def test_the_driver_and_torch_tell_of_the_same_gpus() -> None:
 
 def test_every_gpu_and_pair_is_measured() -> None:
     here = probe_host()
-    gpus, pairs = links.measure(here)
+    gpus, pairs = links.measure_links(here)
     found = Speeds(machine="", gpus=gpus, pairs=pairs)
     assert [speed.gpu for speed in gpus] == [gpu.uuid for gpu in here.gpus]
     assert is_plausible(found) and all(speed.copy_Bps > speed.from_host_Bps for speed in gpus)

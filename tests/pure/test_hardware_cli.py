@@ -57,7 +57,7 @@ def on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Run]:
             driver=driver.version,
         )
         monkeypatch.setattr(host, "probe_host", lambda: here)
-        monkeypatch.setattr(links, "measure", lambda it: measured(it, faults))
+        monkeypatch.setattr(links, "measure_links", lambda it: measured(it, faults))
 
         return weft
 
@@ -129,7 +129,7 @@ def test_what_is_not_told_is_marked(on: Callable[..., Run]) -> None:
 
 def test_gpus_are_measured_once(on: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
     run, calls = on(bridged((0, 1))), []
-    monkeypatch.setattr(links, "measure", lambda it: calls.append(it) or measured(it, {}))
+    monkeypatch.setattr(links, "measure_links", lambda it: calls.append(it) or measured(it, {}))
     assert "not measured" in run("hardware", "--no-measure")[1] and calls == []
     assert "all bytes arrive" in run("hardware")[1]
     assert "all bytes arrive" in run("hardware")[1] and len(calls) == 1
@@ -149,7 +149,7 @@ def test_a_gpu_that_could_not_be_measured_is_measured_the_next_time(
         calls.append(here)
         return measured(here, {})[0][:1], ()
 
-    monkeypatch.setattr(links, "measure", busy)
+    monkeypatch.setattr(links, "measure_links", busy)
     assert "not measured" in run("hardware")[1] and "not measured" in run("hardware")[1] and len(calls) == 2
 
 
@@ -159,7 +159,7 @@ def test_a_measurement_that_is_not_possible_is_told(on: Callable[..., Run], monk
     def fail(_: Host) -> None:
         raise ConfigError("cannot measure the GPUs of rig: torch sees no GPU")
 
-    monkeypatch.setattr(links, "measure", fail)
+    monkeypatch.setattr(links, "measure_links", fail)
     status, out, err = run("hardware")
     assert status == 0 and "torch sees no GPU" in err and "not measured" in out
 

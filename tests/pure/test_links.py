@@ -48,7 +48,7 @@ def measure(monkeypatch: pytest.MonkeyPatch) -> Measure:
         monkeypatch.setenv("WEFT_FAKE_EXAMINER", deeds)
         before = set(threading.enumerate())
         try:
-            gpus, pairs = links.measure(here, "fake_examiner", start_s=60, task_s=task_s)
+            gpus, pairs = links.measure_links(here, "fake_examiner", start_s=60, task_s=task_s)
         finally:
             assert psutil.Process().children() == []
             assert set(threading.enumerate()) == before

@@ -64,7 +64,7 @@ def known(here: Host, *, measure: bool, refresh: bool) -> Speeds:
         found = msgspec.structs.replace(found, cpu=speeds.known_cpu_speed(here, refresh=refresh))
         if here.gpus and (refresh or len(found.gpus) < len(here.gpus)):
             logger.warning("trying out how the GPUs copy; a minute at most, longer where a link hangs")
-            gpus, pairs = links.measure(here)
+            gpus, pairs = links.measure_links(here)
             found = msgspec.structs.replace(found, gpus=gpus, pairs=pairs)
             speeds.store_speeds(here, msgspec.structs.replace(speeds.load_speeds(here), gpus=gpus, pairs=pairs))
     except ConfigError as error:

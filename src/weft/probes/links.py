@@ -78,7 +78,7 @@ class Fault(msgspec.Struct, frozen=True):
     reason: str
 
 
-def measure(
+def measure_links(
     host: Host, examiner: str = EXAMINER, start_s: float = START_S, task_s: float = TASK_S
 ) -> tuple[tuple[GpuSpeed, ...], tuple[PairSpeed, ...]]:
     """Every GPU, and every two, but for what faults prevent. Raises ConfigError where no measurement can even begin."""
