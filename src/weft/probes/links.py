@@ -70,7 +70,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
 FromExaminer = Begun | GpuResult | PairResult | Ended
 
 
-class Fault(msgspec.Struct, frozen=True):
+class ProbeFault(msgspec.Struct, frozen=True):
     """How a task ended a child: `task` None where it did not even begin."""
 
     task: Task | None
@@ -105,7 +105,7 @@ def measure_links(
                     left.remove((first, second))
                     verdict: Verdict = "broken" if detail else "works"
                     pairs.append(_pair(uuids, (first, second), verdict, detail, news.peer, news.Bps))
-                case Fault():
+                case ProbeFault():
                     fault = news
         if fault is None:
             break
@@ -133,7 +133,7 @@ def _pair(
 
 def _examined(
     tasks: list[Task], examiner: str, start_s: float, task_s: float
-) -> Iterator[GpuResult | PairResult | Fault]:
+) -> Iterator[GpuResult | PairResult | ProbeFault]:
     """What one child finds, and last the fault that ended it, if one did."""
     child: Child[FromExaminer] = Child(examiner, FromExaminer, env=cuda.device_order_variables(os.environ))
     inbox: SimpleQueue[FromExaminer | None] = SimpleQueue()
@@ -147,7 +147,7 @@ def _examined(
                 news = inbox.get(timeout=start_s if task is None else task_s)
             except Empty:
                 seconds = start_s if task is None else task_s
-                yield Fault(task, "hung", f"nothing happened for {seconds:.0f} s")
+                yield ProbeFault(task, "hung", f"nothing happened for {seconds:.0f} s")
                 return
             match news:
                 case Begun():
@@ -156,10 +156,10 @@ def _examined(
                     yield news
                 case Ended(reason=reason):
                     if reason:
-                        yield Fault(task, "broken", reason)
+                        yield ProbeFault(task, "broken", reason)
                     return
                 case None:
-                    yield Fault(task, "broken", child.obituary()[0])
+                    yield ProbeFault(task, "broken", child.obituary()[0])
                     return
     finally:
         end([child])
