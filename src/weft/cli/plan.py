@@ -191,5 +191,5 @@ def hardware(said: dict[str, Any]) -> Cluster:
     if network is not None:
         raise UsageError(f"--network {network} joins machines; describe those with --nodes, as in 2x8xH100")
     if gpus is None:
-        return machine.here(refresh=said.get("refresh_hardware", False))
+        return machine.probe_cluster(refresh=said.get("refresh_hardware", False))
     return hardware_file.read_hardware_file(gpus) if hardware_file.is_hardware_file(gpus) else parse_gpus(gpus)

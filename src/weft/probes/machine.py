@@ -27,7 +27,7 @@ BF16_OVER_FP32 = {"amx_bf16": 16.0, "avx512_bf16": 2.0, "bf16": 2.0}
 FP16_OVER_FP32 = {"avx512_fp16": 2.0}
 
 
-def here(*, refresh: bool = False) -> Cluster:
+def probe_cluster(*, refresh: bool = False) -> Cluster:
     """This machine. Where there is no GPU the CPU is measured, a second at the first time or with `refresh`; how
     fast GPUs copy is looked up only (`probes.links` measures it)."""
     host = hosts.probe_host()
