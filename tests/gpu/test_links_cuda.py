@@ -7,7 +7,7 @@ import torch
 
 from weft.hardware.host import probe_host
 from weft.probes import links
-from weft.probes.machine import this_machine
+from weft.probes.machine import host_cluster
 from weft.probes.speeds import Speeds, is_plausible
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU on this machine")
@@ -35,7 +35,7 @@ def test_every_gpu_and_pair_is_measured() -> None:
     assert [speed.gpu for speed in gpus] == [gpu.uuid for gpu in here.gpus]
     assert is_plausible(found) and all(speed.copy_Bps > speed.from_host_Bps for speed in gpus)
     assert {pair.verdict for pair in pairs} <= {"works"}, pairs
-    (node,) = this_machine(here, found).nodes
+    (node,) = host_cluster(here, found).nodes
     for spec, speed in zip(node.gpus, gpus, strict=True):
         # None copies faster than its data sheet says.
         assert spec.bandwidth_Bps >= speed.copy_Bps

@@ -41,7 +41,7 @@ from weft.planner.roofline import Rank
 from weft.planner.search import engine_profile, search
 from weft.planner.work import Product
 from weft.probes import speeds
-from weft.probes.machine import this_machine
+from weft.probes.machine import host_cluster
 from weft.probes.speeds import Speeds
 from weft.probes.tuning import Raced, Tuned
 
@@ -67,7 +67,7 @@ HELD = {"weights_Bps": 0.7, "matmul_flops": 0.8}  # of those, what quantised wei
 
 
 def cpu(known: Calibration | None = None) -> GpuSpec:
-    (spec,) = this_machine(HOST, Speeds(machine="", cpu=SPEED, calibrations=(known,) if known else ())).gpus
+    (spec,) = host_cluster(HOST, Speeds(machine="", cpu=SPEED, calibrations=(known,) if known else ())).gpus
     return spec
 
 
@@ -382,7 +382,7 @@ def ask(cluster: Cluster, engine: str = "weft") -> Question:
 
 
 def machine(known: Calibration | None) -> Cluster:
-    return this_machine(HOST, Speeds(machine="", cpu=SPEED, calibrations=(known,) if known else ()))
+    return host_cluster(HOST, Speeds(machine="", cpu=SPEED, calibrations=(known,) if known else ()))
 
 
 def test_the_planner_reckons_with_what_was_measured_here() -> None:

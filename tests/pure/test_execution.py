@@ -25,7 +25,7 @@ from weft.plan.plan import Plan
 from weft.planner import execution, plan_file
 from weft.planner.execution import plan_to_run
 from weft.planner.search import search
-from weft.probes.machine import this_machine
+from weft.probes.machine import host_cluster
 
 
 def run(model: str, where: Host, **flags: Any) -> Plan:
@@ -84,7 +84,7 @@ def test_the_places_are_the_search_s_own(model: str, names: Sequence[str]) -> No
     where, there = rig(*names), checkpoint(model)
     config = EngineConfig(model=there.model)
     numbers = range(len(names))
-    best = search(execution.question(config, there, where, this_machine(where, NOTHING), numbers)).best
+    best = search(execution.question(config, there, where, host_cluster(where, NOTHING), numbers)).best
     assert best is not None
     assert run(model, where).places == best.layout.places[: best.layout.size]
 

@@ -22,7 +22,7 @@ from weft.hardware import cuda
 from weft.hardware.cluster import Cluster, Node, parse_gpus
 from weft.hardware.gpus import GpuSpec
 from weft.hardware.host import probe_host
-from weft.probes.machine import this_machine
+from weft.probes.machine import host_cluster
 from weft.probes.speeds import Speeds
 
 SMALL = "Qwen3-8B --gpus 1xRTX4090"
@@ -343,7 +343,7 @@ def test_a_slice_is_named_and_not_numbered(engine: str, tmp_path: Path, monkeypa
     machine = sliced()
     machine.cards = machine.cards[::-1]
     machine.install(monkeypatch)
-    here = this_machine(probe_host({}, tmp_path), Speeds(machine=""))
+    here = host_cluster(probe_host({}, tmp_path), Speeds(machine=""))
     monkeypatch.setattr("weft.cli.plan.hardware", lambda said: here)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     status, out, err = emit(engine, "Qwen3-0.6B")

@@ -35,7 +35,7 @@ def host(free: int = 20 * GB) -> Host:
 
 
 def cpu(free: int = 20 * GB, bandwidth: float = 50e9, flops: float = 1e12) -> Cluster:
-    return machine.this_machine(host(free), Speeds(machine="", cpu=CpuSpeed(bandwidth, flops)))
+    return machine.host_cluster(host(free), Speeds(machine="", cpu=CpuSpeed(bandwidth, flops)))
 
 
 def ask(cluster: Cluster, name: str = "Qwen2.5-0.5B", **asked: Any) -> Answer:

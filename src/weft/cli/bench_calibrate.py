@@ -30,7 +30,7 @@ from weft.hardware.gpus import GpuSpec
 from weft.hardware.host import Host
 from weft.plan.plan import Plan
 from weft.probes import speeds
-from weft.probes.machine import this_machine
+from weft.probes.machine import host_cluster
 from weft.probes.tuning import Raced, Tuned, tune
 
 logger = logging.getLogger("weft.cli")
@@ -105,9 +105,9 @@ def devices(here: Host, config: EngineConfig) -> list[tuple[int | None, GpuSpec]
     known = speeds.load_speeds(here)
     if not here.gpus:
         known = msgspec.structs.replace(known, cpu=speeds.known_cpu_speed(here))
-        (spec,) = this_machine(here, known).gpus
+        (spec,) = host_cluster(here, known).gpus
         return [(None, spec)]
-    specs = this_machine(here, known).gpus
+    specs = host_cluster(here, known).gpus
     kinds: dict[str, tuple[int | None, GpuSpec]] = {}
     for index in config.device_ids or range(len(specs)):
         if not 0 <= index < len(specs):

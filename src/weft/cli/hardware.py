@@ -15,7 +15,7 @@ from weft.hardware import hardware_file, host
 from weft.hardware.cluster import Cluster
 from weft.hardware.host import Host
 from weft.probes import links, speeds
-from weft.probes.machine import this_machine
+from weft.probes.machine import host_cluster
 from weft.probes.speeds import Speeds
 
 logger = logging.getLogger("weft.cli")
@@ -76,7 +76,7 @@ def cluster(here: Host, found: Speeds) -> Cluster:
     """What `weft plan` plans for here. Raises ConfigError where the CPU was not measured."""
     if not here.gpus and found.cpu is None:
         raise ConfigError("the CPU's speed is not known; leave --no-measure out")
-    return this_machine(here, found)
+    return host_cluster(here, found)
 
 
 def as_told(here: Host, found: Speeds) -> dict[str, Any]:

@@ -56,11 +56,11 @@ def plan_to_run(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Pla
     config = placed(config, checkpoint.shape, host, precision_held(config, checkpoint, dtype, devices))
     if device_kind(config, host) == "cpu" or (is_cut(config, host) and not leaves_shares_open(config, host)):
         return laid_out(config, checkpoint, host, how)
-    from weft.probes.machine import this_machine
+    from weft.probes.machine import host_cluster
     from weft.probes.speeds import load_speeds
 
     try:
-        config = searched(config, checkpoint, host, this_machine(host, load_speeds(host)), how)
+        config = searched(config, checkpoint, host, host_cluster(host, load_speeds(host)), how)
     except PlanError:
         # Who says the sizes has them tried, whatever the search thinks of it.
         if not is_cut(config, host):

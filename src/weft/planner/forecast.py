@@ -24,7 +24,7 @@ from weft.planner.footprint import Footprint, activation_bytes, footprint
 from weft.planner.profiles import Profile
 from weft.planner.question import Question
 from weft.planner.search import engine_profile
-from weft.probes.machine import part, this_machine
+from weft.probes.machine import host_cluster, part
 from weft.probes.speeds import Speeds
 from weft.words import gigabytes
 
@@ -100,7 +100,7 @@ def as_candidate(plan: Plan, host: Host, known: Speeds, batched_tokens: int | No
     kept = OF_DTYPE[plan.dtype] if plan.kv_cache_dtype == "auto" else plan.kv_cache_dtype
     precision = precision_of(plan.shape, plan.quantization, plan.schemes, plan.dtype)
     devices = [0] * len(plan.devices) if on_cpu else [gpu.index for gpu in host.named(plan.devices)]
-    cluster = parted(limited(this_machine(here, known), plan, devices), devices)
+    cluster = parted(limited(host_cluster(here, known), plan, devices), devices)
     layout = Layout(
         tensor_weights=(1.0,) * plan.tensor_parallel,
         stage_layers=tuple(len(place.layers) for place in plan.places[:: plan.tensor_parallel]),

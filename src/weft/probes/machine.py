@@ -33,11 +33,11 @@ def probe_cluster(*, refresh: bool = False) -> Cluster:
     host = hosts.probe_host()
     if not host.gpus:
         cpu = measured.known_cpu_speed(host, refresh=refresh)
-        return this_machine(host, msgspec.structs.replace(measured.load_speeds(host), cpu=cpu))
-    return this_machine(host, measured.load_speeds(host))
+        return host_cluster(host, msgspec.structs.replace(measured.load_speeds(host), cpu=cpu))
+    return host_cluster(host, measured.load_speeds(host))
 
 
-def this_machine(host: Host, speeds: Speeds) -> Cluster:
+def host_cluster(host: Host, speeds: Speeds) -> Cluster:
     """The GPUs that this process sees, on one node; without any, one device that is the CPU. Raises ConfigError for
     a GPU that neither the catalogue knows nor its driver tells enough of."""
     if not host.gpus:
