@@ -56,7 +56,7 @@ def gpu_node(host: Host, speeds: Speeds) -> Node:
     faulty = any(it is not None and it.verdict != "works" for it in found.values())
     peers = [it.peer if it else pair.peer for pair, it in zip(host.pairs, found.values(), strict=True)]
     peer = False if faulty or False in peers else True if peers and all(peers) else None
-    specs = tuple(seen(gpu, speeds, peer) for gpu in gpus)
+    specs = tuple(observed_spec(gpu, speeds, peer) for gpu in gpus)
     if len(gpus) > 1 and not any(pair.ancestor or pair.nvlinks or pair.peer is not None for pair in host.pairs):
         return Node(specs, default_link(specs))  # an old driver tells nothing
     joined = [(pair.first, pair.second) for pair in host.pairs if pair.nvlinks and not faulty]
@@ -66,7 +66,7 @@ def gpu_node(host: Host, speeds: Speeds) -> Node:
     return Node(specs, "pcie", tuple(sorted(group for group in groups if len(group) > 1)))
 
 
-def seen(gpu: Gpu, speeds: Speeds, peer: bool | None) -> GpuSpec:
+def observed_spec(gpu: Gpu, speeds: Speeds, peer: bool | None) -> GpuSpec:
     """The data sheet of a GPU, corrected by what was seen of this one."""
     spec = gpu_spec(gpu)
     bandwidth, pcie, nvlink = spec.bandwidth_Bps, spec.pcie_Bps, spec.nvlink_Bps
