@@ -42,7 +42,7 @@ def host_cluster(host: Host, speeds: Speeds) -> Cluster:
     a GPU that neither the catalogue knows nor its driver tells enough of."""
     if not host.gpus:
         assert speeds.cpu is not None, "a CPU is measured before it is planned for"
-        node = Node((calibrated(cpu_spec(host, speeds.cpu), speeds),), "memory")
+        node = Node((with_calibration(cpu_spec(host, speeds.cpu), speeds),), "memory")
     else:
         node = gpu_node(host, speeds)
     return Cluster((node,), network_bytes(NETWORK))
@@ -82,10 +82,10 @@ def observed_spec(gpu: Gpu, speeds: Speeds, peer: bool | None) -> GpuSpec:
     spec = msgspec.structs.replace(
         spec, bandwidth_Bps=bandwidth, pcie_Bps=pcie, nvlink_Bps=nvlink, held_bytes=gpu.held_bytes, peer=peer
     )
-    return calibrated(spec, speeds)
+    return with_calibration(spec, speeds)
 
 
-def calibrated(spec: GpuSpec, speeds: Speeds) -> GpuSpec:
+def with_calibration(spec: GpuSpec, speeds: Speeds) -> GpuSpec:
     """With what our engine reaches on it, where that was measured."""
     found = next((it for it in speeds.calibrations if it.device == spec.name), None)
     return msgspec.structs.replace(spec, calibration=found)
