@@ -22,7 +22,7 @@ from weft.planner.domains import islands
 from weft.planner.question import Question, Wish
 from weft.planner.replica import kind_of
 from weft.planner.search import search
-from weft.probes.machine import cpu_spec, host_cluster, plain, shared_out
+from weft.probes.machine import cpu_spec, host_cluster, shared_out, short_cpu_name
 from weft.probes.speeds import GpuSpeed, PairSpeed, Speeds
 
 Make = Callable[..., Host]
@@ -220,7 +220,7 @@ def test_bfloat16_by_instruction_set(features: tuple[str, ...], bf16: int) -> No
     ],
 )
 def test_a_cpu_s_name(model: str, name: str) -> None:
-    assert plain(model) == name
+    assert short_cpu_name(model) == name
 
 
 def test_a_machine_of_which_nothing_is_told() -> None:

@@ -9,7 +9,7 @@ from weft.cli.tables import console, table
 from weft.hardware.cpu import CpuSpeed
 from weft.hardware.host import Host
 from weft.hardware.topology import Gpu, GpuPair
-from weft.probes.machine import plain
+from weft.probes.machine import short_cpu_name
 from weft.probes.speeds import PairSpeed, Speeds
 from weft.words import gigabytes
 
@@ -52,7 +52,7 @@ def cpu_lines(here: Host, speeds: Speeds) -> Iterator[str]:
         cores = f"{cpu.cores} core{'s' * (cpu.cores > 1)}"
         threads = f", {cpu.threads} threads" if cpu.threads != cpu.cores else ""
         fewer = f", {open_to_us} of them open to Weft" if open_to_us < cpu.threads else ""
-        yield f"{here.hostname}: {sockets}{plain(cpu.model)}, {cores}{threads}{fewer}"
+        yield f"{here.hostname}: {sockets}{short_cpu_name(cpu.model)}, {cores}{threads}{fewer}"
         if cpu.features:
             yield f"  instructions: {', '.join(cpu.features)}"
         for node in cpu.nodes if len(cpu.nodes) > 1 else ():

@@ -100,7 +100,7 @@ def cpu_spec(host: Host, speed: CpuSpeed) -> GpuSpec:
     source = f"measured here: {speed.bandwidth_Bps / 1e9:.0f} GB/s, {speed.fp32_flops / 1e12:.2f} TFLOPS in 32 bits"
     return GpuSpec(
         kind="cpu",
-        name=f"{plain(host.cpu.model) if host.cpu else 'CPU'} ({count} {'core' if count == 1 else 'cores'})",
+        name=f"{short_cpu_name(host.cpu.model) if host.cpu else 'CPU'} ({count} {'core' if count == 1 else 'cores'})",
         memory_bytes=host.memory_free_bytes,
         bandwidth_Bps=speed.bandwidth_Bps,
         flops={
@@ -117,7 +117,7 @@ def cpu_spec(host: Host, speed: CpuSpeed) -> GpuSpec:
     )
 
 
-def plain(model: str) -> str:
+def short_cpu_name(model: str) -> str:
     """A CPU's name without its maker's ornaments."""
     return " ".join(re.sub(r"\((R|TM|r|tm)\)|\bCPU\b|\bProcessor\b|@.*|\d+-Core\b", " ", model).split()) or "CPU"
 
