@@ -22,7 +22,7 @@ from weft.planner.domains import islands
 from weft.planner.question import Question, Wish
 from weft.planner.replica import kind_of
 from weft.planner.search import search
-from weft.probes.machine import cpu_spec, host_cluster, shared_out, short_cpu_name
+from weft.probes.machine import cpu_spec, host_cluster, short_cpu_name, split_cpu
 from weft.probes.speeds import GpuSpeed, PairSpeed, Speeds
 
 Make = Callable[..., Host]
@@ -231,7 +231,7 @@ def test_a_machine_of_which_nothing_is_told() -> None:
 @given(st.integers(2, 32))
 def test_ranks_share_a_cpu(ranks: int) -> None:
     whole = host_cluster(cpu_host(), Speeds(machine="", cpu=CpuSpeed(50e9, 1e12)))
-    parts = shared_out(whole, ranks)
+    parts = split_cpu(whole, ranks)
     assert len(parts.gpus) == ranks and parts.nodes[0].link == "memory"
     assert sum(part.bandwidth_Bps for part in parts.gpus) == pytest.approx(50e9)
     assert sum(part.memory_bytes for part in parts.gpus) <= whole.gpus[0].memory_bytes
@@ -241,4 +241,4 @@ def test_ranks_share_a_cpu(ranks: int) -> None:
 def test_what_is_no_cpu_is_not_shared() -> None:
     gpus = parse_gpus("1xH100")
     whole = host_cluster(cpu_host(), Speeds(machine="", cpu=CpuSpeed(50e9, 1e12)))
-    assert shared_out(gpus, 2) is gpus and shared_out(whole, 1) is whole
+    assert split_cpu(gpus, 2) is gpus and split_cpu(whole, 1) is whole

@@ -58,7 +58,7 @@ def test_ranks_of_a_cpu_have_the_blocks_that_the_engine_gives_them(free: int, we
     shape = find("Llama-3.2-1B").shape
     ranks = len(weights)
     answer = ask(
-        machine.shared_out(cpu(free * GB), ranks),
+        machine.split_cpu(cpu(free * GB), ranks),
         "Llama-3.2-1B",
         wish=Wish(tensor_parallel=ranks, tensor_split=weights if ranks > 1 else None),
     )
@@ -118,7 +118,7 @@ def test_what_binds_a_cpu_is_found_by_what_is_known_of_its_kernels() -> None:
 
 
 def test_splitting_a_cpu_gains_nothing_but_can_be_asked_for() -> None:
-    whole, halves = ask(cpu()).best, ask(machine.shared_out(cpu(), 2), wish=Wish(tensor_parallel=2)).best
+    whole, halves = ask(cpu()).best, ask(machine.split_cpu(cpu(), 2), wish=Wish(tensor_parallel=2)).best
     assert whole and halves and str(halves.cut) == "TP 2, bf16"
     assert halves.predicted.single_tok_s < whole.predicted.single_tok_s
 

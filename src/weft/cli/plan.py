@@ -73,7 +73,7 @@ def look_up(arguments: Namespace) -> Model:
 
 def described(said: dict[str, Any]) -> Cluster:
     """The cluster that the flags describe, with what they leave of it for this many ranks."""
-    return machine.shared_out(wishes.capped(said, hardware(said)), wishes.ranks(said))
+    return machine.split_cpu(wishes.capped(said, hardware(said)), wishes.ranks(said))
 
 
 def ask(arguments: Namespace, model: Model, cluster: Cluster | None = None) -> Question:

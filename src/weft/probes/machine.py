@@ -122,7 +122,7 @@ def short_cpu_name(model: str) -> str:
     return " ".join(re.sub(r"\((R|TM|r|tm)\)|\bCPU\b|\bProcessor\b|@.*|\d+-Core\b", " ", model).split()) or "CPU"
 
 
-def shared_out(cluster: Cluster, ranks: int) -> Cluster:
+def split_cpu(cluster: Cluster, ranks: int) -> Cluster:
     """A CPU as so many devices, for ranks that share it: each has its part of the cores, the bandwidth and the memory.
     Anything else, or one rank, is left as it is."""
     if not cluster.on_cpu or ranks < 2:
