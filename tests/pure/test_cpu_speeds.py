@@ -34,7 +34,7 @@ from weft.planner.profiles import MEASURED_ERROR, calibrated, profile
 from weft.planner.roofline import Rank, line
 from weft.planner.work import Product
 from weft.probes import kernel_speed, speeds
-from weft.probes.machine import cpu_spec, part
+from weft.probes.machine import cpu_spec, rank_share
 from weft.probes.speeds import Speeds
 
 TABLE = json.loads((Path(__file__).parents[1] / "data/cpu_speeds.json").read_text())["cases"]
@@ -253,7 +253,7 @@ def test_products_take_what_was_measured() -> None:
             assert rank.product_s(product, tokens) == pytest.approx(product.nbytes / rate)
         more = rank.product_s(product, 132) - rank.product_s(product, 32)
         assert more == pytest.approx(2 * numbers * 100 / it.matmul_flops)
-    half = part(gpu, 2)
+    half = rank_share(gpu, 2)
     assert half.kernels and half.kernels.cache_Bps == 19e9
     slower = Rank(half, calibrated(profile("weft", on_cpu=True), [half]), "bf16")
     whole = Product(numbers, 2 * numbers, False)

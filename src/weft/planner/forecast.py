@@ -24,7 +24,7 @@ from weft.planner.footprint import Footprint, activation_bytes, footprint
 from weft.planner.profiles import Profile
 from weft.planner.question import Question
 from weft.planner.search import engine_profile
-from weft.probes.machine import host_cluster, part
+from weft.probes.machine import host_cluster, rank_share
 from weft.probes.speeds import Speeds
 from weft.words import gigabytes
 
@@ -146,7 +146,7 @@ def parted(cluster: Cluster, devices: Sequence[int]) -> Cluster:
     """One device for each rank, of one machine's: those that ranks share are divided evenly among them."""
     (node,) = cluster.nodes
     sharing = Counter(devices)
-    gpus = (part(node.gpus[it], sharing[it]) if sharing[it] > 1 else node.gpus[it] for it in devices)
+    gpus = (rank_share(node.gpus[it], sharing[it]) if sharing[it] > 1 else node.gpus[it] for it in devices)
     return Cluster((Node(tuple(gpus), node.link),), cluster.network_Bps)
 
 

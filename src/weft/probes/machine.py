@@ -128,10 +128,10 @@ def split_cpu(cluster: Cluster, ranks: int) -> Cluster:
     if not cluster.on_cpu or ranks < 2:
         return cluster
     (first,) = cluster.gpus
-    return Cluster((Node((part(first, ranks),) * ranks, "memory"),), cluster.network_Bps)
+    return Cluster((Node((rank_share(first, ranks),) * ranks, "memory"),), cluster.network_Bps)
 
 
-def part(whole: GpuSpec, ranks: int) -> GpuSpec:
+def rank_share(whole: GpuSpec, ranks: int) -> GpuSpec:
     """What one of so many ranks has of a device that they share."""
     return msgspec.structs.replace(
         whole.scaled(1 / ranks, 1 / ranks),
