@@ -16,7 +16,7 @@ from weft.probes.links import Ended
 TUNER = "weft.probes.on_gpu.tuner"
 
 
-class Tune(msgspec.Struct, frozen=True, tag=True):
+class TuneRequest(msgspec.Struct, frozen=True, tag=True):
     """To the child: measure what the first rank of this plan attends with, and what it would as one of so many ranks
     that its heads are cut among; `keep` it for the engines that start here."""
 
@@ -55,7 +55,7 @@ def tune(
     child: Child[FromTuner] = Child(tuner, FromTuner, env=cuda.device_order_variables(os.environ))
     found: list[Tuned] = []
     try:
-        child.send(Tune(plan, ranks, keep))
+        child.send(TuneRequest(plan, ranks, keep))
         for news in child.channel:
             match news:
                 case Raced():

@@ -10,12 +10,12 @@ from dataclasses import replace
 from weft.errors import WeftError
 from weft.executors.launch import Parent
 from weft.probes.links import Ended
-from weft.probes.tuning import Raced, Tune, Tuned
+from weft.probes.tuning import Raced, Tuned, TuneRequest
 
 
 def main(descriptor: int, lifeline: int) -> None:
     # Before torch is imported: from here on this process ends with its parent.
-    parent: Parent[Tune] = Parent(descriptor, Tune, lifeline)
+    parent: Parent[TuneRequest] = Parent(descriptor, TuneRequest, lifeline)
     task = parent.inbox.get()
     try:
         measure(task, parent)
@@ -26,7 +26,7 @@ def main(descriptor: int, lifeline: int) -> None:
         signal.pause()
 
 
-def measure(task: Tune, parent: Parent[Tune]) -> None:
+def measure(task: TuneRequest, parent: Parent[TuneRequest]) -> None:
     """Race after race, and for each number of ranks what came of them."""
     from weft.kernels import triton
     from weft.kernels.base import AttentionShape
