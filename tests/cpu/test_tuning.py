@@ -19,7 +19,7 @@ from weft import kernels
 from weft.errors import ConfigError
 from weft.kernels.base import AttentionShape
 from weft.probes.on_gpu import tuner
-from weft.probes.tuning import Raced, Tuned, TuneRequest, tune
+from weft.probes.tuning import RaceResult, Tuned, TuneRequest, tune
 
 pytest.importorskip("triton", reason="needs triton")
 
@@ -223,7 +223,7 @@ def test_what_a_process_finds_is_kept_for_every_number_of_ranks(monkeypatch: pyt
     tuner.measure(TuneRequest(plan, ranks, keep=True), SimpleNamespace(send=said.append))  # type: ignore[arg-type]
     races, tuned = said[::2], said[1::2]
     seconds = {str(DECODE): 2e-6, str(FEW): 1e-6}
-    assert races[1] == Raced("1 query and 1 KV heads, decode of 1 row", seconds, {str(MANY): "no room"})
+    assert races[1] == RaceResult("1 query and 1 KV heads, decode of 1 row", seconds, {str(MANY): "no room"})
     assert [(it.q_heads, it.kv_heads) for it in tuned] == [  # type: ignore[attr-defined]
         (whole.q_heads // n, whole.kv_heads // n) for n in ranks
     ]
@@ -248,7 +248,7 @@ def test_a_cache_that_cannot_be_written_is_told(monkeypatch: pytest.MonkeyPatch,
 def test_where_nothing_can_be_measured_nothing_is_kept(tmp_path: Path) -> None:
     """The process as it is, without the clock of a card."""
     short = msgspec.structs.replace(make_plan(), max_num_seqs=1, max_model_len=4, attention_backend="triton")
-    races: list[Raced] = []
+    races: list[RaceResult] = []
     with pytest.raises(ConfigError, match=r"the sizes of attention cannot be measured: .*(CUDA|NVIDIA)"):
         tune(short, (1,), keep=True, tell=races.append)
     assert [it.what.partition(", ")[2] for it in races] == ["decode of 1 row over 4 tokens", *trials.PROMPTS]

@@ -43,7 +43,7 @@ from weft.planner.work import Product
 from weft.probes import speeds
 from weft.probes.machine import host_cluster
 from weft.probes.speeds import Speeds
-from weft.probes.tuning import Raced, Tuned
+from weft.probes.tuning import RaceResult, Tuned
 
 HOST = Host(
     hostname="here",
@@ -497,7 +497,7 @@ def test_attention_is_tuned_for_a_model_s_heads_and_their_even_cuts(
 
     def tune(plan: object, ranks: tuple[int, ...], *, keep: bool, tell: Any) -> list[Tuned]:
         asked.append((ranks, keep))
-        tell(Raced("decode of 8 rows", {"slow": 2e-5, "fast": 1e-5}, {"large": "out of resource: shared memory"}))
+        tell(RaceResult("decode of 8 rows", {"slow": 2e-5, "fast": 1e-5}, {"large": "out of resource: shared memory"}))
         return [Tuned(q_heads=9, kv_heads=3, decode={1: "tile 64", 8: "fast"}, prefill="tile 128", path="/c/t.json")]
 
     monkeypatch.setattr(bench_calibrate, "tune", tune)

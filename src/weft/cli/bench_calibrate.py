@@ -31,7 +31,7 @@ from weft.hardware.host import Host
 from weft.plan.plan import Plan
 from weft.probes import speeds
 from weft.probes.machine import host_cluster
-from weft.probes.tuning import Raced, Tuned, tune
+from weft.probes.tuning import RaceResult, Tuned, tune
 
 logger = logging.getLogger("weft.cli")
 
@@ -190,7 +190,7 @@ def attention(plan: Plan, gpus: int, *, keep: bool) -> list[Tuned]:
         return []
 
 
-def tell_race(race: Raced) -> None:
+def tell_race(race: RaceResult) -> None:
     """What each size took, the fastest first, and what was passed over."""
     print(f"  {race.what}:", file=sys.stderr)
     for name, took in sorted(race.seconds.items(), key=lambda it: it[1]):

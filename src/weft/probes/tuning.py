@@ -25,7 +25,7 @@ class TuneRequest(msgspec.Struct, frozen=True, tag=True):
     keep: bool
 
 
-class Raced(msgspec.Struct, frozen=True, tag=True):
+class RaceResult(msgspec.Struct, frozen=True, tag=True):
     """Seconds of a layer by the sizes that did `what`, and why others were passed over."""
 
     what: str
@@ -45,11 +45,11 @@ class Tuned(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     lost: str = ""
 
 
-FromTuner = Raced | Tuned | Ended
+FromTuner = RaceResult | Tuned | Ended
 
 
 def tune(
-    plan: Plan, ranks: tuple[int, ...], *, keep: bool, tell: Callable[[Raced], object], tuner: str = TUNER
+    plan: Plan, ranks: tuple[int, ...], *, keep: bool, tell: Callable[[RaceResult], object], tuner: str = TUNER
 ) -> list[Tuned]:
     """Measure on the plan's first device; `tell` hears of every race. Raises ConfigError where that cannot be done."""
     child: Child[FromTuner] = Child(tuner, FromTuner, env=cuda.device_order_variables(os.environ))
@@ -58,7 +58,7 @@ def tune(
         child.send(TuneRequest(plan, ranks, keep))
         for news in child.channel:
             match news:
-                case Raced():
+                case RaceResult():
                     tell(news)
                 case Tuned():
                     found.append(news)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from weft.errors import WeftError
 from weft.executors.launch import Parent
 from weft.probes.links import Ended
-from weft.probes.tuning import Raced, Tuned, TuneRequest
+from weft.probes.tuning import RaceResult, Tuned, TuneRequest
 
 
 def main(descriptor: int, lifeline: int) -> None:
@@ -44,7 +44,7 @@ def measure(task: TuneRequest, parent: Parent[TuneRequest]) -> None:
 
         def tell(what: str, times: trials.Times, obstacles: trials.Obstacles, heads: str = heads) -> None:
             seconds = {str(name): took for name, took in times.items()}
-            parent.send(Raced(heads + what, seconds, {str(name): why for name, why in obstacles.items()}))
+            parent.send(RaceResult(heads + what, seconds, {str(name): why for name, why in obstacles.items()}))
 
         found = trials.measured(shape, device, tell=tell)
         path = lost = ""
