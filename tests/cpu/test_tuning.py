@@ -19,7 +19,7 @@ from weft import kernels
 from weft.errors import ConfigError
 from weft.kernels.base import AttentionShape
 from weft.probes.on_gpu import tuner
-from weft.probes.tuning import RaceResult, Tuned, TuneRequest, tune
+from weft.probes.tuning import RaceResult, TunedSizes, TuneRequest, tune
 
 pytest.importorskip("triton", reason="needs triton")
 
@@ -229,7 +229,7 @@ def test_what_a_process_finds_is_kept_for_every_number_of_ranks(monkeypatch: pyt
     ]
     for n, it in zip(ranks, tuned, strict=True):
         shape = replace(whole, q_heads=whole.q_heads // n, kv_heads=whole.kv_heads // n)
-        assert isinstance(it, Tuned) and Path(it.path).is_file() and not it.lost
+        assert isinstance(it, TunedSizes) and Path(it.path).is_file() and not it.lost
         assert it.decode == {1: str(FEW), 4: str(MANY)} and kept.known(CPU, shape) == FOUND
 
 
@@ -237,7 +237,7 @@ def test_a_cache_that_cannot_be_written_is_told(monkeypatch: pytest.MonkeyPatch,
     (tmp_path / "weft").write_text("a file in the folder's place")
     monkeypatch.setattr(trials, "measured", lambda *given, **named: FOUND)
     plan = msgspec.structs.replace(make_plan(), attention_backend="triton")
-    said: list[Tuned] = []
+    said: list[TunedSizes] = []
     tuner.measure(TuneRequest(plan, (1,), keep=True), SimpleNamespace(send=said.append))  # type: ignore[arg-type]
     assert not said[0].path and "XDG_CACHE_HOME" in said[0].lost
     tuner.measure(TuneRequest(plan, (1,), keep=False), SimpleNamespace(send=said.append))  # type: ignore[arg-type]

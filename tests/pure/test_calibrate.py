@@ -43,7 +43,7 @@ from weft.planner.work import Product
 from weft.probes import speeds
 from weft.probes.machine import host_cluster
 from weft.probes.speeds import Speeds
-from weft.probes.tuning import RaceResult, Tuned
+from weft.probes.tuning import RaceResult, TunedSizes
 
 HOST = Host(
     hostname="here",
@@ -495,10 +495,12 @@ def test_attention_is_tuned_for_a_model_s_heads_and_their_even_cuts(
     wide = msgspec.structs.replace(plan, places=(msgspec.structs.replace(plan.places[0], kv_heads=Span(0, 4)),))
     asked: list[tuple[tuple[int, ...], bool]] = []
 
-    def tune(plan: object, ranks: tuple[int, ...], *, keep: bool, tell: Any) -> list[Tuned]:
+    def tune(plan: object, ranks: tuple[int, ...], *, keep: bool, tell: Any) -> list[TunedSizes]:
         asked.append((ranks, keep))
         tell(RaceResult("decode of 8 rows", {"slow": 2e-5, "fast": 1e-5}, {"large": "out of resource: shared memory"}))
-        return [Tuned(q_heads=9, kv_heads=3, decode={1: "tile 64", 8: "fast"}, prefill="tile 128", path="/c/t.json")]
+        return [
+            TunedSizes(q_heads=9, kv_heads=3, decode={1: "tile 64", 8: "fast"}, prefill="tile 128", path="/c/t.json")
+        ]
 
     monkeypatch.setattr(bench_calibrate, "tune", tune)
     found = bench_calibrate.attention(plan, 2, keep=False)
@@ -517,7 +519,7 @@ def test_attention_is_tuned_for_a_model_s_heads_and_their_even_cuts(
     told_json = json.loads(json.dumps(bench_calibrate.as_json(whole)))
     assert told_json["attention"][0]["decode"] == {"1": "tile 64", "8": "fast"}
 
-    def broken(*_: object, **__: object) -> list[Tuned]:
+    def broken(*_: object, **__: object) -> list[TunedSizes]:
         raise ConfigError("the sizes of attention cannot be measured: it is hot")
 
     monkeypatch.setattr(bench_calibrate, "tune", broken)

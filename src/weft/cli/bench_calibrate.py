@@ -31,7 +31,7 @@ from weft.hardware.host import Host
 from weft.plan.plan import Plan
 from weft.probes import speeds
 from weft.probes.machine import host_cluster
-from weft.probes.tuning import RaceResult, Tuned, tune
+from weft.probes.tuning import RaceResult, TunedSizes, tune
 
 logger = logging.getLogger("weft.cli")
 
@@ -57,7 +57,7 @@ class Found:
     result: Calibration
     points: list[Point]
     fit: Fit
-    tuned: list[Tuned]
+    tuned: list[TunedSizes]
 
 
 def main(arguments: Namespace) -> int:
@@ -160,7 +160,7 @@ def one(arguments: Namespace, config: EngineConfig, here: Host, gpu: GpuSpec, in
             again = [it.load for it in doubts if it.model == name]
             print(f"  {name}: {len(again)} took too long to be believed, and are measured again", file=sys.stderr)
             points = calibrate.faster(points, measure(subjects[name], again)[1])
-    tuned: list[Tuned] = []
+    tuned: list[TunedSizes] = []
     if own and index is not None and plans[config.model].attention_backend in TUNED:
         names = [it.name for it in here.gpus]
         tuned = attention(plans[config.model], names.count(names[index]), keep=getattr(arguments, "save", True))
@@ -178,7 +178,7 @@ def one(arguments: Namespace, config: EngineConfig, here: Host, gpu: GpuSpec, in
     return Found(result, points, found, tuned)
 
 
-def attention(plan: Plan, gpus: int, *, keep: bool) -> list[Tuned]:
+def attention(plan: Plan, gpus: int, *, keep: bool) -> list[TunedSizes]:
     """The fastest sizes of the attention kernels for a model's heads, and for a rank's where the heads are cut evenly
     among 2, 4, 8, ... of so many equal GPUs; none where they cannot be measured."""
     heads = len(plan.places[0].kv_heads)

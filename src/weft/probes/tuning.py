@@ -33,7 +33,7 @@ class RaceResult(msgspec.Struct, frozen=True, tag=True):
     obstacles: dict[str, str]
 
 
-class Tuned(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class TunedSizes(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The sizes that engines use from now on for so many heads: of decode by the rows that were measured. `path` is
     where they are kept, `lost` why they are not."""
 
@@ -45,22 +45,22 @@ class Tuned(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     lost: str = ""
 
 
-FromTuner = RaceResult | Tuned | Ended
+FromTuner = RaceResult | TunedSizes | Ended
 
 
 def tune(
     plan: Plan, ranks: tuple[int, ...], *, keep: bool, tell: Callable[[RaceResult], object], tuner: str = TUNER
-) -> list[Tuned]:
+) -> list[TunedSizes]:
     """Measure on the plan's first device; `tell` hears of every race. Raises ConfigError where that cannot be done."""
     child: Child[FromTuner] = Child(tuner, FromTuner, env=cuda.device_order_variables(os.environ))
-    found: list[Tuned] = []
+    found: list[TunedSizes] = []
     try:
         child.send(TuneRequest(plan, ranks, keep))
         for news in child.channel:
             match news:
                 case RaceResult():
                     tell(news)
-                case Tuned():
+                case TunedSizes():
                     found.append(news)
                 case Ended(reason=""):
                     return found

@@ -10,7 +10,7 @@ from dataclasses import replace
 from weft.errors import WeftError
 from weft.executors.launch import Parent
 from weft.probes.links import Ended
-from weft.probes.tuning import RaceResult, Tuned, TuneRequest
+from weft.probes.tuning import RaceResult, TunedSizes, TuneRequest
 
 
 def main(descriptor: int, lifeline: int) -> None:
@@ -54,7 +54,7 @@ def measure(task: TuneRequest, parent: Parent[TuneRequest]) -> None:
             except (OSError, RuntimeError, WeftError) as error:
                 lost = str(error)
         parent.send(
-            Tuned(
+            TunedSizes(
                 q_heads=shape.q_heads,
                 kv_heads=shape.kv_heads,
                 decode={rows: str(it) for rows, it in found.decode.items()},
