@@ -19,7 +19,7 @@ from weft import kernels
 from weft.errors import ConfigError
 from weft.kernels.base import AttentionShape
 from weft.probes.on_gpu import tuner
-from weft.probes.tuning import RaceResult, TunedSizes, TuneRequest, tune
+from weft.probes.tuning import RaceResult, TunedSizes, TuneRequest, tune_attention
 
 pytest.importorskip("triton", reason="needs triton")
 
@@ -250,6 +250,6 @@ def test_where_nothing_can_be_measured_nothing_is_kept(tmp_path: Path) -> None:
     short = msgspec.structs.replace(make_plan(), max_num_seqs=1, max_model_len=4, attention_backend="triton")
     races: list[RaceResult] = []
     with pytest.raises(ConfigError, match=r"the sizes of attention cannot be measured: .*(CUDA|NVIDIA)"):
-        tune(short, (1,), keep=True, tell=races.append)
+        tune_attention(short, (1,), keep=True, tell=races.append)
     assert [it.what.partition(", ")[2] for it in races] == ["decode of 1 row over 4 tokens", *trials.PROMPTS]
     assert not any(it.seconds for it in races) and not list(tmp_path.rglob("*.json"))

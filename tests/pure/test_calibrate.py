@@ -502,7 +502,7 @@ def test_attention_is_tuned_for_a_model_s_heads_and_their_even_cuts(
             TunedSizes(q_heads=9, kv_heads=3, decode={1: "tile 64", 8: "fast"}, prefill="tile 128", path="/c/t.json")
         ]
 
-    monkeypatch.setattr(bench_calibrate, "tune", tune)
+    monkeypatch.setattr(bench_calibrate, "tune_attention", tune)
     found = bench_calibrate.attention(plan, 2, keep=False)
     for gpus in (1, 2, 5, 8):
         bench_calibrate.attention(wide, gpus, keep=True)
@@ -522,7 +522,7 @@ def test_attention_is_tuned_for_a_model_s_heads_and_their_even_cuts(
     def broken(*_: object, **__: object) -> list[TunedSizes]:
         raise ConfigError("the sizes of attention cannot be measured: it is hot")
 
-    monkeypatch.setattr(bench_calibrate, "tune", broken)
+    monkeypatch.setattr(bench_calibrate, "tune_attention", broken)
     assert bench_calibrate.attention(plan, 1, keep=True) == []
     assert "it is hot; engines use those that were chosen by reading" in caplog.text
 

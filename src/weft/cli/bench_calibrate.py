@@ -31,7 +31,7 @@ from weft.hardware.host import Host
 from weft.plan.plan import Plan
 from weft.probes import speeds
 from weft.probes.machine import host_cluster
-from weft.probes.tuning import RaceResult, TunedSizes, tune
+from weft.probes.tuning import RaceResult, TunedSizes, tune_attention
 
 logger = logging.getLogger("weft.cli")
 
@@ -184,7 +184,7 @@ def attention(plan: Plan, gpus: int, *, keep: bool) -> list[TunedSizes]:
     heads = len(plan.places[0].kv_heads)
     ranks = takewhile(lambda it: it <= gpus and heads % it == 0, (2**n for n in range(gpus.bit_length())))
     try:
-        return tune(plan, tuple(ranks), keep=keep, tell=tell_race)
+        return tune_attention(plan, tuple(ranks), keep=keep, tell=tell_race)
     except ConfigError as error:
         logger.warning("%s; engines use those that were chosen by reading", error)
         return []

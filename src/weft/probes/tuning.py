@@ -48,7 +48,7 @@ class TunedSizes(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 FromTuner = RaceResult | TunedSizes | Ended
 
 
-def tune(
+def tune_attention(
     plan: Plan, ranks: tuple[int, ...], *, keep: bool, tell: Callable[[RaceResult], object], tuner: str = TUNER
 ) -> list[TunedSizes]:
     """Measure on the plan's first device; `tell` hears of every race. Raises ConfigError where that cannot be done."""
