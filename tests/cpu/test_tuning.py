@@ -86,7 +86,7 @@ def test_the_fastest_of_each_number_of_rows_is_found(monkeypatch: pytest.MonkeyP
         told.append(what)
         assert not obstacles and len(times) == len(DECODE_CANDIDATES if "decode" in what else PREFILL_CANDIDATES)
 
-    found = trials.measured(SHAPE, CPU, Clock({1: FEW, 4: MANY}, monkeypatch), tell)
+    found = trials.measure_tunings(SHAPE, CPU, Clock({1: FEW, 4: MANY}, monkeypatch), tell)
     assert found == FOUND
     assert told == ["decode of 1 row over 40 tokens", "decode of 4 rows over 40 tokens", *trials.PROMPTS]
 
@@ -151,7 +151,7 @@ def test_memory_that_is_not_there_leaves_a_size_as_it_is(monkeypatch: pytest.Mon
     monkeypatch.setattr(trials, "decodes", short)
     told = {}
     clock = Clock({1: FEW, 4: MANY}, monkeypatch)
-    found = trials.measured(SHAPE, CPU, clock, lambda what, times, obstacles: told.update({what: obstacles}))
+    found = trials.measure_tunings(SHAPE, CPU, clock, lambda what, times, obstacles: told.update({what: obstacles}))
     assert found.decode == {1: FEW, 4: DECODE}
     assert told["decode of 4 rows"] == {"all": "CUDA out of memory. Tried"}
 
@@ -216,7 +216,7 @@ def test_what_a_process_finds_is_kept_for_every_number_of_ranks(monkeypatch: pyt
         tell("decode of 1 row", {DECODE: 2e-6, FEW: 1e-6}, {MANY: "no room"})
         return FOUND
 
-    monkeypatch.setattr(trials, "measured", measured)
+    monkeypatch.setattr(trials, "measure_tunings", measured)
     plan = msgspec.structs.replace(make_plan(), attention_backend="triton")
     whole = AttentionShape.of(plan, 0)
     ranks = (1, whole.kv_heads)
@@ -235,7 +235,7 @@ def test_what_a_process_finds_is_kept_for_every_number_of_ranks(monkeypatch: pyt
 
 def test_a_cache_that_cannot_be_written_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "weft").write_text("a file in the folder's place")
-    monkeypatch.setattr(trials, "measured", lambda *given, **named: FOUND)
+    monkeypatch.setattr(trials, "measure_tunings", lambda *given, **named: FOUND)
     plan = msgspec.structs.replace(make_plan(), attention_backend="triton")
     said: list[TunedSizes] = []
     tuner.measure(TuneRequest(plan, (1,), keep=True), SimpleNamespace(send=said.append))  # type: ignore[arg-type]

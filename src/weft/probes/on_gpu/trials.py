@@ -112,7 +112,7 @@ def mixed(rows: int, longest: int) -> list[int]:
     return Random(0).sample(contexts, rows)
 
 
-def measured(
+def measure_tunings(
     shape: AttentionShape,
     device: torch.device,
     clock: Clock = seconds,

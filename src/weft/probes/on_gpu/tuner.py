@@ -46,7 +46,7 @@ def measure(task: TuneRequest, parent: Parent[TuneRequest]) -> None:
             seconds = {str(name): took for name, took in times.items()}
             parent.send(RaceResult(heads + what, seconds, {str(name): why for name, why in obstacles.items()}))
 
-        found = trials.measured(shape, device, tell=tell)
+        found = trials.measure_tunings(shape, device, tell=tell)
         path = lost = ""
         if task.keep:
             try:
