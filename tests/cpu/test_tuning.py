@@ -131,13 +131,13 @@ def test_calls_take_turns_over_places_that_no_cache_holds(monkeypatch: pytest.Mo
 
 def test_a_lead_within_the_noise_is_none() -> None:
     other = DECODE_CANDIDATES[3]
-    assert trials.best([{DECODE: 1.0, other: 0.98}], DECODE) == DECODE
-    assert trials.best([{DECODE: 1.0, other: 0.96}], DECODE) == other
-    assert trials.best([{other: 1.0}], DECODE) == other
-    assert trials.best([{}], DECODE) == DECODE
+    assert trials.fastest_tuning([{DECODE: 1.0, other: 0.98}], DECODE) == DECODE
+    assert trials.fastest_tuning([{DECODE: 1.0, other: 0.96}], DECODE) == other
+    assert trials.fastest_tuning([{other: 1.0}], DECODE) == other
+    assert trials.fastest_tuning([{}], DECODE) == DECODE
     # Over several races each counts the same, and what did not run in all of them is out.
-    assert trials.best([{DECODE: 1.0, other: 0.5}, {DECODE: 10.0, other: 16.0}], DECODE) == other
-    assert trials.best([{DECODE: 1.0, other: 0.5}, {DECODE: 1.0}], DECODE) == DECODE
+    assert trials.fastest_tuning([{DECODE: 1.0, other: 0.5}, {DECODE: 10.0, other: 16.0}], DECODE) == other
+    assert trials.fastest_tuning([{DECODE: 1.0, other: 0.5}, {DECODE: 1.0}], DECODE) == DECODE
 
 
 def test_memory_that_is_not_there_leaves_a_size_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

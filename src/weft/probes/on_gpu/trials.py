@@ -135,14 +135,14 @@ def measure_tunings(
     found = {}
     for rows in [rows for rows in ROWS if rows <= shape.rows]:
         race = partial(decode_race, shape, device, mixed(rows, shape.length))
-        found[rows] = best([held(step(rows), race)], DECODE)
+        found[rows] = fastest_tuning([held(step(rows), race)], DECODE)
     prefills = [held(what, partial(prefill_race, shape, device, what)) for what in PROMPTS]
     if not any(times for times, _ in told):
         raise RuntimeError(next(iter(told[0][1].values())))
-    return Tunings(found, best(prefills, PREFILL))
+    return Tunings(found, fastest_tuning(prefills, PREFILL))
 
 
-def best(races: Sequence[Mapping[object, float]], chosen: Tuning) -> Tuning:
+def fastest_tuning(races: Sequence[Mapping[object, float]], chosen: Tuning) -> Tuning:
     """What took least in all races, each counting the same; `chosen` where nothing is faster by MARGIN."""
     ran = [it for it in {**races[0]} if isinstance(it, Tuning) and all(it in times for times in races)]
     took = {it: sum(times[it] / min(times.values()) for times in races) for it in ran}
