@@ -92,10 +92,10 @@ def test_the_fastest_of_each_number_of_rows_is_found(monkeypatch: pytest.MonkeyP
 
 
 def test_contexts_are_mixed() -> None:
-    assert trials.mixed(1, 4096) == [1074] and trials.mixed(4, 20) == [20] * 4
-    many = trials.mixed(256, 4096)
+    assert trials.mixed_lengths(1, 4096) == [1074] and trials.mixed_lengths(4, 20) == [20] * 4
+    many = trials.mixed_lengths(256, 4096)
     assert min(many) < 110 and max(many) > 2040 and sum(many) == pytest.approx(256 * 1074, rel=0.01)
-    assert many not in (sorted(many), sorted(many, reverse=True)) and many == trials.mixed(256, 4096)
+    assert many not in (sorted(many), sorted(many, reverse=True)) and many == trials.mixed_lengths(256, 4096)
 
 
 def test_what_the_card_has_no_room_for_and_what_is_wrong_is_passed_over() -> None:

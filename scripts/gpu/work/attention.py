@@ -62,7 +62,7 @@ def decode_contexts(rehearse: bool) -> list[list[int]]:
         return [[5, 20]]
     lengths = random.Random(0)
     nano = [lengths.randint(100, 1500) for _ in range(256)]
-    return [nano, trials.mixed(32, LENGTH), [1024] * 32, [4096]]
+    return [nano, trials.mixed_lengths(32, LENGTH), [1024] * 32, [4096]]
 
 
 def backends(shape: AttentionShape) -> tuple[dict[str, Kernels], list[Figure]]:

@@ -104,7 +104,7 @@ def step(rows: int) -> str:
     return f"decode of {rows} row{'s' * (rows > 1)}"
 
 
-def mixed(rows: int, longest: int) -> list[int]:
+def mixed_lengths(rows: int, longest: int) -> list[int]:
     """Contexts that are spread evenly from SHORTEST to LONGEST, or to `longest`, in no order."""
     most = min(LONGEST, longest)
     least = min(SHORTEST, most)
@@ -134,7 +134,7 @@ def measure_tunings(
 
     found = {}
     for rows in [rows for rows in ROWS if rows <= shape.rows]:
-        race = partial(decode_race, shape, device, mixed(rows, shape.length))
+        race = partial(decode_race, shape, device, mixed_lengths(rows, shape.length))
         found[rows] = fastest_tuning([held(step(rows), race)], DECODE)
     prefills = [held(what, partial(prefill_race, shape, device, what)) for what in PROMPTS]
     if not any(times for times, _ in told):
