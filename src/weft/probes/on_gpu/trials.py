@@ -83,7 +83,7 @@ def decode_race(shape: AttentionShape, device: torch.device, contexts: list[int]
         return out
 
     least, most = min(contexts), max(contexts)
-    what = f"{step(len(contexts))} over {least:,}" + (f" to {most:,} tokens" if most > least else " tokens")
+    what = f"{step_name(len(contexts))} over {least:,}" + (f" to {most:,} tokens" if most > least else " tokens")
     return Race(what, [(q, it, batch) for it in caches], {it: partial(attend, it) for it in DECODE_CANDIDATES})
 
 
@@ -100,7 +100,7 @@ def prefill_race(shape: AttentionShape, device: torch.device, what: str) -> Race
     return Race(what, [given], {it: partial(attend, it) for it in PREFILL_CANDIDATES})
 
 
-def step(rows: int) -> str:
+def step_name(rows: int) -> str:
     return f"decode of {rows} row{'s' * (rows > 1)}"
 
 
@@ -135,7 +135,7 @@ def measure_tunings(
     found = {}
     for rows in [rows for rows in ROWS if rows <= shape.rows]:
         race = partial(decode_race, shape, device, mixed_lengths(rows, shape.length))
-        found[rows] = fastest_tuning([held(step(rows), race)], DECODE)
+        found[rows] = fastest_tuning([held(step_name(rows), race)], DECODE)
     prefills = [held(what, partial(prefill_race, shape, device, what)) for what in PROMPTS]
     if not any(times for times, _ in told):
         raise RuntimeError(next(iter(told[0][1].values())))
