@@ -24,7 +24,7 @@ def check_devices(wanted: int) -> None:
         raise RuntimeError(f"torch {torch.__version__} sees {there} GPUs where the driver tells of {wanted}")
 
 
-def gpu(index: int) -> GpuResult:
+def measure_gpu(index: int) -> GpuResult:
     """One GPU by itself, with pinned memory of the host."""
     device = torch.device("cuda", index)
     source, target = (torch.empty(size(device), dtype=torch.uint8, device=device) for _ in range(2))
