@@ -37,7 +37,7 @@ def measure_gpu(index: int) -> GpuResult:
     )
 
 
-def pair(first: int, second: int) -> PairResult:
+def measure_pair(first: int, second: int) -> PairResult:
     """Two GPUs, in both directions: the bytes of each copy are compared on the host, then copies are timed."""
     here, there = torch.device("cuda", first), torch.device("cuda", second)
     peer = torch.cuda.can_device_access_peer(first, second) and torch.cuda.can_device_access_peer(second, first)

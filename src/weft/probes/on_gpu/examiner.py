@@ -22,7 +22,7 @@ def main(descriptor: int, lifeline: int) -> None:
         copies.check_devices(1 + max(index for task in examine.tasks for index in task))
         for task in examine.tasks:
             parent.send(Begun(task))
-            parent.send(copies.measure_gpu(*task) if len(task) == 1 else copies.pair(*task))
+            parent.send(copies.measure_gpu(*task) if len(task) == 1 else copies.measure_pair(*task))
     except (RuntimeError, ImportError, OSError) as error:
         parent.send(Ended((str(error).strip().splitlines() or [type(error).__name__])[0]))
     else:
