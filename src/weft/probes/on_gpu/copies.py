@@ -55,7 +55,7 @@ def measure_pair(first: int, second: int) -> PairResult:
     return PairResult(first=first, second=second, peer=peer, Bps=min(speeds), detail="")
 
 
-def whole(sent: torch.Tensor, target: torch.device) -> torch.Tensor:
+def whole_copy(sent: torch.Tensor, target: torch.device) -> torch.Tensor:
     """By the copy engine, as one run of bytes."""
     return torch.zeros_like(sent, device=target).copy_(sent)
 
@@ -68,7 +68,7 @@ def strided(sent: torch.Tensor, target: torch.device) -> torch.Tensor:
     return wide[::HALVES] + wide[1::HALVES]
 
 
-COPIES: dict[str, Copy] = {"whole": whole, "strided": strided}
+COPIES: dict[str, Copy] = {"whole": whole_copy, "strided": strided}
 
 
 def difference(sent: torch.Tensor, target: torch.device, copy: Copy) -> int:
