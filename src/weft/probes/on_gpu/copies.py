@@ -60,7 +60,7 @@ def whole_copy(sent: torch.Tensor, target: torch.device) -> torch.Tensor:
     return torch.zeros_like(sent, device=target).copy_(sent)
 
 
-def strided(sent: torch.Tensor, target: torch.device) -> torch.Tensor:
+def strided_copy(sent: torch.Tensor, target: torch.device) -> torch.Tensor:
     """By a kernel on one GPU that writes the other's memory, every other byte: as sums through peer memory do."""
     wide = torch.zeros(HALVES * sent.numel(), dtype=sent.dtype, device=target)
     wide[::HALVES].copy_(sent)
@@ -68,7 +68,7 @@ def strided(sent: torch.Tensor, target: torch.device) -> torch.Tensor:
     return wide[::HALVES] + wide[1::HALVES]
 
 
-COPIES: dict[str, Copy] = {"whole": whole_copy, "strided": strided}
+COPIES: dict[str, Copy] = {"whole": whole_copy, "strided": strided_copy}
 
 
 def difference(sent: torch.Tensor, target: torch.device, copy: Copy) -> int:
