@@ -46,7 +46,7 @@ def measure_pair(first: int, second: int) -> PairResult:
         generator = torch.Generator(source).manual_seed(first * 1000 + second)
         sent = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=source, generator=generator)
         for name, copy in COPIES.items():
-            wrong = difference(sent, target, copy)
+            wrong = wrong_bytes(sent, target, copy)
             if wrong:
                 detail = f"{wrong:,} of {nbytes:,} bytes of a {name} copy from {source} to {target} arrived wrong"
                 return PairResult(first=first, second=second, peer=peer, Bps=0.0, detail=detail)
@@ -71,7 +71,7 @@ def strided_copy(sent: torch.Tensor, target: torch.device) -> torch.Tensor:
 COPIES: dict[str, Copy] = {"whole": whole_copy, "strided": strided_copy}
 
 
-def difference(sent: torch.Tensor, target: torch.device, copy: Copy) -> int:
+def wrong_bytes(sent: torch.Tensor, target: torch.device, copy: Copy) -> int:
     """How many bytes arrive wrong, counted on the host: no way between the GPUs is trusted with that."""
     truth, arrived = sent.cpu(), copy(sent, target)
     synchronise(sent.device, arrived.device)
