@@ -31,9 +31,9 @@ def measure_gpu(index: int) -> GpuResult:
     host = torch.empty(source.shape, dtype=torch.uint8, pin_memory=True)
     return GpuResult(
         index=index,
-        copy_Bps=2 * rate(source, lambda: target.copy_(source)),
-        from_host_Bps=rate(source, lambda: target.copy_(host, non_blocking=True)),
-        to_host_Bps=rate(source, lambda: host.copy_(source, non_blocking=True)),
+        copy_Bps=2 * copy_rate(source, lambda: target.copy_(source)),
+        from_host_Bps=copy_rate(source, lambda: target.copy_(host, non_blocking=True)),
+        to_host_Bps=copy_rate(source, lambda: host.copy_(source, non_blocking=True)),
     )
 
 
@@ -51,7 +51,7 @@ def measure_pair(first: int, second: int) -> PairResult:
                 detail = f"{wrong:,} of {nbytes:,} bytes of a {name} copy from {source} to {target} arrived wrong"
                 return PairResult(first=first, second=second, peer=peer, Bps=0.0, detail=detail)
         arrived = torch.empty(nbytes, dtype=torch.uint8, device=target)
-        speeds.append(rate(sent, partial(arrived.copy_, sent)))
+        speeds.append(copy_rate(sent, partial(arrived.copy_, sent)))
     return PairResult(first=first, second=second, peer=peer, Bps=min(speeds), detail="")
 
 
@@ -78,7 +78,7 @@ def wrong_bytes(sent: torch.Tensor, target: torch.device, copy: Copy) -> int:
     return int((arrived.cpu() != truth).sum())
 
 
-def rate(sent: torch.Tensor, copy: Callable[[], object]) -> float:
+def copy_rate(sent: torch.Tensor, copy: Callable[[], object]) -> float:
     """Bytes per second, on the stream of the GPU that `sent` is on."""
     with torch.cuda.device(sent.device):
         copy()
