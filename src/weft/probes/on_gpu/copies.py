@@ -27,7 +27,7 @@ def check_devices(wanted: int) -> None:
 def measure_gpu(index: int) -> GpuResult:
     """One GPU by itself, with pinned memory of the host."""
     device = torch.device("cuda", index)
-    source, target = (torch.empty(size(device), dtype=torch.uint8, device=device) for _ in range(2))
+    source, target = (torch.empty(copy_bytes(device), dtype=torch.uint8, device=device) for _ in range(2))
     host = torch.empty(source.shape, dtype=torch.uint8, pin_memory=True)
     return GpuResult(
         index=index,
@@ -41,7 +41,7 @@ def measure_pair(first: int, second: int) -> PairResult:
     """Two GPUs, in both directions: the bytes of each copy are compared on the host, then copies are timed."""
     here, there = torch.device("cuda", first), torch.device("cuda", second)
     peer = torch.cuda.can_device_access_peer(first, second) and torch.cuda.can_device_access_peer(second, first)
-    speeds, nbytes = [], min(size(here), size(there))
+    speeds, nbytes = [], min(copy_bytes(here), copy_bytes(there))
     for source, target in ((here, there), (there, here)):
         generator = torch.Generator(source).manual_seed(first * 1000 + second)
         sent = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=source, generator=generator)
@@ -100,6 +100,6 @@ def synchronise(*devices: torch.device) -> None:
             torch.cuda.synchronize(device)
 
 
-def size(device: torch.device) -> int:
+def copy_bytes(device: torch.device) -> int:
     """Bytes of one copy."""
     return min(MOST_BYTES, torch.cuda.mem_get_info(device)[0] // SHARE)
