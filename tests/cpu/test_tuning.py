@@ -220,7 +220,7 @@ def test_what_a_process_finds_is_kept_for_every_number_of_ranks(monkeypatch: pyt
     plan = msgspec.structs.replace(make_plan(), attention_backend="triton")
     whole = AttentionShape.of(plan, 0)
     ranks = (1, whole.kv_heads)
-    tuner.measure(TuneRequest(plan, ranks, keep=True), SimpleNamespace(send=said.append))  # type: ignore[arg-type]
+    tuner.measure_sizes(TuneRequest(plan, ranks, keep=True), SimpleNamespace(send=said.append))  # type: ignore[arg-type]
     races, tuned = said[::2], said[1::2]
     seconds = {str(DECODE): 2e-6, str(FEW): 1e-6}
     assert races[1] == RaceResult("1 query and 1 KV heads, decode of 1 row", seconds, {str(MANY): "no room"})
@@ -238,9 +238,9 @@ def test_a_cache_that_cannot_be_written_is_told(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(trials, "measure_tunings", lambda *given, **named: FOUND)
     plan = msgspec.structs.replace(make_plan(), attention_backend="triton")
     said: list[TunedSizes] = []
-    tuner.measure(TuneRequest(plan, (1,), keep=True), SimpleNamespace(send=said.append))  # type: ignore[arg-type]
+    tuner.measure_sizes(TuneRequest(plan, (1,), keep=True), SimpleNamespace(send=said.append))  # type: ignore[arg-type]
     assert not said[0].path and "XDG_CACHE_HOME" in said[0].lost
-    tuner.measure(TuneRequest(plan, (1,), keep=False), SimpleNamespace(send=said.append))  # type: ignore[arg-type]
+    tuner.measure_sizes(TuneRequest(plan, (1,), keep=False), SimpleNamespace(send=said.append))  # type: ignore[arg-type]
     assert not said[1].path and not said[1].lost
 
 

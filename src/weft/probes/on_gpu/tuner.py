@@ -18,7 +18,7 @@ def main(descriptor: int, lifeline: int) -> None:
     parent: Parent[TuneRequest] = Parent(descriptor, TuneRequest, lifeline)
     task = parent.inbox.get()
     try:
-        measure(task, parent)
+        measure_sizes(task, parent)
         parent.send(Ended(""))
     except (RuntimeError, ImportError, OSError, WeftError) as error:
         parent.send(Ended((str(error).strip().splitlines() or [type(error).__name__])[0]))
@@ -26,7 +26,7 @@ def main(descriptor: int, lifeline: int) -> None:
         signal.pause()
 
 
-def measure(task: TuneRequest, parent: Parent[TuneRequest]) -> None:
+def measure_sizes(task: TuneRequest, parent: Parent[TuneRequest]) -> None:
     """Race after race, and for each number of ranks what came of them."""
     from weft.kernels import triton
     from weft.kernels.base import AttentionShape
