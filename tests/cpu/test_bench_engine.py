@@ -9,7 +9,7 @@ import pytest
 
 from tests.cpu import tiny
 from weft.bench import calibrate
-from weft.bench.calibrate import Load, Subject
+from weft.bench.calibrate import CalibrationLoad, Subject
 from weft.bench.suite import one_thread
 from weft.bench.synthetic import TINY, of_size
 from weft.cache import cache_dir
@@ -55,7 +55,9 @@ def test_calibrate_then_plan(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     thin, wide = of_size("thin", 1e6, layers=4, vocab=1024), of_size("wide", 4e6, layers=2, vocab=1024)
     subjects = (Subject(TINY), Subject(thin), Subject(wide), Subject(wide, "int4"))
-    loads = [Load("decode", batch, 8, 4) for batch in (1, 4)] + [Load("prefill", 1, length, 2) for length in (16, 64)]
+    loads = [CalibrationLoad("decode", batch, 8, 4) for batch in (1, 4)] + [
+        CalibrationLoad("prefill", 1, length, 2) for length in (16, 64)
+    ]
     monkeypatch.setattr(calibrate, "subjects", lambda gpu: subjects)
     monkeypatch.setattr(calibrate, "LOADS", {"cpu": tuple(loads), "gpu": ()})
     assert main.main(["bench", "calibrate", "--device", "cpu", "--json", "--save"]) == 0

@@ -18,7 +18,7 @@ from tests.pure.shapes import SMOLLM2
 from weft.architectures.place import Span
 from weft.architectures.shape import ModelShape
 from weft.bench import calibrate, fit
-from weft.bench.calibrate import LOADS, Load, Point
+from weft.bench.calibrate import LOADS, CalibrationLoad, Point
 from weft.bench.fit import QUANTISED, WIDTHS, Planned
 from weft.bench.synthetic import LONGEST, Synthetic, of_size
 from weft.cache import tell_damaged
@@ -174,7 +174,7 @@ class FakeLLM:
         from weft.formats.checkpoint import Checkpoint
         from weft.plan.layout import layout
 
-        self.asked: list[Load] = []
+        self.asked: list[CalibrationLoad] = []
         model = Checkpoint(model="m", path=Path(), format="dummy", shape=SMOLLM2, generation={})
         self.plan = layout(EngineConfig(model="m", **said), model, HOST)
         self.capacities: list[Any] = []

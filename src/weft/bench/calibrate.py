@@ -38,7 +38,7 @@ QUANTISED = ("int4", "int8", "q4_0", "q8_0")  # what the engine makes of weights
 FAR = 0.25  # a mean error from which the measurement is not to be believed
 
 
-class Load(msgspec.Struct, frozen=True):
+class CalibrationLoad(msgspec.Struct, frozen=True):
     """`batch` prompts of `length` tokens, and `output` tokens for each."""
 
     kind: Kind
@@ -47,17 +47,20 @@ class Load(msgspec.Struct, frozen=True):
     output: int
 
 
-WARM_UP = Load("decode", 1, 64, 24)
-LOADS: dict[str, tuple[Load, ...]] = {
+WARM_UP = CalibrationLoad("decode", 1, 64, 24)
+LOADS: dict[str, tuple[CalibrationLoad, ...]] = {
     "cpu": (
-        *(Load("decode", batch, length, 24) for batch, length in ((1, 64), (1, 1024), (4, 64), (16, 64), (32, 64))),
-        Load("decode", 8, 768, 24),
-        *(Load("prefill", 1, length, PREFILL_OUTPUT) for length in (64, 256, 1024, 2048)),
+        *(
+            CalibrationLoad("decode", batch, length, 24)
+            for batch, length in ((1, 64), (1, 1024), (4, 64), (16, 64), (32, 64))
+        ),
+        CalibrationLoad("decode", 8, 768, 24),
+        *(CalibrationLoad("prefill", 1, length, PREFILL_OUTPUT) for length in (64, 256, 1024, 2048)),
     ),
     "gpu": (
-        *(Load("decode", batch, length, 64) for batch, length in ((1, 128), (1, 4096), (8, 128), (64, 128))),
-        *(Load("decode", batch, length, 64) for batch, length in ((256, 128), (16, 2048))),
-        *(Load("prefill", 1, length, PREFILL_OUTPUT) for length in (128, 512, 2048, 6144)),
+        *(CalibrationLoad("decode", batch, length, 64) for batch, length in ((1, 128), (1, 4096), (8, 128), (64, 128))),
+        *(CalibrationLoad("decode", batch, length, 64) for batch, length in ((256, 128), (16, 2048))),
+        *(CalibrationLoad("prefill", 1, length, PREFILL_OUTPUT) for length in (128, 512, 2048, 6144)),
     ),
 }
 
@@ -84,7 +87,7 @@ def subjects(gpu: GpuSpec) -> tuple[Subject, ...]:
     return (Subject(TINY), Subject(thin), Subject(wide), *(Subject(wide, kind) for kind in QUANTISED))
 
 
-def loads(gpu: GpuSpec, subject: Subject | None) -> tuple[Load, ...]:
+def loads(gpu: GpuSpec, subject: Subject | None) -> tuple[CalibrationLoad, ...]:
     """Those of a subject, None for the user's own model. Of the one that is hardly there only short steps tell
     something; what is quantised differs in its products alone."""
     every = LOADS[gpu.kind]
@@ -104,16 +107,16 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     shape: ModelShape
     precision: str
-    load: Load
+    load: CalibrationLoad
     seconds: float
 
 
-def measure(llm: LLM, name: str, asked: Sequence[Load], tell: Callable[[Point], object]) -> list[Point]:
+def measure(llm: LLM, name: str, asked: Sequence[CalibrationLoad], tell: Callable[[Point], object]) -> list[Point]:
     """The loads that the engine has room for, each as `tell` hears of it. They take turns: what disturbs the machine
     for a second or two meets one measurement of each, and not all of one."""
     plan = llm.plan
     seconds_of(llm, WARM_UP, -1)
-    times: dict[Load, list[float]] = {load: [] for load in asked if has_room(llm, load)}
+    times: dict[CalibrationLoad, list[float]] = {load: [] for load in asked if has_room(llm, load)}
     for turn in range(MOST_REPEATS):
         for number, (load, found) in enumerate(times.items()):
             if turn < REPEATS or not settled(found):
@@ -133,7 +136,7 @@ def measure(llm: LLM, name: str, asked: Sequence[Load], tell: Callable[[Point], 
     return points
 
 
-def has_room(llm: LLM, load: Load) -> bool:
+def has_room(llm: LLM, load: CalibrationLoad) -> bool:
     """Whether the engine can run a load: all prompts have to be read in one step, so that all answers begin and end
     together."""
     plan, longest = llm.plan, load.length + load.output
@@ -170,7 +173,7 @@ def faster(points: Sequence[Point], again: Sequence[Point]) -> list[Point]:
     ]
 
 
-def seconds_of(llm: LLM, load: Load, seed: int) -> float:
+def seconds_of(llm: LLM, load: CalibrationLoad, seed: int) -> float:
     """One run."""
     asks = random_requests(
         seed,

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from weft.bench import calibrate, fit
-from weft.bench.calibrate import BATCHED_TOKENS, FAR, Load, Point, Subject
+from weft.bench.calibrate import BATCHED_TOKENS, FAR, CalibrationLoad, Point, Subject
 from weft.bench.fit import Fit, Planned
 from weft.cli.bench_view import aligned, number
 from weft.cli.flags import engine_config
@@ -130,7 +130,7 @@ def one(arguments: Namespace, config: EngineConfig, here: Host, gpu: GpuSpec, in
         "max_num_batched_tokens": config.max_num_batched_tokens or BATCHED_TOKENS[gpu.kind],
     }
 
-    def measure(subject: Subject | None, loads: Sequence[Load]) -> tuple[Plan, list[Point]]:
+    def measure(subject: Subject | None, loads: Sequence[CalibrationLoad]) -> tuple[Plan, list[Point]]:
         """None is the user's own model."""
         with subject.model.folder() if subject else nullcontext(config.model) as model:
             held = {"load_format": "dummy", "quantization": subject.quantization} if subject else {}
