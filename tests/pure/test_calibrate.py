@@ -18,7 +18,7 @@ from tests.pure.shapes import SMOLLM2
 from weft.architectures.place import Span
 from weft.architectures.shape import ModelShape
 from weft.bench import calibrate, fit
-from weft.bench.calibrate import LOADS, CalibrationLoad, Point
+from weft.bench.calibrate import LOADS, CalibrationLoad, CalibrationPoint
 from weft.bench.fit import QUANTISED, WIDTHS, Planned
 from weft.bench.synthetic import LONGEST, Synthetic, of_size
 from weft.cache import tell_damaged
@@ -75,11 +75,11 @@ def shape(model: Synthetic) -> ModelShape:
     return config_json.shape(fields.Fields(model.config(), "config.json"))
 
 
-def points(gpu: GpuSpec, values: dict[str, float], noise: float = 0.0, seed: int = 0) -> list[Point]:
+def points(gpu: GpuSpec, values: dict[str, float], noise: float = 0.0, seed: int = 0) -> list[CalibrationPoint]:
     """What an engine with these constants would be measured at."""
     random = Random(seed)
     found = [
-        Point(
+        CalibrationPoint(
             model=subject.name,
             shape=shape(subject.model),
             precision=MADE.get(subject.quantization, "bf16"),
@@ -203,7 +203,7 @@ def test_what_is_quantised_is_measured_in_short() -> None:
 
 def test_what_is_measured() -> None:
     llm: Any = FakeLLM(max_num_batched_tokens=8192)
-    told: list[Point] = []
+    told: list[CalibrationPoint] = []
     found = calibrate.measure(llm, "m", LOADS["cpu"], told.append)
     assert found == told and [point.load for point in found] == list(LOADS["cpu"])
     assert [point.seconds for point in found if point.load.kind == "decode"] == pytest.approx([0.002] * 6)
@@ -285,7 +285,7 @@ def test_a_hiccup_becomes_no_constant(monkeypatch: pytest.MonkeyPatch, capsys: p
         def __exit__(self, *_: object) -> None:
             pass
 
-    def measure(llm: object, name: str, loads: Any, tell: Any) -> list[Point]:
+    def measure(llm: object, name: str, loads: Any, tell: Any) -> list[CalibrationPoint]:
         times = 4 if name == "wide q8_0" and name not in dict(asked) else 1
         asked.append((name, len(loads)))
         found = [true[name, load] for load in loads]
@@ -305,7 +305,7 @@ def test_a_hiccup_becomes_no_constant(monkeypatch: pytest.MonkeyPatch, capsys: p
 
 
 def made(device: str = "AMD EPYC (2 cores)", error: float = 0.05, **changed: float) -> Calibration:
-    there = Point(model="m", shape=SMOLLM2, precision="q4_1", load=LOADS["cpu"][0], seconds=1.0)
+    there = CalibrationPoint(model="m", shape=SMOLLM2, precision="q4_1", load=LOADS["cpu"][0], seconds=1.0)
     planned = Planned(cpu(), [there])
     values = TRUE | {f"{name} q4_1": TRUE[name] * HELD[name] for name in QUANTISED} | changed
     found = fit.calibration(

@@ -101,7 +101,7 @@ def loads(gpu: GpuSpec, subject: Subject | None) -> tuple[CalibrationLoad, ...]:
     return steps[0], steps[-1], prompts[len(prompts) // 2]
 
 
-class Point(msgspec.Struct, frozen=True, kw_only=True):
+class CalibrationPoint(msgspec.Struct, frozen=True, kw_only=True):
     """One measurement: seconds of a step (decode) or to the first token (prefill)."""
 
     model: str
@@ -111,7 +111,9 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
 
 
-def measure(llm: LLM, name: str, asked: Sequence[CalibrationLoad], tell: Callable[[Point], object]) -> list[Point]:
+def measure(
+    llm: LLM, name: str, asked: Sequence[CalibrationLoad], tell: Callable[[CalibrationPoint], object]
+) -> list[CalibrationPoint]:
     """The loads that the engine has room for, each as `tell` hears of it. They take turns: what disturbs the machine
     for a second or two meets one measurement of each, and not all of one."""
     plan = llm.plan
@@ -122,7 +124,7 @@ def measure(llm: LLM, name: str, asked: Sequence[CalibrationLoad], tell: Callabl
             if turn < REPEATS or not settled(found):
                 found.append(seconds_of(llm, load, number * MOST_REPEATS + turn))
     points = [
-        Point(
+        CalibrationPoint(
             model=name,
             shape=plan.shape,
             precision=precision_of(plan.shape, plan.quantization, plan.schemes, plan.dtype),
@@ -153,7 +155,7 @@ def settled(times: Sequence[float]) -> bool:
     return second <= first * (1 + AGREE)
 
 
-def doubtful(points: Sequence[Point], expected: Sequence[float]) -> list[Point]:
+def doubtful(points: Sequence[CalibrationPoint], expected: Sequence[float]) -> list[CalibrationPoint]:
     """Those that took far longer than the planner expects of them, compared with the others of their kind: the law of
     it may be off for the machine, but not for one of them alone."""
     ratios = [point.seconds / seconds for point, seconds in zip(points, expected, strict=True)]
@@ -164,7 +166,7 @@ def doubtful(points: Sequence[Point], expected: Sequence[float]) -> list[Point]:
     return [point for point, ratio in zip(points, ratios, strict=True) if ratio > DOUBT * usual[point.load.kind]]
 
 
-def faster(points: Sequence[Point], again: Sequence[Point]) -> list[Point]:
+def faster(points: Sequence[CalibrationPoint], again: Sequence[CalibrationPoint]) -> list[CalibrationPoint]:
     """The points, those that were measured again as fast as they were the faster time."""
     seconds = {(point.model, point.load): point.seconds for point in again}
     return [

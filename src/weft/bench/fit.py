@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from weft import __version__
-from weft.bench.calibrate import Point
+from weft.bench.calibrate import CalibrationPoint
 from weft.formats.precision import OF_DTYPE
 from weft.hardware.calibration import Calibration, MeasuredFigure, QuantisedFigures
 from weft.hardware.cluster import Cluster, Node
@@ -53,7 +53,7 @@ class Fit(msgspec.Struct, frozen=True):
 class Planned:
     """What the planner expects of points on one device, given the constants."""
 
-    def __init__(self, gpu: GpuSpec, points: Sequence[Point]) -> None:
+    def __init__(self, gpu: GpuSpec, points: Sequence[CalibrationPoint]) -> None:
         self._gpu, self._plain, self.points = gpu, msgspec.structs.replace(gpu, calibration=None), points
         self._own = profile("weft", on_cpu=gpu.kind == "cpu")
         precisions = dict.fromkeys(point.precision for point in points)
@@ -113,7 +113,7 @@ class Planned:
         return found
 
 
-def fit(gpu: GpuSpec, points: Sequence[Point]) -> Fit:
+def fit(gpu: GpuSpec, points: Sequence[CalibrationPoint]) -> Fit:
     """The constants under which the planner comes nearest to the points: first those of the engine, then those that a
     quantised precision has for itself."""
     planned = Planned(gpu, points)
@@ -166,7 +166,7 @@ def nearest(planned: Planned, start: Mapping[str, float], names: Sequence[str]) 
     return at(moved)
 
 
-def errors(points: Sequence[Point], found: Fit) -> list[float]:
+def errors(points: Sequence[CalibrationPoint], found: Fit) -> list[float]:
     """How far the fit is from each point, as a share of it."""
     return [predicted / point.seconds - 1 for point, predicted in zip(points, found.predicted, strict=True)]
 

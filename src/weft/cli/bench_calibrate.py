@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from weft.bench import calibrate, fit
-from weft.bench.calibrate import BATCHED_TOKENS, FAR, CalibrationLoad, Point, Subject
+from weft.bench.calibrate import BATCHED_TOKENS, FAR, CalibrationLoad, CalibrationPoint, Subject
 from weft.bench.fit import Fit, Planned
 from weft.cli.bench_view import aligned, number
 from weft.cli.flags import engine_config
@@ -55,7 +55,7 @@ class Found:
     """All measurements on one device, what fits them, and the sizes of attention that were the fastest there."""
 
     result: Calibration
-    points: list[Point]
+    points: list[CalibrationPoint]
     fit: Fit
     tuned: list[TunedSizes]
 
@@ -120,7 +120,7 @@ def one(arguments: Namespace, config: EngineConfig, here: Host, gpu: GpuSpec, in
     """Measure on one device."""
     from weft.llm import LLM
 
-    points: list[Point] = []
+    points: list[CalibrationPoint] = []
     runtime: list[int] = []
     asked = {
         "tensor_parallel_size": 1,
@@ -130,7 +130,7 @@ def one(arguments: Namespace, config: EngineConfig, here: Host, gpu: GpuSpec, in
         "max_num_batched_tokens": config.max_num_batched_tokens or BATCHED_TOKENS[gpu.kind],
     }
 
-    def measure(subject: Subject | None, loads: Sequence[CalibrationLoad]) -> tuple[Plan, list[Point]]:
+    def measure(subject: Subject | None, loads: Sequence[CalibrationLoad]) -> tuple[Plan, list[CalibrationPoint]]:
         """None is the user's own model."""
         with subject.model.folder() if subject else nullcontext(config.model) as model:
             held = {"load_format": "dummy", "quantization": subject.quantization} if subject else {}
@@ -199,7 +199,7 @@ def tell_race(race: RaceResult) -> None:
         print(f"    passed over: {name}: {why}", file=sys.stderr)
 
 
-def tell(point: Point) -> None:
+def tell(point: CalibrationPoint) -> None:
     """A measurement, as soon as it is there."""
     load = point.load
     what = "to the first token" if load.kind == "prefill" else "a step"
