@@ -22,7 +22,7 @@ from weft.plan.quantization import precision_of
 if TYPE_CHECKING:
     from weft.llm import LLM
 
-Kind = Literal["decode", "prefill"]
+LoadKind = Literal["decode", "prefill"]
 
 STREAM_S = 0.003  # of weights in a step
 CACHES = 4  # times the last level of them
@@ -41,7 +41,7 @@ FAR = 0.25  # a mean error from which the measurement is not to be believed
 class CalibrationLoad(msgspec.Struct, frozen=True):
     """`batch` prompts of `length` tokens, and `output` tokens for each."""
 
-    kind: Kind
+    kind: LoadKind
     batch: int
     length: int
     output: int
