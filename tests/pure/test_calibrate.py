@@ -87,7 +87,7 @@ def points(gpu: GpuSpec, values: dict[str, float], noise: float = 0.0, seed: int
             seconds=1.0,
         )
         for subject in calibrate.subjects(gpu)
-        for load in calibrate.loads(gpu, subject)
+        for load in calibrate.loads_of(gpu, subject)
     ]
     planned = Planned(gpu, found)
     quantised = {f"{name} {it}": values[name] * HELD[name] for it in planned.quantised for name in QUANTISED}
@@ -190,15 +190,15 @@ class FakeLLM:
 def test_what_is_quantised_is_measured_in_short() -> None:
     tiny, thin, _, *quantised = calibrate.subjects(cpu())
     assert [subject.name for subject in quantised] == ["wide int4", "wide int8", "wide q4_0", "wide q8_0"]
-    assert [(it.kind, it.batch, it.length) for it in calibrate.loads(cpu(), quantised[0])] == [
+    assert [(it.kind, it.batch, it.length) for it in calibrate.loads_of(cpu(), quantised[0])] == [
         ("decode", 1, 64),
         ("decode", 32, 64),
         ("prefill", 1, 1024),
     ]
-    assert {it.kind for it in calibrate.loads(cpu(), tiny)} == {"decode"}
-    assert calibrate.loads(cpu(), thin) == calibrate.loads(cpu(), None) == LOADS["cpu"]
+    assert {it.kind for it in calibrate.loads_of(cpu(), tiny)} == {"decode"}
+    assert calibrate.loads_of(cpu(), thin) == calibrate.loads_of(cpu(), None) == LOADS["cpu"]
     *_, made = calibrate.subjects(find_gpu("H200"))
-    assert (made.name, len(calibrate.loads(find_gpu("H200"), made))) == ("wide q8_0", 3)
+    assert (made.name, len(calibrate.loads_of(find_gpu("H200"), made))) == ("wide q8_0", 3)
 
 
 def test_what_is_measured() -> None:

@@ -87,7 +87,7 @@ def subjects(gpu: GpuSpec) -> tuple[Subject, ...]:
     return (Subject(TINY), Subject(thin), Subject(wide), *(Subject(wide, kind) for kind in QUANTISED))
 
 
-def loads(gpu: GpuSpec, subject: Subject | None) -> tuple[CalibrationLoad, ...]:
+def loads_of(gpu: GpuSpec, subject: Subject | None) -> tuple[CalibrationLoad, ...]:
     """Those of a subject, None for the user's own model. Of the one that is hardly there only short steps tell
     something; what is quantised differs in its products alone."""
     every = LOADS[gpu.kind]

@@ -152,7 +152,7 @@ def one(arguments: Namespace, config: EngineConfig, here: Host, gpu: GpuSpec, in
         subjects[config.model] = None
     plans: dict[str, Plan] = {}
     for name, subject in subjects.items():
-        plans[name], measured = measure(subject, calibrate.loads(gpu, subject))
+        plans[name], measured = measure(subject, calibrate.loads_of(gpu, subject))
         points += measured
     for _ in range(calibrate.ANEW):
         doubts = calibrate.doubtful(points, Planned(plain, points).expected())
