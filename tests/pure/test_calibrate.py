@@ -204,7 +204,7 @@ def test_what_is_quantised_is_measured_in_short() -> None:
 def test_what_is_measured() -> None:
     llm: Any = FakeLLM(max_num_batched_tokens=8192)
     told: list[CalibrationPoint] = []
-    found = calibrate.measure(llm, "m", LOADS["cpu"], told.append)
+    found = calibrate.measure_loads(llm, "m", LOADS["cpu"], told.append)
     assert found == told and [point.load for point in found] == list(LOADS["cpu"])
     assert [point.seconds for point in found if point.load.kind == "decode"] == pytest.approx([0.002] * 6)
     assert [point.seconds for point in found if point.load.kind == "prefill"] == pytest.approx(
@@ -212,7 +212,7 @@ def test_what_is_measured() -> None:
     )
     # Where there is no room, or the prompts need several steps, it is left out.
     llm = FakeLLM(max_num_batched_tokens=2048, max_num_seqs=16)
-    assert [(it.load.batch, it.load.length) for it in calibrate.measure(llm, "m", LOADS["cpu"], told.append)] == [
+    assert [(it.load.batch, it.load.length) for it in calibrate.measure_loads(llm, "m", LOADS["cpu"], told.append)] == [
         (1, 64),
         (1, 1024),
         (4, 64),
@@ -223,7 +223,7 @@ def test_what_is_measured() -> None:
         (1, 2048),
     ]
     llm.num_blocks = 10
-    assert {it.load.length for it in calibrate.measure(llm, "m", LOADS["cpu"], told.append)} == {64}
+    assert {it.load.length for it in calibrate.measure_loads(llm, "m", LOADS["cpu"], told.append)} == {64}
     assert max(load.length + load.output for loads in LOADS.values() for load in loads) <= LONGEST
 
 
@@ -244,7 +244,7 @@ def test_what_disturbs_the_machine_for_a_while_is_in_no_measurement() -> None:
 
     llm: Any = Disturbed(max_num_batched_tokens=8192)
     steps = [load for load in LOADS["cpu"] if load.kind == "decode"]
-    found = calibrate.measure(llm, "m", steps, lambda point: None)
+    found = calibrate.measure_loads(llm, "m", steps, lambda point: None)
     assert [point.seconds for point in found] == pytest.approx([0.002] * len(steps))
     # Where the two fastest differ by then it goes on, but not for ever.
     assert llm.runs == 1 + calibrate.REPEATS * len(steps)
@@ -293,7 +293,7 @@ def test_a_hiccup_becomes_no_constant(monkeypatch: pytest.MonkeyPatch, capsys: p
 
     monkeypatch.setattr("weft.llm.LLM", lambda **said: Engine())
     monkeypatch.setattr(host, "probe_host", lambda: HOST)
-    monkeypatch.setattr(calibrate, "measure", measure)
+    monkeypatch.setattr(calibrate, "measure_loads", measure)
     monkeypatch.setattr(calibrate, "runtime_bytes", lambda *_: 400 << 20)
     found = bench_calibrate.one(said(""), bench_calibrate.settings(said("")), HOST, spec, None)
     assert asked[-2:] == [("wide q8_0", 3)] * 2

@@ -111,7 +111,7 @@ class CalibrationPoint(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
 
 
-def measure(
+def measure_loads(
     llm: LLM, name: str, asked: Sequence[CalibrationLoad], tell: Callable[[CalibrationPoint], object]
 ) -> list[CalibrationPoint]:
     """The loads that the engine has room for, each as `tell` hears of it. They take turns: what disturbs the machine

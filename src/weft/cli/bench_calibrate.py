@@ -138,7 +138,7 @@ def one(arguments: Namespace, config: EngineConfig, here: Host, gpu: GpuSpec, in
             with LLM(**{**asdict(config), **asked, "model": model, **held}) as llm:
                 runtime.append(calibrate.runtime_bytes(llm, before))
                 name = subject.name if subject else config.model
-                return llm.plan, calibrate.measure(llm, name, loads, tell)
+                return llm.plan, calibrate.measure_loads(llm, name, loads, tell)
 
     print(f"measuring {gpu.name}; it should have nothing else to do", file=sys.stderr)
     busy = os.getloadavg()[0]
