@@ -251,7 +251,7 @@ def test_what_disturbs_the_machine_for_a_while_is_in_no_measurement() -> None:
 
 
 def test_runs_that_differ_are_repeated() -> None:
-    assert calibrate.settled([1.0, 9.0, 1.04]) and not calibrate.settled([1.0, 1.06, 9.0])
+    assert calibrate.has_settled([1.0, 9.0, 1.04]) and not calibrate.has_settled([1.0, 1.06, 9.0])
 
 
 def test_what_took_too_long_is_found_whatever_the_machine_is_like() -> None:

@@ -121,7 +121,7 @@ def measure_loads(
     times: dict[CalibrationLoad, list[float]] = {load: [] for load in asked if has_room(llm, load)}
     for turn in range(MOST_REPEATS):
         for number, (load, found) in enumerate(times.items()):
-            if turn < REPEATS or not settled(found):
+            if turn < REPEATS or not has_settled(found):
                 found.append(seconds_of(llm, load, number * MOST_REPEATS + turn))
     points = [
         CalibrationPoint(
@@ -149,7 +149,7 @@ def has_room(llm: LLM, load: CalibrationLoad) -> bool:
     )
 
 
-def settled(times: Sequence[float]) -> bool:
+def has_settled(times: Sequence[float]) -> bool:
     """Whether the two fastest agree."""
     first, second = sorted(times)[:2]
     return second <= first * (1 + AGREE)
