@@ -260,10 +260,10 @@ def test_what_took_too_long_is_found_whatever_the_machine_is_like() -> None:
     planned = Planned(spec, there)
     # A machine three times as slow as it was expected to be is one; one point alone is not.
     slow = [msgspec.structs.replace(point, seconds=3 * at) for point, at in zip(there, planned.expected(), strict=True)]
-    assert calibrate.doubtful(slow, planned.expected()) == []
+    assert calibrate.doubtful_points(slow, planned.expected()) == []
     hiccup = next(number for number, point in enumerate(slow) if point.model == "wide q8_0")
     slow[hiccup] = msgspec.structs.replace(slow[hiccup], seconds=2 * slow[hiccup].seconds)
-    assert calibrate.doubtful(slow, planned.expected()) == [slow[hiccup]]
+    assert calibrate.doubtful_points(slow, planned.expected()) == [slow[hiccup]]
     again = [msgspec.structs.replace(slow[hiccup], seconds=0.5), msgspec.structs.replace(slow[0], seconds=99.0)]
     mended = calibrate.faster(slow, again)
     assert mended[hiccup].seconds == min(0.5, slow[hiccup].seconds) and mended[0] == slow[0]

@@ -155,7 +155,7 @@ def has_settled(times: Sequence[float]) -> bool:
     return second <= first * (1 + AGREE)
 
 
-def doubtful(points: Sequence[CalibrationPoint], expected: Sequence[float]) -> list[CalibrationPoint]:
+def doubtful_points(points: Sequence[CalibrationPoint], expected: Sequence[float]) -> list[CalibrationPoint]:
     """Those that took far longer than the planner expects of them, compared with the others of their kind: the law of
     it may be off for the machine, but not for one of them alone."""
     ratios = [point.seconds / seconds for point, seconds in zip(points, expected, strict=True)]

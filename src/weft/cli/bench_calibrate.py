@@ -155,7 +155,7 @@ def one(arguments: Namespace, config: EngineConfig, here: Host, gpu: GpuSpec, in
         plans[name], measured = measure(subject, calibrate.loads_of(gpu, subject))
         points += measured
     for _ in range(calibrate.ANEW):
-        doubts = calibrate.doubtful(points, Planned(plain, points).expected())
+        doubts = calibrate.doubtful_points(points, Planned(plain, points).expected())
         for name in dict.fromkeys(it.model for it in doubts):
             again = [it.load for it in doubts if it.model == name]
             print(f"  {name}: {len(again)} took too long to be believed, and are measured again", file=sys.stderr)
