@@ -265,7 +265,7 @@ def test_what_took_too_long_is_found_whatever_the_machine_is_like() -> None:
     slow[hiccup] = msgspec.structs.replace(slow[hiccup], seconds=2 * slow[hiccup].seconds)
     assert calibrate.doubtful_points(slow, planned.expected()) == [slow[hiccup]]
     again = [msgspec.structs.replace(slow[hiccup], seconds=0.5), msgspec.structs.replace(slow[0], seconds=99.0)]
-    mended = calibrate.faster(slow, again)
+    mended = calibrate.faster_points(slow, again)
     assert mended[hiccup].seconds == min(0.5, slow[hiccup].seconds) and mended[0] == slow[0]
 
 

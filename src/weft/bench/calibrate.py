@@ -166,7 +166,7 @@ def doubtful_points(points: Sequence[CalibrationPoint], expected: Sequence[float
     return [point for point, ratio in zip(points, ratios, strict=True) if ratio > DOUBT * usual[point.load.kind]]
 
 
-def faster(points: Sequence[CalibrationPoint], again: Sequence[CalibrationPoint]) -> list[CalibrationPoint]:
+def faster_points(points: Sequence[CalibrationPoint], again: Sequence[CalibrationPoint]) -> list[CalibrationPoint]:
     """The points, those that were measured again as fast as they were the faster time."""
     seconds = {(point.model, point.load): point.seconds for point in again}
     return [

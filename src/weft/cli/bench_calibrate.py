@@ -159,7 +159,7 @@ def one(arguments: Namespace, config: EngineConfig, here: Host, gpu: GpuSpec, in
         for name in dict.fromkeys(it.model for it in doubts):
             again = [it.load for it in doubts if it.model == name]
             print(f"  {name}: {len(again)} took too long to be believed, and are measured again", file=sys.stderr)
-            points = calibrate.faster(points, measure(subjects[name], again)[1])
+            points = calibrate.faster_points(points, measure(subjects[name], again)[1])
     tuned: list[TunedSizes] = []
     if own and index is not None and plans[config.model].attention_backend in TUNED:
         names = [it.name for it in here.gpus]
