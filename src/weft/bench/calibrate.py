@@ -35,7 +35,7 @@ REPEATS, MOST_REPEATS, AGREE = 3, 6, 0.05
 DOUBT, ANEW = 1.5, 2
 PREFILL_OUTPUT = 2  # tokens; the first one is timed
 QUANTISED = ("int4", "int8", "q4_0", "q8_0")  # what the engine makes of weights at load
-FAR = 0.25  # a mean error from which the measurement is not to be believed
+UNRELIABLE_ERROR = 0.25  # a mean error from which the measurement is not to be believed
 
 
 class CalibrationLoad(msgspec.Struct, frozen=True):

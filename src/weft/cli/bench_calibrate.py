@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from weft.bench import calibrate, fit
-from weft.bench.calibrate import BATCHED_TOKENS, FAR, CalibrationLoad, CalibrationPoint, Subject
+from weft.bench.calibrate import BATCHED_TOKENS, UNRELIABLE_ERROR, CalibrationLoad, CalibrationPoint, Subject
 from weft.bench.fit import Fit, Planned
 from weft.cli.bench_view import aligned, number
 from weft.cli.flags import engine_config
@@ -68,7 +68,7 @@ def main(arguments: Namespace) -> int:
         here = msgspec.structs.replace(here, gpus=(), pairs=())
     found = [one(arguments, config, here, gpu, index) for index, gpu in devices(here, config)]
     results = [it.result for it in found]
-    bad = [it for it in results if it.error > FAR]
+    bad = [it for it in results if it.error > UNRELIABLE_ERROR]
     keeping = getattr(arguments, "save", not bad)
     if getattr(arguments, "json", False):
         print(json.dumps([as_json(it) for it in found]))
