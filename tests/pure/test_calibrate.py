@@ -110,7 +110,7 @@ def test_the_fit_finds_the_constants_that_made_the_points(gpu: str) -> None:
     made = points(spec, true)
     planned = Planned(spec, made)
     before = [abs(log(a / point.seconds)) for a, point in zip(planned.seconds(planned.start()), made, strict=True)]
-    found = fit.fit(spec, made)
+    found = fit.fit_constants(spec, made)
     errors = [abs(error) for error in fit.errors(made, found)]
     assert max(errors) < 0.03 < max(before)
     for name in ("weights_Bps", "matmul_flops", "step_us", "layer_us"):
@@ -126,7 +126,7 @@ def test_the_fit_finds_the_constants_that_made_the_points(gpu: str) -> None:
 def test_noise_is_not_followed(seed: int) -> None:
     spec = cpu()
     made = points(spec, TRUE, noise=0.05, seed=seed)
-    found = fit.fit(spec, made)
+    found = fit.fit_constants(spec, made)
     real = [point.seconds for point in points(spec, TRUE)]
     assert max(abs(predicted / there - 1) for predicted, there in zip(found.predicted, real, strict=True)) < 0.2
     assert 0 <= found.values["overlap"] <= 1 and all(
@@ -138,7 +138,7 @@ def test_one_wild_point_does_not_move_the_others() -> None:
     spec = cpu()
     made = points(spec, TRUE)
     made[2] = msgspec.structs.replace(made[2], seconds=4 * made[2].seconds)
-    found = fit.fit(spec, made)
+    found = fit.fit_constants(spec, made)
     errors = [abs(error) for error in fit.errors(made, found)]
     assert sorted(errors)[-2] < 0.2 and errors[2] > 0.5
 
@@ -297,7 +297,7 @@ def test_a_hiccup_becomes_no_constant(monkeypatch: pytest.MonkeyPatch, capsys: p
     monkeypatch.setattr(calibrate, "runtime_bytes", lambda *_: 400 << 20)
     found = bench_calibrate.one(said(""), bench_calibrate.settings(said("")), HOST, spec, None)
     assert asked[-2:] == [("wide q8_0", 3)] * 2
-    assert found.points == there and found.fit.values == fit.fit(spec, there).values
+    assert found.points == there and found.fit.values == fit.fit_constants(spec, there).values
     assert "wide q8_0: 3 took too long to be believed" in capsys.readouterr().err
 
 
@@ -467,7 +467,7 @@ def test_the_command_prints_keeps_and_doubts(
     worst = 0.02
 
     def one(*_: object) -> Any:
-        found = fit.fit(cpu(), there)
+        found = fit.fit_constants(cpu(), there)
         return bench_calibrate.Found(made(error=worst), there, found, [])
 
     monkeypatch.setattr(bench_calibrate, "one", one)
@@ -511,7 +511,7 @@ def test_attention_is_tuned_for_a_model_s_heads_and_their_even_cuts(
     told = capsys.readouterr().err.splitlines()[:4]
     assert [line.split() for line in told[1:3]] == [["10.0", "us", "fast"], ["20.0", "us", "slow"]]
     assert told[3].strip() == "passed over: large: out of resource: shared memory"
-    fitted = fit.fit(cpu(), points(cpu(), TRUE))
+    fitted = fit.fit_constants(cpu(), points(cpu(), TRUE))
     whole = bench_calibrate.Found(made(), points(cpu(), TRUE), fitted, found)
     lines = bench_calibrate.report(whole)
     assert lines[-5:-3] == ["attention of 9 query and 3 KV heads, the fastest sizes:", "1 row     tile 64"]

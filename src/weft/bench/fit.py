@@ -113,7 +113,7 @@ class Planned:
         return found
 
 
-def fit(gpu: GpuSpec, points: Sequence[CalibrationPoint]) -> Fit:
+def fit_constants(gpu: GpuSpec, points: Sequence[CalibrationPoint]) -> Fit:
     """The constants under which the planner comes nearest to the points: first those of the engine, then those that a
     quantised precision has for itself."""
     planned = Planned(gpu, points)

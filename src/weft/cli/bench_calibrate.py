@@ -165,7 +165,7 @@ def one(arguments: Namespace, config: EngineConfig, here: Host, gpu: GpuSpec, in
         names = [it.name for it in here.gpus]
         tuned = attention(plans[config.model], names.count(names[index]), keep=getattr(arguments, "save", True))
     planned = Planned(plain, points)
-    found = fit.fit(plain, points)
+    found = fit.fit_constants(plain, points)
     result = fit.calibration(
         gpu.name,
         planned,
