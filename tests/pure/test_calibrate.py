@@ -19,7 +19,7 @@ from weft.architectures.place import Span
 from weft.architectures.shape import ModelShape
 from weft.bench import calibrate, fit
 from weft.bench.calibrate import LOADS, CalibrationLoad, CalibrationPoint
-from weft.bench.fit import QUANTISED, WIDTHS, Planned
+from weft.bench.fit import QUANTISED, WIDTHS, PointPredictor
 from weft.bench.synthetic import LONGEST, Synthetic, of_size
 from weft.cache import tell_damaged
 from weft.cli import bench_calibrate, main
@@ -89,7 +89,7 @@ def points(gpu: GpuSpec, values: dict[str, float], noise: float = 0.0, seed: int
         for subject in calibrate.subjects(gpu)
         for load in calibrate.loads_of(gpu, subject)
     ]
-    planned = Planned(gpu, found)
+    planned = PointPredictor(gpu, found)
     quantised = {f"{name} {it}": values[name] * HELD[name] for it in planned.quantised for name in QUANTISED}
     times = planned.seconds(values | quantised)
     return [
@@ -108,7 +108,7 @@ def test_the_fit_finds_the_constants_that_made_the_points(gpu: str) -> None:
     true = {name: value * (scale if name.endswith("Bps") else 1) for name, value in TRUE.items()}
     true |= dict.fromkeys(("matmul_flops", "attention_flops"), 0.6 * spec.flops["bf16"])
     made = points(spec, true)
-    planned = Planned(spec, made)
+    planned = PointPredictor(spec, made)
     before = [abs(log(a / point.seconds)) for a, point in zip(planned.seconds(planned.start()), made, strict=True)]
     found = fit.fit_constants(spec, made)
     errors = [abs(error) for error in fit.errors(made, found)]
@@ -257,7 +257,7 @@ def test_runs_that_differ_are_repeated() -> None:
 def test_what_took_too_long_is_found_whatever_the_machine_is_like() -> None:
     spec = cpu()
     there = points(spec, TRUE)
-    planned = Planned(spec, there)
+    planned = PointPredictor(spec, there)
     # A machine three times as slow as it was expected to be is one; one point alone is not.
     slow = [msgspec.structs.replace(point, seconds=3 * at) for point, at in zip(there, planned.expected(), strict=True)]
     assert calibrate.doubtful_points(slow, planned.expected()) == []
@@ -274,7 +274,7 @@ def test_a_hiccup_becomes_no_constant(monkeypatch: pytest.MonkeyPatch, capsys: p
     there = points(spec, TRUE)
     there = [
         msgspec.structs.replace(point, seconds=seconds)
-        for point, seconds in zip(there, Planned(spec, there).expected(), strict=True)
+        for point, seconds in zip(there, PointPredictor(spec, there).expected(), strict=True)
     ]
     true = {(point.model, point.load): point for point in there}
 
@@ -306,7 +306,7 @@ def test_a_hiccup_becomes_no_constant(monkeypatch: pytest.MonkeyPatch, capsys: p
 
 def made(device: str = "AMD EPYC (2 cores)", error: float = 0.05, **changed: float) -> Calibration:
     there = CalibrationPoint(model="m", shape=SMOLLM2, precision="q4_1", load=LOADS["cpu"][0], seconds=1.0)
-    planned = Planned(cpu(), [there])
+    planned = PointPredictor(cpu(), [there])
     values = TRUE | {f"{name} q4_1": TRUE[name] * HELD[name] for name in QUANTISED} | changed
     found = fit.calibration(
         device, planned, values, runtime_MiB=400.0, date="2026-11-20", how="fit", measured=[error, -error]

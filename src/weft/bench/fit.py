@@ -50,7 +50,7 @@ class Fit(msgspec.Struct, frozen=True):
     predicted: tuple[float, ...]
 
 
-class Planned:
+class PointPredictor:
     """What the planner expects of points on one device, given the constants."""
 
     def __init__(self, gpu: GpuSpec, points: Sequence[CalibrationPoint]) -> None:
@@ -116,18 +116,18 @@ class Planned:
 def fit_constants(gpu: GpuSpec, points: Sequence[CalibrationPoint]) -> Fit:
     """The constants under which the planner comes nearest to the points: first those of the engine, then those that a
     quantised precision has for itself."""
-    planned = Planned(gpu, points)
+    planned = PointPredictor(gpu, points)
     whole = [point for point in points if point.precision in WHOLE]
-    values = nearest(Planned(gpu, whole), planned.start(), tuple(WIDTHS))
+    values = nearest(PointPredictor(gpu, whole), planned.start(), tuple(WIDTHS))
     for precision in planned.quantised:
         held = [point for point in points if point.precision == precision]
         own = tuple(f"{name} {precision}" for name in QUANTISED)
         values |= {name: values[name.partition(" ")[0]] for name in own}
-        values = nearest(Planned(gpu, held), values, own)
+        values = nearest(PointPredictor(gpu, held), values, own)
     return Fit(values, tuple(planned.seconds(values)))
 
 
-def nearest(planned: Planned, start: Mapping[str, float], names: Sequence[str]) -> dict[str, float]:
+def nearest(planned: PointPredictor, start: Mapping[str, float], names: Sequence[str]) -> dict[str, float]:
     """`start` with the constants of these `names` moved to where the points are: least squares by Gauss and Newton."""
     width = np.array([WIDTHS[name.partition(" ")[0]] for name in names])
     measured = np.log([point.seconds for point in planned.points])
@@ -173,7 +173,7 @@ def errors(points: Sequence[CalibrationPoint], found: Fit) -> list[float]:
 
 def calibration(
     device: str,
-    planned: Planned,
+    planned: PointPredictor,
     values: Mapping[str, float],
     *,
     runtime_MiB: float,

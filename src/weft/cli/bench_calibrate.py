@@ -18,7 +18,7 @@ import msgspec
 
 from weft.bench import calibrate, fit
 from weft.bench.calibrate import BATCHED_TOKENS, UNRELIABLE_ERROR, CalibrationLoad, CalibrationPoint, Subject
-from weft.bench.fit import Fit, Planned
+from weft.bench.fit import Fit, PointPredictor
 from weft.cli.bench_view import aligned, number
 from weft.cli.flags import engine_config
 from weft.cli.parser import UsageError
@@ -155,7 +155,7 @@ def one(arguments: Namespace, config: EngineConfig, here: Host, gpu: GpuSpec, in
         plans[name], measured = measure(subject, calibrate.loads_of(gpu, subject))
         points += measured
     for _ in range(calibrate.ANEW):
-        doubts = calibrate.doubtful_points(points, Planned(plain, points).expected())
+        doubts = calibrate.doubtful_points(points, PointPredictor(plain, points).expected())
         for name in dict.fromkeys(it.model for it in doubts):
             again = [it.load for it in doubts if it.model == name]
             print(f"  {name}: {len(again)} took too long to be believed, and are measured again", file=sys.stderr)
@@ -164,7 +164,7 @@ def one(arguments: Namespace, config: EngineConfig, here: Host, gpu: GpuSpec, in
     if own and index is not None and plans[config.model].attention_backend in TUNED:
         names = [it.name for it in here.gpus]
         tuned = attention(plans[config.model], names.count(names[index]), keep=getattr(arguments, "save", True))
-    planned = Planned(plain, points)
+    planned = PointPredictor(plain, points)
     found = fit.fit_constants(plain, points)
     result = fit.calibration(
         gpu.name,
