@@ -118,16 +118,16 @@ def fit_constants(gpu: GpuSpec, points: Sequence[CalibrationPoint]) -> Fit:
     quantised precision has for itself."""
     planned = PointPredictor(gpu, points)
     whole = [point for point in points if point.precision in WHOLE]
-    values = nearest(PointPredictor(gpu, whole), planned.start(), tuple(WIDTHS))
+    values = least_squares(PointPredictor(gpu, whole), planned.start(), tuple(WIDTHS))
     for precision in planned.quantised:
         held = [point for point in points if point.precision == precision]
         own = tuple(f"{name} {precision}" for name in QUANTISED)
         values |= {name: values[name.partition(" ")[0]] for name in own}
-        values = nearest(PointPredictor(gpu, held), values, own)
+        values = least_squares(PointPredictor(gpu, held), values, own)
     return Fit(values, tuple(planned.seconds(values)))
 
 
-def nearest(planned: PointPredictor, start: Mapping[str, float], names: Sequence[str]) -> dict[str, float]:
+def least_squares(planned: PointPredictor, start: Mapping[str, float], names: Sequence[str]) -> dict[str, float]:
     """`start` with the constants of these `names` moved to where the points are: least squares by Gauss and Newton."""
     width = np.array([WIDTHS[name.partition(" ")[0]] for name in names])
     measured = np.log([point.seconds for point in planned.points])
