@@ -111,7 +111,7 @@ def test_the_fit_finds_the_constants_that_made_the_points(gpu: str) -> None:
     planned = PointPredictor(spec, made)
     before = [abs(log(a / point.seconds)) for a, point in zip(planned.seconds(planned.start()), made, strict=True)]
     found = fit.fit_constants(spec, made)
-    errors = [abs(error) for error in fit.errors(made, found)]
+    errors = [abs(error) for error in fit.fit_errors(made, found)]
     assert max(errors) < 0.03 < max(before)
     for name in ("weights_Bps", "matmul_flops", "step_us", "layer_us"):
         assert found.values[name] == pytest.approx(true[name], rel=0.2), name
@@ -139,7 +139,7 @@ def test_one_wild_point_does_not_move_the_others() -> None:
     made = points(spec, TRUE)
     made[2] = msgspec.structs.replace(made[2], seconds=4 * made[2].seconds)
     found = fit.fit_constants(spec, made)
-    errors = [abs(error) for error in fit.errors(made, found)]
+    errors = [abs(error) for error in fit.fit_errors(made, found)]
     assert sorted(errors)[-2] < 0.2 and errors[2] > 0.5
 
 

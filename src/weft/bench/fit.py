@@ -166,7 +166,7 @@ def least_squares(planned: PointPredictor, start: Mapping[str, float], names: Se
     return at(moved)
 
 
-def errors(points: Sequence[CalibrationPoint], found: Fit) -> list[float]:
+def fit_errors(points: Sequence[CalibrationPoint], found: Fit) -> list[float]:
     """How far the fit is from each point, as a share of it."""
     return [predicted / point.seconds - 1 for point, predicted in zip(points, found.predicted, strict=True)]
 

@@ -173,7 +173,7 @@ def one(arguments: Namespace, config: EngineConfig, here: Host, gpu: GpuSpec, in
         runtime_MiB=min(runtime) / 2**20,
         date=datetime.now(UTC).date().isoformat(),
         how=f"least squares over {len(points)} measurements of {len({point.model for point in points})} models",
-        measured=fit.errors(points, found),
+        measured=fit.fit_errors(points, found),
     )
     return Found(result, points, found, tuned)
 
@@ -211,7 +211,7 @@ def tell(point: CalibrationPoint) -> None:
 def report(found: Found) -> list[str]:
     """What was measured and what fits it, for a person."""
     result, points = found.result, found.points
-    errors = fit.errors(points, found.fit)
+    errors = fit.fit_errors(points, found.fit)
     rows = [
         [
             f"{point.model}, {point.shape.layers} layers of {point.shape.hidden}",
