@@ -308,7 +308,7 @@ def made(device: str = "AMD EPYC (2 cores)", error: float = 0.05, **changed: flo
     there = CalibrationPoint(model="m", shape=SMOLLM2, precision="q4_1", load=LOADS["cpu"][0], seconds=1.0)
     planned = PointPredictor(cpu(), [there])
     values = TRUE | {f"{name} q4_1": TRUE[name] * HELD[name] for name in QUANTISED} | changed
-    found = fit.calibration(
+    found = fit.build_calibration(
         device, planned, values, runtime_MiB=400.0, date="2026-11-20", how="fit", measured=[error, -error]
     )
     assert (found.points, found.error, found.worst) == (2, error, error)

@@ -91,7 +91,7 @@ class PointPredictor:
 
     def seconds(self, values: Mapping[str, float]) -> list[float]:
         """Of each point."""
-        candidate = calibration(self._gpu.name, self, values, runtime_MiB=0.0)
+        candidate = build_calibration(self._gpu.name, self, values, runtime_MiB=0.0)
         return self._predicted(msgspec.structs.replace(self._gpu, calibration=candidate))
 
     def expected(self) -> list[float]:
@@ -171,7 +171,7 @@ def fit_errors(points: Sequence[CalibrationPoint], found: Fit) -> list[float]:
     return [predicted / point.seconds - 1 for point, predicted in zip(points, found.predicted, strict=True)]
 
 
-def calibration(
+def build_calibration(
     device: str,
     planned: PointPredictor,
     values: Mapping[str, float],

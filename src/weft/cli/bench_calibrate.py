@@ -166,7 +166,7 @@ def one(arguments: Namespace, config: EngineConfig, here: Host, gpu: GpuSpec, in
         tuned = attention(plans[config.model], names.count(names[index]), keep=getattr(arguments, "save", True))
     planned = PointPredictor(plain, points)
     found = fit.fit_constants(plain, points)
-    result = fit.calibration(
+    result = fit.build_calibration(
         gpu.name,
         planned,
         found.values,
