@@ -19,7 +19,7 @@ from weft.architectures.place import Span
 from weft.architectures.shape import ModelShape
 from weft.bench import calibrate, fit
 from weft.bench.calibrate import LOADS, CalibrationLoad, CalibrationPoint
-from weft.bench.fit import QUANTISED, WIDTHS, PointPredictor
+from weft.bench.fit import PER_PRECISION, WIDTHS, PointPredictor
 from weft.bench.synthetic import LONGEST, Synthetic, of_size
 from weft.cache import tell_damaged
 from weft.cli import bench_calibrate, main
@@ -90,7 +90,7 @@ def points(gpu: GpuSpec, values: dict[str, float], noise: float = 0.0, seed: int
         for load in calibrate.loads_of(gpu, subject)
     ]
     planned = PointPredictor(gpu, found)
-    quantised = {f"{name} {it}": values[name] * HELD[name] for it in planned.quantised for name in QUANTISED}
+    quantised = {f"{name} {it}": values[name] * HELD[name] for it in planned.quantised for name in PER_PRECISION}
     times = planned.seconds(values | quantised)
     return [
         msgspec.structs.replace(point, seconds=seconds * exp(random.gauss(0, noise)))
@@ -117,7 +117,7 @@ def test_the_fit_finds_the_constants_that_made_the_points(gpu: str) -> None:
         assert found.values[name] == pytest.approx(true[name], rel=0.2), name
     assert planned.quantised == (tuple(MADE[it] for it in calibrate.QUANTISED))
     for precision in planned.quantised:
-        for name in QUANTISED:
+        for name in PER_PRECISION:
             assert found.values[f"{name} {precision}"] == pytest.approx(true[name] * HELD[name], rel=0.2)
 
 
@@ -307,7 +307,7 @@ def test_a_hiccup_becomes_no_constant(monkeypatch: pytest.MonkeyPatch, capsys: p
 def made(device: str = "AMD EPYC (2 cores)", error: float = 0.05, **changed: float) -> Calibration:
     there = CalibrationPoint(model="m", shape=SMOLLM2, precision="q4_1", load=LOADS["cpu"][0], seconds=1.0)
     planned = PointPredictor(cpu(), [there])
-    values = TRUE | {f"{name} q4_1": TRUE[name] * HELD[name] for name in QUANTISED} | changed
+    values = TRUE | {f"{name} q4_1": TRUE[name] * HELD[name] for name in PER_PRECISION} | changed
     found = fit.build_calibration(
         device, planned, values, runtime_MiB=400.0, date="2026-11-20", how="fit", measured=[error, -error]
     )

@@ -34,7 +34,7 @@ WIDTHS = {
     "sequence_us": 1.5,
     "overlap": 0.5,
 }
-QUANTISED = ("weights_Bps", "matmul_flops")  # those that every quantised precision has for itself, with it behind
+PER_PRECISION = ("weights_Bps", "matmul_flops")  # those that every quantised precision has for itself, with it behind
 RIDGE = 0.02  # of an error in the logarithm, what a constant's whole width weighs
 FLOOR = 0.05  # errors above this count by their size, below it by their square
 ROUNDS = 20
@@ -87,7 +87,7 @@ class PointPredictor:
             "sequence_us": own.sequence_us.value,
             "overlap": own.overlap.value,
         }
-        return found | {f"{name} {precision}": found[name] for precision in self.quantised for name in QUANTISED}
+        return found | {f"{name} {precision}": found[name] for precision in self.quantised for name in PER_PRECISION}
 
     def seconds(self, values: Mapping[str, float]) -> list[float]:
         """Of each point."""
@@ -121,7 +121,7 @@ def fit_constants(gpu: GpuSpec, points: Sequence[CalibrationPoint]) -> Fit:
     values = least_squares(PointPredictor(gpu, whole), planned.start(), tuple(WIDTHS))
     for precision in planned.quantised:
         held = [point for point in points if point.precision == precision]
-        own = tuple(f"{name} {precision}" for name in QUANTISED)
+        own = tuple(f"{name} {precision}" for name in PER_PRECISION)
         values |= {name: values[name.partition(" ")[0]] for name in own}
         values = least_squares(PointPredictor(gpu, held), values, own)
     return Fit(values, tuple(planned.seconds(values)))
@@ -190,7 +190,7 @@ def build_calibration(
         weft=__version__,
         **{name: MeasuredFigure(values[name], how) for name in WIDTHS},
         quantised={
-            precision: QuantisedFigures(*(MeasuredFigure(values[f"{name} {precision}"], how) for name in QUANTISED))
+            precision: QuantisedFigures(*(MeasuredFigure(values[f"{name} {precision}"], how) for name in PER_PRECISION))
             for precision in planned.quantised
         },
         runtime_MiB=MeasuredFigure(runtime_MiB, RUNTIME),
