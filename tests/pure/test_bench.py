@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.pure.machines import host, plan
 from weft.bench import __main__ as side
 from weft.bench import suite
-from weft.bench.compare import changes, read
+from weft.bench.compare import changes, read_result
 from weft.bench.measure import Run, run, typical
 from weft.bench.predicted import FIGURES, beside, predicted
 from weft.bench.workload import Ask, nano_vllm, random_requests
@@ -219,7 +219,7 @@ def test_the_suite_s_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         "| memory beyond the KV in use | GB | 0.80 |  |  | 0.9 or less |",
     ]
     assert json.loads(out[-1])["latency"]["decode_tok_s"] == 90.0
-    old = read(str(tmp_path / "a.json"))
+    old = read_result(str(tmp_path / "a.json"))
     names = {change.name: change.higher_is_better for change in changes(old, old)}
     assert names == {
         "latency: ttft_s": False,

@@ -42,7 +42,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
         return self.ratio < 1 - tolerance
 
 
-def read(path: str) -> dict[str, Any]:
+def read_result(path: str) -> dict[str, Any]:
     """The result in a file: all of it, or its last line. Raises ConfigError."""
     try:
         text = Path(path).read_text(encoding="utf-8").strip()

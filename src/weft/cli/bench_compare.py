@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 
-from weft.bench.compare import Change, changes, read, settings
+from weft.bench.compare import Change, changes, read_result, settings
 from weft.cli.bench_view import aligned, number
 from weft.cli.parser import UsageError
 from weft.errors import ConfigError
@@ -16,7 +16,7 @@ def main(arguments: Namespace) -> int:
     if len(arguments.argument) != 2:
         raise UsageError("weft bench compare takes two files: the old result, then the new one")
     first, second = arguments.argument
-    old, new = read(first), read(second)
+    old, new = read_result(first), read_result(second)
     found = changes(old, new)
     if not found:
         raise ConfigError(f"{first} and {second} have no figure in common")
