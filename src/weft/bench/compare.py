@@ -68,7 +68,7 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
     ]
 
 
-def settings(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+def changed_settings(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """What was not the same in the two runs, in words."""
     return [
         f"{name} was {old[name]}, is {new[name]}" for name in SETTINGS if name in old and old[name] != new.get(name)
