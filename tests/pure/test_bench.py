@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.pure.machines import host, plan
 from weft.bench import __main__ as side
 from weft.bench import suite
-from weft.bench.compare import changes, read_result
+from weft.bench.compare import figure_changes, read_result
 from weft.bench.measure import Run, run, typical
 from weft.bench.predicted import FIGURES, beside, predicted
 from weft.bench.workload import Ask, nano_vllm, random_requests
@@ -220,7 +220,7 @@ def test_the_suite_s_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     ]
     assert json.loads(out[-1])["latency"]["decode_tok_s"] == 90.0
     old = read_result(str(tmp_path / "a.json"))
-    names = {change.name: change.higher_is_better for change in changes(old, old)}
+    names = {change.name: change.higher_is_better for change in figure_changes(old, old)}
     assert names == {
         "latency: ttft_s": False,
         "latency: decode_tok_s": True,

@@ -13,7 +13,7 @@ import pytest
 
 from tests.pure.commands import parsed, weft
 from tests.pure.servers import Exchange, good, serving
-from weft.bench.compare import Change, changes, read_result
+from weft.bench.compare import Change, figure_changes, read_result
 from weft.cli import bench_compare, bench_serve
 from weft.cli.bench_view import aligned, number
 from weft.cli.plot import Curve, Line, Panel, picture, terminal
@@ -128,7 +128,7 @@ def test_sweep(url: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no result"):
         read_result(str(Path(__file__)))
     old, new = read_result(str(tmp_path / "a.json")), read_result(str(tmp_path / "a.json"))
-    found = changes(old, new)
+    found = figure_changes(old, new)
     assert {change.ratio for change in found} == {1.0} and len({change.name for change in found}) == len(found)
     assert "at once 1: median_ttft_ms" in {change.name for change in found}
 

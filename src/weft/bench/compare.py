@@ -58,7 +58,7 @@ def read_result(path: str) -> dict[str, Any]:
     raise ConfigError(f"{path} holds no result: neither the file nor its last line is a JSON object")
 
 
-def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
+def figure_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
     """The figures that both have, in the new one's order."""
     before = dict(_figures(old))
     return [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 
-from weft.bench.compare import Change, changed_settings, changes, read_result
+from weft.bench.compare import Change, changed_settings, figure_changes, read_result
 from weft.cli.bench_view import aligned, number
 from weft.cli.parser import UsageError
 from weft.errors import ConfigError
@@ -17,7 +17,7 @@ def main(arguments: Namespace) -> int:
         raise UsageError("weft bench compare takes two files: the old result, then the new one")
     first, second = arguments.argument
     old, new = read_result(first), read_result(second)
-    found = changes(old, new)
+    found = figure_changes(old, new)
     if not found:
         raise ConfigError(f"{first} and {second} have no figure in common")
     worse = [change for change in found if change.worse(arguments.tolerance)]
