@@ -62,7 +62,7 @@ def figure_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Chang
     """The figures that both have, in the new one's order."""
     before = dict(_figures(old))
     return [
-        Change(name=name, old=before[name], new=value, higher_is_better=higher(name))
+        Change(name=name, old=before[name], new=value, higher_is_better=is_higher_better(name))
         for name, value in _figures(new)
         if name in before
     ]
@@ -75,7 +75,7 @@ def changed_settings(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str
     ]
 
 
-def higher(name: str) -> bool:
+def is_higher_better(name: str) -> bool:
     """Whether more of it is better."""
     return name.endswith(HIGHER)
 
