@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.pure.servers import Answering, Exchange, good, serving
-from weft.bench.http import Client, HttpFailure, Refused, Server
+from weft.bench.http import Client, HttpFailure, Refused, ServerAddress
 from weft.bench.load import Asking, Load, Record, ask, lay_on, message
 from weft.bench.prompts import Prompt
 from weft.bench.summary import meets, parse_limits, percentile, summary, warnings
@@ -387,11 +387,11 @@ def test_limits_that_are_none(word: str) -> None:
 @pytest.mark.parametrize("url", ["ftp://x", "http://", "http://x:port", "http://x:99999"])
 def test_addresses_that_are_none(url: str) -> None:
     with pytest.raises(ConfigError, match="no address of a server"):
-        Server(url)
+        ServerAddress(url)
 
 
 def test_addresses() -> None:
-    assert Server("localhost:9").url == "http://localhost:9"
-    assert Server("https://a.b/llm/").url == "https://a.b:443/llm"
-    assert Server("http://[::1]:8000").url == "http://[::1]:8000"
+    assert ServerAddress("localhost:9").url == "http://localhost:9"
+    assert ServerAddress("https://a.b/llm/").url == "https://a.b:443/llm"
+    assert ServerAddress("http://[::1]:8000").url == "http://[::1]:8000"
     assert issubclass(Refused, HttpFailure)

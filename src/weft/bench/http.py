@@ -34,7 +34,7 @@ class Heard(Protocol):
     def __call__(self, data: bytes, now_s: float, /) -> None: ...
 
 
-class Server:
+class ServerAddress:
     """Where requests go: scheme, host and port of `url`, the path before every endpoint's, and the headers of all."""
 
     def __init__(self, url: str, headers: Mapping[str, str] | None = None) -> None:
@@ -57,7 +57,7 @@ class Server:
 class Client:
     """Requests to one server. Connections are kept and used again; as many are open as requests are under way."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: ServerAddress) -> None:
         self.server = server
         self._idle: list[Connection] = []
 

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from weft import __version__
 from weft.bench.arrivals import arrivals
-from weft.bench.http import Client, HttpFailure, Refused, Server
+from weft.bench.http import Client, HttpFailure, Refused, ServerAddress
 from weft.bench.load import PATHS, Asking, Load, Record, ask, lay_on, message
 from weft.bench.prompts import Prompt, random_prompts, read, spread
 from weft.bench.summary import PERCENTILES, parse_limits, summary
@@ -41,7 +41,7 @@ SPARE_FILES = 128  # descriptors of this process beside its connections
 class Target:
     """A server that answers, and how it is asked."""
 
-    server: Server
+    server: ServerAddress
     asking: Asking
 
 
@@ -169,7 +169,7 @@ def target(arguments: Namespace) -> Iterator[Target]:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     headers |= dict(said.get("header", []))
     if url := address(said):
-        yield connect(Server(url, headers), arguments)
+        yield connect(ServerAddress(url, headers), arguments)
         return
     from weft.bench.server import Served
 
@@ -177,10 +177,10 @@ def target(arguments: Namespace) -> Iterator[Target]:
     print(f"starting weft serve {' '.join(words)}", file=sys.stderr)
     with Served(words) as served:
         print(f"ready after {served.seconds:.1f} s at {served.url}", file=sys.stderr)
-        yield connect(Server(served.url, headers), arguments)
+        yield connect(ServerAddress(served.url, headers), arguments)
 
 
-def connect(server: Server, arguments: Namespace) -> Target:
+def connect(server: ServerAddress, arguments: Namespace) -> Target:
     """Ask which models are there. Raises WeftError where nobody answers."""
     said = vars(arguments)
     name = said.get("served_model_name")
