@@ -28,7 +28,7 @@ class Refused(HttpFailure):
         self.status, self.body = status, body
 
 
-class Heard(Protocol):
+class BodyListener(Protocol):
     """Takes each piece of a body with the time of its arrival, by the monotonic clock."""
 
     def __call__(self, data: bytes, now_s: float, /) -> None: ...
@@ -61,7 +61,7 @@ class Client:
         self.server = server
         self._idle: list[Connection] = []
 
-    async def post(self, path: str, body: bytes, heard: Heard) -> None:
+    async def post(self, path: str, body: bytes, heard: BodyListener) -> None:
         """Send JSON and give each piece of the answer's body to `heard`. Raises Refused, HttpFailure."""
         head = f"POST {self.server.path}{path} HTTP/1.1\r\n{self.server.head}Accept: text/event-stream\r\n"
         request = f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
@@ -79,7 +79,7 @@ class Client:
         while self._idle:
             self._idle.pop().close()
 
-    async def _exchange(self, request: bytes, heard: Heard) -> None:
+    async def _exchange(self, request: bytes, heard: BodyListener) -> None:
         while True:
             connection, fresh = await self._connection()
             try:
@@ -133,7 +133,7 @@ class Connection(asyncio.Protocol):
         """Whether another request may go this way."""
         return self._keep and self._transport is not None and not self._transport.is_closing()
 
-    async def exchange(self, request: bytes, heard: Heard) -> None:
+    async def exchange(self, request: bytes, heard: BodyListener) -> None:
         """Send a request and hear its answer to the end."""
         if self._transport is None or self._transport.is_closing():
             raise HttpFailure("the server hung up")
