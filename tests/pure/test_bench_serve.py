@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.pure.servers import Answering, Exchange, good, serving
-from weft.bench.http import Client, HttpFailure, Refused, ServerAddress
+from weft.bench.http import Client, HttpFailure, HttpRefusal, ServerAddress
 from weft.bench.load import Asking, Load, Record, ask, lay_on, message
 from weft.bench.prompts import Prompt
 from weft.bench.summary import meets, parse_limits, percentile, summary, warnings
@@ -208,7 +208,7 @@ async def test_get_and_refusals() -> None:
     async with serving(listing) as server:
         client = Client(server)
         assert await client.get("/v1/models") == b'{"data": []}'
-        with pytest.raises(Refused) as told:
+        with pytest.raises(HttpRefusal) as told:
             await client.get("/else")
         assert told.value.status == 401 and message(told.value.body) == "who are you?"
         client.close()
@@ -394,4 +394,4 @@ def test_addresses() -> None:
     assert ServerAddress("localhost:9").url == "http://localhost:9"
     assert ServerAddress("https://a.b/llm/").url == "https://a.b:443/llm"
     assert ServerAddress("http://[::1]:8000").url == "http://[::1]:8000"
-    assert issubclass(Refused, HttpFailure)
+    assert issubclass(HttpRefusal, HttpFailure)

@@ -20,7 +20,7 @@ class HttpFailure(WeftError):
     """A request that got no whole answer."""
 
 
-class Refused(HttpFailure):
+class HttpRefusal(HttpFailure):
     """An answer with another status than 200; `body` is what it said."""
 
     def __init__(self, status: int, body: bytes) -> None:
@@ -144,7 +144,7 @@ class Connection(asyncio.Protocol):
         self._transport.write(request)
         await self._done
         if self._status != 200:
-            raise Refused(self._status, bytes(self._refusal))
+            raise HttpRefusal(self._status, bytes(self._refusal))
 
     def close(self) -> None:
         if self._transport is not None:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from weft.bench.http import Client, HttpFailure, Refused
+from weft.bench.http import Client, HttpFailure, HttpRefusal
 from weft.bench.prompts import Prompt
 
 Api = Literal["openai", "openai-chat"]
@@ -247,7 +247,7 @@ async def ask(client: Client, asking: Asking, record: Record, body: bytes) -> No
             record.error = "the stream ended before the answer"
     except TimeoutError:
         record.error = f"no end after {asking.timeout_s:g} s"
-    except Refused as error:
+    except HttpRefusal as error:
         record.error = f"{error}: {message(error.body)}"
     except HttpFailure as error:
         record.error = str(error)

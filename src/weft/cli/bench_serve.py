@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from weft import __version__
 from weft.bench.arrivals import arrivals
-from weft.bench.http import Client, HttpFailure, Refused, ServerAddress
+from weft.bench.http import Client, HttpFailure, HttpRefusal, ServerAddress
 from weft.bench.load import PATHS, Asking, Load, Record, ask, lay_on, message
 from weft.bench.prompts import Prompt, random_prompts, read, spread
 from weft.bench.summary import PERCENTILES, parse_limits, summary
@@ -195,7 +195,7 @@ def connect(server: ServerAddress, arguments: Namespace) -> Target:
     try:
         listed = json.loads(run(models()))["data"]
         name = name or listed[0]["id"]
-    except Refused as error:
+    except HttpRefusal as error:
         if error.status in (401, 403):
             raise WeftError(f"{server.url} wants another key ({message(error.body)}); give it with --api-key") from None
         if not (name := name or said.get("model")):
