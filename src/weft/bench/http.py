@@ -54,7 +54,7 @@ class ServerAddress:
         self.head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
 
 
-class Client:
+class HttpClient:
     """Requests to one server. Connections are kept and used again; as many are open as requests are under way."""
 
     def __init__(self, server: ServerAddress) -> None:

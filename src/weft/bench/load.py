@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from weft.bench.http import Client, HttpFailure, HttpRefusal
+from weft.bench.http import HttpClient, HttpFailure, HttpRefusal
 from weft.bench.prompts import Prompt
 
 Api = Literal["openai", "openai-chat"]
@@ -168,7 +168,7 @@ class Asking(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def lay_on(
-    client: Client,
+    client: HttpClient,
     asking: Asking,
     prompts: Sequence[Prompt],
     due: Sequence[float],
@@ -236,7 +236,7 @@ async def lay_on(
     )
 
 
-async def ask(client: Client, asking: Asking, record: Record, body: bytes) -> None:
+async def ask(client: HttpClient, asking: Asking, record: Record, body: bytes) -> None:
     """One request from its beginning to its end, whichever that is."""
     listener = Listener(record)
     record.began_s = monotonic()

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from weft import __version__
 from weft.bench.arrivals import arrivals
-from weft.bench.http import Client, HttpFailure, HttpRefusal, ServerAddress
+from weft.bench.http import HttpClient, HttpFailure, HttpRefusal, ServerAddress
 from weft.bench.load import PATHS, Asking, Load, Record, ask, lay_on, message
 from weft.bench.prompts import Prompt, random_prompts, read, spread
 from weft.bench.summary import PERCENTILES, parse_limits, summary
@@ -186,7 +186,7 @@ def connect(server: ServerAddress, arguments: Namespace) -> Target:
     name = said.get("served_model_name")
 
     async def models() -> bytes:
-        client = Client(server)
+        client = HttpClient(server)
         try:
             return await client.get("/v1/models")
         finally:
@@ -243,7 +243,7 @@ def measure(plan: Plan, there: Target, point: Point, number: int = 0) -> dict[st
 async def _measure(
     plan: Plan, there: Target, due: list[float], max_concurrency: int | None, number: int, advance: Callable[[], None]
 ) -> Load:
-    client, prompts = Client(there.server), plan.draw(number, plan.warmups + plan.count)
+    client, prompts = HttpClient(there.server), plan.draw(number, plan.warmups + plan.count)
     try:
         for prompt in prompts[: plan.warmups]:
             first = Record(due_s=0.0, wanted=prompt.output_len)
