@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.pure.servers import Answering, Exchange, good, serving
 from weft.bench.http import HttpClient, HttpFailure, HttpRefusal, ServerAddress
-from weft.bench.load import Asking, Load, Record, ask, lay_on, message
+from weft.bench.load import Asking, LoadResult, Record, ask, lay_on, message
 from weft.bench.prompts import Prompt
 from weft.bench.summary import meets, parse_limits, percentile, summary, warnings
 from weft.errors import ConfigError
@@ -333,7 +333,7 @@ def test_the_figures_of_a_load() -> None:
         made(2, 0.2, 0.03, 6, wanted=8),
         made(3, 9, 1, 1, error="x"),
     ]
-    load = Load(records=records, began_s=0.0, ended_s=4.0, beats_late_s=[0.0, 0.001], most_at_once=2)
+    load = LoadResult(records=records, began_s=0.0, ended_s=4.0, beats_late_s=[0.0, 0.001], most_at_once=2)
     limits = parse_limits(["ttft:250", "tpot:25"])
     got = summary(load, limits)
     assert (got["completed"], got["failed"], got["short_answers"]) == (3, 1, 1)
@@ -345,16 +345,16 @@ def test_the_figures_of_a_load() -> None:
     assert got["p95_e2el_ms"] == pytest.approx(485)  # of 200, 350, 500
     assert got["client_late_requests"] == 0
     assert any("fewer tokens" in text for text in warnings(got, 4))
-    alone = summary(Load(records=records[:1], began_s=0, ended_s=1, beats_late_s=[], most_at_once=1))
+    alone = summary(LoadResult(records=records[:1], began_s=0, ended_s=1, beats_late_s=[], most_at_once=1))
     assert alone["request_goodput"] is None and alone["std_ttft_ms"] == 0
-    nobody = summary(Load(records=records[3:], began_s=0, ended_s=0, beats_late_s=[], most_at_once=1))
+    nobody = summary(LoadResult(records=records[3:], began_s=0, ended_s=0, beats_late_s=[], most_at_once=1))
     assert nobody["mean_ttft_ms"] is None and nobody["output_throughput"] == 0
 
 
 def test_a_client_that_is_late_says_so() -> None:
     late = [made(n, 0.1, 0.01, 3) for n in range(20)]
     late[3].began_s += 0.05
-    load = Load(records=late, began_s=0, ended_s=20, beats_late_s=[0.03] * 5, most_at_once=1)
+    load = LoadResult(records=late, began_s=0, ended_s=20, beats_late_s=[0.03] * 5, most_at_once=1)
     figures = summary(load)
     assert figures["client_late_requests"] == 1 and figures["client_max_late_ms"] == pytest.approx(50)
     said = warnings(figures, 20)

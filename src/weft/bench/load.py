@@ -55,7 +55,7 @@ class Record(msgspec.Struct, kw_only=True):
         return self.began_s - (self.due_s if self.held_until_s is None else self.held_until_s)
 
 
-class Load(msgspec.Struct, frozen=True, kw_only=True):
+class LoadResult(msgspec.Struct, frozen=True, kw_only=True):
     """A load that has been laid on: its records, when it began and ended, and how late the client's loop was at each
     of its own beats."""
 
@@ -175,7 +175,7 @@ async def lay_on(
     *,
     max_concurrency: int | None = None,
     on_end: Callable[[Record], object] = lambda record: None,
-) -> Load:
+) -> LoadResult:
     """Send each prompt at its time, seconds from now, and hear all answers to the end. With `max_concurrency` no more
     than that are under way at once, and those that are due wait in order. Failures are in the records.
 
@@ -226,7 +226,7 @@ async def lay_on(
         beat.cancel()
         with suppress(asyncio.CancelledError):
             await beat
-    return Load(
+    return LoadResult(
         records=records,
         began_s=began,
         ended_s=ended,

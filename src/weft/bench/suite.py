@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from weft.bench import overhead
 from weft.bench.arrivals import arrivals
 from weft.bench.http import HttpClient, ServerAddress
-from weft.bench.load import Asking, Load, lay_on
+from weft.bench.load import Asking, LoadResult, lay_on
 from weft.bench.measure import run, typical
 from weft.bench.memory import pss_bytes
 from weft.bench.predicted import predicted
@@ -152,7 +152,7 @@ def server(model: str, plan: Plan, starts: int) -> Tasks:
     }
 
 
-async def _load(url: str, vocab: int) -> Load:
+async def _load(url: str, vocab: int) -> LoadResult:
     prompts = random_prompts("suite", count=REQUESTS, vocab=vocab, input_len=(128, 128), output_len=(64, 64))
     client = HttpClient(ServerAddress(url))
     try:

@@ -8,7 +8,7 @@ from math import floor
 from statistics import fmean, median, pstdev
 from typing import Any
 
-from weft.bench.load import Load, Record
+from weft.bench.load import LoadResult, Record
 from weft.errors import ConfigError
 
 METRICS = {  # as flags and JSON call them, with what they are
@@ -50,7 +50,7 @@ def meets(record: Record, limits_s: Mapping[str, float]) -> bool:
 
 
 def summary(
-    load: Load, limits_s: Mapping[str, float] | None = None, percents: Sequence[float] = PERCENTILES
+    load: LoadResult, limits_s: Mapping[str, float] | None = None, percents: Sequence[float] = PERCENTILES
 ) -> dict[str, Any]:
     """The figures of a load, under vLLM's names where it has them: seconds, tokens and requests per second, times in
     milliseconds. `request_goodput` is None where there are no limits."""
@@ -93,7 +93,7 @@ def spread(name: str, values: Sequence[float], percents: Sequence[float]) -> dic
     return found
 
 
-def client_figures(load: Load) -> dict[str, Any]:
+def client_figures(load: LoadResult) -> dict[str, Any]:
     """How well the client itself kept up: when it sent, and how late its loop was."""
     late = sorted(max(0.0, record.late_s) for record in load.records)
     beats = sorted(load.beats_late_s) or [0.0]

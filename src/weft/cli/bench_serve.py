@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from weft import __version__
 from weft.bench.arrivals import arrivals
 from weft.bench.http import HttpClient, HttpFailure, HttpRefusal, ServerAddress
-from weft.bench.load import PATHS, Asking, Load, Record, ask, lay_on, message
+from weft.bench.load import PATHS, Asking, LoadResult, Record, ask, lay_on, message
 from weft.bench.prompts import Prompt, random_prompts, read, spread
 from weft.bench.summary import PERCENTILES, parse_limits, summary
 from weft.bench.workload import NANO_IDS
@@ -242,7 +242,7 @@ def measure(plan: Plan, there: Target, point: Point, number: int = 0) -> dict[st
 
 async def _measure(
     plan: Plan, there: Target, due: list[float], max_concurrency: int | None, number: int, advance: Callable[[], None]
-) -> Load:
+) -> LoadResult:
     client, prompts = HttpClient(there.server), plan.draw(number, plan.warmups + plan.count)
     try:
         for prompt in prompts[: plan.warmups]:
