@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 
 from tests.pure.servers import Answering, Exchange, good, serving
 from weft.bench.http import HttpClient, HttpFailure, HttpRefusal, ServerAddress
-from weft.bench.load import Asking, LoadResult, Record, ask, lay_on, message
+from weft.bench.load import LoadResult, Record, RequestOptions, ask, lay_on, message
 from weft.bench.prompts import Prompt
 from weft.bench.summary import meets, parse_limits, percentile, summary, warnings
 from weft.errors import ConfigError
 
 
-async def one(answering: Answering, asking: Asking | None = None, prompt: Prompt | None = None) -> Record:
+async def one(answering: Answering, asking: RequestOptions | None = None, prompt: Prompt | None = None) -> Record:
     async with serving(answering) as server:
-        client, asking = HttpClient(server), asking or Asking(model="m")
+        client, asking = HttpClient(server), asking or RequestOptions(model="m")
         prompt = prompt or Prompt([1, 2, 3], 4)
         record = Record(due_s=0.0, wanted=prompt.output_len)
         await ask(client, asking, record, asking.body(prompt))
@@ -38,7 +38,7 @@ async def test_a_good_answer_is_timed_and_counted() -> None:
         seen.append(exchange)
         await good(exchange)
 
-    record = await one(noting, Asking(model="m", extra={"top_k": 3}))
+    record = await one(noting, RequestOptions(model="m", extra={"top_k": 3}))
     assert record.error is None
     assert (record.input_tokens, record.output_tokens, record.cached_tokens) == (3, 4, 1)
     assert len(record.pieces_s) == 4 and record.pieces_s == sorted(record.pieces_s)
@@ -67,7 +67,7 @@ async def test_chat_has_messages_and_deltas() -> None:
         exchange.event(b"[DONE]")
         exchange.end()
 
-    record = await one(chat, Asking(api="openai-chat"), Prompt("hello", 9))
+    record = await one(chat, RequestOptions(api="openai-chat"), Prompt("hello", 9))
     assert record.error is None and len(record.pieces_s) == 2
     assert record.output_tokens == 2  # a server that counts nothing
 
@@ -164,7 +164,7 @@ async def forever(exchange: Exchange) -> None:
     ],
 )
 async def test_a_bad_answer_is_a_failure_with_its_reason(answering: Answering, what: str) -> None:
-    record = await one(answering, Asking(timeout_s=0.2 if answering is forever else 600))
+    record = await one(answering, RequestOptions(timeout_s=0.2 if answering is forever else 600))
     assert record.error is not None and record.error.startswith(what)
 
 
@@ -172,7 +172,7 @@ async def test_nobody_there() -> None:
     async with serving(good) as server:
         pass
     record = Record(due_s=0.0, wanted=1)
-    await ask(HttpClient(server), Asking(), record, b"{}")
+    await ask(HttpClient(server), RequestOptions(), record, b"{}")
     assert record.error is not None and record.error.startswith("cannot connect to http://127.0.0.1:")
 
 
@@ -184,7 +184,7 @@ async def test_connections_are_kept_and_a_stale_one_is_no_failure() -> None:
         await good(exchange)
 
     async with serving(noting) as server:
-        client, asking = HttpClient(server), Asking()
+        client, asking = HttpClient(server), RequestOptions()
         for _ in range(3):
             record = Record(due_s=0.0, wanted=4)
             await ask(client, asking, record, asking.body(Prompt([1], 4)))
@@ -232,7 +232,7 @@ async def test_the_loop_is_open() -> None:
 
     async with serving(together) as server:
         prompts = [Prompt([1] * n, 3) for n in range(1, count + 1)]
-        load = await lay_on(HttpClient(server), Asking(), prompts, [0.001 * n for n in range(count)])
+        load = await lay_on(HttpClient(server), RequestOptions(), prompts, [0.001 * n for n in range(count)])
     assert [record.error for record in load.records] == [None] * count
     assert load.most_at_once == count
     assert all(record.began_s >= record.due_s for record in load.records)
@@ -253,7 +253,12 @@ async def test_a_limit_on_concurrency_holds_requests_back() -> None:
     ended: list[Record] = []
     async with serving(counting) as server:
         load = await lay_on(
-            HttpClient(server), Asking(), [Prompt([1], 2)] * 7, [0.0] * 7, max_concurrency=2, on_end=ended.append
+            HttpClient(server),
+            RequestOptions(),
+            [Prompt([1], 2)] * 7,
+            [0.0] * 7,
+            max_concurrency=2,
+            on_end=ended.append,
         )
     figures = summary(load)
     assert (most, load.most_at_once) == (2, 2) and len(ended) == 7
@@ -274,7 +279,9 @@ async def test_a_load_that_is_cancelled_keeps_what_was_answered() -> None:
     ended: list[Record] = []
     async with serving(four_then_silence) as server:
         prompts = [Prompt([1], 2)] * 9
-        laying = asyncio.create_task(lay_on(HttpClient(server), Asking(), prompts, [0.0] * 9, on_end=ended.append))
+        laying = asyncio.create_task(
+            lay_on(HttpClient(server), RequestOptions(), prompts, [0.0] * 9, on_end=ended.append)
+        )
         while len(ended) < 4 or under_way < 9:
             await asyncio.sleep(0.001)
         laying.cancel()
@@ -289,7 +296,7 @@ async def test_a_load_without_an_answer_is_cancelled_for_good() -> None:
         await asyncio.sleep(60)
 
     async with serving(silent) as server:
-        laying = asyncio.create_task(lay_on(HttpClient(server), Asking(), [Prompt([1], 2)], [0.0]))
+        laying = asyncio.create_task(lay_on(HttpClient(server), RequestOptions(), [Prompt([1], 2)], [0.0]))
         await asyncio.sleep(0.05)
         laying.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -301,7 +308,7 @@ async def test_some_fail_and_all_are_counted() -> None:
         await (good if exchange.json["max_tokens"] % 2 else refused)(exchange)
 
     async with serving(every_other) as server:
-        load = await lay_on(HttpClient(server), Asking(), [Prompt([1], n) for n in range(1, 7)], [0.0] * 6)
+        load = await lay_on(HttpClient(server), RequestOptions(), [Prompt([1], n) for n in range(1, 7)], [0.0] * 6)
     figures = summary(load, {"ttft": 600.0})
     assert (figures["completed"], figures["failed"]) == (3, 3)
     assert figures["errors"] == {"HTTP 503: the queue is full": 3}

@@ -141,7 +141,7 @@ class Listener:
                 record.pieces_s.append(now_s)
 
 
-class Asking(msgspec.Struct, frozen=True, kw_only=True):
+class RequestOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How the requests are asked: by which API (at its own path where `path` is None) and of which model; `extra` goes
     into every body."""
 
@@ -169,7 +169,7 @@ class Asking(msgspec.Struct, frozen=True, kw_only=True):
 
 async def lay_on(
     client: HttpClient,
-    asking: Asking,
+    asking: RequestOptions,
     prompts: Sequence[Prompt],
     due: Sequence[float],
     *,
@@ -236,7 +236,7 @@ async def lay_on(
     )
 
 
-async def ask(client: HttpClient, asking: Asking, record: Record, body: bytes) -> None:
+async def ask(client: HttpClient, asking: RequestOptions, record: Record, body: bytes) -> None:
     """One request from its beginning to its end, whichever that is."""
     listener = Listener(record)
     record.began_s = monotonic()

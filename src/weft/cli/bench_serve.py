@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from weft import __version__
 from weft.bench.arrivals import arrivals
 from weft.bench.http import HttpClient, HttpFailure, HttpRefusal, ServerAddress
-from weft.bench.load import PATHS, Asking, LoadResult, Record, ask, lay_on, message
+from weft.bench.load import PATHS, LoadResult, Record, RequestOptions, ask, lay_on, message
 from weft.bench.prompts import Prompt, random_prompts, read, spread
 from weft.bench.summary import PERCENTILES, parse_limits, summary
 from weft.bench.workload import NANO_IDS
@@ -42,7 +42,7 @@ class Target:
     """A server that answers, and how it is asked."""
 
     server: ServerAddress
-    asking: Asking
+    asking: RequestOptions
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ def connect(server: ServerAddress, arguments: Namespace) -> Target:
     except (ValueError, LookupError, TypeError):
         if not (name := name or said.get("model")):
             raise WeftError(f"{server.url} names no model; name one: --served-model-name") from None
-    asking = Asking(
+    asking = RequestOptions(
         api=arguments.backend,
         path=said.get("endpoint"),
         model=name,
