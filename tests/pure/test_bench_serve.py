@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.pure.servers import Answering, Exchange, good, serving
 from weft.bench.http import HttpClient, HttpFailure, HttpRefusal, ServerAddress
-from weft.bench.load import LoadResult, Record, RequestOptions, ask, lay_on, message
+from weft.bench.load import LoadResult, Record, RequestOptions, ask, message, run_open_loop
 from weft.bench.prompts import Prompt
 from weft.bench.summary import meets, parse_limits, percentile, summary, warnings
 from weft.errors import ConfigError
@@ -232,7 +232,7 @@ async def test_the_loop_is_open() -> None:
 
     async with serving(together) as server:
         prompts = [Prompt([1] * n, 3) for n in range(1, count + 1)]
-        load = await lay_on(HttpClient(server), RequestOptions(), prompts, [0.001 * n for n in range(count)])
+        load = await run_open_loop(HttpClient(server), RequestOptions(), prompts, [0.001 * n for n in range(count)])
     assert [record.error for record in load.records] == [None] * count
     assert load.most_at_once == count
     assert all(record.began_s >= record.due_s for record in load.records)
@@ -252,7 +252,7 @@ async def test_a_limit_on_concurrency_holds_requests_back() -> None:
 
     ended: list[Record] = []
     async with serving(counting) as server:
-        load = await lay_on(
+        load = await run_open_loop(
             HttpClient(server),
             RequestOptions(),
             [Prompt([1], 2)] * 7,
@@ -280,7 +280,7 @@ async def test_a_load_that_is_cancelled_keeps_what_was_answered() -> None:
     async with serving(four_then_silence) as server:
         prompts = [Prompt([1], 2)] * 9
         laying = asyncio.create_task(
-            lay_on(HttpClient(server), RequestOptions(), prompts, [0.0] * 9, on_end=ended.append)
+            run_open_loop(HttpClient(server), RequestOptions(), prompts, [0.0] * 9, on_end=ended.append)
         )
         while len(ended) < 4 or under_way < 9:
             await asyncio.sleep(0.001)
@@ -296,7 +296,7 @@ async def test_a_load_without_an_answer_is_cancelled_for_good() -> None:
         await asyncio.sleep(60)
 
     async with serving(silent) as server:
-        laying = asyncio.create_task(lay_on(HttpClient(server), RequestOptions(), [Prompt([1], 2)], [0.0]))
+        laying = asyncio.create_task(run_open_loop(HttpClient(server), RequestOptions(), [Prompt([1], 2)], [0.0]))
         await asyncio.sleep(0.05)
         laying.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -308,7 +308,9 @@ async def test_some_fail_and_all_are_counted() -> None:
         await (good if exchange.json["max_tokens"] % 2 else refused)(exchange)
 
     async with serving(every_other) as server:
-        load = await lay_on(HttpClient(server), RequestOptions(), [Prompt([1], n) for n in range(1, 7)], [0.0] * 6)
+        load = await run_open_loop(
+            HttpClient(server), RequestOptions(), [Prompt([1], n) for n in range(1, 7)], [0.0] * 6
+        )
     figures = summary(load, {"ttft": 600.0})
     assert (figures["completed"], figures["failed"]) == (3, 3)
     assert figures["errors"] == {"HTTP 503: the queue is full": 3}

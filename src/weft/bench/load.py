@@ -167,7 +167,7 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.json.encode({**what, **fields, "stream_options": {"include_usage": True}, **self.extra})
 
 
-async def lay_on(
+async def run_open_loop(
     client: HttpClient,
     asking: RequestOptions,
     prompts: Sequence[Prompt],

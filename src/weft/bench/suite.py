@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from weft.bench import overhead
 from weft.bench.arrivals import arrivals
 from weft.bench.http import HttpClient, ServerAddress
-from weft.bench.load import LoadResult, RequestOptions, lay_on
+from weft.bench.load import LoadResult, RequestOptions, run_open_loop
 from weft.bench.measure import run, typical
 from weft.bench.memory import pss_bytes
 from weft.bench.predicted import predicted
@@ -156,7 +156,7 @@ async def _load(url: str, vocab: int) -> LoadResult:
     prompts = random_prompts("suite", count=REQUESTS, vocab=vocab, input_len=(128, 128), output_len=(64, 64))
     client = HttpClient(ServerAddress(url))
     try:
-        return await lay_on(client, RequestOptions(), prompts, arrivals("suite", count=REQUESTS, rate=RATE))
+        return await run_open_loop(client, RequestOptions(), prompts, arrivals("suite", count=REQUESTS, rate=RATE))
     finally:
         client.close()
 

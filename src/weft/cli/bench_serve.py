@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from weft import __version__
 from weft.bench.arrivals import arrivals
 from weft.bench.http import HttpClient, HttpFailure, HttpRefusal, ServerAddress
-from weft.bench.load import PATHS, LoadResult, Record, RequestOptions, ask, lay_on, message
+from weft.bench.load import PATHS, LoadResult, Record, RequestOptions, ask, message, run_open_loop
 from weft.bench.prompts import Prompt, random_prompts, read, spread
 from weft.bench.summary import PERCENTILES, parse_limits, summary
 from weft.bench.workload import NANO_IDS
@@ -250,7 +250,7 @@ async def _measure(
             await ask(client, there.asking, first, there.asking.body(prompt))
             if first.error is not None:
                 raise WeftError(f"{there.server.url} does not answer: {first.error}")
-        return await lay_on(
+        return await run_open_loop(
             client,
             there.asking,
             prompts[plan.warmups :],
