@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.pure.servers import Answering, Exchange, good, serving
 from weft.bench.http import HttpClient, HttpFailure, HttpRefusal, ServerAddress
-from weft.bench.load import LoadResult, Record, RequestOptions, ask, message, run_open_loop
+from weft.bench.load import LoadResult, Record, RequestOptions, message, run_open_loop, send_request
 from weft.bench.prompts import Prompt
 from weft.bench.summary import meets, parse_limits, percentile, summary, warnings
 from weft.errors import ConfigError
@@ -23,7 +23,7 @@ async def one(answering: Answering, asking: RequestOptions | None = None, prompt
         client, asking = HttpClient(server), asking or RequestOptions(model="m")
         prompt = prompt or Prompt([1, 2, 3], 4)
         record = Record(due_s=0.0, wanted=prompt.output_len)
-        await ask(client, asking, record, asking.body(prompt))
+        await send_request(client, asking, record, asking.body(prompt))
         client.close()
         return record
 
@@ -172,7 +172,7 @@ async def test_nobody_there() -> None:
     async with serving(good) as server:
         pass
     record = Record(due_s=0.0, wanted=1)
-    await ask(HttpClient(server), RequestOptions(), record, b"{}")
+    await send_request(HttpClient(server), RequestOptions(), record, b"{}")
     assert record.error is not None and record.error.startswith("cannot connect to http://127.0.0.1:")
 
 
@@ -187,13 +187,13 @@ async def test_connections_are_kept_and_a_stale_one_is_no_failure() -> None:
         client, asking = HttpClient(server), RequestOptions()
         for _ in range(3):
             record = Record(due_s=0.0, wanted=4)
-            await ask(client, asking, record, asking.body(Prompt([1], 4)))
+            await send_request(client, asking, record, asking.body(Prompt([1], 4)))
             assert record.error is None
         assert len(connections) == 1
         # The server hangs up in the moment in which the next request is on its way.
         client._idle[0]._transport.write(b"GET / HTTP/1.1\r\nContent-Length: nonsense\r\n\r\n")  # type: ignore[union-attr]
         record = Record(due_s=0.0, wanted=4)
-        await ask(client, asking, record, asking.body(Prompt([1], 4)))
+        await send_request(client, asking, record, asking.body(Prompt([1], 4)))
         assert record.error is None and len(connections) == 2
         client.close()
 

@@ -199,7 +199,7 @@ async def run_open_loop(
         running += 1
         most = max(most, running)
         try:
-            await ask(client, asking, record, body)
+            await send_request(client, asking, record, body)
         finally:
             running -= 1
             if turns is not None:
@@ -236,7 +236,7 @@ async def run_open_loop(
     )
 
 
-async def ask(client: HttpClient, asking: RequestOptions, record: Record, body: bytes) -> None:
+async def send_request(client: HttpClient, asking: RequestOptions, record: Record, body: bytes) -> None:
     """One request from its beginning to its end, whichever that is."""
     listener = Listener(record)
     record.began_s = monotonic()
