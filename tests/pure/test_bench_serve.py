@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.pure.servers import Answering, Exchange, good, serving
 from weft.bench.http import HttpClient, HttpFailure, HttpRefusal, ServerAddress
-from weft.bench.load import LoadResult, Record, RequestOptions, message, run_open_loop, send_request
+from weft.bench.load import LoadResult, Record, RequestOptions, error_text, run_open_loop, send_request
 from weft.bench.prompts import Prompt
 from weft.bench.summary import meets, parse_limits, percentile, summary, warnings
 from weft.errors import ConfigError
@@ -210,7 +210,7 @@ async def test_get_and_refusals() -> None:
         assert await client.get("/v1/models") == b'{"data": []}'
         with pytest.raises(HttpRefusal) as told:
             await client.get("/else")
-        assert told.value.status == 401 and message(told.value.body) == "who are you?"
+        assert told.value.status == 401 and error_text(told.value.body) == "who are you?"
         client.close()
 
 

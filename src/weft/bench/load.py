@@ -126,7 +126,7 @@ class Listener:
         except msgspec.MsgspecError as error:
             raise HttpFailure(f"an event that is none of OpenAI's: {error}") from None
         if event.error is not None:
-            raise HttpFailure(f"in the stream: {message(event.error)}")
+            raise HttpFailure(f"in the stream: {error_text(event.error)}")
         if (usage := event.usage) is not None:
             record.input_tokens, record.output_tokens = usage.prompt_tokens, usage.completion_tokens
             details = usage.prompt_tokens_details
@@ -248,7 +248,7 @@ async def send_request(client: HttpClient, asking: RequestOptions, record: Recor
     except TimeoutError:
         record.error = f"no end after {asking.timeout_s:g} s"
     except HttpRefusal as error:
-        record.error = f"{error}: {message(error.body)}"
+        record.error = f"{error}: {error_text(error.body)}"
     except HttpFailure as error:
         record.error = str(error)
     record.ended_s = monotonic()
@@ -263,7 +263,7 @@ async def _beat(late: list[float]) -> None:
         late.append(monotonic() - due)
 
 
-def message(said: Any) -> str:
+def error_text(said: Any) -> str:
     """What an error says of itself, whatever form it has; in one line."""
     if isinstance(said, bytes):
         text = said.decode("utf-8", "replace")

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from weft import __version__
 from weft.bench.arrivals import arrivals
 from weft.bench.http import HttpClient, HttpFailure, HttpRefusal, ServerAddress
-from weft.bench.load import PATHS, LoadResult, Record, RequestOptions, message, run_open_loop, send_request
+from weft.bench.load import PATHS, LoadResult, Record, RequestOptions, error_text, run_open_loop, send_request
 from weft.bench.prompts import Prompt, random_prompts, read, spread
 from weft.bench.summary import PERCENTILES, parse_limits, summary
 from weft.bench.workload import NANO_IDS
@@ -197,7 +197,9 @@ def connect(server: ServerAddress, arguments: Namespace) -> Target:
         name = name or listed[0]["id"]
     except HttpRefusal as error:
         if error.status in (401, 403):
-            raise WeftError(f"{server.url} wants another key ({message(error.body)}); give it with --api-key") from None
+            raise WeftError(
+                f"{server.url} wants another key ({error_text(error.body)}); give it with --api-key"
+            ) from None
         if not (name := name or said.get("model")):
             raise WeftError(f"{server.url} does not tell its models ({error}); name one: --served-model-name") from None
     except HttpFailure as error:
