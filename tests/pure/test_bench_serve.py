@@ -12,17 +12,19 @@ from hypothesis import strategies as st
 
 from tests.pure.servers import Answering, Exchange, good, serving
 from weft.bench.http import HttpClient, HttpFailure, HttpRefusal, ServerAddress
-from weft.bench.load import LoadResult, Record, RequestOptions, error_text, run_open_loop, send_request
+from weft.bench.load import LoadResult, RequestOptions, RequestRecord, error_text, run_open_loop, send_request
 from weft.bench.prompts import Prompt
 from weft.bench.summary import meets, parse_limits, percentile, summary, warnings
 from weft.errors import ConfigError
 
 
-async def one(answering: Answering, asking: RequestOptions | None = None, prompt: Prompt | None = None) -> Record:
+async def one(
+    answering: Answering, asking: RequestOptions | None = None, prompt: Prompt | None = None
+) -> RequestRecord:
     async with serving(answering) as server:
         client, asking = HttpClient(server), asking or RequestOptions(model="m")
         prompt = prompt or Prompt([1, 2, 3], 4)
-        record = Record(due_s=0.0, wanted=prompt.output_len)
+        record = RequestRecord(due_s=0.0, wanted=prompt.output_len)
         await send_request(client, asking, record, asking.body(prompt))
         client.close()
         return record
@@ -171,7 +173,7 @@ async def test_a_bad_answer_is_a_failure_with_its_reason(answering: Answering, w
 async def test_nobody_there() -> None:
     async with serving(good) as server:
         pass
-    record = Record(due_s=0.0, wanted=1)
+    record = RequestRecord(due_s=0.0, wanted=1)
     await send_request(HttpClient(server), RequestOptions(), record, b"{}")
     assert record.error is not None and record.error.startswith("cannot connect to http://127.0.0.1:")
 
@@ -186,13 +188,13 @@ async def test_connections_are_kept_and_a_stale_one_is_no_failure() -> None:
     async with serving(noting) as server:
         client, asking = HttpClient(server), RequestOptions()
         for _ in range(3):
-            record = Record(due_s=0.0, wanted=4)
+            record = RequestRecord(due_s=0.0, wanted=4)
             await send_request(client, asking, record, asking.body(Prompt([1], 4)))
             assert record.error is None
         assert len(connections) == 1
         # The server hangs up in the moment in which the next request is on its way.
         client._idle[0]._transport.write(b"GET / HTTP/1.1\r\nContent-Length: nonsense\r\n\r\n")  # type: ignore[union-attr]
-        record = Record(due_s=0.0, wanted=4)
+        record = RequestRecord(due_s=0.0, wanted=4)
         await send_request(client, asking, record, asking.body(Prompt([1], 4)))
         assert record.error is None and len(connections) == 2
         client.close()
@@ -250,7 +252,7 @@ async def test_a_limit_on_concurrency_holds_requests_back() -> None:
         running -= 1
         await good(exchange)
 
-    ended: list[Record] = []
+    ended: list[RequestRecord] = []
     async with serving(counting) as server:
         load = await run_open_loop(
             HttpClient(server),
@@ -276,7 +278,7 @@ async def test_a_load_that_is_cancelled_keeps_what_was_answered() -> None:
         under_way += 1
         await (good(exchange) if under_way <= 4 else asyncio.sleep(60))
 
-    ended: list[Record] = []
+    ended: list[RequestRecord] = []
     async with serving(four_then_silence) as server:
         prompts = [Prompt([1], 2)] * 9
         laying = asyncio.create_task(
@@ -321,9 +323,11 @@ async def test_some_fail_and_all_are_counted() -> None:
 # --- figures ---
 
 
-def made(due: float, first: float, gap: float, tokens: int, *, wanted: int = 0, error: str | None = None) -> Record:
+def made(
+    due: float, first: float, gap: float, tokens: int, *, wanted: int = 0, error: str | None = None
+) -> RequestRecord:
     pieces = [due + first + gap * n for n in range(tokens)]
-    return Record(
+    return RequestRecord(
         due_s=due,
         began_s=due,
         pieces_s=pieces,

@@ -20,7 +20,7 @@ BEAT_S = 0.02  # how often the client looks whether its own loop is late
 MOST_ERROR_CHARS = 200
 
 
-class Record(msgspec.Struct, kw_only=True):
+class RequestRecord(msgspec.Struct, kw_only=True):
     """One request, by the monotonic clock: when it was due, when it began to be sent, and when each piece of its
     answer came. `error` is None where that came whole. Tokens are as the server counts them."""
 
@@ -59,7 +59,7 @@ class LoadResult(msgspec.Struct, frozen=True, kw_only=True):
     """A load that has been laid on: its records, when it began and ended, and how late the client's loop was at each
     of its own beats."""
 
-    records: list[Record]
+    records: list[RequestRecord]
     began_s: float
     ended_s: float
     beats_late_s: list[float]
@@ -106,7 +106,7 @@ _decoder = msgspec.json.Decoder(_Event)
 class Listener:
     """Reads one stream of events into its record."""
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: RequestRecord) -> None:
         self._record, self._rest = record, b""
         self.finished = False  # a reason for the end has come, or the end mark
 
@@ -174,7 +174,7 @@ async def run_open_loop(
     due: Sequence[float],
     *,
     max_concurrency: int | None = None,
-    on_end: Callable[[Record], object] = lambda record: None,
+    on_end: Callable[[RequestRecord], object] = lambda record: None,
 ) -> LoadResult:
     """Send each prompt at its time, seconds from now, and hear all answers to the end. With `max_concurrency` no more
     than that are under way at once, and those that are due wait in order. Failures are in the records.
@@ -185,10 +185,12 @@ async def run_open_loop(
     turns = asyncio.Semaphore(max_concurrency) if max_concurrency else None
     running = most = 0
     began = monotonic()
-    records = [Record(due_s=began + at, wanted=prompt.output_len) for at, prompt in zip(due, prompts, strict=True)]
+    records = [
+        RequestRecord(due_s=began + at, wanted=prompt.output_len) for at, prompt in zip(due, prompts, strict=True)
+    ]
     late: list[float] = []
 
-    async def one(record: Record, body: bytes) -> None:
+    async def one(record: RequestRecord, body: bytes) -> None:
         nonlocal running, most
         if turns is not None:
             if turns.locked():
@@ -236,7 +238,7 @@ async def run_open_loop(
     )
 
 
-async def send_request(client: HttpClient, asking: RequestOptions, record: Record, body: bytes) -> None:
+async def send_request(client: HttpClient, asking: RequestOptions, record: RequestRecord, body: bytes) -> None:
     """One request from its beginning to its end, whichever that is."""
     listener = Listener(record)
     record.began_s = monotonic()

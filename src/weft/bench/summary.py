@@ -8,7 +8,7 @@ from math import floor
 from statistics import fmean, median, pstdev
 from typing import Any
 
-from weft.bench.load import LoadResult, Record
+from weft.bench.load import LoadResult, RequestRecord
 from weft.errors import ConfigError
 
 METRICS = {  # as flags and JSON call them, with what they are
@@ -30,7 +30,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return values[low] + (values[high] - values[low]) * (at - low)
 
 
-def times_s(records: Sequence[Record]) -> dict[str, list[float]]:
+def times_s(records: Sequence[RequestRecord]) -> dict[str, list[float]]:
     """Seconds of each metric, over the answers that came whole."""
     whole = [record for record in records if record.error is None]
     return {
@@ -41,7 +41,7 @@ def times_s(records: Sequence[Record]) -> dict[str, list[float]]:
     }
 
 
-def meets(record: Record, limits_s: Mapping[str, float]) -> bool:
+def meets(record: RequestRecord, limits_s: Mapping[str, float]) -> bool:
     """Whether a request was answered within all limits, by metric."""
     if record.error is not None:
         return False

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from weft import __version__
 from weft.bench.arrivals import arrivals
 from weft.bench.http import HttpClient, HttpFailure, HttpRefusal, ServerAddress
-from weft.bench.load import PATHS, LoadResult, Record, RequestOptions, error_text, run_open_loop, send_request
+from weft.bench.load import PATHS, LoadResult, RequestOptions, RequestRecord, error_text, run_open_loop, send_request
 from weft.bench.prompts import Prompt, random_prompts, read, spread
 from weft.bench.summary import PERCENTILES, parse_limits, summary
 from weft.bench.workload import NANO_IDS
@@ -248,7 +248,7 @@ async def _measure(
     client, prompts = HttpClient(there.server), plan.draw(number, plan.warmups + plan.count)
     try:
         for prompt in prompts[: plan.warmups]:
-            first = Record(due_s=0.0, wanted=prompt.output_len)
+            first = RequestRecord(due_s=0.0, wanted=prompt.output_len)
             await send_request(client, there.asking, first, there.asking.body(prompt))
             if first.error is not None:
                 raise WeftError(f"{there.server.url} does not answer: {first.error}")
