@@ -103,7 +103,7 @@ class _Event(msgspec.Struct):
 _decoder = msgspec.json.Decoder(_Event)
 
 
-class Listener:
+class StreamListener:
     """Reads one stream of events into its record."""
 
     def __init__(self, record: RequestRecord) -> None:
@@ -240,7 +240,7 @@ async def run_open_loop(
 
 async def send_request(client: HttpClient, asking: RequestOptions, record: RequestRecord, body: bytes) -> None:
     """One request from its beginning to its end, whichever that is."""
-    listener = Listener(record)
+    listener = StreamListener(record)
     record.began_s = monotonic()
     try:
         async with asyncio.timeout(asking.timeout_s):
