@@ -14,7 +14,7 @@ from tests.pure.machines import host, plan
 from weft.bench import __main__ as side
 from weft.bench import suite
 from weft.bench.compare import figure_changes, read_result
-from weft.bench.measure import Run, run, typical
+from weft.bench.measure import BatchRun, run, typical
 from weft.bench.predicted import FIGURES, beside, predicted
 from weft.bench.workload import Ask, nano_vllm, random_requests
 from weft.cli import bench, engine, main
@@ -102,8 +102,8 @@ def test_a_run_s_figures() -> None:
 
 
 def test_typical_is_the_median_of_each_figure() -> None:
-    def made(seconds: float, ttft_s: float) -> Run:
-        return Run(seconds=seconds, ttft_s=ttft_s, tpot_s=0.5, input_tokens=10, output_tokens=20)
+    def made(seconds: float, ttft_s: float) -> BatchRun:
+        return BatchRun(seconds=seconds, ttft_s=ttft_s, tpot_s=0.5, input_tokens=10, output_tokens=20)
 
     got = typical([made(1, 0.3), made(4, 0.1), made(2, 0.2)])
     assert got == {

@@ -18,7 +18,7 @@ from scripts.gpu.shapes import Shape, shape_of, write_config
 from scripts.gpu.work import Figure, Options
 from scripts.gpu.work.profile import profiled_steps
 from weft import LLM
-from weft.bench.measure import Run, run
+from weft.bench.measure import BatchRun, run
 from weft.bench.workload import Ask, nano_vllm, random_requests
 from weft.worker import graphs
 
@@ -86,7 +86,7 @@ def one_request(llm: LLM, shape: Shape, name: str, options: Options) -> Iterator
     tokens, output, runs = (4, 2, 1) if options["rehearse"] else (ONE_INPUT, ONE_OUTPUT, ONE_RUNS)
     ask = partial(random_requests, vocab=shape.vocab, count=1, input_len=(tokens, tokens), output_len=output)
     run(llm, ask(-1))
-    done: list[Run] = [run(llm, ask(seed)) for seed in range(runs)]
+    done: list[BatchRun] = [run(llm, ask(seed)) for seed in range(runs)]
     bound = None
     if "quantization" not in options.get("engine", {}):
         cached = context_tokens(tokens, output) / (output - 1)

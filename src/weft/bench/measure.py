@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from weft.llm import LLM
 
 
-class Run(msgspec.Struct, frozen=True, kw_only=True):
+class BatchRun(msgspec.Struct, frozen=True, kw_only=True):
     """One run. `ttft_s` and `tpot_s` are medians over its requests: seconds from submission to the first
     token, and per token after it. `seconds` is from the submission of all to the end of the last."""
 
@@ -38,7 +38,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         return self.output_tokens / self.seconds
 
 
-def run(llm: LLM, asks: Sequence[Ask]) -> Run:
+def run(llm: LLM, asks: Sequence[Ask]) -> BatchRun:
     """Submit everything at once, wait for the end, and look at each request's times."""
     prompts = [{"prompt_token_ids": ask.prompt} for ask in asks]
     params = [SamplingParams(temperature=a.temperature, max_tokens=a.output_len, ignore_eos=True) for a in asks]
@@ -58,7 +58,7 @@ def run(llm: LLM, asks: Sequence[Ask]) -> Run:
         first.append(times.first_token_s - times.arrival_s)
         if made > 1:
             after.append((times.finished_s - times.first_token_s) / (made - 1))
-    return Run(
+    return BatchRun(
         seconds=seconds,
         ttft_s=median(first),
         tpot_s=median(after) if after else 0.0,
@@ -67,7 +67,7 @@ def run(llm: LLM, asks: Sequence[Ask]) -> Run:
     )
 
 
-def typical(runs: Sequence[Run]) -> dict[str, float]:
+def typical(runs: Sequence[BatchRun]) -> dict[str, float]:
     """The median of each figure over the runs."""
     return {
         "ttft_s": round(median(r.ttft_s for r in runs), 5),

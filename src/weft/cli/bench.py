@@ -9,7 +9,7 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from weft.bench.measure import Run, run, typical
+from weft.bench.measure import BatchRun, run, typical
 from weft.bench.predicted import beside, predicted
 from weft.bench.workload import Ask, nano_vllm, random_requests
 from weft.cli import engine
@@ -28,7 +28,7 @@ def main(arguments: Namespace) -> int:
     with engine.start(arguments, skip_tokenizer_init=True) as llm:
         plan = llm.plan
         work = (latency if task == "latency" else throughput)(arguments, plan.shape.vocab)
-        runs: list[Run] = []
+        runs: list[BatchRun] = []
         # Every run has other tokens: none finds another's KV blocks.
         for number in range(-arguments.num_iters_warmup, arguments.num_iters):
             done = run(llm, work(number))
@@ -93,7 +93,7 @@ def throughput(arguments: Namespace, vocab: int) -> Callable[[int], list[Ask]]:
     return work
 
 
-def line(name: str, done: Run) -> str:
+def line(name: str, done: BatchRun) -> str:
     """One run for a person."""
     return (
         f"{name}: {done.seconds:.3f} s, {1000 * done.ttft_s:.1f} ms to the first token, "
