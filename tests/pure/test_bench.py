@@ -14,7 +14,7 @@ from tests.pure.machines import host, plan
 from weft.bench import __main__ as side
 from weft.bench import suite
 from weft.bench.compare import figure_changes, read_result
-from weft.bench.measure import BatchRun, run, typical
+from weft.bench.measure import BatchRun, run_batch, typical
 from weft.bench.predicted import FIGURES, beside, predicted
 from weft.bench.workload import Ask, nano_vllm, random_requests
 from weft.cli import bench, engine, main
@@ -86,7 +86,7 @@ class FakeLLM:
 
 def test_a_run_s_figures() -> None:
     llm: Any = FakeLLM(model="m")
-    done = run(llm, [Ask([1, 2], 11), Ask([3], 21)])
+    done = run_batch(llm, [Ask([1, 2], 11), Ask([3], 21)])
     assert (done.input_tokens, done.output_tokens) == (3, 32)
     assert done.ttft_s == pytest.approx(1.0) and done.tpot_s == pytest.approx(0.1)
     assert done.decode_tok_s == pytest.approx(10)
@@ -96,9 +96,9 @@ def test_a_run_s_figures() -> None:
     assert [(p.max_tokens, p.ignore_eos, p.temperature) for p in params] == [(11, True, 0.0), (21, True, 0.0)]
     llm.short = 1
     with pytest.raises(ConfigError, match="after 10 of 11"):
-        run(llm, [Ask([1], 11)])
+        run_batch(llm, [Ask([1], 11)])
     llm.short = 0
-    assert run(llm, [Ask([1], 1)]).decode_tok_s == 0
+    assert run_batch(llm, [Ask([1], 1)]).decode_tok_s == 0
 
 
 def test_typical_is_the_median_of_each_figure() -> None:
@@ -153,7 +153,7 @@ def test_bench_throughput(llm: list[FakeLLM], capsys: pytest.CaptureFixture[str]
     assert all(32 <= len(p["prompt_token_ids"]) <= 256 for prompts, _ in llm[0].asked for p in prompts)
     assert main.main(["bench", "throughput", "m", "--num-iters", "1", "--workload", "nano-vllm"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["requests"] == 256
-    assert "tokens/s" in bench.line("run 1", run(llm[0], [Ask([1], 2)]))  # type: ignore[arg-type]
+    assert "tokens/s" in bench.line("run 1", run_batch(llm[0], [Ask([1], 2)]))  # type: ignore[arg-type]
 
 
 # --- beside the planner ---

@@ -15,7 +15,7 @@ from weft.bench import overhead
 from weft.bench.arrivals import arrivals
 from weft.bench.http import HttpClient, ServerAddress
 from weft.bench.load import LoadResult, RequestOptions, run_open_loop
-from weft.bench.measure import run, typical
+from weft.bench.measure import run_batch, typical
 from weft.bench.memory import pss_bytes
 from weft.bench.predicted import predicted
 from weft.bench.prompts import random_prompts
@@ -83,7 +83,7 @@ def figures(llm: LLM, batch: Batch, runs: int) -> dict[str, Any]:
     vocab, done = llm.plan.shape.vocab, []
     for number in range(-WARM_UPS, runs):
         time.sleep(QUIET_S)
-        measured = run(llm, batch.asks(number, vocab))
+        measured = run_batch(llm, batch.asks(number, vocab))
         if number >= 0:
             done.append(measured)
     found: dict[str, Any] = typical(done)
@@ -111,7 +111,7 @@ def python() -> dict[str, Any]:
     with one_thread(), TINY.folder() as folder, LLM(folder, load_format="dummy", skip_tokenizer_init=True) as llm:
         for number in range(WARM_UPS + 3):
             start = time.process_time()
-            run(llm, asks(number, TINY.vocab))
+            run_batch(llm, asks(number, TINY.vocab))
             took.append((time.process_time() - start) / TINY_TOKENS)
     return {**overhead.report(), "step_cpu_ms": round(1000 * median(took[WARM_UPS:]), 4)}
 

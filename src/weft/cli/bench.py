@@ -9,7 +9,7 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from weft.bench.measure import BatchRun, run, typical
+from weft.bench.measure import BatchRun, run_batch, typical
 from weft.bench.predicted import beside, predicted
 from weft.bench.workload import Ask, nano_vllm, random_requests
 from weft.cli import engine
@@ -31,7 +31,7 @@ def main(arguments: Namespace) -> int:
         runs: list[BatchRun] = []
         # Every run has other tokens: none finds another's KV blocks.
         for number in range(-arguments.num_iters_warmup, arguments.num_iters):
-            done = run(llm, work(number))
+            done = run_batch(llm, work(number))
             print(line("warm-up" if number < 0 else f"run {number + 1}", done), file=sys.stderr)
             if number >= 0:
                 runs.append(done)
