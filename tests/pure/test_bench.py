@@ -14,7 +14,7 @@ from tests.pure.machines import host, plan
 from weft.bench import __main__ as side
 from weft.bench import suite
 from weft.bench.compare import figure_changes, read_result
-from weft.bench.measure import BatchRun, run_batch, typical
+from weft.bench.measure import BatchRun, median_figures, run_batch
 from weft.bench.predicted import FIGURES, beside, predicted
 from weft.bench.workload import Ask, nano_vllm, random_requests
 from weft.cli import bench, engine, main
@@ -105,7 +105,7 @@ def test_typical_is_the_median_of_each_figure() -> None:
     def made(seconds: float, ttft_s: float) -> BatchRun:
         return BatchRun(seconds=seconds, ttft_s=ttft_s, tpot_s=0.5, input_tokens=10, output_tokens=20)
 
-    got = typical([made(1, 0.3), made(4, 0.1), made(2, 0.2)])
+    got = median_figures([made(1, 0.3), made(4, 0.1), made(2, 0.2)])
     assert got == {
         "ttft_s": 0.2,
         "tpot_s": 0.5,

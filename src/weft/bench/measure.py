@@ -67,7 +67,7 @@ def run_batch(llm: LLM, asks: Sequence[Ask]) -> BatchRun:
     )
 
 
-def typical(runs: Sequence[BatchRun]) -> dict[str, float]:
+def median_figures(runs: Sequence[BatchRun]) -> dict[str, float]:
     """The median of each figure over the runs."""
     return {
         "ttft_s": round(median(r.ttft_s for r in runs), 5),

@@ -15,7 +15,7 @@ from weft.bench import overhead
 from weft.bench.arrivals import arrivals
 from weft.bench.http import HttpClient, ServerAddress
 from weft.bench.load import LoadResult, RequestOptions, run_open_loop
-from weft.bench.measure import run_batch, typical
+from weft.bench.measure import median_figures, run_batch
 from weft.bench.memory import pss_bytes
 from weft.bench.predicted import predicted
 from weft.bench.prompts import random_prompts
@@ -86,7 +86,7 @@ def figures(llm: LLM, batch: Batch, runs: int) -> dict[str, Any]:
         measured = run_batch(llm, batch.asks(number, vocab))
         if number >= 0:
             done.append(measured)
-    found: dict[str, Any] = typical(done)
+    found: dict[str, Any] = median_figures(done)
     planned = None if batch.name == "prefix" else expected(llm, batch.asks(0, vocab))  # it knows of no shared ones
     if batch.name == "prefill":
         for it in (found, planned or {}):

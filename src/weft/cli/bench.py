@@ -9,7 +9,7 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from weft.bench.measure import BatchRun, run_batch, typical
+from weft.bench.measure import BatchRun, median_figures, run_batch
 from weft.bench.predicted import beside, predicted
 from weft.bench.workload import Ask, nano_vllm, random_requests
 from weft.cli import engine
@@ -46,7 +46,7 @@ def main(arguments: Namespace) -> int:
         "requests": len(work(0)),
         "input_tokens": runs[0].input_tokens,
         "output_tokens": runs[0].output_tokens,
-        **typical(runs),
+        **median_figures(runs),
         "predicted": expected,
         "runs": len(runs),
         "layout": layout,
