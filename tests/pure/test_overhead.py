@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from weft.bench import memory, overhead
-from weft.bench.overhead import BLOCK, Decoding, Round, instructions, loops
+from weft.bench.overhead import BLOCK, CoreSteps, Decoding, instructions, loops
 from weft.errors import WeftError
 
 # Instructions for a request of a step, in iterations of the reference loop. When these were set the scheduler took 13,
@@ -24,7 +24,7 @@ def test_the_scheduler_alone(lookahead: bool) -> None:
 
 @pytest.mark.parametrize("lookahead", [False, True])
 def test_the_core_s_round(lookahead: bool) -> None:
-    assert loops(Round(32, lookahead=lookahead), 32) <= ROUND
+    assert loops(CoreSteps(32, lookahead=lookahead), 32) <= ROUND
 
 
 def test_twice_the_requests_are_twice_the_work() -> None:

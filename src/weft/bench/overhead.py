@@ -73,7 +73,7 @@ class Instant:
         return future
 
 
-class Round:
+class CoreSteps:
     """All that the core and the caller's side do for a step of `batch` requests, short of text; a call is one step."""
 
     def __init__(self, batch: int, *, lookahead: bool = False) -> None:
@@ -144,7 +144,7 @@ def reference() -> int:
     return total
 
 
-def loops(step: Decoding | Round, requests: int) -> float:
+def loops(step: Decoding | CoreSteps, requests: int) -> float:
     """Instructions for each request of a step, in iterations of the reference loop: that makes them comparable between
     versions of Python. Over as many steps as a block has tokens: one of them takes new blocks, one lets others find
     the full ones."""
@@ -158,7 +158,7 @@ def report() -> dict[str, Any]:
     return {
         "scheduled_per_s": round(RUNNING / seconds(alone)),
         "scheduled_ahead_per_s": round(RUNNING / seconds(ahead)),
-        "core_step_ms": round(1000 * seconds(Round(BATCH)), 4),
+        "core_step_ms": round(1000 * seconds(CoreSteps(BATCH)), 4),
         "scheduler_instructions": round(loops(alone, RUNNING), 3),
-        "core_instructions": round(loops(Round(BATCH), BATCH), 3),
+        "core_instructions": round(loops(CoreSteps(BATCH), BATCH), 3),
     }
