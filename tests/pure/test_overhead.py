@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from weft.bench import memory, overhead
-from weft.bench.overhead import BLOCK, CoreSteps, Decoding, instructions, loops
+from weft.bench.overhead import BLOCK, CoreSteps, SchedulerSteps, instructions, loops
 from weft.errors import WeftError
 
 # Instructions for a request of a step, in iterations of the reference loop. When these were set the scheduler took 13,
@@ -19,7 +19,7 @@ SCHEDULER, ROUND = 20.0, 26.0
 
 @pytest.mark.parametrize("lookahead", [False, True])
 def test_the_scheduler_alone(lookahead: bool) -> None:
-    assert loops(Decoding(256, lookahead=lookahead), 256) <= SCHEDULER
+    assert loops(SchedulerSteps(256, lookahead=lookahead), 256) <= SCHEDULER
 
 
 @pytest.mark.parametrize("lookahead", [False, True])
@@ -28,7 +28,7 @@ def test_the_core_s_round(lookahead: bool) -> None:
 
 
 def test_twice_the_requests_are_twice_the_work() -> None:
-    few, many = (sum(instructions(step) for _ in range(BLOCK)) for step in (Decoding(64), Decoding(256)))
+    few, many = (sum(instructions(step) for _ in range(BLOCK)) for step in (SchedulerSteps(64), SchedulerSteps(256)))
     assert many <= 4 * few
 
 

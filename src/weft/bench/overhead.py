@@ -45,7 +45,7 @@ def scheduler(running: int, *, lookahead: bool) -> Scheduler:
     )
 
 
-class Decoding:
+class SchedulerSteps:
     """A scheduler whose `running` requests all decode; a call is one step, scheduled and applied. With `lookahead` a
     step is in flight meanwhile, as on a GPU."""
 
@@ -144,7 +144,7 @@ def reference() -> int:
     return total
 
 
-def loops(step: Decoding | CoreSteps, requests: int) -> float:
+def loops(step: SchedulerSteps | CoreSteps, requests: int) -> float:
     """Instructions for each request of a step, in iterations of the reference loop: that makes them comparable between
     versions of Python. Over as many steps as a block has tokens: one of them takes new blocks, one lets others find
     the full ones."""
@@ -154,7 +154,7 @@ def loops(step: Decoding | CoreSteps, requests: int) -> float:
 
 def report() -> dict[str, Any]:
     """The figures of this machine, and of the code on whichever."""
-    alone, ahead = Decoding(RUNNING), Decoding(RUNNING, lookahead=True)
+    alone, ahead = SchedulerSteps(RUNNING), SchedulerSteps(RUNNING, lookahead=True)
     return {
         "scheduled_per_s": round(RUNNING / seconds(alone)),
         "scheduled_ahead_per_s": round(RUNNING / seconds(ahead)),
