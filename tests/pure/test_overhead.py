@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from weft.bench import memory, overhead
-from weft.bench.overhead import BLOCK, CoreSteps, SchedulerSteps, instructions, loops
+from weft.bench.overhead import BLOCK, CoreSteps, SchedulerSteps, count_instructions, loops
 from weft.errors import WeftError
 
 # Instructions for a request of a step, in iterations of the reference loop. When these were set the scheduler took 13,
@@ -28,7 +28,9 @@ def test_the_core_s_round(lookahead: bool) -> None:
 
 
 def test_twice_the_requests_are_twice_the_work() -> None:
-    few, many = (sum(instructions(step) for _ in range(BLOCK)) for step in (SchedulerSteps(64), SchedulerSteps(256)))
+    few, many = (
+        sum(count_instructions(step) for _ in range(BLOCK)) for step in (SchedulerSteps(64), SchedulerSteps(256))
+    )
     assert many <= 4 * few
 
 
@@ -43,11 +45,11 @@ def test_counting_is_exact_and_leaves_no_trace() -> None:
         return total
 
     before = sys.gettrace()
-    assert instructions(nothing) == instructions(nothing) > 0
-    one, two, three = (instructions(lambda times=times: loop(times)) for times in (10, 20, 30))  # type: ignore[misc]
+    assert count_instructions(nothing) == count_instructions(nothing) > 0
+    one, two, three = (count_instructions(lambda times=times: loop(times)) for times in (10, 20, 30))  # type: ignore[misc]
     assert two - one == three - two >= 10
     with pytest.raises(ZeroDivisionError):
-        instructions(lambda: 1 / 0)
+        count_instructions(lambda: 1 / 0)
     assert sys.gettrace() is before
     assert overhead.reference() == sum(range(overhead.ITERATIONS))
 

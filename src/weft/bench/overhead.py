@@ -110,7 +110,7 @@ def seconds(step: Callable[[], object]) -> float:
     return median(found)
 
 
-def instructions(step: Callable[[], object]) -> int:
+def count_instructions(step: Callable[[], object]) -> int:
     """How many of Python's own instructions a call executes: the same on every machine, whatever else runs there."""
     count = 0
 
@@ -148,8 +148,8 @@ def loops(step: SchedulerSteps | CoreSteps, requests: int) -> float:
     """Instructions for each request of a step, in iterations of the reference loop: that makes them comparable between
     versions of Python. Over as many steps as a block has tokens: one of them takes new blocks, one lets others find
     the full ones."""
-    counted = sum(instructions(step) for _ in range(BLOCK)) / BLOCK / requests
-    return counted / (instructions(reference) / ITERATIONS)
+    counted = sum(count_instructions(step) for _ in range(BLOCK)) / BLOCK / requests
+    return counted / (count_instructions(reference) / ITERATIONS)
 
 
 def report() -> dict[str, Any]:
