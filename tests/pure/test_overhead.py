@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from weft.bench import memory, overhead
-from weft.bench.overhead import BLOCK, CoreSteps, SchedulerSteps, count_instructions, loops
+from weft.bench.overhead import BLOCK, CoreSteps, SchedulerSteps, count_instructions, loops_per_request
 from weft.errors import WeftError
 
 # Instructions for a request of a step, in iterations of the reference loop. When these were set the scheduler took 13,
@@ -19,12 +19,12 @@ SCHEDULER, ROUND = 20.0, 26.0
 
 @pytest.mark.parametrize("lookahead", [False, True])
 def test_the_scheduler_alone(lookahead: bool) -> None:
-    assert loops(SchedulerSteps(256, lookahead=lookahead), 256) <= SCHEDULER
+    assert loops_per_request(SchedulerSteps(256, lookahead=lookahead), 256) <= SCHEDULER
 
 
 @pytest.mark.parametrize("lookahead", [False, True])
 def test_the_core_s_round(lookahead: bool) -> None:
-    assert loops(CoreSteps(32, lookahead=lookahead), 32) <= ROUND
+    assert loops_per_request(CoreSteps(32, lookahead=lookahead), 32) <= ROUND
 
 
 def test_twice_the_requests_are_twice_the_work() -> None:

@@ -144,7 +144,7 @@ def reference() -> int:
     return total
 
 
-def loops(step: SchedulerSteps | CoreSteps, requests: int) -> float:
+def loops_per_request(step: SchedulerSteps | CoreSteps, requests: int) -> float:
     """Instructions for each request of a step, in iterations of the reference loop: that makes them comparable between
     versions of Python. Over as many steps as a block has tokens: one of them takes new blocks, one lets others find
     the full ones."""
@@ -159,6 +159,6 @@ def report() -> dict[str, Any]:
         "scheduled_per_s": round(RUNNING / seconds(alone)),
         "scheduled_ahead_per_s": round(RUNNING / seconds(ahead)),
         "core_step_ms": round(1000 * seconds(CoreSteps(BATCH)), 4),
-        "scheduler_instructions": round(loops(alone, RUNNING), 3),
-        "core_instructions": round(loops(CoreSteps(BATCH), BATCH), 3),
+        "scheduler_instructions": round(loops_per_request(alone, RUNNING), 3),
+        "core_instructions": round(loops_per_request(CoreSteps(BATCH), BATCH), 3),
     }
