@@ -98,7 +98,7 @@ def answer(plan: StepPlan) -> StepResult:
     return StepResult(plan.id, [7] * count, [None] * count, {})
 
 
-def seconds(step: Callable[[], object]) -> float:
+def cpu_seconds(step: Callable[[], object]) -> float:
     """Processor seconds of one call, on one core: the median of several stretches."""
     found = []
     for _ in range(ROUNDS):
@@ -156,9 +156,9 @@ def report() -> dict[str, Any]:
     """The figures of this machine, and of the code on whichever."""
     alone, ahead = SchedulerSteps(RUNNING), SchedulerSteps(RUNNING, lookahead=True)
     return {
-        "scheduled_per_s": round(RUNNING / seconds(alone)),
-        "scheduled_ahead_per_s": round(RUNNING / seconds(ahead)),
-        "core_step_ms": round(1000 * seconds(CoreSteps(BATCH)), 4),
+        "scheduled_per_s": round(RUNNING / cpu_seconds(alone)),
+        "scheduled_ahead_per_s": round(RUNNING / cpu_seconds(ahead)),
+        "core_step_ms": round(1000 * cpu_seconds(CoreSteps(BATCH)), 4),
         "scheduler_instructions": round(loops_per_request(alone, RUNNING), 3),
         "core_instructions": round(loops_per_request(CoreSteps(BATCH), BATCH), 3),
     }
