@@ -26,7 +26,7 @@ RUNNING, BATCH = 256, 32  # requests: of the scheduler alone, of the core's roun
 ITERATIONS = 256  # of the reference loop
 
 
-def request(number: int, prompt: int = PROMPT) -> Request:
+def endless_request(number: int, prompt: int = PROMPT) -> Request:
     """One that decodes for ever; no two share a block."""
     return Request(id=str(number), prompt=[number] * prompt, params=SamplingParams(max_tokens=ANSWER))
 
@@ -54,7 +54,7 @@ class SchedulerSteps:
         self._flights: deque[StepPlan] = deque()
         self._depth = 1 + lookahead
         for number in range(running):
-            self._scheduler.add(request(number))
+            self._scheduler.add(endless_request(number))
         for _ in range(self._depth + 1):  # the prompts
             self()
 
@@ -80,7 +80,7 @@ class CoreSteps:
         self._core = EngineCore(scheduler(batch, lookahead=lookahead), Instant(), depth=1 + lookahead)
         self._jobs: dict[str, Collector] = {}
         for number in range(batch):
-            asked = request(number)
+            asked = endless_request(number)
             self._jobs[asked.id] = Collector(asked.id, None, asked.params, [asked], None, 0.0)
             self._core.add(asked)
         for _ in range(3):
