@@ -31,7 +31,7 @@ def endless_request(number: int, prompt: int = PROMPT) -> Request:
     return Request(id=str(number), prompt=[number] * prompt, params=SamplingParams(max_tokens=ANSWER))
 
 
-def scheduler(running: int, *, lookahead: bool) -> Scheduler:
+def make_scheduler(running: int, *, lookahead: bool) -> Scheduler:
     """One with room for `running` requests and their answers, as an engine makes it."""
     return Scheduler(
         pool=BlockPool(running * (PROMPT + ANSWER) // BLOCK, BLOCK, caching=True),
@@ -50,7 +50,7 @@ class SchedulerSteps:
     step is in flight meanwhile, as on a GPU."""
 
     def __init__(self, running: int, *, lookahead: bool = False) -> None:
-        self._scheduler = scheduler(running, lookahead=lookahead)
+        self._scheduler = make_scheduler(running, lookahead=lookahead)
         self._flights: deque[StepPlan] = deque()
         self._depth = 1 + lookahead
         for number in range(running):
@@ -77,7 +77,7 @@ class CoreSteps:
     """All that the core and the caller's side do for a step of `batch` requests, short of text; a call is one step."""
 
     def __init__(self, batch: int, *, lookahead: bool = False) -> None:
-        self._core = EngineCore(scheduler(batch, lookahead=lookahead), Instant(), depth=1 + lookahead)
+        self._core = EngineCore(make_scheduler(batch, lookahead=lookahead), Instant(), depth=1 + lookahead)
         self._jobs: dict[str, Collector] = {}
         for number in range(batch):
             asked = endless_request(number)
