@@ -61,7 +61,7 @@ class SchedulerSteps:
     def __call__(self) -> None:
         while len(self._flights) < self._depth and (plan := self._scheduler.schedule()):
             self._flights.append(plan)
-        self._scheduler.apply(answer(self._flights.popleft()))
+        self._scheduler.apply(sample_result(self._flights.popleft()))
 
 
 class Instant:
@@ -69,7 +69,7 @@ class Instant:
 
     def submit(self, step: StepPlan) -> Future[StepResult]:
         future: Future[StepResult] = Future()
-        future.set_result(answer(step))
+        future.set_result(sample_result(step))
         return future
 
 
@@ -92,7 +92,7 @@ class CoreSteps:
             self._jobs[output.id].add(output, 0.0)
 
 
-def answer(plan: StepPlan) -> StepResult:
+def sample_result(plan: StepPlan) -> StepResult:
     """A token for each row that samples."""
     count = plan.samples.count(True)
     return StepResult(plan.id, [7] * count, [None] * count, {})
