@@ -132,7 +132,7 @@ def count_instructions(step: Callable[[], object]) -> int:
     return count
 
 
-def reference() -> int:
+def reference_loop() -> int:
     """A fixed loop to count others' instructions by: it looks up, compares, appends and adds."""
     table: dict[int, list[int]] = {number: [] for number in range(ITERATIONS)}
     total = 0
@@ -149,7 +149,7 @@ def loops_per_request(step: SchedulerSteps | CoreSteps, requests: int) -> float:
     versions of Python. Over as many steps as a block has tokens: one of them takes new blocks, one lets others find
     the full ones."""
     counted = sum(count_instructions(step) for _ in range(BLOCK)) / BLOCK / requests
-    return counted / (count_instructions(reference) / ITERATIONS)
+    return counted / (count_instructions(reference_loop) / ITERATIONS)
 
 
 def report() -> dict[str, Any]:
