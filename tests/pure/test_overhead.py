@@ -56,7 +56,7 @@ def test_counting_is_exact_and_leaves_no_trace() -> None:
 
 def test_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overhead, "MEASURE_S", 0.001)
-    found = overhead.report()
+    found = overhead.overhead_report()
     assert all(value > 0 for value in found.values())
 
 

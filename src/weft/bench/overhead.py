@@ -152,7 +152,7 @@ def loops_per_request(step: SchedulerSteps | CoreSteps, requests: int) -> float:
     return counted / (count_instructions(reference_loop) / ITERATIONS)
 
 
-def report() -> dict[str, Any]:
+def overhead_report() -> dict[str, Any]:
     """The figures of this machine, and of the code on whichever."""
     alone, ahead = SchedulerSteps(RUNNING), SchedulerSteps(RUNNING, lookahead=True)
     return {
