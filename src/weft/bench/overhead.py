@@ -64,7 +64,7 @@ class SchedulerSteps:
         self._scheduler.apply(sample_result(self._flights.popleft()))
 
 
-class Instant:
+class InstantExecutor:
     """An executor whose ranks need no time."""
 
     def submit(self, step: StepPlan) -> Future[StepResult]:
@@ -77,7 +77,7 @@ class CoreSteps:
     """All that the core and the caller's side do for a step of `batch` requests, short of text; a call is one step."""
 
     def __init__(self, batch: int, *, lookahead: bool = False) -> None:
-        self._core = EngineCore(make_scheduler(batch, lookahead=lookahead), Instant(), depth=1 + lookahead)
+        self._core = EngineCore(make_scheduler(batch, lookahead=lookahead), InstantExecutor(), depth=1 + lookahead)
         self._jobs: dict[str, Collector] = {}
         for number in range(batch):
             asked = endless_request(number)
