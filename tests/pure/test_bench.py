@@ -15,7 +15,7 @@ from weft.bench import __main__ as side
 from weft.bench import suite
 from weft.bench.compare import figure_changes, read_result
 from weft.bench.measure import BatchRun, median_figures, run_batch
-from weft.bench.predicted import FIGURES, beside, predicted
+from weft.bench.predicted import FIGURES, beside, predict_batch
 from weft.bench.workload import Ask, nano_vllm, random_requests
 from weft.cli import bench, engine, main
 from weft.client.outputs import CompletionOutput, Metrics, RequestOutput
@@ -169,19 +169,19 @@ def test_what_is_predicted_of_a_batch() -> None:
     def asks(count: int, input_len: int, output_len: int) -> list[Ask]:
         return [Ask([1] * input_len, output_len)] * count
 
-    alone = predicted(expected, asks(1, 128, 128))
+    alone = predict_batch(expected, asks(1, 128, 128))
     speed = expected.speed(128, 128)
     assert alone["ttft_s"] == pytest.approx(speed.ttft_s, abs=1e-5)
     assert alone["decode_tok_s"] == pytest.approx(speed.single_tok_s, rel=0.01)
     seconds = speed.ttft_s + 127 / speed.single_tok_s
     assert alone["output_tok_s"] == pytest.approx(128 / seconds, rel=0.01)
     # All prompts of a step have their first token at its end.
-    several = predicted(expected, asks(8, 128, 128))
+    several = predict_batch(expected, asks(8, 128, 128))
     assert several["ttft_s"] == pytest.approx(speed.ttft_s + 7 * speed.prefill_s, rel=0.01)
     assert alone["decode_tok_s"] > several["decode_tok_s"] > alone["decode_tok_s"] / 8
     assert several["output_tok_s"] > alone["output_tok_s"]
     # Of 32 prompts of 128 tokens 16 are read in a step of 2,048.
-    many = predicted(expected, asks(32, 128, 128))
+    many = predict_batch(expected, asks(32, 128, 128))
     assert many["ttft_s"] == pytest.approx(speed.ttft_s + 15 * speed.prefill_s, rel=0.01)
     lines = beside({"ttft_s": 0.1, "decode_tok_s": 50.0, "output_tok_s": 0.0}, alone | {"decode_tok_s": 100.0})
     assert lines[1] == "of a request after it: 50.0 tokens/s, predicted 100.0, ratio 0.50" and len(lines) == 2

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from tests.pure.shapes import SMOLLM2
 from weft.architectures.shape import Experts, ModelShape
-from weft.bench.predicted import predicted
+from weft.bench.predicted import predict_batch
 from weft.cli.hardware_view import own_kernels
 from weft.config import EngineConfig
 from weft.formats import config_json, fields
@@ -99,7 +99,7 @@ def ratios(case: dict[str, Any], speed: CpuSpeed) -> dict[str, float]:
 
     def of(*asks: tuple[int, int]) -> dict[str, float]:
         told: list[Any] = [SimpleNamespace(prompt=[0] * length, output_len=output) for length, output in asks]
-        return predicted(there, told)
+        return predict_batch(there, told)
 
     one, long, many = of((128, case["output_len"])), of((1024, 1)), of(*case["many"])
     return {

@@ -20,7 +20,7 @@ FIGURES = {
 }
 
 
-def predicted(forecast: Forecast, asks: Sequence[Ask]) -> dict[str, float]:
+def predict_batch(forecast: Forecast, asks: Sequence[Ask]) -> dict[str, float]:
     """Of requests that are all there at the start: medians of the first two figures, under the names of FIGURES."""
     plan, count = forecast.plan, len(asks)
     input_len, output_len = fmean(len(ask.prompt) for ask in asks), fmean(ask.output_len for ask in asks)

@@ -17,7 +17,7 @@ from weft.bench.http import HttpClient, ServerAddress
 from weft.bench.load import LoadResult, RequestOptions, run_open_loop
 from weft.bench.measure import median_figures, run_batch
 from weft.bench.memory import pss_bytes
-from weft.bench.predicted import predicted
+from weft.bench.predicted import predict_batch
 from weft.bench.prompts import random_prompts
 from weft.bench.server import Served
 from weft.bench.summary import summary
@@ -98,7 +98,7 @@ def figures(llm: LLM, batch: Batch, runs: int) -> dict[str, Any]:
 def expected(llm: LLM, asks: list[Ask]) -> dict[str, float] | None:
     """None on hardware of which the planner knows nothing."""
     try:
-        return predicted(llm.forecast(), asks)
+        return predict_batch(llm.forecast(), asks)
     except ConfigError:
         return None
 

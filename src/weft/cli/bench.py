@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from weft.bench.measure import BatchRun, median_figures, run_batch
-from weft.bench.predicted import beside, predicted
+from weft.bench.predicted import beside, predict_batch
 from weft.bench.workload import Ask, nano_vllm, random_requests
 from weft.cli import engine
 from weft.errors import ConfigError
@@ -62,7 +62,7 @@ def predicted_of(llm: LLM, asks: Sequence[Ask]) -> dict[str, float] | None:
     if llm.plan.speculation:
         return None
     try:
-        return predicted(llm.forecast(), asks)
+        return predict_batch(llm.forecast(), asks)
     except ConfigError as error:
         logger.warning("nothing is predicted: %s", error)
         return None
