@@ -15,7 +15,7 @@ from weft.bench import __main__ as side
 from weft.bench import suite
 from weft.bench.compare import figure_changes, read_result
 from weft.bench.measure import BatchRun, median_figures, run_batch
-from weft.bench.predicted import FIGURES, beside, predict_batch
+from weft.bench.predicted import FIGURES, comparison_lines, predict_batch
 from weft.bench.workload import Ask, nano_vllm, random_requests
 from weft.cli import bench, engine, main
 from weft.client.outputs import CompletionOutput, Metrics, RequestOutput
@@ -183,7 +183,9 @@ def test_what_is_predicted_of_a_batch() -> None:
     # Of 32 prompts of 128 tokens 16 are read in a step of 2,048.
     many = predict_batch(expected, asks(32, 128, 128))
     assert many["ttft_s"] == pytest.approx(speed.ttft_s + 15 * speed.prefill_s, rel=0.01)
-    lines = beside({"ttft_s": 0.1, "decode_tok_s": 50.0, "output_tok_s": 0.0}, alone | {"decode_tok_s": 100.0})
+    lines = comparison_lines(
+        {"ttft_s": 0.1, "decode_tok_s": 50.0, "output_tok_s": 0.0}, alone | {"decode_tok_s": 100.0}
+    )
     assert lines[1] == "of a request after it: 50.0 tokens/s, predicted 100.0, ratio 0.50" and len(lines) == 2
 
 

@@ -42,7 +42,7 @@ def predict_batch(forecast: Forecast, asks: Sequence[Ask]) -> dict[str, float]:
     }
 
 
-def beside(measured: Mapping[str, float], expected: Mapping[str, float]) -> list[str]:
+def comparison_lines(measured: Mapping[str, float], expected: Mapping[str, float]) -> list[str]:
     """A line for each figure: as measured, as predicted, and the ratio of the two."""
     lines = []
     for name, (words, unit, scale) in FIGURES.items():

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from weft.bench.measure import BatchRun, median_figures, run_batch
-from weft.bench.predicted import beside, predict_batch
+from weft.bench.predicted import comparison_lines, predict_batch
 from weft.bench.workload import Ask, nano_vllm, random_requests
 from weft.cli import engine
 from weft.errors import ConfigError
@@ -51,7 +51,7 @@ def main(arguments: Namespace) -> int:
         "runs": len(runs),
         "layout": layout,
     }
-    for told in beside(report, expected) if expected else []:
+    for told in comparison_lines(report, expected) if expected else []:
         print(told, file=sys.stderr)
     print(json.dumps(report))
     return 0
