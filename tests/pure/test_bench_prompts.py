@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.bench.arrivals import arrivals
-from weft.bench.prompts import Prompt, random_prompts, read, spread
+from weft.bench.prompts import Prompt, random_prompts, read_prompts, spread
 from weft.errors import ConfigError
 
 
@@ -62,7 +62,7 @@ def test_prompts_from_a_file(tmp_path: Path) -> None:
         {"messages": [{"role": "user", "content": "x"}], "max_tokens": 7},
     ]
     lines.write_text("\n\n".join(map(json.dumps, rows)))
-    assert read(str(lines), output_len=9) == [
+    assert read_prompts(str(lines), output_len=9) == [
         Prompt("one", 5),
         Prompt([1, 2], 9),
         Prompt([{"role": "user", "content": "x"}], 7),
@@ -73,7 +73,7 @@ def test_prompts_from_a_file(tmp_path: Path) -> None:
         {"conversations": []},
     ]
     shared.write_text(json.dumps(talks))
-    assert read(str(shared), output_len=9) == [Prompt("hi", 9)]
+    assert read_prompts(str(shared), output_len=9) == [Prompt("hi", 9)]
 
 
 @pytest.mark.parametrize(
@@ -96,6 +96,6 @@ def test_files_that_hold_no_prompts(tmp_path: Path, text: str, what: str) -> Non
     path = tmp_path / "it.jsonl"
     path.write_text(text)
     with pytest.raises(ConfigError, match=what):
-        read(str(path), output_len=4)
+        read_prompts(str(path), output_len=4)
     with pytest.raises(ConfigError, match="cannot read"):
-        read(str(tmp_path / "none"), output_len=4)
+        read_prompts(str(tmp_path / "none"), output_len=4)

@@ -56,7 +56,7 @@ def random_prompts(
     return made
 
 
-def read(path: str, *, output_len: int) -> list[Prompt]:
+def read_prompts(path: str, *, output_len: int) -> list[Prompt]:
     """The prompts of a file, in its order; `output_len` for those that do not say. Raises ConfigError."""
     try:
         text = Path(path).read_text(encoding="utf-8")

@@ -22,7 +22,7 @@ from weft import __version__
 from weft.bench.arrivals import arrivals
 from weft.bench.http import HttpClient, HttpFailure, HttpRefusal, ServerAddress
 from weft.bench.load import PATHS, LoadResult, RequestOptions, RequestRecord, error_text, run_open_loop, send_request
-from weft.bench.prompts import Prompt, random_prompts, read, spread
+from weft.bench.prompts import Prompt, random_prompts, read_prompts, spread
 from weft.bench.summary import PERCENTILES, parse_limits, summary
 from weft.bench.workload import NANO_IDS
 from weft.cli.flags import ENGINE
@@ -121,7 +121,7 @@ def drawing(arguments: Namespace) -> Callable[[int, int], list[Prompt]]:
     """From the file that was named, where it goes on after the load before, or at random."""
     said = vars(arguments)
     if said.get("dataset_path"):
-        found = read(arguments.dataset_path, output_len=arguments.output_len)
+        found = read_prompts(arguments.dataset_path, output_len=arguments.output_len)
         _check_api(found, arguments)
         return lambda number, count: list(islice(cycle(found), number * count, (number + 1) * count))
     ratio, ids = arguments.random_range_ratio, None if arguments.backend == "openai-chat" else vocab(said)
