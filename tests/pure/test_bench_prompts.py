@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.bench.arrivals import arrivals
-from weft.bench.prompts import Prompt, random_prompts, read_prompts, spread
+from weft.bench.prompts import Prompt, length_range, random_prompts, read_prompts
 from weft.errors import ConfigError
 
 
@@ -40,7 +40,7 @@ def test_arrivals_have_their_rate_and_burstiness() -> None:
     vocab=st.one_of(st.none(), st.integers(1, 99)),
 )
 def test_random_prompts(seed: int, length: int, ratio: float, prefix: int, vocab: int | None) -> None:
-    low, high = spread(length, ratio)
+    low, high = length_range(length, ratio)
     assert 1 <= low <= length <= high
 
     def draw() -> list[Prompt]:

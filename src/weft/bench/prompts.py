@@ -26,7 +26,7 @@ class Prompt(msgspec.Struct, frozen=True):
     output_len: int
 
 
-def spread(length: int, ratio: float) -> tuple[int, int]:
+def length_range(length: int, ratio: float) -> tuple[int, int]:
     """The lengths that are within `ratio` of `length`, both ends included."""
     return max(1, round(length * (1 - ratio))), max(1, round(length * (1 + ratio)))
 

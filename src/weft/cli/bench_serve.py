@@ -22,7 +22,7 @@ from weft import __version__
 from weft.bench.arrivals import arrivals
 from weft.bench.http import HttpClient, HttpFailure, HttpRefusal, ServerAddress
 from weft.bench.load import PATHS, LoadResult, RequestOptions, RequestRecord, error_text, run_open_loop, send_request
-from weft.bench.prompts import Prompt, random_prompts, read_prompts, spread
+from weft.bench.prompts import Prompt, length_range, random_prompts, read_prompts
 from weft.bench.summary import PERCENTILES, parse_limits, summary
 from weft.bench.workload import NANO_IDS
 from weft.cli.flags import ENGINE
@@ -131,8 +131,8 @@ def drawing(arguments: Namespace) -> Callable[[int, int], list[Prompt]]:
             f"{said.get('seed', 0)} {number}",
             count=count,
             vocab=ids,
-            input_len=spread(arguments.input_len, ratio),
-            output_len=spread(arguments.output_len, ratio),
+            input_len=length_range(arguments.input_len, ratio),
+            output_len=length_range(arguments.output_len, ratio),
             prefix_len=arguments.random_prefix_len,
         )
 
