@@ -19,7 +19,7 @@ PATIENCE_S = 600.0  # a large checkpoint from a slow disk
 POLL_S = 0.01
 
 
-class Served:
+class ServeProcess:
     """`weft serve ARGUMENTS` on a free port of this host, ready to answer; a context manager. `seconds` is what that
     took. Raises WeftError, with the server's own last words, where it ends by itself or takes too long."""
 
@@ -68,7 +68,7 @@ class Served:
             self._process.wait()
         self._said.close()
 
-    def __enter__(self) -> Served:
+    def __enter__(self) -> ServeProcess:
         return self
 
     def __exit__(

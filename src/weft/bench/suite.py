@@ -19,7 +19,7 @@ from weft.bench.measure import median_figures, run_batch
 from weft.bench.memory import pss_bytes
 from weft.bench.predicted import predict_batch
 from weft.bench.prompts import random_prompts
-from weft.bench.server import Served
+from weft.bench.server import ServeProcess
 from weft.bench.summary import summary
 from weft.bench.synthetic import TINY
 from weft.bench.workload import Ask, random_requests, shared_prefix
@@ -134,9 +134,9 @@ def server(model: str, plan: Plan, starts: int) -> Tasks:
     """Start to ready, then an open loop on the last one that was started, and its memory before and after."""
     seconds = []
     for _ in range(starts - 1):
-        with Served([model]) as served:
+        with ServeProcess([model]) as served:
             seconds.append(served.seconds)
-    with Served([model]) as served:
+    with ServeProcess([model]) as served:
         seconds.append(served.seconds)
         before = pss_bytes(served.pid)
         load = asyncio.run(_load(served.url, plan.shape.vocab))

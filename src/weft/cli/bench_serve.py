@@ -171,11 +171,11 @@ def target(arguments: Namespace) -> Iterator[Target]:
     if url := address(said):
         yield connect(ServerAddress(url, headers), arguments)
         return
-    from weft.bench.server import Served
+    from weft.bench.server import ServeProcess
 
     words = [said["model"], *engine_words(arguments)]
     print(f"starting weft serve {' '.join(words)}", file=sys.stderr)
-    with Served(words) as served:
+    with ServeProcess(words) as served:
         print(f"ready after {served.seconds:.1f} s at {served.url}", file=sys.stderr)
         yield connect(ServerAddress(served.url, headers), arguments)
 
