@@ -38,7 +38,7 @@ class ServeProcess:
             env={**os.environ, "VLLM_LOGGING_LEVEL": "WARNING"},
         )
         try:
-            while not ready(port):
+            while not is_ready(port):
                 if self._process.poll() is not None:
                     raise WeftError(f"weft serve {' '.join(arguments)} ended: {self._last_words()}")
                 if time.monotonic() - start > patience_s:
@@ -77,7 +77,7 @@ class ServeProcess:
         self.close()
 
 
-def ready(port: int) -> bool:
+def is_ready(port: int) -> bool:
     """Whether the server at that port says so."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
     try:
