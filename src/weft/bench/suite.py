@@ -48,7 +48,7 @@ class Batch:
     share: float = 1.0
 
 
-def of(count: int, input_len: tuple[int, int], output_len: int) -> Asks:
+def random_batch(count: int, input_len: tuple[int, int], output_len: int) -> Asks:
     """So many random requests."""
     return lambda seed, vocab: random_requests(
         seed, vocab=vocab, count=count, input_len=input_len, output_len=output_len
@@ -56,9 +56,9 @@ def of(count: int, input_len: tuple[int, int], output_len: int) -> Asks:
 
 
 BATCHES = (
-    Batch("latency", of(1, (128, 128), 128)),
-    Batch("prefill", of(1, (1024, 1024), 1)),
-    Batch("throughput", of(32, (32, 256), 128), 0.6),
+    Batch("latency", random_batch(1, (128, 128), 128)),
+    Batch("prefill", random_batch(1, (1024, 1024), 1)),
+    Batch("throughput", random_batch(32, (32, 256), 128), 0.6),
     Batch(
         "prefix",
         lambda seed, vocab: shared_prefix(seed, vocab=vocab, count=128, prefix=512, own=16, output_len=32),
@@ -106,7 +106,7 @@ def expected(llm: LLM, asks: list[Ask]) -> dict[str, float] | None:
 def python() -> dict[str, Any]:
     """The scheduler alone, the core without ranks, and a whole step of a model that is hardly there: processor time,
     which is of a busy machine what it is of an idle one."""
-    asks, took = of(overhead.BATCH, (8, 8), TINY_TOKENS), []
+    asks, took = random_batch(overhead.BATCH, (8, 8), TINY_TOKENS), []
     # With one thread for the kernels: others would wait for it, and be counted.
     with one_thread(), TINY.folder() as folder, LLM(folder, load_format="dummy", skip_tokenizer_init=True) as llm:
         for number in range(WARM_UPS + 3):
