@@ -58,7 +58,7 @@ def measure(model: str, runs: int, starts: int, parts: Sequence[str]) -> suite.T
         print(f"  {name}", file=sys.stderr)
 
     if "python" in parts:
-        found["python"] = suite.python()
+        found["python"] = suite.measure_python()
         tell("python")
     if "batches" in parts or "server" in parts:
         measured, plan = suite.batches(model, runs if "batches" in parts else 0, tell)

@@ -103,7 +103,7 @@ def expected(llm: LLM, asks: list[Ask]) -> dict[str, float] | None:
         return None
 
 
-def python() -> dict[str, Any]:
+def measure_python() -> dict[str, Any]:
     """The scheduler alone, the core without ranks, and a whole step of a model that is hardly there: processor time,
     which is of a busy machine what it is of an idle one."""
     asks, took = random_batch(overhead.BATCH, (8, 8), TINY_TOKENS), []
