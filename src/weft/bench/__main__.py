@@ -64,7 +64,7 @@ def measure(model: str, runs: int, starts: int, parts: Sequence[str]) -> suite.T
         measured, plan = suite.batches(model, runs if "batches" in parts else 0, tell)
         found |= measured
         if "server" in parts:
-            found |= suite.server(model, plan, starts)
+            found |= suite.measure_server(model, plan, starts)
             tell("server")
     return found
 

@@ -130,7 +130,7 @@ def one_thread() -> Iterator[None]:
             os.environ["OMP_NUM_THREADS"] = before
 
 
-def server(model: str, plan: Plan, starts: int) -> Tasks:
+def measure_server(model: str, plan: Plan, starts: int) -> Tasks:
     """Start to ready, then an open loop on the last one that was started, and its memory before and after."""
     seconds = []
     for _ in range(starts - 1):
