@@ -61,7 +61,7 @@ def measure(model: str, runs: int, starts: int, parts: Sequence[str]) -> suite.T
         found["python"] = suite.measure_python()
         tell("python")
     if "batches" in parts or "server" in parts:
-        measured, plan = suite.batches(model, runs if "batches" in parts else 0, tell)
+        measured, plan = suite.measure_batches(model, runs if "batches" in parts else 0, tell)
         found |= measured
         if "server" in parts:
             found |= suite.measure_server(model, plan, starts)

@@ -67,7 +67,7 @@ BATCHES = (
 )
 
 
-def batches(model: str, runs: int, tell: Callable[[str], object]) -> tuple[Tasks, Plan]:
+def measure_batches(model: str, runs: int, tell: Callable[[str], object]) -> tuple[Tasks, Plan]:
     """Every batch on one engine: medians, and what the planner expects where it knows the machine. Without `runs` only
     the engine's plan."""
     found: Tasks = {}
