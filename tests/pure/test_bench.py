@@ -245,10 +245,10 @@ def test_a_batch_of_the_suite_is_other_tokens_each_time(monkeypatch: pytest.Monk
     assert names == ["latency", "prefill", "throughput", "prefix"]
     for batch in suite.BATCHES:
         llm.asked.clear()
-        found = suite.figures(llm, batch, 2)
+        found = suite.measure_batch(llm, batch, 2)
         seen = [tuple(prompts[0]["prompt_token_ids"]) for prompts, _ in llm.asked]
         assert len(set(seen)) == len(seen) == 2 + suite.WARM_UPS
         assert found["runs"] == 2 and (found["predicted"] is None) == (batch.name == "prefix")
     (prompts, _), *_ = llm.asked
     assert len({tuple(it["prompt_token_ids"][:512]) for it in prompts}) == 1 < len({*map(str, prompts)}) == 128
-    assert suite.figures(llm, suite.BATCHES[1], 1)["prompt_tok_s"] == 1024.0
+    assert suite.measure_batch(llm, suite.BATCHES[1], 1)["prompt_tok_s"] == 1024.0

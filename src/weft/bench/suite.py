@@ -73,12 +73,12 @@ def measure_batches(model: str, runs: int, tell: Callable[[str], object]) -> tup
     found: Tasks = {}
     with LLM(model, skip_tokenizer_init=True) as llm:
         for batch in BATCHES if runs else ():
-            found[batch.name] = figures(llm, batch, max(1, round(runs * batch.share)))
+            found[batch.name] = measure_batch(llm, batch, max(1, round(runs * batch.share)))
             tell(batch.name)
         return found, llm.plan
 
 
-def figures(llm: LLM, batch: Batch, runs: int) -> dict[str, Any]:
+def measure_batch(llm: LLM, batch: Batch, runs: int) -> dict[str, Any]:
     """One batch, so many times."""
     vocab, done = llm.plan.shape.vocab, []
     for number in range(-WARM_UPS, runs):
