@@ -42,7 +42,7 @@ def main(words: Sequence[str] | None = None) -> int:
         print(f"weft.bench: error: {error}", file=sys.stderr)
         return 1
     print(f"{said.model} on {device}; medians of {said.runs} runs.\n")
-    print(markdown(suite.rows(found)) + "\n")
+    print(markdown(suite.headline_rows(found)) + "\n")
     result = json.dumps({"task": "suite", "model": said.model, **about(device), **found})
     if said.save_result:
         said.save_result.write_text(result + "\n", encoding="utf-8")

@@ -192,7 +192,7 @@ HEADLINES = (
 )
 
 
-def rows(found: Mapping[str, Mapping[str, Any]]) -> list[list[float | str | None]]:
+def headline_rows(found: Mapping[str, Mapping[str, Any]]) -> list[list[float | str | None]]:
     """Name, unit, figure, what was predicted of it and the ratio of the two, and the target."""
     table: list[list[float | str | None]] = []
     for it in HEADLINES:
