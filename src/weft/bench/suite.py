@@ -87,7 +87,9 @@ def measure_batch(llm: LLM, batch: Batch, runs: int) -> dict[str, Any]:
         if number >= 0:
             done.append(measured)
     found: dict[str, Any] = median_figures(done)
-    planned = None if batch.name == "prefix" else expected(llm, batch.asks(0, vocab))  # it knows of no shared ones
+    planned = (
+        None if batch.name == "prefix" else predict_requests(llm, batch.asks(0, vocab))
+    )  # it knows of no shared ones
     if batch.name == "prefill":
         for it in (found, planned or {}):
             if "ttft_s" in it:
@@ -95,7 +97,7 @@ def measure_batch(llm: LLM, batch: Batch, runs: int) -> dict[str, Any]:
     return {"runs": runs, **found, "predicted": planned}
 
 
-def expected(llm: LLM, asks: list[Ask]) -> dict[str, float] | None:
+def predict_requests(llm: LLM, asks: list[Ask]) -> dict[str, float] | None:
     """None on hardware of which the planner knows nothing."""
     try:
         return predict_batch(llm.forecast(), asks)
