@@ -14,7 +14,7 @@ from tests.pure.servers import Answering, Exchange, good, serving
 from weft.bench.http import HttpClient, HttpFailure, HttpRefusal, ServerAddress
 from weft.bench.load import LoadResult, RequestOptions, RequestRecord, error_text, run_open_loop, send_request
 from weft.bench.prompts import Prompt
-from weft.bench.summary import meets, parse_limits, percentile, summary, warnings
+from weft.bench.summary import meets, parse_limits, percentile, summarise_load, warnings
 from weft.errors import ConfigError
 
 
@@ -262,7 +262,7 @@ async def test_a_limit_on_concurrency_holds_requests_back() -> None:
             max_concurrency=2,
             on_end=ended.append,
         )
-    figures = summary(load)
+    figures = summarise_load(load)
     assert (most, load.most_at_once) == (2, 2) and len(ended) == 7
     assert figures["held_back"] == 5 and figures["completed"] == 7
     # Waiting for a turn is no fault of the client's.
@@ -288,7 +288,7 @@ async def test_a_load_that_is_cancelled_keeps_what_was_answered() -> None:
             await asyncio.sleep(0.001)
         laying.cancel()
         load = await laying
-    figures = summary(load)
+    figures = summarise_load(load)
     assert (figures["completed"], figures["failed"], figures["interrupted"]) == (4, 0, True)
     assert any("interrupted after 4 of 9 requests" in text for text in warnings(figures, 9))
 
@@ -313,7 +313,7 @@ async def test_some_fail_and_all_are_counted() -> None:
         load = await run_open_loop(
             HttpClient(server), RequestOptions(), [Prompt([1], n) for n in range(1, 7)], [0.0] * 6
         )
-    figures = summary(load, {"ttft": 600.0})
+    figures = summarise_load(load, {"ttft": 600.0})
     assert (figures["completed"], figures["failed"]) == (3, 3)
     assert figures["errors"] == {"HTTP 503: the queue is full": 3}
     assert figures["goodput_share"] == 0.5
@@ -348,7 +348,7 @@ def test_the_figures_of_a_load() -> None:
     ]
     load = LoadResult(records=records, began_s=0.0, ended_s=4.0, beats_late_s=[0.0, 0.001], most_at_once=2)
     limits = parse_limits(["ttft:250", "tpot:25"])
-    got = summary(load, limits)
+    got = summarise_load(load, limits)
     assert (got["completed"], got["failed"], got["short_answers"]) == (3, 1, 1)
     assert (got["total_input_tokens"], got["total_output_tokens"]) == (30, 28)
     assert got["request_throughput"] == 0.75 and got["output_throughput"] == 7.0
@@ -358,9 +358,9 @@ def test_the_figures_of_a_load() -> None:
     assert got["p95_e2el_ms"] == pytest.approx(485)  # of 200, 350, 500
     assert got["client_late_requests"] == 0
     assert any("fewer tokens" in text for text in warnings(got, 4))
-    alone = summary(LoadResult(records=records[:1], began_s=0, ended_s=1, beats_late_s=[], most_at_once=1))
+    alone = summarise_load(LoadResult(records=records[:1], began_s=0, ended_s=1, beats_late_s=[], most_at_once=1))
     assert alone["request_goodput"] is None and alone["std_ttft_ms"] == 0
-    nobody = summary(LoadResult(records=records[3:], began_s=0, ended_s=0, beats_late_s=[], most_at_once=1))
+    nobody = summarise_load(LoadResult(records=records[3:], began_s=0, ended_s=0, beats_late_s=[], most_at_once=1))
     assert nobody["mean_ttft_ms"] is None and nobody["output_throughput"] == 0
 
 
@@ -368,7 +368,7 @@ def test_a_client_that_is_late_says_so() -> None:
     late = [made(n, 0.1, 0.01, 3) for n in range(20)]
     late[3].began_s += 0.05
     load = LoadResult(records=late, began_s=0, ended_s=20, beats_late_s=[0.03] * 5, most_at_once=1)
-    figures = summary(load)
+    figures = summarise_load(load)
     assert figures["client_late_requests"] == 1 and figures["client_max_late_ms"] == pytest.approx(50)
     said = warnings(figures, 20)
     assert any("could not keep up" in text for text in said) and any("clock" in text for text in said)

@@ -20,7 +20,7 @@ from weft.bench.memory import pss_bytes
 from weft.bench.predicted import predict_batch
 from weft.bench.prompts import random_prompts
 from weft.bench.server import ServeProcess
-from weft.bench.summary import summary
+from weft.bench.summary import summarise_load
 from weft.bench.synthetic import TINY
 from weft.bench.workload import Ask, random_requests, shared_prefix
 from weft.errors import ConfigError
@@ -149,7 +149,7 @@ def measure_server(model: str, plan: Plan, starts: int) -> Tasks:
     memory = {"ready_pss_bytes": before, "loaded_pss_bytes": after, "kv": kv, "beyond_kv_bytes": max(0, after - kv)}
     return {
         "start": {"starts": starts, "ready_s": round(median(seconds), 3)},
-        "serve": {"request_rate": RATE, **summary(load)},
+        "serve": {"request_rate": RATE, **summarise_load(load)},
         "memory": memory,
     }
 

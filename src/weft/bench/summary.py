@@ -49,7 +49,7 @@ def meets(record: RequestRecord, limits_s: Mapping[str, float]) -> bool:
     return all(of[name] <= limit for name, limit in limits_s.items())
 
 
-def summary(
+def summarise_load(
     load: LoadResult, limits_s: Mapping[str, float] | None = None, percents: Sequence[float] = PERCENTILES
 ) -> dict[str, Any]:
     """The figures of a load, under vLLM's names where it has them: seconds, tokens and requests per second, times in

@@ -23,7 +23,7 @@ from weft.bench.arrivals import arrivals
 from weft.bench.http import HttpClient, HttpFailure, HttpRefusal, ServerAddress
 from weft.bench.load import PATHS, LoadResult, RequestOptions, RequestRecord, error_text, run_open_loop, send_request
 from weft.bench.prompts import Prompt, length_range, random_prompts, read_prompts
-from weft.bench.summary import PERCENTILES, parse_limits, summary
+from weft.bench.summary import PERCENTILES, parse_limits, summarise_load
 from weft.bench.workload import NANO_IDS
 from weft.cli.flags import ENGINE
 from weft.cli.main import INTERRUPTED
@@ -238,7 +238,7 @@ def measure(plan: Plan, there: Target, point: Point, number: int = 0) -> dict[st
         "seed": plan.seed,
         "goodput_limits_ms": {name: round(1000 * limit, 3) for name, limit in plan.limits_s.items()},
         "percentiles": list(plan.percents),
-        **summary(load, plan.limits_s, plan.percents),
+        **summarise_load(load, plan.limits_s, plan.percents),
     }
 
 
