@@ -14,7 +14,7 @@ from tests.pure.servers import Answering, Exchange, good, serving
 from weft.bench.http import HttpClient, HttpFailure, HttpRefusal, ServerAddress
 from weft.bench.load import LoadResult, RequestOptions, RequestRecord, error_text, run_open_loop, send_request
 from weft.bench.prompts import Prompt
-from weft.bench.summary import meets, parse_limits, percentile, summarise_load, warnings
+from weft.bench.summary import load_warnings, meets, parse_limits, percentile, summarise_load
 from weft.errors import ConfigError
 
 
@@ -290,7 +290,7 @@ async def test_a_load_that_is_cancelled_keeps_what_was_answered() -> None:
         load = await laying
     figures = summarise_load(load)
     assert (figures["completed"], figures["failed"], figures["interrupted"]) == (4, 0, True)
-    assert any("interrupted after 4 of 9 requests" in text for text in warnings(figures, 9))
+    assert any("interrupted after 4 of 9 requests" in text for text in load_warnings(figures, 9))
 
 
 async def test_a_load_without_an_answer_is_cancelled_for_good() -> None:
@@ -317,7 +317,7 @@ async def test_some_fail_and_all_are_counted() -> None:
     assert (figures["completed"], figures["failed"]) == (3, 3)
     assert figures["errors"] == {"HTTP 503: the queue is full": 3}
     assert figures["goodput_share"] == 0.5
-    assert any("3 of 6 requests failed" in text for text in warnings(figures, 6))
+    assert any("3 of 6 requests failed" in text for text in load_warnings(figures, 6))
 
 
 # --- figures ---
@@ -357,7 +357,7 @@ def test_the_figures_of_a_load() -> None:
     assert got["median_tpot_ms"] == pytest.approx(20) and got["median_itl_ms"] == pytest.approx(20)
     assert got["p95_e2el_ms"] == pytest.approx(485)  # of 200, 350, 500
     assert got["client_late_requests"] == 0
-    assert any("fewer tokens" in text for text in warnings(got, 4))
+    assert any("fewer tokens" in text for text in load_warnings(got, 4))
     alone = summarise_load(LoadResult(records=records[:1], began_s=0, ended_s=1, beats_late_s=[], most_at_once=1))
     assert alone["request_goodput"] is None and alone["std_ttft_ms"] == 0
     nobody = summarise_load(LoadResult(records=records[3:], began_s=0, ended_s=0, beats_late_s=[], most_at_once=1))
@@ -370,9 +370,9 @@ def test_a_client_that_is_late_says_so() -> None:
     load = LoadResult(records=late, began_s=0, ended_s=20, beats_late_s=[0.03] * 5, most_at_once=1)
     figures = summarise_load(load)
     assert figures["client_late_requests"] == 1 and figures["client_max_late_ms"] == pytest.approx(50)
-    said = warnings(figures, 20)
+    said = load_warnings(figures, 20)
     assert any("could not keep up" in text for text in said) and any("clock" in text for text in said)
-    assert warnings({**figures, "client_late_requests": 0, "client_p99_loop_late_ms": 0}, 20) == []
+    assert load_warnings({**figures, "client_late_requests": 0, "client_p99_loop_late_ms": 0}, 20) == []
 
 
 @given(values=st.lists(st.floats(0, 1e6), min_size=1), percent=st.floats(0, 100))

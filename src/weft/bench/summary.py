@@ -106,7 +106,7 @@ def client_figures(load: LoadResult) -> dict[str, Any]:
     }
 
 
-def warnings(figures: Mapping[str, Any], requests: int) -> list[str]:
+def load_warnings(figures: Mapping[str, Any], requests: int) -> list[str]:
     """What a reader of the figures must know."""
     said = []
     if figures["interrupted"]:
