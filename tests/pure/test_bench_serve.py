@@ -14,7 +14,7 @@ from tests.pure.servers import Answering, Exchange, good, serving
 from weft.bench.http import HttpClient, HttpFailure, HttpRefusal, ServerAddress
 from weft.bench.load import LoadResult, RequestOptions, RequestRecord, error_text, run_open_loop, send_request
 from weft.bench.prompts import Prompt
-from weft.bench.summary import load_warnings, meets, parse_limits, percentile, summarise_load
+from weft.bench.summary import load_warnings, meets_limits, parse_limits, percentile, summarise_load
 from weft.errors import ConfigError
 
 
@@ -384,9 +384,9 @@ def test_percentiles_are_numpy_s(values: list[float], percent: float) -> None:
 @given(first=st.floats(0.01, 1), gap=st.floats(0.001, 0.1), tokens=st.integers(1, 9), more=st.floats(1.0, 9.0))
 def test_who_keeps_a_limit_keeps_a_wider_one(first: float, gap: float, tokens: int, more: float) -> None:
     record, limits = made(0, first, gap, tokens), {"ttft": 0.5, "tpot": 0.05, "e2el": 1.0}
-    if meets(record, limits):
-        assert meets(record, {name: limit * more for name, limit in limits.items()})
-    assert not meets(made(0, first, gap, tokens, error="x"), dict.fromkeys(limits, inf))
+    if meets_limits(record, limits):
+        assert meets_limits(record, {name: limit * more for name, limit in limits.items()})
+    assert not meets_limits(made(0, first, gap, tokens, error="x"), dict.fromkeys(limits, inf))
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def times_s(records: Sequence[RequestRecord]) -> dict[str, list[float]]:
     }
 
 
-def meets(record: RequestRecord, limits_s: Mapping[str, float]) -> bool:
+def meets_limits(record: RequestRecord, limits_s: Mapping[str, float]) -> bool:
     """Whether a request was answered within all limits, by metric."""
     if record.error is not None:
         return False
@@ -74,7 +74,7 @@ def summarise_load(
         "interrupted": load.interrupted,
     }
     if limits_s:
-        good = sum(meets(record, limits_s) for record in records)
+        good = sum(meets_limits(record, limits_s) for record in records)
         figures["request_goodput"] = round(good / seconds, 4)
         figures["goodput_share"] = round(good / len(records), 4)
     for name, values in times_s(records).items():
