@@ -78,11 +78,11 @@ def summarise_load(
         figures["request_goodput"] = round(good / seconds, 4)
         figures["goodput_share"] = round(good / len(records), 4)
     for name, values in times_s(records).items():
-        figures.update(spread(name, sorted(values), percents))
+        figures.update(metric_statistics(name, sorted(values), percents))
     return figures | client_figures(load)
 
 
-def spread(name: str, values: Sequence[float], percents: Sequence[float]) -> dict[str, float | None]:
+def metric_statistics(name: str, values: Sequence[float], percents: Sequence[float]) -> dict[str, float | None]:
     """Mean, median, deviation and percentiles in milliseconds; None where there is nothing."""
     found: dict[str, float | None] = {}
     of: dict[str, Callable[[Sequence[float]], float]] = {"mean": fmean, "median": median, "std": pstdev}
