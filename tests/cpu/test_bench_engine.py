@@ -11,7 +11,7 @@ from tests.cpu import tiny
 from weft.bench import calibrate
 from weft.bench.calibrate import CalibrationLoad, Subject
 from weft.bench.suite import one_thread
-from weft.bench.synthetic import TINY, of_size
+from weft.bench.synthetic import TINY, synthetic_of_size
 from weft.cache import cache_dir
 from weft.cli import main
 from weft.hardware import calibration, host
@@ -53,7 +53,10 @@ def test_calibrate_then_plan(
     (tmp_path / "weft").mkdir()
     (tmp_path / "weft" / "kernels").symlink_to(cache_dir() / "kernels")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    thin, wide = of_size("thin", 1e6, layers=4, vocab=1024), of_size("wide", 4e6, layers=2, vocab=1024)
+    thin, wide = (
+        synthetic_of_size("thin", 1e6, layers=4, vocab=1024),
+        synthetic_of_size("wide", 4e6, layers=2, vocab=1024),
+    )
     subjects = (Subject(TINY), Subject(thin), Subject(wide), Subject(wide, "int4"))
     loads = [CalibrationLoad("decode", batch, 8, 4) for batch in (1, 4)] + [
         CalibrationLoad("prefill", 1, length, 2) for length in (16, 64)

@@ -20,7 +20,7 @@ from weft.architectures.shape import ModelShape
 from weft.bench import calibrate, fit
 from weft.bench.calibrate import LOADS, CalibrationLoad, CalibrationPoint
 from weft.bench.fit import PER_PRECISION, WIDTHS, PointPredictor
-from weft.bench.synthetic import LONGEST, Synthetic, of_size
+from weft.bench.synthetic import LONGEST, Synthetic, synthetic_of_size
 from weft.cache import tell_damaged
 from weft.cli import bench_calibrate, main
 from weft.cli.parser import UsageError
@@ -148,7 +148,7 @@ def test_one_wild_point_does_not_move_the_others() -> None:
 
 @given(size=st.floats(5e6, 5e9), layers=st.integers(1, 40), vocab=st.sampled_from([1024, 16_384, 65_536]))
 def test_a_synthetic_model_has_its_size(size: float, layers: int, vocab: int) -> None:
-    model = of_size("m", size, layers=layers, vocab=vocab)
+    model = synthetic_of_size("m", size, layers=layers, vocab=vocab)
     made = shape(model)
     assert made.layers == layers and made.vocab == vocab and made.q_heads % made.kv_heads == 0
     if model.hidden >= 1024:  # widths come in steps

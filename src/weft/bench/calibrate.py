@@ -11,7 +11,7 @@ import msgspec
 
 from weft.architectures.shape import ModelShape
 from weft.bench.memory import pss_bytes
-from weft.bench.synthetic import TINY, Synthetic, of_size
+from weft.bench.synthetic import TINY, Synthetic, synthetic_of_size
 from weft.bench.workload import random_requests
 from weft.core.params import SamplingParams
 from weft.hardware.cpu import last_cache_bytes
@@ -82,8 +82,8 @@ def subjects(gpu: GpuSpec) -> tuple[Subject, ...]:
     larger than caches."""
     smallest = CACHES * last_cache_bytes() if gpu.kind == "cpu" else 0
     nbytes = min(max(STREAM_S * gpu.bandwidth_Bps, smallest), gpu.memory_bytes / 16)
-    thin = of_size("thin", nbytes, layers=32, vocab=16_384)
-    wide = of_size("wide", 2 * nbytes, layers=8, vocab=65_536)
+    thin = synthetic_of_size("thin", nbytes, layers=32, vocab=16_384)
+    wide = synthetic_of_size("wide", 2 * nbytes, layers=8, vocab=65_536)
     return (Subject(TINY), Subject(thin), Subject(wide), *(Subject(wide, kind) for kind in QUANTISED))
 
 

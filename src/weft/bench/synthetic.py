@@ -57,7 +57,7 @@ class Synthetic(msgspec.Struct, frozen=True, kw_only=True):
             yield folder
 
 
-def of_size(name: str, nbytes: float, *, layers: int, vocab: int, number_bytes: int = 2) -> Synthetic:
+def synthetic_of_size(name: str, nbytes: float, *, layers: int, vocab: int, number_bytes: int = 2) -> Synthetic:
     """As wide as makes the layers' and the head's weights about so many bytes."""
     numbers, per_layer = nbytes / number_bytes, PER_LAYER * layers
     width = (sqrt(vocab * vocab + 4 * per_layer * numbers) - vocab) / (2 * per_layer)
