@@ -20,7 +20,7 @@ from weft.architectures.shape import ModelShape
 from weft.bench import calibrate, fit
 from weft.bench.calibrate import LOADS, CalibrationLoad, CalibrationPoint
 from weft.bench.fit import PER_PRECISION, WIDTHS, PointPredictor
-from weft.bench.synthetic import LONGEST, Synthetic, synthetic_of_size
+from weft.bench.synthetic import LONGEST, SyntheticModel, synthetic_of_size
 from weft.cache import tell_damaged
 from weft.cli import bench_calibrate, main
 from weft.cli.parser import UsageError
@@ -71,7 +71,7 @@ def cpu(known: Calibration | None = None) -> GpuSpec:
     return spec
 
 
-def shape(model: Synthetic) -> ModelShape:
+def shape(model: SyntheticModel) -> ModelShape:
     return config_json.shape(fields.Fields(model.config(), "config.json"))
 
 

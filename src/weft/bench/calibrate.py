@@ -11,7 +11,7 @@ import msgspec
 
 from weft.architectures.shape import ModelShape
 from weft.bench.memory import pss_bytes
-from weft.bench.synthetic import TINY, Synthetic, synthetic_of_size
+from weft.bench.synthetic import TINY, SyntheticModel, synthetic_of_size
 from weft.bench.workload import random_requests
 from weft.core.params import SamplingParams
 from weft.hardware.cpu import last_cache_bytes
@@ -68,7 +68,7 @@ LOADS: dict[str, tuple[CalibrationLoad, ...]] = {
 class Subject(msgspec.Struct, frozen=True):
     """A model, and how its weights are held."""
 
-    model: Synthetic
+    model: SyntheticModel
     quantization: str = "none"
 
     @property

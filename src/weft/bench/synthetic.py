@@ -17,7 +17,7 @@ LONGEST = 8192  # tokens
 PER_LAYER, FFN, GROUP = 11.25, 2.75, 2
 
 
-class Synthetic(msgspec.Struct, frozen=True, kw_only=True):
+class SyntheticModel(msgspec.Struct, frozen=True, kw_only=True):
     """Its dims, in numbers."""
 
     name: str
@@ -57,13 +57,13 @@ class Synthetic(msgspec.Struct, frozen=True, kw_only=True):
             yield folder
 
 
-def synthetic_of_size(name: str, nbytes: float, *, layers: int, vocab: int, number_bytes: int = 2) -> Synthetic:
+def synthetic_of_size(name: str, nbytes: float, *, layers: int, vocab: int, number_bytes: int = 2) -> SyntheticModel:
     """As wide as makes the layers' and the head's weights about so many bytes."""
     numbers, per_layer = nbytes / number_bytes, PER_LAYER * layers
     width = (sqrt(vocab * vocab + 4 * per_layer * numbers) - vocab) / (2 * per_layer)
     step = HEAD * GROUP
-    return Synthetic(name=name, layers=layers, hidden=max(step, round(width / step) * step), vocab=vocab)
+    return SyntheticModel(name=name, layers=layers, hidden=max(step, round(width / step) * step), vocab=vocab)
 
 
 # A step of it is Python and launches, and next to nothing else.
-TINY = Synthetic(name="tiny", layers=1, hidden=HEAD * GROUP, vocab=1024)
+TINY = SyntheticModel(name="tiny", layers=1, hidden=HEAD * GROUP, vocab=1024)
