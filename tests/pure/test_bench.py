@@ -16,7 +16,7 @@ from weft.bench import suite
 from weft.bench.compare import figure_changes, read_result
 from weft.bench.measure import BatchRun, median_figures, run_batch
 from weft.bench.predicted import FIGURES, comparison_lines, predict_batch
-from weft.bench.workload import Ask, nano_vllm, random_requests
+from weft.bench.workload import BenchRequest, nano_vllm, random_requests
 from weft.cli import bench, engine, main
 from weft.client.outputs import CompletionOutput, Metrics, RequestOutput
 from weft.config import EngineConfig
@@ -28,10 +28,10 @@ from weft.probes.speeds import Speeds
 
 @given(seed=st.integers(0, 2**32), low=st.integers(1, 40), more=st.integers(0, 40), count=st.integers(1, 9))
 def test_random_requests(seed: int, low: int, more: int, count: int) -> None:
-    def draw(seed: int) -> list[Ask]:
+    def draw(seed: int) -> list[BenchRequest]:
         return random_requests(seed, vocab=97, count=count, input_len=(low, low + more), output_len=5)
 
-    def wide(seed: int) -> list[Ask]:
+    def wide(seed: int) -> list[BenchRequest]:
         return random_requests(seed, vocab=97, count=9, input_len=(40, 40), output_len=5)
 
     asks = draw(seed)
@@ -86,7 +86,7 @@ class FakeLLM:
 
 def test_a_run_s_figures() -> None:
     llm: Any = FakeLLM(model="m")
-    done = run_batch(llm, [Ask([1, 2], 11), Ask([3], 21)])
+    done = run_batch(llm, [BenchRequest([1, 2], 11), BenchRequest([3], 21)])
     assert (done.input_tokens, done.output_tokens) == (3, 32)
     assert done.ttft_s == pytest.approx(1.0) and done.tpot_s == pytest.approx(0.1)
     assert done.decode_tok_s == pytest.approx(10)
@@ -96,9 +96,9 @@ def test_a_run_s_figures() -> None:
     assert [(p.max_tokens, p.ignore_eos, p.temperature) for p in params] == [(11, True, 0.0), (21, True, 0.0)]
     llm.short = 1
     with pytest.raises(ConfigError, match="after 10 of 11"):
-        run_batch(llm, [Ask([1], 11)])
+        run_batch(llm, [BenchRequest([1], 11)])
     llm.short = 0
-    assert run_batch(llm, [Ask([1], 1)]).decode_tok_s == 0
+    assert run_batch(llm, [BenchRequest([1], 1)]).decode_tok_s == 0
 
 
 def test_typical_is_the_median_of_each_figure() -> None:
@@ -153,7 +153,7 @@ def test_bench_throughput(llm: list[FakeLLM], capsys: pytest.CaptureFixture[str]
     assert all(32 <= len(p["prompt_token_ids"]) <= 256 for prompts, _ in llm[0].asked for p in prompts)
     assert main.main(["bench", "throughput", "m", "--num-iters", "1", "--workload", "nano-vllm"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["requests"] == 256
-    assert "tokens/s" in bench.line("run 1", run_batch(llm[0], [Ask([1], 2)]))  # type: ignore[arg-type]
+    assert "tokens/s" in bench.line("run 1", run_batch(llm[0], [BenchRequest([1], 2)]))  # type: ignore[arg-type]
 
 
 # --- beside the planner ---
@@ -166,8 +166,8 @@ def planned(**flags: Any) -> Forecast:
 def test_what_is_predicted_of_a_batch() -> None:
     expected = planned()
 
-    def asks(count: int, input_len: int, output_len: int) -> list[Ask]:
-        return [Ask([1] * input_len, output_len)] * count
+    def asks(count: int, input_len: int, output_len: int) -> list[BenchRequest]:
+        return [BenchRequest([1] * input_len, output_len)] * count
 
     alone = predict_batch(expected, asks(1, 128, 128))
     speed = expected.speed(128, 128)

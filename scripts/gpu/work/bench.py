@@ -19,7 +19,7 @@ from scripts.gpu.work import Figure, Options
 from scripts.gpu.work.profile import profiled_steps
 from weft import LLM
 from weft.bench.measure import BatchRun, run_batch
-from weft.bench.workload import Ask, nano_vllm, random_requests
+from weft.bench.workload import BenchRequest, nano_vllm, random_requests
 from weft.worker import graphs
 
 ONE_INPUT, ONE_OUTPUT, ONE_RUNS = 128, 256, 3
@@ -59,7 +59,7 @@ def bench(options: Options) -> Iterator[Figure]:
             yield from profiled_steps(llm, name, shape.vocab, rehearse=options["rehearse"])
 
 
-def nano_asks(shape: Shape, options: Options, seed: int) -> list[Ask]:
+def nano_asks(shape: Shape, options: Options, seed: int) -> list[BenchRequest]:
     """The workload with that seed; on a stand-in one short request."""
     if options["rehearse"]:
         return random_requests(seed, vocab=shape.vocab, count=1, input_len=(3, 5), output_len=2)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from weft.bench.workload import Ask
+from weft.bench.workload import BenchRequest
 from weft.core.params import SamplingParams
 from weft.errors import ConfigError
 
@@ -38,7 +38,7 @@ class BatchRun(msgspec.Struct, frozen=True, kw_only=True):
         return self.output_tokens / self.seconds
 
 
-def run_batch(llm: LLM, asks: Sequence[Ask]) -> BatchRun:
+def run_batch(llm: LLM, asks: Sequence[BenchRequest]) -> BatchRun:
     """Submit everything at once, wait for the end, and look at each request's times."""
     prompts = [{"prompt_token_ids": ask.prompt} for ask in asks]
     params = [SamplingParams(temperature=a.temperature, max_tokens=a.output_len, ignore_eos=True) for a in asks]

@@ -7,7 +7,7 @@ from math import ceil
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from weft.bench.workload import Ask
+from weft.bench.workload import BenchRequest
 
 if TYPE_CHECKING:
     from weft.planner.forecast import Forecast
@@ -20,7 +20,7 @@ FIGURES = {
 }
 
 
-def predict_batch(forecast: Forecast, asks: Sequence[Ask]) -> dict[str, float]:
+def predict_batch(forecast: Forecast, asks: Sequence[BenchRequest]) -> dict[str, float]:
     """Of requests that are all there at the start: medians of the first two figures, under the names of FIGURES."""
     plan, count = forecast.plan, len(asks)
     input_len, output_len = fmean(len(ask.prompt) for ask in asks), fmean(ask.output_len for ask in asks)

@@ -22,7 +22,7 @@ from weft.bench.prompts import random_prompts
 from weft.bench.server import ServeProcess
 from weft.bench.summary import summarise_load
 from weft.bench.synthetic import TINY
-from weft.bench.workload import Ask, random_requests, shared_prefix
+from weft.bench.workload import BenchRequest, random_requests, shared_prefix
 from weft.errors import ConfigError
 from weft.llm import LLM
 
@@ -34,7 +34,7 @@ WARM_UPS = 2
 RATE, REQUESTS = 4.0, 32  # of the open loop; requests per second
 TINY_TOKENS = 128  # of each answer, where Python is timed
 
-Asks = Callable[[int, int], list[Ask]]
+Asks = Callable[[int, int], list[BenchRequest]]
 Tasks = dict[str, dict[str, Any]]
 
 
@@ -97,7 +97,7 @@ def measure_batch(llm: LLM, batch: Batch, runs: int) -> dict[str, Any]:
     return {"runs": runs, **found, "predicted": planned}
 
 
-def predict_requests(llm: LLM, asks: list[Ask]) -> dict[str, float] | None:
+def predict_requests(llm: LLM, asks: list[BenchRequest]) -> dict[str, float] | None:
     """None on hardware of which the planner knows nothing."""
     try:
         return predict_batch(llm.forecast(), asks)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from weft.bench.measure import BatchRun, median_figures, run_batch
 from weft.bench.predicted import comparison_lines, predict_batch
-from weft.bench.workload import Ask, nano_vllm, random_requests
+from weft.bench.workload import BenchRequest, nano_vllm, random_requests
 from weft.cli import engine
 from weft.errors import ConfigError
 from weft.planner.table import layout_json
@@ -57,7 +57,7 @@ def main(arguments: Namespace) -> int:
     return 0
 
 
-def predicted_of(llm: LLM, asks: Sequence[Ask]) -> dict[str, float] | None:
+def predicted_of(llm: LLM, asks: Sequence[BenchRequest]) -> dict[str, float] | None:
     """What the planner expects of these requests; None on hardware of which it knows nothing, and with guesses."""
     if llm.plan.speculation:
         return None
@@ -68,7 +68,7 @@ def predicted_of(llm: LLM, asks: Sequence[Ask]) -> dict[str, float] | None:
         return None
 
 
-def latency(arguments: Namespace, vocab: int) -> Callable[[int], list[Ask]]:
+def latency(arguments: Namespace, vocab: int) -> Callable[[int], list[BenchRequest]]:
     """A batch of equal lengths; numbers below 0 are warm-ups."""
     lengths = (arguments.input_len, arguments.input_len)
     return lambda seed: random_requests(
@@ -76,10 +76,10 @@ def latency(arguments: Namespace, vocab: int) -> Callable[[int], list[Ask]]:
     )
 
 
-def throughput(arguments: Namespace, vocab: int) -> Callable[[int], list[Ask]]:
+def throughput(arguments: Namespace, vocab: int) -> Callable[[int], list[BenchRequest]]:
     """Many requests of many lengths; numbers below 0 are warm-ups."""
 
-    def work(number: int) -> list[Ask]:
+    def work(number: int) -> list[BenchRequest]:
         if arguments.workload == "nano-vllm" and number >= 0:
             return nano_vllm(vocab, number)
         return random_requests(
