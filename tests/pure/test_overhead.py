@@ -68,7 +68,7 @@ def test_memory_of_a_tree(tmp_path: Path) -> None:
             (tmp_path / str(pid) / "smaps_rollup").write_text(f"x\nRss: 9 kB\nPss: {pss} kB\nPss_Anon: 1 kB\n")
     (tmp_path / "15").mkdir()  # it has ended
     (tmp_path / "sys").mkdir()
-    assert sorted(memory.tree(10, tmp_path)) == [10, 11, 12, 14]
+    assert sorted(memory.process_tree(10, tmp_path)) == [10, 11, 12, 14]
     assert memory.pss_bytes(10, tmp_path) == 123 * 1024
     with pytest.raises(WeftError, match="cannot read the memory of process 14"):
         memory.pss_bytes(14, tmp_path)

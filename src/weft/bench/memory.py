@@ -8,7 +8,7 @@ from pathlib import Path
 from weft.errors import WeftError
 
 
-def tree(pid: int, root: Path = Path("/proc")) -> list[int]:
+def process_tree(pid: int, root: Path = Path("/proc")) -> list[int]:
     """The process and its descendants, as far as they are there at this moment."""
     children: dict[int, list[int]] = defaultdict(list)
     for folder in root.iterdir():
@@ -30,7 +30,7 @@ def tree(pid: int, root: Path = Path("/proc")) -> list[int]:
 def pss_bytes(pid: int, root: Path = Path("/proc")) -> int:
     """Of the whole tree. Raises WeftError where the kernel does not tell."""
     total = 0
-    for one in tree(pid, root):
+    for one in process_tree(pid, root):
         try:
             text = (root / str(one) / "smaps_rollup").read_text()
         except ProcessLookupError:
