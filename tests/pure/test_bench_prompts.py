@@ -12,21 +12,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.bench.arrivals import arrivals
+from weft.bench.arrivals import arrival_times
 from weft.bench.prompts import Prompt, length_range, random_prompts, read_prompts
 from weft.errors import ConfigError
 
 
 @given(seed=st.integers(0, 99), rate=st.floats(0.1, 100), shape=st.floats(0.2, 20))
 def test_arrivals(seed: int, rate: float, shape: float) -> None:
-    due = arrivals(seed, count=50, rate=rate, burstiness=shape)
-    assert due == sorted(due) == arrivals(seed, count=50, rate=rate, burstiness=shape)
-    assert arrivals(seed, count=50, rate=inf) == [0.0] * 50
+    due = arrival_times(seed, count=50, rate=rate, burstiness=shape)
+    assert due == sorted(due) == arrival_times(seed, count=50, rate=rate, burstiness=shape)
+    assert arrival_times(seed, count=50, rate=inf) == [0.0] * 50
 
 
 def test_arrivals_have_their_rate_and_burstiness() -> None:
     for shape in (0.5, 1.0, 10.0):
-        due = arrivals(0, count=20_000, rate=8.0, burstiness=shape)
+        due = arrival_times(0, count=20_000, rate=8.0, burstiness=shape)
         gaps = np.diff([0.0, *due])
         assert gaps.mean() == pytest.approx(1 / 8, rel=0.05)
         assert gaps.var() / gaps.mean() ** 2 == pytest.approx(1 / shape, rel=0.1)

@@ -6,7 +6,7 @@ from math import inf
 from random import Random
 
 
-def arrivals(seed: object, *, count: int, rate: float, burstiness: float = 1.0) -> list[float]:
+def arrival_times(seed: object, *, count: int, rate: float, burstiness: float = 1.0) -> list[float]:
     """Seconds from the start at which `count` requests arrive, `rate` in a second on average; all at 0 where that is
     infinite.
 

@@ -12,7 +12,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from weft.bench import overhead
-from weft.bench.arrivals import arrivals
+from weft.bench.arrivals import arrival_times
 from weft.bench.http import HttpClient, ServerAddress
 from weft.bench.load import LoadResult, RequestOptions, run_open_loop
 from weft.bench.measure import median_figures, run_batch
@@ -158,7 +158,7 @@ async def _load(url: str, vocab: int) -> LoadResult:
     prompts = random_prompts("suite", count=REQUESTS, vocab=vocab, input_len=(128, 128), output_len=(64, 64))
     client = HttpClient(ServerAddress(url))
     try:
-        return await run_open_loop(client, RequestOptions(), prompts, arrivals("suite", count=REQUESTS, rate=RATE))
+        return await run_open_loop(client, RequestOptions(), prompts, arrival_times("suite", count=REQUESTS, rate=RATE))
     finally:
         client.close()
 

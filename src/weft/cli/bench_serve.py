@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from weft import __version__
-from weft.bench.arrivals import arrivals
+from weft.bench.arrivals import arrival_times
 from weft.bench.http import HttpClient, HttpFailure, HttpRefusal, ServerAddress
 from weft.bench.load import PATHS, LoadResult, RequestOptions, RequestRecord, error_text, run_open_loop, send_request
 from weft.bench.prompts import Prompt, length_range, random_prompts, read_prompts
@@ -221,7 +221,7 @@ def connect(server: ServerAddress, arguments: Namespace) -> Target:
 
 def measure(plan: Plan, there: Target, point: Point, number: int = 0) -> dict[str, Any]:
     """One load on one server, as JSON has it. Raises WeftError where not even the first request is answered."""
-    due = arrivals(f"{plan.seed} {number}", count=plan.count, rate=point.rate, burstiness=point.burstiness)
+    due = arrival_times(f"{plan.seed} {number}", count=plan.count, rate=point.rate, burstiness=point.burstiness)
     with Progress(plan.count, True) as bar:
         load = run(_measure(plan, there, due, point.max_concurrency, number, bar.advance))
     return {
