@@ -211,7 +211,7 @@ def test_the_suite_s_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         "prefill": {"prompt_tok_s": 3000.0, "predicted": None},
         "memory": {"beyond_kv_bytes": 800_000_000},
     }
-    monkeypatch.setattr(side, "measure", lambda *_: found)
+    monkeypatch.setattr(side, "measure_parts", lambda *_: found)
     assert side.main(["--save-result", str(tmp_path / "a.json")]) == 0
     out = capsys.readouterr().out.splitlines()
     assert out[4:8] == [
@@ -233,7 +233,7 @@ def test_the_suite_s_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     def broken(*_: object) -> suite.Tasks:
         raise WeftError("no engine")
 
-    monkeypatch.setattr(side, "measure", broken)
+    monkeypatch.setattr(side, "measure_parts", broken)
     assert side.main([]) == 1
     assert capsys.readouterr().err == "weft.bench: error: no engine\n"
 

@@ -37,7 +37,7 @@ def main(words: Sequence[str] | None = None) -> int:
     machine = host.probe_host()
     device = machine.gpus[0].name if machine.gpus else f"{len(machine.cores)} CPU cores"
     try:
-        found = measure(said.model, said.runs, said.starts, said.only)
+        found = measure_parts(said.model, said.runs, said.starts, said.only)
     except WeftError as error:
         print(f"weft.bench: error: {error}", file=sys.stderr)
         return 1
@@ -50,7 +50,7 @@ def main(words: Sequence[str] | None = None) -> int:
     return 0
 
 
-def measure(model: str, runs: int, starts: int, parts: Sequence[str]) -> suite.Tasks:
+def measure_parts(model: str, runs: int, starts: int, parts: Sequence[str]) -> suite.Tasks:
     """The parts that were asked for, each told as it ends."""
     found: suite.Tasks = {}
 
