@@ -43,7 +43,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return 1
     print(f"{said.model} on {device}; medians of {said.runs} runs.\n")
     print(markdown(suite.headline_rows(found)) + "\n")
-    result = json.dumps({"task": "suite", "model": said.model, **about(device), **found})
+    result = json.dumps({"task": "suite", "model": said.model, **result_header(device), **found})
     if said.save_result:
         said.save_result.write_text(result + "\n", encoding="utf-8")
     print(result)
@@ -69,7 +69,7 @@ def measure_parts(model: str, runs: int, starts: int, parts: Sequence[str]) -> s
     return found
 
 
-def about(device: str) -> dict[str, Any]:
+def result_header(device: str) -> dict[str, Any]:
     """Where and when, and of what."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
