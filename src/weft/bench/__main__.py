@@ -42,7 +42,7 @@ def main(words: Sequence[str] | None = None) -> int:
         print(f"weft.bench: error: {error}", file=sys.stderr)
         return 1
     print(f"{said.model} on {device}; medians of {said.runs} runs.\n")
-    print(markdown(suite.headline_rows(found)) + "\n")
+    print(markdown_table(suite.headline_rows(found)) + "\n")
     result = json.dumps({"task": "suite", "model": said.model, **result_header(device), **found})
     if said.save_result:
         said.save_result.write_text(result + "\n", encoding="utf-8")
@@ -80,7 +80,7 @@ def result_header(device: str) -> dict[str, Any]:
     }
 
 
-def markdown(rows: Sequence[Sequence[float | str | None]]) -> str:
+def markdown_table(rows: Sequence[Sequence[float | str | None]]) -> str:
     """A table; the ratio is measured over predicted."""
 
     def cell(value: float | str | None) -> str:
