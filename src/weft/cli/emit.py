@@ -103,12 +103,12 @@ def deployment(
     arguments: Namespace, target: Target, model: Model, config: NodeConfig | None, choice: Choice
 ) -> Deployment:
     """The plan with names and ports, from the flags or else from a node's configuration."""
-    from weft.export.checkpoint import checkpoint
+    from weft.export.checkpoint import find_checkpoint
     from weft.export.deployment import Deployment, servers
 
     instance = config.serving(model.name) if config else None
     layout, visible = choice.candidate.layout, names_here(arguments)
-    found = checkpoint(arguments.model, model, layout.precision, choice.question.engine)
+    found = find_checkpoint(arguments.model, model, layout.precision, choice.question.engine)
     names = tuple(getattr(arguments, "served_model_name", ())) or (*([instance.model] if instance else ()), found.title)
     for name in names:
         if not name.strip() or not name.isprintable() or name.startswith("-"):

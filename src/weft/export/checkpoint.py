@@ -58,7 +58,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
         return self.name or "REPLACE_WITH_" + re.sub(r"\W+", "_", self.wanted).upper()
 
 
-def checkpoint(typed: str, model: Model, precision: str, engine: str) -> Checkpoint:
+def find_checkpoint(typed: str, model: Model, precision: str, engine: str) -> Checkpoint:
     """What `engine` loads for `model`, as the user typed it, in `precision`."""
     own, path = canonical(model.precision), Path(typed).expanduser()
     title = path.name.removesuffix(".gguf") if path.exists() else model.name
