@@ -65,14 +65,14 @@ def find_checkpoint(typed: str, model: Model, precision: str, engine: str) -> Ch
     stored = _stored(typed, model, own, engine, title)
     if precision == own or {precision, own} <= {*FLOATS}:
         return stored
-    if made(precision, own, engine):
+    if is_quantised_at_load(precision, own, engine):
         return msgspec.structs.replace(
             stored, quantised="none" if precision in FLOATS else asked_for(precision) or precision
         )
     return Checkpoint(wanted=f"{called(precision)} of {title}", title=title)
 
 
-def made(precision: str, own: str, engine: str) -> bool:
+def is_quantised_at_load(precision: str, own: str, engine: str) -> bool:
     """Whether the engine makes weights of a precision from those that a checkpoint has of its own, as it loads."""
     if engine == "vllm":
         return precision == "fp8" and own in FLOATS
