@@ -69,7 +69,7 @@ def find_checkpoint(typed: str, model: Model, precision: str, engine: str) -> Ch
         return msgspec.structs.replace(
             stored, quantised="none" if precision in FLOATS else asked_for(precision) or precision
         )
-    return Checkpoint(wanted=f"{called(precision)} of {title}", title=title)
+    return Checkpoint(wanted=f"{describe_precision(precision)} of {title}", title=title)
 
 
 def is_quantised_at_load(precision: str, own: str, engine: str) -> bool:
@@ -79,7 +79,7 @@ def is_quantised_at_load(precision: str, own: str, engine: str) -> bool:
     return engine == "weft" and (precision in FLOATS or asked_for(precision) is not None)
 
 
-def called(precision: str) -> str:
+def describe_precision(precision: str) -> str:
     """A checkpoint of a precision, in words."""
     if precision in gguf_types.MIXES:
         return f"a GGUF file in {precision.upper()}"
@@ -93,7 +93,7 @@ def _stored(typed: str, model: Model, precision: str, engine: str, title: str) -
     if model.name == demo.NAME and engine == "weft":
         return Checkpoint(name=demo.NAME, title=demo.NAME)
     if model.name == demo.NAME:
-        return Checkpoint(wanted=f"{called(precision)} of {DEMO}", title=DEMO)
+        return Checkpoint(wanted=f"{describe_precision(precision)} of {DEMO}", title=DEMO)
     if "/" in typed:
         same = typed.casefold() == model.name.casefold()
         return Checkpoint(name=model.name if same else typed, title=model.name if same else typed)
@@ -101,4 +101,4 @@ def _stored(typed: str, model: Model, precision: str, engine: str, title: str) -
     if known and known.precision == model.precision:
         return Checkpoint(name=model.name, title=title)
     # A short name that ends in -AWQ: whose copy is meant, nobody knows.
-    return Checkpoint(wanted=f"{called(precision)} of {title}", title=title)
+    return Checkpoint(wanted=f"{describe_precision(precision)} of {title}", title=title)
