@@ -15,7 +15,7 @@ from weft.formats import catalogue, demo
 
 if TYPE_CHECKING:
     from weft.architectures.model import Model
-    from weft.export.choice import Choice
+    from weft.export.choice import ExportChoice
     from weft.export.deployment import Deployment
     from weft.export.infernet_config import Instance, NodeConfig
     from weft.export.target import Target
@@ -100,7 +100,7 @@ def look_up(arguments: Namespace, target: Target, config: NodeConfig | None) -> 
 
 
 def deployment(
-    arguments: Namespace, target: Target, model: Model, config: NodeConfig | None, choice: Choice
+    arguments: Namespace, target: Target, model: Model, config: NodeConfig | None, choice: ExportChoice
 ) -> Deployment:
     """The plan with names and ports, from the flags or else from a node's configuration."""
     from weft.export.checkpoint import find_checkpoint
@@ -152,7 +152,7 @@ def names_here(arguments: Namespace) -> list[str]:
     return [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
 
 
-def nameless(choice: Choice, names: Sequence[str]) -> tuple[str, ...]:
+def nameless(choice: ExportChoice, names: Sequence[str]) -> tuple[str, ...]:
     """What to do about slices of GPUs that are elsewhere, whose names nobody here knows."""
     gpus = choice.question.cluster.gpus
     found = next((gpus[at].name for at in choice.candidate.layout.gpus if gpus[at].sliced), None)

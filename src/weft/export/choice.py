@@ -21,7 +21,7 @@ class NothingFits(PlanError):
     """There is no plan that the target could carry out."""
 
 
-class Choice(msgspec.Struct, frozen=True):
+class ExportChoice(msgspec.Struct, frozen=True):
     """A plan for a target's engine; `gaps` are sentences, each with what is done instead."""
 
     question: Question
@@ -29,7 +29,7 @@ class Choice(msgspec.Struct, frozen=True):
     gaps: tuple[str, ...]
 
 
-def choose(question: Question, target: Target) -> Choice:
+def choose(question: Question, target: Target) -> ExportChoice:
     """The best plan that `target` can carry out; of one that the user has decided and it cannot, the nearest. Raises
     NothingFits."""
     asked, gaps = in_its_words(question, target)
@@ -37,7 +37,7 @@ def choose(question: Question, target: Target) -> Choice:
     best = answer.best
     problem = target.cannot(asked, best.layout) if best else ""
     if best and not problem:
-        return Choice(asked, best, (*gaps, *beyond(question, target), *not_yet(asked, best)))
+        return ExportChoice(asked, best, (*gaps, *beyond(question, target), *not_yet(asked, best)))
     wanted = best or search(msgspec.structs.replace(asked, engine="weft")).best
     if wanted is None:
         why = reason(answer, None)
@@ -52,7 +52,7 @@ def choose(question: Question, target: Target) -> Choice:
         distance = nearest(wanted.cut)
         how, (asked, chosen) = "nearest", min(possible, key=lambda it: distance(it[1].cut))
     gap = f"{target.title} cannot do {told(wanted)}: {problem}; the {how} that it can do is {told(chosen)}"
-    return Choice(asked, chosen, (*gaps, gap, *not_yet(asked, chosen)))
+    return ExportChoice(asked, chosen, (*gaps, gap, *not_yet(asked, chosen)))
 
 
 def in_its_words(question: Question, target: Target) -> tuple[Question, list[str]]:
