@@ -49,7 +49,7 @@ def main(arguments: Namespace) -> int:
     """Write the files of a target; 3, and nothing written, where no plan fits that it could carry out."""
     from weft.cli import dispatch, plan
     from weft.export import files, infernet, infernet_config
-    from weft.export.choice import NothingFits, choose
+    from weft.export.choice import NothingFits, choose_plan
     from weft.export.targets import TARGETS
 
     target = TARGETS[arguments.emit]
@@ -62,7 +62,7 @@ def main(arguments: Namespace) -> int:
     model = look_up(arguments, target, config)
     question = plan.ask(arguments, model)
     try:
-        choice = choose(question, target)
+        choice = choose_plan(question, target)
     except NothingFits as error:
         return dispatch.fail(str(error), plan.NOTHING_FITS)
     it = deployment(arguments, target, model, config, choice)

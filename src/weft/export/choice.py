@@ -29,7 +29,7 @@ class ExportChoice(msgspec.Struct, frozen=True):
     gaps: tuple[str, ...]
 
 
-def choose(question: Question, target: Target) -> ExportChoice:
+def choose_plan(question: Question, target: Target) -> ExportChoice:
     """The best plan that `target` can carry out; of one that the user has decided and it cannot, the nearest. Raises
     NothingFits."""
     asked, gaps = in_its_words(question, target)
