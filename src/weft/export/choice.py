@@ -32,7 +32,7 @@ class ExportChoice(msgspec.Struct, frozen=True):
 def choose_plan(question: Question, target: Target) -> ExportChoice:
     """The best plan that `target` can carry out; of one that the user has decided and it cannot, the nearest. Raises
     NothingFits."""
-    asked, gaps = in_its_words(question, target)
+    asked, gaps = translate_question(question, target)
     answer = search(asked)
     best = answer.best
     problem = target.cannot(asked, best.layout) if best else ""
@@ -55,7 +55,7 @@ def choose_plan(question: Question, target: Target) -> ExportChoice:
     return ExportChoice(asked, chosen, (*gaps, gap, *not_yet(asked, chosen)))
 
 
-def in_its_words(question: Question, target: Target) -> tuple[Question, list[str]]:
+def translate_question(question: Question, target: Target) -> tuple[Question, list[str]]:
     """The question for the target's engine, in precisions that it reads."""
     engine = question.engine if question.engine in target.engines else target.engines[0]
     read = tuple(dict.fromkeys(target.instead.get(it, it) for it in question.precisions))
