@@ -40,9 +40,9 @@ def choose_plan(question: Question, target: Target) -> ExportChoice:
         return ExportChoice(asked, best, (*gaps, *beyond(question, target), *not_yet(asked, best)))
     wanted = best or search(msgspec.structs.replace(asked, engine="weft")).best
     if wanted is None:
-        why = reason(answer, None)
+        why = rejection_reason(answer, None)
         raise NothingFits(f"nothing fits, so nothing is written: {why}; weft plan without --emit tells what would help")
-    problem = problem or reason(answer, wanted)
+    problem = problem or rejection_reason(answer, wanted)
     possible = [it for it in alternatives(answer) if not target.cannot(it[0], it[1].layout)]
     if not possible:
         raise NothingFits(f"{target.title} cannot do {told(wanted)}: {problem}; no other plan for it fits either")
@@ -83,7 +83,7 @@ def alternatives(answer: Answer) -> Iterator[tuple[Question, Candidate]]:
         yield from ((free, candidate) for candidate in search(free).candidates)
 
 
-def reason(answer: Answer, wanted: Candidate | None) -> str:
+def rejection_reason(answer: Answer, wanted: Candidate | None) -> str:
     """Why a plan is none for the engine, or why none fits: the one that lacks least memory."""
     of_it = [it for it in answer.rejected if wanted and it.cut == wanted.cut]
     found = closest(of_it or answer.rejected)
