@@ -37,7 +37,7 @@ def choose_plan(question: Question, target: Target) -> ExportChoice:
     best = answer.best
     problem = target.cannot(asked, best.layout) if best else ""
     if best and not problem:
-        return ExportChoice(asked, best, (*gaps, *beyond(question, target), *not_yet(asked, best)))
+        return ExportChoice(asked, best, (*gaps, *uneven_plan_of_weft(question, target), *not_yet(asked, best)))
     wanted = best or search(msgspec.structs.replace(asked, engine="weft")).best
     if wanted is None:
         why = rejection_reason(answer, None)
@@ -90,7 +90,7 @@ def rejection_reason(answer: Answer, wanted: Candidate | None) -> str:
     return found.reason if found else "these GPUs make no such layout"
 
 
-def beyond(question: Question, target: Target) -> list[str]:
+def uneven_plan_of_weft(question: Question, target: Target) -> list[str]:
     """What Weft itself would do with these GPUs, where that is a cut which the target's engine does not have."""
     if "weft" in target.engines or len(question.cluster.gpus) == 1:
         return []
