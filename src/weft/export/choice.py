@@ -37,7 +37,7 @@ def choose_plan(question: Question, target: Target) -> ExportChoice:
     best = answer.best
     problem = target.cannot(asked, best.layout) if best else ""
     if best and not problem:
-        return ExportChoice(asked, best, (*gaps, *uneven_plan_of_weft(question, target), *not_yet(asked, best)))
+        return ExportChoice(asked, best, (*gaps, *uneven_plan_of_weft(question, target), *not_run_yet(asked, best)))
     wanted = best or search(msgspec.structs.replace(asked, engine="weft")).best
     if wanted is None:
         why = rejection_reason(answer, None)
@@ -52,7 +52,7 @@ def choose_plan(question: Question, target: Target) -> ExportChoice:
         distance = nearest(wanted.cut)
         how, (asked, chosen) = "nearest", min(possible, key=lambda it: distance(it[1].cut))
     gap = f"{target.title} cannot do {told(wanted)}: {problem}; the {how} that it can do is {told(chosen)}"
-    return ExportChoice(asked, chosen, (*gaps, gap, *not_yet(asked, chosen)))
+    return ExportChoice(asked, chosen, (*gaps, gap, *not_run_yet(asked, chosen)))
 
 
 def translate_question(question: Question, target: Target) -> tuple[Question, list[str]]:
@@ -100,7 +100,7 @@ def uneven_plan_of_weft(question: Question, target: Target) -> list[str]:
     return [f"Weft itself would run {told(ours)}, a cut that {target.title} does not have"]
 
 
-def not_yet(asked: Question, chosen: Candidate) -> list[str]:
+def not_run_yet(asked: Question, chosen: Candidate) -> list[str]:
     """What Weft's own engine lacks for its plan."""
     if asked.engine != "weft":
         return []
