@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from weft.export import engines, hosts, nginx, vllm, weft_serve
-from weft.export.deployment import Deployment, Server
+from weft.export.deployment import Deployment, ReplicaServer
 from weft.export.files import File
 from weft.export.shell import Placeholder, words
 from weft.export.target import shares_experts, spans_nodes
@@ -74,12 +74,12 @@ def portless(it: Deployment) -> Deployment:
     return msgspec.structs.replace(it, servers=tuple(msgspec.structs.replace(s, port=0) for s in it.servers))
 
 
-def service(server: Server) -> str:
+def service(server: ReplicaServer) -> str:
     """Its name, which is also its address for the others."""
     return f"replica-{server.number}"
 
 
-def replica(it: Deployment, server: Server, published: bool) -> dict[str, Any]:
+def replica(it: Deployment, server: ReplicaServer, published: bool) -> dict[str, Any]:
     """The service of one replica."""
     ours = it.question.engine == "weft"
     engine = weft_serve.arguments(it, server) if ours else vllm.arguments(it, server)
@@ -121,7 +121,7 @@ def caches(it: Deployment) -> dict[str, str]:
     return OURS if it.question.engine == "weft" else CACHES
 
 
-def environment(it: Deployment, server: Server) -> dict[str, str]:
+def environment(it: Deployment, server: ReplicaServer) -> dict[str, str]:
     """From the environment, or from a file .env beside the Compose file; and what the plan says."""
     found = {"HF_TOKEN": "${HF_TOKEN:-}", "VLLM_API_KEY": "${VLLM_API_KEY:-}"}
     if it.question.engine == "vllm":
@@ -131,7 +131,7 @@ def environment(it: Deployment, server: Server) -> dict[str, str]:
     return found if hosts.on_cpu(it) else {**found, "NVIDIA_DRIVER_CAPABILITIES": "compute,utility", **order(server)}
 
 
-def order(server: Server) -> dict[str, str]:
+def order(server: ReplicaServer) -> dict[str, str]:
     """The order of a container's GPUs: they come as they are in the machine, however they are listed, and CUDA would
     put the fastest first."""
     gpus = server.gpus(server.node)
@@ -143,7 +143,7 @@ def order(server: Server) -> dict[str, str]:
     return found if list(gpus) == there else {**found, "CUDA_VISIBLE_DEVICES": ",".join(places)}
 
 
-def gpus(it: Deployment, server: Server) -> dict[str, Any]:
+def gpus(it: Deployment, server: ReplicaServer) -> dict[str, Any]:
     """The devices of a replica; inside they count from 0."""
     if hosts.on_cpu(it):
         return {}
@@ -159,7 +159,7 @@ def mount(it: Deployment) -> list[str]:
     return [f"{it.checkpoint.compose}:{it.checkpoint.compose}:ro"] if it.checkpoint.local else []
 
 
-def balancer(it: Deployment, servers: list[Server]) -> dict[str, Any]:
+def balancer(it: Deployment, servers: list[ReplicaServer]) -> dict[str, Any]:
     """nginx, which takes the port that the first replica would have."""
     return {
         "image": "nginx:stable",

@@ -27,7 +27,7 @@ class Share(msgspec.Struct, frozen=True):
     gpus: tuple[str, ...]
 
 
-class Server(msgspec.Struct, frozen=True):
+class ReplicaServer(msgspec.Struct, frozen=True):
     """What answers on one port of its first node: a replica, or all of them where they share their experts."""
 
     number: int
@@ -57,7 +57,7 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     candidate: Candidate
     checkpoint: Checkpoint
     names: tuple[str, ...]
-    servers: tuple[Server, ...]
+    servers: tuple[ReplicaServer, ...]
     gaps: tuple[str, ...] = ()
 
     @property
@@ -87,7 +87,7 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
         sure = int(memory.longest * SURE)
         return max(work.longest, sure - sure % ROUND)
 
-    def taken(self, server: Server | None = None, *, held: bool = False) -> tuple[float, ...]:
+    def taken(self, server: ReplicaServer | None = None, *, held: bool = False) -> tuple[float, ...]:
         """Each rank's share of its GPU's memory in a replica, with `held` also what others hold of it; of the replicas
         of a server, or of all, the most that any of them needs."""
         shares = [
@@ -96,12 +96,12 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
         ]
         return tuple(map(max, zip(*shares, strict=True)))
 
-    def free(self, server: Server | None = None) -> float:
+    def free(self, server: ReplicaServer | None = None) -> float:
         """The share of its memory that no GPU of a server, or of all, lacks; all of it where others hold nothing."""
         gpus = (gpu for ranks in self._ranks(server) for _, gpu in ranks if gpu.held_bytes)
         return min((_down(1 - (gpu.held_bytes + DRIVER_BYTES) / gpu.memory_bytes) for gpu in gpus), default=1.0)
 
-    def _ranks(self, server: Server | None) -> Iterator[list[tuple[RankMemory, GpuSpec]]]:
+    def _ranks(self, server: ReplicaServer | None) -> Iterator[list[tuple[RankMemory, GpuSpec]]]:
         """The ranks of each replica with their GPUs."""
         layout, gpus, replicas = self.candidate.layout, self.question.cluster.gpus, self.candidate.memory.replicas
         numbers = [server.number] if server and len(server.replicas) == 1 else range(layout.data_parallel)
@@ -123,7 +123,9 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
         return min(tokens for tokens, _ in found), min(requests for _, requests in found)
 
 
-def servers(question: Question, candidate: Candidate, port: int, visible: Sequence[str] = ()) -> tuple[Server, ...]:
+def servers(
+    question: Question, candidate: Candidate, port: int, visible: Sequence[str] = ()
+) -> tuple[ReplicaServer, ...]:
     """Those of a plan; on each node ports count up from `port`, which is 0 where there are none. `visible` are the
     names of the GPUs where the plan does not see all that are there (CUDA_VISIBLE_DEVICES)."""
     layout, there = candidate.layout, devices(question.cluster)
@@ -136,11 +138,11 @@ def servers(question: Question, candidate: Candidate, port: int, visible: Sequen
             by_node.setdefault(there[at].node, []).append(visible[local] if visible else f"{local}")
         replicas.append(tuple(Share(node, tuple(gpus)) for node, gpus in by_node.items()))
     if layout.expert_parallel > 1:
-        return (Server(0, tuple(replicas), port),)
-    found: list[Server] = []
+        return (ReplicaServer(0, tuple(replicas), port),)
+    found: list[ReplicaServer] = []
     for number, replica in enumerate(replicas):
         before = sum(server.node == replica[0].node for server in found)
-        found.append(Server(number, (replica,), port and port + before))
+        found.append(ReplicaServer(number, (replica,), port and port + before))
     return tuple(found)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from weft.export.deployment import Deployment, Server
+from weft.export.deployment import Deployment, ReplicaServer
 from weft.export.shell import Placeholder
 
 INTERFACE = Placeholder(
@@ -30,7 +30,7 @@ def vendor(it: Deployment) -> Vendor:
     return AMD if it.gpu.gfx else NVIDIA
 
 
-def visible(it: Deployment, server: Server, node: int) -> dict[str, str]:
+def visible(it: Deployment, server: ReplicaServer, node: int) -> dict[str, str]:
     """The GPUs that a server's process on a node shall see, numbered as nvidia-smi does."""
     if on_cpu(it):
         return {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from weft.export import hosts
-from weft.export.deployment import Deployment, Server
+from weft.export.deployment import Deployment, ReplicaServer
 from weft.export.files import SCRIPT, File
 from weft.export.shell import command, export, script
 from weft.export.target import shares_experts, spans_nodes
@@ -66,7 +66,7 @@ def model_name(it: Deployment) -> str:
     return ":".join(filter(None, (name.strip("._-") or "model", tag.replace(":", "-").strip("._-"))))
 
 
-def start(it: Deployment, servers: list[Server]) -> list[str]:
+def start(it: Deployment, servers: list[ReplicaServer]) -> list[str]:
     """A server for each replica, which share the model's files, and the model loaded in each."""
     name = model_name(it)
     body = [*export(settings(it)), ""]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from weft.export import hosts
 from weft.export.checkpoint import FLOATS
-from weft.export.deployment import Deployment, Server
+from weft.export.deployment import Deployment, ReplicaServer
 from weft.export.files import SCRIPT, File
 from weft.export.hosts import INTERFACE, address
 from weft.export.shell import Flags, Raw, Value, command, export, script, together
@@ -102,7 +102,7 @@ def ray(visible: Mapping[str, str], node: int, head: int, gpus: int, *, stays: b
     ]
 
 
-def serve(it: Deployment, server: Server, node: int) -> str:
+def serve(it: Deployment, server: ReplicaServer, node: int) -> str:
     """The command line of a server; of one whose replicas share experts, that of a node's part."""
     flags: dict[str, Value] = {**arguments(it, server), **placed(it, server, node)}
     if node == server.node:
@@ -115,7 +115,7 @@ def serve(it: Deployment, server: Server, node: int) -> str:
     return command(["vllm", "serve", it.checkpoint.shell], flags, variables)
 
 
-def placed(it: Deployment, server: Server, node: int) -> Flags:
+def placed(it: Deployment, server: ReplicaServer, node: int) -> Flags:
     """The flags that say which part of the deployment this is."""
     flags: dict[str, Value] = {}
     if shared(it):
@@ -132,7 +132,7 @@ def placed(it: Deployment, server: Server, node: int) -> Flags:
     return flags
 
 
-def arguments(it: Deployment, server: Server | None = None) -> Flags:
+def arguments(it: Deployment, server: ReplicaServer | None = None) -> Flags:
     """The arguments of a server's engine, or those that do for all, whoever starts it."""
     layout = it.candidate.layout
     tokens, requests = it.batch

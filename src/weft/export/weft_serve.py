@@ -7,7 +7,7 @@ import json
 from weft.architectures.kv import number_bytes
 from weft.export import hosts
 from weft.export.checkpoint import FLOATS
-from weft.export.deployment import Deployment, Server
+from weft.export.deployment import Deployment, ReplicaServer
 from weft.export.files import SCRIPT, File
 from weft.export.hosts import on_cpu
 from weft.export.shell import Flags, Value, command, script, together
@@ -48,7 +48,7 @@ def write(it: Deployment) -> list[File]:
     return files
 
 
-def serve(it: Deployment, server: Server) -> str:
+def serve(it: Deployment, server: ReplicaServer) -> str:
     """The command line of a server."""
     where: dict[str, Value] = {
         "served-model-name": it.names,
@@ -59,7 +59,7 @@ def serve(it: Deployment, server: Server) -> str:
     return command(start, {**arguments(it, server), **where}, visible)
 
 
-def arguments(it: Deployment, server: Server) -> Flags:
+def arguments(it: Deployment, server: ReplicaServer) -> Flags:
     """The arguments of a server's engine, whoever starts it."""
     # A share counts what others hold.
     layout, shares = it.candidate.layout, it.taken(server, held=True)

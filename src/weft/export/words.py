@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from weft import __version__
-from weft.export.deployment import Deployment, Server
+from weft.export.deployment import Deployment, ReplicaServer
 from weft.export.shell import Placeholder
 from weft.planner.deployment import Layout
 from weft.planner.notes import notes
@@ -93,7 +93,7 @@ def seats(it: Deployment) -> list[str]:
     return [*found, f"and {more} more"] if more > 0 else found
 
 
-def _gpus(it: Deployment, server: Server, node: int) -> str:
+def _gpus(it: Deployment, server: ReplicaServer, node: int) -> str:
     gpus = server.gpus(node)
     return "the CPU" if it.gpu.kind == "cpu" else f"GPU{'s' * (len(gpus) > 1)} {','.join(gpus)}"
 
