@@ -19,7 +19,7 @@ SURE = 0.9  # of the longest request that a plan sees: an engine measures its me
 ROUND = 1024  # tokens; lengths that memory limits are multiples of it
 
 
-class Share(msgspec.Struct, frozen=True):
+class NodeShare(msgspec.Struct, frozen=True):
     """The part of a replica that lies on one node: `gpus` are their numbers there, in rank order; one that holds
     several ranks is named for each."""
 
@@ -31,7 +31,7 @@ class ReplicaServer(msgspec.Struct, frozen=True):
     """What answers on one port of its first node: a replica, or all of them where they share their experts."""
 
     number: int
-    replicas: tuple[tuple[Share, ...], ...]
+    replicas: tuple[tuple[NodeShare, ...], ...]
     port: int
 
     @property
@@ -130,13 +130,13 @@ def servers(
     names of the GPUs where the plan does not see all that are there (CUDA_VISIBLE_DEVICES)."""
     layout, there = candidate.layout, devices(question.cluster)
     first = {device.node: device.number for device in reversed(there)}
-    replicas: list[tuple[Share, ...]] = []
+    replicas: list[tuple[NodeShare, ...]] = []
     for number in range(layout.data_parallel):
         by_node: dict[int, list[str]] = {}
         for _, at in layout.replica(number):
             local = at - first[there[at].node]
             by_node.setdefault(there[at].node, []).append(visible[local] if visible else f"{local}")
-        replicas.append(tuple(Share(node, tuple(gpus)) for node, gpus in by_node.items()))
+        replicas.append(tuple(NodeShare(node, tuple(gpus)) for node, gpus in by_node.items()))
     if layout.expert_parallel > 1:
         return (ReplicaServer(0, tuple(replicas), port),)
     found: list[ReplicaServer] = []
