@@ -104,7 +104,7 @@ def deployment(
 ) -> Deployment:
     """The plan with names and ports, from the flags or else from a node's configuration."""
     from weft.export.checkpoint import find_checkpoint
-    from weft.export.deployment import Deployment, servers
+    from weft.export.deployment import Deployment, plan_servers
 
     instance = config.serving(model.name) if config else None
     layout, visible = choice.candidate.layout, names_here(arguments)
@@ -120,7 +120,7 @@ def deployment(
         candidate=choice.candidate,
         checkpoint=found,
         names=tuple(dict.fromkeys(names)),
-        servers=servers(choice.question, choice.candidate, port(arguments, target, instance, layout), visible),
+        servers=plan_servers(choice.question, choice.candidate, port(arguments, target, instance, layout), visible),
         gaps=(*choice.gaps, *nameless(choice, visible)),
     )
 

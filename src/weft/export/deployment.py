@@ -123,7 +123,7 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
         return min(tokens for tokens, _ in found), min(requests for _, requests in found)
 
 
-def servers(
+def plan_servers(
     question: Question, candidate: Candidate, port: int, visible: Sequence[str] = ()
 ) -> tuple[ReplicaServer, ...]:
     """Those of a plan; on each node ports count up from `port`, which is 0 where there are none. `visible` are the
