@@ -42,7 +42,7 @@ def cannot(question: Question, layout: Layout) -> str:
     """What containers of one machine do not do."""
     if spans_nodes(question, layout) or (shares_experts(layout) and len(question.cluster.nodes) > 1):
         return "a container is on one machine; --emit vllm or kuberay spans several"
-    return engines.cannot(question, layout)
+    return engines.unsupported(question, layout)
 
 
 def write(it: Deployment) -> list[File]:

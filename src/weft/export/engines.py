@@ -9,7 +9,7 @@ from weft.planner.question import Question
 KNOWN = {"weft": weft_serve.cannot, "vllm": vllm.cannot}
 
 
-def cannot(question: Question, layout: Layout) -> str:
+def unsupported(question: Question, layout: Layout) -> str:
     """In words, "" where the question's engine can run the layout; of engines that are not known here nothing."""
     return KNOWN[question.engine](question, layout) if question.engine in KNOWN else ""
 
