@@ -8,7 +8,7 @@ import msgspec
 
 from weft.export import engines, hosts, nginx, vllm, weft_serve
 from weft.export.deployment import Deployment, ReplicaServer
-from weft.export.files import File
+from weft.export.files import ExportFile
 from weft.export.shell import Placeholder, words
 from weft.export.target import shares_experts, spans_nodes
 from weft.export.words import Remarks, comment
@@ -45,9 +45,9 @@ def cannot(question: Question, layout: Layout) -> str:
     return engines.unsupported(question, layout)
 
 
-def write(it: Deployment) -> list[File]:
+def write(it: Deployment) -> list[ExportFile]:
     """A Compose file for each node, and nginx's configuration."""
-    found: list[File] = []
+    found: list[ExportFile] = []
     for node in it.nodes:
         servers = [server for server in it.servers if server.node == node]
         alone = len(it.nodes) == 1
@@ -61,11 +61,11 @@ def write(it: Deployment) -> list[File]:
         content["volumes"] = {name: {} for name in caches(it)}
         remarks = Remarks(left_out(it), replace(it), use(it))
         told = portless(it) if balanced else it
-        found.append(File(name, f"{comment('compose', told, remarks)}\n\n{dump(content)}"))
+        found.append(ExportFile(name, f"{comment('compose', told, remarks)}\n\n{dump(content)}"))
         if balanced:
             ends = [f"{service(server)}:{PORT}" for server in servers]
             heading = comment("compose", told, Remarks())
-            found.append(File("nginx.conf", nginx.site(heading, ends, tls=False)))
+            found.append(ExportFile("nginx.conf", nginx.site(heading, ends, tls=False)))
     return found
 
 

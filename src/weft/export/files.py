@@ -12,7 +12,7 @@ from weft.errors import ConfigError, reason
 SCRIPT, PRIVATE = 0o755, 0o600  # modes of what is run, and of what will hold a key
 
 
-class File(msgspec.Struct, frozen=True):
+class ExportFile(msgspec.Struct, frozen=True):
     """One file of an export: its name, its whole text, its permissions."""
 
     name: str
@@ -20,14 +20,14 @@ class File(msgspec.Struct, frozen=True):
     mode: int = 0o644
 
 
-def joined(files: Sequence[File]) -> str:
+def joined(files: Sequence[ExportFile]) -> str:
     """For standard output: a single file as it is, several each below a line with its name."""
     if len(files) == 1:
         return files[0].text
     return "\n".join(f"# ======== {file.name} ========\n{file.text}" for file in files)
 
 
-def write(files: Sequence[File], folder: Path, *, force: bool = False) -> list[Path]:
+def write(files: Sequence[ExportFile], folder: Path, *, force: bool = False) -> list[Path]:
     """Into `folder`, which is made; the paths. Raises ConfigError, before anything is written, where one of them is
     there already (unless `force`), or where it cannot be written."""
     paths = [folder / file.name for file in files]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from weft.errors import ConfigError
 from weft.export import vllm, weft_serve
 from weft.export.deployment import Deployment
-from weft.export.files import PRIVATE, File
+from weft.export.files import PRIVATE, ExportFile
 from weft.export.infernet_config import NodeConfig, vram_tier
 from weft.export.shell import Placeholder
 from weft.export.target import shares_experts
@@ -30,7 +30,7 @@ PLAIN = re.compile(r"[\w./:@+,=-]+")
 KEY = Placeholder("VLLM_API_KEY", "only where the server asks for a key")
 
 
-def write(it: Deployment) -> list[File]:
+def write(it: Deployment) -> list[ExportFile]:
     """The node's environment, the part of its configuration that it reads, and the server's commands."""
     if not PLAIN.fullmatch(it.names[0]):
         raise ConfigError(
@@ -48,8 +48,8 @@ def write(it: Deployment) -> list[File]:
     lines = [comment("infernet", it, remarks), "", *(f"{name}={value}" for name, value in variables.items())]
     engine = {"backend": BACKEND, "model": it.names[0], "ollamaHost": url(it)}
     return [
-        File("infernet.env", "\n".join([*lines, f"#{KEY.name}="]) + "\n", PRIVATE),
-        File("infernet-engine.json", json.dumps({"engine": engine}, indent=2) + "\n"),
+        ExportFile("infernet.env", "\n".join([*lines, f"#{KEY.name}="]) + "\n", PRIVATE),
+        ExportFile("infernet-engine.json", json.dumps({"engine": engine}, indent=2) + "\n"),
         *(vllm.write(it) if it.question.engine == "vllm" else weft_serve.write(it)),
     ]
 

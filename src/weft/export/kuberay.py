@@ -9,7 +9,7 @@ from typing import Any
 
 from weft.export import hosts, vllm
 from weft.export.deployment import Deployment
-from weft.export.files import File
+from weft.export.files import ExportFile
 from weft.export.shell import Placeholder
 from weft.export.target import shares_experts
 from weft.export.words import Remarks, comment
@@ -37,7 +37,7 @@ def cannot(question: Question, layout: Layout) -> str:
     return vllm.cannot(question, layout)
 
 
-def write(it: Deployment) -> list[File]:
+def write(it: Deployment) -> list[ExportFile]:
     """The manifest."""
     remarks = Remarks(left_out(it), replace(it), use(it))
     manifest = {
@@ -53,7 +53,7 @@ def write(it: Deployment) -> list[File]:
             },
         },
     }
-    return [File("rayservice.yaml", f"{comment('kuberay', it, remarks)}\n\n{dump(manifest)}")]
+    return [ExportFile("rayservice.yaml", f"{comment('kuberay', it, remarks)}\n\n{dump(manifest)}")]
 
 
 def service_name(it: Deployment) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from weft.export.deployment import Deployment
-from weft.export.files import File
+from weft.export.files import ExportFile
 from weft.export.hosts import address
 from weft.export.pages import page
 from weft.export.shell import Placeholder
@@ -20,14 +20,14 @@ PLACEHOLDERS = (
 )
 
 
-def write(it: Deployment) -> list[File]:
+def write(it: Deployment) -> list[ExportFile]:
     """One file for conf.d."""
     several = len(it.question.cluster.nodes) > 1
     nodes = dict.fromkeys(server.node for server in it.servers)
     replace = [*PLACEHOLDERS, *(address(node) for node in nodes if several)]
     remarks = Remarks(left_out(it), replace, ["put it into /etc/nginx/conf.d, then nginx -t and nginx -s reload"])
     ends = [f"{address(server.node).name if several else '127.0.0.1'}:{server.port}" for server in it.servers]
-    return [File("nginx.conf", site(comment("nginx", it, remarks), ends))]
+    return [ExportFile("nginx.conf", site(comment("nginx", it, remarks), ends))]
 
 
 def site(heading: str, ends: Sequence[str], *, tls: bool = True) -> str:

@@ -6,7 +6,7 @@ import re
 
 from weft.export import hosts
 from weft.export.deployment import Deployment, ReplicaServer
-from weft.export.files import SCRIPT, File
+from weft.export.files import SCRIPT, ExportFile
 from weft.export.shell import command, export, script
 from weft.export.target import shares_experts, spans_nodes
 from weft.export.words import Remarks, comment
@@ -26,14 +26,14 @@ def cannot(question: Question, layout: Layout) -> str:
     return "it knows the GPUs of its own node only" if spans_nodes(question, layout) else ""
 
 
-def write(it: Deployment) -> list[File]:
+def write(it: Deployment) -> list[ExportFile]:
     """The Modelfile, and a script, one for each node where there are several."""
     remarks = Remarks(left_out(it), use=use(it))
-    found = [File("Modelfile", "\n".join([comment("ollama", it, remarks), *modelfile(it)]) + "\n")]
+    found = [ExportFile("Modelfile", "\n".join([comment("ollama", it, remarks), *modelfile(it)]) + "\n")]
     for node in it.nodes:
         servers = [server for server in it.servers if server.node == node]
         name = "ollama.sh" if len(it.nodes) == 1 else f"node-{node}.sh"
-        found.append(File(name, script(comment("ollama", it, remarks), start(it, servers)), SCRIPT))
+        found.append(ExportFile(name, script(comment("ollama", it, remarks), start(it, servers)), SCRIPT))
     return found
 
 

@@ -8,7 +8,7 @@ from math import log2
 import msgspec
 
 from weft.export.deployment import Deployment
-from weft.export.files import File
+from weft.export.files import ExportFile
 from weft.planner.cuts import Cut
 from weft.planner.deployment import Layout
 from weft.planner.domains import devices
@@ -25,7 +25,7 @@ class Target(msgspec.Struct, frozen=True):
     name: str
     title: str
     engines: tuple[str, ...]
-    write: Callable[[Deployment], Sequence[File]]
+    write: Callable[[Deployment], Sequence[ExportFile]]
     cannot: Cannot = lambda question, layout: ""
     instead: Mapping[str, str] = {}
     port: int = 8000

@@ -10,7 +10,7 @@ from weft.architectures.shape import ModelShape
 from weft.export import hosts
 from weft.export.checkpoint import FLOATS
 from weft.export.deployment import Deployment
-from weft.export.files import SCRIPT, File
+from weft.export.files import SCRIPT, ExportFile
 from weft.export.pages import page
 from weft.export.shell import command
 from weft.export.target import shares_experts, spans_nodes
@@ -37,7 +37,7 @@ def cannot(question: Question, layout: Layout) -> str:
     return "a device map is for the GPUs of one node" if spans_nodes(question, layout) else ""
 
 
-def write(it: Deployment) -> list[File]:
+def write(it: Deployment) -> list[ExportFile]:
     """The script."""
     layout = it.candidate.layout
     text = page(
@@ -49,7 +49,7 @@ def write(it: Deployment) -> list[File]:
         device_map=device_map(it),
         max_memory=max_memory(it),
     )
-    return [File(SCRIPT_NAME, text, SCRIPT)]
+    return [ExportFile(SCRIPT_NAME, text, SCRIPT)]
 
 
 def device_map(it: Deployment) -> list[str]:

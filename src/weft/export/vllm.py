@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from weft.export import hosts
 from weft.export.checkpoint import FLOATS
 from weft.export.deployment import Deployment, ReplicaServer
-from weft.export.files import SCRIPT, File
+from weft.export.files import SCRIPT, ExportFile
 from weft.export.hosts import INTERFACE, address
 from weft.export.shell import Flags, Raw, Value, command, export, script, together
 from weft.export.target import crowded, shares_experts, spans_nodes
@@ -36,17 +36,17 @@ def cannot(question: Question, layout: Layout) -> str:
     return ""
 
 
-def write(it: Deployment) -> list[File]:
+def write(it: Deployment) -> list[ExportFile]:
     """One script, or one for each node."""
     if len(it.nodes) == 1:
         replace = it.checkpoint.placeholders
         body = together([serve(it, server, server.node) for server in it.servers])
         told = comment("vllm", it, Remarks(left_out(it), replace, use(it)))
-        return [File("vllm.sh", script(told, body, replace), SCRIPT)]
+        return [ExportFile("vllm.sh", script(told, body, replace), SCRIPT)]
     return [node_script(it, node) for node in it.nodes]
 
 
-def node_script(it: Deployment, node: int) -> File:
+def node_script(it: Deployment, node: int) -> ExportFile:
     """Everything that one of several nodes runs."""
     linked = [server for server in it.servers if len(server.nodes) > 1]
     here = [server for server in it.servers if server.node == node or (node in server.nodes and shared(it))]
@@ -64,7 +64,7 @@ def node_script(it: Deployment, node: int) -> File:
         body += [*ray(local, node, linked[0].node, gpus, stays=not commands), ""]
     body += together(commands) if commands else []
     told = comment("vllm", it, Remarks(left_out(it), replace, use(it)))
-    return File(f"node-{node}.sh", script(told, body, replace), SCRIPT)
+    return ExportFile(f"node-{node}.sh", script(told, body, replace), SCRIPT)
 
 
 def network(it: Deployment, node: int) -> list[str]:

@@ -8,7 +8,7 @@ from weft.architectures.kv import number_bytes
 from weft.export import hosts
 from weft.export.checkpoint import FLOATS
 from weft.export.deployment import Deployment, ReplicaServer
-from weft.export.files import SCRIPT, File
+from weft.export.files import SCRIPT, ExportFile
 from weft.export.hosts import on_cpu
 from weft.export.shell import Flags, Value, command, script, together
 from weft.export.target import crowded, shares_experts, spans_nodes
@@ -36,7 +36,7 @@ def narrow_cache(question: Question) -> bool:
     return not any(gpu.gfx for gpu in gpus) and not no_narrow_cache("fp8", [(it.name, it.capability) for it in gpus])
 
 
-def write(it: Deployment) -> list[File]:
+def write(it: Deployment) -> list[ExportFile]:
     """One script, or one for each node."""
     replace = it.checkpoint.placeholders
     told = comment("weft", it, Remarks(left_out(it), replace, use(it)))
@@ -44,7 +44,7 @@ def write(it: Deployment) -> list[File]:
     for node in it.nodes:
         body = together([serve(it, server) for server in it.servers if server.node == node])
         name = "weft.sh" if len(it.nodes) == 1 else f"node-{node}.sh"
-        files.append(File(name, script(told, body, replace), SCRIPT))
+        files.append(ExportFile(name, script(told, body, replace), SCRIPT))
     return files
 
 
