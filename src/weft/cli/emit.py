@@ -75,7 +75,7 @@ def main(arguments: Namespace) -> int:
     made = target.write(it)
     folder = getattr(arguments, "emit_to", None)
     if folder is None:
-        sys.stdout.write(files.joined(made))
+        sys.stdout.write(files.joined_text(made))
         return 0
     for written in files.write(made, Path(folder).expanduser(), force=getattr(arguments, "force", False)):
         print(f"wrote {written}", file=sys.stderr)

@@ -20,7 +20,7 @@ class ExportFile(msgspec.Struct, frozen=True):
     mode: int = 0o644
 
 
-def joined(files: Sequence[ExportFile]) -> str:
+def joined_text(files: Sequence[ExportFile]) -> str:
     """For standard output: a single file as it is, several each below a line with its name."""
     if len(files) == 1:
         return files[0].text
