@@ -77,7 +77,7 @@ def main(arguments: Namespace) -> int:
     if folder is None:
         sys.stdout.write(files.joined_text(made))
         return 0
-    for written in files.write(made, Path(folder).expanduser(), force=getattr(arguments, "force", False)):
+    for written in files.write_files(made, Path(folder).expanduser(), force=getattr(arguments, "force", False)):
         print(f"wrote {written}", file=sys.stderr)
     return 0
 

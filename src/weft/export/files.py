@@ -27,7 +27,7 @@ def joined_text(files: Sequence[ExportFile]) -> str:
     return "\n".join(f"# ======== {file.name} ========\n{file.text}" for file in files)
 
 
-def write(files: Sequence[ExportFile], folder: Path, *, force: bool = False) -> list[Path]:
+def write_files(files: Sequence[ExportFile], folder: Path, *, force: bool = False) -> list[Path]:
     """Into `folder`, which is made; the paths. Raises ConfigError, before anything is written, where one of them is
     there already (unless `force`), or where it cannot be written."""
     paths = [folder / file.name for file in files]
