@@ -12,7 +12,7 @@ INTERFACE = Placeholder(
 )
 
 
-class Vendor(msgspec.Struct, frozen=True):
+class GpuVendor(msgspec.Struct, frozen=True):
     """`visible` is the variable that says which GPUs a process sees, `resource` what Kubernetes calls one, and
     `product` the label of nodes that tells their type (of NVIDIA's GPU feature discovery, of AMD's node labeller)."""
 
@@ -21,11 +21,11 @@ class Vendor(msgspec.Struct, frozen=True):
     product: str
 
 
-NVIDIA = Vendor("CUDA_VISIBLE_DEVICES", "nvidia.com/gpu", "nvidia.com/gpu.product")
-AMD = Vendor("HIP_VISIBLE_DEVICES", "amd.com/gpu", "amd.com/gpu.product-name")
+NVIDIA = GpuVendor("CUDA_VISIBLE_DEVICES", "nvidia.com/gpu", "nvidia.com/gpu.product")
+AMD = GpuVendor("HIP_VISIBLE_DEVICES", "amd.com/gpu", "amd.com/gpu.product-name")
 
 
-def vendor(it: Deployment) -> Vendor:
+def vendor(it: Deployment) -> GpuVendor:
     """Of the GPUs."""
     return AMD if it.gpu.gfx else NVIDIA
 
