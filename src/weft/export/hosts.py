@@ -25,7 +25,7 @@ NVIDIA = GpuVendor("CUDA_VISIBLE_DEVICES", "nvidia.com/gpu", "nvidia.com/gpu.pro
 AMD = GpuVendor("HIP_VISIBLE_DEVICES", "amd.com/gpu", "amd.com/gpu.product-name")
 
 
-def vendor(it: Deployment) -> GpuVendor:
+def gpu_vendor(it: Deployment) -> GpuVendor:
     """Of the GPUs."""
     return AMD if it.gpu.gfx else NVIDIA
 
@@ -34,7 +34,7 @@ def visible(it: Deployment, server: ReplicaServer, node: int) -> dict[str, str]:
     """The GPUs that a server's process on a node shall see, numbered as nvidia-smi does."""
     if on_cpu(it):
         return {}
-    found = {vendor(it).visible: ",".join(server.gpus(node))}
+    found = {gpu_vendor(it).visible: ",".join(server.gpus(node))}
     return found if it.gpu.gfx else {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", **found}
 
 

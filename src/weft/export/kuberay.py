@@ -113,7 +113,7 @@ def head(it: Deployment) -> dict[str, Any]:
 
 def workers(it: Deployment, gpus: Sequence[str], count: int) -> dict[str, Any]:
     """A group of equal workers."""
-    resource, number = hosts.vendor(it).resource, len(gpus)
+    resource, number = hosts.gpu_vendor(it).resource, len(gpus)
     resources = {"cpu": f"{number * CPUS}", "memory": f"{number * MEMORY_GIB}Gi", resource: f"{number}"}
     container = {
         "name": "ray-worker",
@@ -125,7 +125,7 @@ def workers(it: Deployment, gpus: Sequence[str], count: int) -> dict[str, Any]:
     shm = {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": f"{number * SHM_GIB}Gi"}}
     spec: dict[str, Any] = {"containers": [container], "volumes": [shm]}
     if labelled(it):
-        spec["nodeSelector"] = {hosts.vendor(it).product: label(it, gpus[0]).name}
+        spec["nodeSelector"] = {hosts.gpu_vendor(it).product: label(it, gpus[0]).name}
     kinds = "-".join(f"{number}x-{name}" for name, number in Counter(gpus).items())
     return {
         "groupName": label_of(kinds),
@@ -152,7 +152,7 @@ def mixed(it: Deployment) -> bool:
 def label(it: Deployment, gpu: str) -> Placeholder:
     """What a cluster's nodes call a type of GPU."""
     name = "LABEL_OF_" + re.sub(r"\W+", "_", gpu).upper()
-    return Placeholder(name, f"the label {hosts.vendor(it).product} of nodes with {gpu}")
+    return Placeholder(name, f"the label {hosts.gpu_vendor(it).product} of nodes with {gpu}")
 
 
 def replace(it: Deployment) -> list[Placeholder]:

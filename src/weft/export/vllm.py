@@ -60,7 +60,7 @@ def node_script(it: Deployment, node: int) -> ExportFile:
     commands = [serve(it, server, node) for server in here]
     if rayed:
         gpus = sum(len(server.gpus(n)) for server in linked for n in server.nodes)
-        local = {hosts.vendor(it).visible: ",".join(gpu for server in rayed for gpu in server.gpus(node))}
+        local = {hosts.gpu_vendor(it).visible: ",".join(gpu for server in rayed for gpu in server.gpus(node))}
         body += [*ray(local, node, linked[0].node, gpus, stays=not commands), ""]
     body += together(commands) if commands else []
     told = comment("vllm", it, Remarks(left_out(it), replace, use(it)))
