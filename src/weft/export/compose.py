@@ -127,7 +127,7 @@ def environment(it: Deployment, server: ReplicaServer) -> dict[str, str]:
     if it.question.engine == "vllm":
         found |= vllm.partition(it)
     if it.gpu.gfx:
-        return found | hosts.visible(it, server, server.node)
+        return found | hosts.visible_gpus(it, server, server.node)
     return found if hosts.on_cpu(it) else {**found, "NVIDIA_DRIVER_CAPABILITIES": "compute,utility", **order(server)}
 
 

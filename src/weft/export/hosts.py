@@ -30,7 +30,7 @@ def gpu_vendor(it: Deployment) -> GpuVendor:
     return AMD if it.gpu.gfx else NVIDIA
 
 
-def visible(it: Deployment, server: ReplicaServer, node: int) -> dict[str, str]:
+def visible_gpus(it: Deployment, server: ReplicaServer, node: int) -> dict[str, str]:
     """The GPUs that a server's process on a node shall see, numbered as nvidia-smi does."""
     if on_cpu(it):
         return {}

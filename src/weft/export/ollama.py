@@ -72,7 +72,7 @@ def start(it: Deployment, servers: list[ReplicaServer]) -> list[str]:
     body = [*export(settings(it)), ""]
     for server in servers:
         host = {"OLLAMA_HOST": f"127.0.0.1:{server.port}" if len(it.nodes) == 1 else f"0.0.0.0:{server.port}"}
-        body += [f"{command(['ollama', 'serve'], {}, {**hosts.visible(it, server, server.node), **host})} &"]
+        body += [f"{command(['ollama', 'serve'], {}, {**hosts.visible_gpus(it, server, server.node), **host})} &"]
     body += ["trap 'kill $(jobs -p); wait' INT TERM", ""]
     for server in servers:
         at = {"OLLAMA_HOST": f"127.0.0.1:{server.port}"}

@@ -120,6 +120,6 @@ def use(it: Deployment) -> list[str]:
     """How to go on."""
     found = ["needs transformers 4.56 or newer, and accelerate; HF_TOKEN is read from the environment"]
     for server in it.servers:
-        run = command([f"./{SCRIPT_NAME}", "Why is the sky blue?"], {}, hosts.visible(it, server, server.node))
+        run = command([f"./{SCRIPT_NAME}", "Why is the sky blue?"], {}, hosts.visible_gpus(it, server, server.node))
         found.append(f"{'run it' if len(it.servers) == 1 else f'replica {server.number}'}:\n{run}")
     return found

@@ -111,7 +111,7 @@ def serve(it: Deployment, server: ReplicaServer, node: int) -> str:
     else:
         flags["headless"] = True
     rayed = len(server.nodes) > 1 and not shared(it)
-    variables = {} if rayed else {**hosts.visible(it, server, node), **partition(it)}
+    variables = {} if rayed else {**hosts.visible_gpus(it, server, node), **partition(it)}
     return command(["vllm", "serve", it.checkpoint.shell], flags, variables)
 
 

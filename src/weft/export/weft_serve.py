@@ -55,7 +55,7 @@ def serve(it: Deployment, server: ReplicaServer) -> str:
         "host": "127.0.0.1" if len(it.nodes) == 1 else "0.0.0.0",
         "port": server.port,
     }
-    start, visible = ["weft", "serve", it.checkpoint.shell], hosts.visible(it, server, server.node)
+    start, visible = ["weft", "serve", it.checkpoint.shell], hosts.visible_gpus(it, server, server.node)
     return command(start, {**arguments(it, server), **where}, visible)
 
 
