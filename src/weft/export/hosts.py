@@ -38,7 +38,7 @@ def visible_gpus(it: Deployment, server: ReplicaServer, node: int) -> dict[str, 
     return found if it.gpu.gfx else {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", **found}
 
 
-def address(node: int) -> Placeholder:
+def node_address(node: int) -> Placeholder:
     """Where the other nodes reach a node."""
     return Placeholder(f"NODE{node}_ADDRESS", f"address of node {node} on the network that joins the nodes")
 

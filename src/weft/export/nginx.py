@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from weft.export.deployment import Deployment
 from weft.export.files import ExportFile
-from weft.export.hosts import address
+from weft.export.hosts import node_address
 from weft.export.pages import page
 from weft.export.shell import Placeholder
 from weft.export.words import Remarks, comment
@@ -24,9 +24,9 @@ def write(it: Deployment) -> list[ExportFile]:
     """One file for conf.d."""
     several = len(it.question.cluster.nodes) > 1
     nodes = dict.fromkeys(server.node for server in it.servers)
-    replace = [*PLACEHOLDERS, *(address(node) for node in nodes if several)]
+    replace = [*PLACEHOLDERS, *(node_address(node) for node in nodes if several)]
     remarks = Remarks(left_out(it), replace, ["put it into /etc/nginx/conf.d, then nginx -t and nginx -s reload"])
-    ends = [f"{address(server.node).name if several else '127.0.0.1'}:{server.port}" for server in it.servers]
+    ends = [f"{node_address(server.node).name if several else '127.0.0.1'}:{server.port}" for server in it.servers]
     return [ExportFile("nginx.conf", site(comment("nginx", it, remarks), ends))]
 
 

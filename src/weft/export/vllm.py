@@ -8,7 +8,7 @@ from weft.export import hosts
 from weft.export.checkpoint import FLOATS
 from weft.export.deployment import Deployment, ReplicaServer
 from weft.export.files import SCRIPT, ExportFile
-from weft.export.hosts import INTERFACE, address
+from weft.export.hosts import INTERFACE, node_address
 from weft.export.shell import Flags, Raw, Value, command, export, script, together
 from weft.export.target import crowded, shares_experts, spans_nodes
 from weft.export.words import KEYS, Remarks, comment
@@ -55,7 +55,7 @@ def node_script(it: Deployment, node: int) -> ExportFile:
     body: list[str] = []
     if linked:
         head = linked[0].node
-        replace += [*dict.fromkeys([address(node), address(head)]), INTERFACE]
+        replace += [*dict.fromkeys([node_address(node), node_address(head)]), INTERFACE]
         body += [*network(it, node), ""]
     commands = [serve(it, server, node) for server in here]
     if rayed:
@@ -73,7 +73,7 @@ def network(it: Deployment, node: int) -> list[str]:
         "# Traffic between the nodes is neither encrypted nor authenticated: keep it on a private network.",
         *export(
             {
-                "VLLM_HOST_IP": address(node).shell,  # each node's own
+                "VLLM_HOST_IP": node_address(node).shell,  # each node's own
                 "GLOO_SOCKET_IFNAME": INTERFACE.shell,
                 "NCCL_SOCKET_IFNAME": Raw("=$GLOO_SOCKET_IFNAME"),  # = is: this one, not all that begin so
             }
@@ -88,7 +88,7 @@ def ray(visible: Mapping[str, str], node: int, head: int, gpus: int, *, stays: b
     lines = export({"CUDA_DEVICE_ORDER": "PCI_BUS_ID", **visible})
     flags: dict[str, Value] = {"node-ip-address": Raw("$VLLM_HOST_IP"), "num-gpus": count}
     if node != head:
-        where = Raw(f"{address(head).shell}:{RAY_PORT}")
+        where = Raw(f"{node_address(head).shell}:{RAY_PORT}")
         return [*lines, command(["ray", "start"], {"address": where, **flags, "block": stays})]
     return [
         *lines,
@@ -125,7 +125,7 @@ def placed(it: Deployment, server: ReplicaServer, node: int) -> Flags:
             flags["data-parallel-size-local"] = local.count(node)
             if node != server.node:  # on the first one it would mean another way of balancing
                 flags["data-parallel-start-rank"] = local.index(node)
-            flags["data-parallel-address"] = address(server.node).shell
+            flags["data-parallel-address"] = node_address(server.node).shell
             flags["data-parallel-rpc-port"] = EXPERTS_PORT
     elif len(server.nodes) > 1:
         flags["distributed-executor-backend"] = "ray"
