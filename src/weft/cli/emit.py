@@ -69,7 +69,7 @@ def main(arguments: Namespace) -> int:
     warnings = list(it.gaps)
     if config:
         gpus = [(gpu.name, gpu.memory_bytes) for gpu in dict.fromkeys(question.cluster.gpus)]
-        warnings += infernet.warnings(config, model.name, gpus)
+        warnings += infernet.config_warnings(config, model.name, gpus)
     for warning in warnings:
         logger.warning(warning)
     made = target.write(it)

@@ -82,7 +82,7 @@ def left_out(it: Deployment) -> list[str]:
     return found
 
 
-def warnings(config: NodeConfig, model: str, memory: Sequence[tuple[str, int]]) -> list[str]:
+def config_warnings(config: NodeConfig, model: str, memory: Sequence[tuple[str, int]]) -> list[str]:
     """What of a configuration does not do what it seems to, with `model` on GPUs of these names and bytes."""
     found = list(config.warnings)
     told = dict.fromkeys(f"{name} is {vram_tier(size)}" for name, size in memory)
