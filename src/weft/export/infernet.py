@@ -30,7 +30,7 @@ PLAIN = re.compile(r"[\w./:@+,=-]+")
 KEY = Placeholder("VLLM_API_KEY", "only where the server asks for a key")
 
 
-def write(it: Deployment) -> list[ExportFile]:
+def infernet_files(it: Deployment) -> list[ExportFile]:
     """The node's environment, the part of its configuration that it reads, and the server's commands."""
     if not PLAIN.fullmatch(it.names[0]):
         raise ConfigError(

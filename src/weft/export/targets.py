@@ -24,7 +24,7 @@ TARGETS = {
         Target(
             "ollama", "Ollama", ("llama.cpp",), ollama.write, ollama.cannot, instead=ollama.INSTEAD, port=ollama.PORT
         ),
-        Target("infernet", "Infernet", ("weft", "vllm"), infernet.write, engines.unsupported),
+        Target("infernet", "Infernet", ("weft", "vllm"), infernet.infernet_files, engines.unsupported),
         Target("nginx", "nginx", SERVERS, nginx.write, engines.unsupported),
         Target("kuberay", "KubeRay", ("vllm",), kuberay.write, kuberay.cannot, port=0),
         Target("compose", "Docker Compose", ("weft", "vllm"), compose.write, compose.cannot),
