@@ -37,7 +37,7 @@ def infernet_files(it: Deployment) -> list[ExportFile]:
             f"{it.names[0]!r} cannot stand in the node's environment: those who read it agree on letters, figures and "
             "./:@+,=- only; --served-model-name gives another name"
         )
-    remarks = Remarks(left_out(it), [*it.checkpoint.placeholders, KEY], USE)
+    remarks = Remarks(omitted_options(it), [*it.checkpoint.placeholders, KEY], USE)
     variables = {
         "INFERNET_ENGINE_BACKEND": BACKEND,
         "INFERNET_ENGINE_MODEL": it.names[0],
@@ -65,7 +65,7 @@ def tiers(it: Deployment) -> str:
     return ", ".join(f"{name} is {vram_tier(size)}" for name, size in memory.items())
 
 
-def left_out(it: Deployment) -> list[str]:
+def omitted_options(it: Deployment) -> list[str]:
     """What the node does otherwise than its book says."""
     found = [
         f"vram_tier: the node tells it for each GPU by itself, and never sums them: {tiers(it)}",
