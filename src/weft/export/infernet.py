@@ -41,12 +41,12 @@ def infernet_files(it: Deployment) -> list[ExportFile]:
     variables = {
         "INFERNET_ENGINE_BACKEND": BACKEND,
         "INFERNET_ENGINE_MODEL": it.names[0],
-        "VLLM_HOST": url(it),
+        "VLLM_HOST": server_url(it),
         "VLLM_MODEL": it.names[0],
     }
     # Read by systemd's EnvironmentFile and by docker --env-file, which know no quotes and no export.
     lines = [comment("infernet", it, remarks), "", *(f"{name}={value}" for name, value in variables.items())]
-    engine = {"backend": BACKEND, "model": it.names[0], "ollamaHost": url(it)}
+    engine = {"backend": BACKEND, "model": it.names[0], "ollamaHost": server_url(it)}
     return [
         ExportFile("infernet.env", "\n".join([*lines, f"#{KEY.name}="]) + "\n", PRIVATE),
         ExportFile("infernet-engine.json", json.dumps({"engine": engine}, indent=2) + "\n"),
@@ -54,7 +54,7 @@ def infernet_files(it: Deployment) -> list[ExportFile]:
     ]
 
 
-def url(it: Deployment) -> str:
+def server_url(it: Deployment) -> str:
     """Where the node finds its server; in numbers, since localhost may also be ::1, where nobody listens."""
     return f"http://127.0.0.1:{it.servers[0].port}"
 
