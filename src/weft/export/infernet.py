@@ -59,7 +59,7 @@ def server_url(it: Deployment) -> str:
     return f"http://127.0.0.1:{it.servers[0].port}"
 
 
-def tiers(it: Deployment) -> str:
+def vram_tiers(it: Deployment) -> str:
     """The tier of each GPU that is used, in words."""
     memory = {gpu.name: gpu.memory_bytes for gpu in (it.question.cluster.gpus[at] for at in it.candidate.layout.gpus)}
     return ", ".join(f"{name} is {vram_tier(size)}" for name, size in memory.items())
@@ -68,7 +68,7 @@ def tiers(it: Deployment) -> str:
 def omitted_options(it: Deployment) -> list[str]:
     """What the node does otherwise than its book says."""
     found = [
-        f"vram_tier: the node tells it for each GPU by itself, and never sums them: {tiers(it)}",
+        f"vram_tier: the node tells it for each GPU by itself, and never sums them: {vram_tiers(it)}",
         "Ollama's API on the same port: early versions of the node list models by its /api/tags; Weft and vLLM answer "
         "OpenAI's /v1/models, which newer ones ask",
     ]
