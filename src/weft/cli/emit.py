@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from weft.architectures.model import Model
     from weft.export.choice import ExportChoice
     from weft.export.deployment import Deployment
-    from weft.export.infernet_config import Instance, NodeConfig
+    from weft.export.infernet_config import ConfiguredServer, NodeConfig
     from weft.export.target import Target
     from weft.planner.deployment import Layout
 
@@ -125,7 +125,7 @@ def deployment(
     )
 
 
-def port(arguments: Namespace, target: Target, instance: Instance | None, layout: Layout) -> int:
+def port(arguments: Namespace, target: Target, instance: ConfiguredServer | None, layout: Layout) -> int:
     """Of the first server; 0 where the target has none."""
     said = getattr(arguments, "port", None)
     if not target.port:

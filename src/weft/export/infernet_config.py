@@ -32,7 +32,7 @@ LARGEST, UNKNOWN = ">=48gb", "unknown"
 MIB = 1 << 20
 
 
-class Instance(msgspec.Struct, frozen=True):
+class ConfiguredServer(msgspec.Struct, frozen=True):
     """A server that the configuration names: the model by the name that it is asked for, and its port."""
 
     model: str
@@ -42,11 +42,11 @@ class Instance(msgspec.Struct, frozen=True):
 class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What a configuration says of servers, and a sentence for each thing that the node does not read."""
 
-    instances: tuple[Instance, ...]
+    instances: tuple[ConfiguredServer, ...]
     tier: str | None
     warnings: tuple[str, ...]
 
-    def serving(self, model: str) -> Instance | None:
+    def serving(self, model: str) -> ConfiguredServer | None:
         """The instance that stands for a model on the hub: the one whose tag its name begins with, or the only one."""
         tags = [it for it in self.instances if plain(model).startswith(plain(it.model))]
         return tags[0] if tags else self.instances[0] if len(self.instances) == 1 else None
@@ -90,24 +90,24 @@ def read(path: str) -> NodeConfig:
     )
 
 
-def _instances(found: dict[str, Any], engine: dict[str, Any], path: str) -> Iterator[Instance]:
+def _instances(found: dict[str, Any], engine: dict[str, Any], path: str) -> Iterator[ConfiguredServer]:
     """Every server that is named, the one that the node would talk to first."""
     live = _text(engine, "model", path)
     if live:
-        yield Instance(live, _port(_text(engine, "ollamaHost", path), path))
+        yield ConfiguredServer(live, _port(_text(engine, "ollamaHost", path), path))
     model = _text(found, "vllm_model", path)
     if model:
-        yield Instance(model, _port(_text(found, "vllm_host", path), path))
+        yield ConfiguredServer(model, _port(_text(found, "vllm_host", path), path))
     listed = found.get("vllm_instances", [])
     if not isinstance(listed, list) or not all(isinstance(it, dict) and _text(it, "model", path) for it in listed):
         raise ConfigError(f'vllm_instances in {path} must be a list of {{"host": URL, "model": NAME}}')
     for it in listed:
-        yield Instance(it["model"], _port(_text(it, "host", path), path))
+        yield ConfiguredServer(it["model"], _port(_text(it, "host", path), path))
     names = found.get("served_models", [])
     if not isinstance(names, list) or not all(isinstance(name, str) and name.strip() for name in names):
         raise ConfigError(f"served_models in {path} must be a list of names")
     if not (live or model or listed):
-        yield from (Instance(name, _port(_text(found, "vllm_host", path), path)) for name in names)
+        yield from (ConfiguredServer(name, _port(_text(found, "vllm_host", path), path)) for name in names)
 
 
 def _warnings(found: dict[str, Any], engine: dict[str, Any]) -> Iterator[str]:
