@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.pure.commands import weft
 from tests.pure.exports import emit, flags, run
 from tests.pure.fake_nvml import sliced, two_consumer_cards
-from weft.export.infernet_config import known, plain, read, vram_tier
+from weft.export.infernet_config import model_of_tag, plain, read, vram_tier
 from weft.export.targets import TARGETS
 from weft.formats.catalogue import entries
 from weft.hardware import cuda
@@ -251,12 +251,12 @@ def test_tiers_are_of_one_gpu(mib: int, tier: str) -> None:
 
 
 def test_tags_are_names_of_the_catalogue() -> None:
-    assert known("llama3.1:8b") == "meta-llama/Llama-3.1-8B-Instruct"
-    assert known("qwen2.5:14b") == "Qwen/Qwen2.5-14B-Instruct"
-    assert known("nobody:1b") == "nobody:1b"
+    assert model_of_tag("llama3.1:8b") == "meta-llama/Llama-3.1-8B-Instruct"
+    assert model_of_tag("qwen2.5:14b") == "Qwen/Qwen2.5-14B-Instruct"
+    assert model_of_tag("nobody:1b") == "nobody:1b"
     # A model's own name stands for itself.
     names = {name for entry in entries() for name in entry.names if "/" in name}
-    assert all(plain(known(name)).startswith(plain(name)) for name in names)
+    assert all(plain(model_of_tag(name)).startswith(plain(name)) for name in names)
 
 
 def test_the_only_instance_is_meant_whatever_it_is_called(config: Any) -> None:

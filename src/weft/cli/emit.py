@@ -90,7 +90,7 @@ def look_up(arguments: Namespace, target: Target, config: NodeConfig | None) -> 
     if not getattr(arguments, "model", ""):
         if config is None or not config.instances:
             raise UsageError(f"which model? {arguments.infernet_config} names none")
-        arguments.model = infernet_config.known(config.instances[0].model)
+        arguments.model = infernet_config.model_of_tag(config.instances[0].model)
     model = plan.look_up(arguments)
     if model.name == demo.NAME and not {"weft", "llama.cpp"} & set(target.engines):
         from weft.export.checkpoint import DEMO

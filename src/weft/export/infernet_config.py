@@ -57,7 +57,7 @@ def plain(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.rpartition("/")[2].casefold())
 
 
-def known(tag: str) -> str:
+def model_of_tag(tag: str) -> str:
     """The model of the catalogue that a tag like llama3.1:8b stands for, the variant that answers where there is one;
     else the tag itself."""
     return catalogue.full_name(tag) or tag
