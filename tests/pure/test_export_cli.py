@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.pure.commands import weft
 from tests.pure.exports import emit, flags, run
 from tests.pure.fake_nvml import sliced, two_consumer_cards
-from weft.export.infernet_config import model_of_tag, plain, read, vram_tier
+from weft.export.infernet_config import comparable_name, model_of_tag, read, vram_tier
 from weft.export.targets import TARGETS
 from weft.formats.catalogue import entries
 from weft.hardware import cuda
@@ -256,7 +256,7 @@ def test_tags_are_names_of_the_catalogue() -> None:
     assert model_of_tag("nobody:1b") == "nobody:1b"
     # A model's own name stands for itself.
     names = {name for entry in entries() for name in entry.names if "/" in name}
-    assert all(plain(model_of_tag(name)).startswith(plain(name)) for name in names)
+    assert all(comparable_name(model_of_tag(name)).startswith(comparable_name(name)) for name in names)
 
 
 def test_the_only_instance_is_meant_whatever_it_is_called(config: Any) -> None:

@@ -48,11 +48,11 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def serving(self, model: str) -> ConfiguredServer | None:
         """The instance that stands for a model on the hub: the one whose tag its name begins with, or the only one."""
-        tags = [it for it in self.instances if plain(model).startswith(plain(it.model))]
+        tags = [it for it in self.instances if comparable_name(model).startswith(comparable_name(it.model))]
         return tags[0] if tags else self.instances[0] if len(self.instances) == 1 else None
 
 
-def plain(name: str) -> str:
+def comparable_name(name: str) -> str:
     """What qwen2.5:14b and Qwen/Qwen2.5-14B have in common: letters and figures of the last part."""
     return re.sub(r"[^a-z0-9]", "", name.rpartition("/")[2].casefold())
 
