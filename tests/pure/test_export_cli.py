@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.pure.commands import weft
 from tests.pure.exports import emit, flags, run
 from tests.pure.fake_nvml import sliced, two_consumer_cards
-from weft.export.infernet_config import comparable_name, model_of_tag, read, vram_tier
+from weft.export.infernet_config import comparable_name, model_of_tag, read_node_config, vram_tier
 from weft.export.targets import TARGETS
 from weft.formats.catalogue import entries
 from weft.hardware import cuda
@@ -260,10 +260,10 @@ def test_tags_are_names_of_the_catalogue() -> None:
 
 
 def test_the_only_instance_is_meant_whatever_it_is_called(config: Any) -> None:
-    found = read(config({"vllm_model": "house-model", "vllm_host": "http://localhost:8123"}))
+    found = read_node_config(config({"vllm_model": "house-model", "vllm_host": "http://localhost:8123"}))
     here = found.serving("Qwen/Qwen3-8B")
     assert here is not None and (here.model, here.port) == ("house-model", 8123)
-    assert read(config(TWO)).serving("Qwen/Qwen3-8B") is None
+    assert read_node_config(config(TWO)).serving("Qwen/Qwen3-8B") is None
 
 
 # --- what is typed ---

@@ -58,7 +58,7 @@ def main(arguments: Namespace) -> int:
             f"--emit {target.name} writes for {' or '.join(target.engines)}, not --engine {arguments.engine}"
         )
     path = getattr(arguments, "infernet_config", None)
-    config = infernet_config.read(path) if path is not None else None
+    config = infernet_config.read_node_config(path) if path is not None else None
     model = look_up(arguments, target, config)
     question = plan.ask(arguments, model)
     try:

@@ -70,7 +70,7 @@ def vram_tier(memory_bytes: int) -> str:
     return next((name for name, limit in TIERS if memory_bytes // MIB < limit), LARGEST)
 
 
-def read(path: str) -> NodeConfig:
+def read_node_config(path: str) -> NodeConfig:
     """The configuration in a file. Raises ConfigError with what is wrong with it."""
     try:
         found = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
