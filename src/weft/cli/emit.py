@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from weft.export.choice import ExportChoice
     from weft.export.deployment import Deployment
     from weft.export.infernet_config import ConfiguredServer, NodeConfig
-    from weft.export.target import Target
+    from weft.export.target import ExportTarget
     from weft.planner.deployment import Layout
 
 logger = logging.getLogger("weft.cli")
@@ -82,7 +82,7 @@ def main(arguments: Namespace) -> int:
     return 0
 
 
-def look_up(arguments: Namespace, target: Target, config: NodeConfig | None) -> Model:
+def look_up(arguments: Namespace, target: ExportTarget, config: NodeConfig | None) -> Model:
     """The model that was named, or that a node's configuration names."""
     from weft.cli import plan
     from weft.export import infernet_config
@@ -100,7 +100,7 @@ def look_up(arguments: Namespace, target: Target, config: NodeConfig | None) -> 
 
 
 def deployment(
-    arguments: Namespace, target: Target, model: Model, config: NodeConfig | None, choice: ExportChoice
+    arguments: Namespace, target: ExportTarget, model: Model, config: NodeConfig | None, choice: ExportChoice
 ) -> Deployment:
     """The plan with names and ports, from the flags or else from a node's configuration."""
     from weft.export.checkpoint import find_checkpoint
@@ -125,7 +125,7 @@ def deployment(
     )
 
 
-def port(arguments: Namespace, target: Target, instance: ConfiguredServer | None, layout: Layout) -> int:
+def port(arguments: Namespace, target: ExportTarget, instance: ConfiguredServer | None, layout: Layout) -> int:
     """Of the first server; 0 where the target has none."""
     said = getattr(arguments, "port", None)
     if not target.port:

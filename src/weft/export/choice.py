@@ -9,7 +9,7 @@ import msgspec
 from weft.architectures.kv import number_bytes
 from weft.errors import PlanError
 from weft.export import engines
-from weft.export.target import Target, nearest
+from weft.export.target import ExportTarget, nearest
 from weft.export.words import told, uneven
 from weft.planner.objections import not_run
 from weft.planner.question import Question, Wish
@@ -29,7 +29,7 @@ class ExportChoice(msgspec.Struct, frozen=True):
     gaps: tuple[str, ...]
 
 
-def choose_plan(question: Question, target: Target) -> ExportChoice:
+def choose_plan(question: Question, target: ExportTarget) -> ExportChoice:
     """The best plan that `target` can carry out; of one that the user has decided and it cannot, the nearest. Raises
     NothingFits."""
     asked, gaps = translate_question(question, target)
@@ -55,7 +55,7 @@ def choose_plan(question: Question, target: Target) -> ExportChoice:
     return ExportChoice(asked, chosen, (*gaps, gap, *not_run_yet(asked, chosen)))
 
 
-def translate_question(question: Question, target: Target) -> tuple[Question, list[str]]:
+def translate_question(question: Question, target: ExportTarget) -> tuple[Question, list[str]]:
     """The question for the target's engine, in precisions that it reads."""
     engine = question.engine if question.engine in target.engines else target.engines[0]
     read = tuple(dict.fromkeys(target.instead.get(it, it) for it in question.precisions))
@@ -90,7 +90,7 @@ def rejection_reason(answer: Answer, wanted: Candidate | None) -> str:
     return found.reason if found else "these GPUs make no such layout"
 
 
-def uneven_plan_of_weft(question: Question, target: Target) -> list[str]:
+def uneven_plan_of_weft(question: Question, target: ExportTarget) -> list[str]:
     """What Weft itself would do with these GPUs, where that is a cut which the target's engine does not have."""
     if "weft" in target.engines or len(question.cluster.gpus) == 1:
         return []

@@ -17,7 +17,7 @@ from weft.planner.question import Question
 Cannot = Callable[[Question, Layout], str]
 
 
-class Target(msgspec.Struct, frozen=True):
+class ExportTarget(msgspec.Struct, frozen=True):
     """`engines` are those that it starts, its usual one first. `cannot` says in words why a layout is nothing that it
     can do, "" where it can; `instead` are precisions that it takes in place of those that it does not read. Its first
     server answers on `port`."""

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from weft.export import compose, engines, infernet, kuberay, nginx, ollama, transformers, vllm, weft_serve
-from weft.export.target import Target
+from weft.export.target import ExportTarget
 
 SERVERS = ("weft", "vllm", "sglang", "trtllm", "llama.cpp")  # engines with an HTTP port of their own
 
 TARGETS = {
     target.name: target
     for target in (
-        Target("weft", "Weft", ("weft",), weft_serve.write, weft_serve.cannot),
-        Target("vllm", "vLLM", ("vllm",), vllm.write, vllm.cannot),
-        Target(
+        ExportTarget("weft", "Weft", ("weft",), weft_serve.write, weft_serve.cannot),
+        ExportTarget("vllm", "vLLM", ("vllm",), vllm.write, vllm.cannot),
+        ExportTarget(
             "transformers",
             "Transformers",
             ("transformers",),
@@ -21,12 +21,12 @@ TARGETS = {
             instead=transformers.INSTEAD,
             port=0,
         ),
-        Target(
+        ExportTarget(
             "ollama", "Ollama", ("llama.cpp",), ollama.write, ollama.cannot, instead=ollama.INSTEAD, port=ollama.PORT
         ),
-        Target("infernet", "Infernet", ("weft", "vllm"), infernet.infernet_files, engines.unsupported),
-        Target("nginx", "nginx", SERVERS, nginx.write, engines.unsupported),
-        Target("kuberay", "KubeRay", ("vllm",), kuberay.write, kuberay.cannot, port=0),
-        Target("compose", "Docker Compose", ("weft", "vllm"), compose.write, compose.cannot),
+        ExportTarget("infernet", "Infernet", ("weft", "vllm"), infernet.infernet_files, engines.unsupported),
+        ExportTarget("nginx", "nginx", SERVERS, nginx.write, engines.unsupported),
+        ExportTarget("kuberay", "KubeRay", ("vllm",), kuberay.write, kuberay.cannot, port=0),
+        ExportTarget("compose", "Docker Compose", ("weft", "vllm"), compose.write, compose.cannot),
     )
 }
