@@ -14,7 +14,7 @@ from weft.planner.deployment import Layout
 from weft.planner.domains import devices
 from weft.planner.question import Question
 
-Cannot = Callable[[Question, Layout], str]
+Unsupported = Callable[[Question, Layout], str]
 
 
 class ExportTarget(msgspec.Struct, frozen=True):
@@ -26,7 +26,7 @@ class ExportTarget(msgspec.Struct, frozen=True):
     title: str
     engines: tuple[str, ...]
     write: Callable[[Deployment], Sequence[ExportFile]]
-    cannot: Cannot = lambda question, layout: ""
+    cannot: Unsupported = lambda question, layout: ""
     instead: Mapping[str, str] = {}
     port: int = 8000
 
