@@ -9,7 +9,7 @@ import msgspec
 from weft.architectures.kv import number_bytes
 from weft.errors import PlanError
 from weft.export import engines
-from weft.export.target import ExportTarget, nearest
+from weft.export.target import ExportTarget, cut_distance
 from weft.export.words import told, uneven
 from weft.planner.objections import not_run
 from weft.planner.question import Question, Wish
@@ -49,7 +49,7 @@ def choose_plan(question: Question, target: ExportTarget) -> ExportChoice:
     if asked.wish == Wish():
         how, (asked, chosen) = "best", possible[0]  # they come in the order of the objective
     else:
-        distance = nearest(wanted.cut)
+        distance = cut_distance(wanted.cut)
         how, (asked, chosen) = "nearest", min(possible, key=lambda it: distance(it[1].cut))
     gap = f"{target.title} cannot do {told(wanted)}: {problem}; the {how} that it can do is {told(chosen)}"
     return ExportChoice(asked, chosen, (*gaps, gap, *not_run_yet(asked, chosen)))

@@ -47,7 +47,7 @@ def crowded(layout: Layout) -> bool:
     return len(set(layout.gpus)) < len(layout.gpus)
 
 
-def nearest(cut: Cut) -> Callable[[Cut], float]:
+def cut_distance(cut: Cut) -> Callable[[Cut], float]:
     """How far another cut is from `cut`: in doublings of each size. That of a replica counts twice, so that a pipeline
     is nearer to tensor parallelism than replicas are."""
 
