@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from weft.export.deployment import Deployment
 from weft.export.files import ExportFile
 from weft.export.hosts import node_address
-from weft.export.pages import page
+from weft.export.pages import render_template
 from weft.export.shell import Placeholder
 from weft.export.words import Remarks, comment
 
@@ -32,7 +32,7 @@ def write(it: Deployment) -> list[ExportFile]:
 
 def site(heading: str, ends: Sequence[str], *, tls: bool = True) -> str:
     """The configuration for the replicas at `ends`; without `tls` it listens on port 80."""
-    return page("nginx.conf.j2", heading=heading, ends=ends, tls=tls, read_s=READ_S, body_mib=BODY_MIB)
+    return render_template("nginx.conf.j2", heading=heading, ends=ends, tls=tls, read_s=READ_S, body_mib=BODY_MIB)
 
 
 def left_out(it: Deployment) -> list[str]:

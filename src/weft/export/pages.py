@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.resources import files
 
 
-def page(template: str, **values: object) -> str:
+def render_template(template: str, **values: object) -> str:
     """A template filled in; a value that it lacks is an error."""
     from jinja2 import Environment, StrictUndefined
 

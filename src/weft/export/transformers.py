@@ -11,7 +11,7 @@ from weft.export import hosts
 from weft.export.checkpoint import FLOATS
 from weft.export.deployment import Deployment
 from weft.export.files import SCRIPT, ExportFile
-from weft.export.pages import page
+from weft.export.pages import render_template
 from weft.export.shell import command
 from weft.export.target import shares_experts, spans_nodes
 from weft.export.words import Remarks, comment
@@ -40,7 +40,7 @@ def cannot(question: Question, layout: Layout) -> str:
 def write(it: Deployment) -> list[ExportFile]:
     """The script."""
     layout = it.candidate.layout
-    text = page(
+    text = render_template(
         "transformers.py.j2",
         comment=comment("transformers", it, Remarks(left_out(it), it.checkpoint.placeholders, use(it))),
         model=json.dumps(it.checkpoint.name) if it.checkpoint.name else 'os.environ["MODEL"]',
