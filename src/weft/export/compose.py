@@ -9,7 +9,7 @@ import msgspec
 from weft.export import engines, hosts, nginx, vllm, weft_serve
 from weft.export.deployment import Deployment, ReplicaServer
 from weft.export.files import ExportFile
-from weft.export.shell import Placeholder, words
+from weft.export.shell import Placeholder, flag_words
 from weft.export.target import shares_experts, spans_nodes
 from weft.export.words import Remarks, comment
 from weft.formats.yaml_text import Block, dump
@@ -96,7 +96,7 @@ def replica(it: Deployment, server: ReplicaServer, published: bool) -> dict[str,
         found["image"] = ROCM_IMAGE.demand if it.gpu.gfx else IMAGE
         found["entrypoint"] = ["vllm", "serve"]
     start = ["serve", it.checkpoint.compose] if ours else [it.checkpoint.compose]
-    found["command"] = [*start, *(word.replace("$", "$$") for flag in words(flags) for word in flag)]
+    found["command"] = [*start, *(word.replace("$", "$$") for flag in flag_words(flags) for word in flag)]
     found["environment"] = environment(it, server)
     found |= gpus(it, server)
     found["shm_size"] = SHM

@@ -54,7 +54,7 @@ def quote(word: str) -> str:
     return f'"{word}"' if isinstance(word, Raw) else shlex.quote(word)
 
 
-def words(flags: Flags) -> list[list[str]]:
+def flag_words(flags: Flags) -> list[list[str]]:
     """Each flag with its values, not quoted."""
     found: list[list[str]] = []
     for name, value in flags.items():
@@ -70,7 +70,7 @@ def words(flags: Flags) -> list[list[str]]:
 def command(start: Sequence[str], flags: Flags, variables: Mapping[str, str] | None = None) -> str:
     """`start` with `variables` set for it alone, and each flag on a line of its own."""
     given = [f"{name}={value}" for name, value in (variables or {}).items()]
-    lines = [["env", *given], start, *words(flags)] if given else [start, *words(flags)]
+    lines = [["env", *given], start, *flag_words(flags)] if given else [start, *flag_words(flags)]
     return (f" \\\n{INDENT}" if flags else " ").join(" ".join(map(quote, line)) for line in lines)
 
 
