@@ -7,7 +7,7 @@ import re
 from weft.export import hosts
 from weft.export.deployment import Deployment, ReplicaServer
 from weft.export.files import SCRIPT, ExportFile
-from weft.export.shell import command, export, script
+from weft.export.shell import command_line, export, script
 from weft.export.target import shares_experts, spans_nodes
 from weft.export.words import Remarks, comment
 from weft.formats import gguf_types
@@ -72,14 +72,14 @@ def start(it: Deployment, servers: list[ReplicaServer]) -> list[str]:
     body = [*export(settings(it)), ""]
     for server in servers:
         host = {"OLLAMA_HOST": f"127.0.0.1:{server.port}" if len(it.nodes) == 1 else f"0.0.0.0:{server.port}"}
-        body += [f"{command(['ollama', 'serve'], {}, {**hosts.visible_gpus(it, server, server.node), **host})} &"]
+        body += [f"{command_line(['ollama', 'serve'], {}, {**hosts.visible_gpus(it, server, server.node), **host})} &"]
     body += ["trap 'kill $(jobs -p); wait' INT TERM", ""]
     for server in servers:
         at = {"OLLAMA_HOST": f"127.0.0.1:{server.port}"}
-        body.append(f"until {command(['ollama', 'list'], {}, at)} >/dev/null 2>&1; do sleep 1; done")
+        body.append(f"until {command_line(['ollama', 'list'], {}, at)} >/dev/null 2>&1; do sleep 1; done")
         if server is servers[0]:
-            body.append(command(["ollama", "create", name, "--file", "Modelfile"], {}, at))
-        body.append(command(["ollama", "run", name, ""], {}, at))  # no prompt: it loads
+            body.append(command_line(["ollama", "create", name, "--file", "Modelfile"], {}, at))
+        body.append(command_line(["ollama", "run", name, ""], {}, at))  # no prompt: it loads
     return [*body, "wait"]
 
 

@@ -67,7 +67,7 @@ def flag_words(flags: Flags) -> list[list[str]]:
     return found
 
 
-def command(start: Sequence[str], flags: Flags, variables: Mapping[str, str] | None = None) -> str:
+def command_line(start: Sequence[str], flags: Flags, variables: Mapping[str, str] | None = None) -> str:
     """`start` with `variables` set for it alone, and each flag on a line of its own."""
     given = [f"{name}={value}" for name, value in (variables or {}).items()]
     lines = [["env", *given], start, *flag_words(flags)] if given else [start, *flag_words(flags)]

@@ -12,7 +12,7 @@ from weft.export.checkpoint import FLOATS
 from weft.export.deployment import Deployment
 from weft.export.files import SCRIPT, ExportFile
 from weft.export.pages import render_template
-from weft.export.shell import command
+from weft.export.shell import command_line
 from weft.export.target import shares_experts, spans_nodes
 from weft.export.words import Remarks, comment
 from weft.formats import gguf_types
@@ -120,6 +120,8 @@ def use(it: Deployment) -> list[str]:
     """How to go on."""
     found = ["needs transformers 4.56 or newer, and accelerate; HF_TOKEN is read from the environment"]
     for server in it.servers:
-        run = command([f"./{SCRIPT_NAME}", "Why is the sky blue?"], {}, hosts.visible_gpus(it, server, server.node))
+        run = command_line(
+            [f"./{SCRIPT_NAME}", "Why is the sky blue?"], {}, hosts.visible_gpus(it, server, server.node)
+        )
         found.append(f"{'run it' if len(it.servers) == 1 else f'replica {server.number}'}:\n{run}")
     return found

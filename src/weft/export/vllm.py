@@ -9,7 +9,7 @@ from weft.export.checkpoint import FLOATS
 from weft.export.deployment import Deployment, ReplicaServer
 from weft.export.files import SCRIPT, ExportFile
 from weft.export.hosts import INTERFACE, node_address
-from weft.export.shell import Flags, Raw, Value, command, export, script, together
+from weft.export.shell import Flags, Raw, Value, command_line, export, script, together
 from weft.export.target import crowded, shares_experts, spans_nodes
 from weft.export.words import KEYS, Remarks, comment
 from weft.formats import gguf_types
@@ -89,11 +89,11 @@ def ray(visible: Mapping[str, str], node: int, head: int, gpus: int, *, stays: b
     flags: dict[str, Value] = {"node-ip-address": Raw("$VLLM_HOST_IP"), "num-gpus": count}
     if node != head:
         where = Raw(f"{node_address(head).shell}:{RAY_PORT}")
-        return [*lines, command(["ray", "start"], {"address": where, **flags, "block": stays})]
+        return [*lines, command_line(["ray", "start"], {"address": where, **flags, "block": stays})]
     return [
         *lines,
         "python3 -c 'import ray'  # or there is another Python in front of vLLM's, which cannot count them",
-        command(["ray", "start", "--head"], {"port": RAY_PORT, **flags}),
+        command_line(["ray", "start", "--head"], {"port": RAY_PORT, **flags}),
         f"gpus() {{ python3 -c '{COUNT}' 2>/dev/null || echo 0; }}",
         f'until [ "$(gpus)" -ge {gpus} ]; do',
         f'    echo "waiting for the other nodes: {gpus} GPUs are needed, $(gpus) are there" >&2',
@@ -112,7 +112,7 @@ def serve(it: Deployment, server: ReplicaServer, node: int) -> str:
         flags["headless"] = True
     rayed = len(server.nodes) > 1 and not shared(it)
     variables = {} if rayed else {**hosts.visible_gpus(it, server, node), **partition(it)}
-    return command(["vllm", "serve", it.checkpoint.shell], flags, variables)
+    return command_line(["vllm", "serve", it.checkpoint.shell], flags, variables)
 
 
 def placed(it: Deployment, server: ReplicaServer, node: int) -> Flags:

@@ -10,7 +10,7 @@ from weft.export.checkpoint import FLOATS
 from weft.export.deployment import Deployment, ReplicaServer
 from weft.export.files import SCRIPT, ExportFile
 from weft.export.hosts import on_cpu
-from weft.export.shell import Flags, Value, command, script, together
+from weft.export.shell import Flags, Value, command_line, script, together
 from weft.export.target import crowded, shares_experts, spans_nodes
 from weft.export.words import KEYS, Remarks, comment
 from weft.plan import speculation
@@ -56,7 +56,7 @@ def serve(it: Deployment, server: ReplicaServer) -> str:
         "port": server.port,
     }
     start, visible = ["weft", "serve", it.checkpoint.shell], hosts.visible_gpus(it, server, server.node)
-    return command(start, {**arguments(it, server), **where}, visible)
+    return command_line(start, {**arguments(it, server), **where}, visible)
 
 
 def arguments(it: Deployment, server: ReplicaServer) -> Flags:
