@@ -7,7 +7,7 @@ import re
 from weft.export import hosts
 from weft.export.deployment import Deployment, ReplicaServer
 from weft.export.files import SCRIPT, ExportFile
-from weft.export.shell import command_line, export, script
+from weft.export.shell import command_line, export_lines, script
 from weft.export.target import shares_experts, spans_nodes
 from weft.export.words import Remarks, comment
 from weft.formats import gguf_types
@@ -69,7 +69,7 @@ def model_name(it: Deployment) -> str:
 def start(it: Deployment, servers: list[ReplicaServer]) -> list[str]:
     """A server for each replica, which share the model's files, and the model loaded in each."""
     name = model_name(it)
-    body = [*export(settings(it)), ""]
+    body = [*export_lines(settings(it)), ""]
     for server in servers:
         host = {"OLLAMA_HOST": f"127.0.0.1:{server.port}" if len(it.nodes) == 1 else f"0.0.0.0:{server.port}"}
         body += [f"{command_line(['ollama', 'serve'], {}, {**hosts.visible_gpus(it, server, server.node), **host})} &"]

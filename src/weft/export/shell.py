@@ -74,7 +74,7 @@ def command_line(start: Sequence[str], flags: Flags, variables: Mapping[str, str
     return (f" \\\n{INDENT}" if flags else " ").join(" ".join(map(quote, line)) for line in lines)
 
 
-def export(variables: Mapping[str, str]) -> list[str]:
+def export_lines(variables: Mapping[str, str]) -> list[str]:
     """A line for each variable."""
     return [f"export {name}={quote(value)}" for name, value in variables.items()]
 

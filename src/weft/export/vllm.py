@@ -9,7 +9,7 @@ from weft.export.checkpoint import FLOATS
 from weft.export.deployment import Deployment, ReplicaServer
 from weft.export.files import SCRIPT, ExportFile
 from weft.export.hosts import INTERFACE, node_address
-from weft.export.shell import Flags, Raw, Value, command_line, export, script, together
+from weft.export.shell import Flags, Raw, Value, command_line, export_lines, script, together
 from weft.export.target import crowded, shares_experts, spans_nodes
 from weft.export.words import KEYS, Remarks, comment
 from weft.formats import gguf_types
@@ -71,21 +71,21 @@ def network(it: Deployment, node: int) -> list[str]:
     """Which address and interface the processes of a node take; each library wants them in its own form."""
     return [
         "# Traffic between the nodes is neither encrypted nor authenticated: keep it on a private network.",
-        *export(
+        *export_lines(
             {
                 "VLLM_HOST_IP": node_address(node).shell,  # each node's own
                 "GLOO_SOCKET_IFNAME": INTERFACE.shell,
                 "NCCL_SOCKET_IFNAME": Raw("=$GLOO_SOCKET_IFNAME"),  # = is: this one, not all that begin so
             }
         ),
-        *export(partition(it)),
+        *export_lines(partition(it)),
     ]
 
 
 def ray(visible: Mapping[str, str], node: int, head: int, gpus: int, *, stays: bool) -> list[str]:
     """Ray on a node: the head waits until all `gpus` are there; another node's `stays` in front, or goes behind."""
     count = sum(len(numbers.split(",")) for numbers in visible.values())
-    lines = export({"CUDA_DEVICE_ORDER": "PCI_BUS_ID", **visible})
+    lines = export_lines({"CUDA_DEVICE_ORDER": "PCI_BUS_ID", **visible})
     flags: dict[str, Value] = {"node-ip-address": Raw("$VLLM_HOST_IP"), "num-gpus": count}
     if node != head:
         where = Raw(f"{node_address(head).shell}:{RAY_PORT}")
