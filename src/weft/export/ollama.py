@@ -7,7 +7,7 @@ import re
 from weft.export import hosts
 from weft.export.deployment import Deployment, ReplicaServer
 from weft.export.files import SCRIPT, ExportFile
-from weft.export.shell import command_line, export_lines, script
+from weft.export.shell import bash_script, command_line, export_lines
 from weft.export.target import shares_experts, spans_nodes
 from weft.export.words import Remarks, comment
 from weft.formats import gguf_types
@@ -33,7 +33,7 @@ def write(it: Deployment) -> list[ExportFile]:
     for node in it.nodes:
         servers = [server for server in it.servers if server.node == node]
         name = "ollama.sh" if len(it.nodes) == 1 else f"node-{node}.sh"
-        found.append(ExportFile(name, script(comment("ollama", it, remarks), start(it, servers)), SCRIPT))
+        found.append(ExportFile(name, bash_script(comment("ollama", it, remarks), start(it, servers)), SCRIPT))
     return found
 
 

@@ -79,7 +79,7 @@ def export_lines(variables: Mapping[str, str]) -> list[str]:
     return [f"export {name}={quote(value)}" for name, value in variables.items()]
 
 
-def script(comment: str, body: Sequence[str], demanded: Sequence[Placeholder] = ()) -> str:
+def bash_script(comment: str, body: Sequence[str], demanded: Sequence[Placeholder] = ()) -> str:
     """A whole bash script, which ends before it does anything where one of the `demanded` is not set."""
     demands = [f': "{it.demand}"' for it in demanded]
     return "\n".join(["#!/usr/bin/env bash", comment, STRICT, *demands, "", *body]).rstrip("\n") + "\n"
