@@ -85,7 +85,7 @@ def bash_script(comment: str, body: Sequence[str], demanded: Sequence[Placeholde
     return "\n".join(["#!/usr/bin/env bash", comment, STRICT, *demands, "", *body]).rstrip("\n") + "\n"
 
 
-def together(commands: Sequence[str]) -> list[str]:
+def run_together(commands: Sequence[str]) -> list[str]:
     """Commands that run until the script is ended: a single one takes its place, several run side by side, and one that
     fails is told at once, and by the script's status at the end."""
     if len(commands) == 1:

@@ -9,7 +9,7 @@ from weft.export.checkpoint import FLOATS
 from weft.export.deployment import Deployment, ReplicaServer
 from weft.export.files import SCRIPT, ExportFile
 from weft.export.hosts import INTERFACE, node_address
-from weft.export.shell import Flags, Raw, Value, bash_script, command_line, export_lines, together
+from weft.export.shell import Flags, Raw, Value, bash_script, command_line, export_lines, run_together
 from weft.export.target import crowded, shares_experts, spans_nodes
 from weft.export.words import KEYS, Remarks, comment
 from weft.formats import gguf_types
@@ -40,7 +40,7 @@ def write(it: Deployment) -> list[ExportFile]:
     """One script, or one for each node."""
     if len(it.nodes) == 1:
         replace = it.checkpoint.placeholders
-        body = together([serve(it, server, server.node) for server in it.servers])
+        body = run_together([serve(it, server, server.node) for server in it.servers])
         told = comment("vllm", it, Remarks(left_out(it), replace, use(it)))
         return [ExportFile("vllm.sh", bash_script(told, body, replace), SCRIPT)]
     return [node_script(it, node) for node in it.nodes]
@@ -62,7 +62,7 @@ def node_script(it: Deployment, node: int) -> ExportFile:
         gpus = sum(len(server.gpus(n)) for server in linked for n in server.nodes)
         local = {hosts.gpu_vendor(it).visible: ",".join(gpu for server in rayed for gpu in server.gpus(node))}
         body += [*ray(local, node, linked[0].node, gpus, stays=not commands), ""]
-    body += together(commands) if commands else []
+    body += run_together(commands) if commands else []
     told = comment("vllm", it, Remarks(left_out(it), replace, use(it)))
     return ExportFile(f"node-{node}.sh", bash_script(told, body, replace), SCRIPT)
 

@@ -10,7 +10,7 @@ from weft.export.checkpoint import FLOATS
 from weft.export.deployment import Deployment, ReplicaServer
 from weft.export.files import SCRIPT, ExportFile
 from weft.export.hosts import on_cpu
-from weft.export.shell import Flags, Value, bash_script, command_line, together
+from weft.export.shell import Flags, Value, bash_script, command_line, run_together
 from weft.export.target import crowded, shares_experts, spans_nodes
 from weft.export.words import KEYS, Remarks, comment
 from weft.plan import speculation
@@ -42,7 +42,7 @@ def write(it: Deployment) -> list[ExportFile]:
     told = comment("weft", it, Remarks(left_out(it), replace, use(it)))
     files = []
     for node in it.nodes:
-        body = together([serve(it, server) for server in it.servers if server.node == node])
+        body = run_together([serve(it, server) for server in it.servers if server.node == node])
         name = "weft.sh" if len(it.nodes) == 1 else f"node-{node}.sh"
         files.append(ExportFile(name, bash_script(told, body, replace), SCRIPT))
     return files
