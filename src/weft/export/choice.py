@@ -10,7 +10,7 @@ from weft.architectures.kv import number_bytes
 from weft.errors import PlanError
 from weft.export import engines
 from weft.export.target import ExportTarget, cut_distance
-from weft.export.words import told, uneven
+from weft.export.words import describe_plan, uneven
 from weft.planner.objections import not_run
 from weft.planner.question import Question, Wish
 from weft.planner.ranking import Candidate
@@ -45,13 +45,15 @@ def choose_plan(question: Question, target: ExportTarget) -> ExportChoice:
     problem = problem or rejection_reason(answer, wanted)
     possible = [it for it in alternatives(answer) if not target.cannot(it[0], it[1].layout)]
     if not possible:
-        raise NothingFits(f"{target.title} cannot do {told(wanted)}: {problem}; no other plan for it fits either")
+        raise NothingFits(
+            f"{target.title} cannot do {describe_plan(wanted)}: {problem}; no other plan for it fits either"
+        )
     if asked.wish == Wish():
         how, (asked, chosen) = "best", possible[0]  # they come in the order of the objective
     else:
         distance = cut_distance(wanted.cut)
         how, (asked, chosen) = "nearest", min(possible, key=lambda it: distance(it[1].cut))
-    gap = f"{target.title} cannot do {told(wanted)}: {problem}; the {how} that it can do is {told(chosen)}"
+    gap = f"{target.title} cannot do {describe_plan(wanted)}: {problem}; the {how} that it can do is {describe_plan(chosen)}"
     return ExportChoice(asked, chosen, (*gaps, gap, *not_run_yet(asked, chosen)))
 
 
@@ -97,7 +99,7 @@ def uneven_plan_of_weft(question: Question, target: ExportTarget) -> list[str]:
     ours = search(msgspec.structs.replace(question, engine="weft")).best
     if ours is None or not uneven(ours.layout):
         return []
-    return [f"Weft itself would run {told(ours)}, a cut that {target.title} does not have"]
+    return [f"Weft itself would run {describe_plan(ours)}, a cut that {target.title} does not have"]
 
 
 def not_run_yet(asked: Question, chosen: Candidate) -> list[str]:

@@ -66,7 +66,7 @@ def cut(layout: Layout) -> str:
     return ", ".join(words) or "one rank"
 
 
-def told(candidate: Candidate) -> str:
+def describe_plan(candidate: Candidate) -> str:
     """A plan in a few words, as `weft plan` has them, with the heads of an uneven cut."""
     layout = candidate.layout
     if not uneven(layout):
