@@ -13,7 +13,7 @@ from weft.export.files import PRIVATE, ExportFile
 from weft.export.infernet_config import NodeConfig, vram_tier
 from weft.export.shell import Placeholder
 from weft.export.target import shares_experts
-from weft.export.words import Remarks, comment
+from weft.export.words import Remarks, header_comment
 
 MERGE = """\
 config="${XDG_CONFIG_HOME:-$HOME/.config}/infernet/config.json"
@@ -45,7 +45,7 @@ def infernet_files(it: Deployment) -> list[ExportFile]:
         "VLLM_MODEL": it.names[0],
     }
     # Read by systemd's EnvironmentFile and by docker --env-file, which know no quotes and no export.
-    lines = [comment("infernet", it, remarks), "", *(f"{name}={value}" for name, value in variables.items())]
+    lines = [header_comment("infernet", it, remarks), "", *(f"{name}={value}" for name, value in variables.items())]
     engine = {"backend": BACKEND, "model": it.names[0], "ollamaHost": server_url(it)}
     return [
         ExportFile("infernet.env", "\n".join([*lines, f"#{KEY.name}="]) + "\n", PRIVATE),

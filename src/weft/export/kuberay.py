@@ -12,7 +12,7 @@ from weft.export.deployment import Deployment
 from weft.export.files import ExportFile
 from weft.export.shell import Placeholder
 from weft.export.target import shares_experts
-from weft.export.words import Remarks, comment
+from weft.export.words import Remarks, header_comment
 from weft.formats.yaml_text import Block, dump
 from weft.planner.deployment import Layout
 from weft.planner.domains import devices
@@ -53,7 +53,7 @@ def write(it: Deployment) -> list[ExportFile]:
             },
         },
     }
-    return [ExportFile("rayservice.yaml", f"{comment('kuberay', it, remarks)}\n\n{dump(manifest)}")]
+    return [ExportFile("rayservice.yaml", f"{header_comment('kuberay', it, remarks)}\n\n{dump(manifest)}")]
 
 
 def service_name(it: Deployment) -> str:

@@ -9,7 +9,7 @@ from weft.export.files import ExportFile
 from weft.export.hosts import node_address
 from weft.export.pages import render_template
 from weft.export.shell import Placeholder
-from weft.export.words import Remarks, comment
+from weft.export.words import Remarks, header_comment
 
 READ_S = 600  # seconds without a byte: an answer that is not streamed has none until it is whole
 BODY_MIB = 32  # the default of ServeOptions.max_body_bytes for two million tokens; replicas refuse less
@@ -27,7 +27,7 @@ def write(it: Deployment) -> list[ExportFile]:
     replace = [*PLACEHOLDERS, *(node_address(node) for node in nodes if several)]
     remarks = Remarks(left_out(it), replace, ["put it into /etc/nginx/conf.d, then nginx -t and nginx -s reload"])
     ends = [f"{node_address(server.node).name if several else '127.0.0.1'}:{server.port}" for server in it.servers]
-    return [ExportFile("nginx.conf", site(comment("nginx", it, remarks), ends))]
+    return [ExportFile("nginx.conf", site(header_comment("nginx", it, remarks), ends))]
 
 
 def site(heading: str, ends: Sequence[str], *, tls: bool = True) -> str:

@@ -28,7 +28,7 @@ class Remarks(msgspec.Struct, frozen=True):
     use: Sequence[str] = ()
 
 
-def comment(target: str, it: Deployment, remarks: Remarks) -> str:
+def header_comment(target: str, it: Deployment, remarks: Remarks) -> str:
     """The plan, where it is from, what it lacks; lines that begin with #."""
     paragraphs = [plan(it), predicted(it), f"Written by weft {__version__}: weft plan --emit {target}"]
     left_out = [*it.gaps, *notes(it.question, it.candidate), *remarks.left_out]
