@@ -30,7 +30,7 @@ class Remarks(msgspec.Struct, frozen=True):
 
 def header_comment(target: str, it: Deployment, remarks: Remarks) -> str:
     """The plan, where it is from, what it lacks; lines that begin with #."""
-    paragraphs = [plan(it), predicted(it), f"Written by weft {__version__}: weft plan --emit {target}"]
+    paragraphs = [plan_paragraph(it), predicted(it), f"Written by weft {__version__}: weft plan --emit {target}"]
     left_out = [*it.gaps, *notes(it.question, it.candidate), *remarks.left_out]
     lines = [line for paragraph in paragraphs for line in _wrapped(paragraph)]
     lines += _listed("In another way than planned, or left out:", left_out)
@@ -39,7 +39,7 @@ def header_comment(target: str, it: Deployment, remarks: Remarks) -> str:
     return "\n".join(f"# {line}".rstrip() for line in lines)
 
 
-def plan(it: Deployment) -> str:
+def plan_paragraph(it: Deployment) -> str:
     """The model, the hardware, the cut, and where everything lies."""
     layout = it.candidate.layout
     hardware = by_type(it.question.cluster.gpus[at].name for at in layout.gpus)
