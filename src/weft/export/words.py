@@ -45,12 +45,12 @@ def plan_paragraph(it: Deployment) -> str:
     hardware = by_type(it.question.cluster.gpus[at].name for at in layout.gpus)
     where = f"{len(it.nodes)} nodes with {hardware}" if len(it.nodes) > 1 else hardware
     return (
-        f"{it.checkpoint.title} in {layout.precision} on {where}: {cut(layout)}; "
+        f"{it.checkpoint.title} in {layout.precision} on {where}: {describe_cut(layout)}; "
         f"requests of up to {it.max_model_len:,} tokens; {'; '.join(seats(it))}."
     )
 
 
-def cut(layout: Layout) -> str:
+def describe_cut(layout: Layout) -> str:
     """What is cut how many ways, in words."""
     ranks = layout.replica(0)[: layout.tensor_parallel]
     words = []
