@@ -30,7 +30,11 @@ class Remarks(msgspec.Struct, frozen=True):
 
 def header_comment(target: str, it: Deployment, remarks: Remarks) -> str:
     """The plan, where it is from, what it lacks; lines that begin with #."""
-    paragraphs = [plan_paragraph(it), predicted(it), f"Written by weft {__version__}: weft plan --emit {target}"]
+    paragraphs = [
+        plan_paragraph(it),
+        prediction_paragraph(it),
+        f"Written by weft {__version__}: weft plan --emit {target}",
+    ]
     left_out = [*it.gaps, *notes(it.question, it.candidate), *remarks.left_out]
     lines = [line for paragraph in paragraphs for line in _wrapped(paragraph)]
     lines += _listed("In another way than planned, or left out:", left_out)
@@ -98,7 +102,7 @@ def _gpus(it: Deployment, server: ReplicaServer, node: int) -> str:
     return "the CPU" if it.gpu.kind == "cpu" else f"GPU{'s' * (len(gpus) > 1)} {','.join(gpus)}"
 
 
-def predicted(it: Deployment) -> str:
+def prediction_paragraph(it: Deployment) -> str:
     """What `weft plan` expects of it."""
     tokens, speed = it.candidate.memory.kv_tokens, it.candidate.predicted
     error = f"within {100 * speed.error_band:.0f} % ({speed.error_source})"
