@@ -50,7 +50,7 @@ def plan_paragraph(it: Deployment) -> str:
     where = f"{len(it.nodes)} nodes with {hardware}" if len(it.nodes) > 1 else hardware
     return (
         f"{it.checkpoint.title} in {layout.precision} on {where}: {describe_cut(layout)}; "
-        f"requests of up to {it.max_model_len:,} tokens; {'; '.join(seats(it))}."
+        f"requests of up to {it.max_model_len:,} tokens; {'; '.join(server_places(it))}."
     )
 
 
@@ -84,7 +84,7 @@ def uneven(layout: Layout) -> bool:
     return len({(len(place.q_heads), len(place.kv_heads)) for place in layout.places}) > 1
 
 
-def seats(it: Deployment) -> list[str]:
+def server_places(it: Deployment) -> list[str]:
     """Which GPUs answer on which port; without one, which hold a replica."""
     several = len(it.question.cluster.nodes) > 1
     found = []
