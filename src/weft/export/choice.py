@@ -10,7 +10,7 @@ from weft.architectures.kv import number_bytes
 from weft.errors import PlanError
 from weft.export import engines
 from weft.export.target import ExportTarget, cut_distance
-from weft.export.words import describe_plan, uneven
+from weft.export.words import describe_plan, is_uneven
 from weft.planner.objections import not_run
 from weft.planner.question import Question, Wish
 from weft.planner.ranking import Candidate
@@ -97,7 +97,7 @@ def uneven_plan_of_weft(question: Question, target: ExportTarget) -> list[str]:
     if "weft" in target.engines or len(question.cluster.gpus) == 1:
         return []
     ours = search(msgspec.structs.replace(question, engine="weft")).best
-    if ours is None or not uneven(ours.layout):
+    if ours is None or not is_uneven(ours.layout):
         return []
     return [f"Weft itself would run {describe_plan(ours)}, a cut that {target.title} does not have"]
 

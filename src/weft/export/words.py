@@ -60,7 +60,7 @@ def describe_cut(layout: Layout) -> str:
     words = []
     if layout.tensor_parallel > 1:
         heads = ", ".join(f"{len(place.q_heads)}" for place, _ in ranks)
-        words.append(f"tensor parallel {layout.tensor_parallel}" + (f" ({heads} heads)" if uneven(layout) else ""))
+        words.append(f"tensor parallel {layout.tensor_parallel}" + (f" ({heads} heads)" if is_uneven(layout) else ""))
     if layout.pipeline_parallel > 1:
         words.append(f"a pipeline of {' + '.join(map(str, layout.stage_layers))} layers")
     if layout.expert_parallel > 1:
@@ -73,13 +73,13 @@ def describe_cut(layout: Layout) -> str:
 def describe_plan(candidate: Candidate) -> str:
     """A plan in a few words, as `weft plan` has them, with the heads of an uneven cut."""
     layout = candidate.layout
-    if not uneven(layout):
+    if not is_uneven(layout):
         return f"{candidate.cut}"
     heads = [f"{len(place.q_heads)}" for place, _ in layout.replica(0)[: layout.tensor_parallel]]
     return f"{candidate.cut} with {', '.join(heads[:-1])} and {heads[-1]} query heads"
 
 
-def uneven(layout: Layout) -> bool:
+def is_uneven(layout: Layout) -> bool:
     """Whether tensor-parallel ranks have different shares of the heads."""
     return len({(len(place.q_heads), len(place.kv_heads)) for place in layout.places}) > 1
 
