@@ -11,7 +11,7 @@ from weft.export.deployment import Deployment, ReplicaServer
 from weft.export.files import ExportFile
 from weft.export.shell import Placeholder, flag_words
 from weft.export.target import shares_experts, spans_nodes
-from weft.export.words import Remarks, header_comment
+from weft.export.words import TargetRemarks, header_comment
 from weft.formats.yaml_text import Block, dump
 from weft.planner.deployment import Layout
 from weft.planner.question import Question
@@ -59,12 +59,12 @@ def write(it: Deployment) -> list[ExportFile]:
         if balanced:
             content["services"]["nginx"] = balancer(it, servers)
         content["volumes"] = {name: {} for name in caches(it)}
-        remarks = Remarks(left_out(it), replace(it), use(it))
+        remarks = TargetRemarks(left_out(it), replace(it), use(it))
         told = portless(it) if balanced else it
         found.append(ExportFile(name, f"{header_comment('compose', told, remarks)}\n\n{dump(content)}"))
         if balanced:
             ends = [f"{service(server)}:{PORT}" for server in servers]
-            heading = header_comment("compose", told, Remarks())
+            heading = header_comment("compose", told, TargetRemarks())
             found.append(ExportFile("nginx.conf", nginx.site(heading, ends, tls=False)))
     return found
 

@@ -13,7 +13,7 @@ from weft.export.files import PRIVATE, ExportFile
 from weft.export.infernet_config import NodeConfig, vram_tier
 from weft.export.shell import Placeholder
 from weft.export.target import shares_experts
-from weft.export.words import Remarks, header_comment
+from weft.export.words import TargetRemarks, header_comment
 
 MERGE = """\
 config="${XDG_CONFIG_HOME:-$HOME/.config}/infernet/config.json"
@@ -37,7 +37,7 @@ def infernet_files(it: Deployment) -> list[ExportFile]:
             f"{it.names[0]!r} cannot stand in the node's environment: those who read it agree on letters, figures and "
             "./:@+,=- only; --served-model-name gives another name"
         )
-    remarks = Remarks(omitted_options(it), [*it.checkpoint.placeholders, KEY], USE)
+    remarks = TargetRemarks(omitted_options(it), [*it.checkpoint.placeholders, KEY], USE)
     variables = {
         "INFERNET_ENGINE_BACKEND": BACKEND,
         "INFERNET_ENGINE_MODEL": it.names[0],

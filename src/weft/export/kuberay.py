@@ -12,7 +12,7 @@ from weft.export.deployment import Deployment
 from weft.export.files import ExportFile
 from weft.export.shell import Placeholder
 from weft.export.target import shares_experts
-from weft.export.words import Remarks, header_comment
+from weft.export.words import TargetRemarks, header_comment
 from weft.formats.yaml_text import Block, dump
 from weft.planner.deployment import Layout
 from weft.planner.domains import devices
@@ -39,7 +39,7 @@ def cannot(question: Question, layout: Layout) -> str:
 
 def write(it: Deployment) -> list[ExportFile]:
     """The manifest."""
-    remarks = Remarks(left_out(it), replace(it), use(it))
+    remarks = TargetRemarks(left_out(it), replace(it), use(it))
     manifest = {
         "apiVersion": "ray.io/v1",
         "kind": "RayService",

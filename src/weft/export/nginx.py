@@ -9,7 +9,7 @@ from weft.export.files import ExportFile
 from weft.export.hosts import node_address
 from weft.export.pages import render_template
 from weft.export.shell import Placeholder
-from weft.export.words import Remarks, header_comment
+from weft.export.words import TargetRemarks, header_comment
 
 READ_S = 600  # seconds without a byte: an answer that is not streamed has none until it is whole
 BODY_MIB = 32  # the default of ServeOptions.max_body_bytes for two million tokens; replicas refuse less
@@ -25,7 +25,7 @@ def write(it: Deployment) -> list[ExportFile]:
     several = len(it.question.cluster.nodes) > 1
     nodes = dict.fromkeys(server.node for server in it.servers)
     replace = [*PLACEHOLDERS, *(node_address(node) for node in nodes if several)]
-    remarks = Remarks(left_out(it), replace, ["put it into /etc/nginx/conf.d, then nginx -t and nginx -s reload"])
+    remarks = TargetRemarks(left_out(it), replace, ["put it into /etc/nginx/conf.d, then nginx -t and nginx -s reload"])
     ends = [f"{node_address(server.node).name if several else '127.0.0.1'}:{server.port}" for server in it.servers]
     return [ExportFile("nginx.conf", site(header_comment("nginx", it, remarks), ends))]
 

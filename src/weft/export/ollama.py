@@ -9,7 +9,7 @@ from weft.export.deployment import Deployment, ReplicaServer
 from weft.export.files import SCRIPT, ExportFile
 from weft.export.shell import bash_script, command_line, export_lines
 from weft.export.target import shares_experts, spans_nodes
-from weft.export.words import Remarks, header_comment
+from weft.export.words import TargetRemarks, header_comment
 from weft.formats import gguf_types
 from weft.planner.deployment import Layout
 from weft.planner.question import Question
@@ -28,7 +28,7 @@ def cannot(question: Question, layout: Layout) -> str:
 
 def write(it: Deployment) -> list[ExportFile]:
     """The Modelfile, and a script, one for each node where there are several."""
-    remarks = Remarks(left_out(it), use=use(it))
+    remarks = TargetRemarks(left_out(it), use=use(it))
     found = [ExportFile("Modelfile", "\n".join([header_comment("ollama", it, remarks), *modelfile(it)]) + "\n")]
     for node in it.nodes:
         servers = [server for server in it.servers if server.node == node]

@@ -14,7 +14,7 @@ from weft.export.files import SCRIPT, ExportFile
 from weft.export.pages import render_template
 from weft.export.shell import command_line
 from weft.export.target import shares_experts, spans_nodes
-from weft.export.words import Remarks, header_comment
+from weft.export.words import TargetRemarks, header_comment
 from weft.formats import gguf_types
 from weft.planner.deployment import Layout
 from weft.planner.footprint import MIB
@@ -42,7 +42,7 @@ def write(it: Deployment) -> list[ExportFile]:
     layout = it.candidate.layout
     text = render_template(
         "transformers.py.j2",
-        comment=header_comment("transformers", it, Remarks(left_out(it), it.checkpoint.placeholders, use(it))),
+        comment=header_comment("transformers", it, TargetRemarks(left_out(it), it.checkpoint.placeholders, use(it))),
         model=json.dumps(it.checkpoint.name) if it.checkpoint.name else 'os.environ["MODEL"]',
         dtype=f"torch.{FLOATS[layout.precision]}" if layout.precision in FLOATS else '"auto"',
         loader="AutoModelForImageTextToText" if sees(it.question.shape) else "AutoModelForCausalLM",

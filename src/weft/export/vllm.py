@@ -11,7 +11,7 @@ from weft.export.files import SCRIPT, ExportFile
 from weft.export.hosts import INTERFACE, node_address
 from weft.export.shell import Flags, Raw, Value, bash_script, command_line, export_lines, run_together
 from weft.export.target import crowded, shares_experts, spans_nodes
-from weft.export.words import KEYS, Remarks, header_comment
+from weft.export.words import KEYS, TargetRemarks, header_comment
 from weft.formats import gguf_types
 from weft.planner.deployment import Layout
 from weft.planner.question import Question
@@ -41,7 +41,7 @@ def write(it: Deployment) -> list[ExportFile]:
     if len(it.nodes) == 1:
         replace = it.checkpoint.placeholders
         body = run_together([serve(it, server, server.node) for server in it.servers])
-        told = header_comment("vllm", it, Remarks(left_out(it), replace, use(it)))
+        told = header_comment("vllm", it, TargetRemarks(left_out(it), replace, use(it)))
         return [ExportFile("vllm.sh", bash_script(told, body, replace), SCRIPT)]
     return [node_script(it, node) for node in it.nodes]
 
@@ -63,7 +63,7 @@ def node_script(it: Deployment, node: int) -> ExportFile:
         local = {hosts.gpu_vendor(it).visible: ",".join(gpu for server in rayed for gpu in server.gpus(node))}
         body += [*ray(local, node, linked[0].node, gpus, stays=not commands), ""]
     body += run_together(commands) if commands else []
-    told = header_comment("vllm", it, Remarks(left_out(it), replace, use(it)))
+    told = header_comment("vllm", it, TargetRemarks(left_out(it), replace, use(it)))
     return ExportFile(f"node-{node}.sh", bash_script(told, body, replace), SCRIPT)
 
 

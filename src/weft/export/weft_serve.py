@@ -12,7 +12,7 @@ from weft.export.files import SCRIPT, ExportFile
 from weft.export.hosts import on_cpu
 from weft.export.shell import Flags, Value, bash_script, command_line, run_together
 from weft.export.target import crowded, shares_experts, spans_nodes
-from weft.export.words import KEYS, Remarks, header_comment
+from weft.export.words import KEYS, TargetRemarks, header_comment
 from weft.plan import speculation
 from weft.plan.backends import KV_CACHE_DTYPES, no_narrow_cache
 from weft.planner.deployment import Layout, deploy
@@ -39,7 +39,7 @@ def narrow_cache(question: Question) -> bool:
 def write(it: Deployment) -> list[ExportFile]:
     """One script, or one for each node."""
     replace = it.checkpoint.placeholders
-    told = header_comment("weft", it, Remarks(left_out(it), replace, use(it)))
+    told = header_comment("weft", it, TargetRemarks(left_out(it), replace, use(it)))
     files = []
     for node in it.nodes:
         body = run_together([serve(it, server) for server in it.servers if server.node == node])

@@ -20,7 +20,7 @@ WIDTH = 100  # columns of a comment
 SERVERS = 8  # of which the GPUs are told
 
 
-class Remarks(msgspec.Struct, frozen=True):
+class TargetRemarks(msgspec.Struct, frozen=True):
     """What a target adds to the comment: what it leaves out and why, what has to be replaced, how to go on."""
 
     left_out: Sequence[str] = ()
@@ -28,7 +28,7 @@ class Remarks(msgspec.Struct, frozen=True):
     use: Sequence[str] = ()
 
 
-def header_comment(target: str, it: Deployment, remarks: Remarks) -> str:
+def header_comment(target: str, it: Deployment, remarks: TargetRemarks) -> str:
     """The plan, where it is from, what it lacks; lines that begin with #."""
     paragraphs = [
         plan_paragraph(it),
