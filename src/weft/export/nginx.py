@@ -20,7 +20,7 @@ PLACEHOLDERS = (
 )
 
 
-def write(it: Deployment) -> list[ExportFile]:
+def nginx_files(it: Deployment) -> list[ExportFile]:
     """One file for conf.d."""
     several = len(it.question.cluster.nodes) > 1
     nodes = dict.fromkeys(server.node for server in it.servers)

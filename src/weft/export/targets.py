@@ -25,7 +25,7 @@ TARGETS = {
             "ollama", "Ollama", ("llama.cpp",), ollama.write, ollama.cannot, instead=ollama.INSTEAD, port=ollama.PORT
         ),
         ExportTarget("infernet", "Infernet", ("weft", "vllm"), infernet.infernet_files, engines.unsupported),
-        ExportTarget("nginx", "nginx", SERVERS, nginx.write, engines.unsupported),
+        ExportTarget("nginx", "nginx", SERVERS, nginx.nginx_files, engines.unsupported),
         ExportTarget("kuberay", "KubeRay", ("vllm",), kuberay.write, kuberay.cannot, port=0),
         ExportTarget("compose", "Docker Compose", ("weft", "vllm"), compose.write, compose.cannot),
     )
