@@ -25,7 +25,9 @@ def nginx_files(it: Deployment) -> list[ExportFile]:
     several = len(it.question.cluster.nodes) > 1
     nodes = dict.fromkeys(server.node for server in it.servers)
     replace = [*PLACEHOLDERS, *(node_address(node) for node in nodes if several)]
-    remarks = TargetRemarks(left_out(it), replace, ["put it into /etc/nginx/conf.d, then nginx -t and nginx -s reload"])
+    remarks = TargetRemarks(
+        omitted_options(it), replace, ["put it into /etc/nginx/conf.d, then nginx -t and nginx -s reload"]
+    )
     ends = [f"{node_address(server.node).name if several else '127.0.0.1'}:{server.port}" for server in it.servers]
     return [ExportFile("nginx.conf", site(header_comment("nginx", it, remarks), ends))]
 
@@ -35,7 +37,7 @@ def site(heading: str, ends: Sequence[str], *, tls: bool = True) -> str:
     return render_template("nginx.conf.j2", heading=heading, ends=ends, tls=tls, read_s=READ_S, body_mib=BODY_MIB)
 
 
-def left_out(it: Deployment) -> list[str]:
+def omitted_options(it: Deployment) -> list[str]:
     """What it does not do."""
     found = [
         "retries of a request that a replica has taken: a POST goes to the next replica only where no connection came "
