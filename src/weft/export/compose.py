@@ -65,7 +65,7 @@ def write(it: Deployment) -> list[ExportFile]:
         if balanced:
             ends = [f"{service(server)}:{PORT}" for server in servers]
             heading = header_comment("compose", told, TargetRemarks())
-            found.append(ExportFile("nginx.conf", nginx.site(heading, ends, tls=False)))
+            found.append(ExportFile("nginx.conf", nginx.nginx_site(heading, ends, tls=False)))
     return found
 
 

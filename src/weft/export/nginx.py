@@ -29,10 +29,10 @@ def nginx_files(it: Deployment) -> list[ExportFile]:
         omitted_options(it), replace, ["put it into /etc/nginx/conf.d, then nginx -t and nginx -s reload"]
     )
     ends = [f"{node_address(server.node).name if several else '127.0.0.1'}:{server.port}" for server in it.servers]
-    return [ExportFile("nginx.conf", site(header_comment("nginx", it, remarks), ends))]
+    return [ExportFile("nginx.conf", nginx_site(header_comment("nginx", it, remarks), ends))]
 
 
-def site(heading: str, ends: Sequence[str], *, tls: bool = True) -> str:
+def nginx_site(heading: str, ends: Sequence[str], *, tls: bool = True) -> str:
     """The configuration for the replicas at `ends`; without `tls` it listens on port 80."""
     return render_template("nginx.conf.j2", heading=heading, ends=ends, tls=tls, read_s=READ_S, body_mib=BODY_MIB)
 
