@@ -45,7 +45,7 @@ def cannot(question: Question, layout: Layout) -> str:
     return engines.unsupported(question, layout)
 
 
-def write(it: Deployment) -> list[ExportFile]:
+def compose_files(it: Deployment) -> list[ExportFile]:
     """A Compose file for each node, and nginx's configuration."""
     found: list[ExportFile] = []
     for node in it.nodes:
