@@ -38,7 +38,7 @@ ENTRYPOINT ["weft"]
 CPU_TORCH = "--extra-index-url https://download.pytorch.org/whl/cpu "  # without gigabytes of CUDA
 
 
-def cannot(question: Question, layout: Layout) -> str:
+def unsupported(question: Question, layout: Layout) -> str:
     """What containers of one machine do not do."""
     if spans_nodes(question, layout) or (shares_experts(layout) and len(question.cluster.nodes) > 1):
         return "a container is on one machine; --emit vllm or kuberay spans several"
