@@ -59,7 +59,7 @@ def compose_files(it: Deployment) -> list[ExportFile]:
         if balanced:
             content["services"]["nginx"] = balancer(it, servers)
         content["volumes"] = {name: {} for name in caches(it)}
-        remarks = TargetRemarks(left_out(it), replace(it), use(it))
+        remarks = TargetRemarks(omitted_options(it), replace(it), use(it))
         told = portless(it) if balanced else it
         found.append(ExportFile(name, f"{header_comment('compose', told, remarks)}\n\n{dump(content)}"))
         if balanced:
@@ -178,7 +178,7 @@ def replace(it: Deployment) -> list[Placeholder]:
     return [*found, *([ROCM_IMAGE] if it.gpu.gfx and it.question.engine != "weft" else [])]
 
 
-def left_out(it: Deployment) -> list[str]:
+def omitted_options(it: Deployment) -> list[str]:
     """What is not in the file."""
     found = vllm.left_out(it) if it.question.engine == "vllm" else weft_serve.left_out(it)
     if len(it.servers) > 1 and len(it.nodes) == 1:
