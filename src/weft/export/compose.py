@@ -59,7 +59,7 @@ def compose_files(it: Deployment) -> list[ExportFile]:
         if balanced:
             content["services"]["nginx"] = balancer(it, servers)
         content["volumes"] = {name: {} for name in caches(it)}
-        remarks = TargetRemarks(omitted_options(it), replace(it), use(it))
+        remarks = TargetRemarks(omitted_options(it), replace(it), next_steps(it))
         told = portless(it) if balanced else it
         found.append(ExportFile(name, f"{header_comment('compose', told, remarks)}\n\n{dump(content)}"))
         if balanced:
@@ -188,7 +188,7 @@ def omitted_options(it: Deployment) -> list[str]:
     return found
 
 
-def use(it: Deployment) -> list[str]:
+def next_steps(it: Deployment) -> list[str]:
     """How to go on."""
     file = "" if len(it.nodes) == 1 else " -f compose-node-N.yaml"
     needs = "" if hosts.on_cpu(it) or it.gpu.gfx else "; Docker needs the NVIDIA container toolkit"
