@@ -59,7 +59,7 @@ def compose_files(it: Deployment) -> list[ExportFile]:
         if balanced:
             content["services"]["nginx"] = balancer(it, servers)
         content["volumes"] = {name: {} for name in caches(it)}
-        remarks = TargetRemarks(omitted_options(it), replace(it), next_steps(it))
+        remarks = TargetRemarks(omitted_options(it), placeholders(it), next_steps(it))
         told = portless(it) if balanced else it
         found.append(ExportFile(name, f"{header_comment('compose', told, remarks)}\n\n{dump(content)}"))
         if balanced:
@@ -170,7 +170,7 @@ def balancer(it: Deployment, servers: list[ReplicaServer]) -> dict[str, Any]:
     }
 
 
-def replace(it: Deployment) -> list[Placeholder]:
+def placeholders(it: Deployment) -> list[Placeholder]:
     """What .env has to say."""
     found = list(it.checkpoint.placeholders)
     if it.question.engine == "weft":
