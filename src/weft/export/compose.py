@@ -54,7 +54,7 @@ def compose_files(it: Deployment) -> list[ExportFile]:
         balanced = alone and len(servers) > 1
         name = "compose.yaml" if alone else f"compose-node-{node}.yaml"
         content: dict[str, Any] = {
-            "services": {service(server): replica(it, server, not balanced) for server in servers}
+            "services": {service(server): replica_service(it, server, not balanced) for server in servers}
         }
         if balanced:
             content["services"]["nginx"] = balancer(it, servers)
@@ -79,7 +79,7 @@ def service(server: ReplicaServer) -> str:
     return f"replica-{server.number}"
 
 
-def replica(it: Deployment, server: ReplicaServer, published: bool) -> dict[str, Any]:
+def replica_service(it: Deployment, server: ReplicaServer, published: bool) -> dict[str, Any]:
     """The service of one replica."""
     ours = it.question.engine == "weft"
     engine = weft_serve.arguments(it, server) if ours else vllm.arguments(it, server)
