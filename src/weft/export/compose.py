@@ -54,7 +54,7 @@ def compose_files(it: Deployment) -> list[ExportFile]:
         balanced = alone and len(servers) > 1
         name = "compose.yaml" if alone else f"compose-node-{node}.yaml"
         content: dict[str, Any] = {
-            "services": {service(server): replica_service(it, server, not balanced) for server in servers}
+            "services": {service_name(server): replica_service(it, server, not balanced) for server in servers}
         }
         if balanced:
             content["services"]["nginx"] = balancer(it, servers)
@@ -63,7 +63,7 @@ def compose_files(it: Deployment) -> list[ExportFile]:
         told = portless(it) if balanced else it
         found.append(ExportFile(name, f"{header_comment('compose', told, remarks)}\n\n{dump(content)}"))
         if balanced:
-            ends = [f"{service(server)}:{PORT}" for server in servers]
+            ends = [f"{service_name(server)}:{PORT}" for server in servers]
             heading = header_comment("compose", told, TargetRemarks())
             found.append(ExportFile("nginx.conf", nginx.nginx_site(heading, ends, tls=False)))
     return found
@@ -74,7 +74,7 @@ def portless(it: Deployment) -> Deployment:
     return msgspec.structs.replace(it, servers=tuple(msgspec.structs.replace(s, port=0) for s in it.servers))
 
 
-def service(server: ReplicaServer) -> str:
+def service_name(server: ReplicaServer) -> str:
     """Its name, which is also its address for the others."""
     return f"replica-{server.number}"
 
@@ -165,7 +165,7 @@ def balancer(it: Deployment, servers: list[ReplicaServer]) -> dict[str, Any]:
         "image": "nginx:stable",
         "volumes": ["./nginx.conf:/etc/nginx/conf.d/default.conf:ro"],
         "ports": [f"127.0.0.1:{it.servers[0].port}:80"],
-        "depends_on": {service(server): {"condition": "service_started"} for server in servers},
+        "depends_on": {service_name(server): {"condition": "service_started"} for server in servers},
         "restart": "unless-stopped",
     }
 
