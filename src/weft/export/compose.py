@@ -97,7 +97,7 @@ def replica_service(it: Deployment, server: ReplicaServer, published: bool) -> d
         found["entrypoint"] = ["vllm", "serve"]
     start = ["serve", it.checkpoint.compose] if ours else [it.checkpoint.compose]
     found["command"] = [*start, *(word.replace("$", "$$") for flag in flag_words(flags) for word in flag)]
-    found["environment"] = environment(it, server)
+    found["environment"] = service_environment(it, server)
     found |= gpus(it, server)
     found["shm_size"] = SHM
     found["volumes"] = [*(f"{name}:{path}" for name, path in caches(it).items()), *mount(it)]
@@ -121,7 +121,7 @@ def caches(it: Deployment) -> dict[str, str]:
     return OURS if it.question.engine == "weft" else CACHES
 
 
-def environment(it: Deployment, server: ReplicaServer) -> dict[str, str]:
+def service_environment(it: Deployment, server: ReplicaServer) -> dict[str, str]:
     """From the environment, or from a file .env beside the Compose file; and what the plan says."""
     found = {"HF_TOKEN": "${HF_TOKEN:-}", "VLLM_API_KEY": "${VLLM_API_KEY:-}"}
     if it.question.engine == "vllm":
