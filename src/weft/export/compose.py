@@ -128,10 +128,12 @@ def service_environment(it: Deployment, server: ReplicaServer) -> dict[str, str]
         found |= vllm.partition(it)
     if it.gpu.gfx:
         return found | hosts.visible_gpus(it, server, server.node)
-    return found if hosts.on_cpu(it) else {**found, "NVIDIA_DRIVER_CAPABILITIES": "compute,utility", **order(server)}
+    return (
+        found if hosts.on_cpu(it) else {**found, "NVIDIA_DRIVER_CAPABILITIES": "compute,utility", **cuda_order(server)}
+    )
 
 
-def order(server: ReplicaServer) -> dict[str, str]:
+def cuda_order(server: ReplicaServer) -> dict[str, str]:
     """The order of a container's GPUs: they come as they are in the machine, however they are listed, and CUDA would
     put the fastest first."""
     gpus = server.gpus(server.node)
