@@ -98,7 +98,7 @@ def replica_service(it: Deployment, server: ReplicaServer, published: bool) -> d
     start = ["serve", it.checkpoint.compose] if ours else [it.checkpoint.compose]
     found["command"] = [*start, *(word.replace("$", "$$") for flag in flag_words(flags) for word in flag)]
     found["environment"] = service_environment(it, server)
-    found |= gpus(it, server)
+    found |= gpu_devices(it, server)
     found["shm_size"] = SHM
     found["volumes"] = [*(f"{name}:{path}" for name, path in caches(it).items()), *mount(it)]
     if published:
@@ -145,7 +145,7 @@ def cuda_order(server: ReplicaServer) -> dict[str, str]:
     return found if list(gpus) == there else {**found, "CUDA_VISIBLE_DEVICES": ",".join(places)}
 
 
-def gpus(it: Deployment, server: ReplicaServer) -> dict[str, Any]:
+def gpu_devices(it: Deployment, server: ReplicaServer) -> dict[str, Any]:
     """The devices of a replica; inside they count from 0."""
     if hosts.on_cpu(it):
         return {}
