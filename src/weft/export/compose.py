@@ -100,7 +100,7 @@ def replica_service(it: Deployment, server: ReplicaServer, published: bool) -> d
     found["environment"] = service_environment(it, server)
     found |= gpu_devices(it, server)
     found["shm_size"] = SHM
-    found["volumes"] = [*(f"{name}:{path}" for name, path in caches(it).items()), *mount(it)]
+    found["volumes"] = [*(f"{name}:{path}" for name, path in caches(it).items()), *checkpoint_mount(it)]
     if published:
         host = "127.0.0.1:" if len(it.nodes) == 1 else ""
         found["ports"] = [f"{host}{server.port}:{PORT}"]
@@ -156,7 +156,7 @@ def gpu_devices(it: Deployment, server: ReplicaServer) -> dict[str, Any]:
     return {"deploy": {"resources": {"reservations": {"devices": [device]}}}}
 
 
-def mount(it: Deployment) -> list[str]:
+def checkpoint_mount(it: Deployment) -> list[str]:
     """A checkpoint that lies here, under its own name."""
     return [f"{it.checkpoint.compose}:{it.checkpoint.compose}:ro"] if it.checkpoint.local else []
 
