@@ -57,7 +57,7 @@ def compose_files(it: Deployment) -> list[ExportFile]:
             "services": {service_name(server): replica_service(it, server, not balanced) for server in servers}
         }
         if balanced:
-            content["services"]["nginx"] = balancer(it, servers)
+            content["services"]["nginx"] = nginx_service(it, servers)
         content["volumes"] = {name: {} for name in caches(it)}
         remarks = TargetRemarks(omitted_options(it), placeholders(it), next_steps(it))
         told = portless(it) if balanced else it
@@ -161,7 +161,7 @@ def checkpoint_mount(it: Deployment) -> list[str]:
     return [f"{it.checkpoint.compose}:{it.checkpoint.compose}:ro"] if it.checkpoint.local else []
 
 
-def balancer(it: Deployment, servers: list[ReplicaServer]) -> dict[str, Any]:
+def nginx_service(it: Deployment, servers: list[ReplicaServer]) -> dict[str, Any]:
     """nginx, which takes the port that the first replica would have."""
     return {
         "image": "nginx:stable",
