@@ -60,7 +60,7 @@ def compose_files(it: Deployment) -> list[ExportFile]:
             content["services"]["nginx"] = nginx_service(it, servers)
         content["volumes"] = {name: {} for name in caches(it)}
         remarks = TargetRemarks(omitted_options(it), placeholders(it), next_steps(it))
-        told = portless(it) if balanced else it
+        told = without_ports(it) if balanced else it
         found.append(ExportFile(name, f"{header_comment('compose', told, remarks)}\n\n{dump(content)}"))
         if balanced:
             ends = [f"{service_name(server)}:{PORT}" for server in servers]
@@ -69,7 +69,7 @@ def compose_files(it: Deployment) -> list[ExportFile]:
     return found
 
 
-def portless(it: Deployment) -> Deployment:
+def without_ports(it: Deployment) -> Deployment:
     """The same where the replicas' ports are nginx's to know."""
     return msgspec.structs.replace(it, servers=tuple(msgspec.structs.replace(s, port=0) for s in it.servers))
 
