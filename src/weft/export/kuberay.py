@@ -37,7 +37,7 @@ def cannot(question: Question, layout: Layout) -> str:
     return vllm.cannot(question, layout)
 
 
-def write(it: Deployment) -> list[ExportFile]:
+def kuberay_files(it: Deployment) -> list[ExportFile]:
     """The manifest."""
     remarks = TargetRemarks(left_out(it), replace(it), use(it))
     manifest = {
