@@ -30,7 +30,7 @@ SECRET = {"name": "hf-token", "key": "token", "optional": True}
 NAME_LENGTH = 40  # KubeRay adds to it, up to the 63 of a DNS label
 
 
-def cannot(question: Question, layout: Layout) -> str:
+def unsupported(question: Question, layout: Layout) -> str:
     """What Ray Serve's LLM application does not do of what vLLM does."""
     if shares_experts(layout):
         return "its replicas share no experts: each is a vLLM of its own"
