@@ -39,7 +39,7 @@ def unsupported(question: Question, layout: Layout) -> str:
 
 def kuberay_files(it: Deployment) -> list[ExportFile]:
     """The manifest."""
-    remarks = TargetRemarks(left_out(it), replace(it), use(it))
+    remarks = TargetRemarks(omitted_options(it), replace(it), use(it))
     manifest = {
         "apiVersion": "ray.io/v1",
         "kind": "RayService",
@@ -162,7 +162,7 @@ def replace(it: Deployment) -> list[Placeholder]:
     return [*found, *([ROCM_IMAGE] if it.gpu.gfx else []), *(label(it, name) for name in names)]
 
 
-def left_out(it: Deployment) -> list[str]:
+def omitted_options(it: Deployment) -> list[str]:
     """What is not in the manifest."""
     found = [
         *vllm.left_out(it),
