@@ -39,7 +39,7 @@ def unsupported(question: Question, layout: Layout) -> str:
 
 def kuberay_files(it: Deployment) -> list[ExportFile]:
     """The manifest."""
-    remarks = TargetRemarks(omitted_options(it), replace(it), use(it))
+    remarks = TargetRemarks(omitted_options(it), replace(it), next_steps(it))
     manifest = {
         "apiVersion": "ray.io/v1",
         "kind": "RayService",
@@ -181,7 +181,7 @@ def omitted_options(it: Deployment) -> list[str]:
     return found
 
 
-def use(it: Deployment) -> list[str]:
+def next_steps(it: Deployment) -> list[str]:
     """How to go on."""
     return [
         "needs the KubeRay operator; kubectl apply -f rayservice.yaml",
