@@ -39,7 +39,7 @@ def unsupported(question: Question, layout: Layout) -> str:
 
 def kuberay_files(it: Deployment) -> list[ExportFile]:
     """The manifest."""
-    remarks = TargetRemarks(omitted_options(it), replace(it), next_steps(it))
+    remarks = TargetRemarks(omitted_options(it), placeholders(it), next_steps(it))
     manifest = {
         "apiVersion": "ray.io/v1",
         "kind": "RayService",
@@ -155,7 +155,7 @@ def label(it: Deployment, gpu: str) -> Placeholder:
     return Placeholder(name, f"the label {hosts.gpu_vendor(it).product} of nodes with {gpu}")
 
 
-def replace(it: Deployment) -> list[Placeholder]:
+def placeholders(it: Deployment) -> list[Placeholder]:
     """What the manifest has words for in place of values."""
     found = [] if it.checkpoint.name else [Placeholder(it.checkpoint.word, it.checkpoint.wanted)]
     names = dict.fromkeys(gpus[0] for gpus in groups(it) if labelled(it))
