@@ -49,7 +49,7 @@ def kuberay_files(it: Deployment) -> list[ExportFile]:
             "rayClusterConfig": {
                 "rayVersion": RAY_VERSION,
                 "headGroupSpec": head(it),
-                "workerGroupSpecs": [workers(it, gpus, count) for gpus, count in groups(it).items()],
+                "workerGroupSpecs": [workers(it, gpus, count) for gpus, count in worker_groups(it).items()],
             },
         },
     }
@@ -93,7 +93,7 @@ def application(it: Deployment) -> dict[str, Any]:
     }
 
 
-def groups(it: Deployment) -> Counter[tuple[str, ...]]:
+def worker_groups(it: Deployment) -> Counter[tuple[str, ...]]:
     """How many workers there are of each kind: one for a node, with the GPUs, by name, that it gives."""
     there = devices(it.question.cluster)
     used = {
@@ -139,7 +139,7 @@ def workers(it: Deployment, gpus: Sequence[str], count: int) -> dict[str, Any]:
 
 def labelled(it: Deployment) -> bool:
     """Whether nodes differ in the type of their GPUs, so that each worker has to find its own."""
-    return len(groups(it)) > 1 and all(len(set(gpus)) == 1 for gpus in groups(it))
+    return len(worker_groups(it)) > 1 and all(len(set(gpus)) == 1 for gpus in worker_groups(it))
 
 
 def mixed(it: Deployment) -> bool:
@@ -158,7 +158,7 @@ def label(it: Deployment, gpu: str) -> Placeholder:
 def placeholders(it: Deployment) -> list[Placeholder]:
     """What the manifest has words for in place of values."""
     found = [] if it.checkpoint.name else [Placeholder(it.checkpoint.word, it.checkpoint.wanted)]
-    names = dict.fromkeys(gpus[0] for gpus in groups(it) if labelled(it))
+    names = dict.fromkeys(gpus[0] for gpus in worker_groups(it) if labelled(it))
     return [*found, *([ROCM_IMAGE] if it.gpu.gfx else []), *(label(it, name) for name in names)]
 
 
