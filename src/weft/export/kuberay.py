@@ -49,7 +49,7 @@ def kuberay_files(it: Deployment) -> list[ExportFile]:
             "rayClusterConfig": {
                 "rayVersion": RAY_VERSION,
                 "headGroupSpec": head(it),
-                "workerGroupSpecs": [workers(it, gpus, count) for gpus, count in worker_groups(it).items()],
+                "workerGroupSpecs": [worker_group_spec(it, gpus, count) for gpus, count in worker_groups(it).items()],
             },
         },
     }
@@ -111,7 +111,7 @@ def head(it: Deployment) -> dict[str, Any]:
     return {"rayStartParams": {"num-cpus": "0", "num-gpus": "0"}, "template": {"spec": {"containers": [container]}}}
 
 
-def workers(it: Deployment, gpus: Sequence[str], count: int) -> dict[str, Any]:
+def worker_group_spec(it: Deployment, gpus: Sequence[str], count: int) -> dict[str, Any]:
     """A group of equal workers."""
     resource, number = hosts.gpu_vendor(it).resource, len(gpus)
     resources = {"cpu": f"{number * CPUS}", "memory": f"{number * MEMORY_GIB}Gi", resource: f"{number}"}
