@@ -48,7 +48,7 @@ def kuberay_files(it: Deployment) -> list[ExportFile]:
             "serveConfigV2": Block(dump({"applications": [application(it)]})),
             "rayClusterConfig": {
                 "rayVersion": RAY_VERSION,
-                "headGroupSpec": head(it),
+                "headGroupSpec": head_group_spec(it),
                 "workerGroupSpecs": [worker_group_spec(it, gpus, count) for gpus, count in worker_groups(it).items()],
             },
         },
@@ -103,7 +103,7 @@ def worker_groups(it: Deployment) -> Counter[tuple[str, ...]]:
     return Counter(used.values())
 
 
-def head(it: Deployment) -> dict[str, Any]:
+def head_group_spec(it: Deployment) -> dict[str, Any]:
     """The head: it schedules, and runs no replica."""
     ports = [{"name": name, "containerPort": port} for name, port in PORTS.items()]
     resources = {"limits": HEAD, "requests": HEAD}
