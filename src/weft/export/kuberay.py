@@ -45,7 +45,7 @@ def kuberay_files(it: Deployment) -> list[ExportFile]:
         "kind": "RayService",
         "metadata": {"name": service_name(it)},
         "spec": {
-            "serveConfigV2": Block(dump({"applications": [application(it)]})),
+            "serveConfigV2": Block(dump({"applications": [serve_application(it)]})),
             "rayClusterConfig": {
                 "rayVersion": RAY_VERSION,
                 "headGroupSpec": head_group_spec(it),
@@ -71,7 +71,7 @@ def image(it: Deployment) -> str:
     return ROCM_IMAGE.name if it.gpu.gfx else IMAGE
 
 
-def application(it: Deployment) -> dict[str, Any]:
+def serve_application(it: Deployment) -> dict[str, Any]:
     """Ray Serve's application: an OpenAI API over the replicas."""
     layout = it.candidate.layout
     config: dict[str, Any] = {}
