@@ -58,10 +58,10 @@ def kuberay_files(it: Deployment) -> list[ExportFile]:
 
 def service_name(it: Deployment) -> str:
     """A DNS label. It does not begin with vllm: Kubernetes would set VLLM_ variables for it, which vLLM reads."""
-    return f"llm-{label_of(it.names[0].rpartition('/')[2])[:NAME_LENGTH] or 'model'}".rstrip("-")
+    return f"llm-{dns_label(it.names[0].rpartition('/')[2])[:NAME_LENGTH] or 'model'}".rstrip("-")
 
 
-def label_of(name: str) -> str:
+def dns_label(name: str) -> str:
     """What of a name may be in a DNS label."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
@@ -128,7 +128,7 @@ def worker_group_spec(it: Deployment, gpus: Sequence[str], count: int) -> dict[s
         spec["nodeSelector"] = {hosts.gpu_vendor(it).product: label(it, gpus[0]).name}
     kinds = "-".join(f"{number}x-{name}" for name, number in Counter(gpus).items())
     return {
-        "groupName": label_of(kinds),
+        "groupName": dns_label(kinds),
         "replicas": count,
         "minReplicas": count,
         "maxReplicas": count,
