@@ -125,7 +125,7 @@ def worker_group_spec(it: Deployment, gpus: Sequence[str], count: int) -> dict[s
     shm = {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": f"{number * SHM_GIB}Gi"}}
     spec: dict[str, Any] = {"containers": [container], "volumes": [shm]}
     if labelled(it):
-        spec["nodeSelector"] = {hosts.gpu_vendor(it).product: label(it, gpus[0]).name}
+        spec["nodeSelector"] = {hosts.gpu_vendor(it).product: gpu_label(it, gpus[0]).name}
     kinds = "-".join(f"{number}x-{name}" for name, number in Counter(gpus).items())
     return {
         "groupName": dns_label(kinds),
@@ -149,7 +149,7 @@ def mixed(it: Deployment) -> bool:
     return any(len(set(names[start : start + size])) > 1 for start in range(0, len(names), size))
 
 
-def label(it: Deployment, gpu: str) -> Placeholder:
+def gpu_label(it: Deployment, gpu: str) -> Placeholder:
     """What a cluster's nodes call a type of GPU."""
     name = "LABEL_OF_" + re.sub(r"\W+", "_", gpu).upper()
     return Placeholder(name, f"the label {hosts.gpu_vendor(it).product} of nodes with {gpu}")
@@ -159,7 +159,7 @@ def placeholders(it: Deployment) -> list[Placeholder]:
     """What the manifest has words for in place of values."""
     found = [] if it.checkpoint.name else [Placeholder(it.checkpoint.word, it.checkpoint.wanted)]
     names = dict.fromkeys(gpus[0] for gpus in worker_groups(it) if labelled(it))
-    return [*found, *([ROCM_IMAGE] if it.gpu.gfx else []), *(label(it, name) for name in names)]
+    return [*found, *([ROCM_IMAGE] if it.gpu.gfx else []), *(gpu_label(it, name) for name in names)]
 
 
 def omitted_options(it: Deployment) -> list[str]:
