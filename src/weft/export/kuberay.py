@@ -124,7 +124,7 @@ def worker_group_spec(it: Deployment, gpus: Sequence[str], count: int) -> dict[s
     }
     shm = {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": f"{number * SHM_GIB}Gi"}}
     spec: dict[str, Any] = {"containers": [container], "volumes": [shm]}
-    if labelled(it):
+    if selects_nodes(it):
         spec["nodeSelector"] = {hosts.gpu_vendor(it).product: gpu_label(it, gpus[0]).name}
     kinds = "-".join(f"{number}x-{name}" for name, number in Counter(gpus).items())
     return {
@@ -137,7 +137,7 @@ def worker_group_spec(it: Deployment, gpus: Sequence[str], count: int) -> dict[s
     }
 
 
-def labelled(it: Deployment) -> bool:
+def selects_nodes(it: Deployment) -> bool:
     """Whether nodes differ in the type of their GPUs, so that each worker has to find its own."""
     return len(worker_groups(it)) > 1 and all(len(set(gpus)) == 1 for gpus in worker_groups(it))
 
@@ -158,7 +158,7 @@ def gpu_label(it: Deployment, gpu: str) -> Placeholder:
 def placeholders(it: Deployment) -> list[Placeholder]:
     """What the manifest has words for in place of values."""
     found = [] if it.checkpoint.name else [Placeholder(it.checkpoint.word, it.checkpoint.wanted)]
-    names = dict.fromkeys(gpus[0] for gpus in worker_groups(it) if labelled(it))
+    names = dict.fromkeys(gpus[0] for gpus in worker_groups(it) if selects_nodes(it))
     return [*found, *([ROCM_IMAGE] if it.gpu.gfx else []), *(gpu_label(it, name) for name in names)]
 
 
