@@ -142,7 +142,7 @@ def selects_nodes(it: Deployment) -> bool:
     return len(worker_groups(it)) > 1 and all(len(set(gpus)) == 1 for gpus in worker_groups(it))
 
 
-def mixed(it: Deployment) -> bool:
+def has_mixed_replicas(it: Deployment) -> bool:
     """Whether a replica has GPUs of several types."""
     size = it.candidate.layout.size
     names = [it.question.cluster.gpus[at].name for at in it.candidate.layout.gpus]
@@ -172,7 +172,7 @@ def omitted_options(it: Deployment) -> list[str]:
     ]
     if len(it.names) > 1:
         found.append(f"other names than {it.names[0]}: an application has one for each model")
-    if mixed(it):
+    if has_mixed_replicas(it):
         found.append(
             "which stage lies on which type of GPU: Ray does not know the plan's order; try it, or use one type"
         )
