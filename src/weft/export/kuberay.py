@@ -66,7 +66,7 @@ def dns_label(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
-def image(it: Deployment) -> str:
+def container_image(it: Deployment) -> str:
     """With Ray and vLLM for the GPUs."""
     return ROCM_IMAGE.name if it.gpu.gfx else IMAGE
 
@@ -107,7 +107,7 @@ def head_group_spec(it: Deployment) -> dict[str, Any]:
     """The head: it schedules, and runs no replica."""
     ports = [{"name": name, "containerPort": port} for name, port in PORTS.items()]
     resources = {"limits": HEAD, "requests": HEAD}
-    container = {"name": "ray-head", "image": image(it), "ports": ports, "resources": resources}
+    container = {"name": "ray-head", "image": container_image(it), "ports": ports, "resources": resources}
     return {"rayStartParams": {"num-cpus": "0", "num-gpus": "0"}, "template": {"spec": {"containers": [container]}}}
 
 
@@ -117,7 +117,7 @@ def worker_group_spec(it: Deployment, gpus: Sequence[str], count: int) -> dict[s
     resources = {"cpu": f"{number * CPUS}", "memory": f"{number * MEMORY_GIB}Gi", resource: f"{number}"}
     container = {
         "name": "ray-worker",
-        "image": image(it),
+        "image": container_image(it),
         "env": [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": SECRET}}],
         "resources": {"limits": resources, "requests": resources},
         "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
