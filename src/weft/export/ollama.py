@@ -26,7 +26,7 @@ def cannot(question: Question, layout: Layout) -> str:
     return "it knows the GPUs of its own node only" if spans_nodes(question, layout) else ""
 
 
-def write(it: Deployment) -> list[ExportFile]:
+def ollama_files(it: Deployment) -> list[ExportFile]:
     """The Modelfile, and a script, one for each node where there are several."""
     remarks = TargetRemarks(left_out(it), use=use(it))
     found = [ExportFile("Modelfile", "\n".join([header_comment("ollama", it, remarks), *modelfile(it)]) + "\n")]

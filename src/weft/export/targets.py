@@ -22,7 +22,13 @@ TARGETS = {
             port=0,
         ),
         ExportTarget(
-            "ollama", "Ollama", ("llama.cpp",), ollama.write, ollama.cannot, instead=ollama.INSTEAD, port=ollama.PORT
+            "ollama",
+            "Ollama",
+            ("llama.cpp",),
+            ollama.ollama_files,
+            ollama.cannot,
+            instead=ollama.INSTEAD,
+            port=ollama.PORT,
         ),
         ExportTarget("infernet", "Infernet", ("weft", "vllm"), infernet.infernet_files, engines.unsupported),
         ExportTarget("nginx", "nginx", SERVERS, nginx.nginx_files, engines.unsupported),
