@@ -19,7 +19,7 @@ INSTEAD = {"int4": "q4_k_m", "nvfp4": "q4_k_m", "int8": "q8_0", "fp8": "q8_0"}
 PORT = 11434  # Ollama's own
 
 
-def cannot(question: Question, layout: Layout) -> str:
+def unsupported(question: Question, layout: Layout) -> str:
     """What Ollama does not do."""
     if shares_experts(layout):
         return "its replicas share no experts: each has all of them"

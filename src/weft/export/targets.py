@@ -26,7 +26,7 @@ TARGETS = {
             "Ollama",
             ("llama.cpp",),
             ollama.ollama_files,
-            ollama.cannot,
+            ollama.unsupported,
             instead=ollama.INSTEAD,
             port=ollama.PORT,
         ),
