@@ -28,7 +28,7 @@ def unsupported(question: Question, layout: Layout) -> str:
 
 def ollama_files(it: Deployment) -> list[ExportFile]:
     """The Modelfile, and a script, one for each node where there are several."""
-    remarks = TargetRemarks(left_out(it), use=use(it))
+    remarks = TargetRemarks(omitted_options(it), use=use(it))
     found = [ExportFile("Modelfile", "\n".join([header_comment("ollama", it, remarks), *modelfile(it)]) + "\n")]
     for node in it.nodes:
         servers = [server for server in it.servers if server.node == node]
@@ -104,7 +104,7 @@ def parallel(it: Deployment) -> int:
     return max(1, min(it.batch[1], tokens // it.max_model_len))
 
 
-def left_out(it: Deployment) -> list[str]:
+def omitted_options(it: Deployment) -> list[str]:
     """What Ollama does in its own way."""
     layout, found = it.candidate.layout, []
     if layout.pipeline_parallel > 1:
