@@ -28,7 +28,7 @@ def unsupported(question: Question, layout: Layout) -> str:
 
 def ollama_files(it: Deployment) -> list[ExportFile]:
     """The Modelfile, and a script, one for each node where there are several."""
-    remarks = TargetRemarks(omitted_options(it), use=use(it))
+    remarks = TargetRemarks(omitted_options(it), use=next_steps(it))
     found = [ExportFile("Modelfile", "\n".join([header_comment("ollama", it, remarks), *modelfile(it)]) + "\n")]
     for node in it.nodes:
         servers = [server for server in it.servers if server.node == node]
@@ -127,7 +127,7 @@ def omitted_options(it: Deployment) -> list[str]:
     return found
 
 
-def use(it: Deployment) -> list[str]:
+def next_steps(it: Deployment) -> list[str]:
     """How to go on."""
     found = ["run the script beside the Modelfile; ollama ps must then say 100% GPU"]
     if len(it.servers) > 1:
