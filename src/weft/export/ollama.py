@@ -33,7 +33,9 @@ def ollama_files(it: Deployment) -> list[ExportFile]:
     for node in it.nodes:
         servers = [server for server in it.servers if server.node == node]
         name = "ollama.sh" if len(it.nodes) == 1 else f"node-{node}.sh"
-        found.append(ExportFile(name, bash_script(header_comment("ollama", it, remarks), start(it, servers)), SCRIPT))
+        found.append(
+            ExportFile(name, bash_script(header_comment("ollama", it, remarks), start_lines(it, servers)), SCRIPT)
+        )
     return found
 
 
@@ -66,7 +68,7 @@ def model_name(it: Deployment) -> str:
     return ":".join(filter(None, (name.strip("._-") or "model", tag.replace(":", "-").strip("._-"))))
 
 
-def start(it: Deployment, servers: list[ReplicaServer]) -> list[str]:
+def start_lines(it: Deployment, servers: list[ReplicaServer]) -> list[str]:
     """A server for each replica, which share the model's files, and the model loaded in each."""
     name = model_name(it)
     body = [*export_lines(settings(it)), ""]
