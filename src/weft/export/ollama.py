@@ -71,7 +71,7 @@ def model_name(it: Deployment) -> str:
 def start_lines(it: Deployment, servers: list[ReplicaServer]) -> list[str]:
     """A server for each replica, which share the model's files, and the model loaded in each."""
     name = model_name(it)
-    body = [*export_lines(settings(it)), ""]
+    body = [*export_lines(server_variables(it)), ""]
     for server in servers:
         host = {"OLLAMA_HOST": f"127.0.0.1:{server.port}" if len(it.nodes) == 1 else f"0.0.0.0:{server.port}"}
         body += [f"{command_line(['ollama', 'serve'], {}, {**hosts.visible_gpus(it, server, server.node), **host})} &"]
@@ -85,7 +85,7 @@ def start_lines(it: Deployment, servers: list[ReplicaServer]) -> list[str]:
     return [*body, "wait"]
 
 
-def settings(it: Deployment) -> dict[str, str]:
+def server_variables(it: Deployment) -> dict[str, str]:
     """The environment of every server."""
     found = {
         "OLLAMA_NUM_PARALLEL": f"{parallel(it)}",
