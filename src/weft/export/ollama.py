@@ -88,7 +88,7 @@ def start_lines(it: Deployment, servers: list[ReplicaServer]) -> list[str]:
 def server_variables(it: Deployment) -> dict[str, str]:
     """The environment of every server."""
     found = {
-        "OLLAMA_NUM_PARALLEL": f"{parallel(it)}",
+        "OLLAMA_NUM_PARALLEL": f"{parallel_requests(it)}",
         "OLLAMA_MAX_LOADED_MODELS": "1",
         "OLLAMA_KEEP_ALIVE": "-1",  # for ever
         "OLLAMA_FLASH_ATTENTION": "1",
@@ -100,7 +100,7 @@ def server_variables(it: Deployment) -> dict[str, str]:
     return found
 
 
-def parallel(it: Deployment) -> int:
+def parallel_requests(it: Deployment) -> int:
     """Requests at once: each has room for num_ctx tokens of its own, whether it needs them or not."""
     tokens = min(replica.kv_tokens for replica in it.candidate.memory.replicas)
     return max(1, min(it.batch[1], tokens // it.max_model_len))
