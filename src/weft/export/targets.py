@@ -16,7 +16,7 @@ TARGETS = {
             "transformers",
             "Transformers",
             ("transformers",),
-            transformers.write,
+            transformers.transformers_files,
             transformers.cannot,
             instead=transformers.INSTEAD,
             port=0,

@@ -37,7 +37,7 @@ def cannot(question: Question, layout: Layout) -> str:
     return "a device map is for the GPUs of one node" if spans_nodes(question, layout) else ""
 
 
-def write(it: Deployment) -> list[ExportFile]:
+def transformers_files(it: Deployment) -> list[ExportFile]:
     """The script."""
     layout = it.candidate.layout
     text = render_template(
