@@ -17,7 +17,7 @@ TARGETS = {
             "Transformers",
             ("transformers",),
             transformers.transformers_files,
-            transformers.cannot,
+            transformers.unsupported,
             instead=transformers.INSTEAD,
             port=0,
         ),

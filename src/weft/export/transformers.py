@@ -28,7 +28,7 @@ SIGHT = ("model.vision_tower", "model.multi_modal_projector")
 WITHOUT_ROTARY = ("GPT2LMHeadModel", "OPTForCausalLM")
 
 
-def cannot(question: Question, layout: Layout) -> str:
+def unsupported(question: Question, layout: Layout) -> str:
     """What a device map does not do."""
     if question.shape.architecture == REMOTE:
         return f"it has {REMOTE} only as code that comes with the checkpoint, which nobody should run unread"
