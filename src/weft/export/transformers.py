@@ -42,7 +42,9 @@ def transformers_files(it: Deployment) -> list[ExportFile]:
     layout = it.candidate.layout
     text = render_template(
         "transformers.py.j2",
-        comment=header_comment("transformers", it, TargetRemarks(left_out(it), it.checkpoint.placeholders, use(it))),
+        comment=header_comment(
+            "transformers", it, TargetRemarks(omitted_options(it), it.checkpoint.placeholders, use(it))
+        ),
         model=json.dumps(it.checkpoint.name) if it.checkpoint.name else 'os.environ["MODEL"]',
         dtype=f"torch.{FLOATS[layout.precision]}" if layout.precision in FLOATS else '"auto"',
         loader="AutoModelForImageTextToText" if sees(it.question.shape) else "AutoModelForCausalLM",
@@ -101,7 +103,7 @@ def max_memory(it: Deployment) -> str:
     return ", ".join(f'{device}: "{size}MiB"' for device, size in room.items())
 
 
-def left_out(it: Deployment) -> list[str]:
+def omitted_options(it: Deployment) -> list[str]:
     """What is otherwise than a reader of the plan may think."""
     layout, found = it.candidate.layout, []
     if layout.pipeline_parallel > 1:
