@@ -43,7 +43,7 @@ def transformers_files(it: Deployment) -> list[ExportFile]:
     text = render_template(
         "transformers.py.j2",
         comment=header_comment(
-            "transformers", it, TargetRemarks(omitted_options(it), it.checkpoint.placeholders, use(it))
+            "transformers", it, TargetRemarks(omitted_options(it), it.checkpoint.placeholders, next_steps(it))
         ),
         model=json.dumps(it.checkpoint.name) if it.checkpoint.name else 'os.environ["MODEL"]',
         dtype=f"torch.{FLOATS[layout.precision]}" if layout.precision in FLOATS else '"auto"',
@@ -118,7 +118,7 @@ def omitted_options(it: Deployment) -> list[str]:
     return found
 
 
-def use(it: Deployment) -> list[str]:
+def next_steps(it: Deployment) -> list[str]:
     """How to go on."""
     found = ["needs transformers 4.56 or newer, and accelerate; HF_TOKEN is read from the environment"]
     for server in it.servers:
