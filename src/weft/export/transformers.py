@@ -59,7 +59,7 @@ def device_map(it: Deployment) -> list[str]:
     shape, layout = it.question.shape, it.candidate.layout
     if hosts.on_cpu(it) or layout.size == 1:
         return [f'"": {json.dumps("cpu") if hosts.on_cpu(it) else 0}']
-    first, layer, norm, head = modules(shape)
+    first, layer, norm, head = module_names(shape)
     lines = [f'"{name}": 0' for name in first]
     numbers = gpu_numbers(layout)
     lines = [f'"{name}": {numbers[0]}' for name in first]
@@ -71,7 +71,7 @@ def device_map(it: Deployment) -> list[str]:
     return [*lines, f'"{norm}": {end}', f'"{head}": {numbers[0] if shape.tied else end}']
 
 
-def modules(shape: ModelShape) -> tuple[list[str], str, str, str]:
+def module_names(shape: ModelShape) -> tuple[list[str], str, str, str]:
     """Transformers' names: of the modules before the layers, of a layer without its number, of norm and head."""
     embedding, layer, *_, norm, head = units(shape)
     tables = list(dict.fromkeys(names[0].rpartition(".")[0] for names in embedding.tensors))
