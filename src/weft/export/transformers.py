@@ -47,7 +47,7 @@ def transformers_files(it: Deployment) -> list[ExportFile]:
         ),
         model=json.dumps(it.checkpoint.name) if it.checkpoint.name else 'os.environ["MODEL"]',
         dtype=f"torch.{FLOATS[layout.precision]}" if layout.precision in FLOATS else '"auto"',
-        loader="AutoModelForImageTextToText" if sees(it.question.shape) else "AutoModelForCausalLM",
+        loader="AutoModelForImageTextToText" if sees_pictures(it.question.shape) else "AutoModelForCausalLM",
         device_map=device_map(it),
         max_memory=max_memory(it),
     )
@@ -75,13 +75,13 @@ def module_names(shape: ModelShape) -> tuple[list[str], str, str, str]:
     """Transformers' names: of the modules before the layers, of a layer without its number, of norm and head."""
     embedding, layer, *_, norm, head = units(shape)
     tables = list(dict.fromkeys(names[0].rpartition(".")[0] for names in embedding.tensors))
-    first = [*(SIGHT if sees(shape) else ()), *tables]
+    first = [*(SIGHT if sees_pictures(shape) else ()), *tables]
     if shape.architecture not in WITHOUT_ROTARY:
         first.append(f"{tables[0].rpartition('.')[0]}.rotary_emb")
     return first, layer.name.removesuffix("0"), norm.name, head.name
 
 
-def sees(shape: ModelShape) -> bool:
+def sees_pictures(shape: ModelShape) -> bool:
     """Whether it is the language part of a model that sees pictures."""
     return shape.architecture.endswith("ForConditionalGeneration")
 
