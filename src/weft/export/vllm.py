@@ -36,7 +36,7 @@ def cannot(question: Question, layout: Layout) -> str:
     return ""
 
 
-def write(it: Deployment) -> list[ExportFile]:
+def vllm_files(it: Deployment) -> list[ExportFile]:
     """One script, or one for each node."""
     if len(it.nodes) == 1:
         replace = it.checkpoint.placeholders
