@@ -34,7 +34,7 @@ def unsupported(question: Question, layout: Layout) -> str:
     """What Ray Serve's LLM application does not do of what vLLM does."""
     if shares_experts(layout):
         return "its replicas share no experts: each is a vLLM of its own"
-    return vllm.cannot(question, layout)
+    return vllm.unsupported(question, layout)
 
 
 def kuberay_files(it: Deployment) -> list[ExportFile]:

@@ -11,7 +11,7 @@ TARGETS = {
     target.name: target
     for target in (
         ExportTarget("weft", "Weft", ("weft",), weft_serve.write, weft_serve.cannot),
-        ExportTarget("vllm", "vLLM", ("vllm",), vllm.vllm_files, vllm.cannot),
+        ExportTarget("vllm", "vLLM", ("vllm",), vllm.vllm_files, vllm.unsupported),
         ExportTarget(
             "transformers",
             "Transformers",

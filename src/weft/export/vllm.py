@@ -21,7 +21,7 @@ COUNT = 'import ray; ray.init("auto", log_to_driver=False); print(int(ray.cluste
 EXPERTS_PORT = 13345  # over which replicas that share experts find each other, as in vLLM's documentation
 
 
-def cannot(question: Question, layout: Layout) -> str:
+def unsupported(question: Question, layout: Layout) -> str:
     """What vLLM does not do of what its planner's profile allows."""
     if question.cluster.gpus[layout.gpus[0]].kind == "cpu":
         return "on CPUs it is another program to install; describe GPUs with --gpus"
