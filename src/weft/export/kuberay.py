@@ -165,7 +165,7 @@ def placeholders(it: Deployment) -> list[Placeholder]:
 def omitted_options(it: Deployment) -> list[str]:
     """What is not in the manifest."""
     found = [
-        *vllm.left_out(it),
+        *vllm.omitted_options(it),
         "the numbers of the GPUs: Kubernetes and Ray give them out",
         "an API key: Ray Serve's application asks for none, so keep it behind an ingress that does",
         f"CPUs and memory of the nodes: {CPUS} and {MEMORY_GIB} GiB for each GPU are a guess, the plan is of GPUs only",

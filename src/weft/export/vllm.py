@@ -41,7 +41,7 @@ def vllm_files(it: Deployment) -> list[ExportFile]:
     if len(it.nodes) == 1:
         replace = it.checkpoint.placeholders
         body = run_together([serve(it, server, server.node) for server in it.servers])
-        told = header_comment("vllm", it, TargetRemarks(left_out(it), replace, use(it)))
+        told = header_comment("vllm", it, TargetRemarks(omitted_options(it), replace, use(it)))
         return [ExportFile("vllm.sh", bash_script(told, body, replace), SCRIPT)]
     return [node_script(it, node) for node in it.nodes]
 
@@ -63,7 +63,7 @@ def node_script(it: Deployment, node: int) -> ExportFile:
         local = {hosts.gpu_vendor(it).visible: ",".join(gpu for server in rayed for gpu in server.gpus(node))}
         body += [*ray(local, node, linked[0].node, gpus, stays=not commands), ""]
     body += run_together(commands) if commands else []
-    told = header_comment("vllm", it, TargetRemarks(left_out(it), replace, use(it)))
+    told = header_comment("vllm", it, TargetRemarks(omitted_options(it), replace, use(it)))
     return ExportFile(f"node-{node}.sh", bash_script(told, body, replace), SCRIPT)
 
 
@@ -167,7 +167,7 @@ def partition(it: Deployment) -> dict[str, str]:
     return {"VLLM_PP_LAYER_PARTITION": ",".join(map(str, layers))} if len(layers) > 1 else {}
 
 
-def left_out(it: Deployment) -> list[str]:
+def omitted_options(it: Deployment) -> list[str]:
     """What is not in the commands though a reader may look for it."""
     layout = it.candidate.layout
     found = []
