@@ -41,7 +41,7 @@ def vllm_files(it: Deployment) -> list[ExportFile]:
     if len(it.nodes) == 1:
         replace = it.checkpoint.placeholders
         body = run_together([serve(it, server, server.node) for server in it.servers])
-        told = header_comment("vllm", it, TargetRemarks(omitted_options(it), replace, use(it)))
+        told = header_comment("vllm", it, TargetRemarks(omitted_options(it), replace, next_steps(it)))
         return [ExportFile("vllm.sh", bash_script(told, body, replace), SCRIPT)]
     return [node_script(it, node) for node in it.nodes]
 
@@ -63,7 +63,7 @@ def node_script(it: Deployment, node: int) -> ExportFile:
         local = {hosts.gpu_vendor(it).visible: ",".join(gpu for server in rayed for gpu in server.gpus(node))}
         body += [*ray(local, node, linked[0].node, gpus, stays=not commands), ""]
     body += run_together(commands) if commands else []
-    told = header_comment("vllm", it, TargetRemarks(omitted_options(it), replace, use(it)))
+    told = header_comment("vllm", it, TargetRemarks(omitted_options(it), replace, next_steps(it)))
     return ExportFile(f"node-{node}.sh", bash_script(told, body, replace), SCRIPT)
 
 
@@ -188,7 +188,7 @@ def omitted_options(it: Deployment) -> list[str]:
     return found
 
 
-def use(it: Deployment) -> list[str]:
+def next_steps(it: Deployment) -> list[str]:
     """How to go on."""
     found = [KEYS]
     if len(it.nodes) > 1:
