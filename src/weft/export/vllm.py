@@ -61,7 +61,7 @@ def node_script(it: Deployment, node: int) -> ExportFile:
     if rayed:
         gpus = sum(len(server.gpus(n)) for server in linked for n in server.nodes)
         local = {hosts.gpu_vendor(it).visible: ",".join(gpu for server in rayed for gpu in server.gpus(node))}
-        body += [*ray(local, node, linked[0].node, gpus, stays=not commands), ""]
+        body += [*start_ray_lines(local, node, linked[0].node, gpus, stays=not commands), ""]
     body += run_together(commands) if commands else []
     told = header_comment("vllm", it, TargetRemarks(omitted_options(it), replace, next_steps(it)))
     return ExportFile(f"node-{node}.sh", bash_script(told, body, replace), SCRIPT)
@@ -82,7 +82,7 @@ def network(it: Deployment, node: int) -> list[str]:
     ]
 
 
-def ray(visible: Mapping[str, str], node: int, head: int, gpus: int, *, stays: bool) -> list[str]:
+def start_ray_lines(visible: Mapping[str, str], node: int, head: int, gpus: int, *, stays: bool) -> list[str]:
     """Ray on a node: the head waits until all `gpus` are there; another node's `stays` in front, or goes behind."""
     count = sum(len(numbers.split(",")) for numbers in visible.values())
     lines = export_lines({"CUDA_DEVICE_ORDER": "PCI_BUS_ID", **visible})
