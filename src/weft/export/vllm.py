@@ -56,7 +56,7 @@ def node_script(it: Deployment, node: int) -> ExportFile:
     if linked:
         head = linked[0].node
         replace += [*dict.fromkeys([node_address(node), node_address(head)]), INTERFACE]
-        body += [*network(it, node), ""]
+        body += [*network_lines(it, node), ""]
     commands = [serve(it, server, node) for server in here]
     if rayed:
         gpus = sum(len(server.gpus(n)) for server in linked for n in server.nodes)
@@ -67,7 +67,7 @@ def node_script(it: Deployment, node: int) -> ExportFile:
     return ExportFile(f"node-{node}.sh", bash_script(told, body, replace), SCRIPT)
 
 
-def network(it: Deployment, node: int) -> list[str]:
+def network_lines(it: Deployment, node: int) -> list[str]:
     """Which address and interface the processes of a node take; each library wants them in its own form."""
     return [
         "# Traffic between the nodes is neither encrypted nor authenticated: keep it on a private network.",
