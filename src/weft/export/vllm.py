@@ -40,7 +40,7 @@ def vllm_files(it: Deployment) -> list[ExportFile]:
     """One script, or one for each node."""
     if len(it.nodes) == 1:
         replace = it.checkpoint.placeholders
-        body = run_together([serve(it, server, server.node) for server in it.servers])
+        body = run_together([serve_command(it, server, server.node) for server in it.servers])
         told = header_comment("vllm", it, TargetRemarks(omitted_options(it), replace, next_steps(it)))
         return [ExportFile("vllm.sh", bash_script(told, body, replace), SCRIPT)]
     return [node_script(it, node) for node in it.nodes]
@@ -57,7 +57,7 @@ def node_script(it: Deployment, node: int) -> ExportFile:
         head = linked[0].node
         replace += [*dict.fromkeys([node_address(node), node_address(head)]), INTERFACE]
         body += [*network_lines(it, node), ""]
-    commands = [serve(it, server, node) for server in here]
+    commands = [serve_command(it, server, node) for server in here]
     if rayed:
         gpus = sum(len(server.gpus(n)) for server in linked for n in server.nodes)
         local = {hosts.gpu_vendor(it).visible: ",".join(gpu for server in rayed for gpu in server.gpus(node))}
@@ -102,7 +102,7 @@ def start_ray_lines(visible: Mapping[str, str], node: int, head: int, gpus: int,
     ]
 
 
-def serve(it: Deployment, server: ReplicaServer, node: int) -> str:
+def serve_command(it: Deployment, server: ReplicaServer, node: int) -> str:
     """The command line of a server; of one whose replicas share experts, that of a node's part."""
     flags: dict[str, Value] = {**arguments(it, server), **placed(it, server, node)}
     if node == server.node:
