@@ -85,7 +85,7 @@ def replica_service(it: Deployment, server: ReplicaServer, published: bool) -> d
     engine = weft_serve.arguments(it, server) if ours else vllm.arguments(it, server)
     flags = {**engine, "served-model-name": it.names}
     if not ours:
-        flags |= vllm.placed(it, server, server.node)
+        flags |= vllm.placement_flags(it, server, server.node)
     flags |= {"host": "0.0.0.0", "port": PORT}
     found: dict[str, Any] = {}
     if ours:

@@ -104,7 +104,7 @@ def start_ray_lines(visible: Mapping[str, str], node: int, head: int, gpus: int,
 
 def serve_command(it: Deployment, server: ReplicaServer, node: int) -> str:
     """The command line of a server; of one whose replicas share experts, that of a node's part."""
-    flags: dict[str, Value] = {**arguments(it, server), **placed(it, server, node)}
+    flags: dict[str, Value] = {**arguments(it, server), **placement_flags(it, server, node)}
     if node == server.node:
         flags |= {"served-model-name": it.names, "host": "127.0.0.1" if len(it.nodes) == 1 else "0.0.0.0"}
         flags["port"] = server.port
@@ -115,7 +115,7 @@ def serve_command(it: Deployment, server: ReplicaServer, node: int) -> str:
     return command_line(["vllm", "serve", it.checkpoint.shell], flags, variables)
 
 
-def placed(it: Deployment, server: ReplicaServer, node: int) -> Flags:
+def placement_flags(it: Deployment, server: ReplicaServer, node: int) -> Flags:
     """The flags that say which part of the deployment this is."""
     flags: dict[str, Value] = {}
     if shared(it):
