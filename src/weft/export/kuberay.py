@@ -77,7 +77,7 @@ def serve_application(it: Deployment) -> dict[str, Any]:
     config: dict[str, Any] = {}
     config["model_loading_config"] = {"model_id": it.names[0], "model_source": it.checkpoint.word}
     config["engine_kwargs"] = {
-        name.replace("-", "_"): value for name, value in vllm.arguments(it).items() if value is not False
+        name.replace("-", "_"): value for name, value in vllm.engine_flags(it).items() if value is not False
     }
     # All of a replica on one node where the plan has it so.
     strategy = "PACK" if it.spans else "STRICT_PACK"

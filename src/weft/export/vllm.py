@@ -104,7 +104,7 @@ def start_ray_lines(visible: Mapping[str, str], node: int, head: int, gpus: int,
 
 def serve_command(it: Deployment, server: ReplicaServer, node: int) -> str:
     """The command line of a server; of one whose replicas share experts, that of a node's part."""
-    flags: dict[str, Value] = {**arguments(it, server), **placement_flags(it, server, node)}
+    flags: dict[str, Value] = {**engine_flags(it, server), **placement_flags(it, server, node)}
     if node == server.node:
         flags |= {"served-model-name": it.names, "host": "127.0.0.1" if len(it.nodes) == 1 else "0.0.0.0"}
         flags["port"] = server.port
@@ -132,7 +132,7 @@ def placement_flags(it: Deployment, server: ReplicaServer, node: int) -> Flags:
     return flags
 
 
-def arguments(it: Deployment, server: ReplicaServer | None = None) -> Flags:
+def engine_flags(it: Deployment, server: ReplicaServer | None = None) -> Flags:
     """The arguments of a server's engine, or those that do for all, whoever starts it."""
     layout = it.candidate.layout
     tokens, requests = it.batch
