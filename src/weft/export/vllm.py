@@ -137,7 +137,7 @@ def engine_flags(it: Deployment, server: ReplicaServer | None = None) -> Flags:
     layout = it.candidate.layout
     tokens, requests = it.batch
     flags: dict[str, Value] = {
-        **{f"{kind}-parallel-size": size for kind, size in sizes(layout).items() if size > 1},
+        **{f"{kind}-parallel-size": size for kind, size in parallel_sizes(layout).items() if size > 1},
         "enable-expert-parallel": layout.expert_parallel > 1,
         "max-model-len": it.max_model_len,
         "max-num-seqs": requests,
@@ -156,7 +156,7 @@ def engine_flags(it: Deployment, server: ReplicaServer | None = None) -> Flags:
     return flags
 
 
-def sizes(layout: Layout) -> dict[str, int]:
+def parallel_sizes(layout: Layout) -> dict[str, int]:
     """Of tensor and pipeline parallelism."""
     return {"tensor": layout.tensor_parallel, "pipeline": layout.pipeline_parallel}
 
