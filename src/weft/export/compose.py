@@ -125,7 +125,7 @@ def service_environment(it: Deployment, server: ReplicaServer) -> dict[str, str]
     """From the environment, or from a file .env beside the Compose file; and what the plan says."""
     found = {"HF_TOKEN": "${HF_TOKEN:-}", "VLLM_API_KEY": "${VLLM_API_KEY:-}"}
     if it.question.engine == "vllm":
-        found |= vllm.partition(it)
+        found |= vllm.partition_variables(it)
     if it.gpu.gfx:
         return found | hosts.visible_gpus(it, server, server.node)
     return (

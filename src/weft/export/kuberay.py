@@ -83,8 +83,8 @@ def serve_application(it: Deployment) -> dict[str, Any]:
     strategy = "PACK" if it.spans else "STRICT_PACK"
     config["placement_group_config"] = {"bundles": [{"CPU": 1, "GPU": 1}] * layout.size, "strategy": strategy}
     config["deployment_config"] = {"num_replicas": layout.data_parallel, "max_ongoing_requests": it.batch[1]}
-    if vllm.partition(it):
-        config["runtime_env"] = {"env_vars": vllm.partition(it)}
+    if vllm.partition_variables(it):
+        config["runtime_env"] = {"env_vars": vllm.partition_variables(it)}
     return {
         "name": "llm",
         "route_prefix": "/",

@@ -78,7 +78,7 @@ def network_lines(it: Deployment, node: int) -> list[str]:
                 "NCCL_SOCKET_IFNAME": Raw("=$GLOO_SOCKET_IFNAME"),  # = is: this one, not all that begin so
             }
         ),
-        *export_lines(partition(it)),
+        *export_lines(partition_variables(it)),
     ]
 
 
@@ -111,7 +111,7 @@ def serve_command(it: Deployment, server: ReplicaServer, node: int) -> str:
     else:
         flags["headless"] = True
     rayed = len(server.nodes) > 1 and not shared(it)
-    variables = {} if rayed else {**hosts.visible_gpus(it, server, node), **partition(it)}
+    variables = {} if rayed else {**hosts.visible_gpus(it, server, node), **partition_variables(it)}
     return command_line(["vllm", "serve", it.checkpoint.shell], flags, variables)
 
 
@@ -161,7 +161,7 @@ def parallel_sizes(layout: Layout) -> dict[str, int]:
     return {"tensor": layout.tensor_parallel, "pipeline": layout.pipeline_parallel}
 
 
-def partition(it: Deployment) -> dict[str, str]:
+def partition_variables(it: Deployment) -> dict[str, str]:
     """The layers of each stage."""
     layers = it.candidate.layout.stage_layers
     return {"VLLM_PP_LAYER_PARTITION": ",".join(map(str, layers))} if len(layers) > 1 else {}
