@@ -49,8 +49,8 @@ def vllm_files(it: Deployment) -> list[ExportFile]:
 def node_script(it: Deployment, node: int) -> ExportFile:
     """Everything that one of several nodes runs."""
     linked = [server for server in it.servers if len(server.nodes) > 1]
-    here = [server for server in it.servers if server.node == node or (node in server.nodes and shared(it))]
-    rayed = [] if shared(it) else [server for server in linked if node in server.nodes]
+    here = [server for server in it.servers if server.node == node or (node in server.nodes and has_shared_experts(it))]
+    rayed = [] if has_shared_experts(it) else [server for server in linked if node in server.nodes]
     replace = list(it.checkpoint.placeholders)
     body: list[str] = []
     if linked:
@@ -110,7 +110,7 @@ def serve_command(it: Deployment, server: ReplicaServer, node: int) -> str:
         flags["port"] = server.port
     else:
         flags["headless"] = True
-    rayed = len(server.nodes) > 1 and not shared(it)
+    rayed = len(server.nodes) > 1 and not has_shared_experts(it)
     variables = {} if rayed else {**hosts.visible_gpus(it, server, node), **partition_variables(it)}
     return command_line(["vllm", "serve", it.checkpoint.shell], flags, variables)
 
@@ -118,7 +118,7 @@ def serve_command(it: Deployment, server: ReplicaServer, node: int) -> str:
 def placement_flags(it: Deployment, server: ReplicaServer, node: int) -> Flags:
     """The flags that say which part of the deployment this is."""
     flags: dict[str, Value] = {}
-    if shared(it):
+    if has_shared_experts(it):
         flags["data-parallel-size"] = len(server.replicas)
         if len(server.nodes) > 1:
             local = [replica[0].node for replica in server.replicas]
@@ -183,7 +183,7 @@ def omitted_options(it: Deployment) -> list[str]:
             "a share of the memory for each GPU: vLLM has one for all, so the largest that any needs is given, as far "
             "as it is free on each"
         )
-    if it.spans and sum(len(server.nodes) > 1 for server in it.servers) > 1 and not shared(it):
+    if it.spans and sum(len(server.nodes) > 1 for server in it.servers) > 1 and not has_shared_experts(it):
         found.append("which GPUs of the nodes hold which replica: Ray decides that, by the same numbers of GPUs")
     return found
 
@@ -196,13 +196,13 @@ def next_steps(it: Deployment) -> list[str]:
         found.append("the servers listen on every interface, so that a balancer reaches them: keep others out")
     if it.spans:
         found.append("InfiniBand is used where NCCL finds it; NCCL_DEBUG=INFO tells, NCCL_IB_HCA chooses")
-    if it.spans and not shared(it):
+    if it.spans and not has_shared_experts(it):
         found.append("ray stop on every node ends what ray start began there")
     if len(it.servers) > 1:
         found.append("weft plan --emit nginx balances the ports")
     return found
 
 
-def shared(it: Deployment) -> bool:
+def has_shared_experts(it: Deployment) -> bool:
     """Whether the replicas share their experts."""
     return shares_experts(it.candidate.layout)
