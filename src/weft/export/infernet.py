@@ -50,7 +50,7 @@ def infernet_files(it: Deployment) -> list[ExportFile]:
     return [
         ExportFile("infernet.env", "\n".join([*lines, f"#{KEY.name}="]) + "\n", PRIVATE),
         ExportFile("infernet-engine.json", json.dumps({"engine": engine}, indent=2) + "\n"),
-        *(vllm.vllm_files(it) if it.question.engine == "vllm" else weft_serve.write(it)),
+        *(vllm.vllm_files(it) if it.question.engine == "vllm" else weft_serve.weft_files(it)),
     ]
 
 

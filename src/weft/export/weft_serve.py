@@ -36,7 +36,7 @@ def narrow_cache(question: Question) -> bool:
     return not any(gpu.gfx for gpu in gpus) and not no_narrow_cache("fp8", [(it.name, it.capability) for it in gpus])
 
 
-def write(it: Deployment) -> list[ExportFile]:
+def weft_files(it: Deployment) -> list[ExportFile]:
     """One script, or one for each node."""
     replace = it.checkpoint.placeholders
     told = header_comment("weft", it, TargetRemarks(left_out(it), replace, use(it)))
