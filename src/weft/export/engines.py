@@ -6,7 +6,7 @@ from weft.export import vllm, weft_serve
 from weft.planner.deployment import Layout
 from weft.planner.question import Question
 
-KNOWN = {"weft": weft_serve.cannot, "vllm": vllm.unsupported}
+KNOWN = {"weft": weft_serve.unsupported, "vllm": vllm.unsupported}
 
 
 def unsupported(question: Question, layout: Layout) -> str:

@@ -10,7 +10,7 @@ SERVERS = ("weft", "vllm", "sglang", "trtllm", "llama.cpp")  # engines with an H
 TARGETS = {
     target.name: target
     for target in (
-        ExportTarget("weft", "Weft", ("weft",), weft_serve.weft_files, weft_serve.cannot),
+        ExportTarget("weft", "Weft", ("weft",), weft_serve.weft_files, weft_serve.unsupported),
         ExportTarget("vllm", "vLLM", ("vllm",), vllm.vllm_files, vllm.unsupported),
         ExportTarget(
             "transformers",

@@ -21,7 +21,7 @@ from weft.planner.question import Question
 SHORT = 4  # characters of a weight that is taken as it was typed
 
 
-def cannot(question: Question, layout: Layout) -> str:
+def unsupported(question: Question, layout: Layout) -> str:
     """What Weft's engine does not do yet of what it plans."""
     if question.cluster.gpus[layout.gpus[0]].gfx:
         return "Weft runs on NVIDIA's GPUs and on CPUs; --emit vllm is for others"
