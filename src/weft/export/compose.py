@@ -182,7 +182,7 @@ def placeholders(it: Deployment) -> list[Placeholder]:
 
 def omitted_options(it: Deployment) -> list[str]:
     """What is not in the file."""
-    found = vllm.omitted_options(it) if it.question.engine == "vllm" else weft_serve.left_out(it)
+    found = vllm.omitted_options(it) if it.question.engine == "vllm" else weft_serve.omitted_options(it)
     if len(it.servers) > 1 and len(it.nodes) == 1:
         found.append("TLS: nginx listens on 127.0.0.1; weft plan --emit nginx writes a configuration with TLS")
     if len(it.nodes) > 1:

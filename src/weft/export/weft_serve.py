@@ -39,7 +39,7 @@ def narrow_cache(question: Question) -> bool:
 def weft_files(it: Deployment) -> list[ExportFile]:
     """One script, or one for each node."""
     replace = it.checkpoint.placeholders
-    told = header_comment("weft", it, TargetRemarks(left_out(it), replace, use(it)))
+    told = header_comment("weft", it, TargetRemarks(omitted_options(it), replace, use(it)))
     files = []
     for node in it.nodes:
         body = run_together([serve(it, server) for server in it.servers if server.node == node])
@@ -114,7 +114,7 @@ def short_weights(it: Deployment) -> list[str]:
     return [f"{weight!r}" for weight in layout.tensor_weights]
 
 
-def left_out(it: Deployment) -> list[str]:
+def omitted_options(it: Deployment) -> list[str]:
     """What Weft's engine does in another way."""
     kept = it.candidate.layout.kv_dtype
     if number_bytes(kept) < 2 and kept not in KV_CACHE_DTYPES:
