@@ -39,7 +39,7 @@ def narrow_cache(question: Question) -> bool:
 def weft_files(it: Deployment) -> list[ExportFile]:
     """One script, or one for each node."""
     replace = it.checkpoint.placeholders
-    told = header_comment("weft", it, TargetRemarks(omitted_options(it), replace, use(it)))
+    told = header_comment("weft", it, TargetRemarks(omitted_options(it), replace, next_steps(it)))
     files = []
     for node in it.nodes:
         body = run_together([serve(it, server) for server in it.servers if server.node == node])
@@ -122,7 +122,7 @@ def omitted_options(it: Deployment) -> list[str]:
     return []
 
 
-def use(it: Deployment) -> list[str]:
+def next_steps(it: Deployment) -> list[str]:
     """How to go on."""
     found = [KEYS]
     if len(it.nodes) > 1:
