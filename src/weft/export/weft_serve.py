@@ -42,13 +42,13 @@ def weft_files(it: Deployment) -> list[ExportFile]:
     told = header_comment("weft", it, TargetRemarks(omitted_options(it), replace, next_steps(it)))
     files = []
     for node in it.nodes:
-        body = run_together([serve(it, server) for server in it.servers if server.node == node])
+        body = run_together([serve_command(it, server) for server in it.servers if server.node == node])
         name = "weft.sh" if len(it.nodes) == 1 else f"node-{node}.sh"
         files.append(ExportFile(name, bash_script(told, body, replace), SCRIPT))
     return files
 
 
-def serve(it: Deployment, server: ReplicaServer) -> str:
+def serve_command(it: Deployment, server: ReplicaServer) -> str:
     """The command line of a server."""
     where: dict[str, Value] = {
         "served-model-name": it.names,
