@@ -82,7 +82,7 @@ def service_name(server: ReplicaServer) -> str:
 def replica_service(it: Deployment, server: ReplicaServer, published: bool) -> dict[str, Any]:
     """The service of one replica."""
     ours = it.question.engine == "weft"
-    engine = weft_serve.arguments(it, server) if ours else vllm.engine_flags(it, server)
+    engine = weft_serve.engine_flags(it, server) if ours else vllm.engine_flags(it, server)
     flags = {**engine, "served-model-name": it.names}
     if not ours:
         flags |= vllm.placement_flags(it, server, server.node)

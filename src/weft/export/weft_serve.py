@@ -56,10 +56,10 @@ def serve_command(it: Deployment, server: ReplicaServer) -> str:
         "port": server.port,
     }
     start, visible = ["weft", "serve", it.checkpoint.shell], hosts.visible_gpus(it, server, server.node)
-    return command_line(start, {**arguments(it, server), **where}, visible)
+    return command_line(start, {**engine_flags(it, server), **where}, visible)
 
 
-def arguments(it: Deployment, server: ReplicaServer) -> Flags:
+def engine_flags(it: Deployment, server: ReplicaServer) -> Flags:
     """The arguments of a server's engine, whoever starts it."""
     # A share counts what others hold.
     layout, shares = it.candidate.layout, it.taken(server, held=True)
