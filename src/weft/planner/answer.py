@@ -193,7 +193,7 @@ def candidate_json(question: Question, candidate: Candidate) -> dict[str, Any]:
 def links_json(cluster: Cluster, layout: Layout) -> dict[str, str | None]:
     """Over what the ranks of a stage sum, over what a stage hands on to the next, and over what replicas that share
     their experts exchange tokens: the slowest link that is used, None where there is nobody to send to."""
-    tensor, homes = layout.tensor_parallel, [cluster.homes[index] for index in layout.gpus]
+    tensor, homes = layout.tensor_parallel, [cluster.gpu_positions[index] for index in layout.gpus]
     starts = range(0, len(homes), tensor)
     groups: dict[str, set[frozenset[GpuPosition]]] = {"tensor": set(), "pipeline": set(), "experts": set()}
     if tensor > 1:

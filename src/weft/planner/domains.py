@@ -32,7 +32,7 @@ def devices(cluster: Cluster) -> tuple[Device, ...]:
 @lru_cache(maxsize=8)
 def usable(cluster: Cluster) -> tuple[Device, ...]:
     """Every GPU that the user lets be used, those that a bridge joins one after the other."""
-    homes = cluster.homes
+    homes = cluster.gpu_positions
 
     def place(device: Device) -> tuple[int, float, int]:
         group = homes[device.number].group

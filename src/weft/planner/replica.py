@@ -33,7 +33,7 @@ def replicas(shape: ModelShape, layout: Layout, cluster: Cluster, profile: Profi
     known: dict[object, Replica] = {}
     found = []
     alike: dict[object, Replica] = {}
-    homes, marks = cluster.homes, layout.marks(cluster)
+    homes, marks = cluster.gpu_positions, layout.marks(cluster)
     for number, seats in enumerate(layout.replicas()):
         # Replicas on GPUs of the same kinds in the same places, of which a large cluster has many.
         key: tuple[object, ...] = *marks[seats], homes[layout.gpus[seats.start]].link
@@ -257,7 +257,7 @@ def scaled(seconds: Seconds, by: float) -> Seconds:
 
 def kind_of(cluster: Cluster, indices: Sequence[int]) -> LinkKind:
     """The slowest link between any two of these GPUs."""
-    return slowest_link({cluster.homes[index] for index in indices})
+    return slowest_link({cluster.gpu_positions[index] for index in indices})
 
 
 def slowest_link(homes: Collection[GpuPosition]) -> LinkKind:
