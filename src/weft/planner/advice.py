@@ -220,7 +220,7 @@ def _with_more(question: Question) -> str | None:
 def _with_more_memory(question: Question, short_bytes: int) -> str | None:
     """How much more free memory a CPU's machine needs, a little over what is lacking."""
     more, cluster = int(short_bytes * WORTH), question.cluster
-    roomier = cluster.changed(lambda gpu: msgspec.structs.replace(gpu, memory_bytes=gpu.memory_bytes + more))
+    roomier = cluster.map_gpus(lambda gpu: msgspec.structs.replace(gpu, memory_bytes=gpu.memory_bytes + more))
     found = _roomiest(msgspec.structs.replace(question, cluster=roomier))
     return f"{gigabytes(more * len(cluster.gpus))} more free memory make it fit: {found[0]}" if found else None
 
@@ -319,4 +319,4 @@ def _gain(name: str, question: Question, best: Candidate, changed: Answer, now: 
 
 def _unlimited(cluster: Cluster) -> Cluster:
     """Without --max-memory."""
-    return cluster.changed(lambda gpu: msgspec.structs.replace(gpu, limit_bytes=None))
+    return cluster.map_gpus(lambda gpu: msgspec.structs.replace(gpu, limit_bytes=None))
