@@ -142,7 +142,7 @@ def rearranged(question: Question, draft: Draft) -> Iterator[Draft]:
     members = [stage for replica in draft.replicas for stage in replica]
     everything = groups(islands(question.cluster), cut.tensor_parallel)
     if cut.pipeline_parallel == 1 and not said:
-        roomy = [(tuple(sorted(stage, key=lambda it: -it.gpu.takes(1.0))),) for (stage,) in draft.replicas]
+        roomy = [(tuple(sorted(stage, key=lambda it: -it.gpu.usable_bytes(1.0))),) for (stage,) in draft.replicas]
         if roomy != list(draft.replicas):
             yield Draft(cut, tuple(roomy))
     if cut.pipeline_parallel == 1 or said or len({_sorts(stage) for stage in everything + members}) == 1:

@@ -189,7 +189,7 @@ def _spread_out(question: Question, precision: str, mode: Spread) -> Question:
     )
     load = msgspec.structs.replace(load, sampling=max(kept(it.gpu, 2) - kept(it.gpu, 1) for it in gpus))
     most = engine.utilization_most.value
-    layers = spread(load, [it.gpu.takes(most) - kept(it.gpu, 1) for it in gpus], mode)
+    layers = spread(load, [it.gpu.usable_bytes(most) - kept(it.gpu, 1) for it in gpus], mode)
     used = [(it.number, count) for it, count in zip(gpus, layers, strict=True) if count]
     wish = Wish(
         tensor_parallel=1,
@@ -243,7 +243,7 @@ def _tensor_weights(question: Question, draft: Draft) -> list[tuple[float, ...]]
     if all(map(alike, stages)):
         return [even]
     bandwidth = tuple(min(stage[rank].gpu.bandwidth_Bps for stage in stages) for rank in range(ranks))
-    memory = tuple(float(min(stage[rank].gpu.takes(1.0) for stage in stages)) for rank in range(ranks))
+    memory = tuple(float(min(stage[rank].gpu.usable_bytes(1.0) for stage in stages)) for rank in range(ranks))
     found = [bandwidth, memory, even]
     if any(device.gpu.limit_bytes is not None for stage in stages for device in stage):
         # Of a small part of a GPU the engine's own takes much: what is left for the model.
@@ -270,7 +270,7 @@ def _stage_layers(question: Question, draft: Draft, weights: Sequence[float]) ->
         there = {id(gpu): gpu for gpu in (replica[stage][rank].gpu for replica in draft.replicas)}.values()
         seats.append(
             Seat(
-                min(gpu.takes(most) for gpu in there) - other,
+                min(gpu.usable_bytes(most) for gpu in there) - other,
                 min(gpu.bandwidth_Bps for gpu in there),
             )
         )
