@@ -155,7 +155,7 @@ def names_here(arguments: Namespace) -> list[str]:
 def nameless(choice: ExportChoice, names: Sequence[str]) -> tuple[str, ...]:
     """What to do about slices of GPUs that are elsewhere, whose names nobody here knows."""
     gpus = choice.question.cluster.gpus
-    found = next((gpus[at].name for at in choice.candidate.layout.gpus if gpus[at].sliced), None)
+    found = next((gpus[at].name for at in choice.candidate.layout.gpus if gpus[at].is_mig_slice), None)
     if found is None or names:
         return ()
     return (
