@@ -46,7 +46,7 @@ def print_machine(here: Host, speeds: Speeds) -> None:
 
 def cpu_lines(here: Host, speeds: Speeds) -> Iterator[str]:
     """The CPU, its memory, and what was measured of both."""
-    cpu, open_to_us = here.cpu, len(here.computing)
+    cpu, open_to_us = here.cpu, len(here.compute_cores)
     if cpu:
         sockets = f"{cpu.sockets} x " if cpu.sockets > 1 else ""
         cores = f"{cpu.cores} core{'s' * (cpu.cores > 1)}"

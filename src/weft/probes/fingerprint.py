@@ -16,7 +16,7 @@ def fingerprint(host: Host, *more: object) -> str:
     told = [
         host.hostname,
         cpu and [cpu.model, cpu.sockets, cpu.threads, cpu.features],
-        len(host.computing),
+        len(host.compute_cores),
         host.driver,
         [[gpu.uuid, gpu.name, gpu.total_bytes] for gpu in host.gpus],
         [str(it) for it in more],

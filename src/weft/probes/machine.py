@@ -96,7 +96,7 @@ def cpu_spec(host: Host, speed: CpuSpeed) -> GpuSpec:
     features = host.cpu.features if host.cpu else ()
     bf16 = max((BF16_OVER_FP32.get(it, 1.0) for it in features), default=1.0)
     fp16 = max((FP16_OVER_FP32.get(it, 1.0) for it in features), default=1.0)
-    count = len(host.computing)
+    count = len(host.compute_cores)
     source = f"measured here: {speed.bandwidth_Bps / 1e9:.0f} GB/s, {speed.fp32_flops / 1e12:.2f} TFLOPS in 32 bits"
     return GpuSpec(
         kind="cpu",

@@ -174,7 +174,7 @@ def _measured(host: Host, kernels: str | None) -> CpuSpeed:
     if kind := openblas_core_type(host.cpu.features if host.cpu else ()):
         ours["OPENBLAS_CORETYPE"] = kind
     ours["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
-    command = [sys.executable, "-P", "-m", "weft.probes.cpu_speed", ",".join(map(str, host.computing)), str(size)]
+    command = [sys.executable, "-P", "-m", "weft.probes.cpu_speed", ",".join(map(str, host.compute_cores)), str(size)]
     command += [kernels] if kernels else []
     try:
         done = subprocess.run(
