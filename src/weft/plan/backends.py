@@ -88,7 +88,7 @@ def misplaced(backend: str, host: Host, devices: Sequence[str]) -> str | None:
 
 def unusable(backend: str, shape: ModelShape, dtype: DType, host: Host, devices: Sequence[str]) -> str | None:
     """What a backend that was asked for lacks, as far as it is known before it is tried: not whether it compiles."""
-    gpus = host.named(devices)  # none: Triton's interpreter is any GPU
+    gpus = host.gpus_of(devices)  # none: Triton's interpreter is any GPU
     if backend == "cpu":
         reason = compiled.obstacle(dtype, shape.head_dim, shape.q_heads // shape.kv_heads)
     elif backend not in GPU_BACKENDS:
@@ -170,7 +170,7 @@ def kv_cache_dtype(config: EngineConfig, host: Host, devices: Sequence[str]) -> 
     asked, backend = config.kv_cache_dtype, config.attention_backend
     if asked == "auto":
         return "auto"
-    if reason := no_narrow_cache(asked, [(gpu.name, gpu.capability) for gpu in host.named(devices)]):
+    if reason := no_narrow_cache(asked, [(gpu.name, gpu.capability) for gpu in host.gpus_of(devices)]):
         raise ConfigError(reason)
     if backend not in FP8_BACKENDS:
         raise ConfigError(

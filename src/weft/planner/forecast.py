@@ -99,7 +99,7 @@ def as_candidate(plan: Plan, host: Host, known: Speeds, batched_tokens: int | No
     here = msgspec.structs.replace(host, gpus=(), pairs=()) if on_cpu else host
     kept = OF_DTYPE[plan.dtype] if plan.kv_cache_dtype == "auto" else plan.kv_cache_dtype
     precision = precision_of(plan.shape, plan.quantization, plan.schemes, plan.dtype)
-    devices = [0] * len(plan.devices) if on_cpu else [gpu.index for gpu in host.named(plan.devices)]
+    devices = [0] * len(plan.devices) if on_cpu else [gpu.index for gpu in host.gpus_of(plan.devices)]
     cluster = parted(limited(host_cluster(here, known), plan, devices), devices)
     layout = Layout(
         tensor_weights=(1.0,) * plan.tensor_parallel,
