@@ -143,7 +143,7 @@ def engine_flags(it: Deployment, server: ReplicaServer | None = None) -> Flags:
         "max-num-seqs": requests,
         "max-num-batched-tokens": tokens,
         # It starts only where as much is free on each of its GPUs, and takes as much of each.
-        "gpu-memory-utilization": min(max(it.taken(server)), it.free(server)),
+        "gpu-memory-utilization": min(max(it.memory_shares(server)), it.free(server)),
     }
     if layout.precision in FLOATS:
         flags["dtype"] = FLOATS[layout.precision]
@@ -178,7 +178,7 @@ def omitted_options(it: Deployment) -> list[str]:
         )
     if layout.precision in gguf_types.MIXES:
         found.append("vLLM calls its GGUF reader experimental; an AWQ or GPTQ checkpoint is faster there")
-    if any(len(set(it.taken(server))) > 1 for server in it.servers):
+    if any(len(set(it.memory_shares(server))) > 1 for server in it.servers):
         found.append(
             "a share of the memory for each GPU: vLLM has one for all, so the largest that any needs is given, as far "
             "as it is free on each"

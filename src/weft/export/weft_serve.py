@@ -62,7 +62,7 @@ def serve_command(it: Deployment, server: ReplicaServer) -> str:
 def engine_flags(it: Deployment, server: ReplicaServer) -> Flags:
     """The arguments of a server's engine, whoever starts it."""
     # A share counts what others hold.
-    layout, shares = it.candidate.layout, it.taken(server, held=True)
+    layout, shares = it.candidate.layout, it.memory_shares(server, held=True)
     flags: dict[str, Value] = {}
     if layout.tensor_parallel > 1 and len(set(layout.tensor_weights)) == 1:
         flags["tensor-parallel-size"] = layout.tensor_parallel
