@@ -143,7 +143,7 @@ def engine_flags(it: Deployment, server: ReplicaServer | None = None) -> Flags:
         "max-num-seqs": requests,
         "max-num-batched-tokens": tokens,
         # It starts only where as much is free on each of its GPUs, and takes as much of each.
-        "gpu-memory-utilization": min(max(it.memory_shares(server)), it.free(server)),
+        "gpu-memory-utilization": min(max(it.memory_shares(server)), it.free_share(server)),
     }
     if layout.precision in FLOATS:
         flags["dtype"] = FLOATS[layout.precision]
