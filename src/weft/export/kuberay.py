@@ -80,7 +80,7 @@ def serve_application(it: Deployment) -> dict[str, Any]:
         name.replace("-", "_"): value for name, value in vllm.engine_flags(it).items() if value is not False
     }
     # All of a replica on one node where the plan has it so.
-    strategy = "PACK" if it.spans else "STRICT_PACK"
+    strategy = "PACK" if it.spans_nodes else "STRICT_PACK"
     config["placement_group_config"] = {"bundles": [{"CPU": 1, "GPU": 1}] * layout.size, "strategy": strategy}
     config["deployment_config"] = {"num_replicas": layout.data_parallel, "max_ongoing_requests": it.batch[1]}
     if vllm.partition_variables(it):

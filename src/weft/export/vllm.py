@@ -183,7 +183,7 @@ def omitted_options(it: Deployment) -> list[str]:
             "a share of the memory for each GPU: vLLM has one for all, so the largest that any needs is given, as far "
             "as it is free on each"
         )
-    if it.spans and sum(len(server.nodes) > 1 for server in it.servers) > 1 and not has_shared_experts(it):
+    if it.spans_nodes and sum(len(server.nodes) > 1 for server in it.servers) > 1 and not has_shared_experts(it):
         found.append("which GPUs of the nodes hold which replica: Ray decides that, by the same numbers of GPUs")
     return found
 
@@ -194,9 +194,9 @@ def next_steps(it: Deployment) -> list[str]:
     if len(it.nodes) > 1:
         found.append("run node-N.sh on node N; every node needs the same vLLM, and the model under the same name")
         found.append("the servers listen on every interface, so that a balancer reaches them: keep others out")
-    if it.spans:
+    if it.spans_nodes:
         found.append("InfiniBand is used where NCCL finds it; NCCL_DEBUG=INFO tells, NCCL_IB_HCA chooses")
-    if it.spans and not has_shared_experts(it):
+    if it.spans_nodes and not has_shared_experts(it):
         found.append("ray stop on every node ends what ray start began there")
     if len(it.servers) > 1:
         found.append("weft plan --emit nginx balances the ports")
