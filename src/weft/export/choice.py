@@ -60,11 +60,11 @@ def choose_plan(question: Question, target: ExportTarget) -> ExportChoice:
 def translate_question(question: Question, target: ExportTarget) -> tuple[Question, list[str]]:
     """The question for the target's engine, in precisions that it reads."""
     engine = question.engine if question.engine in target.engines else target.engines[0]
-    read = tuple(dict.fromkeys(target.instead.get(it, it) for it in question.precisions))
+    read = tuple(dict.fromkeys(target.substitutes.get(it, it) for it in question.precisions))
     gaps = [
-        f"{target.title} does not run {it}; this is {target.instead[it]}"
+        f"{target.title} does not run {it}; this is {target.substitutes[it]}"
         for it in question.precisions
-        if it in target.instead
+        if it in target.substitutes
     ]
     asked = msgspec.structs.replace(question, engine=engine, precisions=read)
     if question.kv_dtype and number_bytes(question.kv_dtype) < 2 and not engines.narrow_cache(asked):
