@@ -35,7 +35,7 @@ def choose_plan(question: Question, target: ExportTarget) -> ExportChoice:
     asked, gaps = translate_question(question, target)
     answer = search(asked)
     best = answer.best
-    problem = target.cannot(asked, best.layout) if best else ""
+    problem = target.unsupported(asked, best.layout) if best else ""
     if best and not problem:
         return ExportChoice(asked, best, (*gaps, *uneven_plan_of_weft(question, target), *not_run_yet(asked, best)))
     wanted = best or search(msgspec.structs.replace(asked, engine="weft")).best
@@ -43,7 +43,7 @@ def choose_plan(question: Question, target: ExportTarget) -> ExportChoice:
         why = rejection_reason(answer, None)
         raise NothingFits(f"nothing fits, so nothing is written: {why}; weft plan without --emit tells what would help")
     problem = problem or rejection_reason(answer, wanted)
-    possible = [it for it in alternatives(answer) if not target.cannot(it[0], it[1].layout)]
+    possible = [it for it in alternatives(answer) if not target.unsupported(it[0], it[1].layout)]
     if not possible:
         raise NothingFits(
             f"{target.title} cannot do {describe_plan(wanted)}: {problem}; no other plan for it fits either"
