@@ -75,7 +75,7 @@ def main(arguments: Namespace) -> int:
     made = target.create_files(it)
     folder = getattr(arguments, "emit_to", None)
     if folder is None:
-        sys.stdout.create_files(files.joined_text(made))
+        sys.stdout.write(files.joined_text(made))
         return 0
     for written in files.write_files(made, Path(folder).expanduser(), force=getattr(arguments, "force", False)):
         print(f"wrote {written}", file=sys.stderr)

@@ -66,7 +66,7 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(sorted({node for server in self.servers for node in server.nodes}))
 
     @property
-    def spans(self) -> bool:
+    def spans_nodes(self) -> bool:
         """Whether one server's GPUs are on several nodes."""
         return any(len(server.nodes) > 1 for server in self.servers)
 
@@ -87,7 +87,7 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
         sure = int(memory.longest * SURE)
         return max(work.longest, sure - sure % ROUND)
 
-    def taken(self, server: ReplicaServer | None = None, *, held: bool = False) -> tuple[float, ...]:
+    def memory_shares(self, server: ReplicaServer | None = None, *, held: bool = False) -> tuple[float, ...]:
         """Each rank's share of its GPU's memory in a replica, with `held` also what others hold of it; of the replicas
         of a server, or of all, the most that any of them needs."""
         shares = [
@@ -96,7 +96,7 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
         ]
         return tuple(map(max, zip(*shares, strict=True)))
 
-    def free(self, server: ReplicaServer | None = None) -> float:
+    def free_share(self, server: ReplicaServer | None = None) -> float:
         """The share of its memory that no GPU of a server, or of all, lacks; all of it where others hold nothing."""
         gpus = (gpu for ranks in self._ranks(server) for _, gpu in ranks if gpu.held_bytes)
         return min((_down(1 - (gpu.held_bytes + DRIVER_BYTES) / gpu.memory_bytes) for gpu in gpus), default=1.0)

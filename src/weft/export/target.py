@@ -25,9 +25,9 @@ class ExportTarget(msgspec.Struct, frozen=True):
     name: str
     title: str
     engines: tuple[str, ...]
-    write: Callable[[Deployment], Sequence[ExportFile]]
-    cannot: Unsupported = lambda question, layout: ""
-    instead: Mapping[str, str] = {}
+    create_files: Callable[[Deployment], Sequence[ExportFile]]
+    unsupported: Unsupported = lambda question, layout: ""
+    substitutes: Mapping[str, str] = {}
     port: int = 8000
 
 

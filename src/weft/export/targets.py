@@ -18,7 +18,7 @@ TARGETS = {
             ("transformers",),
             transformers.transformers_files,
             transformers.unsupported,
-            instead=transformers.INSTEAD,
+            substitutes=transformers.INSTEAD,
             port=0,
         ),
         ExportTarget(
@@ -27,7 +27,7 @@ TARGETS = {
             ("llama.cpp",),
             ollama.ollama_files,
             ollama.unsupported,
-            instead=ollama.INSTEAD,
+            substitutes=ollama.INSTEAD,
             port=ollama.PORT,
         ),
         ExportTarget("infernet", "Infernet", ("weft", "vllm"), infernet.infernet_files, engines.unsupported),

@@ -19,7 +19,7 @@ class MeasuredFigure(msgspec.Struct, frozen=True, array_like=True):
     """A figure, and how it was measured."""
 
     value: float
-    how: str
+    method: str
 
 
 class QuantisedFigures(msgspec.Struct, frozen=True):
@@ -74,7 +74,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
         """That of a device whose memory is so many times as fast, and that computes so many times as fast."""
 
         def times(figure: MeasuredFigure, factor: float) -> MeasuredFigure:
-            return MeasuredFigure(figure.value * factor, figure.how)
+            return MeasuredFigure(figure.value * factor, figure.method)
 
         return msgspec.structs.replace(
             self,

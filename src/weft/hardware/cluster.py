@@ -65,7 +65,7 @@ class Cluster(msgspec.Struct, frozen=True, dict=True):
         return self.nodes[0].gpus[0].kind == "cpu"
 
     @cached_property
-    def homes(self) -> tuple[GpuPosition, ...]:
+    def gpu_positions(self) -> tuple[GpuPosition, ...]:
         """Of each GPU where it is."""
         return tuple(home for number, node in enumerate(self.nodes) for home in _homes(number, node))
 
@@ -75,7 +75,7 @@ class Cluster(msgspec.Struct, frozen=True, dict=True):
         nodes = (msgspec.structs.replace(node, gpus=tuple(islice(left, len(node.gpus)))) for node in self.nodes)
         return msgspec.structs.replace(self, nodes=tuple(nodes))
 
-    def changed(self, change: Callable[[GpuSpec], GpuSpec]) -> Cluster:
+    def map_gpus(self, change: Callable[[GpuSpec], GpuSpec]) -> Cluster:
         """With every GPU changed. Equal ones are one object then, by which the planner knows them."""
         made = {gpu: change(gpu) for gpu in set(self.gpus)}
         return self.with_gpus([made[gpu] for gpu in self.gpus])

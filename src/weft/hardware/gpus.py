@@ -70,7 +70,7 @@ class GpuSpec(msgspec.Struct, frozen=True, kw_only=True):
     kernels: KernelSpeed | None = None
 
     @property
-    def sliced(self) -> bool:
+    def is_mig_slice(self) -> bool:
         """Whether it is a MIG slice, which its driver names after its board."""
         return "MIG" in self.name.split()
 
@@ -88,7 +88,7 @@ class GpuSpec(msgspec.Struct, frozen=True, kw_only=True):
     def __hash__(self) -> int:
         return hash((self.name, self.memory_bytes, self.bandwidth_Bps))
 
-    def takes(self, share: float) -> int:
+    def usable_bytes(self, share: float) -> int:
         """Bytes that an engine gets with this share of the memory: less what others hold, and within the limit."""
         free = int(self.memory_bytes * share) - self.held_bytes
         return free if self.limit_bytes is None else min(free, self.limit_bytes)

@@ -43,11 +43,11 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
     packages: dict[str, str] = {}
 
     @property
-    def computing(self) -> tuple[int, ...]:
+    def compute_cores(self) -> tuple[int, ...]:
         """The cores that one rank computes on."""
         return self.cores[: self.threads]
 
-    def named(self, devices: Iterable[str]) -> list[Gpu]:
+    def gpus_of(self, devices: Iterable[str]) -> list[Gpu]:
         """The GPUs that devices are, by names as "cuda:1" and in their order; a "cpu" is none."""
         return [self.gpus[int(name.removeprefix("cuda:"))] for name in devices if name != "cpu"]
 
