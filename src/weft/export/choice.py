@@ -9,8 +9,8 @@ import msgspec
 from weft.architectures.kv import number_bytes
 from weft.errors import PlanError
 from weft.export import engines
+from weft.export.header import describe_plan, is_uneven
 from weft.export.target import ExportTarget, cut_distance
-from weft.export.words import describe_plan, is_uneven
 from weft.planner.objections import not_run
 from weft.planner.question import Question, Wish
 from weft.planner.ranking import Candidate

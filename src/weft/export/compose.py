@@ -9,9 +9,9 @@ import msgspec
 from weft.export import engines, hosts, nginx, vllm, weft_serve
 from weft.export.deployment import Deployment, ReplicaServer
 from weft.export.files import ExportFile
+from weft.export.header import TargetRemarks, header_comment
 from weft.export.shell import Placeholder, flag_words
 from weft.export.target import shares_experts, spans_nodes
-from weft.export.words import TargetRemarks, header_comment
 from weft.formats.yaml_text import Block, dump
 from weft.planner.deployment import Layout
 from weft.planner.question import Question

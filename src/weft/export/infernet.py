@@ -10,10 +10,10 @@ from weft.errors import ConfigError
 from weft.export import vllm, weft_serve
 from weft.export.deployment import Deployment
 from weft.export.files import PRIVATE, ExportFile
+from weft.export.header import TargetRemarks, header_comment
 from weft.export.infernet_config import NodeConfig, vram_tier
 from weft.export.shell import Placeholder
 from weft.export.target import shares_experts
-from weft.export.words import TargetRemarks, header_comment
 
 MERGE = """\
 config="${XDG_CONFIG_HOME:-$HOME/.config}/infernet/config.json"

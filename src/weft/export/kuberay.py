@@ -10,9 +10,9 @@ from typing import Any
 from weft.export import hosts, vllm
 from weft.export.deployment import Deployment
 from weft.export.files import ExportFile
+from weft.export.header import TargetRemarks, header_comment
 from weft.export.shell import Placeholder
 from weft.export.target import shares_experts
-from weft.export.words import TargetRemarks, header_comment
 from weft.formats.yaml_text import Block, dump
 from weft.planner.deployment import Layout
 from weft.planner.domains import devices

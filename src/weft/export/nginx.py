@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from weft.export.deployment import Deployment
 from weft.export.files import ExportFile
+from weft.export.header import TargetRemarks, header_comment
 from weft.export.hosts import node_address
 from weft.export.pages import render_template
 from weft.export.shell import Placeholder
-from weft.export.words import TargetRemarks, header_comment
 
 READ_S = 600  # seconds without a byte: an answer that is not streamed has none until it is whole
 BODY_MIB = 32  # the default of ServeOptions.max_body_bytes for two million tokens; replicas refuse less

@@ -7,9 +7,9 @@ import re
 from weft.export import hosts
 from weft.export.deployment import Deployment, ReplicaServer
 from weft.export.files import SCRIPT, ExportFile
+from weft.export.header import TargetRemarks, header_comment
 from weft.export.shell import bash_script, command_line, export_lines
 from weft.export.target import shares_experts, spans_nodes
-from weft.export.words import TargetRemarks, header_comment
 from weft.formats import gguf_types
 from weft.planner.deployment import Layout
 from weft.planner.question import Question

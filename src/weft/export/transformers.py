@@ -11,10 +11,10 @@ from weft.export import hosts
 from weft.export.checkpoint import FLOATS
 from weft.export.deployment import Deployment
 from weft.export.files import SCRIPT, ExportFile
+from weft.export.header import TargetRemarks, header_comment
 from weft.export.pages import render_template
 from weft.export.shell import command_line
 from weft.export.target import shares_experts, spans_nodes
-from weft.export.words import TargetRemarks, header_comment
 from weft.formats import gguf_types
 from weft.planner.deployment import Layout
 from weft.planner.footprint import MIB

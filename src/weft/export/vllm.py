@@ -8,10 +8,10 @@ from weft.export import hosts
 from weft.export.checkpoint import FLOATS
 from weft.export.deployment import Deployment, ReplicaServer
 from weft.export.files import SCRIPT, ExportFile
+from weft.export.header import KEYS, TargetRemarks, header_comment
 from weft.export.hosts import INTERFACE, node_address
 from weft.export.shell import Flags, Raw, Value, bash_script, command_line, export_lines, run_together
 from weft.export.target import crowded, shares_experts, spans_nodes
-from weft.export.words import KEYS, TargetRemarks, header_comment
 from weft.formats import gguf_types
 from weft.planner.deployment import Layout
 from weft.planner.question import Question

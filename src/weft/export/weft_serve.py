@@ -9,10 +9,10 @@ from weft.export import hosts
 from weft.export.checkpoint import FLOATS
 from weft.export.deployment import Deployment, ReplicaServer
 from weft.export.files import SCRIPT, ExportFile
+from weft.export.header import KEYS, TargetRemarks, header_comment
 from weft.export.hosts import on_cpu
 from weft.export.shell import Flags, Value, bash_script, command_line, run_together
 from weft.export.target import crowded, shares_experts, spans_nodes
-from weft.export.words import KEYS, TargetRemarks, header_comment
 from weft.plan import speculation
 from weft.plan.backends import KV_CACHE_DTYPES, no_narrow_cache
 from weft.planner.deployment import Layout, deploy
