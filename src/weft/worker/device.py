@@ -35,8 +35,8 @@ def check_number(number: int, uuid: str, shown: Sequence[str]) -> None:
     names = [uuid_digits(name) for name in shown]
     if uuid_digits(uuid) in names and names[number] != uuid_digits(uuid):
         raise ConfigError(
-            f"GPU {number} is cuda:{names.index(uuid_digits(uuid))} in this process, which used CUDA before it was told "
-            f"to count along the PCI bus; set {ORDER_VARIABLE}={BUS_ORDER} from the beginning, or take "
+            f"GPU {number} is cuda:{names.index(uuid_digits(uuid))} in this process, which used CUDA before it was "
+            f"told to count along the PCI bus; set {ORDER_VARIABLE}={BUS_ORDER} from the beginning, or take "
             "executor='processes'"
         )
 
