@@ -8,15 +8,14 @@ from pathlib import Path
 import pytest
 
 from tests.cpu import tiny
-from weft.bench import calibrate
-from weft.bench.calibrate import CalibrationLoad, Subject
 from weft.bench.suite import one_thread
-from weft.bench.synthetic import TINY, synthetic_of_size
 from weft.cache import cache_dir
 from weft.cli import main
 from weft.hardware import calibration, host
 from weft.llm import LLM
-from weft.probes import speeds
+from weft.probes import engine_speed, speeds
+from weft.probes.engine_speed import CalibrationLoad, Subject
+from weft.probes.synthetic import TINY, synthetic_of_size
 
 SMALL = "--dtype float32 --max-model-len 512 --kv-cache-memory-bytes 16M"
 
@@ -61,8 +60,8 @@ def test_calibrate_then_plan(
     loads = [CalibrationLoad("decode", batch, 8, 4) for batch in (1, 4)] + [
         CalibrationLoad("prefill", 1, length, 2) for length in (16, 64)
     ]
-    monkeypatch.setattr(calibrate, "subjects", lambda gpu: subjects)
-    monkeypatch.setattr(calibrate, "LOADS", {"cpu": tuple(loads), "gpu": ()})
+    monkeypatch.setattr(engine_speed, "subjects", lambda gpu: subjects)
+    monkeypatch.setattr(engine_speed, "LOADS", {"cpu": tuple(loads), "gpu": ()})
     assert main.main(["bench", "calibrate", "--device", "cpu", "--json", "--save"]) == 0
     (told,) = json.loads(capsys.readouterr().out)
     assert told["points"] == len(told["measurements"]) == 2 + 4 + 4 + 3 and told["precision"] == "bf16"

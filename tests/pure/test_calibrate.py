@@ -17,10 +17,8 @@ from tests.pure.commands import parsed
 from tests.pure.shapes import SMOLLM2
 from weft.architectures.place import Span
 from weft.architectures.shape import ModelShape
-from weft.bench import calibrate, fit
-from weft.bench.calibrate import LOADS, CalibrationLoad, CalibrationPoint
+from weft.bench import fit
 from weft.bench.fit import PER_PRECISION, WIDTHS, PointPredictor
-from weft.bench.synthetic import LONGEST, SyntheticModel, synthetic_of_size
 from weft.cache import tell_damaged
 from weft.cli import bench_calibrate, main
 from weft.cli.parser import UsageError
@@ -40,9 +38,11 @@ from weft.planner.question import Question
 from weft.planner.roofline import Rank
 from weft.planner.search import engine_profile, search
 from weft.planner.work import Product
-from weft.probes import speeds
+from weft.probes import engine_speed, speeds
+from weft.probes.engine_speed import LOADS, CalibrationLoad, CalibrationPoint
 from weft.probes.machine import host_cluster
 from weft.probes.speeds import Speeds
+from weft.probes.synthetic import LONGEST, SyntheticModel, synthetic_of_size
 from weft.probes.tuning import RaceResult, TunedSizes
 
 HOST = Host(
@@ -86,8 +86,8 @@ def points(gpu: GpuSpec, values: dict[str, float], noise: float = 0.0, seed: int
             load=load,
             seconds=1.0,
         )
-        for subject in calibrate.subjects(gpu)
-        for load in calibrate.loads_of(gpu, subject)
+        for subject in engine_speed.subjects(gpu)
+        for load in engine_speed.loads_of(gpu, subject)
     ]
     planned = PointPredictor(gpu, found)
     quantised = {f"{name} {it}": values[name] * HELD[name] for it in planned.quantised for name in PER_PRECISION}
@@ -115,7 +115,7 @@ def test_the_fit_finds_the_constants_that_made_the_points(gpu: str) -> None:
     assert max(errors) < 0.03 < max(before)
     for name in ("weights_Bps", "matmul_flops", "step_us", "layer_us"):
         assert found.values[name] == pytest.approx(true[name], rel=0.2), name
-    assert planned.quantised == (tuple(MADE[it] for it in calibrate.QUANTISED))
+    assert planned.quantised == (tuple(MADE[it] for it in engine_speed.QUANTISED))
     for precision in planned.quantised:
         for name in PER_PRECISION:
             assert found.values[f"{name} {precision}"] == pytest.approx(true[name] * HELD[name], rel=0.2)
@@ -157,7 +157,7 @@ def test_a_synthetic_model_has_its_size(size: float, layers: int, vocab: int) ->
 
 def test_the_models_differ_in_what_a_layer_streams() -> None:
     for spec in (cpu(), find_gpu("H200")):
-        whole = [subject for subject in calibrate.subjects(spec) if subject.quantization == "none"]
+        whole = [subject for subject in engine_speed.subjects(spec) if subject.quantization == "none"]
         tiny, thin, wide = (shape(subject.model) for subject in whole)
         assert weight_bytes(wide, "bf16") / wide.layers > 4 * weight_bytes(thin, "bf16") / thin.layers
         assert weight_bytes(wide, "bf16") < spec.memory_bytes / 4
@@ -188,23 +188,23 @@ class FakeLLM:
 
 
 def test_what_is_quantised_is_measured_in_short() -> None:
-    tiny, thin, _, *quantised = calibrate.subjects(cpu())
+    tiny, thin, _, *quantised = engine_speed.subjects(cpu())
     assert [subject.name for subject in quantised] == ["wide int4", "wide int8", "wide q4_0", "wide q8_0"]
-    assert [(it.kind, it.batch, it.length) for it in calibrate.loads_of(cpu(), quantised[0])] == [
+    assert [(it.kind, it.batch, it.length) for it in engine_speed.loads_of(cpu(), quantised[0])] == [
         ("decode", 1, 64),
         ("decode", 32, 64),
         ("prefill", 1, 1024),
     ]
-    assert {it.kind for it in calibrate.loads_of(cpu(), tiny)} == {"decode"}
-    assert calibrate.loads_of(cpu(), thin) == calibrate.loads_of(cpu(), None) == LOADS["cpu"]
-    *_, made = calibrate.subjects(find_gpu("H200"))
-    assert (made.name, len(calibrate.loads_of(find_gpu("H200"), made))) == ("wide q8_0", 3)
+    assert {it.kind for it in engine_speed.loads_of(cpu(), tiny)} == {"decode"}
+    assert engine_speed.loads_of(cpu(), thin) == engine_speed.loads_of(cpu(), None) == LOADS["cpu"]
+    *_, made = engine_speed.subjects(find_gpu("H200"))
+    assert (made.name, len(engine_speed.loads_of(find_gpu("H200"), made))) == ("wide q8_0", 3)
 
 
 def test_what_is_measured() -> None:
     llm: Any = FakeLLM(max_num_batched_tokens=8192)
     told: list[CalibrationPoint] = []
-    found = calibrate.measure_loads(llm, "m", LOADS["cpu"], told.append)
+    found = engine_speed.measure_loads(llm, "m", LOADS["cpu"], told.append)
     assert found == told and [point.load for point in found] == list(LOADS["cpu"])
     assert [point.seconds for point in found if point.load.kind == "decode"] == pytest.approx([0.002] * 6)
     assert [point.seconds for point in found if point.load.kind == "prefill"] == pytest.approx(
@@ -212,7 +212,9 @@ def test_what_is_measured() -> None:
     )
     # Where there is no room, or the prompts need several steps, it is left out.
     llm = FakeLLM(max_num_batched_tokens=2048, max_num_seqs=16)
-    assert [(it.load.batch, it.load.length) for it in calibrate.measure_loads(llm, "m", LOADS["cpu"], told.append)] == [
+    assert [
+        (it.load.batch, it.load.length) for it in engine_speed.measure_loads(llm, "m", LOADS["cpu"], told.append)
+    ] == [
         (1, 64),
         (1, 1024),
         (4, 64),
@@ -223,7 +225,7 @@ def test_what_is_measured() -> None:
         (1, 2048),
     ]
     llm.num_blocks = 10
-    assert {it.load.length for it in calibrate.measure_loads(llm, "m", LOADS["cpu"], told.append)} == {64}
+    assert {it.load.length for it in engine_speed.measure_loads(llm, "m", LOADS["cpu"], told.append)} == {64}
     assert max(load.length + load.output for loads in LOADS.values() for load in loads) <= LONGEST
 
 
@@ -244,14 +246,14 @@ def test_what_disturbs_the_machine_for_a_while_is_in_no_measurement() -> None:
 
     llm: Any = Disturbed(max_num_batched_tokens=8192)
     steps = [load for load in LOADS["cpu"] if load.kind == "decode"]
-    found = calibrate.measure_loads(llm, "m", steps, lambda point: None)
+    found = engine_speed.measure_loads(llm, "m", steps, lambda point: None)
     assert [point.seconds for point in found] == pytest.approx([0.002] * len(steps))
     # Where the two fastest differ by then it goes on, but not for ever.
-    assert llm.runs == 1 + calibrate.REPEATS * len(steps)
+    assert llm.runs == 1 + engine_speed.REPEATS * len(steps)
 
 
 def test_runs_that_differ_are_repeated() -> None:
-    assert calibrate.has_settled([1.0, 9.0, 1.04]) and not calibrate.has_settled([1.0, 1.06, 9.0])
+    assert engine_speed.has_settled([1.0, 9.0, 1.04]) and not engine_speed.has_settled([1.0, 1.06, 9.0])
 
 
 def test_what_took_too_long_is_found_whatever_the_machine_is_like() -> None:
@@ -260,12 +262,12 @@ def test_what_took_too_long_is_found_whatever_the_machine_is_like() -> None:
     planned = PointPredictor(spec, there)
     # A machine three times as slow as it was expected to be is one; one point alone is not.
     slow = [msgspec.structs.replace(point, seconds=3 * at) for point, at in zip(there, planned.expected(), strict=True)]
-    assert calibrate.doubtful_points(slow, planned.expected()) == []
+    assert engine_speed.doubtful_points(slow, planned.expected()) == []
     hiccup = next(number for number, point in enumerate(slow) if point.model == "wide q8_0")
     slow[hiccup] = msgspec.structs.replace(slow[hiccup], seconds=2 * slow[hiccup].seconds)
-    assert calibrate.doubtful_points(slow, planned.expected()) == [slow[hiccup]]
+    assert engine_speed.doubtful_points(slow, planned.expected()) == [slow[hiccup]]
     again = [msgspec.structs.replace(slow[hiccup], seconds=0.5), msgspec.structs.replace(slow[0], seconds=99.0)]
-    mended = calibrate.faster_points(slow, again)
+    mended = engine_speed.faster_points(slow, again)
     assert mended[hiccup].seconds == min(0.5, slow[hiccup].seconds) and mended[0] == slow[0]
 
 
@@ -293,8 +295,8 @@ def test_a_hiccup_becomes_no_constant(monkeypatch: pytest.MonkeyPatch, capsys: p
 
     monkeypatch.setattr("weft.llm.LLM", lambda **said: Engine())
     monkeypatch.setattr(host, "probe_host", lambda: HOST)
-    monkeypatch.setattr(calibrate, "measure_loads", measure)
-    monkeypatch.setattr(calibrate, "runtime_bytes", lambda *_: 400 << 20)
+    monkeypatch.setattr(engine_speed, "measure_loads", measure)
+    monkeypatch.setattr(engine_speed, "runtime_bytes", lambda *_: 400 << 20)
     found = bench_calibrate.one(said(""), bench_calibrate.settings(said("")), HOST, spec, None)
     assert asked[-2:] == [("wide q8_0", 3)] * 2
     assert found.points == there and found.fit.values == fit.fit_constants(spec, there).values

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from weft.bench import memory, overhead
+from weft.bench import overhead
 from weft.bench.overhead import BLOCK, CoreSteps, SchedulerSteps, count_instructions, loops_per_request
 from weft.errors import WeftError
+from weft.probes import memory
 
 # Instructions for a request of a step, in iterations of the reference loop. When these were set the scheduler took 13,
 # or 14 with a step ahead, and scheduled 430,000 to 510,000 requests a second on one core; 250,000 are what it must. The

@@ -13,7 +13,6 @@ import msgspec
 import numpy as np
 
 from weft import __version__
-from weft.bench.calibrate import CalibrationPoint
 from weft.formats.precision import OF_DTYPE
 from weft.hardware.calibration import Calibration, MeasuredFigure, QuantisedFigures
 from weft.hardware.cluster import Cluster, Node
@@ -21,6 +20,7 @@ from weft.hardware.gpus import GpuSpec
 from weft.planner.deployment import Workload, deploy
 from weft.planner.profiles import calibrated, profile
 from weft.planner.replica import Replica
+from weft.probes.engine_speed import CalibrationPoint
 
 # The constants, and how far off the planner's own figures may be (natural logarithm) before a fit is held back: wide
 # where the points tell them anyway. `overlap` is no logarithm, but the share itself.

@@ -16,15 +16,15 @@ from weft.bench.arrivals import arrival_times
 from weft.bench.http import HttpClient, ServerAddress
 from weft.bench.load import LoadResult, RequestOptions, run_open_loop
 from weft.bench.measure import median_figures, run_batch
-from weft.bench.memory import pss_bytes
 from weft.bench.predicted import predict_batch
 from weft.bench.prompts import random_prompts
 from weft.bench.server import ServeProcess
 from weft.bench.summary import summarise_load
-from weft.bench.synthetic import TINY
 from weft.bench.workload import BenchRequest, random_requests, shared_prefix
 from weft.errors import ConfigError
 from weft.llm import LLM
+from weft.probes.memory import pss_bytes
+from weft.probes.synthetic import TINY
 
 if TYPE_CHECKING:
     from weft.plan.plan import Plan

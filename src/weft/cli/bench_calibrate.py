@@ -16,8 +16,7 @@ from typing import Any
 
 import msgspec
 
-from weft.bench import calibrate, fit
-from weft.bench.calibrate import BATCHED_TOKENS, UNRELIABLE_ERROR, CalibrationLoad, CalibrationPoint, Subject
+from weft.bench import fit
 from weft.bench.fit import Fit, PointPredictor
 from weft.cli.bench_view import aligned, number
 from weft.cli.flags import engine_config
@@ -29,7 +28,8 @@ from weft.hardware.calibration import Calibration
 from weft.hardware.gpus import GpuSpec
 from weft.hardware.host import Host
 from weft.plan.plan import Plan
-from weft.probes import speeds
+from weft.probes import engine_speed, speeds
+from weft.probes.engine_speed import BATCHED_TOKENS, UNRELIABLE_ERROR, CalibrationLoad, CalibrationPoint, Subject
 from weft.probes.machine import host_cluster
 from weft.probes.tuning import RaceResult, TunedSizes, tune_attention
 
@@ -136,9 +136,9 @@ def one(arguments: Namespace, config: EngineConfig, here: Host, gpu: GpuSpec, in
             held = {"load_format": "dummy", "quantization": subject.quantization} if subject else {}
             before = host.probe_host()
             with LLM(**{**asdict(config), **asked, "model": model, **held}) as llm:
-                runtime.append(calibrate.runtime_bytes(llm, before))
+                runtime.append(engine_speed.runtime_bytes(llm, before))
                 name = subject.name if subject else config.model
-                return llm.plan, calibrate.measure_loads(llm, name, loads, tell)
+                return llm.plan, engine_speed.measure_loads(llm, name, loads, tell)
 
     print(f"measuring {gpu.name}; it should have nothing else to do", file=sys.stderr)
     busy = os.getloadavg()[0]
@@ -147,19 +147,19 @@ def one(arguments: Namespace, config: EngineConfig, here: Host, gpu: GpuSpec, in
             "the machine is busy (a load of %.1f on %d cores): the figures will be too low", busy, len(here.cores)
         )
     plain = msgspec.structs.replace(gpu, calibration=None)
-    subjects: dict[str, Subject | None] = {it.name: it for it in calibrate.subjects(gpu)}
+    subjects: dict[str, Subject | None] = {it.name: it for it in engine_speed.subjects(gpu)}
     if own := getattr(arguments, "model", ""):
         subjects[config.model] = None
     plans: dict[str, Plan] = {}
     for name, subject in subjects.items():
-        plans[name], measured = measure(subject, calibrate.loads_of(gpu, subject))
+        plans[name], measured = measure(subject, engine_speed.loads_of(gpu, subject))
         points += measured
-    for _ in range(calibrate.ANEW):
-        doubts = calibrate.doubtful_points(points, PointPredictor(plain, points).expected())
+    for _ in range(engine_speed.ANEW):
+        doubts = engine_speed.doubtful_points(points, PointPredictor(plain, points).expected())
         for name in dict.fromkeys(it.model for it in doubts):
             again = [it.load for it in doubts if it.model == name]
             print(f"  {name}: {len(again)} took too long to be believed, and are measured again", file=sys.stderr)
-            points = calibrate.faster_points(points, measure(subjects[name], again)[1])
+            points = engine_speed.faster_points(points, measure(subjects[name], again)[1])
     tuned: list[TunedSizes] = []
     if own and index is not None and plans[config.model].attention_backend in TUNED:
         names = [it.name for it in here.gpus]

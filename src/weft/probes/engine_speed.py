@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from random import Random
 from statistics import median
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from weft.architectures.shape import ModelShape
-from weft.bench.memory import pss_bytes
-from weft.bench.synthetic import TINY, SyntheticModel, synthetic_of_size
-from weft.bench.workload import random_requests
 from weft.core.params import SamplingParams
 from weft.hardware.cpu import last_cache_bytes
 from weft.hardware.gpus import GpuSpec
 from weft.hardware.host import Host, probe_host
 from weft.plan.quantization import precision_of
+from weft.probes.memory import pss_bytes
+from weft.probes.synthetic import TINY, SyntheticModel, synthetic_of_size
 
 if TYPE_CHECKING:
     from weft.llm import LLM
@@ -177,15 +177,10 @@ def faster_points(points: Sequence[CalibrationPoint], again: Sequence[Calibratio
 
 def seconds_of(llm: LLM, load: CalibrationLoad, seed: int) -> float:
     """One run."""
-    asks = random_requests(
-        seed,
-        vocab=llm.plan.shape.vocab,
-        count=load.batch,
-        input_len=(load.length, load.length),
-        output_len=load.output,
-    )
+    random, vocab = Random(f"weft {seed}"), llm.plan.shape.vocab
+    prompts = [{"prompt_token_ids": [random.randrange(vocab) for _ in range(load.length)]} for _ in range(load.batch)]
     params = SamplingParams(temperature=0.0, max_tokens=load.output, ignore_eos=True)
-    answers = llm.generate([{"prompt_token_ids": ask.prompt} for ask in asks], params, use_tqdm=False)
+    answers = llm.generate(prompts, params, use_tqdm=False)
     times = [answer.metrics for answer in answers]
     first = max(it.first_token_s or 0.0 for it in times)
     if load.kind == "prefill":
