@@ -148,7 +148,7 @@ def test_a_driver_that_fails_is_no_gpu_and_told(seen: Look, reason: str, caplog:
 
     assert seen(Broken([])) == DriverReport()
     # A library without a driver is common where there is no GPU.
-    assert ("no GPU is seen" in caplog.text) == (reason != "DRIVER_NOT_LOADED")
+    assert ("no GPU is used" in caplog.text) == (reason != "DRIVER_NOT_LOADED")
 
 
 def test_a_gpu_that_is_lost_is_left_out_and_told(seen: Look, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""Kernels: the share of a GPU's data sheet that matrix products and attention reach, with where it is from."""
+"""Shares of a device's bandwidth and FLOPS that kernels reach, per GPU type, each with its source."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from weft.hardware.gpus import GpuSpec
 
 
 class ProductShares(msgspec.Struct, frozen=True):
-    """Of matrix products with weights of so many bits: `weights` as in `Kernels`, with so many tokens as
-    hardware.cpu.TOKENS says, and `matmul` of each token beyond."""
+    """Shares of matrix products with weights of `bits` bits: `weights` as in `KernelShares`, one for each number of
+    tokens in hardware.cpu.TOKENS; `matmul` for the tokens beyond these."""
 
     bits: int
     weights: tuple[float, ...]
@@ -22,13 +22,12 @@ class ProductShares(msgspec.Struct, frozen=True):
 
 
 class KernelShares(msgspec.Struct, frozen=True, kw_only=True):
-    """What kernels reach on the GPUs whose name begins with `gpu`, or else have this compute capability; with `cpu`, on
-    any CPU, of what was measured on it.
+    """Shares that kernels reach on GPUs whose name begins with `gpu`, or else that have this compute capability; with
+    `cpu`, on any CPU, as shares of its measured speed.
 
-    `weights` and `decode_attention` are shares of the memory bandwidth, `matmul` and `prefill_attention` of the
-    dense FLOPS; `kernel_us` is what a matrix product takes beyond the bytes that it streams. `products`, where there
-    are any, tell more of those by the bits that a weight has; `rows` is the share of the bandwidth at which activations
-    go through what is computed between products.
+    `weights` and `decode_attention` are shares of the memory bandwidth, `matmul` and `prefill_attention` of the dense
+    FLOPS; `kernel_us` is the time of a matrix product beyond the bytes that it streams. `products` give shares per
+    number of bits, if known. `rows` is the share of the bandwidth for activations in the operations between products.
     """
 
     weights: float
@@ -47,16 +46,17 @@ class KernelShares(msgspec.Struct, frozen=True, kw_only=True):
 
 @cache
 def kernel_share_entries() -> tuple[KernelShares, ...]:
-    """Every entry, the general one last."""
+    """All entries of data/kernels.toml, the general one last."""
     text = (files("weft.hardware") / "data/kernels.toml").read_text()
     return msgspec.convert(tomllib.loads(text)["kernel"], tuple[KernelShares, ...])
 
 
 @cache
 def find_kernel_shares(gpu: GpuSpec) -> KernelShares:
-    """By the GPU's name, else by its capability (NVIDIA's), else the general entry; a CPU has its own."""
+    """Find the entry by the GPU's name, else by its capability (NVIDIA's), else the general one; a CPU has its own."""
+    entries = kernel_share_entries()
     if gpu.kind == "cpu":
-        return next(entry for entry in kernel_share_entries() if entry.cpu)
-    named = [entry for entry in kernel_share_entries() if entry.gpu and gpu.name.startswith(entry.gpu)]
-    alike = [entry for entry in kernel_share_entries() if entry.capability == gpu.capability and not gpu.gfx]
-    return [*named, *alike, kernel_share_entries()[-1]][0]
+        return next(entry for entry in entries if entry.cpu)
+    by_name = [entry for entry in entries if entry.gpu and gpu.name.startswith(entry.gpu)]
+    by_capability = [entry for entry in entries if entry.capability == gpu.capability and not gpu.gfx]
+    return [*by_name, *by_capability, entries[-1]][0]
