@@ -188,7 +188,7 @@ def test_a_cache_that_cannot_be_written_is_told_and_no_reason_to_stop(
 ) -> None:
     (cache / "weft").write_text("a file")
     assert known_cpu_speed(HOST) != known_cpu_speed(HOST)
-    assert "cannot be kept" in caplog.text
+    assert "cannot be stored" in caplog.text
 
 
 def test_nothing_is_left_of_a_file_that_cannot_be_written(measured: list[Host], cache: Path) -> None:

@@ -1,4 +1,4 @@
-"""Tuning: the attention kernels' sizes measured on a GPU; in a child, since torch stays with the ranks."""
+"""Tuning of the attention kernels' sizes on a GPU, in a child process, since this package does not import torch."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ TUNER = "weft.probes.on_gpu.tuner"
 
 
 class TuneRequest(msgspec.Struct, frozen=True, tag=True):
-    """To the child: measure what the first rank of this plan attends with, and what it would as one of so many ranks
-    that its heads are cut among; `keep` it for the engines that start here."""
+    """To the child: race the attention kernels of this plan's first rank.
+
+    The race is run for each number of `ranks` that its heads may be cut among. `keep`: store the result for the engines
+    that start on this machine.
+    """
 
     plan: Plan
     ranks: tuple[int, ...]
@@ -26,7 +29,7 @@ class TuneRequest(msgspec.Struct, frozen=True, tag=True):
 
 
 class RaceResult(msgspec.Struct, frozen=True, tag=True):
-    """Seconds of a layer by the sizes that did `what`, and why others were passed over."""
+    """Seconds of a layer by kernel sizes, for one race, and why other sizes were excluded."""
 
     what: str
     seconds: dict[str, float]
@@ -34,8 +37,8 @@ class RaceResult(msgspec.Struct, frozen=True, tag=True):
 
 
 class TunedSizes(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The sizes that engines use from now on for so many heads: of decode by the rows that were measured. `path` is
-    where they are kept, `lost` why they are not."""
+    """Sizes that engines use from now on for this number of heads; decode's by the numbers of rows measured. `path` is
+    the file that holds them; `lost` says why they could not be stored."""
 
     q_heads: int
     kv_heads: int
@@ -51,19 +54,19 @@ FromTuner = RaceResult | TunedSizes | Ended
 def tune_attention(
     plan: Plan, ranks: tuple[int, ...], *, keep: bool, tell: Callable[[RaceResult], object], tuner: str = TUNER
 ) -> list[TunedSizes]:
-    """Measure on the plan's first device; `tell` hears of every race. Raises ConfigError where that cannot be done."""
+    """Measure on the plan's first device; `tell` gets the result of every race. Raises ConfigError on failure."""
     child: Child[FromTuner] = Child(tuner, FromTuner, env=cuda.device_order_variables(os.environ))
-    found: list[TunedSizes] = []
+    tuned: list[TunedSizes] = []
     try:
         child.send(TuneRequest(plan, ranks, keep))
-        for news in child.channel:
-            match news:
+        for message in child.channel:
+            match message:
                 case RaceResult():
-                    tell(news)
+                    tell(message)
                 case TunedSizes():
-                    found.append(news)
+                    tuned.append(message)
                 case Ended(reason=""):
-                    return found
+                    return tuned
                 case Ended(reason=reason):
                     raise ConfigError(f"the sizes of attention cannot be measured: {reason}")
         raise ConfigError(f"the sizes of attention cannot be measured: {child.obituary()[0]}")
