@@ -50,6 +50,6 @@ def test_a_driver_s_gpu_that_torch_does_not_see_is_told() -> None:
     card = Gpu(index=0, name="card", uuid="GPU-0", total_bytes=1, free_bytes=1, capability=(8, 0))
     here = Host(hostname="here", cores=(0,), memory_total_bytes=1, memory_free_bytes=1, gpus=(card,))
     with pytest.raises(
-        ConfigError, match=r"cannot measure the GPUs of here: torch .* sees 0 GPUs where the driver tells of 1"
+        ConfigError, match=r"cannot measure the GPUs of here: torch .* sees 0 GPUs, but the driver reports 1"
     ):
         links.measure_links(here)

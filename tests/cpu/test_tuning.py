@@ -112,7 +112,7 @@ def test_what_the_card_has_no_room_for_and_what_is_wrong_is_passed_over() -> Non
         return torch.full((2, 64), torch.nan)
 
     race.entries |= {names[0]: hungry, names[2]: wrong, names[3]: empty}
-    times, obstacles = race.run(lambda run: 1.0)
+    times, obstacles = race.run_entries(lambda run: 1.0)
     assert obstacles == {
         names[0]: "out of resource: shared memory, Required: 262144, Hardware limit: 101376.",
         names[2]: "it gives other numbers",
@@ -124,9 +124,9 @@ def test_what_the_card_has_no_room_for_and_what_is_wrong_is_passed_over() -> Non
 def test_calls_take_turns_over_places_that_no_cache_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trials, "COLD_BYTES", 3 * 2 * 48 * 2 * 16 * 2)  # of 48 tokens in whole blocks
     race = trials.decode_race(SHAPE, CPU, [40])
-    assert len({it.keys.data_ptr() for _, it, _ in race.given}) == 4
+    assert len({it.keys.data_ptr() for _, it, _ in race.samples}) == 4
     race.entries = {DECODE: race.entries[DECODE]}
-    assert race.run(lambda run: 8.0)[0] == {DECODE: 2.0}
+    assert race.run_entries(lambda run: 8.0)[0] == {DECODE: 2.0}
 
 
 def test_a_lead_within_the_noise_is_none() -> None:

@@ -83,7 +83,7 @@ def add_backends(
     if only:
         race.entries = {default: race.entries[default]}
     for name, kernels in others.items():
-        kernels.prepare(race.given[0][2])
+        kernels.prepare(race.samples[0][2])
         race.entries[name] = lambda q, cache, batch, kernels=kernels: kernels.attend(q, cache, batch, shape.scale, None)
 
 
@@ -100,8 +100,8 @@ def compared(
     """A figure for each entry that ran, the fastest one marked, the speed of the default sizes to that of the fastest
     ones, and a note for each entry that did not run."""
     if rehearse:
-        race.given = race.given[:1]
-    times, obstacles = race.run(called_once if rehearse else seconds)
+        race.samples = race.samples[:1]
+    times, obstacles = race.run_entries(called_once if rehearse else seconds)
     best = min(times.values(), default=None)
     for name, took in times.items():
         note = f"{took * 1e6:.1f} us{', fastest' if took == best and len(times) > 1 else ''}"

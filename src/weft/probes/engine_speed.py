@@ -1,4 +1,4 @@
-"""Calibration: what the engine is measured on, a few models with a few batches and lengths."""
+"""Measurements for `weft bench calibrate`: a few models on the engine, with a few batch sizes and lengths."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ if TYPE_CHECKING:
 
 LoadKind = Literal["decode", "prefill"]
 
-STREAM_S = 0.003  # of weights in a step
-CACHES = 4  # times the last level of them
-# Tokens of the largest step: all prompts of a load are read in one, so that its answers begin and end together.
+STREAM_S = 0.003  # time in which a step streams its weights
+CACHES = 4  # the weights are at least this multiple of the last-level cache
+# Tokens of the largest step: one step takes all prompts of a load, so that its requests begin and end together.
 BATCHED_TOKENS = {"cpu": 8192, "gpu": 32_768}
-# Of which the fastest counts, since what else the machine does only ever slows it: at least so many, and more until the
-# two fastest agree within this share.
+# Runs of each load: REPEATS, and up to MOST_REPEATS until the two fastest agree within this share. The fastest counts,
+# since other work on the machine only ever slows a run down.
 REPEATS, MOST_REPEATS, AGREE = 3, 6, 0.05
-# Times what was expected of a measurement, beyond which it is made again before it is believed, and how often.
+# A measurement that takes DOUBT times what was expected is repeated before it is believed, up to ANEW times.
 DOUBT, ANEW = 1.5, 2
 PREFILL_OUTPUT = 2  # tokens; the first one is timed
-QUANTISED = ("int4", "int8", "q4_0", "q8_0")  # what the engine makes of weights at load
-UNRELIABLE_ERROR = 0.25  # a mean error from which the measurement is not to be believed
+QUANTISED = ("int4", "int8", "q4_0", "q8_0")  # quantised while loading
+UNRELIABLE_ERROR = 0.25  # mean error of a fit from which a calibration is not to be trusted
 
 
 class CalibrationLoad(msgspec.Struct, frozen=True):
-    """`batch` prompts of `length` tokens, and `output` tokens for each."""
+    """`batch` prompts of `length` tokens each, and `output` tokens generated for each."""
 
     kind: LoadKind
     batch: int
@@ -66,20 +66,23 @@ LOADS: dict[str, tuple[CalibrationLoad, ...]] = {
 
 
 class Subject(msgspec.Struct, frozen=True):
-    """A model, and how its weights are held."""
+    """A synthetic model and the quantisation of its weights."""
 
     model: SyntheticModel
     quantization: str = "none"
 
     @property
     def name(self) -> str:
+        """The model's name, and its quantisation if there is one."""
         return self.model.name if self.quantization == "none" else f"{self.model.name} {self.quantization}"
 
 
 def subjects(gpu: GpuSpec) -> tuple[Subject, ...]:
-    """A model that is hardly there, for what the host takes, and two that differ in what a layer streams: many thin
-    layers, and few wide ones, these also quantised. Of both a step is long beside a launch, and the weights are far
-    larger than caches."""
+    """Models to measure on a device: a tiny one for the time of the host, and two that differ in what a layer streams.
+
+    "thin" has many narrow layers, "wide" few wide ones; "wide" is also measured quantised. A step of both is long
+    beside a kernel launch, and their weights are far larger than caches.
+    """
     smallest = CACHES * last_cache_bytes() if gpu.kind == "cpu" else 0
     nbytes = min(max(STREAM_S * gpu.bandwidth_Bps, smallest), gpu.memory_bytes / 16)
     thin = synthetic_of_size("thin", nbytes, layers=32, vocab=16_384)
@@ -88,21 +91,23 @@ def subjects(gpu: GpuSpec) -> tuple[Subject, ...]:
 
 
 def loads_of(gpu: GpuSpec, subject: Subject | None) -> tuple[CalibrationLoad, ...]:
-    """Those of a subject, None for the user's own model. Of the one that is hardly there only short steps tell
-    something; what is quantised differs in its products alone."""
-    every = LOADS[gpu.kind]
-    short = min(load.length for load in every if load.kind == "decode")
+    """Loads for a subject, or for the user's own model (None).
+
+    The tiny model gets short decode steps only. A quantised model gets three loads, as it differs in products alone.
+    """
+    all_loads = LOADS[gpu.kind]
+    short = min(load.length for load in all_loads if load.kind == "decode")
     if subject is None or (subject.model != TINY and subject.quantization == "none"):
-        return every
-    steps = [load for load in every if load.kind == "decode" and load.length == short]
+        return all_loads
+    steps = [load for load in all_loads if load.kind == "decode" and load.length == short]
     if subject.model == TINY:
         return tuple(steps)
-    prompts = [load for load in every if load.kind == "prefill"]
+    prompts = [load for load in all_loads if load.kind == "prefill"]
     return steps[0], steps[-1], prompts[len(prompts) // 2]
 
 
 class CalibrationPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """One measurement: seconds of a step (decode) or to the first token (prefill)."""
+    """One measurement: seconds of a step (decode), or seconds to the first token (prefill)."""
 
     model: str
     shape: ModelShape
@@ -112,26 +117,28 @@ class CalibrationPoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def measure_loads(
-    llm: LLM, name: str, asked: Sequence[CalibrationLoad], tell: Callable[[CalibrationPoint], object]
+    llm: LLM, name: str, loads: Sequence[CalibrationLoad], tell: Callable[[CalibrationPoint], object]
 ) -> list[CalibrationPoint]:
-    """The loads that the engine has room for, each as `tell` hears of it. They take turns: what disturbs the machine
-    for a second or two meets one measurement of each, and not all of one."""
+    """Measure the loads that the engine has room for; `tell` gets each result.
+
+    The loads take turns, so that a disturbance of a second or two affects one run of each and not all runs of one.
+    """
     plan = llm.plan
     seconds_of(llm, WARM_UP, -1)
-    times: dict[CalibrationLoad, list[float]] = {load: [] for load in asked if has_room(llm, load)}
+    times: dict[CalibrationLoad, list[float]] = {load: [] for load in loads if has_room(llm, load)}
     for turn in range(MOST_REPEATS):
-        for number, (load, found) in enumerate(times.items()):
-            if turn < REPEATS or not has_settled(found):
-                found.append(seconds_of(llm, load, number * MOST_REPEATS + turn))
+        for number, (load, runs) in enumerate(times.items()):
+            if turn < REPEATS or not has_settled(runs):
+                runs.append(seconds_of(llm, load, number * MOST_REPEATS + turn))
     points = [
         CalibrationPoint(
             model=name,
             shape=plan.shape,
             precision=precision_of(plan.shape, plan.quantization, plan.schemes, plan.dtype),
             load=load,
-            seconds=min(found),
+            seconds=min(runs),
         )
-        for load, found in times.items()
+        for load, runs in times.items()
     ]
     for point in points:
         tell(point)
@@ -139,7 +146,7 @@ def measure_loads(
 
 
 def has_room(llm: LLM, load: CalibrationLoad) -> bool:
-    """Whether the engine can run a load: all prompts have to be read in one step, so that all answers begin and end
+    """Return True if the engine can run a load with all prompts in one step, so that all requests begin and end
     together."""
     plan, longest = llm.plan, load.length + load.output
     if longest > plan.max_model_len or load.batch * (longest + plan.block_size) > llm.num_blocks * plan.block_size:
@@ -150,14 +157,16 @@ def has_room(llm: LLM, load: CalibrationLoad) -> bool:
 
 
 def has_settled(times: Sequence[float]) -> bool:
-    """Whether the two fastest agree."""
+    """Return True if the two fastest times agree within AGREE."""
     first, second = sorted(times)[:2]
     return second <= first * (1 + AGREE)
 
 
 def doubtful_points(points: Sequence[CalibrationPoint], expected: Sequence[float]) -> list[CalibrationPoint]:
-    """Those that took far longer than the planner expects of them, compared with the others of their kind: the law of
-    it may be off for the machine, but not for one of them alone."""
+    """Points that took far longer than expected, compared with the others of their kind.
+
+    The planner's formula may be off for this machine, but then for all points of a kind and not for one alone.
+    """
     ratios = [point.seconds / seconds for point, seconds in zip(points, expected, strict=True)]
     usual = {
         kind: median(ratio for point, ratio in zip(points, ratios, strict=True) if point.load.kind == kind)
@@ -167,35 +176,39 @@ def doubtful_points(points: Sequence[CalibrationPoint], expected: Sequence[float
 
 
 def faster_points(points: Sequence[CalibrationPoint], again: Sequence[CalibrationPoint]) -> list[CalibrationPoint]:
-    """The points, those that were measured again as fast as they were the faster time."""
+    """The points, each with the faster of its two times if it was measured again."""
     seconds = {(point.model, point.load): point.seconds for point in again}
     return [
-        msgspec.structs.replace(it, seconds=min(it.seconds, seconds.get((it.model, it.load), it.seconds)))
-        for it in points
+        msgspec.structs.replace(
+            point, seconds=min(point.seconds, seconds.get((point.model, point.load), point.seconds))
+        )
+        for point in points
     ]
 
 
 def seconds_of(llm: LLM, load: CalibrationLoad, seed: int) -> float:
-    """One run."""
+    """Seconds of one run of a load: of a decode step, or to the first token; its prompts are random."""
     random, vocab = Random(f"weft {seed}"), llm.plan.shape.vocab
     prompts = [{"prompt_token_ids": [random.randrange(vocab) for _ in range(load.length)]} for _ in range(load.batch)]
     params = SamplingParams(temperature=0.0, max_tokens=load.output, ignore_eos=True)
     answers = llm.generate(prompts, params, use_tqdm=False)
     times = [answer.metrics for answer in answers]
-    first = max(it.first_token_s or 0.0 for it in times)
+    first_token_s = max(request.first_token_s or 0.0 for request in times)
     if load.kind == "prefill":
-        return first - min(it.arrival_s for it in times)
-    return (max(it.finished_s or 0.0 for it in times) - first) / (load.output - 1)
+        return first_token_s - min(request.arrival_s for request in times)
+    return (max(request.finished_s or 0.0 for request in times) - first_token_s) / (load.output - 1)
 
 
 def runtime_bytes(llm: LLM, before: Host) -> int:
-    """What the engine takes beside weights, KV cache and a step's own. On a CPU it is this process; on a GPU what the
-    driver has less of than `before`."""
+    """Bytes that the engine takes beside weights, KV cache and activations.
+
+    On a CPU this is from the memory of this process, on a GPU from the driver's free memory now and `before`.
+    """
     plan = llm.plan
-    weights = sum(it.weight_bytes for it in llm.capacities)
+    weights = sum(rank.weight_bytes for rank in llm.capacities)
     if plan.devices[0] == "cpu":
-        return max(0, pss_bytes(os.getpid()) - weights)  # the cache takes no memory before it is written
+        return max(0, pss_bytes(os.getpid()) - weights)  # the KV cache takes no memory before it is written
     index = int(plan.devices[0].removeprefix("cuda:"))
     taken = before.gpus[index].free_bytes - probe_host().gpus[index].free_bytes
-    steps = sum(it.activation_bytes for it in llm.capacities)
-    return max(0, taken - weights - steps - llm.num_blocks * plan.block_bytes(0))
+    activations = sum(rank.activation_bytes for rank in llm.capacities)
+    return max(0, taken - weights - activations - llm.num_blocks * plan.block_bytes(0))

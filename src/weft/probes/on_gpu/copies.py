@@ -1,4 +1,4 @@
-"""Copies: how fast a GPU copies within itself, from and to the host and another GPU, and whether all bytes arrive."""
+"""Copies within a GPU, from and to the host and between two GPUs: their speed, and a check that all bytes arrive."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import torch
 
 from weft.probes.links import GpuResult, PairResult
 
-MOST_BYTES = 256 << 20  # of one copy; long enough that its start does not count
-SHARE = 8  # and at most one part in so many of a GPU's free memory
-REPEATS = 8  # of which the fastest counts
-HALVES = 2  # of a strided copy's memory, of which one is written
+MOST_BYTES = 256 << 20  # of one copy; large enough that the time of its launch does not count
+SHARE = 8  # one copy takes at most 1 / SHARE of a GPU's free memory
+REPEATS = 8  # the fastest counts
+STRIDE = 2  # a strided copy writes one byte of this many
 
 Copy = Callable[[torch.Tensor, torch.device], torch.Tensor]
 
 
 def check_devices(wanted: int) -> None:
-    """Raises RuntimeError where torch does not see as many GPUs as the driver tells of."""
-    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if there < wanted:
-        raise RuntimeError(f"torch {torch.__version__} sees {there} GPUs where the driver tells of {wanted}")
+    """Raise RuntimeError if torch sees fewer GPUs than the driver reports."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count < wanted:
+        raise RuntimeError(f"torch {torch.__version__} sees {count} GPUs, but the driver reports {wanted}")
 
 
 def measure_gpu(index: int) -> GpuResult:
-    """One GPU by itself, with pinned memory of the host."""
+    """Measure copies within one GPU, and to and from pinned memory of the host."""
     device = torch.device("cuda", index)
     source, target = (torch.empty(copy_bytes(device), dtype=torch.uint8, device=device) for _ in range(2))
     host = torch.empty(source.shape, dtype=torch.uint8, pin_memory=True)
@@ -38,11 +38,11 @@ def measure_gpu(index: int) -> GpuResult:
 
 
 def measure_pair(first: int, second: int) -> PairResult:
-    """Two GPUs, in both directions: the bytes of each copy are compared on the host, then copies are timed."""
-    here, there = torch.device("cuda", first), torch.device("cuda", second)
+    """Measure two GPUs in both directions: the bytes of each copy are compared on the host, then copies are timed."""
+    one, other = torch.device("cuda", first), torch.device("cuda", second)
     peer = torch.cuda.can_device_access_peer(first, second) and torch.cuda.can_device_access_peer(second, first)
-    speeds, nbytes = [], min(copy_bytes(here), copy_bytes(there))
-    for source, target in ((here, there), (there, here)):
+    speeds, nbytes = [], min(copy_bytes(one), copy_bytes(other))
+    for source, target in ((one, other), (other, one)):
         generator = torch.Generator(source).manual_seed(first * 1000 + second)
         sent = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=source, generator=generator)
         for name, copy in COPIES.items():
@@ -56,30 +56,31 @@ def measure_pair(first: int, second: int) -> PairResult:
 
 
 def whole_copy(sent: torch.Tensor, target: torch.device) -> torch.Tensor:
-    """By the copy engine, as one run of bytes."""
+    """Copy as one run of bytes, by the copy engine."""
     return torch.zeros_like(sent, device=target).copy_(sent)
 
 
 def strided_copy(sent: torch.Tensor, target: torch.device) -> torch.Tensor:
-    """By a kernel on one GPU that writes the other's memory, every other byte: as sums through peer memory do."""
-    wide = torch.zeros(HALVES * sent.numel(), dtype=sent.dtype, device=target)
-    wide[::HALVES].copy_(sent)
-    # What was not written to has to be as it was.
-    return wide[::HALVES] + wide[1::HALVES]
+    """Copy by a kernel on one GPU that writes every other byte of the other's memory, as sums through peer memory
+    do."""
+    wide = torch.zeros(STRIDE * sent.numel(), dtype=sent.dtype, device=target)
+    wide[::STRIDE].copy_(sent)
+    # Bytes that were not written must still be zero.
+    return wide[::STRIDE] + wide[1::STRIDE]
 
 
 COPIES: dict[str, Copy] = {"whole": whole_copy, "strided": strided_copy}
 
 
 def wrong_bytes(sent: torch.Tensor, target: torch.device, copy: Copy) -> int:
-    """How many bytes arrive wrong, counted on the host: no way between the GPUs is trusted with that."""
+    """Number of bytes that arrive wrong, counted on the host, because no path between the GPUs is trusted."""
     truth, arrived = sent.cpu(), copy(sent, target)
     synchronise(sent.device, arrived.device)
     return int((arrived.cpu() != truth).sum())
 
 
 def copy_rate(sent: torch.Tensor, copy: Callable[[], object]) -> float:
-    """Bytes per second, on the stream of the GPU that `sent` is on."""
+    """Bytes per second of `copy`, timed on the stream of the GPU that `sent` is on."""
     with torch.cuda.device(sent.device):
         copy()
         synchronise(sent.device)
@@ -95,11 +96,12 @@ def copy_rate(sent: torch.Tensor, copy: Callable[[], object]) -> float:
 
 
 def synchronise(*devices: torch.device) -> None:
+    """Wait for all work of the GPUs among the devices."""
     for device in devices:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
 
 def copy_bytes(device: torch.device) -> int:
-    """Bytes of one copy."""
+    """Size of one copy in bytes, from the device's free memory."""
     return min(MOST_BYTES, torch.cuda.mem_get_info(device)[0] // SHARE)

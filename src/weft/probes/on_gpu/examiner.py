@@ -1,6 +1,6 @@
 """Process that measures copies between GPUs: `python -m weft.probes.on_gpu.examiner FD LIFELINE`.
 
-`probes.links` starts it.
+It is started by `probes.links`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from weft.probes.links import Begun, Ended, Examine
 
 
 def main(descriptor: int, lifeline: int) -> None:
+    """Measure the tasks that the parent sends, and report each result."""
     # Before torch is imported: from here on this process ends with its parent.
     parent: Parent[Examine] = Parent(descriptor, Examine, lifeline)
     examine = parent.inbox.get()
@@ -27,7 +28,7 @@ def main(descriptor: int, lifeline: int) -> None:
         parent.send(Ended((str(error).strip().splitlines() or [type(error).__name__])[0]))
     else:
         parent.send(Ended(""))
-    while True:  # to end this process is the parent's to do
+    while True:  # the parent ends this process
         signal.pause()
 
 
