@@ -24,7 +24,7 @@ async def one(
     async with serving(answering) as server:
         client, asking = HttpClient(server), asking or RequestOptions(model="m")
         prompt = prompt or Prompt([1, 2, 3], 4)
-        record = RequestRecord(due_s=0.0, wanted=prompt.output_len)
+        record = RequestRecord(due_s=0.0, requested_tokens=prompt.output_len)
         await send_request(client, asking, record, asking.body(prompt))
         client.close()
         return record
@@ -173,7 +173,7 @@ async def test_a_bad_answer_is_a_failure_with_its_reason(answering: Answering, w
 async def test_nobody_there() -> None:
     async with serving(good) as server:
         pass
-    record = RequestRecord(due_s=0.0, wanted=1)
+    record = RequestRecord(due_s=0.0, requested_tokens=1)
     await send_request(HttpClient(server), RequestOptions(), record, b"{}")
     assert record.error is not None and record.error.startswith("cannot connect to http://127.0.0.1:")
 
@@ -188,13 +188,13 @@ async def test_connections_are_kept_and_a_stale_one_is_no_failure() -> None:
     async with serving(noting) as server:
         client, asking = HttpClient(server), RequestOptions()
         for _ in range(3):
-            record = RequestRecord(due_s=0.0, wanted=4)
+            record = RequestRecord(due_s=0.0, requested_tokens=4)
             await send_request(client, asking, record, asking.body(Prompt([1], 4)))
             assert record.error is None
         assert len(connections) == 1
         # The server hangs up in the moment in which the next request is on its way.
         client._idle[0]._transport.write(b"GET / HTTP/1.1\r\nContent-Length: nonsense\r\n\r\n")  # type: ignore[union-attr]
-        record = RequestRecord(due_s=0.0, wanted=4)
+        record = RequestRecord(due_s=0.0, requested_tokens=4)
         await send_request(client, asking, record, asking.body(Prompt([1], 4)))
         assert record.error is None and len(connections) == 2
         client.close()
@@ -332,7 +332,7 @@ def made(
         began_s=due,
         pieces_s=pieces,
         ended_s=pieces[-1] if pieces else due,
-        wanted=wanted or tokens,
+        requested_tokens=wanted or tokens,
         input_tokens=10,
         output_tokens=tokens,
         error=error,

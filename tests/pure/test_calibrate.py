@@ -311,7 +311,7 @@ def made(device: str = "AMD EPYC (2 cores)", error: float = 0.05, **changed: flo
     planned = PointPredictor(cpu(), [there])
     values = TRUE | {f"{name} q4_1": TRUE[name] * HELD[name] for name in PER_PRECISION} | changed
     found = fit.build_calibration(
-        device, planned, values, runtime_MiB=400.0, date="2026-11-20", how="fit", measured=[error, -error]
+        device, planned, values, runtime_MiB=400.0, date="2026-11-20", method="fit", errors=[error, -error]
     )
     assert (found.points, found.error, found.worst) == (2, error, error)
     return found

@@ -178,23 +178,25 @@ def build_calibration(
     *,
     runtime_MiB: float,
     date: str = "",
-    how: str = "",
-    measured: Sequence[float] = (),
+    method: str = "",
+    errors: Sequence[float] = (),
 ) -> Calibration:
-    """The constants as they are kept; `measured` are the errors of the points that they come from."""
-    sizes = [abs(error) for error in measured] or [0.0]
+    """The constants as they are kept; `errors` are those of the points that they come from."""
+    sizes = [abs(error) for error in errors] or [0.0]
     return Calibration(
         device=device,
         precision=planned.whole,
         date=date,
         weft=__version__,
-        **{name: MeasuredFigure(values[name], how) for name in WIDTHS},
+        **{name: MeasuredFigure(values[name], method) for name in WIDTHS},
         quantised={
-            precision: QuantisedFigures(*(MeasuredFigure(values[f"{name} {precision}"], how) for name in PER_PRECISION))
+            precision: QuantisedFigures(
+                *(MeasuredFigure(values[f"{name} {precision}"], method) for name in PER_PRECISION)
+            )
             for precision in planned.quantised
         },
         runtime_MiB=MeasuredFigure(runtime_MiB, RUNTIME),
-        points=len(measured),
+        points=len(errors),
         error=fmean(sizes),
         worst=max(sizes),
     )

@@ -29,7 +29,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     began_s: float = 0.0
     pieces_s: list[float] = msgspec.field(default_factory=list)
     ended_s: float = 0.0
-    wanted: int
+    requested_tokens: int
     input_tokens: int = 0
     output_tokens: int = 0
     cached_tokens: int = 0
@@ -186,7 +186,8 @@ async def run_open_loop(
     running = most = 0
     began = monotonic()
     records = [
-        RequestRecord(due_s=began + at, wanted=prompt.output_len) for at, prompt in zip(due, prompts, strict=True)
+        RequestRecord(due_s=began + at, requested_tokens=prompt.output_len)
+        for at, prompt in zip(due, prompts, strict=True)
     ]
     late: list[float] = []
 

@@ -62,7 +62,7 @@ def summarise_load(
         "completed": len(whole),
         "failed": len(records) - len(whole),
         "errors": dict(Counter(record.error for record in records if record.error is not None).most_common()),
-        "short_answers": sum(record.output_tokens < record.wanted for record in whole),
+        "short_answers": sum(record.output_tokens < record.requested_tokens for record in whole),
         "total_input_tokens": read,
         "cached_input_tokens": sum(record.cached_tokens for record in whole),
         "total_output_tokens": made,

@@ -172,8 +172,8 @@ def one(arguments: Namespace, config: EngineConfig, here: Host, gpu: GpuSpec, in
         found.values,
         runtime_MiB=min(runtime) / 2**20,
         date=datetime.now(UTC).date().isoformat(),
-        how=f"least squares over {len(points)} measurements of {len({point.model for point in points})} models",
-        measured=fit.fit_errors(points, found),
+        method=f"least squares over {len(points)} measurements of {len({point.model for point in points})} models",
+        errors=fit.fit_errors(points, found),
     )
     return Found(result, points, found, tuned)
 

@@ -248,7 +248,7 @@ async def _measure(
     client, prompts = HttpClient(there.server), plan.draw(number, plan.warmups + plan.count)
     try:
         for prompt in prompts[: plan.warmups]:
-            first = RequestRecord(due_s=0.0, wanted=prompt.output_len)
+            first = RequestRecord(due_s=0.0, requested_tokens=prompt.output_len)
             await send_request(client, there.asking, first, there.asking.body(prompt))
             if first.error is not None:
                 raise WeftError(f"{there.server.url} does not answer: {first.error}")
