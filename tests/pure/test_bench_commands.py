@@ -78,7 +78,7 @@ def test_what_is_wrong_is_said_before_the_load(url: str) -> None:
     for words, status, what in [
         ([*where, "--served-model-name", "n"], 1, "does not answer: HTTP 400: not n"),
         (["serve"], 2, "which server?"),
-        ([*where, "--goodput", "itl:3"], 1, "--goodput 'itl:3' is no limit"),
+        ([*where, "--goodput", "itl:3"], 1, "--goodput 'itl:3' is not a limit"),
         ([*where, "--request-rate", "-1"], 2, "must be above 0"),
         ([*where, "--burstiness", "inf"], 2, "must have an end"),
         ([*where, "--random-range-ratio", "1"], 2, "below 1"),

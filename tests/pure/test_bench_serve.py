@@ -156,13 +156,13 @@ async def forever(exchange: Exchange) -> None:
     ("answering", "what"),
     [
         (refused, "HTTP 503: the queue is full"),
-        (cut_off, "the server cut the answer off"),
+        (cut_off, "the server closed the connection in the middle of its response"),
         (torso, "the stream ended before the answer"),
         (in_the_stream, "in the stream: a rank has died"),
-        (nonsense, "an event that is none of OpenAI's"),
-        (no_http, "the answer is no HTTP"),
-        (mute, "the server hung up before it answered"),
-        (forever, "no end after 0.2 s"),
+        (nonsense, "an event that is not in OpenAI's format"),
+        (no_http, "the response is not HTTP"),
+        (mute, "the server closed the connection before it answered"),
+        (forever, "not complete after 0.2 s"),
     ],
 )
 async def test_a_bad_answer_is_a_failure_with_its_reason(answering: Answering, what: str) -> None:
@@ -399,7 +399,7 @@ def test_limits_that_are_none(word: str) -> None:
 
 @pytest.mark.parametrize("url", ["ftp://x", "http://", "http://x:port", "http://x:99999"])
 def test_addresses_that_are_none(url: str) -> None:
-    with pytest.raises(ConfigError, match="no address of a server"):
+    with pytest.raises(ConfigError, match="not the address of a server"):
         ServerAddress(url)
 
 
