@@ -1,4 +1,4 @@
-"""Choice: the plan that a target can carry out, and what it could not do of the one that was asked for."""
+"""Choice of a plan that a target can run, with its deviations from the plan that the user asked for."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from weft.planner.search import Answer, closest, search
 
 
 class NothingFits(PlanError):
-    """There is no plan that the target could carry out."""
+    """No plan exists that the target can run."""
 
 
 class ExportChoice(msgspec.Struct, frozen=True):
-    """A plan for a target's engine; `gaps` are sentences, each with what is done instead."""
+    """A plan for a target's engine; each of `gaps` is a sentence on a deviation and its replacement."""
 
     question: Question
     candidate: Candidate
@@ -30,8 +30,10 @@ class ExportChoice(msgspec.Struct, frozen=True):
 
 
 def choose_plan(question: Question, target: ExportTarget) -> ExportChoice:
-    """The best plan that `target` can carry out; of one that the user has decided and it cannot, the nearest. Raises
-    NothingFits."""
+    """Choose the best plan that `target` can run, or the nearest to the one that the user's settings ask for.
+
+    Raises NothingFits.
+    """
     asked, gaps = translate_question(question, target)
     answer = search(asked)
     best = answer.best
@@ -43,41 +45,45 @@ def choose_plan(question: Question, target: ExportTarget) -> ExportChoice:
         why = rejection_reason(answer, None)
         raise NothingFits(f"nothing fits, so nothing is written: {why}; weft plan without --emit tells what would help")
     problem = problem or rejection_reason(answer, wanted)
-    possible = [it for it in alternatives(answer) if not target.unsupported(it[0], it[1].layout)]
+    possible = [
+        (own, candidate) for own, candidate in alternatives(answer) if not target.unsupported(own, candidate.layout)
+    ]
     if not possible:
         raise NothingFits(
             f"{target.title} cannot do {describe_plan(wanted)}: {problem}; no other plan for it fits either"
         )
     if asked.wish == Wish():
-        how, (asked, chosen) = "best", possible[0]  # they come in the order of the objective
+        rule, (asked, chosen) = "best", possible[0]  # in the order of the objective
     else:
-        distance = cut_distance(wanted.cut)
-        how, (asked, chosen) = "nearest", min(possible, key=lambda it: distance(it[1].cut))
-    gap = f"{target.title} cannot do {describe_plan(wanted)}: {problem}; the {how} that it can do is {describe_plan(chosen)}"
+        rule, (asked, chosen) = "nearest", min(possible, key=lambda plan: cut_distance(wanted.cut, plan[1].cut))
+    gap = (
+        f"{target.title} cannot do {describe_plan(wanted)}: {problem}; "
+        f"the {rule} that it can do is {describe_plan(chosen)}"
+    )
     return ExportChoice(asked, chosen, (*gaps, gap, *not_run_yet(asked, chosen)))
 
 
 def translate_question(question: Question, target: ExportTarget) -> tuple[Question, list[str]]:
-    """The question for the target's engine, in precisions that it reads."""
+    """The question for the target's engine, in precisions that it reads, and the deviations in words."""
     engine = question.engine if question.engine in target.engines else target.engines[0]
-    read = tuple(dict.fromkeys(target.substitutes.get(it, it) for it in question.precisions))
+    precisions = tuple(dict.fromkeys(target.substitutes.get(name, name) for name in question.precisions))
     gaps = [
-        f"{target.title} does not run {it}; this is {target.substitutes[it]}"
-        for it in question.precisions
-        if it in target.substitutes
+        f"{target.title} does not run {precision}; this is {target.substitutes[precision]}"
+        for precision in question.precisions
+        if precision in target.substitutes
     ]
-    asked = msgspec.structs.replace(question, engine=engine, precisions=read)
+    asked = msgspec.structs.replace(question, engine=engine, precisions=precisions)
     if question.kv_dtype and number_bytes(question.kv_dtype) < 2 and not engines.narrow_cache(asked):
-        gaps.append(f"{target.title} keeps no {question.kv_dtype} KV cache here; this is with one in 16 bits")
+        gaps.append(f"{target.title} has no {question.kv_dtype} KV cache here; this plan has one in 16 bits")
         asked = msgspec.structs.replace(asked, kv_dtype=None)
     if question.speculation and engine != "weft":
-        gaps.append(f"what guessing ahead takes is planned for Weft's engine: this is without it, for {engine}")
+        gaps.append(f"speculative decoding is planned for Weft's engine only: this plan for {engine} is without it")
         asked = msgspec.structs.replace(asked, speculation=None)
     return asked, gaps
 
 
 def alternatives(answer: Answer) -> Iterator[tuple[Question, Candidate]]:
-    """Every other plan with its question, those within what the user has decided first."""
+    """Yield the other plans with their questions; those within the user's settings come first."""
     asked = answer.question
     yield from ((asked, candidate) for candidate in answer.candidates)
     if asked.wish != Wish():
@@ -86,14 +92,14 @@ def alternatives(answer: Answer) -> Iterator[tuple[Question, Candidate]]:
 
 
 def rejection_reason(answer: Answer, wanted: Candidate | None) -> str:
-    """Why a plan is none for the engine, or why none fits: the one that lacks least memory."""
-    of_it = [it for it in answer.rejected if wanted and it.cut == wanted.cut]
-    found = closest(of_it or answer.rejected)
-    return found.reason if found else "these GPUs make no such layout"
+    """The reason why the engine cannot run `wanted`, or why nothing fits: that of the plan that lacks least memory."""
+    of_wanted = [rejected for rejected in answer.rejected if wanted and rejected.cut == wanted.cut]
+    nearest = closest(of_wanted or answer.rejected)
+    return nearest.reason if nearest else "these GPUs allow no such layout"
 
 
 def uneven_plan_of_weft(question: Question, target: ExportTarget) -> list[str]:
-    """What Weft itself would do with these GPUs, where that is a cut which the target's engine does not have."""
+    """A sentence on Weft's own plan for these GPUs, if it is an uneven cut, which the target's engine does not have."""
     if "weft" in target.engines or len(question.cluster.gpus) == 1:
         return []
     ours = search(msgspec.structs.replace(question, engine="weft")).best
@@ -103,7 +109,7 @@ def uneven_plan_of_weft(question: Question, target: ExportTarget) -> list[str]:
 
 
 def not_run_yet(asked: Question, chosen: Candidate) -> list[str]:
-    """What Weft's own engine lacks for its plan."""
+    """Sentences on what Weft's own engine lacks to run its plan."""
     if asked.engine != "weft":
         return []
     lacks = not_run(asked.shape, chosen.layout.precision)

@@ -45,22 +45,22 @@ def unsupported(question: Question, layout: Layout) -> str:
     return engines.unsupported(question, layout)
 
 
-def compose_files(it: Deployment) -> list[ExportFile]:
+def compose_files(deployment: Deployment) -> list[ExportFile]:
     """A Compose file for each node, and nginx's configuration."""
     found: list[ExportFile] = []
-    for node in it.nodes:
-        servers = [server for server in it.servers if server.node == node]
-        alone = len(it.nodes) == 1
+    for node in deployment.nodes:
+        servers = [server for server in deployment.servers if server.node == node]
+        alone = len(deployment.nodes) == 1
         balanced = alone and len(servers) > 1
         name = "compose.yaml" if alone else f"compose-node-{node}.yaml"
         content: dict[str, Any] = {
-            "services": {service_name(server): replica_service(it, server, not balanced) for server in servers}
+            "services": {service_name(server): replica_service(deployment, server, not balanced) for server in servers}
         }
         if balanced:
-            content["services"]["nginx"] = nginx_service(it, servers)
-        content["volumes"] = {name: {} for name in caches(it)}
-        remarks = TargetRemarks(omitted_options(it), placeholders(it), next_steps(it))
-        told = without_ports(it) if balanced else it
+            content["services"]["nginx"] = nginx_service(deployment, servers)
+        content["volumes"] = {name: {} for name in caches(deployment)}
+        remarks = TargetRemarks(omitted_options(deployment), placeholders(deployment), next_steps(deployment))
+        told = without_ports(deployment) if balanced else deployment
         found.append(ExportFile(name, f"{header_comment('compose', told, remarks)}\n\n{dump(content)}"))
         if balanced:
             ends = [f"{service_name(server)}:{PORT}" for server in servers]
@@ -69,9 +69,11 @@ def compose_files(it: Deployment) -> list[ExportFile]:
     return found
 
 
-def without_ports(it: Deployment) -> Deployment:
+def without_ports(deployment: Deployment) -> Deployment:
     """The same where the replicas' ports are nginx's to know."""
-    return msgspec.structs.replace(it, servers=tuple(msgspec.structs.replace(s, port=0) for s in it.servers))
+    return msgspec.structs.replace(
+        deployment, servers=tuple(msgspec.structs.replace(s, port=0) for s in deployment.servers)
+    )
 
 
 def service_name(server: ReplicaServer) -> str:
@@ -79,30 +81,30 @@ def service_name(server: ReplicaServer) -> str:
     return f"replica-{server.number}"
 
 
-def replica_service(it: Deployment, server: ReplicaServer, published: bool) -> dict[str, Any]:
+def replica_service(deployment: Deployment, server: ReplicaServer, published: bool) -> dict[str, Any]:
     """The service of one replica."""
-    ours = it.question.engine == "weft"
-    engine = weft_serve.engine_flags(it, server) if ours else vllm.engine_flags(it, server)
-    flags = {**engine, "served-model-name": it.names}
+    ours = deployment.question.engine == "weft"
+    engine = weft_serve.engine_flags(deployment, server) if ours else vllm.engine_flags(deployment, server)
+    flags = {**engine, "served-model-name": deployment.names}
     if not ours:
-        flags |= vllm.placement_flags(it, server, server.node)
+        flags |= vllm.placement_flags(deployment, server, server.node)
     flags |= {"host": "0.0.0.0", "port": PORT}
     found: dict[str, Any] = {}
     if ours:
-        dockerfile = DOCKERFILE.format(index=CPU_TORCH if hosts.on_cpu(it) else "")
+        dockerfile = DOCKERFILE.format(index=CPU_TORCH if hosts.on_cpu(deployment) else "")
         found["build"] = {"context": SOURCE.demand, "dockerfile_inline": Block(dockerfile)}
         found["image"] = "weft"
     else:
-        found["image"] = ROCM_IMAGE.demand if it.gpu.gfx else IMAGE
+        found["image"] = ROCM_IMAGE.demand if deployment.gpu.gfx else IMAGE
         found["entrypoint"] = ["vllm", "serve"]
-    start = ["serve", it.checkpoint.compose] if ours else [it.checkpoint.compose]
+    start = ["serve", deployment.checkpoint.compose] if ours else [deployment.checkpoint.compose]
     found["command"] = [*start, *(word.replace("$", "$$") for flag in flag_words(flags) for word in flag)]
-    found["environment"] = service_environment(it, server)
-    found |= gpu_devices(it, server)
+    found["environment"] = service_environment(deployment, server)
+    found |= gpu_devices(deployment, server)
     found["shm_size"] = SHM
-    found["volumes"] = [*(f"{name}:{path}" for name, path in caches(it).items()), *checkpoint_mount(it)]
+    found["volumes"] = [*(f"{name}:{path}" for name, path in caches(deployment).items()), *checkpoint_mount(deployment)]
     if published:
-        host = "127.0.0.1:" if len(it.nodes) == 1 else ""
+        host = "127.0.0.1:" if len(deployment.nodes) == 1 else ""
         found["ports"] = [f"{host}{server.port}:{PORT}"]
     path = "/health/ready" if ours else "/health"
     found["healthcheck"] = {
@@ -116,20 +118,22 @@ def replica_service(it: Deployment, server: ReplicaServer, published: bool) -> d
     return found
 
 
-def caches(it: Deployment) -> dict[str, str]:
+def caches(deployment: Deployment) -> dict[str, str]:
     """The volumes that outlive a container, and where they lie in it."""
-    return OURS if it.question.engine == "weft" else CACHES
+    return OURS if deployment.question.engine == "weft" else CACHES
 
 
-def service_environment(it: Deployment, server: ReplicaServer) -> dict[str, str]:
+def service_environment(deployment: Deployment, server: ReplicaServer) -> dict[str, str]:
     """From the environment, or from a file .env beside the Compose file; and what the plan says."""
     found = {"HF_TOKEN": "${HF_TOKEN:-}", "VLLM_API_KEY": "${VLLM_API_KEY:-}"}
-    if it.question.engine == "vllm":
-        found |= vllm.partition_variables(it)
-    if it.gpu.gfx:
-        return found | hosts.visible_gpus(it, server, server.node)
+    if deployment.question.engine == "vllm":
+        found |= vllm.partition_variables(deployment)
+    if deployment.gpu.gfx:
+        return found | hosts.visible_gpus(deployment, server, server.node)
     return (
-        found if hosts.on_cpu(it) else {**found, "NVIDIA_DRIVER_CAPABILITIES": "compute,utility", **cuda_order(server)}
+        found
+        if hosts.on_cpu(deployment)
+        else {**found, "NVIDIA_DRIVER_CAPABILITIES": "compute,utility", **cuda_order(server)}
     )
 
 
@@ -145,57 +149,63 @@ def cuda_order(server: ReplicaServer) -> dict[str, str]:
     return found if list(gpus) == there else {**found, "CUDA_VISIBLE_DEVICES": ",".join(places)}
 
 
-def gpu_devices(it: Deployment, server: ReplicaServer) -> dict[str, Any]:
+def gpu_devices(deployment: Deployment, server: ReplicaServer) -> dict[str, Any]:
     """The devices of a replica; inside they count from 0."""
-    if hosts.on_cpu(it):
+    if hosts.on_cpu(deployment):
         return {}
-    if it.gpu.gfx:  # ROCm has no reservations
+    if deployment.gpu.gfx:  # ROCm has no reservations
         return {"devices": ["/dev/kfd", "/dev/dri"], "group_add": ["video"]}
     ids = list(server.gpus(server.node))
     device = {"driver": "nvidia", "device_ids": ids, "capabilities": ["gpu"]}
     return {"deploy": {"resources": {"reservations": {"devices": [device]}}}}
 
 
-def checkpoint_mount(it: Deployment) -> list[str]:
+def checkpoint_mount(deployment: Deployment) -> list[str]:
     """A checkpoint that lies here, under its own name."""
-    return [f"{it.checkpoint.compose}:{it.checkpoint.compose}:ro"] if it.checkpoint.local else []
+    return (
+        [f"{deployment.checkpoint.compose}:{deployment.checkpoint.compose}:ro"] if deployment.checkpoint.local else []
+    )
 
 
-def nginx_service(it: Deployment, servers: list[ReplicaServer]) -> dict[str, Any]:
+def nginx_service(deployment: Deployment, servers: list[ReplicaServer]) -> dict[str, Any]:
     """nginx, which takes the port that the first replica would have."""
     return {
         "image": "nginx:stable",
         "volumes": ["./nginx.conf:/etc/nginx/conf.d/default.conf:ro"],
-        "ports": [f"127.0.0.1:{it.servers[0].port}:80"],
+        "ports": [f"127.0.0.1:{deployment.servers[0].port}:80"],
         "depends_on": {service_name(server): {"condition": "service_started"} for server in servers},
         "restart": "unless-stopped",
     }
 
 
-def placeholders(it: Deployment) -> list[Placeholder]:
+def placeholders(deployment: Deployment) -> list[Placeholder]:
     """What .env has to say."""
-    found = list(it.checkpoint.placeholders)
-    if it.question.engine == "weft":
+    found = list(deployment.checkpoint.placeholders)
+    if deployment.question.engine == "weft":
         found.append(SOURCE)
-    return [*found, *([ROCM_IMAGE] if it.gpu.gfx and it.question.engine != "weft" else [])]
+    return [*found, *([ROCM_IMAGE] if deployment.gpu.gfx and deployment.question.engine != "weft" else [])]
 
 
-def omitted_options(it: Deployment) -> list[str]:
+def omitted_options(deployment: Deployment) -> list[str]:
     """What is not in the file."""
-    found = vllm.omitted_options(it) if it.question.engine == "vllm" else weft_serve.omitted_options(it)
-    if len(it.servers) > 1 and len(it.nodes) == 1:
+    found = (
+        vllm.omitted_options(deployment)
+        if deployment.question.engine == "vllm"
+        else weft_serve.omitted_options(deployment)
+    )
+    if len(deployment.servers) > 1 and len(deployment.nodes) == 1:
         found.append("TLS: nginx listens on 127.0.0.1; weft plan --emit nginx writes a configuration with TLS")
-    if len(it.nodes) > 1:
+    if len(deployment.nodes) > 1:
         found.append("a balancer before the nodes: weft plan --emit nginx writes one")
     return found
 
 
-def next_steps(it: Deployment) -> list[str]:
+def next_steps(deployment: Deployment) -> list[str]:
     """How to go on."""
-    file = "" if len(it.nodes) == 1 else " -f compose-node-N.yaml"
-    needs = "" if hosts.on_cpu(it) or it.gpu.gfx else "; Docker needs the NVIDIA container toolkit"
+    file = "" if len(deployment.nodes) == 1 else " -f compose-node-N.yaml"
+    needs = "" if hosts.on_cpu(deployment) or deployment.gpu.gfx else "; Docker needs the NVIDIA container toolkit"
     found = []
-    if len(it.nodes) > 1:
+    if len(deployment.nodes) > 1:
         found.append(
             "the ports are open on every interface, so that a balancer reaches them, and Docker opens them past the "
             "firewall of the host: keep others out"

@@ -28,14 +28,14 @@ class TargetRemarks(msgspec.Struct, frozen=True):
     use: Sequence[str] = ()
 
 
-def header_comment(target: str, it: Deployment, remarks: TargetRemarks) -> str:
+def header_comment(target: str, deployment: Deployment, remarks: TargetRemarks) -> str:
     """The plan, where it is from, what it lacks; lines that begin with #."""
     paragraphs = [
-        plan_paragraph(it),
-        prediction_paragraph(it),
+        plan_paragraph(deployment),
+        prediction_paragraph(deployment),
         f"Written by weft {__version__}: weft plan --emit {target}",
     ]
-    left_out = [*it.gaps, *notes(it.question, it.candidate), *remarks.left_out]
+    left_out = [*deployment.gaps, *notes(deployment.question, deployment.candidate), *remarks.left_out]
     lines = [line for paragraph in paragraphs for line in _wrapped(paragraph)]
     lines += _listed("In another way than planned, or left out:", left_out)
     lines += _listed("To be set before use:", [f"{one.name}: {one.meaning}" for one in remarks.replace])
@@ -43,14 +43,14 @@ def header_comment(target: str, it: Deployment, remarks: TargetRemarks) -> str:
     return "\n".join(f"# {line}".rstrip() for line in lines)
 
 
-def plan_paragraph(it: Deployment) -> str:
+def plan_paragraph(deployment: Deployment) -> str:
     """The model, the hardware, the cut, and where everything lies."""
-    layout = it.candidate.layout
-    hardware = by_type(it.question.cluster.gpus[at].name for at in layout.gpus)
-    where = f"{len(it.nodes)} nodes with {hardware}" if len(it.nodes) > 1 else hardware
+    layout = deployment.candidate.layout
+    hardware = by_type(deployment.question.cluster.gpus[at].name for at in layout.gpus)
+    where = f"{len(deployment.nodes)} nodes with {hardware}" if len(deployment.nodes) > 1 else hardware
     return (
-        f"{it.checkpoint.title} in {layout.precision} on {where}: {describe_cut(layout)}; "
-        f"requests of up to {it.max_model_len:,} tokens; {'; '.join(server_places(it))}."
+        f"{deployment.checkpoint.title} in {layout.precision} on {where}: {describe_cut(layout)}; "
+        f"requests of up to {deployment.max_model_len:,} tokens; {'; '.join(server_places(deployment))}."
     )
 
 
@@ -84,30 +84,30 @@ def is_uneven(layout: Layout) -> bool:
     return len({(len(place.q_heads), len(place.kv_heads)) for place in layout.places}) > 1
 
 
-def server_places(it: Deployment) -> list[str]:
+def server_places(deployment: Deployment) -> list[str]:
     """Which GPUs answer on which port; without one, which hold a replica."""
-    several = len(it.question.cluster.nodes) > 1
+    several = len(deployment.question.cluster.nodes) > 1
     found = []
-    for server in it.servers[:SERVERS]:
+    for server in deployment.servers[:SERVERS]:
         name = f"port {server.port}" if server.port else f"replica {server.number}"
-        parts = [_gpus(it, server, server.node)]
-        parts += [f"{_gpus(it, server, node)} on node {node}" for node in server.nodes[1:]]
+        parts = [_gpus(deployment, server, server.node)]
+        parts += [f"{_gpus(deployment, server, node)} on node {node}" for node in server.nodes[1:]]
         found.append(f"{name}{f' on node {server.node}' if several else ''}: {' and '.join(parts)}")
-    more = len(it.servers) - SERVERS
+    more = len(deployment.servers) - SERVERS
     return [*found, f"and {more} more"] if more > 0 else found
 
 
-def _gpus(it: Deployment, server: ReplicaServer, node: int) -> str:
+def _gpus(deployment: Deployment, server: ReplicaServer, node: int) -> str:
     gpus = server.gpus(node)
-    return "the CPU" if it.gpu.kind == "cpu" else f"GPU{'s' * (len(gpus) > 1)} {','.join(gpus)}"
+    return "the CPU" if deployment.gpu.kind == "cpu" else f"GPU{'s' * (len(gpus) > 1)} {','.join(gpus)}"
 
 
-def prediction_paragraph(it: Deployment) -> str:
+def prediction_paragraph(deployment: Deployment) -> str:
     """What `weft plan` expects of it."""
-    tokens, speed = it.candidate.memory.kv_tokens, it.candidate.predicted
+    tokens, speed = deployment.candidate.memory.kv_tokens, deployment.candidate.predicted
     error = f"within {100 * speed.error_band:.0f} % ({speed.error_source})"
     return (
-        f"Predicted with {it.question.engine}, {error}: a KV cache of {tokens:,} tokens, {speed.single_tok_s:,.1f} "
+        f"Predicted with {deployment.question.engine}, {error}: a KV cache of {tokens:,} tokens, {speed.single_tok_s:,.1f} "
         f"tok/s for one request, {speed.saturated_tok_s:,.0f} for as many as fit."
     )
 

@@ -30,54 +30,61 @@ PLAIN = re.compile(r"[\w./:@+,=-]+")
 KEY = Placeholder("VLLM_API_KEY", "only where the server asks for a key")
 
 
-def infernet_files(it: Deployment) -> list[ExportFile]:
+def infernet_files(deployment: Deployment) -> list[ExportFile]:
     """The node's environment, the part of its configuration that it reads, and the server's commands."""
-    if not PLAIN.fullmatch(it.names[0]):
+    if not PLAIN.fullmatch(deployment.names[0]):
         raise ConfigError(
-            f"{it.names[0]!r} cannot stand in the node's environment: those who read it agree on letters, figures and "
+            f"{deployment.names[0]!r} cannot stand in the node's environment: those who read it agree on letters, figures and "
             "./:@+,=- only; --served-model-name gives another name"
         )
-    remarks = TargetRemarks(omitted_options(it), [*it.checkpoint.placeholders, KEY], USE)
+    remarks = TargetRemarks(omitted_options(deployment), [*deployment.checkpoint.placeholders, KEY], USE)
     variables = {
         "INFERNET_ENGINE_BACKEND": BACKEND,
-        "INFERNET_ENGINE_MODEL": it.names[0],
-        "VLLM_HOST": server_url(it),
-        "VLLM_MODEL": it.names[0],
+        "INFERNET_ENGINE_MODEL": deployment.names[0],
+        "VLLM_HOST": server_url(deployment),
+        "VLLM_MODEL": deployment.names[0],
     }
     # Read by systemd's EnvironmentFile and by docker --env-file, which know no quotes and no export.
-    lines = [header_comment("infernet", it, remarks), "", *(f"{name}={value}" for name, value in variables.items())]
-    engine = {"backend": BACKEND, "model": it.names[0], "ollamaHost": server_url(it)}
+    lines = [
+        header_comment("infernet", deployment, remarks),
+        "",
+        *(f"{name}={value}" for name, value in variables.items()),
+    ]
+    engine = {"backend": BACKEND, "model": deployment.names[0], "ollamaHost": server_url(deployment)}
     return [
         ExportFile("infernet.env", "\n".join([*lines, f"#{KEY.name}="]) + "\n", PRIVATE),
         ExportFile("infernet-engine.json", json.dumps({"engine": engine}, indent=2) + "\n"),
-        *(vllm.vllm_files(it) if it.question.engine == "vllm" else weft_serve.weft_files(it)),
+        *(vllm.vllm_files(deployment) if deployment.question.engine == "vllm" else weft_serve.weft_files(deployment)),
     ]
 
 
-def server_url(it: Deployment) -> str:
+def server_url(deployment: Deployment) -> str:
     """Where the node finds its server; in numbers, since localhost may also be ::1, where nobody listens."""
-    return f"http://127.0.0.1:{it.servers[0].port}"
+    return f"http://127.0.0.1:{deployment.servers[0].port}"
 
 
-def vram_tiers(it: Deployment) -> str:
+def vram_tiers(deployment: Deployment) -> str:
     """The tier of each GPU that is used, in words."""
-    memory = {gpu.name: gpu.memory_bytes for gpu in (it.question.cluster.gpus[at] for at in it.candidate.layout.gpus)}
+    memory = {
+        gpu.name: gpu.memory_bytes
+        for gpu in (deployment.question.cluster.gpus[at] for at in deployment.candidate.layout.gpus)
+    }
     return ", ".join(f"{name} is {vram_tier(size)}" for name, size in memory.items())
 
 
-def omitted_options(it: Deployment) -> list[str]:
+def omitted_options(deployment: Deployment) -> list[str]:
     """What the node does otherwise than its book says."""
     found = [
-        f"vram_tier: the node tells it for each GPU by itself, and never sums them: {vram_tiers(it)}",
+        f"vram_tier: the node tells it for each GPU by itself, and never sums them: {vram_tiers(deployment)}",
         "Ollama's API on the same port: early versions of the node list models by its /api/tags; Weft and vLLM answer "
         "OpenAI's /v1/models, which newer ones ask",
     ]
-    if len(it.servers) > 1:
+    if len(deployment.servers) > 1:
         found.append(
             "the other replicas: the node calls one address, here the first one's; with weft plan --emit nginx before "
             "all of them, that one's goes into VLLM_HOST and ollamaHost"
         )
-    if len(it.nodes) > 1 or shares_experts(it.candidate.layout):
+    if len(deployment.nodes) > 1 or shares_experts(deployment.candidate.layout):
         found.append("the address: the node is taken to run beside the first server")
     return found
 

@@ -37,28 +37,30 @@ def unsupported(question: Question, layout: Layout) -> str:
     return vllm.unsupported(question, layout)
 
 
-def kuberay_files(it: Deployment) -> list[ExportFile]:
+def kuberay_files(deployment: Deployment) -> list[ExportFile]:
     """The manifest."""
-    remarks = TargetRemarks(omitted_options(it), placeholders(it), next_steps(it))
+    remarks = TargetRemarks(omitted_options(deployment), placeholders(deployment), next_steps(deployment))
     manifest = {
         "apiVersion": "ray.io/v1",
         "kind": "RayService",
-        "metadata": {"name": service_name(it)},
+        "metadata": {"name": service_name(deployment)},
         "spec": {
-            "serveConfigV2": Block(dump({"applications": [serve_application(it)]})),
+            "serveConfigV2": Block(dump({"applications": [serve_application(deployment)]})),
             "rayClusterConfig": {
                 "rayVersion": RAY_VERSION,
-                "headGroupSpec": head_group_spec(it),
-                "workerGroupSpecs": [worker_group_spec(it, gpus, count) for gpus, count in worker_groups(it).items()],
+                "headGroupSpec": head_group_spec(deployment),
+                "workerGroupSpecs": [
+                    worker_group_spec(deployment, gpus, count) for gpus, count in worker_groups(deployment).items()
+                ],
             },
         },
     }
-    return [ExportFile("rayservice.yaml", f"{header_comment('kuberay', it, remarks)}\n\n{dump(manifest)}")]
+    return [ExportFile("rayservice.yaml", f"{header_comment('kuberay', deployment, remarks)}\n\n{dump(manifest)}")]
 
 
-def service_name(it: Deployment) -> str:
+def service_name(deployment: Deployment) -> str:
     """A DNS label. It does not begin with vllm: Kubernetes would set VLLM_ variables for it, which vLLM reads."""
-    return f"llm-{dns_label(it.names[0].rpartition('/')[2])[:NAME_LENGTH] or 'model'}".rstrip("-")
+    return f"llm-{dns_label(deployment.names[0].rpartition('/')[2])[:NAME_LENGTH] or 'model'}".rstrip("-")
 
 
 def dns_label(name: str) -> str:
@@ -66,25 +68,25 @@ def dns_label(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
-def container_image(it: Deployment) -> str:
+def container_image(deployment: Deployment) -> str:
     """With Ray and vLLM for the GPUs."""
-    return ROCM_IMAGE.name if it.gpu.gfx else IMAGE
+    return ROCM_IMAGE.name if deployment.gpu.gfx else IMAGE
 
 
-def serve_application(it: Deployment) -> dict[str, Any]:
+def serve_application(deployment: Deployment) -> dict[str, Any]:
     """Ray Serve's application: an OpenAI API over the replicas."""
-    layout = it.candidate.layout
+    layout = deployment.candidate.layout
     config: dict[str, Any] = {}
-    config["model_loading_config"] = {"model_id": it.names[0], "model_source": it.checkpoint.word}
+    config["model_loading_config"] = {"model_id": deployment.names[0], "model_source": deployment.checkpoint.word}
     config["engine_kwargs"] = {
-        name.replace("-", "_"): value for name, value in vllm.engine_flags(it).items() if value is not False
+        name.replace("-", "_"): value for name, value in vllm.engine_flags(deployment).items() if value is not False
     }
     # All of a replica on one node where the plan has it so.
-    strategy = "PACK" if it.spans_nodes else "STRICT_PACK"
+    strategy = "PACK" if deployment.spans_nodes else "STRICT_PACK"
     config["placement_group_config"] = {"bundles": [{"CPU": 1, "GPU": 1}] * layout.size, "strategy": strategy}
-    config["deployment_config"] = {"num_replicas": layout.data_parallel, "max_ongoing_requests": it.batch[1]}
-    if vllm.partition_variables(it):
-        config["runtime_env"] = {"env_vars": vllm.partition_variables(it)}
+    config["deployment_config"] = {"num_replicas": layout.data_parallel, "max_ongoing_requests": deployment.batch[1]}
+    if vllm.partition_variables(deployment):
+        config["runtime_env"] = {"env_vars": vllm.partition_variables(deployment)}
     return {
         "name": "llm",
         "route_prefix": "/",
@@ -93,39 +95,39 @@ def serve_application(it: Deployment) -> dict[str, Any]:
     }
 
 
-def worker_groups(it: Deployment) -> Counter[tuple[str, ...]]:
+def worker_groups(deployment: Deployment) -> Counter[tuple[str, ...]]:
     """How many workers there are of each kind: one for a node, with the GPUs, by name, that it gives."""
-    there = devices(it.question.cluster)
+    there = devices(deployment.question.cluster)
     used = {
-        node: tuple(there[at].gpu.name for at in it.candidate.layout.gpus if there[at].node == node)
-        for node in it.nodes
+        node: tuple(there[at].gpu.name for at in deployment.candidate.layout.gpus if there[at].node == node)
+        for node in deployment.nodes
     }
     return Counter(used.values())
 
 
-def head_group_spec(it: Deployment) -> dict[str, Any]:
+def head_group_spec(deployment: Deployment) -> dict[str, Any]:
     """The head: it schedules, and runs no replica."""
     ports = [{"name": name, "containerPort": port} for name, port in PORTS.items()]
     resources = {"limits": HEAD, "requests": HEAD}
-    container = {"name": "ray-head", "image": container_image(it), "ports": ports, "resources": resources}
+    container = {"name": "ray-head", "image": container_image(deployment), "ports": ports, "resources": resources}
     return {"rayStartParams": {"num-cpus": "0", "num-gpus": "0"}, "template": {"spec": {"containers": [container]}}}
 
 
-def worker_group_spec(it: Deployment, gpus: Sequence[str], count: int) -> dict[str, Any]:
+def worker_group_spec(deployment: Deployment, gpus: Sequence[str], count: int) -> dict[str, Any]:
     """A group of equal workers."""
-    resource, number = hosts.gpu_vendor(it).resource, len(gpus)
+    resource, number = hosts.gpu_vendor(deployment).resource, len(gpus)
     resources = {"cpu": f"{number * CPUS}", "memory": f"{number * MEMORY_GIB}Gi", resource: f"{number}"}
     container = {
         "name": "ray-worker",
-        "image": container_image(it),
+        "image": container_image(deployment),
         "env": [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": SECRET}}],
         "resources": {"limits": resources, "requests": resources},
         "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
     }
     shm = {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": f"{number * SHM_GIB}Gi"}}
     spec: dict[str, Any] = {"containers": [container], "volumes": [shm]}
-    if selects_nodes(it):
-        spec["nodeSelector"] = {hosts.gpu_vendor(it).product: gpu_label(it, gpus[0]).name}
+    if selects_nodes(deployment):
+        spec["nodeSelector"] = {hosts.gpu_vendor(deployment).product: gpu_label(deployment, gpus[0]).name}
     kinds = "-".join(f"{number}x-{name}" for name, number in Counter(gpus).items())
     return {
         "groupName": dns_label(kinds),
@@ -137,54 +139,56 @@ def worker_group_spec(it: Deployment, gpus: Sequence[str], count: int) -> dict[s
     }
 
 
-def selects_nodes(it: Deployment) -> bool:
+def selects_nodes(deployment: Deployment) -> bool:
     """Whether nodes differ in the type of their GPUs, so that each worker has to find its own."""
-    return len(worker_groups(it)) > 1 and all(len(set(gpus)) == 1 for gpus in worker_groups(it))
+    return len(worker_groups(deployment)) > 1 and all(len(set(gpus)) == 1 for gpus in worker_groups(deployment))
 
 
-def has_mixed_replicas(it: Deployment) -> bool:
+def has_mixed_replicas(deployment: Deployment) -> bool:
     """Whether a replica has GPUs of several types."""
-    size = it.candidate.layout.size
-    names = [it.question.cluster.gpus[at].name for at in it.candidate.layout.gpus]
+    size = deployment.candidate.layout.size
+    names = [deployment.question.cluster.gpus[at].name for at in deployment.candidate.layout.gpus]
     return any(len(set(names[start : start + size])) > 1 for start in range(0, len(names), size))
 
 
-def gpu_label(it: Deployment, gpu: str) -> Placeholder:
+def gpu_label(deployment: Deployment, gpu: str) -> Placeholder:
     """What a cluster's nodes call a type of GPU."""
     name = "LABEL_OF_" + re.sub(r"\W+", "_", gpu).upper()
-    return Placeholder(name, f"the label {hosts.gpu_vendor(it).product} of nodes with {gpu}")
+    return Placeholder(name, f"the label {hosts.gpu_vendor(deployment).product} of nodes with {gpu}")
 
 
-def placeholders(it: Deployment) -> list[Placeholder]:
+def placeholders(deployment: Deployment) -> list[Placeholder]:
     """What the manifest has words for in place of values."""
-    found = [] if it.checkpoint.name else [Placeholder(it.checkpoint.word, it.checkpoint.wanted)]
-    names = dict.fromkeys(gpus[0] for gpus in worker_groups(it) if selects_nodes(it))
-    return [*found, *([ROCM_IMAGE] if it.gpu.gfx else []), *(gpu_label(it, name) for name in names)]
+    found = (
+        [] if deployment.checkpoint.name else [Placeholder(deployment.checkpoint.word, deployment.checkpoint.wanted)]
+    )
+    names = dict.fromkeys(gpus[0] for gpus in worker_groups(deployment) if selects_nodes(deployment))
+    return [*found, *([ROCM_IMAGE] if deployment.gpu.gfx else []), *(gpu_label(deployment, name) for name in names)]
 
 
-def omitted_options(it: Deployment) -> list[str]:
+def omitted_options(deployment: Deployment) -> list[str]:
     """What is not in the manifest."""
     found = [
-        *vllm.omitted_options(it),
+        *vllm.omitted_options(deployment),
         "the numbers of the GPUs: Kubernetes and Ray give them out",
         "an API key: Ray Serve's application asks for none, so keep it behind an ingress that does",
         f"CPUs and memory of the nodes: {CPUS} and {MEMORY_GIB} GiB for each GPU are a guess, the plan is of GPUs only",
     ]
-    if len(it.names) > 1:
-        found.append(f"other names than {it.names[0]}: an application has one for each model")
-    if has_mixed_replicas(it):
+    if len(deployment.names) > 1:
+        found.append(f"other names than {deployment.names[0]}: an application has one for each model")
+    if has_mixed_replicas(deployment):
         found.append(
             "which stage lies on which type of GPU: Ray does not know the plan's order; try it, or use one type"
         )
-    if it.checkpoint.local:
-        found.append(f"a volume with {it.checkpoint.name}: every worker has to find it under this path")
+    if deployment.checkpoint.local:
+        found.append(f"a volume with {deployment.checkpoint.name}: every worker has to find it under this path")
     return found
 
 
-def next_steps(it: Deployment) -> list[str]:
+def next_steps(deployment: Deployment) -> list[str]:
     """How to go on."""
     return [
         "needs the KubeRay operator; kubectl apply -f rayservice.yaml",
         f"a Secret {SECRET['name']} with the key {SECRET['key']} gives HF_TOKEN, and may be missing",
-        f"the API is the service {service_name(it)}-serve-svc, port {PORTS['serve']}",
+        f"the API is the service {service_name(deployment)}-serve-svc, port {PORTS['serve']}",
     ]

@@ -20,16 +20,18 @@ PLACEHOLDERS = (
 )
 
 
-def nginx_files(it: Deployment) -> list[ExportFile]:
+def nginx_files(deployment: Deployment) -> list[ExportFile]:
     """One file for conf.d."""
-    several = len(it.question.cluster.nodes) > 1
-    nodes = dict.fromkeys(server.node for server in it.servers)
+    several = len(deployment.question.cluster.nodes) > 1
+    nodes = dict.fromkeys(server.node for server in deployment.servers)
     replace = [*PLACEHOLDERS, *(node_address(node) for node in nodes if several)]
     remarks = TargetRemarks(
-        omitted_options(it), replace, ["put it into /etc/nginx/conf.d, then nginx -t and nginx -s reload"]
+        omitted_options(deployment), replace, ["put it into /etc/nginx/conf.d, then nginx -t and nginx -s reload"]
     )
-    ends = [f"{node_address(server.node).name if several else '127.0.0.1'}:{server.port}" for server in it.servers]
-    return [ExportFile("nginx.conf", nginx_site(header_comment("nginx", it, remarks), ends))]
+    ends = [
+        f"{node_address(server.node).name if several else '127.0.0.1'}:{server.port}" for server in deployment.servers
+    ]
+    return [ExportFile("nginx.conf", nginx_site(header_comment("nginx", deployment, remarks), ends))]
 
 
 def nginx_site(heading: str, ends: Sequence[str], *, tls: bool = True) -> str:
@@ -37,7 +39,7 @@ def nginx_site(heading: str, ends: Sequence[str], *, tls: bool = True) -> str:
     return render_template("nginx.conf.j2", heading=heading, ends=ends, tls=tls, read_s=READ_S, body_mib=BODY_MIB)
 
 
-def omitted_options(it: Deployment) -> list[str]:
+def omitted_options(deployment: Deployment) -> list[str]:
     """What it does not do."""
     found = [
         "retries of a request that a replica has taken: a POST goes to the next replica only where no connection came "
@@ -45,6 +47,8 @@ def omitted_options(it: Deployment) -> list[str]:
         "checks of replicas by itself: nginx notices a dead one when it calls it, and leaves it out for a while",
         "keys: the Authorization header goes through, and the replicas compare it",
     ]
-    if it.question.engine not in ("weft", "vllm"):
-        found.append(f"the commands that start {it.question.engine}: the ports are those that the plan would give them")
+    if deployment.question.engine not in ("weft", "vllm"):
+        found.append(
+            f"the commands that start {deployment.question.engine}: the ports are those that the plan would give them"
+        )
     return found

@@ -1,4 +1,4 @@
-"""Targets: the systems that a plan can be written for."""
+"""The systems that a plan can be exported to."""
 
 from __future__ import annotations
 

@@ -37,28 +37,30 @@ def unsupported(question: Question, layout: Layout) -> str:
     return "a device map is for the GPUs of one node" if spans_nodes(question, layout) else ""
 
 
-def transformers_files(it: Deployment) -> list[ExportFile]:
+def transformers_files(deployment: Deployment) -> list[ExportFile]:
     """The script."""
-    layout = it.candidate.layout
+    layout = deployment.candidate.layout
     text = render_template(
         "transformers.py.j2",
         comment=header_comment(
-            "transformers", it, TargetRemarks(omitted_options(it), it.checkpoint.placeholders, next_steps(it))
+            "transformers",
+            deployment,
+            TargetRemarks(omitted_options(deployment), deployment.checkpoint.placeholders, next_steps(deployment)),
         ),
-        model=json.dumps(it.checkpoint.name) if it.checkpoint.name else 'os.environ["MODEL"]',
+        model=json.dumps(deployment.checkpoint.name) if deployment.checkpoint.name else 'os.environ["MODEL"]',
         dtype=f"torch.{FLOATS[layout.precision]}" if layout.precision in FLOATS else '"auto"',
-        loader="AutoModelForImageTextToText" if sees_pictures(it.question.shape) else "AutoModelForCausalLM",
-        device_map=device_map(it),
-        max_memory=max_memory(it),
+        loader="AutoModelForImageTextToText" if sees_pictures(deployment.question.shape) else "AutoModelForCausalLM",
+        device_map=device_map(deployment),
+        max_memory=max_memory(deployment),
     )
     return [ExportFile(SCRIPT_NAME, text, SCRIPT)]
 
 
-def device_map(it: Deployment) -> list[str]:
+def device_map(deployment: Deployment) -> list[str]:
     """The lines of a dictionary: each module's GPU, counted within the replica."""
-    shape, layout = it.question.shape, it.candidate.layout
-    if hosts.on_cpu(it) or layout.size == 1:
-        return [f'"": {json.dumps("cpu") if hosts.on_cpu(it) else 0}']
+    shape, layout = deployment.question.shape, deployment.candidate.layout
+    if hosts.on_cpu(deployment) or layout.size == 1:
+        return [f'"": {json.dumps("cpu") if hosts.on_cpu(deployment) else 0}']
     first, layer, norm, head = module_names(shape)
     lines = [f'"{name}": 0' for name in first]
     numbers = gpu_numbers(layout)
@@ -92,25 +94,27 @@ def gpu_numbers(layout: Layout) -> list[int]:
     return [list(dict.fromkeys(gpus)).index(gpu) for gpu in gpus]
 
 
-def max_memory(it: Deployment) -> str:
+def max_memory(deployment: Deployment) -> str:
     """For each GPU of a replica what the plan leaves for weights, beside one request of the length asked for."""
-    length, room = it.question.workload.longest, Counter[int | str]()
-    for number, rank in zip(gpu_numbers(it.candidate.layout), it.candidate.memory.replicas[0].ranks, strict=True):
+    length, room = deployment.question.workload.longest, Counter[int | str]()
+    for number, rank in zip(
+        gpu_numbers(deployment.candidate.layout), deployment.candidate.memory.replicas[0].ranks, strict=True
+    ):
         # Ranks that share a GPU have one sum of usable bytes, the parts of a CPU one each.
         usable = 0 if number in room else rank.usable_bytes
         free = usable - rank.other_bytes - length * rank.kv_bytes_per_token
-        room['"cpu"' if hosts.on_cpu(it) else number] += free // MIB
+        room['"cpu"' if hosts.on_cpu(deployment) else number] += free // MIB
     return ", ".join(f'{device}: "{size}MiB"' for device, size in room.items())
 
 
-def omitted_options(it: Deployment) -> list[str]:
+def omitted_options(deployment: Deployment) -> list[str]:
     """What is otherwise than a reader of the plan may think."""
-    layout, found = it.candidate.layout, []
+    layout, found = deployment.candidate.layout, []
     if layout.pipeline_parallel > 1:
         found.append(
             "stages that work at the same time: with a device map one GPU works after the other, a token at a time"
         )
-        if it.question.shape.tied:
+        if deployment.question.shape.tied:
             found.append("the head on the last GPU: it is the embedding's tensor, and lies with it on the first")
     found.append("a server: Transformers answers in this process; batches are the caller's")
     if layout.precision not in FLOATS:
@@ -118,12 +122,12 @@ def omitted_options(it: Deployment) -> list[str]:
     return found
 
 
-def next_steps(it: Deployment) -> list[str]:
+def next_steps(deployment: Deployment) -> list[str]:
     """How to go on."""
     found = ["needs transformers 4.56 or newer, and accelerate; HF_TOKEN is read from the environment"]
-    for server in it.servers:
+    for server in deployment.servers:
         run = command_line(
-            [f"./{SCRIPT_NAME}", "Why is the sky blue?"], {}, hosts.visible_gpus(it, server, server.node)
+            [f"./{SCRIPT_NAME}", "Why is the sky blue?"], {}, hosts.visible_gpus(deployment, server, server.node)
         )
-        found.append(f"{'run it' if len(it.servers) == 1 else f'replica {server.number}'}:\n{run}")
+        found.append(f"{'run it' if len(deployment.servers) == 1 else f'replica {server.number}'}:\n{run}")
     return found

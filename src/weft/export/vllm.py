@@ -36,38 +36,46 @@ def unsupported(question: Question, layout: Layout) -> str:
     return ""
 
 
-def vllm_files(it: Deployment) -> list[ExportFile]:
+def vllm_files(deployment: Deployment) -> list[ExportFile]:
     """One script, or one for each node."""
-    if len(it.nodes) == 1:
-        replace = it.checkpoint.placeholders
-        body = run_together([serve_command(it, server, server.node) for server in it.servers])
-        told = header_comment("vllm", it, TargetRemarks(omitted_options(it), replace, next_steps(it)))
+    if len(deployment.nodes) == 1:
+        replace = deployment.checkpoint.placeholders
+        body = run_together([serve_command(deployment, server, server.node) for server in deployment.servers])
+        told = header_comment(
+            "vllm", deployment, TargetRemarks(omitted_options(deployment), replace, next_steps(deployment))
+        )
         return [ExportFile("vllm.sh", bash_script(told, body, replace), SCRIPT)]
-    return [node_script(it, node) for node in it.nodes]
+    return [node_script(deployment, node) for node in deployment.nodes]
 
 
-def node_script(it: Deployment, node: int) -> ExportFile:
+def node_script(deployment: Deployment, node: int) -> ExportFile:
     """Everything that one of several nodes runs."""
-    linked = [server for server in it.servers if len(server.nodes) > 1]
-    here = [server for server in it.servers if server.node == node or (node in server.nodes and has_shared_experts(it))]
-    rayed = [] if has_shared_experts(it) else [server for server in linked if node in server.nodes]
-    replace = list(it.checkpoint.placeholders)
+    linked = [server for server in deployment.servers if len(server.nodes) > 1]
+    here = [
+        server
+        for server in deployment.servers
+        if server.node == node or (node in server.nodes and has_shared_experts(deployment))
+    ]
+    rayed = [] if has_shared_experts(deployment) else [server for server in linked if node in server.nodes]
+    replace = list(deployment.checkpoint.placeholders)
     body: list[str] = []
     if linked:
         head = linked[0].node
         replace += [*dict.fromkeys([node_address(node), node_address(head)]), INTERFACE]
-        body += [*network_lines(it, node), ""]
-    commands = [serve_command(it, server, node) for server in here]
+        body += [*network_lines(deployment, node), ""]
+    commands = [serve_command(deployment, server, node) for server in here]
     if rayed:
         gpus = sum(len(server.gpus(n)) for server in linked for n in server.nodes)
-        local = {hosts.gpu_vendor(it).visible: ",".join(gpu for server in rayed for gpu in server.gpus(node))}
+        local = {hosts.gpu_vendor(deployment).visible: ",".join(gpu for server in rayed for gpu in server.gpus(node))}
         body += [*start_ray_lines(local, node, linked[0].node, gpus, stays=not commands), ""]
     body += run_together(commands) if commands else []
-    told = header_comment("vllm", it, TargetRemarks(omitted_options(it), replace, next_steps(it)))
+    told = header_comment(
+        "vllm", deployment, TargetRemarks(omitted_options(deployment), replace, next_steps(deployment))
+    )
     return ExportFile(f"node-{node}.sh", bash_script(told, body, replace), SCRIPT)
 
 
-def network_lines(it: Deployment, node: int) -> list[str]:
+def network_lines(deployment: Deployment, node: int) -> list[str]:
     """Which address and interface the processes of a node take; each library wants them in its own form."""
     return [
         "# Traffic between the nodes is neither encrypted nor authenticated: keep it on a private network.",
@@ -78,7 +86,7 @@ def network_lines(it: Deployment, node: int) -> list[str]:
                 "NCCL_SOCKET_IFNAME": Raw("=$GLOO_SOCKET_IFNAME"),  # = is: this one, not all that begin so
             }
         ),
-        *export_lines(partition_variables(it)),
+        *export_lines(partition_variables(deployment)),
     ]
 
 
@@ -102,23 +110,26 @@ def start_ray_lines(visible: Mapping[str, str], node: int, head: int, gpus: int,
     ]
 
 
-def serve_command(it: Deployment, server: ReplicaServer, node: int) -> str:
+def serve_command(deployment: Deployment, server: ReplicaServer, node: int) -> str:
     """The command line of a server; of one whose replicas share experts, that of a node's part."""
-    flags: dict[str, Value] = {**engine_flags(it, server), **placement_flags(it, server, node)}
+    flags: dict[str, Value] = {**engine_flags(deployment, server), **placement_flags(deployment, server, node)}
     if node == server.node:
-        flags |= {"served-model-name": it.names, "host": "127.0.0.1" if len(it.nodes) == 1 else "0.0.0.0"}
+        flags |= {
+            "served-model-name": deployment.names,
+            "host": "127.0.0.1" if len(deployment.nodes) == 1 else "0.0.0.0",
+        }
         flags["port"] = server.port
     else:
         flags["headless"] = True
-    rayed = len(server.nodes) > 1 and not has_shared_experts(it)
-    variables = {} if rayed else {**hosts.visible_gpus(it, server, node), **partition_variables(it)}
-    return command_line(["vllm", "serve", it.checkpoint.shell], flags, variables)
+    rayed = len(server.nodes) > 1 and not has_shared_experts(deployment)
+    variables = {} if rayed else {**hosts.visible_gpus(deployment, server, node), **partition_variables(deployment)}
+    return command_line(["vllm", "serve", deployment.checkpoint.shell], flags, variables)
 
 
-def placement_flags(it: Deployment, server: ReplicaServer, node: int) -> Flags:
+def placement_flags(deployment: Deployment, server: ReplicaServer, node: int) -> Flags:
     """The flags that say which part of the deployment this is."""
     flags: dict[str, Value] = {}
-    if has_shared_experts(it):
+    if has_shared_experts(deployment):
         flags["data-parallel-size"] = len(server.replicas)
         if len(server.nodes) > 1:
             local = [replica[0].node for replica in server.replicas]
@@ -132,27 +143,27 @@ def placement_flags(it: Deployment, server: ReplicaServer, node: int) -> Flags:
     return flags
 
 
-def engine_flags(it: Deployment, server: ReplicaServer | None = None) -> Flags:
+def engine_flags(deployment: Deployment, server: ReplicaServer | None = None) -> Flags:
     """The arguments of a server's engine, or those that do for all, whoever starts it."""
-    layout = it.candidate.layout
-    tokens, requests = it.batch
+    layout = deployment.candidate.layout
+    tokens, requests = deployment.batch
     flags: dict[str, Value] = {
         **{f"{kind}-parallel-size": size for kind, size in parallel_sizes(layout).items() if size > 1},
         "enable-expert-parallel": layout.expert_parallel > 1,
-        "max-model-len": it.max_model_len,
+        "max-model-len": deployment.max_model_len,
         "max-num-seqs": requests,
         "max-num-batched-tokens": tokens,
         # It starts only where as much is free on each of its GPUs, and takes as much of each.
-        "gpu-memory-utilization": min(max(it.memory_shares(server)), it.free_share(server)),
+        "gpu-memory-utilization": min(max(deployment.memory_shares(server)), deployment.free_share(server)),
     }
     if layout.precision in FLOATS:
         flags["dtype"] = FLOATS[layout.precision]
-    if it.checkpoint.quantised:
-        flags["quantization"] = it.checkpoint.quantised
+    if deployment.checkpoint.quantised:
+        flags["quantization"] = deployment.checkpoint.quantised
     if layout.kv_dtype.startswith("fp8"):
         flags["kv-cache-dtype"] = layout.kv_dtype
-    if layout.precision in gguf_types.MIXES and not it.checkpoint.local:
-        flags["tokenizer"] = it.question.model  # a GGUF file's own is read slowly, and not always rightly
+    if layout.precision in gguf_types.MIXES and not deployment.checkpoint.local:
+        flags["tokenizer"] = deployment.question.model  # a GGUF file's own is read slowly, and not always rightly
     return flags
 
 
@@ -161,15 +172,15 @@ def parallel_sizes(layout: Layout) -> dict[str, int]:
     return {"tensor": layout.tensor_parallel, "pipeline": layout.pipeline_parallel}
 
 
-def partition_variables(it: Deployment) -> dict[str, str]:
+def partition_variables(deployment: Deployment) -> dict[str, str]:
     """The layers of each stage."""
-    layers = it.candidate.layout.stage_layers
+    layers = deployment.candidate.layout.stage_layers
     return {"VLLM_PP_LAYER_PARTITION": ",".join(map(str, layers))} if len(layers) > 1 else {}
 
 
-def omitted_options(it: Deployment) -> list[str]:
+def omitted_options(deployment: Deployment) -> list[str]:
     """What is not in the commands though a reader may look for it."""
-    layout = it.candidate.layout
+    layout = deployment.candidate.layout
     found = []
     if layout.precision in ("int4", "int8"):
         found.append(
@@ -178,31 +189,35 @@ def omitted_options(it: Deployment) -> list[str]:
         )
     if layout.precision in gguf_types.MIXES:
         found.append("vLLM calls its GGUF reader experimental; an AWQ or GPTQ checkpoint is faster there")
-    if any(len(set(it.memory_shares(server))) > 1 for server in it.servers):
+    if any(len(set(deployment.memory_shares(server))) > 1 for server in deployment.servers):
         found.append(
             "a share of the memory for each GPU: vLLM has one for all, so the largest that any needs is given, as far "
             "as it is free on each"
         )
-    if it.spans_nodes and sum(len(server.nodes) > 1 for server in it.servers) > 1 and not has_shared_experts(it):
+    if (
+        deployment.spans_nodes
+        and sum(len(server.nodes) > 1 for server in deployment.servers) > 1
+        and not has_shared_experts(deployment)
+    ):
         found.append("which GPUs of the nodes hold which replica: Ray decides that, by the same numbers of GPUs")
     return found
 
 
-def next_steps(it: Deployment) -> list[str]:
+def next_steps(deployment: Deployment) -> list[str]:
     """How to go on."""
     found = [KEYS]
-    if len(it.nodes) > 1:
+    if len(deployment.nodes) > 1:
         found.append("run node-N.sh on node N; every node needs the same vLLM, and the model under the same name")
         found.append("the servers listen on every interface, so that a balancer reaches them: keep others out")
-    if it.spans_nodes:
+    if deployment.spans_nodes:
         found.append("InfiniBand is used where NCCL finds it; NCCL_DEBUG=INFO tells, NCCL_IB_HCA chooses")
-    if it.spans_nodes and not has_shared_experts(it):
+    if deployment.spans_nodes and not has_shared_experts(deployment):
         found.append("ray stop on every node ends what ray start began there")
-    if len(it.servers) > 1:
+    if len(deployment.servers) > 1:
         found.append("weft plan --emit nginx balances the ports")
     return found
 
 
-def has_shared_experts(it: Deployment) -> bool:
+def has_shared_experts(deployment: Deployment) -> bool:
     """Whether the replicas share their experts."""
-    return shares_experts(it.candidate.layout)
+    return shares_experts(deployment.candidate.layout)

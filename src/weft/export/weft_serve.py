@@ -36,72 +36,74 @@ def narrow_cache(question: Question) -> bool:
     return not any(gpu.gfx for gpu in gpus) and not no_narrow_cache("fp8", [(it.name, it.capability) for it in gpus])
 
 
-def weft_files(it: Deployment) -> list[ExportFile]:
+def weft_files(deployment: Deployment) -> list[ExportFile]:
     """One script, or one for each node."""
-    replace = it.checkpoint.placeholders
-    told = header_comment("weft", it, TargetRemarks(omitted_options(it), replace, next_steps(it)))
+    replace = deployment.checkpoint.placeholders
+    told = header_comment(
+        "weft", deployment, TargetRemarks(omitted_options(deployment), replace, next_steps(deployment))
+    )
     files = []
-    for node in it.nodes:
-        body = run_together([serve_command(it, server) for server in it.servers if server.node == node])
-        name = "weft.sh" if len(it.nodes) == 1 else f"node-{node}.sh"
+    for node in deployment.nodes:
+        body = run_together([serve_command(deployment, server) for server in deployment.servers if server.node == node])
+        name = "weft.sh" if len(deployment.nodes) == 1 else f"node-{node}.sh"
         files.append(ExportFile(name, bash_script(told, body, replace), SCRIPT))
     return files
 
 
-def serve_command(it: Deployment, server: ReplicaServer) -> str:
+def serve_command(deployment: Deployment, server: ReplicaServer) -> str:
     """The command line of a server."""
     where: dict[str, Value] = {
-        "served-model-name": it.names,
-        "host": "127.0.0.1" if len(it.nodes) == 1 else "0.0.0.0",
+        "served-model-name": deployment.names,
+        "host": "127.0.0.1" if len(deployment.nodes) == 1 else "0.0.0.0",
         "port": server.port,
     }
-    start, visible = ["weft", "serve", it.checkpoint.shell], hosts.visible_gpus(it, server, server.node)
-    return command_line(start, {**engine_flags(it, server), **where}, visible)
+    start, visible = ["weft", "serve", deployment.checkpoint.shell], hosts.visible_gpus(deployment, server, server.node)
+    return command_line(start, {**engine_flags(deployment, server), **where}, visible)
 
 
-def engine_flags(it: Deployment, server: ReplicaServer) -> Flags:
+def engine_flags(deployment: Deployment, server: ReplicaServer) -> Flags:
     """The arguments of a server's engine, whoever starts it."""
     # A share counts what others hold.
-    layout, shares = it.candidate.layout, it.memory_shares(server, held=True)
+    layout, shares = deployment.candidate.layout, deployment.memory_shares(server, held=True)
     flags: dict[str, Value] = {}
     if layout.tensor_parallel > 1 and len(set(layout.tensor_weights)) == 1:
         flags["tensor-parallel-size"] = layout.tensor_parallel
     elif layout.tensor_parallel > 1:
-        flags["tensor-split"] = ",".join(short_weights(it))
+        flags["tensor-split"] = ",".join(short_weights(deployment))
     if layout.pipeline_parallel > 1:
         flags["pipeline-split"] = ",".join(map(str, layout.stage_layers))
-    if crowded(layout) and not on_cpu(it):
+    if crowded(layout) and not on_cpu(deployment):
         gpus = layout.gpus[: layout.size]
         flags["device-ids"] = ",".join(f"{list(dict.fromkeys(gpus)).index(gpu)}" for gpu in gpus)
     flags["enable-expert-parallel"] = layout.expert_parallel > 1
-    flags["max-model-len"] = it.max_model_len
-    if it.question.max_num_seqs:
-        flags["max-num-seqs"] = it.question.max_num_seqs
-    flags["max-num-batched-tokens"] = it.candidate.memory.replicas[0].batched_tokens
-    if on_cpu(it):
+    flags["max-model-len"] = deployment.max_model_len
+    if deployment.question.max_num_seqs:
+        flags["max-num-seqs"] = deployment.question.max_num_seqs
+    flags["max-num-batched-tokens"] = deployment.candidate.memory.replicas[0].batched_tokens
+    if on_cpu(deployment):
         flags["device"] = "cpu"
-        flags["kv-cache-memory-bytes"] = max(rank.kv_room_bytes for rank in it.candidate.memory.ranks)
+        flags["kv-cache-memory-bytes"] = max(rank.kv_room_bytes for rank in deployment.candidate.memory.ranks)
     else:
         flags["gpu-memory-utilization"] = ",".join(map(str, shares)) if len(set(shares)) > 1 else shares[0]
     if layout.precision in FLOATS:
         flags["dtype"] = FLOATS[layout.precision]
-    if it.checkpoint.quantised:
-        flags["quantization"] = it.checkpoint.quantised
+    if deployment.checkpoint.quantised:
+        flags["quantization"] = deployment.checkpoint.quantised
     if number_bytes(layout.kv_dtype) < 2:
         flags["kv-cache-dtype"] = "fp8"
-    if it.question.speculation:
-        flags["speculative-config"] = json.dumps(speculation.write(it.question.speculation))
+    if deployment.question.speculation:
+        flags["speculative-config"] = json.dumps(speculation.write(deployment.question.speculation))
     return flags
 
 
-def short_weights(it: Deployment) -> list[str]:
+def short_weights(deployment: Deployment) -> list[str]:
     """The weights of an uneven tensor split in as few digits as give the same cut: those of a search are bytes."""
-    layout, least = it.candidate.layout, min(it.candidate.layout.tensor_weights)
+    layout, least = deployment.candidate.layout, min(deployment.candidate.layout.tensor_weights)
     exact = [f"{weight:g}" for weight in layout.tensor_weights]
     tries = [[f"{weight / least:.{digits}g}" for weight in layout.tensor_weights] for digits in range(1, 17)]
     for words in [exact, *tries] if max(map(len, exact)) <= SHORT else tries:
         cut = deploy(
-            it.question.shape,
+            deployment.question.shape,
             tensor_weights=[float(word) for word in words],
             stage_layers=layout.stage_layers,
             gpus=layout.gpus,
@@ -114,19 +116,19 @@ def short_weights(it: Deployment) -> list[str]:
     return [f"{weight!r}" for weight in layout.tensor_weights]
 
 
-def omitted_options(it: Deployment) -> list[str]:
+def omitted_options(deployment: Deployment) -> list[str]:
     """What Weft's engine does in another way."""
-    kept = it.candidate.layout.kv_dtype
+    kept = deployment.candidate.layout.kv_dtype
     if number_bytes(kept) < 2 and kept not in KV_CACHE_DTYPES:
         return [f"a KV cache in {kept}: Weft's is fp8 (e4m3), which takes as many bytes"]
     return []
 
 
-def next_steps(it: Deployment) -> list[str]:
+def next_steps(deployment: Deployment) -> list[str]:
     """How to go on."""
     found = [KEYS]
-    if len(it.nodes) > 1:
+    if len(deployment.nodes) > 1:
         found.append("run node-N.sh on node N; the servers listen on every interface, so that a balancer reaches them")
-    if len(it.servers) > 1:
+    if len(deployment.servers) > 1:
         found.append("weft plan --emit nginx balances the ports")
     return found
