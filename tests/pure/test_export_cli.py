@@ -177,8 +177,8 @@ def test_the_book_s_json_names_the_model_and_the_port(config: Any) -> None:
     assert "weft serve Qwen/Qwen2.5-72B-Instruct" in out and "--port 8123" in out
     assert "VLLM_HOST=http://127.0.0.1:8123" in out
     for key in BOOK:
-        assert f"{key} is in the book only" in err
-    assert "vram_tier >=48gb is no GPU's here, and a sum is never told: RTX 4090 is 16-24gb" in err
+        assert f"{key} is only in the book" in err
+    assert "vram_tier >=48gb is no GPU's here, and a sum is never reported: RTX 4090 is 16-24gb" in err
 
 
 def test_of_two_instances_the_one_that_is_meant(config: Any) -> None:
@@ -209,7 +209,7 @@ def test_what_the_node_reads_is_no_reason_for_a_warning(config: Any) -> None:
 def test_two_instances_of_one_model_are_none_of_another(config: Any) -> None:
     same = [{"host": f"http://localhost:{port}", "model": "qwen2.5:14b"} for port in (8000, 8001)]
     status, _, err = emit("infernet", "--gpus 1xA100", "--infernet-config", config({"vllm_instances": same}))
-    assert status == 0 and "cannot be served by the same node" not in err and "a node talks to one server" in err
+    assert status == 0 and "cannot be served by the same node" not in err and "a node uses one server" in err
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_two_instances_of_one_model_are_none_of_another(config: Any) -> None:
         ({"engine": 4}, "engine"),
         ({"vllm_instances": [1]}, "vllm_instances"),
         ({"served_models": "x"}, "served_models"),
-        ({"vllm_model": "m", "vllm_host": "http://a:x"}, "is no address"),
+        ({"vllm_model": "m", "vllm_host": "http://a:x"}, "is not an address"),
         ("[" * 100_000, "is not JSON"),
         ({"served_models": [" "]}, "served_models"),
     ],

@@ -1,4 +1,4 @@
-"""Words: a plan as the comment that every export begins with tells it."""
+"""Header comment of every exported file: the plan, its prediction, and remarks on the target."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ from weft.planner.notes import notes
 from weft.planner.ranking import Candidate
 from weft.words import by_type
 
-KEYS = "HF_TOKEN and VLLM_API_KEY are read from the environment; without VLLM_API_KEY nobody is asked for a key"
+KEYS = "HF_TOKEN and VLLM_API_KEY are read from the environment; without VLLM_API_KEY clients need no key"
 WIDTH = 100  # columns of a comment
-SERVERS = 8  # of which the GPUs are told
+SERVERS = 8  # at most this many servers are listed with their GPUs
 
 
 class TargetRemarks(msgspec.Struct, frozen=True):
-    """What a target adds to the comment: what it leaves out and why, what has to be replaced, how to go on."""
+    """A target's part of the header: omissions and their reasons, placeholders to replace, and the next steps."""
 
-    left_out: Sequence[str] = ()
-    replace: Sequence[Placeholder] = ()
-    use: Sequence[str] = ()
+    omitted: Sequence[str] = ()
+    placeholders: Sequence[Placeholder] = ()
+    next_steps: Sequence[str] = ()
 
 
 def header_comment(target: str, deployment: Deployment, remarks: TargetRemarks) -> str:
-    """The plan, where it is from, what it lacks; lines that begin with #."""
+    """Header of a file, in lines that begin with #: the plan, its prediction, its origin and the remarks."""
     paragraphs = [
         plan_paragraph(deployment),
         prediction_paragraph(deployment),
         f"Written by weft {__version__}: weft plan --emit {target}",
     ]
-    left_out = [*deployment.gaps, *notes(deployment.question, deployment.candidate), *remarks.left_out]
+    omitted = [*deployment.gaps, *notes(deployment.question, deployment.candidate), *remarks.omitted]
     lines = [line for paragraph in paragraphs for line in _wrapped(paragraph)]
-    lines += _listed("In another way than planned, or left out:", left_out)
-    lines += _listed("To be set before use:", [f"{one.name}: {one.meaning}" for one in remarks.replace])
-    lines += _listed("Use:", remarks.use)
+    lines += _listed("Different from the plan, or left out:", omitted)
+    lines += _listed("To be set before use:", [f"{item.name}: {item.meaning}" for item in remarks.placeholders])
+    lines += _listed("Use:", remarks.next_steps)
     return "\n".join(f"# {line}".rstrip() for line in lines)
 
 
 def plan_paragraph(deployment: Deployment) -> str:
-    """The model, the hardware, the cut, and where everything lies."""
+    """The model, the hardware, the cut, and the GPUs of each server, in one sentence."""
     layout = deployment.candidate.layout
-    hardware = by_type(deployment.question.cluster.gpus[at].name for at in layout.gpus)
+    hardware = by_type(deployment.question.cluster.gpus[index].name for index in layout.gpus)
     where = f"{len(deployment.nodes)} nodes with {hardware}" if len(deployment.nodes) > 1 else hardware
     return (
         f"{deployment.checkpoint.title} in {layout.precision} on {where}: {describe_cut(layout)}; "
@@ -55,7 +55,7 @@ def plan_paragraph(deployment: Deployment) -> str:
 
 
 def describe_cut(layout: Layout) -> str:
-    """What is cut how many ways, in words."""
+    """The cut in words, as in "tensor parallel 2, 2 replicas"."""
     ranks = layout.replica(0)[: layout.tensor_parallel]
     words = []
     if layout.tensor_parallel > 1:
@@ -64,14 +64,14 @@ def describe_cut(layout: Layout) -> str:
     if layout.pipeline_parallel > 1:
         words.append(f"a pipeline of {' + '.join(map(str, layout.stage_layers))} layers")
     if layout.expert_parallel > 1:
-        words.append(f"experts dealt out to {layout.expert_parallel} GPUs")
+        words.append(f"experts spread over {layout.expert_parallel} GPUs")
     if layout.data_parallel > 1:
         words.append(f"{layout.data_parallel} replicas")
     return ", ".join(words) or "one rank"
 
 
 def describe_plan(candidate: Candidate) -> str:
-    """A plan in a few words, as `weft plan` has them, with the heads of an uneven cut."""
+    """A plan in a few words, as `weft plan` prints it, with the heads of an uneven cut."""
     layout = candidate.layout
     if not is_uneven(layout):
         return f"{candidate.cut}"
@@ -80,21 +80,21 @@ def describe_plan(candidate: Candidate) -> str:
 
 
 def is_uneven(layout: Layout) -> bool:
-    """Whether tensor-parallel ranks have different shares of the heads."""
+    """Return True if tensor-parallel ranks have different shares of the heads."""
     return len({(len(place.q_heads), len(place.kv_heads)) for place in layout.places}) > 1
 
 
 def server_places(deployment: Deployment) -> list[str]:
-    """Which GPUs answer on which port; without one, which hold a replica."""
+    """GPUs of each server, by its port; by its replica if the target has no ports."""
     several = len(deployment.question.cluster.nodes) > 1
-    found = []
+    places = []
     for server in deployment.servers[:SERVERS]:
         name = f"port {server.port}" if server.port else f"replica {server.number}"
         parts = [_gpus(deployment, server, server.node)]
         parts += [f"{_gpus(deployment, server, node)} on node {node}" for node in server.nodes[1:]]
-        found.append(f"{name}{f' on node {server.node}' if several else ''}: {' and '.join(parts)}")
-    more = len(deployment.servers) - SERVERS
-    return [*found, f"and {more} more"] if more > 0 else found
+        places.append(f"{name}{f' on node {server.node}' if several else ''}: {' and '.join(parts)}")
+    others = len(deployment.servers) - SERVERS
+    return [*places, f"and {others} more"] if others > 0 else places
 
 
 def _gpus(deployment: Deployment, server: ReplicaServer, node: int) -> str:
@@ -103,7 +103,7 @@ def _gpus(deployment: Deployment, server: ReplicaServer, node: int) -> str:
 
 
 def prediction_paragraph(deployment: Deployment) -> str:
-    """What `weft plan` expects of it."""
+    """The prediction of `weft plan`, in one sentence."""
     tokens, speed = deployment.candidate.memory.kv_tokens, deployment.candidate.predicted
     error = f"within {100 * speed.error_band:.0f} % ({speed.error_source})"
     return (
@@ -119,7 +119,7 @@ def _listed(title: str, entries: Sequence[str]) -> list[str]:
 
 
 def _entry(text: str) -> list[str]:
-    """A sentence, and below it a command as it is."""
+    """Lines of a sentence, and of the commands below it, which are not wrapped."""
     sentence, *commands = text.split("\n")
     return [*_wrapped(sentence, "- "), *(f"    {line}" for line in commands)]
 

@@ -18,27 +18,27 @@ from weft.planner.deployment import Layout
 from weft.planner.domains import devices
 from weft.planner.question import Question
 
-# One version for the cluster and its images, of which each has its own Python and CUDA.
+# One version for the cluster and its images; each image has its own Python and CUDA.
 RAY_VERSION = "2.52.0"
 IMAGE = f"rayproject/ray-llm:{RAY_VERSION}-py311-cu128"
 ROCM_IMAGE = Placeholder("REPLACE_WITH_IMAGE", f"an image with Ray {RAY_VERSION} and vLLM for ROCm; Ray has none")
 HEAD = {"cpu": "2", "memory": "8Gi"}
-# Of a worker for each of its GPUs; vLLM reads weights through the page cache, which needs no reservation.
+# Resources of a worker for each of its GPUs; vLLM reads weights through the page cache, which needs no reservation.
 CPUS, MEMORY_GIB, SHM_GIB = 4, 16, 4
 PORTS = {"gcs": 6379, "dashboard": 8265, "client": 10001, "serve": 8000}
 SECRET = {"name": "hf-token", "key": "token", "optional": True}
-NAME_LENGTH = 40  # KubeRay adds to it, up to the 63 of a DNS label
+NAME_LENGTH = 40  # KubeRay appends to the name, up to the 63 characters of a DNS label
 
 
 def unsupported(question: Question, layout: Layout) -> str:
-    """What Ray Serve's LLM application does not do of what vLLM does."""
+    """The reason why Ray Serve's LLM application cannot run a layout, in words."""
     if shares_experts(layout):
-        return "its replicas share no experts: each is a vLLM of its own"
+        return "its replicas share no experts: each is a separate vLLM"
     return vllm.unsupported(question, layout)
 
 
 def kuberay_files(deployment: Deployment) -> list[ExportFile]:
-    """The manifest."""
+    """The manifest of the RayService."""
     remarks = TargetRemarks(omitted_options(deployment), placeholders(deployment), next_steps(deployment))
     manifest = {
         "apiVersion": "ray.io/v1",
@@ -59,29 +59,30 @@ def kuberay_files(deployment: Deployment) -> list[ExportFile]:
 
 
 def service_name(deployment: Deployment) -> str:
-    """A DNS label. It does not begin with vllm: Kubernetes would set VLLM_ variables for it, which vLLM reads."""
+    """Name of the service, a DNS label. It must not begin with vllm: Kubernetes would set VLLM_ variables for it, which
+    vLLM reads."""
     return f"llm-{dns_label(deployment.names[0].rpartition('/')[2])[:NAME_LENGTH] or 'model'}".rstrip("-")
 
 
 def dns_label(name: str) -> str:
-    """What of a name may be in a DNS label."""
+    """A name reduced to the characters of a DNS label."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def container_image(deployment: Deployment) -> str:
-    """With Ray and vLLM for the GPUs."""
+    """Image with Ray and vLLM for the vendor's GPUs."""
     return ROCM_IMAGE.name if deployment.gpu.gfx else IMAGE
 
 
 def serve_application(deployment: Deployment) -> dict[str, Any]:
-    """Ray Serve's application: an OpenAI API over the replicas."""
+    """Ray Serve's application: an OpenAI API for the replicas."""
     layout = deployment.candidate.layout
     config: dict[str, Any] = {}
     config["model_loading_config"] = {"model_id": deployment.names[0], "model_source": deployment.checkpoint.word}
     config["engine_kwargs"] = {
         name.replace("-", "_"): value for name, value in vllm.engine_flags(deployment).items() if value is not False
     }
-    # All of a replica on one node where the plan has it so.
+    # All of a replica is on one node if the plan has it so.
     strategy = "PACK" if deployment.spans_nodes else "STRICT_PACK"
     config["placement_group_config"] = {"bundles": [{"CPU": 1, "GPU": 1}] * layout.size, "strategy": strategy}
     config["deployment_config"] = {"num_replicas": layout.data_parallel, "max_ongoing_requests": deployment.batch[1]}
@@ -96,17 +97,17 @@ def serve_application(deployment: Deployment) -> dict[str, Any]:
 
 
 def worker_groups(deployment: Deployment) -> Counter[tuple[str, ...]]:
-    """How many workers there are of each kind: one for a node, with the GPUs, by name, that it gives."""
-    there = devices(deployment.question.cluster)
+    """Number of workers of each kind; a worker is a node, and its kind the names of the GPUs in use there."""
+    gpus = devices(deployment.question.cluster)
     used = {
-        node: tuple(there[at].gpu.name for at in deployment.candidate.layout.gpus if there[at].node == node)
+        node: tuple(gpus[index].gpu.name for index in deployment.candidate.layout.gpus if gpus[index].node == node)
         for node in deployment.nodes
     }
     return Counter(used.values())
 
 
 def head_group_spec(deployment: Deployment) -> dict[str, Any]:
-    """The head: it schedules, and runs no replica."""
+    """The head node, which schedules and runs no replica."""
     ports = [{"name": name, "containerPort": port} for name, port in PORTS.items()]
     resources = {"limits": HEAD, "requests": HEAD}
     container = {"name": "ray-head", "image": container_image(deployment), "ports": ports, "resources": resources}
@@ -114,7 +115,7 @@ def head_group_spec(deployment: Deployment) -> dict[str, Any]:
 
 
 def worker_group_spec(deployment: Deployment, gpus: Sequence[str], count: int) -> dict[str, Any]:
-    """A group of equal workers."""
+    """A group of `count` equal workers, each with these GPUs."""
     resource, number = hosts.gpu_vendor(deployment).resource, len(gpus)
     resources = {"cpu": f"{number * CPUS}", "memory": f"{number * MEMORY_GIB}Gi", resource: f"{number}"}
     container = {
@@ -140,55 +141,58 @@ def worker_group_spec(deployment: Deployment, gpus: Sequence[str], count: int) -
 
 
 def selects_nodes(deployment: Deployment) -> bool:
-    """Whether nodes differ in the type of their GPUs, so that each worker has to find its own."""
+    """Return True if the types of GPUs differ between nodes, so that each worker must select its nodes by a label."""
     return len(worker_groups(deployment)) > 1 and all(len(set(gpus)) == 1 for gpus in worker_groups(deployment))
 
 
 def has_mixed_replicas(deployment: Deployment) -> bool:
-    """Whether a replica has GPUs of several types."""
+    """Return True if a replica has GPUs of several types."""
     size = deployment.candidate.layout.size
-    names = [deployment.question.cluster.gpus[at].name for at in deployment.candidate.layout.gpus]
+    names = [deployment.question.cluster.gpus[index].name for index in deployment.candidate.layout.gpus]
     return any(len(set(names[start : start + size])) > 1 for start in range(0, len(names), size))
 
 
 def gpu_label(deployment: Deployment, gpu: str) -> Placeholder:
-    """What a cluster's nodes call a type of GPU."""
+    """Placeholder for the node label of a type of GPU."""
     name = "LABEL_OF_" + re.sub(r"\W+", "_", gpu).upper()
     return Placeholder(name, f"the label {hosts.gpu_vendor(deployment).product} of nodes with {gpu}")
 
 
 def placeholders(deployment: Deployment) -> list[Placeholder]:
-    """What the manifest has words for in place of values."""
-    found = (
-        [] if deployment.checkpoint.name else [Placeholder(deployment.checkpoint.word, deployment.checkpoint.wanted)]
-    )
-    names = dict.fromkeys(gpus[0] for gpus in worker_groups(deployment) if selects_nodes(deployment))
-    return [*found, *([ROCM_IMAGE] if deployment.gpu.gfx else []), *(gpu_label(deployment, name) for name in names)]
+    """Words in the manifest that the user must replace."""
+    checkpoint = deployment.checkpoint
+    missing = [] if checkpoint.name else [Placeholder(checkpoint.word, checkpoint.wanted)]
+    types = dict.fromkeys(gpus[0] for gpus in worker_groups(deployment) if selects_nodes(deployment))
+    return [
+        *missing,
+        *([ROCM_IMAGE] if deployment.gpu.gfx else []),
+        *(gpu_label(deployment, name) for name in types),
+    ]
 
 
 def omitted_options(deployment: Deployment) -> list[str]:
-    """What is not in the manifest."""
-    found = [
+    """Parts that are not in the manifest, in words."""
+    omissions = [
         *vllm.omitted_options(deployment),
-        "the numbers of the GPUs: Kubernetes and Ray give them out",
-        "an API key: Ray Serve's application asks for none, so keep it behind an ingress that does",
-        f"CPUs and memory of the nodes: {CPUS} and {MEMORY_GIB} GiB for each GPU are a guess, the plan is of GPUs only",
+        "the numbers of the GPUs: Kubernetes and Ray assign them",
+        "an API key: Ray Serve's application does not check one, so keep it behind an ingress that does",
+        f"CPUs and memory of the nodes: {CPUS} and {MEMORY_GIB} GiB for each GPU are a guess; the plan has GPUs only",
     ]
     if len(deployment.names) > 1:
-        found.append(f"other names than {deployment.names[0]}: an application has one for each model")
+        omissions.append(f"other names than {deployment.names[0]}: an application has one name for each model")
     if has_mixed_replicas(deployment):
-        found.append(
-            "which stage lies on which type of GPU: Ray does not know the plan's order; try it, or use one type"
+        omissions.append(
+            "the type of GPU of each stage: Ray does not know the plan's order; try it, or use one type of GPU"
         )
     if deployment.checkpoint.local:
-        found.append(f"a volume with {deployment.checkpoint.name}: every worker has to find it under this path")
-    return found
+        omissions.append(f"a volume with {deployment.checkpoint.name}: every worker must find it under this path")
+    return omissions
 
 
 def next_steps(deployment: Deployment) -> list[str]:
-    """How to go on."""
+    """Next steps, in words."""
     return [
         "needs the KubeRay operator; kubectl apply -f rayservice.yaml",
-        f"a Secret {SECRET['name']} with the key {SECRET['key']} gives HF_TOKEN, and may be missing",
+        f"a Secret {SECRET['name']} with the key {SECRET['key']} gives HF_TOKEN; it may be missing",
         f"the API is the service {service_name(deployment)}-serve-svc, port {PORTS['serve']}",
     ]

@@ -1,4 +1,4 @@
-"""nginx: a balancer in front of the replicas, with TLS."""
+"""nginx: a load balancer in front of the replicas, with TLS."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weft.export.hosts import node_address
 from weft.export.pages import render_template
 from weft.export.shell import Placeholder
 
-READ_S = 600  # seconds without a byte: an answer that is not streamed has none until it is whole
+READ_S = 600  # seconds without a byte: a response that is not streamed has none until it is complete
 BODY_MIB = 32  # the default of ServeOptions.max_body_bytes for two million tokens; replicas refuse less
 PLACEHOLDERS = (
     Placeholder("SERVER_NAME", "the name that clients call, as in llm.example.org"),
@@ -21,7 +21,7 @@ PLACEHOLDERS = (
 
 
 def nginx_files(deployment: Deployment) -> list[ExportFile]:
-    """One file for conf.d."""
+    """nginx's configuration, one file for conf.d."""
     several = len(deployment.question.cluster.nodes) > 1
     nodes = dict.fromkeys(server.node for server in deployment.servers)
     replace = [*PLACEHOLDERS, *(node_address(node) for node in nodes if several)]
@@ -40,15 +40,15 @@ def nginx_site(heading: str, ends: Sequence[str], *, tls: bool = True) -> str:
 
 
 def omitted_options(deployment: Deployment) -> list[str]:
-    """What it does not do."""
-    found = [
-        "retries of a request that a replica has taken: a POST goes to the next replica only where no connection came "
-        "about, so that nothing runs twice; a stream that breaks reaches the client as broken",
-        "checks of replicas by itself: nginx notices a dead one when it calls it, and leaves it out for a while",
-        "keys: the Authorization header goes through, and the replicas compare it",
+    """Limits of the balancer, in words."""
+    omissions = [
+        "retries of a request that a replica has received: a POST goes to the next replica only if no connection could "
+        "be made, so that nothing runs twice; the client sees a broken stream as broken",
+        "health checks: nginx notices a dead replica when it calls it, and then leaves it out for a while",
+        "API keys: the Authorization header is passed on, and the replicas check it",
     ]
     if deployment.question.engine not in ("weft", "vllm"):
-        found.append(
-            f"the commands that start {deployment.question.engine}: the ports are those that the plan would give them"
+        omissions.append(
+            f"the commands that start {deployment.question.engine}: the ports are those that the plan would use"
         )
-    return found
+    return omissions

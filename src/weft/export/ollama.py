@@ -14,41 +14,32 @@ from weft.formats import gguf_types
 from weft.planner.deployment import Layout
 from weft.planner.question import Question
 
-# GGUF's in place of the precisions that it does not read, with about as many bits.
+# Precisions of GGUF with about as many bits, for those that Ollama does not read.
 INSTEAD = {"int4": "q4_k_m", "nvfp4": "q4_k_m", "int8": "q8_0", "fp8": "q8_0"}
-PORT = 11434  # Ollama's own
+PORT = 11434  # Ollama's default
 
 
 def unsupported(question: Question, layout: Layout) -> str:
-    """What Ollama does not do."""
+    """The reason why Ollama cannot run a layout, in words."""
     if shares_experts(layout):
         return "its replicas share no experts: each has all of them"
-    return "it knows the GPUs of its own node only" if spans_nodes(question, layout) else ""
+    return "it uses the GPUs of its own node only" if spans_nodes(question, layout) else ""
 
 
 def ollama_files(deployment: Deployment) -> list[ExportFile]:
-    """The Modelfile, and a script, one for each node where there are several."""
-    remarks = TargetRemarks(omitted_options(deployment), use=next_steps(deployment))
-    found = [
-        ExportFile(
-            "Modelfile", "\n".join([header_comment("ollama", deployment, remarks), *modelfile(deployment)]) + "\n"
-        )
-    ]
+    """The Modelfile, and a script for each node."""
+    remarks = TargetRemarks(omitted_options(deployment), next_steps=next_steps(deployment))
+    header = header_comment("ollama", deployment, remarks)
+    files = [ExportFile("Modelfile", "\n".join([header, *modelfile(deployment)]) + "\n")]
     for node in deployment.nodes:
         servers = [server for server in deployment.servers if server.node == node]
         name = "ollama.sh" if len(deployment.nodes) == 1 else f"node-{node}.sh"
-        found.append(
-            ExportFile(
-                name,
-                bash_script(header_comment("ollama", deployment, remarks), start_lines(deployment, servers)),
-                SCRIPT,
-            )
-        )
-    return found
+        files.append(ExportFile(name, bash_script(header, start_lines(deployment, servers)), SCRIPT))
+    return files
 
 
 def modelfile(deployment: Deployment) -> list[str]:
-    """Which weights, and what they run with."""
+    """Lines of the Modelfile: the weights and their parameters."""
     checkpoint = deployment.checkpoint
     source = [f"FROM {checkpoint.name}"]
     if not checkpoint.name:
@@ -65,83 +56,83 @@ def modelfile(deployment: Deployment) -> list[str]:
         "",
         *source,
         f"PARAMETER num_ctx {deployment.max_model_len}",
-        # All layers and the head: with fewer, or by itself, it would put what does not fit on the CPU unasked.
+        # All layers and the head: with a lower number, or its default, Ollama would move the rest to the CPU unasked.
         f"PARAMETER num_gpu {0 if hosts.on_cpu(deployment) else deployment.question.shape.layers + 1}",
     ]
 
 
 def model_name(deployment: Deployment) -> str:
-    """As Ollama names models: qwen2.5-7b-instruct."""
+    """A model's name in Ollama's form: qwen2.5-7b-instruct."""
     name, _, tag = (re.sub(r"[^a-z0-9._:-]+", "-", deployment.names[0].rpartition("/")[2].lower())).partition(":")
     return ":".join(filter(None, (name.strip("._-") or "model", tag.replace(":", "-").strip("._-"))))
 
 
 def start_lines(deployment: Deployment, servers: list[ReplicaServer]) -> list[str]:
-    """A server for each replica, which share the model's files, and the model loaded in each."""
+    """Script lines that start a server for each replica, all with the same model files, and load the model in each."""
     name = model_name(deployment)
     body = [*export_lines(server_variables(deployment)), ""]
+    bind = "127.0.0.1" if len(deployment.nodes) == 1 else "0.0.0.0"
     for server in servers:
-        host = {"OLLAMA_HOST": f"127.0.0.1:{server.port}" if len(deployment.nodes) == 1 else f"0.0.0.0:{server.port}"}
-        body += [
-            f"{command_line(['ollama', 'serve'], {}, {**hosts.visible_gpus(deployment, server, server.node), **host})} &"
-        ]
+        gpus = hosts.visible_gpus(deployment, server, server.node)
+        variables = {**gpus, "OLLAMA_HOST": f"{bind}:{server.port}"}
+        body += [f"{command_line(['ollama', 'serve'], {}, variables)} &"]
     body += ["trap 'kill $(jobs -p); wait' INT TERM", ""]
     for server in servers:
-        at = {"OLLAMA_HOST": f"127.0.0.1:{server.port}"}
-        body.append(f"until {command_line(['ollama', 'list'], {}, at)} >/dev/null 2>&1; do sleep 1; done")
+        address = {"OLLAMA_HOST": f"127.0.0.1:{server.port}"}
+        body.append(f"until {command_line(['ollama', 'list'], {}, address)} >/dev/null 2>&1; do sleep 1; done")
         if server is servers[0]:
-            body.append(command_line(["ollama", "create", name, "--file", "Modelfile"], {}, at))
-        body.append(command_line(["ollama", "run", name, ""], {}, at))  # no prompt: it loads
+            body.append(command_line(["ollama", "create", name, "--file", "Modelfile"], {}, address))
+        body.append(command_line(["ollama", "run", name, ""], {}, address))  # an empty prompt loads the model
     return [*body, "wait"]
 
 
 def server_variables(deployment: Deployment) -> dict[str, str]:
-    """The environment of every server."""
-    found = {
+    """Environment of every server."""
+    variables = {
         "OLLAMA_NUM_PARALLEL": f"{parallel_requests(deployment)}",
         "OLLAMA_MAX_LOADED_MODELS": "1",
-        "OLLAMA_KEEP_ALIVE": "-1",  # for ever
+        "OLLAMA_KEEP_ALIVE": "-1",  # never unload the model
         "OLLAMA_FLASH_ATTENTION": "1",
     }
     if deployment.candidate.layout.size > 1:
-        found["OLLAMA_SCHED_SPREAD"] = "1"
+        variables["OLLAMA_SCHED_SPREAD"] = "1"
     if deployment.candidate.layout.kv_dtype in ("fp8", "fp8_e4m3", "fp8_e5m2", "int8"):
-        found["OLLAMA_KV_CACHE_TYPE"] = "q8_0"
-    return found
+        variables["OLLAMA_KV_CACHE_TYPE"] = "q8_0"
+    return variables
 
 
 def parallel_requests(deployment: Deployment) -> int:
-    """Requests at once: each has room for num_ctx tokens of its own, whether it needs them or not."""
+    """Number of requests at once; Ollama reserves num_ctx tokens for each."""
     tokens = min(replica.kv_tokens for replica in deployment.candidate.memory.replicas)
     return max(1, min(deployment.batch[1], tokens // deployment.max_model_len))
 
 
 def omitted_options(deployment: Deployment) -> list[str]:
-    """What Ollama does in its own way."""
-    layout, found = deployment.candidate.layout, []
+    """Differences between the plan and what Ollama does, in words."""
+    layout, omissions = deployment.candidate.layout, []
     if layout.pipeline_parallel > 1:
         split = " + ".join(map(str, layout.stage_layers))
-        found += [
-            f"the split of {split} layers: Ollama deals layers out by each GPU's free memory, and takes no orders",
+        omissions += [
+            f"the split of {split} layers: Ollama distributes layers by each GPU's free memory, which cannot be changed",
             "more speed from more GPUs: their memory adds up, but a token passes them one after the other; with tensor "
             "parallelism (weft plan --emit weft or vllm) they work at the same time",
         ]
     if layout.size == 1 and len(deployment.question.cluster.gpus) > 1:
-        found.append(
-            "the GPUs' numbers inside Ollama: it takes one GPU where a model fits it, here the only one that it sees"
+        omissions.append(
+            "the GPUs' numbers inside Ollama: it takes one GPU if the model fits, here the only one that it sees"
         )
     if layout.precision not in gguf_types.MIXES:
-        found.append(
+        omissions.append(
             f"a check that Ollama reads {deployment.question.shape.architecture} from safetensors: it does so for some "
             "architectures, and GGUF for all that llama.cpp has"
         )
-    found.append("an API key: Ollama has none; keep it on 127.0.0.1, or behind a proxy that asks for one")
-    return found
+    omissions.append("an API key: Ollama has none; keep it on 127.0.0.1, or behind a proxy that checks one")
+    return omissions
 
 
 def next_steps(deployment: Deployment) -> list[str]:
-    """How to go on."""
-    found = ["run the script beside the Modelfile; ollama ps must then say 100% GPU"]
+    """Next steps, in words."""
+    steps = ["run the script beside the Modelfile; ollama ps must then show 100% GPU"]
     if len(deployment.servers) > 1:
-        found.append("each replica is a server with a port of its own; Ollama does not balance between them")
-    return found
+        steps.append("each replica is a server with its own port; Ollama does not balance between them")
+    return steps

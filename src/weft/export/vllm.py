@@ -1,8 +1,8 @@
-"""vLLM: its command lines, and Ray's on every node where a replica spans several."""
+"""vLLM: its command lines, and Ray's on every node if a replica spans several."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from weft.export import hosts
 from weft.export.checkpoint import FLOATS
@@ -10,7 +10,7 @@ from weft.export.deployment import Deployment, ReplicaServer
 from weft.export.files import SCRIPT, ExportFile
 from weft.export.header import KEYS, TargetRemarks, header_comment
 from weft.export.hosts import INTERFACE, node_address
-from weft.export.shell import Flags, Raw, Value, bash_script, command_line, export_lines, run_together
+from weft.export.shell import Flags, Placeholder, Raw, Value, bash_script, command_line, export_lines, run_together
 from weft.export.target import crowded, shares_experts, spans_nodes
 from weft.formats import gguf_types
 from weft.planner.deployment import Layout
@@ -18,13 +18,13 @@ from weft.planner.question import Question
 
 RAY_PORT = 6379  # Ray's own default
 COUNT = 'import ray; ray.init("auto", log_to_driver=False); print(int(ray.cluster_resources().get("GPU", 0)))'
-EXPERTS_PORT = 13345  # over which replicas that share experts find each other, as in vLLM's documentation
+EXPERTS_PORT = 13345  # of the rendezvous of replicas that share experts, as in vLLM's documentation
 
 
 def unsupported(question: Question, layout: Layout) -> str:
-    """What vLLM does not do of what its planner's profile allows."""
+    """The reason why vLLM cannot run a layout that its planner profile allows, in words."""
     if question.cluster.gpus[layout.gpus[0]].kind == "cpu":
-        return "on CPUs it is another program to install; describe GPUs with --gpus"
+        return "vLLM for CPUs is a separate installation; describe GPUs with --gpus"
     if crowded(layout):
         return "it has one rank on a GPU"
     if layout.kv_dtype == "int8":
@@ -32,58 +32,54 @@ def unsupported(question: Question, layout: Layout) -> str:
     if shares_experts(layout) and layout.pipeline_parallel > 1:
         return "its replicas share experts with tensor parallelism only, not in a pipeline"
     if shares_experts(layout) and spans_nodes(question, layout):
-        return "replicas that share experts each lie on one node"
+        return "a replica that shares experts must be on one node"
     return ""
 
 
 def vllm_files(deployment: Deployment) -> list[ExportFile]:
-    """One script, or one for each node."""
-    if len(deployment.nodes) == 1:
-        replace = deployment.checkpoint.placeholders
-        body = run_together([serve_command(deployment, server, server.node) for server in deployment.servers])
-        told = header_comment(
-            "vllm", deployment, TargetRemarks(omitted_options(deployment), replace, next_steps(deployment))
-        )
-        return [ExportFile("vllm.sh", bash_script(told, body, replace), SCRIPT)]
-    return [node_script(deployment, node) for node in deployment.nodes]
+    """One script for each node."""
+    if len(deployment.nodes) > 1:
+        return [node_script(deployment, node) for node in deployment.nodes]
+    body = run_together([serve_command(deployment, server, server.node) for server in deployment.servers])
+    return [_script(deployment, "vllm.sh", body, deployment.checkpoint.placeholders)]
 
 
 def node_script(deployment: Deployment, node: int) -> ExportFile:
-    """Everything that one of several nodes runs."""
-    linked = [server for server in deployment.servers if len(server.nodes) > 1]
-    here = [
-        server
-        for server in deployment.servers
-        if server.node == node or (node in server.nodes and has_shared_experts(deployment))
-    ]
-    rayed = [] if has_shared_experts(deployment) else [server for server in linked if node in server.nodes]
-    replace = list(deployment.checkpoint.placeholders)
+    """Script of one of several nodes."""
+    shares = has_shared_experts(deployment)
+    spanning = [server for server in deployment.servers if len(server.nodes) > 1]
+    own = [server for server in deployment.servers if server.node == node or (shares and node in server.nodes)]
+    over_ray = [] if shares else [server for server in spanning if node in server.nodes]
+    demanded = list(deployment.checkpoint.placeholders)
     body: list[str] = []
-    if linked:
-        head = linked[0].node
-        replace += [*dict.fromkeys([node_address(node), node_address(head)]), INTERFACE]
+    if spanning:
+        head = spanning[0].node
+        demanded += [*dict.fromkeys([node_address(node), node_address(head)]), INTERFACE]
         body += [*network_lines(deployment, node), ""]
-    commands = [serve_command(deployment, server, node) for server in here]
-    if rayed:
-        gpus = sum(len(server.gpus(n)) for server in linked for n in server.nodes)
-        local = {hosts.gpu_vendor(deployment).visible: ",".join(gpu for server in rayed for gpu in server.gpus(node))}
-        body += [*start_ray_lines(local, node, linked[0].node, gpus, stays=not commands), ""]
+    commands = [serve_command(deployment, server, node) for server in own]
+    if over_ray:
+        gpus = sum(len(server.gpus(n)) for server in spanning for n in server.nodes)
+        names = ",".join(gpu for server in over_ray for gpu in server.gpus(node))
+        visible = {hosts.gpu_vendor(deployment).visible: names}
+        body += [*start_ray_lines(visible, node, spanning[0].node, gpus, stays=not commands), ""]
     body += run_together(commands) if commands else []
-    told = header_comment(
-        "vllm", deployment, TargetRemarks(omitted_options(deployment), replace, next_steps(deployment))
-    )
-    return ExportFile(f"node-{node}.sh", bash_script(told, body, replace), SCRIPT)
+    return _script(deployment, f"node-{node}.sh", body, demanded)
+
+
+def _script(deployment: Deployment, name: str, body: Sequence[str], demanded: Sequence[Placeholder]) -> ExportFile:
+    remarks = TargetRemarks(omitted_options(deployment), demanded, next_steps(deployment))
+    return ExportFile(name, bash_script(header_comment("vllm", deployment, remarks), body, demanded), SCRIPT)
 
 
 def network_lines(deployment: Deployment, node: int) -> list[str]:
-    """Which address and interface the processes of a node take; each library wants them in its own form."""
+    """Lines that set the address and interface of a node's processes, for each library in its own form."""
     return [
         "# Traffic between the nodes is neither encrypted nor authenticated: keep it on a private network.",
         *export_lines(
             {
                 "VLLM_HOST_IP": node_address(node).shell,  # each node's own
                 "GLOO_SOCKET_IFNAME": INTERFACE.shell,
-                "NCCL_SOCKET_IFNAME": Raw("=$GLOO_SOCKET_IFNAME"),  # = is: this one, not all that begin so
+                "NCCL_SOCKET_IFNAME": Raw("=$GLOO_SOCKET_IFNAME"),  # = means this interface, not all with this prefix
             }
         ),
         *export_lines(partition_variables(deployment)),
@@ -91,7 +87,8 @@ def network_lines(deployment: Deployment, node: int) -> list[str]:
 
 
 def start_ray_lines(visible: Mapping[str, str], node: int, head: int, gpus: int, *, stays: bool) -> list[str]:
-    """Ray on a node: the head waits until all `gpus` are there; another node's `stays` in front, or goes behind."""
+    """Lines that start Ray on a node. The head waits for all `gpus`; another node runs in the foreground if it
+    `stays`."""
     count = sum(len(numbers.split(",")) for numbers in visible.values())
     lines = export_lines({"CUDA_DEVICE_ORDER": "PCI_BUS_ID", **visible})
     flags: dict[str, Value] = {"node-ip-address": Raw("$VLLM_HOST_IP"), "num-gpus": count}
@@ -100,18 +97,18 @@ def start_ray_lines(visible: Mapping[str, str], node: int, head: int, gpus: int,
         return [*lines, command_line(["ray", "start"], {"address": where, **flags, "block": stays})]
     return [
         *lines,
-        "python3 -c 'import ray'  # or there is another Python in front of vLLM's, which cannot count them",
+        "python3 -c 'import ray'  # fails if python3 is not vLLM's, which has ray",
         command_line(["ray", "start", "--head"], {"port": RAY_PORT, **flags}),
         f"gpus() {{ python3 -c '{COUNT}' 2>/dev/null || echo 0; }}",
         f'until [ "$(gpus)" -ge {gpus} ]; do',
-        f'    echo "waiting for the other nodes: {gpus} GPUs are needed, $(gpus) are there" >&2',
+        f'    echo "waiting for the other nodes: {gpus} GPUs are needed, $(gpus) are connected" >&2',
         "    sleep 5",
         "done",
     ]
 
 
 def serve_command(deployment: Deployment, server: ReplicaServer, node: int) -> str:
-    """The command line of a server; of one whose replicas share experts, that of a node's part."""
+    """Command line of a server; if its replicas share experts, of a node's part of the server."""
     flags: dict[str, Value] = {**engine_flags(deployment, server), **placement_flags(deployment, server, node)}
     if node == server.node:
         flags |= {
@@ -121,20 +118,20 @@ def serve_command(deployment: Deployment, server: ReplicaServer, node: int) -> s
         flags["port"] = server.port
     else:
         flags["headless"] = True
-    rayed = len(server.nodes) > 1 and not has_shared_experts(deployment)
-    variables = {} if rayed else {**hosts.visible_gpus(deployment, server, node), **partition_variables(deployment)}
+    over_ray = len(server.nodes) > 1 and not has_shared_experts(deployment)
+    variables = {} if over_ray else {**hosts.visible_gpus(deployment, server, node), **partition_variables(deployment)}
     return command_line(["vllm", "serve", deployment.checkpoint.shell], flags, variables)
 
 
 def placement_flags(deployment: Deployment, server: ReplicaServer, node: int) -> Flags:
-    """The flags that say which part of the deployment this is."""
+    """Flags that place a server's part on a node: data parallelism with shared experts, or Ray."""
     flags: dict[str, Value] = {}
     if has_shared_experts(deployment):
         flags["data-parallel-size"] = len(server.replicas)
         if len(server.nodes) > 1:
             local = [replica[0].node for replica in server.replicas]
             flags["data-parallel-size-local"] = local.count(node)
-            if node != server.node:  # on the first one it would mean another way of balancing
+            if node != server.node:  # on the first node it would mean another load balancing
                 flags["data-parallel-start-rank"] = local.index(node)
             flags["data-parallel-address"] = node_address(server.node).shell
             flags["data-parallel-rpc-port"] = EXPERTS_PORT
@@ -144,7 +141,7 @@ def placement_flags(deployment: Deployment, server: ReplicaServer, node: int) ->
 
 
 def engine_flags(deployment: Deployment, server: ReplicaServer | None = None) -> Flags:
-    """The arguments of a server's engine, or those that do for all, whoever starts it."""
+    """Flags of a server's engine, or flags that suit all servers."""
     layout = deployment.candidate.layout
     tokens, requests = deployment.batch
     flags: dict[str, Value] = {
@@ -153,7 +150,7 @@ def engine_flags(deployment: Deployment, server: ReplicaServer | None = None) ->
         "max-model-len": deployment.max_model_len,
         "max-num-seqs": requests,
         "max-num-batched-tokens": tokens,
-        # It starts only where as much is free on each of its GPUs, and takes as much of each.
+        # vLLM starts only if this share is free on each of its GPUs, and takes this share of each.
         "gpu-memory-utilization": min(max(deployment.memory_shares(server)), deployment.free_share(server)),
     }
     if layout.precision in FLOATS:
@@ -163,61 +160,58 @@ def engine_flags(deployment: Deployment, server: ReplicaServer | None = None) ->
     if layout.kv_dtype.startswith("fp8"):
         flags["kv-cache-dtype"] = layout.kv_dtype
     if layout.precision in gguf_types.MIXES and not deployment.checkpoint.local:
-        flags["tokenizer"] = deployment.question.model  # a GGUF file's own is read slowly, and not always rightly
+        flags["tokenizer"] = deployment.question.model  # a GGUF file's own is read slowly, and not always correctly
     return flags
 
 
 def parallel_sizes(layout: Layout) -> dict[str, int]:
-    """Of tensor and pipeline parallelism."""
+    """Sizes of tensor and pipeline parallelism."""
     return {"tensor": layout.tensor_parallel, "pipeline": layout.pipeline_parallel}
 
 
 def partition_variables(deployment: Deployment) -> dict[str, str]:
-    """The layers of each stage."""
+    """Variables with the number of layers of each stage, if there are several stages."""
     layers = deployment.candidate.layout.stage_layers
     return {"VLLM_PP_LAYER_PARTITION": ",".join(map(str, layers))} if len(layers) > 1 else {}
 
 
 def omitted_options(deployment: Deployment) -> list[str]:
-    """What is not in the commands though a reader may look for it."""
+    """Options that a reader may miss in the commands, in words."""
     layout = deployment.candidate.layout
-    found = []
+    omissions = []
     if layout.precision in ("int4", "int8"):
-        found.append(
+        omissions.append(
             "--quantization: vLLM reads awq or gptq from the checkpoint and takes its faster kernels (awq_marlin, "
             "gptq_marlin), which naming awq or gptq would forbid"
         )
     if layout.precision in gguf_types.MIXES:
-        found.append("vLLM calls its GGUF reader experimental; an AWQ or GPTQ checkpoint is faster there")
+        omissions.append("vLLM calls its GGUF reader experimental; an AWQ or GPTQ checkpoint is faster there")
     if any(len(set(deployment.memory_shares(server))) > 1 for server in deployment.servers):
-        found.append(
-            "a share of the memory for each GPU: vLLM has one for all, so the largest that any needs is given, as far "
+        omissions.append(
+            "a share of the memory for each GPU: vLLM has one for all; the largest that any GPU needs is given, as far "
             "as it is free on each"
         )
-    if (
-        deployment.spans_nodes
-        and sum(len(server.nodes) > 1 for server in deployment.servers) > 1
-        and not has_shared_experts(deployment)
-    ):
-        found.append("which GPUs of the nodes hold which replica: Ray decides that, by the same numbers of GPUs")
-    return found
+    spanning = sum(len(server.nodes) > 1 for server in deployment.servers)
+    if spanning > 1 and not has_shared_experts(deployment):
+        omissions.append("the GPUs of each replica on the nodes: Ray chooses them, with the same numbers of GPUs")
+    return omissions
 
 
 def next_steps(deployment: Deployment) -> list[str]:
-    """How to go on."""
-    found = [KEYS]
+    """Next steps, in words."""
+    steps = [KEYS]
     if len(deployment.nodes) > 1:
-        found.append("run node-N.sh on node N; every node needs the same vLLM, and the model under the same name")
-        found.append("the servers listen on every interface, so that a balancer reaches them: keep others out")
+        steps.append("run node-N.sh on node N; every node needs the same vLLM, and the model under the same name")
+        steps.append("the servers listen on every interface for a load balancer: keep others out")
     if deployment.spans_nodes:
-        found.append("InfiniBand is used where NCCL finds it; NCCL_DEBUG=INFO tells, NCCL_IB_HCA chooses")
+        steps.append("InfiniBand is used if NCCL finds it; NCCL_DEBUG=INFO shows it, NCCL_IB_HCA selects it")
     if deployment.spans_nodes and not has_shared_experts(deployment):
-        found.append("ray stop on every node ends what ray start began there")
+        steps.append("ray stop on every node ends what ray start began there")
     if len(deployment.servers) > 1:
-        found.append("weft plan --emit nginx balances the ports")
-    return found
+        steps.append("weft plan --emit nginx balances the ports")
+    return steps
 
 
 def has_shared_experts(deployment: Deployment) -> bool:
-    """Whether the replicas share their experts."""
+    """Return True if the replicas share their experts."""
     return shares_experts(deployment.candidate.layout)

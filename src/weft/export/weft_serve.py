@@ -18,40 +18,41 @@ from weft.plan.backends import KV_CACHE_DTYPES, no_narrow_cache
 from weft.planner.deployment import Layout, deploy
 from weft.planner.question import Question
 
-SHORT = 4  # characters of a weight that is taken as it was typed
+SHORT = 4  # characters of a weight that is kept as the user typed it
 
 
 def unsupported(question: Question, layout: Layout) -> str:
-    """What Weft's engine does not do yet of what it plans."""
+    """The reason why Weft's engine cannot run a layout yet, in words."""
     if question.cluster.gpus[layout.gpus[0]].gfx:
-        return "Weft runs on NVIDIA's GPUs and on CPUs; --emit vllm is for others"
+        return "Weft runs on NVIDIA's GPUs and on CPUs; --emit vllm is for other GPUs"
     if shares_experts(layout):
         return "Weft's replicas do not share experts yet"
     return "Weft runs each replica on one node; --emit vllm spans several" if spans_nodes(question, layout) else ""
 
 
 def narrow_cache(question: Question) -> bool:
-    """Whether all GPUs have the 8-bit floats that Weft can keep keys and values in."""
+    """Return True if all GPUs have the 8-bit floats of Weft's narrow KV cache."""
     gpus = question.cluster.gpus
-    return not any(gpu.gfx for gpu in gpus) and not no_narrow_cache("fp8", [(it.name, it.capability) for it in gpus])
+    if any(gpu.gfx for gpu in gpus):
+        return False
+    return not no_narrow_cache("fp8", [(gpu.name, gpu.capability) for gpu in gpus])
 
 
 def weft_files(deployment: Deployment) -> list[ExportFile]:
-    """One script, or one for each node."""
-    replace = deployment.checkpoint.placeholders
-    told = header_comment(
-        "weft", deployment, TargetRemarks(omitted_options(deployment), replace, next_steps(deployment))
-    )
+    """One script for each node."""
+    demanded = deployment.checkpoint.placeholders
+    remarks = TargetRemarks(omitted_options(deployment), demanded, next_steps(deployment))
+    header = header_comment("weft", deployment, remarks)
     files = []
     for node in deployment.nodes:
         body = run_together([serve_command(deployment, server) for server in deployment.servers if server.node == node])
         name = "weft.sh" if len(deployment.nodes) == 1 else f"node-{node}.sh"
-        files.append(ExportFile(name, bash_script(told, body, replace), SCRIPT))
+        files.append(ExportFile(name, bash_script(header, body, demanded), SCRIPT))
     return files
 
 
 def serve_command(deployment: Deployment, server: ReplicaServer) -> str:
-    """The command line of a server."""
+    """Command line of a server."""
     where: dict[str, Value] = {
         "served-model-name": deployment.names,
         "host": "127.0.0.1" if len(deployment.nodes) == 1 else "0.0.0.0",
@@ -62,9 +63,28 @@ def serve_command(deployment: Deployment, server: ReplicaServer) -> str:
 
 
 def engine_flags(deployment: Deployment, server: ReplicaServer) -> Flags:
-    """The arguments of a server's engine, whoever starts it."""
-    # A share counts what others hold.
-    layout, shares = deployment.candidate.layout, deployment.memory_shares(server, held=True)
+    """Flags of a server's engine."""
+    layout, checkpoint = deployment.candidate.layout, deployment.checkpoint
+    flags = _layout_flags(deployment)
+    flags["enable-expert-parallel"] = layout.expert_parallel > 1
+    flags["max-model-len"] = deployment.max_model_len
+    if deployment.question.max_num_seqs:
+        flags["max-num-seqs"] = deployment.question.max_num_seqs
+    flags["max-num-batched-tokens"] = deployment.candidate.memory.replicas[0].batched_tokens
+    flags |= _memory_flags(deployment, server)
+    if layout.precision in FLOATS:
+        flags["dtype"] = FLOATS[layout.precision]
+    if checkpoint.quantised:
+        flags["quantization"] = checkpoint.quantised
+    if number_bytes(layout.kv_dtype) < 2:
+        flags["kv-cache-dtype"] = "fp8"
+    if deployment.question.speculation:
+        flags["speculative-config"] = json.dumps(speculation.write(deployment.question.speculation))
+    return flags
+
+
+def _layout_flags(deployment: Deployment) -> dict[str, Value]:
+    layout = deployment.candidate.layout
     flags: dict[str, Value] = {}
     if layout.tensor_parallel > 1 and len(set(layout.tensor_weights)) == 1:
         flags["tensor-parallel-size"] = layout.tensor_parallel
@@ -75,29 +95,20 @@ def engine_flags(deployment: Deployment, server: ReplicaServer) -> Flags:
     if crowded(layout) and not on_cpu(deployment):
         gpus = layout.gpus[: layout.size]
         flags["device-ids"] = ",".join(f"{list(dict.fromkeys(gpus)).index(gpu)}" for gpu in gpus)
-    flags["enable-expert-parallel"] = layout.expert_parallel > 1
-    flags["max-model-len"] = deployment.max_model_len
-    if deployment.question.max_num_seqs:
-        flags["max-num-seqs"] = deployment.question.max_num_seqs
-    flags["max-num-batched-tokens"] = deployment.candidate.memory.replicas[0].batched_tokens
-    if on_cpu(deployment):
-        flags["device"] = "cpu"
-        flags["kv-cache-memory-bytes"] = max(rank.kv_room_bytes for rank in deployment.candidate.memory.ranks)
-    else:
-        flags["gpu-memory-utilization"] = ",".join(map(str, shares)) if len(set(shares)) > 1 else shares[0]
-    if layout.precision in FLOATS:
-        flags["dtype"] = FLOATS[layout.precision]
-    if deployment.checkpoint.quantised:
-        flags["quantization"] = deployment.checkpoint.quantised
-    if number_bytes(layout.kv_dtype) < 2:
-        flags["kv-cache-dtype"] = "fp8"
-    if deployment.question.speculation:
-        flags["speculative-config"] = json.dumps(speculation.write(deployment.question.speculation))
     return flags
 
 
+def _memory_flags(deployment: Deployment, server: ReplicaServer) -> dict[str, Value]:
+    if on_cpu(deployment):
+        kv_bytes = max(rank.kv_room_bytes for rank in deployment.candidate.memory.ranks)
+        return {"device": "cpu", "kv-cache-memory-bytes": kv_bytes}
+    # Weft's share includes what other processes hold.
+    shares = deployment.memory_shares(server, held=True)
+    return {"gpu-memory-utilization": ",".join(map(str, shares)) if len(set(shares)) > 1 else shares[0]}
+
+
 def short_weights(deployment: Deployment) -> list[str]:
-    """The weights of an uneven tensor split in as few digits as give the same cut: those of a search are bytes."""
+    """Weights of an uneven tensor split in the fewest digits that give the same cut; those of a search are bytes."""
     layout, least = deployment.candidate.layout, min(deployment.candidate.layout.tensor_weights)
     exact = [f"{weight:g}" for weight in layout.tensor_weights]
     tries = [[f"{weight / least:.{digits}g}" for weight in layout.tensor_weights] for digits in range(1, 17)]
@@ -117,18 +128,18 @@ def short_weights(deployment: Deployment) -> list[str]:
 
 
 def omitted_options(deployment: Deployment) -> list[str]:
-    """What Weft's engine does in another way."""
-    kept = deployment.candidate.layout.kv_dtype
-    if number_bytes(kept) < 2 and kept not in KV_CACHE_DTYPES:
-        return [f"a KV cache in {kept}: Weft's is fp8 (e4m3), which takes as many bytes"]
+    """Differences between the plan and what Weft's engine does, in words."""
+    kv_dtype = deployment.candidate.layout.kv_dtype
+    if number_bytes(kv_dtype) < 2 and kv_dtype not in KV_CACHE_DTYPES:
+        return [f"a KV cache in {kv_dtype}: Weft's is fp8 (e4m3), which takes as many bytes"]
     return []
 
 
 def next_steps(deployment: Deployment) -> list[str]:
-    """How to go on."""
-    found = [KEYS]
+    """Next steps, in words."""
+    steps = [KEYS]
     if len(deployment.nodes) > 1:
-        found.append("run node-N.sh on node N; the servers listen on every interface, so that a balancer reaches them")
+        steps.append("run node-N.sh on node N; the servers listen on every interface for a load balancer")
     if len(deployment.servers) > 1:
-        found.append("weft plan --emit nginx balances the ports")
-    return found
+        steps.append("weft plan --emit nginx balances the ports")
+    return steps
