@@ -220,8 +220,8 @@ def next_steps(deployment: Deployment) -> list[str]:
     ]
     if len(deployment.nodes) > 1:
         steps.append(
-            "the ports are open on every interface for a load balancer, and Docker opens them past the host's firewall: "
-            "keep others out"
+            "the ports are open on every interface for a load balancer, and Docker opens them past the host's "
+            "firewall: keep others out"
         )
     steps.append(
         "variables are read from the environment or from a file .env beside this one: HF_TOKEN for models that need "

@@ -107,8 +107,8 @@ def prediction_paragraph(deployment: Deployment) -> str:
     tokens, speed = deployment.candidate.memory.kv_tokens, deployment.candidate.predicted
     error = f"within {100 * speed.error_band:.0f} % ({speed.error_source})"
     return (
-        f"Predicted with {deployment.question.engine}, {error}: a KV cache of {tokens:,} tokens, {speed.single_tok_s:,.1f} "
-        f"tok/s for one request, {speed.saturated_tok_s:,.0f} for as many as fit."
+        f"Predicted with {deployment.question.engine}, {error}: a KV cache of {tokens:,} tokens, "
+        f"{speed.single_tok_s:,.1f} tok/s for one request, {speed.saturated_tok_s:,.0f} for as many as fit."
     )
 
 
