@@ -113,7 +113,7 @@ def omitted_options(deployment: Deployment) -> list[str]:
     if layout.pipeline_parallel > 1:
         split = " + ".join(map(str, layout.stage_layers))
         omissions += [
-            f"the split of {split} layers: Ollama distributes layers by each GPU's free memory and takes no split",
+            f"the split of {split} layers: Ollama distributes layers by each GPU's free memory and accepts no split",
             "more speed from more GPUs: their memory adds up, but a token passes them one after the other; with tensor "
             "parallelism (weft plan --emit weft or vllm) they work at the same time",
         ]
