@@ -388,4 +388,4 @@ def test_on_a_cpu_weft_makes_the_weights_itself(typed: str, said: list[str], mon
     assert all(it in out for it in said)
     assert ("--quantization" in out) == any("--quantization" in it for it in said)
     status, out, err = emit("vllm", "Qwen3-0.6B")
-    assert status == 3 and "on CPUs it is another program to install" in err
+    assert status == 3 and "vLLM for CPUs is a separate installation" in err
