@@ -251,5 +251,5 @@ def test_where_nothing_can_be_measured_nothing_is_kept(tmp_path: Path) -> None:
     races: list[RaceResult] = []
     with pytest.raises(ConfigError, match=r"the sizes of attention cannot be measured: .*(CUDA|NVIDIA)"):
         tune_attention(short, (1,), keep=True, tell=races.append)
-    assert [it.what.partition(", ")[2] for it in races] == ["decode of 1 row over 4 tokens", *trials.PROMPTS]
+    assert [it.title.partition(", ")[2] for it in races] == ["decode of 1 row over 4 tokens", *trials.PROMPTS]
     assert not any(it.seconds for it in races) and not list(tmp_path.rglob("*.json"))

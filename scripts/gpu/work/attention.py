@@ -105,13 +105,13 @@ def compared(
     best = min(times.values(), default=None)
     for name, took in times.items():
         note = f"{took * 1e6:.1f} us{', fastest' if took == best and len(times) > 1 else ''}"
-        yield Figure(f"{model}, {race.what}: {label(name)}", round(amount / took, 1), unit, roofline, note=note)
+        yield Figure(f"{model}, {race.title}: {label(name)}", round(amount / took, 1), unit, roofline, note=note)
     ours = [took for name, took in times.items() if isinstance(name, Tuning)]
     if default in times and len(ours) > 1:
         share = round(min(ours) / times[default], 3)
-        yield Figure(f"{model}, {race.what}: chosen sizes to the fastest", share, "times")
+        yield Figure(f"{model}, {race.title}: chosen sizes to the fastest", share, "times")
     for name, why in obstacles.items():
-        yield Figure(f"{model}, {race.what}: {label(name)}", None, unit, note=why)
+        yield Figure(f"{model}, {race.title}: {label(name)}", None, unit, note=why)
 
 
 def called_once(call: Callable[[], object]) -> float:

@@ -1,4 +1,4 @@
-"""Arrival times of requests in an open loop, where they do not wait for the server."""
+"""Arrival times of requests in an open loop, which do not depend on the server."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def client_figures(load: LoadResult) -> dict[str, Any]:
 
 
 def load_warnings(figures: Mapping[str, Any], requests: int) -> list[str]:
-    """Sentences on what limits the figures' validity."""
+    """Warnings for readers of the figures, in sentences."""
     texts = []
     if figures["interrupted"]:
         ended = figures["completed"] + figures["failed"]

@@ -192,7 +192,7 @@ def attention(plan: Plan, gpus: int, *, keep: bool) -> list[TunedSizes]:
 
 def tell_race(race: RaceResult) -> None:
     """What each size took, the fastest first, and what was passed over."""
-    print(f"  {race.what}:", file=sys.stderr)
+    print(f"  {race.title}:", file=sys.stderr)
     for name, took in sorted(race.seconds.items(), key=lambda it: it[1]):
         print(f"    {1e6 * took:9.1f} us  {name}", file=sys.stderr)
     for name, why in race.obstacles.items():

@@ -34,13 +34,15 @@ def choose_plan(question: Question, target: ExportTarget) -> ExportChoice:
 
     Raises NothingFits.
     """
-    asked, gaps = translate_question(question, target)
-    answer = search(asked)
+    translated, gaps = translate_question(question, target)
+    answer = search(translated)
     best = answer.best
-    problem = target.unsupported(asked, best.layout) if best else ""
+    problem = target.unsupported(translated, best.layout) if best else ""
     if best and not problem:
-        return ExportChoice(asked, best, (*gaps, *uneven_plan_of_weft(question, target), *not_run_yet(asked, best)))
-    wanted = best or search(msgspec.structs.replace(asked, engine="weft")).best
+        return ExportChoice(
+            translated, best, (*gaps, *uneven_plan_of_weft(question, target), *not_run_yet(translated, best))
+        )
+    wanted = best or search(msgspec.structs.replace(translated, engine="weft")).best
     if wanted is None:
         why = rejection_reason(answer, None)
         raise NothingFits(f"nothing fits, so nothing is written: {why}; weft plan without --emit tells what would help")
@@ -52,15 +54,15 @@ def choose_plan(question: Question, target: ExportTarget) -> ExportChoice:
         raise NothingFits(
             f"{target.title} cannot do {describe_plan(wanted)}: {problem}; no other plan for it fits either"
         )
-    if asked.wish == Wish():
-        rule, (asked, chosen) = "best", possible[0]  # in the order of the objective
+    if translated.wish == Wish():
+        rule, (translated, chosen) = "best", possible[0]  # in the order of the objective
     else:
-        rule, (asked, chosen) = "nearest", min(possible, key=lambda plan: cut_distance(wanted.cut, plan[1].cut))
+        rule, (translated, chosen) = "nearest", min(possible, key=lambda plan: cut_distance(wanted.cut, plan[1].cut))
     gap = (
         f"{target.title} cannot do {describe_plan(wanted)}: {problem}; "
         f"the {rule} that it can do is {describe_plan(chosen)}"
     )
-    return ExportChoice(asked, chosen, (*gaps, gap, *not_run_yet(asked, chosen)))
+    return ExportChoice(translated, chosen, (*gaps, gap, *not_run_yet(translated, chosen)))
 
 
 def translate_question(question: Question, target: ExportTarget) -> tuple[Question, list[str]]:
@@ -72,22 +74,22 @@ def translate_question(question: Question, target: ExportTarget) -> tuple[Questi
         for precision in question.precisions
         if precision in target.substitutes
     ]
-    asked = msgspec.structs.replace(question, engine=engine, precisions=precisions)
-    if question.kv_dtype and number_bytes(question.kv_dtype) < 2 and not engines.narrow_cache(asked):
+    translated = msgspec.structs.replace(question, engine=engine, precisions=precisions)
+    if question.kv_dtype and number_bytes(question.kv_dtype) < 2 and not engines.narrow_cache(translated):
         gaps.append(f"{target.title} has no {question.kv_dtype} KV cache here; this plan has one in 16 bits")
-        asked = msgspec.structs.replace(asked, kv_dtype=None)
+        translated = msgspec.structs.replace(translated, kv_dtype=None)
     if question.speculation and engine != "weft":
         gaps.append(f"speculative decoding is planned for Weft's engine only: this plan for {engine} is without it")
-        asked = msgspec.structs.replace(asked, speculation=None)
-    return asked, gaps
+        translated = msgspec.structs.replace(translated, speculation=None)
+    return translated, gaps
 
 
 def alternatives(answer: Answer) -> Iterator[tuple[Question, Candidate]]:
     """Yield the other plans with their questions; those within the user's settings come first."""
-    asked = answer.question
-    yield from ((asked, candidate) for candidate in answer.candidates)
-    if asked.wish != Wish():
-        free = msgspec.structs.replace(asked, wish=Wish())
+    question = answer.question
+    yield from ((question, candidate) for candidate in answer.candidates)
+    if question.wish != Wish():
+        free = msgspec.structs.replace(question, wish=Wish())
         yield from ((free, candidate) for candidate in search(free).candidates)
 
 
@@ -108,9 +110,9 @@ def uneven_plan_of_weft(question: Question, target: ExportTarget) -> list[str]:
     return [f"Weft itself would run {describe_plan(ours)}, a cut that {target.title} does not have"]
 
 
-def not_run_yet(asked: Question, chosen: Candidate) -> list[str]:
+def not_run_yet(question: Question, chosen: Candidate) -> list[str]:
     """Sentences on what Weft's own engine lacks to run its plan."""
-    if asked.engine != "weft":
+    if question.engine != "weft":
         return []
-    lacks = not_run(asked.shape, chosen.layout.precision)
+    lacks = not_run(question.shape, chosen.layout.precision)
     return [f"Weft plans this but does not run it yet: {lack}" for lack in lacks]

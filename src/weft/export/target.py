@@ -1,4 +1,4 @@
-"""Export targets: what choosing a plan for another system needs to know of it."""
+"""Export targets: the limits of another system that the choice of a plan needs."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class NvmlSession:
         """The GPUs under CUDA_VISIBLE_DEVICES=`visible`, and their connections."""
         nvml = self.nvml
         handles: dict[str, Any] = {}
-        found: list[Gpu] = []
+        gpus: list[Gpu] = []
         for number in range(nvml.nvmlDeviceGetCount()):
             try:
                 board = nvml.nvmlDeviceGetHandleByIndex(number)
@@ -113,11 +113,11 @@ class NvmlSession:
                 logger.warning("GPU %d does not answer its driver, and is left out: %s", number, error)
                 continue
             handles |= {gpu.uuid: board for gpu in on_board}
-            found += on_board
-        if not found:
+            gpus += on_board
+        if not gpus:
             return DriverReport()
-        by_cuda = as_cuda_shows(found) if other_order and len(found) > 1 else None
-        chosen = by_cuda or visible_gpus(found, visible)
+        by_cuda = as_cuda_shows(gpus) if other_order and len(gpus) > 1 else None
+        chosen = by_cuda or visible_gpus(gpus, visible)
         pairs = tuple(self.pair(a, b, handles[a.uuid], handles[b.uuid]) for a, b in combinations(chosen, 2))
         version = _text(self.ask(nvml.nvmlSystemGetDriverVersion, default=""))
         return DriverReport(version, chosen, pairs)
@@ -322,23 +322,23 @@ def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
-def visible_gpus(found: Iterable[Gpu], visible: str | None) -> tuple[Gpu, ...]:
+def visible_gpus(gpus: Iterable[Gpu], visible: str | None) -> tuple[Gpu, ...]:
     """Select the GPUs that CUDA_VISIBLE_DEVICES=`visible` leaves, and number them anew.
 
-    `found` are all GPUs, numbered by the driver. Entries are read as CUDA reads them: numbers, or beginnings of UUIDs
+    `gpus` are all GPUs, numbered by the driver. Entries are read as CUDA reads them: numbers, or beginnings of UUIDs
     that fit one GPU. The list ends at the first entry that names no GPU (-1 by convention), and an entry given twice
     leaves nothing. If there is a MIG slice among the GPUs, a process gets the first slice and nothing else (NVIDIA's
     MIG user guide, "CUDA Device Enumeration").
     """
-    chosen = list(found) if visible is None else _named_gpus(list(found), visible)
+    chosen = list(gpus) if visible is None else _named_gpus(list(gpus), visible)
     return renumbered([gpu for gpu in chosen if gpu.slice][:1] or chosen)
 
 
-def as_cuda_shows(found: Iterable[Gpu]) -> tuple[Gpu, ...] | None:
+def as_cuda_shows(gpus: Iterable[Gpu]) -> tuple[Gpu, ...] | None:
     """Select the GPUs that CUDA itself shows to this process, in its order; None, with a warning, if it does not
     answer."""
     shown = cuda.visible_uuids()
-    by_uuid = {cuda.uuid_digits(gpu.uuid): gpu for gpu in found}
+    by_uuid = {cuda.uuid_digits(gpu.uuid): gpu for gpu in gpus}
     if shown is None or not by_uuid.keys() >= set(shown):
         logger.warning(
             "CUDA does not report its order of the GPUs, although %s asks for CUDA's own: they are taken along the PCI "
@@ -356,14 +356,14 @@ def renumbered(gpus: Iterable[Gpu]) -> tuple[Gpu, ...]:
     return tuple(msgspec.structs.replace(gpu, index=n) for n, gpu in enumerate(gpus))
 
 
-def _named_gpus(found: list[Gpu], visible: str) -> list[Gpu]:
+def _named_gpus(gpus: list[Gpu], visible: str) -> list[Gpu]:
     chosen: list[Gpu] = []
     for entry in visible.split(","):
         entry = entry.strip()
         if entry.isdecimal():
-            matches = [gpu for gpu in found if gpu.index == int(entry)][:1]
+            matches = [gpu for gpu in gpus if gpu.index == int(entry)][:1]
         else:
-            matches = [gpu for gpu in found if entry and gpu.uuid.lower().startswith(entry.lower())]
+            matches = [gpu for gpu in gpus if entry and gpu.uuid.lower().startswith(entry.lower())]
         if len(matches) != 1:
             break
         if matches[0] in chosen:

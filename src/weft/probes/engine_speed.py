@@ -78,7 +78,7 @@ class Subject(msgspec.Struct, frozen=True):
 
 
 def subjects(gpu: GpuSpec) -> tuple[Subject, ...]:
-    """Models to measure on a device: a tiny one for the time of the host, and two that differ in what a layer streams.
+    """Models to measure on a device: a tiny one for the time of the host, and two that differ in the bytes of a layer.
 
     "thin" has many narrow layers, "wide" few wide ones; "wide" is also measured quantised. A step of both is long
     beside a kernel launch, and their weights are far larger than caches.

@@ -75,7 +75,7 @@ def gpu_node(host: Host, speeds: Speeds) -> Node:
 
 def _common_peer(host: Host, measured: Sequence[PairSpeed | None], has_fault: bool) -> bool | None:
     """True if all pairs of GPUs reach each other's memory, False if one pair does not, None if that is unknown."""
-    peers = [found.peer if found else pair.peer for pair, found in zip(host.pairs, measured, strict=True)]
+    peers = [speed.peer if speed else pair.peer for pair, speed in zip(host.pairs, measured, strict=True)]
     if has_fault or False in peers:
         return False
     return True if peers and all(peers) else None

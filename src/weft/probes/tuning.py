@@ -31,7 +31,7 @@ class TuneRequest(msgspec.Struct, frozen=True, tag=True):
 class RaceResult(msgspec.Struct, frozen=True, tag=True):
     """Seconds of a layer by kernel sizes, for one race, and why other sizes were excluded."""
 
-    what: str
+    title: str
     seconds: dict[str, float]
     obstacles: dict[str, str]
 

@@ -44,7 +44,7 @@ Obstacles = dict[object, str]
 class Race:
     """Attention by several `entries` over the same `samples`: equal inputs at several places of memory."""
 
-    what: str
+    title: str
     samples: Sequence[Sample]
     entries: dict[object, Attend]
 
@@ -84,14 +84,14 @@ def decode_race(shape: AttentionShape, device: torch.device, contexts: list[int]
         return out
 
     least, most = min(contexts), max(contexts)
-    what = f"{step_name(len(contexts))} over {least:,}" + (f" to {most:,} tokens" if most > least else " tokens")
+    title = f"{step_name(len(contexts))} over {least:,}" + (f" to {most:,} tokens" if most > least else " tokens")
     samples = [(q, place, batch) for place in caches]
-    return Race(what, samples, {tuning: partial(attend, tuning) for tuning in DECODE_CANDIDATES})
+    return Race(title, samples, {tuning: partial(attend, tuning) for tuning in DECODE_CANDIDATES})
 
 
-def prefill_race(shape: AttentionShape, device: torch.device, what: str) -> Race:
+def prefill_race(shape: AttentionShape, device: torch.device, title: str) -> Race:
     """Race of one of PROMPTS, cut to the longest allowed context, over PREFILL_CANDIDATES."""
-    counts, contexts = ([min(length, shape.length) for length in lengths] for lengths in PROMPTS[what])
+    counts, contexts = ([min(length, shape.length) for length in lengths] for lengths in PROMPTS[title])
 
     def attend(tuning: Tuning, q: torch.Tensor, cache: KVCache, batch: Batch) -> torch.Tensor:
         out = torch.empty_like(q).flatten(1)
@@ -99,7 +99,7 @@ def prefill_race(shape: AttentionShape, device: torch.device, what: str) -> Race
         return out
 
     sample = prompts(shape, device, counts, contexts)
-    return Race(what, [sample], {tuning: partial(attend, tuning) for tuning in PREFILL_CANDIDATES})
+    return Race(title, [sample], {tuning: partial(attend, tuning) for tuning in PREFILL_CANDIDATES})
 
 
 def step_name(rows: int) -> str:
@@ -119,7 +119,7 @@ def measure_tunings(
     shape: AttentionShape,
     device: torch.device,
     clock: Clock = seconds,
-    tell: Callable[[str, Times, Obstacles], object] = lambda what, times, obstacles: None,
+    tell: Callable[[str, Times, Obstacles], object] = lambda title, times, obstacles: None,
 ) -> Tunings:
     """Find the fastest sizes for decode and prefill; `tell` gets the result of every race.
 
@@ -127,21 +127,21 @@ def measure_tunings(
     """
     results: list[tuple[Times, Obstacles]] = []
 
-    def run_race(what: str, build: Callable[[], Race]) -> Times:
+    def run_race(title: str, build: Callable[[], Race]) -> Times:
         try:
             race = build()
-            what, (times, obstacles) = race.what, race.run_entries(clock)
+            title, (times, obstacles) = race.title, race.run_entries(clock)
         except torch.OutOfMemoryError as error:
             times, obstacles = {}, {"all": str(error).splitlines()[0]}
         results.append((times, obstacles))
-        tell(what, times, obstacles)
+        tell(title, times, obstacles)
         return times
 
     decode_tunings = {}
     for rows in [rows for rows in ROWS if rows <= shape.rows]:
         build = partial(decode_race, shape, device, mixed_lengths(rows, shape.length))
         decode_tunings[rows] = fastest_tuning([run_race(step_name(rows), build)], DECODE)
-    prefills = [run_race(what, partial(prefill_race, shape, device, what)) for what in PROMPTS]
+    prefills = [run_race(title, partial(prefill_race, shape, device, title)) for title in PROMPTS]
     if not any(times for times, _ in results):
         raise RuntimeError(next(iter(results[0][1].values())))
     return Tunings(decode_tunings, fastest_tuning(prefills, PREFILL))
