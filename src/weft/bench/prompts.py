@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, TypeGuard
 
 import msgspec
 
@@ -112,7 +112,7 @@ def _prompt(row: Any, where: str, output_len: int) -> Prompt:
     return Prompt(content, length)
 
 
-def _is_content(content: object) -> bool:
+def _is_content(content: Any) -> TypeGuard[list[int] | str | list[Message]]:
     """Return True for a text, a list of token ids or a list of messages that is not empty."""
     if not content or not isinstance(content, str | list):
         return False

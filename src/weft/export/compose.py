@@ -48,23 +48,28 @@ def unsupported(question: Question, layout: Layout) -> str:
 def compose_files(deployment: Deployment) -> list[ExportFile]:
     """A Compose file for each node, and nginx's configuration for several replicas on one node."""
     files: list[ExportFile] = []
-    alone = len(deployment.nodes) == 1
     for node in deployment.nodes:
-        servers = [server for server in deployment.servers if server.node == node]
-        balanced = alone and len(servers) > 1
-        services = {service_name(server): replica_service(deployment, server, not balanced) for server in servers}
-        if balanced:
-            services["nginx"] = nginx_service(deployment, servers)
-        content = {"services": services, "volumes": {volume: {} for volume in caches(deployment)}}
-        remarks = TargetRemarks(omitted_options(deployment), placeholders(deployment), next_steps(deployment))
-        described = without_ports(deployment) if balanced else deployment
-        header = header_comment("compose", described, remarks)
-        name = "compose.yaml" if alone else f"compose-node-{node}.yaml"
-        files.append(ExportFile(name, f"{header}\n\n{dump(content)}"))
-        if balanced:
-            addresses = [f"{service_name(server)}:{PORT}" for server in servers]
-            heading = header_comment("compose", described, TargetRemarks())
-            files.append(ExportFile("nginx.conf", nginx.nginx_site(heading, addresses, tls=False)))
+        files += _node_files(deployment, node)
+    return files
+
+
+def _node_files(deployment: Deployment, node: int) -> list[ExportFile]:
+    """Files of one node."""
+    servers = [server for server in deployment.servers if server.node == node]
+    alone = len(deployment.nodes) == 1
+    balanced = alone and len(servers) > 1
+    services = {service_name(server): replica_service(deployment, server, not balanced) for server in servers}
+    if balanced:
+        services["nginx"] = nginx_service(deployment, servers)
+    content = {"services": services, "volumes": {volume: {} for volume in caches(deployment)}}
+    remarks = TargetRemarks(omitted_options(deployment), placeholders(deployment), next_steps(deployment))
+    described = without_ports(deployment) if balanced else deployment
+    name = "compose.yaml" if alone else f"compose-node-{node}.yaml"
+    files = [ExportFile(name, f"{header_comment('compose', described, remarks)}\n\n{dump(content)}")]
+    if balanced:
+        addresses = [f"{service_name(server)}:{PORT}" for server in servers]
+        heading = header_comment("compose", described, TargetRemarks())
+        files.append(ExportFile("nginx.conf", nginx.nginx_site(heading, addresses, tls=False)))
     return files
 
 

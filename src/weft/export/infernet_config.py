@@ -103,11 +103,17 @@ def _servers(config: dict[str, Any], engine: dict[str, Any], path: str) -> Itera
         yield ConfiguredServer(model, _port(_text(config, "vllm_host", path), path))
     instances = _instances(config, path)
     yield from instances
+    names = _served_names(config, path)
+    if not (engine_model or model or instances):
+        yield from (ConfiguredServer(name, _port(_text(config, "vllm_host", path), path)) for name in names)
+
+
+def _served_names(config: dict[str, Any], path: str) -> list[str]:
+    """The names under served_models."""
     names = config.get("served_models", [])
     if not isinstance(names, list) or not all(isinstance(name, str) and name.strip() for name in names):
         raise ConfigError(f"served_models in {path} must be a list of names")
-    if not (engine_model or model or instances):
-        yield from (ConfiguredServer(name, _port(_text(config, "vllm_host", path), path)) for name in names)
+    return names
 
 
 def _instances(config: dict[str, Any], path: str) -> list[ConfiguredServer]:

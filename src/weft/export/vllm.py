@@ -46,24 +46,29 @@ def vllm_files(deployment: Deployment) -> list[ExportFile]:
 
 def node_script(deployment: Deployment, node: int) -> ExportFile:
     """Script of one of several nodes."""
-    shares = has_shared_experts(deployment)
     spanning = [server for server in deployment.servers if len(server.nodes) > 1]
-    own = [server for server in deployment.servers if server.node == node or (shares and node in server.nodes)]
-    over_ray = [] if shares else [server for server in spanning if node in server.nodes]
     demanded = list(deployment.checkpoint.placeholders)
     body: list[str] = []
     if spanning:
         head = spanning[0].node
         demanded += [*dict.fromkeys([node_address(node), node_address(head)]), INTERFACE]
         body += [*network_lines(deployment, node), ""]
-    commands = [serve_command(deployment, server, node) for server in own]
-    if over_ray:
-        gpus = sum(len(server.gpus(n)) for server in spanning for n in server.nodes)
+    commands = [serve_command(deployment, server, node) for server in _servers_started_on(deployment, node)]
+    over_ray = [server for server in spanning if node in server.nodes]
+    if over_ray and not has_shared_experts(deployment):
+        gpus = sum(len(server.gpus(used)) for server in spanning for used in server.nodes)
         names = ",".join(gpu for server in over_ray for gpu in server.gpus(node))
         visible = {hosts.gpu_vendor(deployment).visible: names}
         body += [*start_ray_lines(visible, node, spanning[0].node, gpus, stays=not commands), ""]
     body += run_together(commands) if commands else []
     return _script(deployment, f"node-{node}.sh", body, demanded)
+
+
+def _servers_started_on(deployment: Deployment, node: int) -> list[ReplicaServer]:
+    """Servers with a command on a node: its own, and with shared experts also those with GPUs there."""
+    if has_shared_experts(deployment):
+        return [server for server in deployment.servers if node in server.nodes]
+    return [server for server in deployment.servers if server.node == node]
 
 
 def _script(deployment: Deployment, name: str, body: Sequence[str], demanded: Sequence[Placeholder]) -> ExportFile:

@@ -132,22 +132,31 @@ class CpuSpeed(msgspec.Struct, frozen=True):
 
 def probe_cpu(root: Path = Path("/")) -> Cpu:
     """Read the CPU from the kernel's files below `root`, or from Python on other systems."""
-    text = _read_file(root / "proc/cpuinfo")
-    entries = [dict(_fields(part)) for part in text.split("\n\n") if "processor" in part]
+    entries = _cpuinfo(root)
     first = entries[0] if entries else {}
     flags = set((first.get("flags") or first.get("Features") or "").split())
+    threads = len(entries) or os.cpu_count() or 1
     # On Arm the file lists neither sockets nor cores.
     sockets = {entry["physical id"] for entry in entries if "physical id" in entry}
     cores = {(entry.get("physical id"), entry["core id"]) for entry in entries if "core id" in entry}
-    threads = len(entries) or os.cpu_count() or 1
     return Cpu(
-        model=" ".join(first.get("model name", "").split()) or platform.processor() or platform.machine(),
+        model=_model_name(first),
         sockets=len(sockets) or 1,
         cores=len(cores) or threads,
         threads=threads,
         features=tuple(name for name in MATRIX_FEATURES if name in flags),
         nodes=numa_nodes(root),
     )
+
+
+def _cpuinfo(root: Path) -> list[dict[str, str]]:
+    """Fields of each logical CPU."""
+    text = _read_file(root / "proc/cpuinfo")
+    return [dict(_fields(part)) for part in text.split("\n\n") if "processor" in part]
+
+
+def _model_name(fields: dict[str, str]) -> str:
+    return " ".join(fields.get("model name", "").split()) or platform.processor() or platform.machine()
 
 
 def numa_nodes(root: Path) -> tuple[NumaNode, ...]:

@@ -188,10 +188,10 @@ class _Node(_Fields, frozen=True, kw_only=True):
 
     def _check_bridges(self, gpus: Sequence[GpuSpec], link: Link) -> None:
         """Raise ConfigError for groups in `bridged` that cannot be joined by NVLink."""
-        numbers = sorted(number for group in self.bridged for number in group)
+        numbers = [number for group in self.bridged for number in group]
         if numbers and link != "pcie":
             raise ConfigError("NVLink already joins all of these GPUs; remove bridged, or set link: pcie")
-        if len(set(numbers)) < len(numbers) or (numbers and not 0 <= numbers[0] <= numbers[-1] < len(gpus)):
+        if len(set(numbers)) < len(numbers) or not set(numbers) <= set(range(len(gpus))):
             raise ConfigError(f"bridged: name each GPU in one group at most, by its number from 0 to {len(gpus) - 1}")
         for group in self.bridged:
             if len(group) < 2 or not all(gpus[number].nvlink_Bps for number in group):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tomllib
 from functools import cache
 from importlib.resources import files
+from itertools import chain
 
 import msgspec
 
@@ -57,6 +58,6 @@ def find_kernel_shares(gpu: GpuSpec) -> KernelShares:
     entries = kernel_share_entries()
     if gpu.kind == "cpu":
         return next(entry for entry in entries if entry.cpu)
-    by_name = [entry for entry in entries if entry.gpu and gpu.name.startswith(entry.gpu)]
-    by_capability = [entry for entry in entries if entry.capability == gpu.capability and not gpu.gfx]
-    return [*by_name, *by_capability, entries[-1]][0]
+    by_name = (entry for entry in entries if entry.gpu and gpu.name.startswith(entry.gpu))
+    by_capability = (entry for entry in entries if entry.capability == gpu.capability and not gpu.gfx)
+    return next(chain(by_name, by_capability, [entries[-1]]))

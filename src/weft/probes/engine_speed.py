@@ -96,10 +96,11 @@ def loads_of(gpu: GpuSpec, subject: Subject | None) -> tuple[CalibrationLoad, ..
     The tiny model gets short decode steps only. A quantised model gets three loads, as it differs in products alone.
     """
     all_loads = LOADS[gpu.kind]
-    short = min(load.length for load in all_loads if load.kind == "decode")
     if subject is None or (subject.model != TINY and subject.quantization == "none"):
         return all_loads
-    steps = [load for load in all_loads if load.kind == "decode" and load.length == short]
+    decodes = [load for load in all_loads if load.kind == "decode"]
+    shortest = min(load.length for load in decodes)
+    steps = [load for load in decodes if load.length == shortest]
     if subject.model == TINY:
         return tuple(steps)
     prompts = [load for load in all_loads if load.kind == "prefill"]

@@ -13,7 +13,7 @@ from weft.hardware.cpu import CpuSpeed
 from weft.hardware.cpus import cpu_kernel_speed
 from weft.hardware.gpus import GpuSpec, gpu_spec
 from weft.hardware.host import Host
-from weft.hardware.topology import Gpu, interconnect_domains
+from weft.hardware.topology import Gpu, GpuPair, interconnect_domains
 from weft.probes import speeds as stored_speeds
 from weft.probes.speeds import PairSpeed, Speeds
 
@@ -61,16 +61,21 @@ def gpu_node(host: Host, speeds: Speeds) -> Node:
     """
     gpus = host.gpus
     measured = [speeds.pair(gpus[pair.first].uuid, gpus[pair.second].uuid) for pair in host.pairs]
-    has_fault = any(pair_speed is not None and pair_speed.verdict != "works" for pair_speed in measured)
+    has_fault = any(speed.verdict != "works" for speed in measured if speed is not None)
     peer = _common_peer(host, measured, has_fault)
     specs = tuple(observed_spec(gpu, speeds, peer) for gpu in gpus)
-    if len(gpus) > 1 and not any(pair.ancestor or pair.nvlinks or pair.peer is not None for pair in host.pairs):
-        return Node(specs, default_link(specs))  # an old driver reports no links
-    joined = [(pair.first, pair.second) for pair in host.pairs if pair.nvlinks and not has_fault]
+    if len(gpus) > 1 and not any(map(_is_reported, host.pairs)):
+        return Node(specs, default_link(specs))
+    joined = [] if has_fault else [(pair.first, pair.second) for pair in host.pairs if pair.nvlinks]
     domains = interconnect_domains(len(gpus), joined)
     if len(domains) == 1 and joined:
         return Node(specs, "nvlink")
     return Node(specs, "pcie", tuple(sorted(domain for domain in domains if len(domain) > 1)))
+
+
+def _is_reported(pair: GpuPair) -> bool:
+    """Return True if the driver reports the connection of two GPUs; an old one reports none."""
+    return bool(pair.ancestor or pair.nvlinks) or pair.peer is not None
 
 
 def _common_peer(host: Host, measured: Sequence[PairSpeed | None], has_fault: bool) -> bool | None:
