@@ -41,20 +41,25 @@ class ServerAddress:
     """
 
     def __init__(self, url: str, headers: Mapping[str, str] | None = None) -> None:
-        parts = urlsplit(url if "://" in url else f"http://{url}")
-        try:
-            port = parts.port
-        except ValueError:
-            port = -1
-        if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
-            raise ConfigError(f"{url!r} is not the address of a server; write it as http://127.0.0.1:8000")
-        self.tls = ssl.create_default_context() if parts.scheme == "https" else None
-        self.host, self.port = parts.hostname, port or (443 if self.tls else 80)
-        self.path = parts.path.rstrip("/")
+        scheme, self.host, port, self.path = _split_url(url)
+        self.tls = ssl.create_default_context() if scheme == "https" else None
+        self.port = port or (443 if self.tls else 80)
         host = f"[{self.host}]" if ":" in self.host else self.host
-        self.url = f"{parts.scheme}://{host}:{self.port}{self.path}"
+        self.url = f"{scheme}://{host}:{self.port}{self.path}"
         lines = {"Host": f"{host}:{self.port}", "User-Agent": "weft-bench", **(headers or {})}
         self.head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+
+
+def _split_url(url: str) -> tuple[str, str, int | None, str]:
+    """Scheme, host, port and path of a server's URL."""
+    parts = urlsplit(url if "://" in url else f"http://{url}")
+    try:
+        port = parts.port
+    except ValueError:
+        port = -1
+    if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
+        raise ConfigError(f"{url!r} is not the address of a server; write it as http://127.0.0.1:8000")
+    return parts.scheme, parts.hostname, port, parts.path.rstrip("/")
 
 
 class HttpClient:

@@ -92,12 +92,12 @@ def _sharegpt(text: str) -> list[tuple[str, Any]] | None:
         listed = json.loads(text)
     except ValueError:
         return None
-    turns = (row.get("conversations") if isinstance(row, dict) else None for row in listed)
-    return [
-        (f"conversation {number}", {"prompt": turn[0].get("value")})
-        for number, turn in enumerate(turns, start=1)
-        if isinstance(turn, list) and turn and isinstance(turn[0], dict)
-    ]
+    prompts = []
+    for number, row in enumerate(listed, start=1):
+        turns = row.get("conversations") if isinstance(row, dict) else None
+        if isinstance(turns, list) and turns and isinstance(turns[0], dict):
+            prompts.append((f"conversation {number}", {"prompt": turns[0].get("value")}))
+    return prompts
 
 
 def _prompt(row: Any, where: str, output_len: int) -> Prompt:

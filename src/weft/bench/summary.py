@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import floor
 from statistics import fmean, median, pstdev
 from typing import Any
@@ -37,7 +37,7 @@ def times_s(records: Sequence[RequestRecord]) -> dict[str, list[float]]:
     return {
         "ttft": [record.ttft_s for record in whole],
         "tpot": [record.tpot_s for record in whole if record.tpot_s is not None],
-        "itl": [gap for record in whole for gap in _gaps(record.pieces_s)],
+        "itl": list(chain.from_iterable(_gaps(record.pieces_s) for record in whole)),
         "e2el": [record.e2e_s for record in whole],
     }
 

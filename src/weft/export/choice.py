@@ -47,22 +47,26 @@ def choose_plan(question: Question, target: ExportTarget) -> ExportChoice:
         why = rejection_reason(answer, None)
         raise NothingFits(f"nothing fits, so nothing is written: {why}; weft plan without --emit tells what would help")
     problem = problem or rejection_reason(answer, wanted)
-    possible = [
-        (own, candidate) for own, candidate in alternatives(answer) if not target.unsupported(own, candidate.layout)
-    ]
-    if not possible:
-        raise NothingFits(
-            f"{target.title} cannot do {describe_plan(wanted)}: {problem}; no other plan for it fits either"
-        )
-    if translated.wish == Wish():
-        rule, (translated, chosen) = "best", possible[0]  # in the order of the objective
-    else:
-        rule, (translated, chosen) = "nearest", min(possible, key=lambda plan: cut_distance(wanted.cut, plan[1].cut))
+    rule, (own_question, chosen) = _alternative(answer, target, wanted, problem)
     gap = (
         f"{target.title} cannot do {describe_plan(wanted)}: {problem}; "
         f"the {rule} that it can do is {describe_plan(chosen)}"
     )
-    return ExportChoice(translated, chosen, (*gaps, gap, *not_run_yet(translated, chosen)))
+    return ExportChoice(own_question, chosen, (*gaps, gap, *not_run_yet(own_question, chosen)))
+
+
+def _alternative(
+    answer: Answer, target: ExportTarget, wanted: Candidate, problem: str
+) -> tuple[str, tuple[Question, Candidate]]:
+    """A plan in place of `wanted` with its question: the best one, or the nearest if the user has given settings."""
+    possible = [plan for plan in alternatives(answer) if not target.unsupported(plan[0], plan[1].layout)]
+    if not possible:
+        raise NothingFits(
+            f"{target.title} cannot do {describe_plan(wanted)}: {problem}; no other plan for it fits either"
+        )
+    if answer.question.wish == Wish():
+        return "best", possible[0]  # in the order of the objective
+    return "nearest", min(possible, key=lambda plan: cut_distance(wanted.cut, plan[1].cut))
 
 
 def translate_question(question: Question, target: ExportTarget) -> tuple[Question, list[str]]:

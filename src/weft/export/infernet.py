@@ -95,7 +95,8 @@ def config_warnings(config: NodeConfig, model: str, memory: Sequence[tuple[str, 
     if config.tier is not None and any(vram_tier(size) != config.tier for _, size in memory):
         texts.append(f"vram_tier {config.tier} is no GPU's here, and a sum is never reported: {', '.join(tiers)}")
     own = config.serving(model)
-    others = dict.fromkeys(server.model for server in config.instances if own and server.model != own.model)
-    if own and others:
-        texts.append(f"this is for {own.model}; {' and '.join(others)} cannot be served by the same node")
+    others = dict.fromkeys(server.model for server in config.instances)
+    if own and len(others) > 1:
+        names = " and ".join(name for name in others if name != own.model)
+        texts.append(f"this is for {own.model}; {names} cannot be served by the same node")
     return texts

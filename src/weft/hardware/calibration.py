@@ -126,10 +126,11 @@ def load_calibrations(machine: str) -> tuple[Calibration, ...]:
 def is_plausible(calibration: Calibration) -> bool:
     """Return True if all figures are possible; a file that was edited by hand may hold anything."""
     figures = calibration.figures()
-    rates = [figure.value for name, figure in figures.items() if name.partition(" ")[0].endswith(("_Bps", "_flops"))]
+    if not all(isfinite(figure.value) and figure.value >= 0 for figure in figures.values()):
+        return False
+    names = [name for name in figures if name.partition(" ")[0].endswith(("_Bps", "_flops"))]
     return (
-        all(isfinite(figure.value) and figure.value >= 0 for figure in figures.values())
-        and all(rate > 0 for rate in rates)
+        all(figures[name].value > 0 for name in names)
         and calibration.overlap.value <= 1
         and isfinite(calibration.error)
     )

@@ -194,7 +194,8 @@ class _Node(_Fields, frozen=True, kw_only=True):
         if len(set(numbers)) < len(numbers) or not set(numbers) <= set(range(len(gpus))):
             raise ConfigError(f"bridged: name each GPU in one group at most, by its number from 0 to {len(gpus) - 1}")
         for group in self.bridged:
-            if len(group) < 2 or not all(gpus[number].nvlink_Bps for number in group):
+            joined = [number for number in group if gpus[number].nvlink_Bps]
+            if len(group) < 2 or len(joined) < len(group):
                 raise ConfigError(f"bridged: {list(group)} must be two or more GPUs with NVLink")
 
 
@@ -285,22 +286,23 @@ def _node_entry(node: Node, count: int) -> _Node:
     link, bridged = node.link, node.bridged
     if link == "nvlink" and first.bridge and len(node.gpus) > 2:
         link, bridged = "pcie", (tuple(range(len(node.gpus))),)  # a larger bridge than such cards are sold with
-    gpus = tuple(
-        _Gpus(
-            count=alike,
-            name=gpu.name,
-            memory=Bytes(gpu.memory_bytes),
-            held=Bytes(gpu.held_bytes) if gpu.held_bytes else UNSET,
-            bandwidth=Rate(gpu.bandwidth_Bps),
-            tflops=_tera(gpu),
-            capability=Capability(".".join(map(str, gpu.capability))),
-            nvlink=Rate(gpu.nvlink_Bps) if gpu.nvlink_Bps else UNSET,
-            pcie=Rate(gpu.pcie_Bps),
-            peer_to_peer=UNSET if gpu.peer is None else gpu.peer,
-        )
-        for gpu, alike in _runs(node.gpus)
-    )
+    gpus = tuple(_gpus_entry(gpu, equal) for gpu, equal in _runs(node.gpus))
     return _Node(count=count, link=link, bridged=bridged, gpus=gpus)
+
+
+def _gpus_entry(gpu: GpuSpec, count: int) -> _Gpus:
+    return _Gpus(
+        count=count,
+        name=gpu.name,
+        memory=Bytes(gpu.memory_bytes),
+        held=Bytes(gpu.held_bytes) if gpu.held_bytes else UNSET,
+        bandwidth=Rate(gpu.bandwidth_Bps),
+        tflops=_tera(gpu),
+        capability=Capability(".".join(map(str, gpu.capability))),
+        nvlink=Rate(gpu.nvlink_Bps) if gpu.nvlink_Bps else UNSET,
+        pcie=Rate(gpu.pcie_Bps),
+        peer_to_peer=UNSET if gpu.peer is None else gpu.peer,
+    )
 
 
 def _kernels_entry(speed: KernelSpeed) -> _Kernels:

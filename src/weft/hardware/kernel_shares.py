@@ -5,7 +5,6 @@ from __future__ import annotations
 import tomllib
 from functools import cache
 from importlib.resources import files
-from itertools import chain
 
 import msgspec
 
@@ -58,6 +57,13 @@ def find_kernel_shares(gpu: GpuSpec) -> KernelShares:
     entries = kernel_share_entries()
     if gpu.kind == "cpu":
         return next(entry for entry in entries if entry.cpu)
-    by_name = (entry for entry in entries if entry.gpu and gpu.name.startswith(entry.gpu))
-    by_capability = (entry for entry in entries if entry.capability == gpu.capability and not gpu.gfx)
-    return next(chain(by_name, by_capability, [entries[-1]]))
+    return max(entries, key=lambda entry: _match(entry, gpu))
+
+
+def _match(entry: KernelShares, gpu: GpuSpec) -> int:
+    """Closeness of an entry to a GPU; the first of the closest entries counts."""
+    if entry.gpu and gpu.name.startswith(entry.gpu):
+        return 3
+    if entry.capability == gpu.capability and not gpu.gfx:
+        return 2
+    return 1 if entry is kernel_share_entries()[-1] else 0

@@ -189,8 +189,7 @@ def faster_points(points: Sequence[CalibrationPoint], again: Sequence[Calibratio
 
 def seconds_of(llm: LLM, load: CalibrationLoad, seed: int) -> float:
     """Seconds of one run of a load: of a decode step, or to the first token; its prompts are random."""
-    random, vocab = Random(f"weft {seed}"), llm.plan.shape.vocab
-    prompts = [{"prompt_token_ids": [random.randrange(vocab) for _ in range(load.length)]} for _ in range(load.batch)]
+    prompts = _random_prompts(load, llm.plan.shape.vocab, seed)
     params = SamplingParams(temperature=0.0, max_tokens=load.output, ignore_eos=True)
     answers = llm.generate(prompts, params, use_tqdm=False)
     times = [answer.metrics for answer in answers]
@@ -198,6 +197,11 @@ def seconds_of(llm: LLM, load: CalibrationLoad, seed: int) -> float:
     if load.kind == "prefill":
         return first_token_s - min(request.arrival_s for request in times)
     return (max(request.finished_s or 0.0 for request in times) - first_token_s) / (load.output - 1)
+
+
+def _random_prompts(load: CalibrationLoad, vocab: int, seed: int) -> list[dict[str, list[int]]]:
+    random = Random(f"weft {seed}")
+    return [{"prompt_token_ids": random.choices(range(vocab), k=load.length)} for _ in range(load.batch)]
 
 
 def runtime_bytes(llm: LLM, before: Host) -> int:

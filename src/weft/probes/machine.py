@@ -61,7 +61,7 @@ def gpu_node(host: Host, speeds: Speeds) -> Node:
     """
     gpus = host.gpus
     measured = [speeds.pair(gpus[pair.first].uuid, gpus[pair.second].uuid) for pair in host.pairs]
-    has_fault = any(speed.verdict != "works" for speed in measured if speed is not None)
+    has_fault = any(speed and speed.verdict != "works" for speed in measured)
     peer = _common_peer(host, measured, has_fault)
     specs = tuple(observed_spec(gpu, speeds, peer) for gpu in gpus)
     if len(gpus) > 1 and not any(map(_is_reported, host.pairs)):

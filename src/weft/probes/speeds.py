@@ -107,13 +107,17 @@ def is_plausible(speeds: Speeds) -> bool:
     for gpu in speeds.gpus:
         figures += [gpu.copy_Bps, gpu.from_host_Bps, gpu.to_host_Bps]
     if speeds.cpu:
-        figures += [speeds.cpu.bandwidth_Bps, speeds.cpu.fp32_flops]
-    if speeds.cpu and speeds.cpu.kernels:
-        kernels = speeds.cpu.kernels
-        figures += [kernels.cache_Bps, kernels.attention_flops, kernels.rows_Bps]
-        for product in kernels.products:
-            figures += [*product.weights_Bps, product.matmul_flops]
+        figures += _cpu_figures(speeds.cpu)
     return all(0 < figure < float("inf") for figure in figures)
+
+
+def _cpu_figures(speed: CpuSpeed) -> list[float]:
+    figures = [speed.bandwidth_Bps, speed.fp32_flops]
+    if speed.kernels:
+        figures += [speed.kernels.cache_Bps, speed.kernels.attention_flops, speed.kernels.rows_Bps]
+        for product in speed.kernels.products:
+            figures += [*product.weights_Bps, product.matmul_flops]
+    return figures
 
 
 def store_speeds(host: Host, speeds: Speeds) -> None:
