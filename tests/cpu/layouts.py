@@ -32,7 +32,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def plan_for(path: Path, name: str, **config: Any) -> Plan:
     config = {"model": str(path), **LAYOUTS[name], **config}
-    return build_plan(EngineConfig(**config), resolve(str(path)), host.probe())
+    return build_plan(EngineConfig(**config), resolve(str(path)), host.probe_host())
 
 
 class LogitsWorker(Worker):

@@ -78,9 +78,9 @@ def test_planned_bytes_are_the_allocated_ones(
     if cut == "tp3" and quantization != "none":
         # Heads of 16: two ranks would share what is multiplied at once.
         with pytest.raises(PlanError, match=r"columns 0 to 16 .* cut in multiples of 32"):
-            build_plan(config, checkpoint, host.probe())
+            build_plan(config, checkpoint, host.probe_host())
         return
-    plan = build_plan(config, checkpoint, host.probe())
+    plan = build_plan(config, checkpoint, host.probe_host())
     real = started(plan)
     kv = "fp32" if dtype == "float32" else "bf16"
     same = deploy(
@@ -119,7 +119,7 @@ def test_planned_bytes_of_guessing_are_the_allocated_ones(tmp_path: Path, cut: s
         speculative_config={"method": "ngram"} if how == "ngram" else {"model": path},
         **LAYOUTS[cut],
     )
-    here = host.probe()
+    here = host.probe_host()
     plan = plan_to_run(config, resolve(path, load_format="dummy"), here)
     found = forecast_plan(plan, here, Speeds(machine="", cpu=CpuSpeed(40e9, 0.3e12)))
     real = started(plan)

@@ -260,7 +260,7 @@ def test_a_draft_of_another_vocabulary_is_refused(model: str, tmp_path: Path) ->
 
 def drafted(model: str, **how: object) -> Plan:
     config = EngineConfig(model=model, dtype="float32", speculative_config={"model": model}, **how)
-    return plan_to_run(config, resolve(model), host.probe())
+    return plan_to_run(config, resolve(model), host.probe_host())
 
 
 def test_graphs_of_the_draft_stay_beside_those_of_its_model(model: str, monkeypatch: pytest.MonkeyPatch) -> None:

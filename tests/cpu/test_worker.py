@@ -47,7 +47,7 @@ def alone(plan: Plan) -> Iterator[Worker]:
 def tiny_plan(folder: Path, **flags: Any) -> Plan:
     path = str(tiny.write(folder / "tiny"))
     return build_plan(
-        EngineConfig(model=path, load_format="dummy", **flags), resolve(path, load_format="dummy"), host.probe()
+        EngineConfig(model=path, load_format="dummy", **flags), resolve(path, load_format="dummy"), host.probe_host()
     )
 
 

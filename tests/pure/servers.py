@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from tests.pure.worlds import World
-from weft.bench.http import Server
+from weft.bench.http import ServerAddress
 from weft.serving import listen
 from weft.serving.admission import ConnectionLimits
 from weft.serving.options import ServeOptions
@@ -54,7 +54,7 @@ Answering = Callable[[Exchange], Awaitable[None]]
 
 
 @asynccontextmanager
-async def serving(answering: Answering) -> AsyncIterator[Server]:
+async def serving(answering: Answering) -> AsyncIterator[ServerAddress]:
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while True:
@@ -73,7 +73,7 @@ async def serving(answering: Answering) -> AsyncIterator[Server]:
             writer.close()
 
     async with await asyncio.start_server(connected, "127.0.0.1", 0) as server:
-        yield Server(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", {"X-Team": "blue"})
+        yield ServerAddress(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", {"X-Team": "blue"})
 
 
 async def good(exchange: Exchange) -> None:

@@ -25,7 +25,7 @@ from weft.plan.plan import Plan
 from weft.planner import execution, plan_file
 from weft.planner.execution import plan_to_run
 from weft.planner.search import search
-from weft.probes.machine import this_machine
+from weft.probes.machine import host_cluster
 
 
 def run(model: str, where: Host, **flags: Any) -> Plan:
@@ -35,15 +35,15 @@ def run(model: str, where: Host, **flags: Any) -> Plan:
 
 def told(model: str, where: Host, monkeypatch: pytest.MonkeyPatch, *words: str) -> dict[str, Any]:
     """What weft plan MODEL WORDS --json says on that machine."""
-    monkeypatch.setattr("weft.hardware.host.probe", lambda *_: where)
-    monkeypatch.setattr("weft.probes.speeds.known", lambda _: NOTHING)
-    monkeypatch.setattr("weft.probes.speeds.cpu_speed", lambda *_, **__: CpuSpeed(40e9, 0.3e12))
+    monkeypatch.setattr("weft.hardware.host.probe_host", lambda *_: where)
+    monkeypatch.setattr("weft.probes.speeds.load_speeds", lambda _: NOTHING)
+    monkeypatch.setattr("weft.probes.speeds.known_cpu_speed", lambda *_, **__: CpuSpeed(40e9, 0.3e12))
     return weft_json("plan", model, *words)[1]
 
 
 @pytest.fixture(autouse=True)
 def nothing_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.probes.speeds.known", lambda _: NOTHING)
+    monkeypatch.setattr("weft.probes.speeds.load_speeds", lambda _: NOTHING)
 
 
 # --- by itself ---
@@ -84,7 +84,7 @@ def test_the_places_are_the_search_s_own(model: str, names: Sequence[str]) -> No
     where, there = rig(*names), checkpoint(model)
     config = EngineConfig(model=there.model)
     numbers = range(len(names))
-    best = search(execution.plan_question(config, there, where, this_machine(where, NOTHING), numbers)).best
+    best = search(execution.plan_question(config, there, where, host_cluster(where, NOTHING), numbers)).best
     assert best is not None
     assert run(model, where).places == best.layout.places[: best.layout.replica_size]
 

@@ -31,7 +31,7 @@ from weft.planner.forecast import (
     start_report,
 )
 from weft.planner.search import search
-from weft.probes.machine import this_machine
+from weft.probes.machine import host_cluster
 from weft.serving.predicted import MANY, PredictionCheck
 
 
@@ -50,7 +50,7 @@ def on_gpus(model: str, where: Host, **flags: Any) -> tuple[Plan, Forecast]:
 def test_it_is_what_weft_plan_says_of_the_same_layout(model: str, names: list[str]) -> None:
     where, there = rig(*names), checkpoint(model)
     question = execution.plan_question(
-        EngineConfig(model="m"), there, where, this_machine(where, NOTHING), range(len(names))
+        EngineConfig(model="m"), there, where, host_cluster(where, NOTHING), range(len(names))
     )
     best = search(question).best
     assert best is not None
@@ -92,9 +92,9 @@ def test_ranks_that_share_a_device_have_a_part_of_it_each() -> None:
     config = EngineConfig(model="m", tensor_parallel_size=3, device_ids=(0, 1, 0))
     gpus = forecast_plan(build_plan(config, there, where), where, NOTHING).cluster.gpus
     assert [gpu.name for gpu in gpus] == ["1/2 of RTX 4090", "RTX 3090", "1/2 of RTX 4090"]
-    whole = this_machine(where, NOTHING).gpus
+    whole = host_cluster(where, NOTHING).gpus
     assert gpus[1] == whole[1] and gpus[0].memory_bytes == whole[0].memory_bytes // 2
-    assert parted(this_machine(where, NOTHING), [1, 0]).gpus == whole[::-1]
+    assert parted(host_cluster(where, NOTHING), [1, 0]).gpus == whole[::-1]
 
 
 def test_numbers_have_the_bytes_that_they_are_computed_in() -> None:

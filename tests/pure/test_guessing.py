@@ -33,7 +33,7 @@ def no_files(monkeypatch: pytest.MonkeyPatch) -> None:
         return DraftModel(model=model, checkpoint="", load_format="dummy", shape=checkpoint(model).shape)
 
     monkeypatch.setattr(execution, "fetch_draft", fetched)
-    monkeypatch.setattr("weft.probes.speeds.known", lambda _: NOTHING)
+    monkeypatch.setattr("weft.probes.speeds.load_speeds", lambda _: NOTHING)
 
 
 def ranks(*words: str) -> list[dict[str, Any]]:
@@ -134,7 +134,7 @@ def run(where: Host, **flags: Any) -> Plan:
 
 def test_an_engine_holds_what_was_planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     where = rig(FOUR)
-    monkeypatch.setattr("weft.hardware.host.probe", lambda *_: where)
+    monkeypatch.setattr("weft.hardware.host.probe_host", lambda *_: where)
     told = weft_json("plan", "Qwen3-8B", "-sc", DRAFT)[1]
     plan = run(where, speculative_config=json.loads(DRAFT))
     assert plan.max_num_batched_tokens == told["best"]["max_num_batched_tokens"] and not plan.lookahead
@@ -156,7 +156,7 @@ def test_an_engine_holds_what_was_planned(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 def test_a_file_says_how_many_requests_run_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     where = rig(FOUR)
-    monkeypatch.setattr("weft.hardware.host.probe", lambda *_: where)
+    monkeypatch.setattr("weft.hardware.host.probe_host", lambda *_: where)
     file = tmp_path / "plan.json"
     file.write_text(json.dumps(weft_json("plan", "Qwen3-8B", "--max-num-seqs", "8")[1]))
     for said in ({}, {"max_num_seqs": 8}):

@@ -103,7 +103,7 @@ def test_the_command_line_and_the_log_show_none_either(
 @pytest.mark.parametrize("gpus", ["２xH100", "٣xH100", "2x２xH100"])
 def test_digits_are_those_of_ascii(gpus: str) -> None:
     with pytest.raises(ConfigError):
-        cluster.parse(gpus)
+        cluster.parse_cluster(gpus)
     with pytest.raises(ConfigError):
         cluster.network_bytes("１００Gb")
 

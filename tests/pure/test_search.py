@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from weft.formats import catalogue
 from weft.hardware.cluster import Cluster, Node, parse_gpus, parse_nodes
-from weft.hardware.gpus import GpuSpec, find_gpu, gpus
+from weft.hardware.gpus import GpuSpec, find_gpu, known_gpus
 from weft.plan.max_memory import Caps, cap_cluster
 from weft.planner.advice import advice
 from weft.planner.binding import binding_constraint
@@ -244,7 +244,7 @@ def test_expert_parallelism_is_weighed_with_the_rest() -> None:
 # --- properties ---
 
 MODELS = st.sampled_from(["Llama-3.1-8B-Instruct", "Qwen2.5-14B-Instruct", "SmolLM2-135M-Instruct", "Mixtral-8x7B"])
-PLAIN = st.sampled_from([gpu for gpu in gpus() if gpu.capability >= (8, 0)])
+PLAIN = st.sampled_from([gpu for gpu in known_gpus() if gpu.capability >= (8, 0)])
 ENGINES = st.sampled_from(["weft", "vllm", "sglang", "llama.cpp", "transformers"])
 FEW = settings(max_examples=25)
 

@@ -9,9 +9,9 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from weft.bench.measure import Run, run, typical
-from weft.bench.predicted import beside, predicted
-from weft.bench.workload import Ask, nano_vllm, random_requests
+from weft.bench.measure import BatchRun, median_figures, run_batch
+from weft.bench.predicted import comparison_lines, predict_batch
+from weft.bench.workload import BenchRequest, nano_vllm, random_requests
 from weft.cli import engine
 from weft.errors import ConfigError
 from weft.planner.table import layout_json
@@ -28,10 +28,10 @@ def main(arguments: Namespace) -> int:
     with engine.start(arguments, skip_tokenizer_init=True) as llm:
         plan = llm.plan
         work = (latency if task == "latency" else throughput)(arguments, plan.shape.vocab)
-        runs: list[Run] = []
+        runs: list[BatchRun] = []
         # Every run has other tokens: none finds another's KV blocks.
         for number in range(-arguments.num_iters_warmup, arguments.num_iters):
-            done = run(llm, work(number))
+            done = run_batch(llm, work(number))
             print(line("warm-up" if number < 0 else f"run {number + 1}", done), file=sys.stderr)
             if number >= 0:
                 runs.append(done)
@@ -46,29 +46,29 @@ def main(arguments: Namespace) -> int:
         "requests": len(work(0)),
         "input_tokens": runs[0].input_tokens,
         "output_tokens": runs[0].output_tokens,
-        **typical(runs),
+        **median_figures(runs),
         "predicted": expected,
         "runs": len(runs),
         "layout": layout,
     }
-    for told in beside(report, expected) if expected else []:
+    for told in comparison_lines(report, expected) if expected else []:
         print(told, file=sys.stderr)
     print(json.dumps(report))
     return 0
 
 
-def predicted_of(llm: LLM, asks: Sequence[Ask]) -> dict[str, float] | None:
+def predicted_of(llm: LLM, asks: Sequence[BenchRequest]) -> dict[str, float] | None:
     """What the planner expects of these requests; None on hardware of which it knows nothing, and with guesses."""
     if llm.plan.speculation:
         return None
     try:
-        return predicted(llm.forecast(), asks)
+        return predict_batch(llm.forecast(), asks)
     except ConfigError as error:
         logger.warning("nothing is predicted: %s", error)
         return None
 
 
-def latency(arguments: Namespace, vocab: int) -> Callable[[int], list[Ask]]:
+def latency(arguments: Namespace, vocab: int) -> Callable[[int], list[BenchRequest]]:
     """A batch of equal lengths; numbers below 0 are warm-ups."""
     lengths = (arguments.input_len, arguments.input_len)
     return lambda seed: random_requests(
@@ -76,10 +76,10 @@ def latency(arguments: Namespace, vocab: int) -> Callable[[int], list[Ask]]:
     )
 
 
-def throughput(arguments: Namespace, vocab: int) -> Callable[[int], list[Ask]]:
+def throughput(arguments: Namespace, vocab: int) -> Callable[[int], list[BenchRequest]]:
     """Many requests of many lengths; numbers below 0 are warm-ups."""
 
-    def work(number: int) -> list[Ask]:
+    def work(number: int) -> list[BenchRequest]:
         if arguments.workload == "nano-vllm" and number >= 0:
             return nano_vllm(vocab, number)
         return random_requests(
@@ -93,7 +93,7 @@ def throughput(arguments: Namespace, vocab: int) -> Callable[[int], list[Ask]]:
     return work
 
 
-def line(name: str, done: Run) -> str:
+def line(name: str, done: BatchRun) -> str:
     """One run for a person."""
     return (
         f"{name}: {done.seconds:.3f} s, {1000 * done.ttft_s:.1f} ms to the first token, "

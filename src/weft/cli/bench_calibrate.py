@@ -16,9 +16,8 @@ from typing import Any
 
 import msgspec
 
-from weft.bench import calibrate, fit
-from weft.bench.calibrate import BATCHED_TOKENS, FAR, Load, Point, Subject
-from weft.bench.fit import Fit, Planned
+from weft.bench import fit
+from weft.bench.fit import Fit, PointPredictor
 from weft.cli.bench_view import aligned, number
 from weft.cli.flags import engine_config
 from weft.cli.parser import UsageError
@@ -29,9 +28,10 @@ from weft.hardware.calibration import Calibration
 from weft.hardware.gpus import GpuSpec
 from weft.hardware.host import Host
 from weft.plan.plan import Plan
-from weft.probes import speeds
-from weft.probes.machine import this_machine
-from weft.probes.tuning import Raced, Tuned, tune
+from weft.probes import engine_speed, speeds
+from weft.probes.engine_speed import BATCHED_TOKENS, UNRELIABLE_ERROR, CalibrationLoad, CalibrationPoint, Subject
+from weft.probes.machine import host_cluster
+from weft.probes.tuning import RaceResult, TunedSizes, tune_attention
 
 logger = logging.getLogger("weft.cli")
 
@@ -55,29 +55,31 @@ class Found:
     """All measurements on one device, what fits them, and the sizes of attention that were the fastest there."""
 
     result: Calibration
-    points: list[Point]
+    points: list[CalibrationPoint]
     fit: Fit
-    tuned: list[Tuned]
+    tuned: list[TunedSizes]
 
 
 def main(arguments: Namespace) -> int:
     """Measure every kind of device that is here; 1 where the figures fit too badly to be kept."""
-    here = host.probe()
+    here = host.probe_host()
     config = settings(arguments)
     if config.device == "cpu" or not here.gpus:
         here = msgspec.structs.replace(here, gpus=(), pairs=())
     found = [one(arguments, config, here, gpu, index) for index, gpu in devices(here, config)]
     results = [it.result for it in found]
-    bad = [it for it in results if it.error > FAR]
+    bad = [it for it in results if it.error > UNRELIABLE_ERROR]
     keeping = getattr(arguments, "save", not bad)
     if getattr(arguments, "json", False):
         print(json.dumps([as_json(it) for it in found]))
     else:
         print("\n\n".join("\n".join(report(it)) for it in found))
     # Kept where the planner looks for it: under the machine's own fingerprint, GPUs or not.
-    machine = speeds.calibrated_machine(host.probe())
+    machine = speeds.calibrated_machine(host.probe_host())
     for result in results if keeping else []:
-        print(f"kept in {calibration.keep(machine, result)}; weft plan uses it from now on", file=sys.stderr)
+        print(
+            f"kept in {calibration.store_calibration(machine, result)}; weft plan uses it from now on", file=sys.stderr
+        )
     for result in bad:
         print(
             f"{result.device}: the planner's formulas miss the measurements by {100 * result.error:.0f} %: was the "
@@ -100,12 +102,12 @@ def settings(arguments: Namespace) -> EngineConfig:
 
 def devices(here: Host, config: EngineConfig) -> list[tuple[int | None, GpuSpec]]:
     """One of each kind, with its number; the CPU has none."""
-    known = speeds.known(here)
+    known = speeds.load_speeds(here)
     if not here.gpus:
-        known = msgspec.structs.replace(known, cpu=speeds.cpu_speed(here))
-        (spec,) = this_machine(here, known).gpus
+        known = msgspec.structs.replace(known, cpu=speeds.known_cpu_speed(here))
+        (spec,) = host_cluster(here, known).gpus
         return [(None, spec)]
-    specs = this_machine(here, known).gpus
+    specs = host_cluster(here, known).gpus
     kinds: dict[str, tuple[int | None, GpuSpec]] = {}
     for index in config.device_ids or range(len(specs)):
         if not 0 <= index < len(specs):
@@ -118,7 +120,7 @@ def one(arguments: Namespace, config: EngineConfig, here: Host, gpu: GpuSpec, in
     """Measure on one device."""
     from weft.llm import LLM
 
-    points: list[Point] = []
+    points: list[CalibrationPoint] = []
     runtime: list[int] = []
     asked = {
         "tensor_parallel_size": 1,
@@ -128,15 +130,15 @@ def one(arguments: Namespace, config: EngineConfig, here: Host, gpu: GpuSpec, in
         "max_num_batched_tokens": config.max_num_batched_tokens or BATCHED_TOKENS[gpu.kind],
     }
 
-    def measure(subject: Subject | None, loads: Sequence[Load]) -> tuple[Plan, list[Point]]:
+    def measure(subject: Subject | None, loads: Sequence[CalibrationLoad]) -> tuple[Plan, list[CalibrationPoint]]:
         """None is the user's own model."""
         with subject.model.folder() if subject else nullcontext(config.model) as model:
             held = {"load_format": "dummy", "quantization": subject.quantization} if subject else {}
-            before = host.probe()
+            before = host.probe_host()
             with LLM(**{**asdict(config), **asked, "model": model, **held}) as llm:
-                runtime.append(calibrate.runtime_bytes(llm, before))
+                runtime.append(engine_speed.runtime_bytes(llm, before))
                 name = subject.name if subject else config.model
-                return llm.plan, calibrate.measure(llm, name, loads, tell)
+                return llm.plan, engine_speed.measure_loads(llm, name, loads, tell)
 
     print(f"measuring {gpu.name}; it should have nothing else to do", file=sys.stderr)
     busy = os.getloadavg()[0]
@@ -145,59 +147,59 @@ def one(arguments: Namespace, config: EngineConfig, here: Host, gpu: GpuSpec, in
             "the machine is busy (a load of %.1f on %d cores): the figures will be too low", busy, len(here.cores)
         )
     plain = msgspec.structs.replace(gpu, calibration=None)
-    subjects: dict[str, Subject | None] = {it.name: it for it in calibrate.subjects(gpu)}
+    subjects: dict[str, Subject | None] = {it.name: it for it in engine_speed.subjects(gpu)}
     if own := getattr(arguments, "model", ""):
         subjects[config.model] = None
     plans: dict[str, Plan] = {}
     for name, subject in subjects.items():
-        plans[name], measured = measure(subject, calibrate.loads(gpu, subject))
+        plans[name], measured = measure(subject, engine_speed.loads_of(gpu, subject))
         points += measured
-    for _ in range(calibrate.ANEW):
-        doubts = calibrate.doubtful(points, Planned(plain, points).expected())
+    for _ in range(engine_speed.ANEW):
+        doubts = engine_speed.doubtful_points(points, PointPredictor(plain, points).expected())
         for name in dict.fromkeys(it.model for it in doubts):
             again = [it.load for it in doubts if it.model == name]
             print(f"  {name}: {len(again)} took too long to be believed, and are measured again", file=sys.stderr)
-            points = calibrate.faster(points, measure(subjects[name], again)[1])
-    tuned: list[Tuned] = []
+            points = engine_speed.faster_points(points, measure(subjects[name], again)[1])
+    tuned: list[TunedSizes] = []
     if own and index is not None and plans[config.model].attention_backend in TUNED:
         names = [it.name for it in here.gpus]
         tuned = attention(plans[config.model], names.count(names[index]), keep=getattr(arguments, "save", True))
-    planned = Planned(plain, points)
-    found = fit.fit(plain, points)
-    result = fit.calibration(
+    planned = PointPredictor(plain, points)
+    found = fit.fit_constants(plain, points)
+    result = fit.build_calibration(
         gpu.name,
         planned,
         found.values,
         runtime_MiB=min(runtime) / 2**20,
         date=datetime.now(UTC).date().isoformat(),
-        how=f"least squares over {len(points)} measurements of {len({point.model for point in points})} models",
-        measured=fit.errors(points, found),
+        method=f"least squares over {len(points)} measurements of {len({point.model for point in points})} models",
+        errors=fit.fit_errors(points, found),
     )
     return Found(result, points, found, tuned)
 
 
-def attention(plan: Plan, gpus: int, *, keep: bool) -> list[Tuned]:
+def attention(plan: Plan, gpus: int, *, keep: bool) -> list[TunedSizes]:
     """The fastest sizes of the attention kernels for a model's heads, and for a rank's where the heads are cut evenly
     among 2, 4, 8, ... of so many equal GPUs; none where they cannot be measured."""
     heads = len(plan.places[0].kv_heads)
     ranks = takewhile(lambda it: it <= gpus and heads % it == 0, (2**n for n in range(gpus.bit_length())))
     try:
-        return tune(plan, tuple(ranks), keep=keep, tell=tell_race)
+        return tune_attention(plan, tuple(ranks), keep=keep, tell=tell_race)
     except ConfigError as error:
         logger.warning("%s; engines use those that were chosen by reading", error)
         return []
 
 
-def tell_race(race: Raced) -> None:
+def tell_race(race: RaceResult) -> None:
     """What each size took, the fastest first, and what was passed over."""
-    print(f"  {race.what}:", file=sys.stderr)
+    print(f"  {race.title}:", file=sys.stderr)
     for name, took in sorted(race.seconds.items(), key=lambda it: it[1]):
         print(f"    {1e6 * took:9.1f} us  {name}", file=sys.stderr)
     for name, why in race.obstacles.items():
         print(f"    passed over: {name}: {why}", file=sys.stderr)
 
 
-def tell(point: Point) -> None:
+def tell(point: CalibrationPoint) -> None:
     """A measurement, as soon as it is there."""
     load = point.load
     what = "to the first token" if load.kind == "prefill" else "a step"
@@ -209,7 +211,7 @@ def tell(point: Point) -> None:
 def report(found: Found) -> list[str]:
     """What was measured and what fits it, for a person."""
     result, points = found.result, found.points
-    errors = fit.errors(points, found.fit)
+    errors = fit.fit_errors(points, found.fit)
     rows = [
         [
             f"{point.model}, {point.shape.layers} layers of {point.shape.hidden}",

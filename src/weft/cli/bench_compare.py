@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 
-from weft.bench.compare import Change, changes, read, settings
+from weft.bench.compare import Change, changed_settings, figure_changes, read_result
 from weft.cli.bench_view import aligned, number
 from weft.cli.parser import UsageError
 from weft.errors import ConfigError
@@ -16,12 +16,12 @@ def main(arguments: Namespace) -> int:
     if len(arguments.argument) != 2:
         raise UsageError("weft bench compare takes two files: the old result, then the new one")
     first, second = arguments.argument
-    old, new = read(first), read(second)
-    found = changes(old, new)
+    old, new = read_result(first), read_result(second)
+    found = figure_changes(old, new)
     if not found:
         raise ConfigError(f"{first} and {second} have no figure in common")
     worse = [change for change in found if change.worse(arguments.tolerance)]
-    unlike = settings(old, new)
+    unlike = changed_settings(old, new)
     if getattr(arguments, "json", False):
         figures = [
             {"name": it.name, "old": it.old, "new": it.new, "ratio": it.ratio, "worse": it in worse} for it in found

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from weft import __version__
-from weft.bench.arrivals import arrivals
-from weft.bench.http import Client, HttpFailure, Refused, Server
-from weft.bench.load import PATHS, Asking, Load, Record, ask, lay_on, message
-from weft.bench.prompts import Prompt, random_prompts, read, spread
-from weft.bench.summary import PERCENTILES, parse_limits, summary
+from weft.bench.arrivals import arrival_times
+from weft.bench.http import HttpClient, HttpFailure, HttpRefusal, ServerAddress
+from weft.bench.load import PATHS, LoadResult, RequestOptions, RequestRecord, error_text, run_open_loop, send_request
+from weft.bench.prompts import Prompt, length_range, random_prompts, read_prompts
+from weft.bench.summary import PERCENTILES, parse_limits, summarise_load
 from weft.bench.workload import NANO_IDS
 from weft.cli.flags import ENGINE
 from weft.cli.main import INTERRUPTED
@@ -41,8 +41,8 @@ SPARE_FILES = 128  # descriptors of this process beside its connections
 class Target:
     """A server that answers, and how it is asked."""
 
-    server: Server
-    asking: Asking
+    server: ServerAddress
+    asking: RequestOptions
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def drawing(arguments: Namespace) -> Callable[[int, int], list[Prompt]]:
     """From the file that was named, where it goes on after the load before, or at random."""
     said = vars(arguments)
     if said.get("dataset_path"):
-        found = read(arguments.dataset_path, output_len=arguments.output_len)
+        found = read_prompts(arguments.dataset_path, output_len=arguments.output_len)
         _check_api(found, arguments)
         return lambda number, count: list(islice(cycle(found), number * count, (number + 1) * count))
     ratio, ids = arguments.random_range_ratio, None if arguments.backend == "openai-chat" else vocab(said)
@@ -131,8 +131,8 @@ def drawing(arguments: Namespace) -> Callable[[int, int], list[Prompt]]:
             f"{said.get('seed', 0)} {number}",
             count=count,
             vocab=ids,
-            input_len=spread(arguments.input_len, ratio),
-            output_len=spread(arguments.output_len, ratio),
+            input_len=length_range(arguments.input_len, ratio),
+            output_len=length_range(arguments.output_len, ratio),
             prefix_len=arguments.random_prefix_len,
         )
 
@@ -169,24 +169,24 @@ def target(arguments: Namespace) -> Iterator[Target]:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     headers |= dict(said.get("header", []))
     if url := address(said):
-        yield connect(Server(url, headers), arguments)
+        yield connect(ServerAddress(url, headers), arguments)
         return
-    from weft.bench.server import Served
+    from weft.bench.server import ServeProcess
 
     words = [said["model"], *engine_words(arguments)]
     print(f"starting weft serve {' '.join(words)}", file=sys.stderr)
-    with Served(words) as served:
+    with ServeProcess(words) as served:
         print(f"ready after {served.seconds:.1f} s at {served.url}", file=sys.stderr)
-        yield connect(Server(served.url, headers), arguments)
+        yield connect(ServerAddress(served.url, headers), arguments)
 
 
-def connect(server: Server, arguments: Namespace) -> Target:
+def connect(server: ServerAddress, arguments: Namespace) -> Target:
     """Ask which models are there. Raises WeftError where nobody answers."""
     said = vars(arguments)
     name = said.get("served_model_name")
 
     async def models() -> bytes:
-        client = Client(server)
+        client = HttpClient(server)
         try:
             return await client.get("/v1/models")
         finally:
@@ -195,9 +195,11 @@ def connect(server: Server, arguments: Namespace) -> Target:
     try:
         listed = json.loads(run(models()))["data"]
         name = name or listed[0]["id"]
-    except Refused as error:
+    except HttpRefusal as error:
         if error.status in (401, 403):
-            raise WeftError(f"{server.url} wants another key ({message(error.body)}); give it with --api-key") from None
+            raise WeftError(
+                f"{server.url} wants another key ({error_text(error.body)}); give it with --api-key"
+            ) from None
         if not (name := name or said.get("model")):
             raise WeftError(f"{server.url} does not tell its models ({error}); name one: --served-model-name") from None
     except HttpFailure as error:
@@ -205,7 +207,7 @@ def connect(server: Server, arguments: Namespace) -> Target:
     except (ValueError, LookupError, TypeError):
         if not (name := name or said.get("model")):
             raise WeftError(f"{server.url} names no model; name one: --served-model-name") from None
-    asking = Asking(
+    asking = RequestOptions(
         api=arguments.backend,
         path=said.get("endpoint"),
         model=name,
@@ -219,7 +221,7 @@ def connect(server: Server, arguments: Namespace) -> Target:
 
 def measure(plan: Plan, there: Target, point: Point, number: int = 0) -> dict[str, Any]:
     """One load on one server, as JSON has it. Raises WeftError where not even the first request is answered."""
-    due = arrivals(f"{plan.seed} {number}", count=plan.count, rate=point.rate, burstiness=point.burstiness)
+    due = arrival_times(f"{plan.seed} {number}", count=plan.count, rate=point.rate, burstiness=point.burstiness)
     with Progress(plan.count, True) as bar:
         load = run(_measure(plan, there, due, point.max_concurrency, number, bar.advance))
     return {
@@ -236,21 +238,21 @@ def measure(plan: Plan, there: Target, point: Point, number: int = 0) -> dict[st
         "seed": plan.seed,
         "goodput_limits_ms": {name: round(1000 * limit, 3) for name, limit in plan.limits_s.items()},
         "percentiles": list(plan.percents),
-        **summary(load, plan.limits_s, plan.percents),
+        **summarise_load(load, plan.limits_s, plan.percents),
     }
 
 
 async def _measure(
     plan: Plan, there: Target, due: list[float], max_concurrency: int | None, number: int, advance: Callable[[], None]
-) -> Load:
-    client, prompts = Client(there.server), plan.draw(number, plan.warmups + plan.count)
+) -> LoadResult:
+    client, prompts = HttpClient(there.server), plan.draw(number, plan.warmups + plan.count)
     try:
         for prompt in prompts[: plan.warmups]:
-            first = Record(due_s=0.0, wanted=prompt.output_len)
-            await ask(client, there.asking, first, there.asking.body(prompt))
+            first = RequestRecord(due_s=0.0, requested_tokens=prompt.output_len)
+            await send_request(client, there.asking, first, there.asking.body(prompt))
             if first.error is not None:
                 raise WeftError(f"{there.server.url} does not answer: {first.error}")
-        return await lay_on(
+        return await run_open_loop(
             client,
             there.asking,
             prompts[plan.warmups :],

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from math import inf
 from typing import Any
 
-from weft.bench.summary import warnings
+from weft.bench.summary import load_warnings
 from weft.cli.bench_serve import Point, exit_status, measure, prepare, save, target
 from weft.cli.bench_view import aligned, number
 from weft.cli.parser import UsageError
@@ -92,7 +92,7 @@ def report(by: str, results: Sequence[dict[str, Any]]) -> list[str]:
     rows = [[cell(result[key]) for key in columns.values()] for result in results]
     lines = [f"{results[0]['model_id']}: {loads_in_words(results)}", "", *aligned([*columns], rows)]
     for result in results:
-        said = warnings(result, result["num_prompts"])
+        said = load_warnings(result, result["num_prompts"])
         lines += [f"warning: {axis(by)} {cell(result[by])}: {text}" for text in said]
     for unit, names in CURVES.values():
         lines += ["", *terminal(curves(by, results, names), x=axis(by), y=unit)]

@@ -14,8 +14,7 @@ from weft.cli.parser import UsageError
 from weft.formats import lookup
 from weft.formats.precision import canonical
 from weft.formatting import format_bytes
-from weft.hardware.cluster import Cluster
-from weft.hardware.cluster import parse as parse_cluster
+from weft.hardware.cluster import Cluster, parse_cluster
 from weft.planner import cost
 from weft.planner.claims import RESERVED_BYTES, Claim, ClaimVerdict, judge_claim, parse_claim
 from weft.planner.cost import Prediction

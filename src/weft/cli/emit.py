@@ -15,10 +15,10 @@ from weft.formats import catalogue, demo
 
 if TYPE_CHECKING:
     from weft.architectures.model import Model
-    from weft.export.choice import Choice
+    from weft.export.choice import ExportChoice
     from weft.export.deployment import Deployment
-    from weft.export.infernet_config import Instance, NodeConfig
-    from weft.export.target import Target
+    from weft.export.infernet_config import ConfiguredServer, NodeConfig
+    from weft.export.target import ExportTarget
     from weft.planner.deployment import DeploymentLayout
 
 logger = logging.getLogger("weft.cli")
@@ -49,7 +49,7 @@ def main(arguments: Namespace) -> int:
     """Write the files of a target; 3, and nothing written, where no plan fits that it could carry out."""
     from weft.cli import dispatch, plan
     from weft.export import files, infernet, infernet_config
-    from weft.export.choice import NothingFits, choose
+    from weft.export.choice import NothingFits, choose_plan
     from weft.export.targets import TARGETS
 
     target = TARGETS[arguments.emit]
@@ -58,31 +58,31 @@ def main(arguments: Namespace) -> int:
             f"--emit {target.name} writes for {' or '.join(target.engines)}, not --engine {arguments.engine}"
         )
     path = getattr(arguments, "infernet_config", None)
-    config = infernet_config.read(path) if path is not None else None
+    config = infernet_config.read_node_config(path) if path is not None else None
     model = look_up(arguments, target, config)
     question = plan.ask(arguments, model)
     try:
-        choice = choose(question, target)
+        choice = choose_plan(question, target)
     except NothingFits as error:
         return dispatch.fail(str(error), plan.NOTHING_FITS)
     it = deployment(arguments, target, model, config, choice)
     warnings = list(it.gaps)
     if config:
         gpus = [(gpu.name, gpu.memory_bytes) for gpu in dict.fromkeys(question.cluster.gpus)]
-        warnings += infernet.warnings(config, model.name, gpus)
+        warnings += infernet.config_warnings(config, model.name, gpus)
     for warning in warnings:
         logger.warning(warning)
-    made = target.write(it)
+    made = target.create_files(it)
     folder = getattr(arguments, "emit_to", None)
     if folder is None:
-        sys.stdout.write(files.joined(made))
+        sys.stdout.write(files.joined_text(made))
         return 0
-    for written in files.write(made, Path(folder).expanduser(), force=getattr(arguments, "force", False)):
+    for written in files.write_files(made, Path(folder).expanduser(), force=getattr(arguments, "force", False)):
         print(f"wrote {written}", file=sys.stderr)
     return 0
 
 
-def look_up(arguments: Namespace, target: Target, config: NodeConfig | None) -> Model:
+def look_up(arguments: Namespace, target: ExportTarget, config: NodeConfig | None) -> Model:
     """The model that was named, or that a node's configuration names."""
     from weft.cli import plan
     from weft.export import infernet_config
@@ -90,7 +90,7 @@ def look_up(arguments: Namespace, target: Target, config: NodeConfig | None) -> 
     if not getattr(arguments, "model", ""):
         if config is None or not config.instances:
             raise UsageError(f"which model? {arguments.infernet_config} names none")
-        arguments.model = infernet_config.known(config.instances[0].model)
+        arguments.model = infernet_config.model_of_tag(config.instances[0].model)
     model = plan.look_up(arguments)
     if model.name == demo.NAME and not {"weft", "llama.cpp"} & set(target.engines):
         from weft.export.checkpoint import DEMO
@@ -100,15 +100,15 @@ def look_up(arguments: Namespace, target: Target, config: NodeConfig | None) -> 
 
 
 def deployment(
-    arguments: Namespace, target: Target, model: Model, config: NodeConfig | None, choice: Choice
+    arguments: Namespace, target: ExportTarget, model: Model, config: NodeConfig | None, choice: ExportChoice
 ) -> Deployment:
     """The plan with names and ports, from the flags or else from a node's configuration."""
-    from weft.export.checkpoint import checkpoint
-    from weft.export.deployment import Deployment, servers
+    from weft.export.checkpoint import find_checkpoint
+    from weft.export.deployment import Deployment, plan_servers
 
     instance = config.serving(model.name) if config else None
     layout, visible = choice.candidate.layout, names_here(arguments)
-    found = checkpoint(arguments.model, model, layout.precision, choice.question.engine)
+    found = find_checkpoint(arguments.model, model, layout.precision, choice.question.engine)
     names = tuple(getattr(arguments, "served_model_name", ())) or (*([instance.model] if instance else ()), found.title)
     for name in names:
         if not name.strip() or not name.isprintable() or name.startswith("-"):
@@ -120,12 +120,14 @@ def deployment(
         candidate=choice.candidate,
         checkpoint=found,
         names=tuple(dict.fromkeys(names)),
-        servers=servers(choice.question, choice.candidate, port(arguments, target, instance, layout), visible),
+        servers=plan_servers(choice.question, choice.candidate, port(arguments, target, instance, layout), visible),
         gaps=(*choice.gaps, *nameless(choice, visible)),
     )
 
 
-def port(arguments: Namespace, target: Target, instance: Instance | None, layout: DeploymentLayout) -> int:
+def port(
+    arguments: Namespace, target: ExportTarget, instance: ConfiguredServer | None, layout: DeploymentLayout
+) -> int:
     """Of the first server; 0 where the target has none."""
     said = getattr(arguments, "port", None)
     if not target.port:
@@ -146,16 +148,16 @@ def names_here(arguments: Namespace) -> list[str]:
 
     if any(hasattr(arguments, name) for name in DESCRIBED):
         return []
-    there = host.probe().gpus
-    if any(gpu.slice for gpu in there) or (there and cuda.ordered_otherwise(os.environ)):
+    there = host.probe_host().gpus
+    if any(gpu.slice for gpu in there) or (there and cuda.has_other_order(os.environ)):
         return [gpu.uuid for gpu in there]
     return [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
 
 
-def nameless(choice: Choice, names: Sequence[str]) -> tuple[str, ...]:
+def nameless(choice: ExportChoice, names: Sequence[str]) -> tuple[str, ...]:
     """What to do about slices of GPUs that are elsewhere, whose names nobody here knows."""
     gpus = choice.question.cluster.gpus
-    found = next((gpus[at].name for at in choice.candidate.layout.gpus if gpus[at].sliced), None)
+    found = next((gpus[at].name for at in choice.candidate.layout.gpus if gpus[at].is_mig_slice), None)
     if found is None or names:
         return ()
     return (

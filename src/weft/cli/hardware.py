@@ -15,7 +15,7 @@ from weft.hardware import hardware_file, host
 from weft.hardware.cluster import Cluster
 from weft.hardware.host import Host
 from weft.probes import links, speeds
-from weft.probes.machine import this_machine
+from weft.probes.machine import host_cluster
 from weft.probes.speeds import Speeds
 
 logger = logging.getLogger("weft.cli")
@@ -37,16 +37,16 @@ def main(arguments: Namespace) -> int:
 
         there = hardware(said)
         if as_json:
-            print(json.dumps(hardware_file.as_told(there)))
+            print(json.dumps(hardware_file.cluster_fields(there)))
         else:
-            print(hardware_file.write(there), end="")
+            print(hardware_file.hardware_yaml(there), end="")
         return 0
-    here = host.probe()
+    here = host.probe_host()
     found = known(here, measure=measure, refresh=refresh)
     if as_json:
         print(json.dumps(as_told(here, found)))
     elif as_yaml:
-        print(hardware_file.write(cluster(here, found)), end="")
+        print(hardware_file.hardware_yaml(cluster(here, found)), end="")
     else:
         from weft.cli.hardware_view import print_machine
 
@@ -57,16 +57,16 @@ def main(arguments: Namespace) -> int:
 def known(here: Host, *, measure: bool, refresh: bool) -> Speeds:
     """What the cache knows, and what it lacks or (`refresh`) all of it measured now. A measurement that is not possible
     is told, and left out."""
-    found = speeds.known(here)
+    found = speeds.load_speeds(here)
     if not measure:
         return found
     try:
-        found = msgspec.structs.replace(found, cpu=speeds.cpu_speed(here, refresh=refresh))
+        found = msgspec.structs.replace(found, cpu=speeds.known_cpu_speed(here, refresh=refresh))
         if here.gpus and (refresh or len(found.gpus) < len(here.gpus)):
             logger.warning("trying out how the GPUs copy; a minute at most, longer where a link hangs")
-            gpus, pairs = links.measure(here)
+            gpus, pairs = links.measure_links(here)
             found = msgspec.structs.replace(found, gpus=gpus, pairs=pairs)
-            speeds.keep(here, msgspec.structs.replace(speeds.known(here), gpus=gpus, pairs=pairs))
+            speeds.store_speeds(here, msgspec.structs.replace(speeds.load_speeds(here), gpus=gpus, pairs=pairs))
     except ConfigError as error:
         logger.warning("%s", error)
     return found
@@ -76,7 +76,7 @@ def cluster(here: Host, found: Speeds) -> Cluster:
     """What `weft plan` plans for here. Raises ConfigError where the CPU was not measured."""
     if not here.gpus and found.cpu is None:
         raise ConfigError("the CPU's speed is not known; leave --no-measure out")
-    return this_machine(here, found)
+    return host_cluster(here, found)
 
 
 def as_told(here: Host, found: Speeds) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def as_told(here: Host, found: Speeds) -> dict[str, Any]:
     planned = None
     if here.gpus or found.cpu:
         try:
-            planned = hardware_file.as_told(cluster(here, found))
+            planned = hardware_file.cluster_fields(cluster(here, found))
         except ConfigError as error:
             logger.warning("weft plan cannot plan for this machine: %s", error)
     return {

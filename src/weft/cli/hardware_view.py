@@ -9,8 +9,8 @@ from weft.cli.tables import console, table
 from weft.formatting import format_bytes
 from weft.hardware.cpu import CpuSpeed
 from weft.hardware.host import Host
-from weft.hardware.topology import Gpu, Pair
-from weft.probes.machine import plain
+from weft.hardware.topology import Gpu, GpuPair
+from weft.probes.machine import short_cpu_name
 from weft.probes.speeds import PairSpeed, Speeds
 
 if TYPE_CHECKING:
@@ -46,13 +46,13 @@ def print_machine(here: Host, speeds: Speeds) -> None:
 
 def cpu_lines(here: Host, speeds: Speeds) -> Iterator[str]:
     """The CPU, its memory, and what was measured of both."""
-    cpu, open_to_us = here.cpu, len(here.computing)
+    cpu, open_to_us = here.cpu, len(here.compute_cores)
     if cpu:
         sockets = f"{cpu.sockets} x " if cpu.sockets > 1 else ""
         cores = f"{cpu.cores} core{'s' * (cpu.cores > 1)}"
         threads = f", {cpu.threads} threads" if cpu.threads != cpu.cores else ""
         fewer = f", {open_to_us} of them open to Weft" if open_to_us < cpu.threads else ""
-        yield f"{here.hostname}: {sockets}{plain(cpu.model)}, {cores}{threads}{fewer}"
+        yield f"{here.hostname}: {sockets}{short_cpu_name(cpu.model)}, {cores}{threads}{fewer}"
         if cpu.features:
             yield f"  instructions: {', '.join(cpu.features)}"
         for node in cpu.nodes if len(cpu.nodes) > 1 else ():
@@ -158,7 +158,7 @@ def matrix(here: Host) -> Table:
     return made
 
 
-def joint(pair: Pair) -> str:
+def joint(pair: GpuPair) -> str:
     """As nvidia-smi topo writes it."""
     return f"NV{pair.nvlinks}" if pair.nvlinks else pair.ancestor or UNKNOWN
 
@@ -173,7 +173,7 @@ def pair_lines(here: Host, speeds: Speeds) -> Iterator[str]:
         yield f"{'all pairs' if len(told) == 1 and len(pairs) > 1 else ', '.join(pairs)}: {what}"
 
 
-def peer(pair: Pair, found: PairSpeed | None) -> str:
+def peer(pair: GpuPair, found: PairSpeed | None) -> str:
     says = {True: "peer-to-peer", False: "no peer-to-peer", None: "peer-to-peer unknown"}[pair.peer]
     says += f" ({pair.reason})" if pair.reason else ""
     if found is None:

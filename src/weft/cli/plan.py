@@ -73,7 +73,7 @@ def look_up(arguments: Namespace) -> Model:
 
 def described(said: dict[str, Any]) -> Cluster:
     """The cluster that the flags describe, with what they leave of it for this many ranks."""
-    return machine.shared_out(wishes.capped(said, hardware(said)), wishes.ranks(said))
+    return machine.split_cpu(wishes.capped(said, hardware(said)), wishes.ranks(said))
 
 
 def ask(arguments: Namespace, model: Model, cluster: Cluster | None = None) -> Question:
@@ -191,5 +191,5 @@ def hardware(said: dict[str, Any]) -> Cluster:
     if network is not None:
         raise UsageError(f"--network {network} joins machines; describe those with --nodes, as in 2x8xH100")
     if gpus is None:
-        return machine.here(refresh=said.get("refresh_hardware", False))
-    return hardware_file.read(gpus) if hardware_file.is_file(gpus) else parse_gpus(gpus)
+        return machine.probe_cluster(refresh=said.get("refresh_hardware", False))
+    return hardware_file.read_hardware_file(gpus) if hardware_file.is_hardware_file(gpus) else parse_gpus(gpus)

@@ -100,7 +100,7 @@ def _unsupported(backend: str, shape: ModelShape, dtype: DType, host: Host, devi
         return None if reason is None else refusal(KERNELS["cpu"], reason)
     if backend not in GPU_BACKENDS:
         return None
-    cards = [(gpu.name, gpu.capability) for gpu in host.named(devices)]  # empty: Triton's interpreter is any GPU
+    cards = [(gpu.name, gpu.capability) for gpu in host.gpus_of(devices)]  # empty: Triton's interpreter is any GPU
     # Triton kernels do all but the attention for every GPU backend.
     reason = no_triton(shape.head_dim, cards) if "triton" in host.packages else NO_TRITON
     if reason is not None:
@@ -179,7 +179,7 @@ def kv_cache_dtype(config: EngineConfig, host: Host, devices: Sequence[str]) -> 
     requested, backend = config.kv_cache_dtype, config.attention_backend
     if requested == "auto":
         return "auto"
-    if reason := no_narrow_cache(requested, [(gpu.name, gpu.capability) for gpu in host.named(devices)]):
+    if reason := no_narrow_cache(requested, [(gpu.name, gpu.capability) for gpu in host.gpus_of(devices)]):
         raise ConfigError(reason)
     if backend not in FP8_BACKENDS:
         raise ConfigError(

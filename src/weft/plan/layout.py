@@ -98,7 +98,7 @@ def build_plan(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Plan
         schemes=schemes,
         places=places,
         devices=devices,
-        uuids=tuple(gpu.uuid for gpu in host.named(devices)),
+        uuids=tuple(gpu.uuid for gpu in host.gpus_of(devices)),
         cores=rank_cores(host, ranks),
         max_threads=host.threads,
         max_model_len=model_length(config, shape),
@@ -285,7 +285,7 @@ def _default_gpus(host: Host, ranks: int, caps: Mapping[str, int]) -> tuple[int,
             "--tensor-parallel-size or --pipeline-parallel-size, use --device cpu, or let ranks share a GPU "
             f"with --device-ids {','.join(str(n % visible) for n in range(ranks))}"
         )
-    ids = tuple(gpu.index for gpu in host.named(caps))[:ranks] if caps else tuple(range(ranks))
+    ids = tuple(gpu.index for gpu in host.gpus_of(caps))[:ranks] if caps else tuple(range(ranks))
     if len(ids) < ranks:
         raise PlanError(
             f"{ranks} ranks need {ranks} GPUs and --max-memory leaves {len(ids)}; name more there, or lower "
@@ -304,7 +304,7 @@ def compute_dtype(config: EngineConfig, checkpoint: Checkpoint, host: Host, devi
     - bfloat16 on a CPU for weights that GPTQ or AWQ quantised: the CPU kernels do not multiply them in float16;
     - float16 in place of bfloat16 on GPUs that are too old to compute in bfloat16.
     """
-    old = [gpu for gpu in host.named(devices) if gpu.capability < BF16_CAPABILITY]
+    old = [gpu for gpu in host.gpus_of(devices) if gpu.capability < BF16_CAPABILITY]
     if config.dtype == "auto":
         own: DType = "bfloat16" if checkpoint.format == "gguf" else checkpoint.shape.dtype
         on_cpu = checkpoint.shape.published is not None and device_kind(config, host) == "cpu"
@@ -376,7 +376,7 @@ def _check_device(plan: Plan, host: Host, device: str, size: int) -> None:
     if device == "cpu":
         free, where, holders = host.memory_free_bytes, f"the memory of {host.hostname}", ""
     else:
-        (gpu,) = host.named([device])
+        (gpu,) = host.gpus_of([device])
         free, where = gpu.free_bytes, f"{device}, {gpu.name}"
         holders = f" (in use by {', '.join(map(str, gpu.holders))})" if gpu.holders else ""
     cap = plan.max_memory.get(device)

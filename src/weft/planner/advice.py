@@ -12,7 +12,7 @@ from weft.formats.precision import weight_bytes
 from weft.formats.schemes import ONLINE_QUANTIZATIONS
 from weft.formatting import weft_command
 from weft.hardware.cluster import Cluster
-from weft.hardware.gpus import GpuSpec, gpus
+from weft.hardware.gpus import GpuSpec, known_gpus
 from weft.planner.binding import MEASURES, MIN_GAIN
 from weft.planner.cuts import Cut
 from weft.planner.domains import usable_devices
@@ -241,7 +241,7 @@ def _more_gpus(question: Question) -> Iterator[Note]:
 def _more_memory(question: Question, short_bytes: int) -> Iterator[Note]:
     """The free memory that a CPU's machine needs in addition, a little over what is lacking."""
     added, cluster = int(short_bytes * MIN_GAIN), question.cluster
-    roomier = cluster.changed(lambda gpu: msgspec.structs.replace(gpu, memory_bytes=gpu.memory_bytes + added))
+    roomier = cluster.map_gpus(lambda gpu: msgspec.structs.replace(gpu, memory_bytes=gpu.memory_bytes + added))
     fit = _roomiest(msgspec.structs.replace(question, cluster=roomier))
     if fit:
         yield create_note("more_memory", more_bytes=added * len(cluster.gpus), cut=str(fit[0]))
@@ -271,7 +271,7 @@ def _larger_gpus(cluster: Cluster) -> list[GpuSpec]:
         larger = gpu.memory_bytes > present.memory_bytes and gpu.capability >= present.capability
         return not gpu.gfx and (cluster.on_cpu or larger)
 
-    return sorted(filter(suits, gpus()), key=lambda gpu: (gpu.memory_bytes, gpu.bandwidth_Bps))
+    return sorted(filter(suits, known_gpus()), key=lambda gpu: (gpu.memory_bytes, gpu.bandwidth_Bps))
 
 
 # --- if something fits ---

@@ -99,4 +99,4 @@ def doubled(cluster: Cluster, resource: Resource) -> Cluster:
                 return replace(gpu, nvlink_Bps=2 * gpu.nvlink_Bps, pcie_Bps=2 * gpu.pcie_Bps)
 
     network_Bps = cluster.network_Bps * (2 if resource == "links" else 1)
-    return msgspec.structs.replace(cluster.changed(richer), network_Bps=network_Bps)
+    return msgspec.structs.replace(cluster.map_gpus(richer), network_Bps=network_Bps)

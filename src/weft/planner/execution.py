@@ -58,11 +58,11 @@ def plan_to_run(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Pla
     config = apply_device_map(config, checkpoint.shape, host, checkpoint_precision(config, checkpoint, dtype, devices))
     if device_kind(config, host) == "cpu" or (is_cut(config, host) and not leaves_shares_open(config, host)):
         return plan_of_config(config, checkpoint, host, speculative)
-    from weft.probes.machine import this_machine
-    from weft.probes.speeds import known
+    from weft.probes.machine import host_cluster
+    from weft.probes.speeds import load_speeds
 
     try:
-        config = config_of_best(config, checkpoint, host, this_machine(host, known(host)), speculative)
+        config = config_of_best(config, checkpoint, host, host_cluster(host, load_speeds(host)), speculative)
     except PlanError:
         # Sizes that the user gave are tried even if the search found no fit.
         if not is_cut(config, host):
@@ -96,10 +96,10 @@ def with_step_tokens(plan: Plan, config: EngineConfig, host: Host) -> Plan:
         tokens, why = plan.max_num_batched_tokens, load_profile(OURS, on_cpu=True).max_num_batched_tokens.source
     else:
         from weft.planner.forecast import step_token_budget
-        from weft.probes.speeds import known
+        from weft.probes.speeds import load_speeds
 
         try:
-            tokens, why = step_token_budget(plan, host, known(host))
+            tokens, why = step_token_budget(plan, host, load_speeds(host))
         except ConfigError as error:  # a GPU that is not in the catalogue
             tokens, why = plan.max_num_batched_tokens, str(error)
     _log_step_tokens(tokens, why)
@@ -110,9 +110,9 @@ def with_peer_to_peer(plan: Plan, host: Host) -> Plan:
     """The plan, without peer-to-peer if a measurement (`weft hardware`) found that it does not work here."""
     if len({device for device in plan.devices if device != "cpu"}) < 2:
         return plan
-    from weft.probes.speeds import known
+    from weft.probes.speeds import load_speeds
 
-    faults = [pair for pair in known(host).pairs if pair.verdict != "works"]
+    faults = [pair for pair in load_speeds(host).pairs if pair.verdict != "works"]
     if not faults:
         return plan
     numbers = {gpu.uuid: gpu.index for gpu in host.gpus}
@@ -129,10 +129,10 @@ def measured_speeds(plan: Plan, host: Host) -> Speeds:
     """
     from weft.probes import speeds
 
-    known = speeds.known(host)
+    known = speeds.load_speeds(host)
     if plan.devices[0] != "cpu":
         return known
-    return msgspec.structs.replace(known, cpu=speeds.cpu_speed(host))
+    return msgspec.structs.replace(known, cpu=speeds.known_cpu_speed(host))
 
 
 def is_cut(config: EngineConfig, host: Host) -> bool:

@@ -25,7 +25,7 @@ from weft.planner.footprint import Footprint, activation_bytes, footprint
 from weft.planner.profiles import Profile
 from weft.planner.question import Question
 from weft.planner.search import engine_profile
-from weft.probes.machine import part, this_machine
+from weft.probes.machine import host_cluster, rank_share
 from weft.probes.speeds import Speeds
 
 SPECULATIVE = " (with speculative decoding, whose gain is not predicted)"
@@ -140,10 +140,10 @@ def _rank_devices(plan: Plan, host: Host, known: Speeds) -> Cluster:
     """A cluster with one device per rank of the plan."""
     if plan.devices[0] == "cpu":
         numbers = [0] * len(plan.devices)
-        machine = this_machine(msgspec.structs.replace(host, gpus=(), pairs=()), known)
+        machine = host_cluster(msgspec.structs.replace(host, gpus=(), pairs=()), known)
     else:
-        numbers = [gpu.index for gpu in host.named(plan.devices)]
-        machine = this_machine(host, known)
+        numbers = [gpu.index for gpu in host.gpus_of(plan.devices)]
+        machine = host_cluster(host, known)
     return parted(limited(machine, plan, numbers), numbers)
 
 
@@ -168,7 +168,8 @@ def parted(cluster: Cluster, devices: Sequence[int]) -> Cluster:
     (node,) = cluster.nodes
     sharing = Counter(devices)
     gpus = (
-        part(node.gpus[number], sharing[number]) if sharing[number] > 1 else node.gpus[number] for number in devices
+        rank_share(node.gpus[number], sharing[number]) if sharing[number] > 1 else node.gpus[number]
+        for number in devices
     )
     return Cluster((Node(tuple(gpus), node.link),), cluster.network_Bps)
 

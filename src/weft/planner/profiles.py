@@ -20,7 +20,7 @@ from weft.formats.schemes import SCHEMES, scheme_for_types
 from weft.hardware.calibration import Calibration
 from weft.hardware.cpu import KernelSpeed
 from weft.hardware.gpus import GpuSpec
-from weft.hardware.kernel_shares import Kernels, Products, kernels_of
+from weft.hardware.kernel_shares import KernelShares, ProductShares, find_kernel_shares
 from weft.native.library import CPP_TYPES
 from weft.plan.plan import Speculation
 
@@ -138,7 +138,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     weights: tuple[WeightsRule, ...] = ()
     math: tuple[MathRule, ...] = ()
     kv: tuple[KvRule, ...] = ()
-    measured: tuple[Kernels, ...] = ()
+    measured: tuple[KernelShares, ...] = ()
     error_beyond: Constant | None = None  # for experts and precisions that the measured kernels say nothing about
     speculation: Speculation | None = None
 
@@ -157,12 +157,12 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         """
         return held_precision(precision) if self.name == OURS else precision
 
-    def kernels(self, gpu: GpuSpec, precision: str) -> Kernels:
+    def kernels(self, gpu: GpuSpec, precision: str) -> KernelShares:
         """The shares that kernels reach on a GPU: the measured ones, else those of the tables."""
         for kernels in self.measured:
             if kernels.gpu == gpu.name and not (kernels.products and precision in NOT_COMPILED):
                 return kernels
-        return kernels_of(gpu)
+        return find_kernel_shares(gpu)
 
     def error_for(self, shape: ModelShape, precision: str) -> Constant:
         """The relative error of predictions. Measurements of a CPU's kernels say nothing about experts."""
@@ -191,7 +191,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         return texts
 
 
-def _measured_provenance(kernels: Kernels) -> dict[str, str]:
+def _measured_provenance(kernels: KernelShares) -> dict[str, str]:
     """The measured shares of one GPU as "value: source"."""
     shares = f"{kernels.weights:.2f} and {kernels.decode_attention:.2f} of the bandwidth"
     shares += f", {kernels.matmul:.2f} and {kernels.prefill_attention:.2f} of the FLOPS"
@@ -274,11 +274,11 @@ def _with_kernels(profile: Profile, gpus: Sequence[GpuSpec]) -> Profile:
     return msgspec.structs.replace(profile, error=MEASURED_ERROR, error_beyond=profile.error)
 
 
-def _kernels_alone(gpu: GpuSpec, speed: KernelSpeed) -> Kernels:
+def _kernels_alone(gpu: GpuSpec, speed: KernelSpeed) -> KernelShares:
     """The rates of our kernels as shares of the planner's figures for this CPU."""
     flops, source = gpu.flops["bf16"], speed.source or MEASURED
     products = tuple(
-        Products(
+        ProductShares(
             bits=product.bits,
             weights=tuple(rate / gpu.bandwidth_Bps for rate in product.weights_Bps),
             matmul=product.matmul_flops / flops,
@@ -287,7 +287,7 @@ def _kernels_alone(gpu: GpuSpec, speed: KernelSpeed) -> Kernels:
         for product in speed.products
     )
     plain = next(product for product in products if product.bits == 16)
-    return Kernels(
+    return KernelShares(
         gpu=gpu.name,
         weights=plain.weights[0],
         kernel_us=0.0,  # in the time of a layer
@@ -324,10 +324,10 @@ def _products(mix: str) -> tuple[int, bool]:
     return scheme.bits, scheme.bits < 8 and scheme.lowest == "minimum"
 
 
-def _kernels(gpu: GpuSpec, calibration: Calibration) -> Kernels:
+def _kernels(gpu: GpuSpec, calibration: Calibration) -> KernelShares:
     """The measured rates as shares of the planner's figures for this GPU."""
     flops = gpu.flops.get("bf16") or gpu.flops["fp16"]
-    return Kernels(
+    return KernelShares(
         gpu=gpu.name,
         weights=calibration.weights_Bps.value / gpu.bandwidth_Bps,
         kernel_us=0.0,  # in the time of a layer

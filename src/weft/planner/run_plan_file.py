@@ -18,7 +18,7 @@ from weft.formats import gguf_types
 from weft.formats.precision import OF_DTYPE, canonical, own_quantization
 from weft.formats.schemes import ONLINE_QUANTIZATIONS, online_quantization
 from weft.formatting import format_bytes, join_commas
-from weft.hardware.gpus import spec_of
+from weft.hardware.gpus import gpu_spec
 from weft.hardware.host import Host
 from weft.plan import speculation
 from weft.plan.layout import DTYPES
@@ -235,7 +235,7 @@ def _check_gpus(plan: PlanFile, config: EngineConfig, host: Host) -> None:
 
 
 def _check_gpu(plan: PlanFile, rank: PlannedRank, gpu: Gpu) -> None:
-    here = spec_of(gpu).name
+    here = gpu_spec(gpu).name
     if here != rank.gpu:
         raise PlanError(
             f"{plan.path} counts on {rank.gpu} as GPU {gpu.index}; here that is {here}: plan again here, or name "

@@ -24,7 +24,7 @@ from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError
 from weft.executors.base import Ready
 from weft.formats.checkpoint import Checkpoint
-from weft.hardware.host import Host, probe
+from weft.hardware.host import Host, probe_host
 from weft.plan.memory import capacity_lines
 from weft.plan.plan import Plan
 from weft.planner.execution import measured_speeds, plan_to_run
@@ -82,7 +82,7 @@ async def _serve(
     began: float,
 ) -> None:
     files = raise_file_limit()
-    host = probe()
+    host = probe_host()
     plan = plan_to_run(config, checkpoint, host)
     speeds = None if options.disable_log_stats else _machine_speeds(plan, host)
     # Predict while the engine starts, which takes longer: the prediction is ready before the first request.

@@ -12,7 +12,7 @@ import torch
 
 from weft.errors import ConfigError
 from weft.hardware import host
-from weft.hardware.cuda import BUS, ORDER, digits
+from weft.hardware.cuda import BUS_ORDER, ORDER_VARIABLE, uuid_digits
 from weft.kernels.base import KVCache
 from weft.kernels.capture import release_cached_memory
 from weft.plan.plan import Plan
@@ -38,11 +38,12 @@ def check_gpu_number(number: int, uuid: str, shown: Sequence[str]) -> None:
 
     This happens if CUDA was in use in this process before the order of GPUs was set.
     """
-    names = [digits(name) for name in shown]
-    if digits(uuid) in names and names[number] != digits(uuid):
+    names = [uuid_digits(name) for name in shown]
+    if uuid_digits(uuid) in names and names[number] != uuid_digits(uuid):
         raise ConfigError(
-            f"GPU {number} is cuda:{names.index(digits(uuid))} in this process, which used CUDA before it was told to "
-            f"count along the PCI bus; set {ORDER}={BUS} from the beginning, or take executor='processes'"
+            f"GPU {number} is cuda:{names.index(uuid_digits(uuid))} in this process, which used CUDA before it was "
+            f"told to count along the PCI bus; set {ORDER_VARIABLE}={BUS_ORDER} from the beginning, or take "
+            "executor='processes'"
         )
 
 
@@ -53,7 +54,7 @@ def free_bytes(plan: Plan, rank: int, device: torch.device, activation_bytes: in
     already (of other processes and of this one: weights, context, NCCL) and less the peak of activations.
     """
     if device.type == "cpu":
-        return host.memory(Path("/"))[1]
+        return host.memory_bytes(Path("/"))[1]
     release_cached_memory()
     free, total = torch.cuda.mem_get_info(device)
     spare = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
