@@ -1,0 +1,144 @@
+"""Layout flags of weft plan: the part of the layout that they fix, checked against the model and the hardware."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf, prod
+from typing import Any
+
+from weft.architectures.model import Model
+from weft.cli.parser import UsageError
+from weft.hardware.cluster import Cluster
+from weft.plan import device_map, max_memory, placement
+from weft.planner.domains import usable
+from weft.planner.question import Wish
+from weft.words import commas
+
+
+def rank_count(given: dict[str, Any]) -> int:
+    """Number of ranks that the flags ask for; a size that is not given counts as 1."""
+    splits = {kind: len(given.get(f"{kind}_split") or ()) for kind in ("tensor", "pipeline")}
+    return prod(given.get(f"{kind}_parallel_size") or splits.get(kind) or 1 for kind in ("tensor", "pipeline", "data"))
+
+
+def limit_memory(given: dict[str, Any], cluster: Cluster) -> Cluster:
+    """The cluster with the limits of --max-memory. Raises ConfigError for a device that the cluster does not have."""
+    limits = given.get("max_memory")
+    return cluster if limits is None else max_memory.capped(cluster, max_memory.read(limits))
+
+
+def remarks(given: dict[str, Any], cluster: Cluster) -> tuple[str, ...]:
+    """Notes on flags that have no effect."""
+    names = [name for name in given.get("max_memory") or {} if name in ("cpu", "disk")]
+    if not names or cluster.on_cpu:
+        return ()
+    return (
+        f"--max-memory {names[0]}={given['max_memory'][names[0]]} has no effect: all layers run on GPUs, and nothing "
+        f"is put on {names[0]}",
+    )
+
+
+def parse_layout_flags(given: dict[str, Any], cluster: Cluster, model: Model, precision: str) -> Wish:
+    """The part of the layout that the flags fix; `precision` gives the weights' size for --device-map.
+
+    Raises UsageError for flags that contradict each other, the model or the hardware, and ConfigError for a device map
+    that is not a pipeline of the model.
+    """
+    if given.get("device_map") is not None:
+        return parse_device_map(given, cluster, model, precision)
+    tensor, stages = tensor_ranks(given, model), pipeline_stages(given, model)
+    replicas = given.get("data_parallel_size")
+    sizes = [size for size in (tensor, stages, replicas) if size]
+    check_rank_count(sizes, cluster)
+    return Wish(
+        tensor_parallel=tensor,
+        pipeline_parallel=stages,
+        data_parallel=replicas,
+        expert_parallel=expert_parallel(given, model, sized=bool(sizes)),
+        tensor_split=given.get("tensor_split"),
+        pipeline_split=given.get("pipeline_split"),
+    )
+
+
+def tensor_ranks(given: dict[str, Any], model: Model) -> int | None:
+    """Tensor-parallel ranks from --tensor-parallel-size and --tensor-split; None if neither is given."""
+    size, shares = given.get("tensor_parallel_size"), given.get("tensor_split")
+    if shares is not None:
+        if any(not 0 < share < inf for share in shares):
+            raise UsageError(f"--tensor-split {commas(shares)}: each share must be above 0")
+        if size not in (None, len(shares)):
+            raise UsageError(f"--tensor-split has {len(shares)} shares, but --tensor-parallel-size is {size}")
+        size = len(shares)
+    if size is not None and size > model.shape.q_heads:
+        flag = "--tensor-parallel-size is" if shares is None else "--tensor-split has shares for"
+        raise UsageError(f"{flag} {size} ranks, but {model.name} has only {model.shape.q_heads} query heads")
+    return size
+
+
+def pipeline_stages(given: dict[str, Any], model: Model) -> int | None:
+    """Pipeline stages from --pipeline-parallel-size and --pipeline-split; None if neither is given."""
+    size, layers, total = given.get("pipeline_parallel_size"), given.get("pipeline_split"), model.shape.layers
+    if layers is not None:
+        if any(count < 1 for count in layers) or sum(layers) != total:
+            raise UsageError(
+                f"--pipeline-split {commas(layers)} is {sum(layers)} layers; {model.name} has {total}, and each stage "
+                "needs at least one"
+            )
+        if size not in (None, len(layers)):
+            raise UsageError(f"--pipeline-split has {len(layers)} stages, but --pipeline-parallel-size is {size}")
+        size = len(layers)
+    if size is not None and size > total:
+        raise UsageError(f"--pipeline-parallel-size is {size}, but {model.name} has only {total} layers")
+    return size
+
+
+def check_rank_count(sizes: Sequence[int], cluster: Cluster) -> None:
+    """Raise UsageError if the parallel sizes need more GPUs than the cluster has."""
+    needed, available = prod(sizes), len(usable(cluster))
+    if needed <= available:
+        return
+    factors = [str(size) for size in sizes if size > 1]
+    product = f"{' x '.join(factors)} = {needed}" if len(factors) > 1 else str(needed)
+    has = "the hardware has" if available == len(cluster.gpus) else "--max-memory leaves"
+    raise UsageError(f"{product} ranks need as many GPUs; {has} {available}")
+
+
+def expert_parallel(given: dict[str, Any], model: Model, *, sized: bool) -> bool | None:
+    """The choice of --enable-expert-parallel; if it is not given, False if a size is, else None: the search decides."""
+    choice: bool | None = given.get("enable_expert_parallel")
+    if choice and model.shape.experts is None:
+        raise UsageError(f"--enable-expert-parallel: {model.name} has no experts")
+    # Sizes describe the whole layout.
+    return False if choice is None and sized else choice
+
+
+def parse_device_map(given: dict[str, Any], cluster: Cluster, model: Model, precision: str) -> Wish:
+    """The layout of --device-map: a pipeline, or whole layers spread by one of Transformers' words."""
+    mapping = given["device_map"]
+    placement.check_flags(mapping, given)
+    spread = placement.spread_of(mapping)
+    if spread:
+        return Wish(tensor_parallel=1, data_parallel=1, expert_parallel=False, spread=spread)
+    gpus = {number: gpu for number, gpu in enumerate(cluster.gpus) if gpu.kind == "gpu"}
+    room = device_map.Room(
+        gpus=[number for number, gpu in gpus.items() if gpu.limit_bytes != 0],
+        left_out=[number for number, gpu in gpus.items() if gpu.limit_bytes == 0],
+        nbytes=lambda unit: placement.unit_bytes(model.shape, precision, unit),
+        fetch_Bps=max((gpu.pcie_Bps for gpu in gpus.values()), default=None),
+    )
+    stages = device_map.pipeline(model.shape, placement.modules_of(mapping), room)
+    if gpus and "cpu" in stages.devices:
+        raise UsageError(
+            f"--device-map puts the whole model on cpu, but the plan is for {len(gpus)} GPU{'s' * (len(gpus) > 1)}: "
+            "leave --device-map out, or plan for a machine without GPUs"
+        )
+    placement.check_stages(stages, given)
+    return Wish(
+        tensor_parallel=1,
+        pipeline_parallel=len(stages.layers),
+        data_parallel=1,
+        expert_parallel=False,
+        pipeline_split=stages.layers,
+        # Without GPUs the CPU is the cluster's only device.
+        devices=tuple(device if isinstance(device, int) else 0 for device in stages.devices),
+    )
