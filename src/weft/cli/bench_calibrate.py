@@ -73,11 +73,8 @@ def main(arguments: Namespace) -> int:
         print(json.dumps([device_json(device) for device in results]))
     else:
         print("\n\n".join("\n".join(device_lines(device)) for device in results))
-    # The planner looks for the figures under the machine's own fingerprint, with its GPUs or without.
-    machine = speeds.calibrated_machine(host.probe())
-    for device in results if keep else []:
-        path = calibration.keep(machine, device.result)
-        print(f"kept in {path}; weft plan uses it from now on", file=sys.stderr)
+    if keep:
+        keep_results(results)
     for result in bad:
         print(
             f"{result.device}: the planner's formulas miss the measurements by {100 * result.error:.0f} %: was the "
@@ -85,6 +82,15 @@ def main(arguments: Namespace) -> int:
             file=sys.stderr,
         )
     return 1 if bad and not keep else 0
+
+
+def keep_results(results: Sequence[DeviceResult]) -> None:
+    """Write the figures to the cache, and print the files."""
+    # The planner looks for the figures under the machine's own fingerprint, with its GPUs or without.
+    machine = speeds.calibrated_machine(host.probe())
+    for device in results:
+        path = calibration.keep(machine, device.result)
+        print(f"kept in {path}; weft plan uses it from now on", file=sys.stderr)
 
 
 def measured_config(arguments: Namespace) -> EngineConfig:

@@ -59,16 +59,16 @@ def main(arguments: Namespace) -> int:
 def load_points(arguments: Namespace) -> tuple[str, list[LoadPoint]]:
     """The field that varies, `request_rate` or `max_concurrency`, and the loads. Raises UsageError for none or both."""
     given = vars(arguments)
-    rates, limits = given.get("request_rate"), given.get("max_concurrency")
-    if rates and limits and len(rates) > 1 and len(limits) > 1:
+    rates, limits = given.get("request_rate") or (), given.get("max_concurrency") or ()
+    if len(rates) > 1 and len(limits) > 1:
         raise UsageError("--request-rate and --max-concurrency both have several values; vary one of them")
     if not rates and not limits:
         raise UsageError("which loads? Give --request-rate 1,2,4,8 or --max-concurrency 1,4,16")
-    if rates and (len(rates) > 1 or not limits):
+    if len(rates) > 1 or not limits:
         limit = int(limits[0]) if limits else None
         return "request_rate", [LoadPoint(rate, arguments.burstiness, limit) for rate in rates]
     rate = rates[0] if rates else inf
-    return "max_concurrency", [LoadPoint(rate, arguments.burstiness, int(limit)) for limit in limits or ()]
+    return "max_concurrency", [LoadPoint(rate, arguments.burstiness, int(limit)) for limit in limits]
 
 
 def progress_line(by: str, result: dict[str, Any]) -> str:

@@ -150,15 +150,15 @@ def print_comparison(
         soft_wrap=True,
     )
     shares = sorted({*STEPS, arguments.utilization}, reverse=True)
-    own = figures_table("own GPUs are used", *(f"{share:.0%}" for share in shares))
-    own.add_row("your $ per M answer tokens", *(money(fleet.dollars_per_million(share)) for share in shares))
+    own = figures_table("own GPUs used", *(f"{share:.0%}" for share in shares))
+    own.add_row("your $/M answer", *(money(fleet.dollars_per_million(share)) for share in shares))
     out.print(own)
     if not quotes:
         out.print("Weft knows no API that sells this model; --against NAME or --api-price IN/OUT compares with one")
         return
     out.print(api_table(fleet, quotes, arguments.utilization, work.output_len))
     sources = ", ".join(dict.fromkeys(quote.source for quote in quotes))
-    out.print(f"$ per million answer tokens, with the cost of their prompts; API prices: {sources}", soft_wrap=True)
+    out.print(f"$/M answer: dollars per million answer tokens, with the cost of their prompts; API prices: {sources}", soft_wrap=True)
     if hasattr(arguments, "demand"):
         cheapest = min(quotes, key=lambda quote: quote.dollars)
         print_mixes(out, arguments, question, fleet.each, cheapest, best)
@@ -166,16 +166,15 @@ def print_comparison(
 
 def api_table(fleet: Fleet, quotes: Sequence[Quote], utilization: float, output_len: int) -> Table:
     """The prices of APIs, and the use from which own GPUs cost less."""
-    heads = "$ per M answer tokens", "of it for prompts", "own GPUs cost less", f"at {utilization:.0%} use"
-    table = figures_table("API", *heads)
+    table = figures_table("API", "$/M answer", "for prompts", "break-even", f"at {utilization:.0%} use")
     for quote in quotes:
         even = fleet.break_even(quote.dollars)
         million = quote.dollars * 1e6 / output_len
         prompts = 1 - quote.output_dollars / quote.dollars
         saved = million / fleet.dollars_per_million(utilization)
         verdict = f"own {saved:,.1f}x cheaper" if saved >= 1 else f"API {1 / saved:,.1f}x cheaper"
-        cheaper = f"from {even:.1%} use" if even <= 1 else f"never: {even:.2f}x the API at 100%"
-        table.add_row(seller_name(quote), money(million), f"{prompts:.0%}", cheaper, verdict)
+        use = f"{even:.1%} use" if even <= 1 else f"never: {even:.2f}x the API"
+        table.add_row(seller_name(quote), money(million), f"{prompts:.0%}", use, verdict)
     return table
 
 

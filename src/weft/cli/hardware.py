@@ -24,15 +24,9 @@ logger = logging.getLogger("weft.cli")
 def main(arguments: Namespace) -> int:
     """Print this machine, or the hardware of the flags, as tables, JSON or a hardware file."""
     given = vars(arguments)
-    as_json, as_yaml = given.get("json", False), given.get("yaml", False)
-    if as_json and as_yaml:
-        raise UsageError("--json and --yaml are two formats of the same answer; give one of them")
-    described = any(name in given for name in ("gpus", "nodes", "network"))
-    measure, refresh = given.get("measure", True), given.get("refresh_hardware", False)
-    if refresh and (described or not measure):
-        other = "--gpus and --nodes describe other hardware" if described else "--no-measure measures nothing"
-        raise UsageError(f"--refresh-hardware measures this machine, but {other}; give one of them")
-    if described:
+    check_hardware_flags(given)
+    as_json = given.get("json", False)
+    if is_described(given):
         from weft.cli.plan import described_cluster
 
         cluster = described_cluster(given)
@@ -42,16 +36,33 @@ def main(arguments: Namespace) -> int:
             print(hardware_file.write(cluster), end="")
         return 0
     here = host.probe()
-    measured = machine_speeds(here, measure=measure, refresh=refresh)
+    measured = machine_speeds(here, measure=given.get("measure", True), refresh=given.get("refresh_hardware", False))
     if as_json:
         print(json.dumps(machine_json(here, measured)))
-    elif as_yaml:
+    elif given.get("yaml", False):
         print(hardware_file.write(planned_machine(here, measured)), end="")
     else:
         from weft.cli.hardware_view import print_machine
 
         print_machine(here, measured)
     return 0
+
+
+def check_hardware_flags(given: dict[str, Any]) -> None:
+    """Raise UsageError for flags that contradict each other."""
+    if given.get("json", False) and given.get("yaml", False):
+        raise UsageError("--json and --yaml are two formats of the same answer; give one of them")
+    if not given.get("refresh_hardware", False):
+        return
+    if is_described(given):
+        raise UsageError("--refresh-hardware measures this machine, but --gpus and --nodes describe other hardware")
+    if not given.get("measure", True):
+        raise UsageError("--refresh-hardware measures this machine, but --no-measure measures nothing")
+
+
+def is_described(given: dict[str, Any]) -> bool:
+    """Return True if the flags describe hardware other than this machine."""
+    return any(name in given for name in ("gpus", "nodes", "network"))
 
 
 def machine_speeds(here: Host, *, measure: bool, refresh: bool) -> Speeds:

@@ -99,17 +99,13 @@ def one_gpu(gpu: Gpu, speeds: Speeds) -> Iterator[str]:
         yield f"in use by {', '.join(map(str, gpu.holders))}"
     elif gpu.held_bytes:
         yield f"{gigabytes(gpu.held_bytes)} are in use; the driver does not report by which process"
-    joined = [
-        *pcie(gpu),
-        *nvlinks(gpu),
-        *([] if gpu.numa_node is None else [f"NUMA node {gpu.numa_node}"]),
-        *clocks(gpu),
-    ]
-    yield "; ".join(joined) or "the driver reports neither links nor clocks"
+    parts = [*pcie(gpu), *nvlinks(gpu), *numa_node(gpu), *clocks(gpu)]
+    yield "; ".join(parts) or "the driver reports neither links nor clocks"
     if gpu.pcie and gpu.pcie.lanes < gpu.pcie.most_lanes:
         yield f"{gpu.pcie.lanes} of {gpu.pcie.most_lanes} PCIe lanes: check its slot and riser"
-    speed = next((measured for measured in speeds.gpus if measured.gpu == gpu.uuid), None)
-    if speed:
+    for speed in speeds.gpus:
+        if speed.gpu != gpu.uuid:
+            continue
         rates = speed.copy_Bps, speed.from_host_Bps, speed.to_host_Bps
         copies, from_host, to_host = (f"{rate / 1e9:,.0f} GB/s" for rate in rates)
         yield f"measured: copies at {copies}, {from_host} from the host, {to_host} to the host"
@@ -133,6 +129,11 @@ def nvlinks(gpu: Gpu) -> list[str]:
     return [
         f"NVLink{version}, {links.count} x {links.each_Bps / 1e9:.0f} GB/s" + (" to a switch" if links.switched else "")
     ]
+
+
+def numa_node(gpu: Gpu) -> list[str]:
+    """The GPU's NUMA node, if known."""
+    return [] if gpu.numa_node is None else [f"NUMA node {gpu.numa_node}"]
 
 
 def clocks(gpu: Gpu) -> list[str]:

@@ -119,18 +119,13 @@ def parse_device_map(given: dict[str, Any], cluster: Cluster, model: Model, prec
     spread = placement.spread_of(mapping)
     if spread:
         return Wish(tensor_parallel=1, data_parallel=1, expert_parallel=False, spread=spread)
-    gpus = {number: gpu for number, gpu in enumerate(cluster.gpus) if gpu.kind == "gpu"}
-    room = device_map.Room(
-        gpus=[number for number, gpu in gpus.items() if gpu.limit_bytes != 0],
-        left_out=[number for number, gpu in gpus.items() if gpu.limit_bytes == 0],
-        nbytes=lambda unit: placement.unit_bytes(model.shape, precision, unit),
-        fetch_Bps=max((gpu.pcie_Bps for gpu in gpus.values()), default=None),
-    )
+    room = mapping_room(cluster, model, precision)
     stages = device_map.pipeline(model.shape, placement.modules_of(mapping), room)
+    gpus = len(room.gpus) + len(room.left_out)
     if gpus and "cpu" in stages.devices:
         raise UsageError(
-            f"--device-map puts the whole model on cpu, but the plan is for {len(gpus)} GPU{'s' * (len(gpus) > 1)}: "
-            "leave --device-map out, or plan for a machine without GPUs"
+            f"--device-map puts the whole model on cpu, but the plan is for {gpus} GPU{'s' * (gpus > 1)}: leave "
+            "--device-map out, or plan for a machine without GPUs"
         )
     placement.check_stages(stages, given)
     return Wish(
@@ -141,4 +136,15 @@ def parse_device_map(given: dict[str, Any], cluster: Cluster, model: Model, prec
         pipeline_split=stages.layers,
         # Without GPUs the CPU is the cluster's only device.
         devices=tuple(device if isinstance(device, int) else 0 for device in stages.devices),
+    )
+
+
+def mapping_room(cluster: Cluster, model: Model, precision: str) -> device_map.Room:
+    """The GPUs that a device map may use, by number, and the bytes of each part of the model."""
+    gpus = {number: gpu for number, gpu in enumerate(cluster.gpus) if gpu.kind == "gpu"}
+    return device_map.Room(
+        gpus=[number for number, gpu in gpus.items() if gpu.limit_bytes != 0],
+        left_out=[number for number, gpu in gpus.items() if gpu.limit_bytes == 0],
+        nbytes=lambda unit: placement.unit_bytes(model.shape, precision, unit),
+        fetch_Bps=max((gpu.pcie_Bps for gpu in gpus.values()), default=None),
     )

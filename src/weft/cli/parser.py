@@ -242,12 +242,11 @@ def typed_words(flag: Flag, value: Any, path: str) -> list[str]:
         return [flag.option if value else f"--no-{flag.name}"]
     if isinstance(value, bool):
         raise UsageError(f"{flag.name} in {path} is {value}; this flag takes a value")
+    items = value if isinstance(value, list) else [value]
     if flag.several or flag.repeated:
-        items = value if isinstance(value, list) else [value]
         return [f"{flag.option}={item}" for item in items]
-    if isinstance(value, dict):
-        return [f"{flag.option}={json.dumps(value)}"]
-    return [f"{flag.option}={','.join(map(str, value)) if isinstance(value, list) else value}"]
+    text = json.dumps(value) if isinstance(value, dict) else ",".join(map(str, items))
+    return [f"{flag.option}={text}"]
 
 
 def read_config_file(path: str) -> dict[Any, Any]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, TextIO
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TextIO
 
 from weft.cli import plan_text, tables
 from weft.cli.plan_columns import MARK, Cell, Column, PlanJson, columns, fullest, shown_and_others
@@ -33,10 +33,7 @@ def print_plan_text(plan: PlanJson, out: TextIO | None = None) -> None:
     best = plan["best"]
     style = "bold green" if best else "bold red"
     say(console, plan["summary"], style=style)
-    if promise := plan["promise"]:
-        say(console, promise["text"], style="bold green" if promise["kept"] else "bold red")
-        if promise["needed"]:
-            say(console, promise["needed"]["text"])
+    print_promise(console, plan["promise"])
     say(console, "", plan_text.model_line(plan), plan_text.hardware_line(plan), *plan_text.remarks(plan), "")
     say(console, plan_text.verdict(plan), style=style)
     if plan["why"]:
@@ -49,15 +46,27 @@ def print_plan_text(plan: PlanJson, out: TextIO | None = None) -> None:
         say(console, "", plan_text.table_legend(plan), *plan_text.speeds(plan), *plan_text.steps(plan))
     elif plan["advice"]:
         say(console, "", *help_lines(plan))
-    reasons = plan_text.rejections(plan)
-    if reasons:
-        say(console, "", "rejected:", *(f"  {reason}" for reason in reasons[: plan_text.REJECTED]))
-        if len(reasons) > plan_text.REJECTED:
-            say(console, f"  and {len(reasons) - plan_text.REJECTED} more")
+    print_rejections(console, plan_text.rejections(plan))
     if bottleneck := plan_text.bottleneck(plan):
         say(console, "", f"bottleneck: {bottleneck}")
     if best and plan["advice"]:
         say(console, *help_lines(plan))
+
+
+def print_promise(console: Console, promise: Mapping[str, Any] | None) -> None:
+    """Print the verdict on the promise, if there is one, and the replicas that would keep it."""
+    if promise:
+        say(console, promise["text"], style="bold green" if promise["kept"] else "bold red")
+        if promise["needed"]:
+            say(console, promise["needed"]["text"])
+
+
+def print_rejections(console: Console, reasons: Sequence[str]) -> None:
+    """Print the reasons of the rejected layouts, if there are any."""
+    if reasons:
+        say(console, "", "rejected:", *(f"  {reason}" for reason in reasons[: plan_text.REJECTED]))
+    if len(reasons) > plan_text.REJECTED:
+        say(console, f"  and {len(reasons) - plan_text.REJECTED} more")
 
 
 def help_lines(plan: PlanJson) -> list[str]:

@@ -73,15 +73,21 @@ class Axis:
         return self.low + (self.high - self.low) * position
 
 
+def coordinates(curves: Sequence[Curve]) -> tuple[list[float], list[float]]:
+    """The x and the y of all points."""
+    points = [point for curve in curves for point in curve.points]
+    return [x for x, _ in points], [y for _, y in points]
+
+
 def text_plot(curves: Sequence[Curve], *, x: str, y: str, width: int = 64, height: int = 14) -> list[str]:
     """The curves as lines of text, each curve with its own mark; no lines if there are no points.
 
     `x` and `y` name the axes. `width` and `height` are those of the field in characters.
     """
-    points = [point for curve in curves for point in curve.points]
-    if not points:
+    all_x, all_y = coordinates(curves)
+    if not all_x:
         return []
-    across, up = Axis([a for a, _ in points]), Axis([b for _, b in points])
+    across, up = Axis(all_x), Axis(all_y)
     field = [[" "] * width for _ in range(height)]
     for number, curve in enumerate(curves):
         positions = [(across.position(a), up.position(b)) for a, b in curve.points]
@@ -150,18 +156,23 @@ def line_colors(panels: Sequence[Panel]) -> dict[str, str]:
 
 def _draw_panel(axes: Axes, panel: Panel, colors: Mapping[str, str]) -> None:
     for curve in panel.curves:
-        marker = "o" if panel.marks else None
-        axes.plot([a for a, _ in curve.points], [b for _, b in curve.points], marker=marker, label=curve.name)
+        axes.plot(*coordinates([curve]), marker="o" if panel.marks else None, label=curve.name)
     for line in panel.lines:
         draw = axes.axvline if line.upright else axes.axhline
         draw(line.value, linestyle="--", color=colors[line.name], label=line.name)
-    points = [point for curve in panel.curves for point in curve.points]
-    if points and Axis([a for a, _ in points]).log:
-        axes.set_xscale("log")
-    if points and Axis([b for _, b in points]).log:
-        axes.set_yscale("log")
-    elif points:
-        axes.set_ylim(bottom=0)
+    _set_scales(axes, panel)
     axes.grid(visible=True, alpha=0.3)
     if panel.curves or panel.lines:
         axes.legend()
+
+
+def _set_scales(axes: Axes, panel: Panel) -> None:
+    across, up = coordinates(panel.curves)
+    if not across:
+        return
+    if Axis(across).log:
+        axes.set_xscale("log")
+    if Axis(up).log:
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(bottom=0)

@@ -7,6 +7,7 @@ import logging
 import sys
 import time
 from argparse import Namespace
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from weft.cli import engine
@@ -41,18 +42,22 @@ def main(arguments: Namespace) -> int:
         if as_json:
             *_, answer = llm.stream(prompt, params)
         else:
-            answer = engine.print_stream(llm.stream(prompt, params))
-            if answer is not None:
-                engine.print_speed(answer)
+            answer = print_answer(llm.stream(prompt, params))
         expected = predict_engine(llm) if verbose or as_json else None
-        if as_json:
-            assert answer is not None
+        if as_json and answer is not None:
             layout = layout_json(llm.plan, llm.num_blocks)
             print(json.dumps(report(answer, load_s=loaded - started, layout=layout, expected=expected)))
-        if verbose and expected and answer:
-            for line in compared_lines(llm, expected, answer):
-                print(line, file=sys.stderr)
+        if verbose and answer is not None and expected is not None:
+            print("\n".join(compared_lines(llm, expected, answer)), file=sys.stderr)
     return 0
+
+
+def print_answer(stream: Iterator[RequestOutput]) -> RequestOutput | None:
+    """Print an answer while it grows, then its speed; return it, or None if it has no token."""
+    answer = engine.print_stream(stream)
+    if answer is not None:
+        engine.print_speed(answer)
+    return answer
 
 
 def predict_engine(llm: LLM) -> Forecast | None:

@@ -86,18 +86,7 @@ def parse_load(given: dict[str, Any], model: Model) -> tuple[Load, int | None]:
     """
     most = given.get("max_model_len") or model.shape.longest
     trace = read_trace(given["trace"]) if "trace" in given else ()
-    rows = read_trace(given["lengths"]) if "lengths" in given else ()
-    input_len, output_len = drawn_lengths(given, most)
-    if given.get("prefix_len", 0) >= most:
-        raise ConfigError(f"--prefix-len is {given['prefix_len']:,}; {model.name} goes up to {most:,} tokens")
-    drawn = Drawn(
-        input_len=input_len,
-        output_len=output_len,
-        rows=rows,
-        prefixes=given["prefixes"],
-        prefix_len=given.get("prefix_len", 0),
-        most=most,
-    )
+    drawn = parse_drawn(given, model, most)
     load = Load(
         drawn=drawn,
         rate=given.get("rate"),
@@ -109,14 +98,31 @@ def parse_load(given: dict[str, Any], model: Model) -> tuple[Load, int | None]:
     )
     if trace and trace_rate(trace) == inf:
         raise ConfigError(f"trace {given['trace']}: all its requests arrive at the same time, so it has no duration")
-    if trace or rows:
-        return load, min(longest_row(trace or rows), most)
-    longest = longest_drawn(input_len, output_len)
+    if rows := trace or drawn.rows:
+        return load, min(longest_row(rows), most)
+    longest = longest_drawn(drawn.input_len, drawn.output_len)
     if longest is not None and longest > most:
         raise ConfigError(
             f"--input-len and --output-len make up to {longest:,} tokens; {model.name} goes up to {most:,}"
         )
     return load, longest
+
+
+def parse_drawn(given: dict[str, Any], model: Model, most: int) -> Drawn:
+    """The distribution of the requests' tokens; no request has more than `most`."""
+    rows = read_trace(given["lengths"]) if "lengths" in given else ()
+    input_len, output_len = drawn_lengths(given, most)
+    prefix_len = given.get("prefix_len", 0)
+    if prefix_len >= most:
+        raise ConfigError(f"--prefix-len is {prefix_len:,}; {model.name} goes up to {most:,} tokens")
+    return Drawn(
+        input_len=input_len,
+        output_len=output_len,
+        rows=rows,
+        prefixes=given["prefixes"],
+        prefix_len=prefix_len,
+        most=most,
+    )
 
 
 def drawn_lengths(given: dict[str, Any], most: int) -> tuple[Lengths, Lengths]:

@@ -76,20 +76,25 @@ def runs_table(runs: Sequence[Report]) -> Table:
     by_replicas = len({run.replicas for run in runs}) > 1
     priced, promised = (any(getattr(run, name) is not None for run in runs) for name in ("dollars_per_hour", "met"))
     columns = ["replicas" if by_replicas else "requests/s", "tok/s", "TTFT p50", "p95", "p99", "TPOT p50", "p95", "p99"]
-    columns += ["KV", "refused", "preempted", *(["good"] if promised else []), *(["$/M"] if priced else [])]
-    table = figures_table(*columns, title="times in ms" + (", dollars per million generated tokens" if priced else ""))
+    columns += ["KV", "refused", "preempted", *["good"] * promised, *["$/M"] * priced]
+    table = figures_table(*columns, title="times in ms" + ", dollars per million generated tokens" * priced)
     for run in runs:
         table.add_row(
-            f"{run.replicas:,}" if by_replicas else "-" if run.rate is None else f"{run.rate:.4g}",
+            f"{run.replicas:,}" if by_replicas else rate_text(run),
             f"{run.output_tok_s:,.0f}",
             *(milliseconds(spread, q) for spread in (run.ttft_s, run.tpot_s) for q in ("p50", "p95", "p99")),
             f"{100 * run.kv_utilisation:.0f} %",
             f"{run.refused:,}",
             f"{run.preemptions:,}",
-            *([goodput(run)] if promised else []),
-            *([money(run)] if priced else []),
+            *[goodput(run)] * promised,
+            *[money(run)] * priced,
         )
     return table
+
+
+def rate_text(run: Report) -> str:
+    """Requests per second of a run, "-" for users."""
+    return "-" if run.rate is None else f"{run.rate:.4g}"
 
 
 def times_table(report: Report) -> Table:
@@ -147,14 +152,7 @@ def verdict(study: Study, found: Found) -> list[str]:
 
 def confidence(study: Study, load: Load, runs: Sequence[Report], report: Report | None) -> list[str]:
     """The amount that was simulated, and notes on how far to trust the figures."""
-    lines = [measured_text(study, load, runs, report)]
-    one = report or runs[-1]
-    answer_s = one.e2e_s.mean if one.e2e_s else 0.0
-    if 0 < study.times.warmup_s < answer_s and not one.users:
-        lines.append(
-            f"an answer takes {duration(answer_s)}, longer than the warm-up: the load was still growing; "
-            "use a longer --duration"
-        )
+    lines = [measured_text(study, load, runs, report), *growing_text(study, report or runs[-1])]
     if equal_answers(load) and any(run.replicas > 1 for run in runs):
         lines.append(
             "all answers have the same length, so requests start and end in groups, which makes waits look worse; "
@@ -165,6 +163,17 @@ def confidence(study: Study, load: Load, runs: Sequence[Report], report: Report 
     if report and any(target.plus_minus_s is not None for target in report.objective):
         lines.append("± is the 95 % confidence interval (the time cut into ten blocks)")
     return lines
+
+
+def growing_text(study: Study, run: Report) -> list[str]:
+    """A note if the warm-up was too short for the load to be steady."""
+    answer_s = run.e2e_s.mean if run.e2e_s else 0.0
+    if run.users or not 0 < study.times.warmup_s < answer_s:
+        return []
+    return [
+        f"an answer takes {duration(answer_s)}, longer than the warm-up: the load was still growing; use a longer "
+        "--duration"
+    ]
 
 
 def sampled_text(run: Report) -> str:

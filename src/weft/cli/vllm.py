@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import takewhile
 
 from weft.client.vllm import Foreign, foreign, short_forms
 
@@ -26,18 +27,23 @@ def strip_vllm_flags(argv: list[str], own: frozenset[str]) -> tuple[list[str], l
         if written in own or flag is None:
             kept.append(argv[at])
             continue
-        arity = 0 if equals or re.fullmatch(r"-O\d", written) else flag.arity
+        complete = equals or re.fullmatch(r"-O\d", written)
         taken = [value] if equals else []
-        while arity and at + 1 < len(argv) and not argv[at + 1].startswith("--"):
-            at = next(positions)
-            arity -= 1
-            taken.append(argv[at])
+        for word in [] if complete else _values(argv[at + 1 :], flag.arity):
+            next(positions)
+            taken.append(word)
         why = flag.refusal(" ".join(taken) if taken else str(enabled))
         if why:
             raise RefusedFlag(f"{' '.join([written, *taken])}: {why}")
         if not flag.refused:
             warnings.append(f"{written}: {flag.warning}")
     return kept, warnings
+
+
+def _values(words: list[str], arity: int) -> list[str]:
+    """The words up to the next flag, at most `arity`; any number if that is negative."""
+    limited = words if arity < 0 else words[:arity]
+    return list(takewhile(lambda word: not word.startswith("--"), limited))
 
 
 def _vllm_flag(option: str) -> tuple[Foreign | None, bool]:
