@@ -96,7 +96,7 @@ def test_consumer_cards(on: Callable[..., Run]) -> None:
         in out
     )
     assert "in use by Planet (pid 4242) 6.4 GB, python (pid 77) 2.1 GB, a process (pid 78)" in out
-    assert "PCIe 4 x4;" in out and "4 of 16 PCIe lanes: look at its slot and riser" in out
+    assert "PCIe 4 x4;" in out and "4 of 16 PCIe lanes: check its slot and riser" in out
     assert out.count("measured: copies at 900 GB/s, 24 GB/s from the host, 25 GB/s to it") == 2
     assert "PHB a CPU's host bridge" in out and "SYS" not in out
     assert "0-1: no peer-to-peer (the chipset does not support it); all bytes arrive, by way of the host" in out
@@ -114,7 +114,8 @@ def test_a_board_with_a_switch(on: Callable[..., Run]) -> None:
 def test_a_link_that_hangs_is_told_by_name(on: Callable[..., Run]) -> None:
     out = on(bridged((0, 2), (1, 3), count=4), pair02="nothing happened for 15 s")("hardware")[1]
     assert (
-        "0-2: peer-to-peer by the driver, but the test found it hung: nothing happened for 15 s; Weft copies through the" in out
+        "0-2: peer-to-peer by the driver, but the test found it hung: nothing happened for 15 s; Weft copies through the"
+        in out
     )
     assert "1-3: peer-to-peer; all bytes arrive" in out and "0-1, 0-3, 1-2, 2-3: no peer-to-peer (not supported)" in out
 

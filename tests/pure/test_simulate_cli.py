@@ -210,7 +210,8 @@ def test_without_matplotlib_it_says_so_at_once(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    ("path", "words"), [("/nowhere/x.png", "the directory /nowhere does not exist"), ("x.foo", ".foo is not an image format")]
+    ("path", "words"),
+    [("/nowhere/x.png", "the directory /nowhere does not exist"), ("x.foo", ".foo is not an image format")],
 )
 def test_a_plot_that_cannot_be_written_is_refused_before_the_run(path: str, words: str) -> None:
     pytest.importorskip("matplotlib")

@@ -158,7 +158,10 @@ def print_comparison(
         return
     out.print(api_table(fleet, quotes, arguments.utilization, work.output_len))
     sources = ", ".join(dict.fromkeys(quote.source for quote in quotes))
-    out.print(f"$/M answer: dollars per million answer tokens, with the cost of their prompts; API prices: {sources}", soft_wrap=True)
+    out.print(
+        f"$/M answer: dollars per million answer tokens, with the cost of their prompts; API prices: {sources}",
+        soft_wrap=True,
+    )
     if hasattr(arguments, "demand"):
         cheapest = min(quotes, key=lambda quote: quote.dollars)
         print_mixes(out, arguments, question, fleet.each, cheapest, best)
