@@ -12,7 +12,7 @@ from weft.core.params import SamplingParams
 from weft.worker.chooser import Chooser, NativeChooser, Settings, TorchChooser, TritonChooser
 from weft.worker.filters import weigh
 from weft.worker.logprobs import Scorer, score
-from weft.worker.random import BLOCK, block_sums, exponentials, seeds
+from weft.worker.random import SAMPLING_BLOCK, block_sums, exponentials, seeds
 
 CPU = torch.device("cpu")
 MASK = 2**64 - 1
@@ -81,9 +81,9 @@ def far_apart(
         it.admit(0, params[row % len(params)], key_of(row))
         weights = weigh(logits[row : row + 1].float(), it.columns)
         sums = block_sums(weights)[0].double()
-        times = exponentials(torch.from_numpy(seeds(it.keys, positions[row : row + 1])), len(sums) + BLOCK)[0]
-        block, place = divmod(int(got[row]), BLOCK)
-        inside = weights[0, block * BLOCK : (block + 1) * BLOCK].double()
+        times = exponentials(torch.from_numpy(seeds(it.keys, positions[row : row + 1])), len(sums) + SAMPLING_BLOCK)[0]
+        block, place = divmod(int(got[row]), SAMPLING_BLOCK)
+        inside = weights[0, block * SAMPLING_BLOCK : (block + 1) * SAMPLING_BLOCK].double()
         races = (sums / times[: len(sums)], block), (inside / times[len(sums) : len(sums) + len(inside)], place)
         if any(scores[winner] < scores.max() * (1 - TIE) for scores, winner in races):
             rows.append(row)

@@ -479,13 +479,13 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
     )
     seen = type(here)(**{name: getattr(here, name) for name in here.__struct_fields__} | {"gpus": (gpu,)})
     monkeypatch.setattr("weft.client.local.probe", lambda: seen)
-    real = inline.run
+    real = inline.run_rank
 
     def run(*given: Any) -> None:
         with OnThisThread():
             real(*given)
 
-    monkeypatch.setattr(inline, "run", run)
+    monkeypatch.setattr(inline, "run_rank", run)
     monkeypatch.setattr("weft.weights.load.ThreadPoolExecutor", Readers)
     monkeypatch.setattr("weft.worker.graphs.CAPTURE_S", 3600.0)  # Triton's interpreter takes long
     card.set_device(CUDA)

@@ -15,7 +15,7 @@ from tests.cpu.fake_cuda import CardError, OnCard, card
 from weft.formats.schemes import ALL, Scheme
 from weft.kernels.base import HeadNorm, KVCache
 from weft.kernels.plain import PlainKernels
-from weft.quant.quantised import Quantised
+from weft.quant.quantised import QuantisedWeight
 from weft.quant.rounding import round_into
 from weft.worker.chooser import TorchChooser
 
@@ -109,7 +109,7 @@ def _round(
     assert (total, width) == (len(weight) * groups, weight.shape[1])
     scheme = Scheme(bits=BITS, group=GROUP, lowest=LOWEST)  # type: ignore[arg-type]
     type = next(name for name, known in ALL.items() if known == scheme)
-    into = Quantised(type, values, scales, None if LOWEST == "middle" else lowest, lacking, weight.dtype)
+    into = QuantisedWeight(type, values, scales, None if LOWEST == "middle" else lowest, lacking, weight.dtype)
     assert into.shape == (len(weight), cols)
     round_into(weight, into, importance if COUNTED else None)
 

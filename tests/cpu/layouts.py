@@ -65,7 +65,7 @@ def logits_of(plan: Plan, prompt: list[int]) -> torch.Tensor:
             tokens=prompt,
             blocks=[list(range(blocks))],
             samples=[False],
-            guesses=[0],
+            draft_counts=[0],
         )
         executor.submit(step).result(timeout=60)
         return LogitsWorker.logits

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.cpu.draws import MASK
 from weft.core.params import SamplingParams
 from weft.core.step import Admission
-from weft.worker.random import BLOCK
+from weft.worker.random import SAMPLING_BLOCK
 from weft.worker.sampler import Sampled, Sampler
 
 EOS = 1
@@ -106,9 +106,9 @@ def expected(row: Row, logits: list[float]) -> int:
         bits = mix((stream + (i + 1) * 0x9E3779B97F4A7C15) & MASK) >> 12
         return -math.log((bits + 0.5) / 2**52)
 
-    blocks = [sum(weights[at : at + BLOCK]) for at in range(0, len(weights), BLOCK)]
+    blocks = [sum(weights[at : at + SAMPLING_BLOCK]) for at in range(0, len(weights), SAMPLING_BLOCK)]
     block = max(range(len(blocks)), key=lambda i: blocks[i] / time(i))
-    members = range(block * BLOCK, min((block + 1) * BLOCK, len(weights)))
+    members = range(block * SAMPLING_BLOCK, min((block + 1) * SAMPLING_BLOCK, len(weights)))
     return max(members, key=lambda token: weights[token] / time(len(blocks) + token - members.start))
 
 

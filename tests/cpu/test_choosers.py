@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tests.cpu.draws import PARAMS, chi_square, chooser_of, chosen, far_apart, key_of, scorer_of
 from tests.cpu.reference_sampler import EOS, FILTERS, check_logprobs, expected, grid, row_of, sampled
 from weft.core.params import SamplingParams
-from weft.kernels.streams import BROKEN
-from weft.worker.random import BLOCK, race
+from weft.kernels.streams import NOT_FINITE
+from weft.worker.random import SAMPLING_BLOCK, race
 from weft.worker.sampler import Sampler
 
 # Masked logits over a low temperature are beyond float32: -inf is right, and numpy says so all the same.
@@ -29,8 +29,8 @@ KINDS = ["native", pytest.param("triton", marks=no_triton)]
     ("rows", "vocab", "spread", "dtype"),
     [
         (16, 7, 2.0, torch.float32),
-        (16, BLOCK, 3.0, torch.bfloat16),
-        (40, 3 * BLOCK - 1, 0.5, torch.float32),
+        (16, SAMPLING_BLOCK, 3.0, torch.bfloat16),
+        (40, 3 * SAMPLING_BLOCK - 1, 0.5, torch.float32),
         (16, 20_011, 4.0, torch.bfloat16),
         (1, 20_000, 1.0, torch.float32),
     ],
@@ -47,7 +47,7 @@ def test_its_tokens_are_those_of_torch(kind: str, rows: int, vocab: int, spread:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_that_are_no_distribution(kind: str) -> None:
-    vocab = 2 * BLOCK + 40
+    vocab = 2 * SAMPLING_BLOCK + 40
     plain = torch.randn(vocab, generator=torch.Generator().manual_seed(0)) * 3
     rows = [plain.clone() for _ in range(6)]
     rows[1][300] = math.nan
@@ -63,7 +63,7 @@ def test_rows_that_are_no_distribution(kind: str) -> None:
         SamplingParams(temperature=0),
     ):
         got, torchs = chosen(logits, [params], np.arange(6), kind=kind)
-        assert got[1:].tolist() == [BROKEN] * 5 and got[0] >= 0
+        assert got[1:].tolist() == [NOT_FINITE] * 5 and got[0] >= 0
         assert torch.equal(got, torchs)
 
 
@@ -105,7 +105,7 @@ def test_frequencies_are_those_of_the_distribution(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@given(data=st.data(), vocab=st.sampled_from([7, BLOCK, 2 * BLOCK + 3]), seed=st.integers(0, 10**6))
+@given(data=st.data(), vocab=st.sampled_from([7, SAMPLING_BLOCK, 2 * SAMPLING_BLOCK + 3]), seed=st.integers(0, 10**6))
 @settings(max_examples=15)
 def test_a_sampler_gives_the_tokens_of_the_reference(kind: str, data: st.DataObject, vocab: int, seed: int) -> None:
     """All that can be asked for, and new requests in slots that had others."""
@@ -132,7 +132,7 @@ def test_race_of_one_block(kind: str) -> None:
 
 
 @given(
-    vocab=st.sampled_from([7, BLOCK, 5 * BLOCK + 3, 90 * BLOCK + 1]),
+    vocab=st.sampled_from([7, SAMPLING_BLOCK, 5 * SAMPLING_BLOCK + 3, 90 * SAMPLING_BLOCK + 1]),
     seed=st.integers(0, 10**6),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     **FILTERS,

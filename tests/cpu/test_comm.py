@@ -46,7 +46,7 @@ def start(request: pytest.FixtureRequest) -> Iterator[Callable[[int, int], Execu
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(__file__).parent))
         if request.param == "gloo":
-            patch.setattr(processes, "share", lambda ranks: None)
+            patch.setattr(processes, "create_stage_files", lambda ranks: None)
         yield start
         for executor in started.values():
             executor.close()

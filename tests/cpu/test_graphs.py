@@ -75,7 +75,7 @@ def made(
 def replayed(graph: Graphs, it: Batch, incoming: torch.Tensor | None = None) -> torch.Tensor:
     staged = as_staged(it)
     laid = graph.room(staged) or staged.eager()
-    PlainKernels().lay(staged, laid)
+    PlainKernels().fill_batch(staged, laid)
     return graph.run(laid, incoming)
 
 
@@ -172,17 +172,17 @@ def test_the_host_knows_the_lengths_of_a_step() -> None:
         tokens=[1] * 6,
         blocks=[[3, 4, 5], [0, 1]],
         samples=[True, True],
-        guesses=[0, 0],
+        draft_counts=[0, 0],
     )
     staged, _ = rows.stage(step)
     it = staged.eager()
-    PlainKernels().lay(staged, it)
+    PlainKernels().fill_batch(staged, it)
     assert it.host is not None and it.lengths() is it.host
     assert it.host.row_starts.tolist() == it.row_starts.tolist() == [0, 1, 6]
     assert it.host.context.tolist() == it.context.tolist() == [9, 5] and it.decodes == 1
     staged, _ = rows.stage(msgspec.structs.replace(step, blocks=[[], []]), singly=True)
     apart = staged.eager()
-    PlainKernels().lay(staged, apart)
+    PlainKernels().fill_batch(staged, apart)
     assert apart.host is not None and apart.decodes == apart.rows == 6
     assert apart.host.row_starts.tolist() == apart.row_starts.tolist() == [*range(7)]
     assert apart.host.context.tolist() == apart.context.tolist() == [9, 1, 2, 3, 4, 5]

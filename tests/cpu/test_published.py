@@ -22,7 +22,7 @@ from weft.formats.checkpoint import resolve
 from weft.formats.precision import as_held, summed
 from weft.plan.fills import fills
 from weft.plan.plan import Plan
-from weft.quant.quantised import Quantised
+from weft.quant.quantised import QuantisedWeight
 from weft.weights.load import allocate, load
 
 CPU = torch.device("cpu")
@@ -75,7 +75,7 @@ def held(plan: Plan, truth: dict[str, torch.Tensor]) -> set[str]:
             want = truth[fill.source][fill.rows.start : fill.rows.stop]
             want = want if fill.cols is None else want[:, fill.cols.start : fill.cols.stop]
             part = room[fill.param].narrow(0, fill.at, len(fill.rows))
-            if isinstance(part, Quantised):
+            if isinstance(part, QuantisedWeight):
                 found.add(fill.source)
                 assert torch.equal(part.dequantise(), want), fill.source
             else:
@@ -114,7 +114,7 @@ def test_what_the_config_promises_is_what_is_there(folder: Path, name: str, trut
         load(hollow, place, room)
         assert sum(part.nbytes for part in room.values()) == plan.weight_bytes(place.rank)
         for part in room.values():
-            if isinstance(part, Quantised):
+            if isinstance(part, QuantisedWeight):
                 assert 0.01 < float(part.dequantise().std()) < 0.03
     assert msgspec.json.decode(msgspec.json.encode(plan), type=Plan) == plan
 

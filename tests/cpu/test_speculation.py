@@ -18,9 +18,9 @@ from weft import LLM, SamplingParams
 from weft.comm import Links
 from weft.comm.base import Solo
 from weft.config import EngineConfig
-from weft.core import tables
-from weft.core.speculation import Guesser
-from weft.core.worth import Worth
+from weft.core import block_tables
+from weft.core.speculation import DraftProposer
+from weft.core.speculation_gate import SpeculationGate
 from weft.errors import ConfigError, PlanError
 from weft.formats.checkpoint import resolve
 from weft.hardware import host
@@ -79,16 +79,16 @@ def test_the_same_answers(model: str, truth: list, layout: dict, draft: bool) ->
     assert found == truth
     if draft:
         # What is asked for is bounded by the blocks that a text has: nearly all the rest is right.
-        assert stats.confirmed_tokens > 0.9 * stats.guessed_tokens > 40
+        assert stats.accepted_tokens > 0.9 * stats.draft_tokens > 40
     else:
-        assert stats.guessed_tokens > 0
+        assert stats.draft_tokens > 0
 
 
 def test_a_draft_that_guesses_badly_changes_nothing(model: str, truth: list, folder: Path) -> None:
     other = checkpoints.make("llama-mha-odd", folder)
     found, stats = run(model, speculative_config={"model": str(other)})
     assert found == truth
-    assert stats.guessed_tokens > 0 and stats.confirmed_tokens < stats.guessed_tokens
+    assert stats.draft_tokens > 0 and stats.accepted_tokens < stats.draft_tokens
 
 
 def test_a_draft_forgets_what_it_guessed_wrong(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +96,9 @@ def test_a_draft_forgets_what_it_guessed_wrong(model: str, monkeypatch: pytest.M
     with LLM(model, **how) as llm:
         want = llm.generate([PROMPTS[0]], GREEDY)[0].outputs[0].token_ids
     judged: list[tuple[int, int]] = []
-    monkeypatch.setattr(Guesser, "judge", lambda self, guessed, confirmed: judged.append((guessed, confirmed)))
+    monkeypatch.setattr(
+        DraftProposer, "record_accepted", lambda self, guessed, confirmed: judged.append((guessed, confirmed))
+    )
     with LLM(model, speculative_config={"model": model, "num_speculative_tokens": 3}, **how) as llm:
         logits, calls = Decoder.logits, count()
 
@@ -124,7 +126,7 @@ def test_a_prefix_that_is_found_is_found_by_the_draft_too(model: str, reads: lis
         again = llm.generate(PROMPTS, GREEDY)
         after = llm.stats()
     assert [it.outputs[0].token_ids for it in again] == want and again[3].num_cached_tokens > 30
-    right, all_ = (getattr(after, name) - getattr(before, name) for name in ("confirmed_tokens", "guessed_tokens"))
+    right, all_ = (getattr(after, name) - getattr(before, name) for name in ("accepted_tokens", "draft_tokens"))
     assert right > 0.9 * all_ > 0
     # Of the prompts what is no whole block, and of the answers each token.
     assert sum(reads) < 4 * (4 + 30 + 1)
@@ -157,7 +159,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def guesses_when(monkeypatch: pytest.MonkeyPatch, turns: Callable[[int], bool]) -> None:
     """Guess in those steps alone, whatever the clock says."""
     steps = count()
-    monkeypatch.setattr(Worth, "guessing", lambda self, rows: turns(next(steps)))
+    monkeypatch.setattr(SpeculationGate, "allows_drafts", lambda self, rows: turns(next(steps)))
 
 
 OFTEN = {
@@ -183,7 +185,7 @@ def test_a_draft_reads_what_it_missed(
 ) -> None:
     """It drafts for itself, so with the KV of all tokens before it is always right: with found blocks that it has not
     read, with blocks that others had, where its guesses were not taken up."""
-    monkeypatch.setattr(tables, "GROWTH", 1)
+    monkeypatch.setattr(block_tables, "GROWTH", 1)
     prompts = [*PROMPTS, list(range(3, 44)), list(range(3, 30)), [1, 5, 9, 33, 7, 8]]
     params = [GREEDY, replace(DRAWN, seed=9), GREEDY, replace(DRAWN, logprobs=None), DRAWN, GREEDY, DRAWN]
     how = {"dtype": "float32", "skip_tokenizer_init": True, "executor": "inline", "block_size": 4, **limits}
@@ -194,7 +196,7 @@ def test_a_draft_reads_what_it_missed(
         found = [[it.outputs[0].token_ids for it in llm.generate(prompts, params)] for _ in range(2)]
         stats = llm.stats()
     assert found == want and bool(stats.preemptions) == ("max_model_len" in limits)
-    assert stats.guessed_tokens > 10 and stats.confirmed_tokens == stats.guessed_tokens
+    assert stats.draft_tokens > 10 and stats.accepted_tokens == stats.draft_tokens
 
 
 def test_what_is_ordered_is_sampled(model: str, monkeypatch: pytest.MonkeyPatch) -> None:

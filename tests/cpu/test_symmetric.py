@@ -244,5 +244,5 @@ def test_the_start_ends_where_ranks_do_not_come_back(
     if who == "1":
         assert cause.rank == 1 and "waited 1.9 s for it to meet them in symmetric memory" in cause.cause
     else:
-        assert cause.cause == "came no further and ended itself" and "printed above" in cause.hint
+        assert cause.cause == "was stuck and ended itself" and "printed above" in cause.hint
         assert "in meet" in capfd.readouterr().err

@@ -12,8 +12,8 @@ from tests.cpu.attention import ragged
 from tests.cpu.test_kernels import CASES, TOLERANCE, attend_by_loop
 from weft.kernels.base import HeadNorm, KVCache
 from weft.kernels.batch import Batch, Lengths
-from weft.kernels.laying import Staged
 from weft.kernels.plain import PlainKernels
+from weft.kernels.staged import StagedStep
 
 pytest.importorskip("triton", reason="needs triton")
 
@@ -87,7 +87,7 @@ def test_a_step_is_laid_out_as_torch_lays_it(room: int) -> None:
     tokens[:2] = ~slots[:2]
     tables = torch.randint(1000, (8, 1100), generator=generator).int()
     contexts = torch.arange(5, dtype=torch.int32) + 300
-    step = Staged(
+    step = StagedStep(
         tokens=tokens,
         positions=torch.arange(total, dtype=torch.int32),
         places=torch.randint(10**6, (total,), generator=generator),
@@ -108,7 +108,7 @@ def test_a_step_is_laid_out_as_torch_lays_it(room: int) -> None:
         staged = replace(step, tokens=tokens.clone(), tables=tables.clone())
         batch = blank(room, 1100, torch.device("cpu")) if room else staged.eager()
         batch.slots[5:] = 7
-        kernels.lay(staged, batch)
+        kernels.fill_batch(staged, batch)
         assert batch.tokens[:2].tolist() == [706, 702] and batch.slots[5:room].eq(-1).all()
         laid.append((batch, staged.tables))
     (want, want_tables), (got, got_tables) = laid

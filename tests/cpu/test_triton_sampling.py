@@ -20,7 +20,7 @@ from weft import LLM
 from weft.core.params import SamplingParams
 from weft.worker import chooser, chunks, filters
 from weft.worker.filters import weigh
-from weft.worker.random import BLOCK, block_sums, exponentials, seeds
+from weft.worker.random import SAMPLING_BLOCK, block_sums, exponentials, seeds
 from weft.worker.rows import Rows
 from weft.worker.sampler import Sampler
 from weft.worker.staging import Staging
@@ -74,7 +74,7 @@ def test_floats_have_places() -> None:
 
 
 @given(
-    vocab=st.sampled_from([7, BLOCK, 5 * BLOCK + 3, 40 * BLOCK + 1]),
+    vocab=st.sampled_from([7, SAMPLING_BLOCK, 5 * SAMPLING_BLOCK + 3, 40 * SAMPLING_BLOCK + 1]),
     seed=st.integers(0, 10**6),
     **FILTERS,
 )

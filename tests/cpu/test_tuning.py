@@ -23,7 +23,7 @@ from weft.probes.tuning import Raced, Tune, Tuned, tune
 
 pytest.importorskip("triton", reason="needs triton")
 
-from weft.kernels.triton import kept
+from weft.kernels.triton import saved_tunings
 from weft.kernels.triton.tuning import (
     DECODE,
     DECODE_CANDIDATES,
@@ -158,7 +158,9 @@ def test_memory_that_is_not_there_leaves_a_size_as_it_is(monkeypatch: pytest.Mon
 
 def test_the_nearest_number_of_rows_counts() -> None:
     table = Tunings(dict(zip((1, 8, 64, 256), DECODE_CANDIDATES, strict=False)), PREFILL)
-    nearest = [min(n for n, it in table.decode.items() if it == table.of(rows)) for rows in (1, 2, 3, 22, 23, 128, 500)]
+    nearest = [
+        min(n for n, it in table.decode.items() if it == table.for_rows(rows)) for rows in (1, 2, 3, 22, 23, 128, 500)
+    ]
     assert nearest == [1, 1, 8, 8, 64, 64, 256]
 
 
@@ -166,24 +168,24 @@ def test_the_nearest_number_of_rows_counts() -> None:
 
 
 def test_engines_that_start_there_take_what_was_kept(caplog: pytest.LogCaptureFixture) -> None:
-    assert kept.known(CPU, SHAPE) == DEFAULT
-    path = kept.keep(CPU, SHAPE, FOUND)
+    assert saved_tunings.load_tunings(CPU, SHAPE) == DEFAULT
+    path = saved_tunings.save_tunings(CPU, SHAPE, FOUND)
     with caplog.at_level(logging.INFO, "weft"):
-        made = kernels.choose("triton", CPU, SHAPE)
+        made = kernels.create_kernels("triton", CPU, SHAPE)
     assert made._attention.tunings == FOUND and str(path) in caplog.text  # type: ignore[attr-defined]
     # Of the most that may come they are independent, of heads and dtypes not.
-    assert kept.known(CPU, replace(SHAPE, rows=99, length=9)) == FOUND
+    assert saved_tunings.load_tunings(CPU, replace(SHAPE, rows=99, length=9)) == FOUND
     for other in ({"kv_heads": 4}, {"head_dim": 32}, {"dtype": torch.float32}, {"kept": torch.float8_e4m3fn}):
-        assert kept.known(CPU, replace(SHAPE, **other)) == DEFAULT
+        assert saved_tunings.load_tunings(CPU, replace(SHAPE, **other)) == DEFAULT
 
 
 def test_other_versions_have_notes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept.keep(CPU, SHAPE, FOUND)
-    for module in (kept, kept.triton, torch):
+    saved_tunings.save_tunings(CPU, SHAPE, FOUND)
+    for module in (saved_tunings, saved_tunings.triton, torch):
         with monkeypatch.context() as other:
             other.setattr(module, "__version__", "9.9")
-            assert kept.known(CPU, SHAPE) == DEFAULT
-    assert kept.known(CPU, SHAPE) == FOUND
+            assert saved_tunings.load_tunings(CPU, SHAPE) == DEFAULT
+    assert saved_tunings.load_tunings(CPU, SHAPE) == FOUND
 
 
 @pytest.mark.parametrize(
@@ -200,12 +202,12 @@ def test_other_versions_have_notes_of_their_own(monkeypatch: pytest.MonkeyPatch)
 def test_a_note_that_is_broken_or_foreign_is_ignored(
     spoil: Callable[[bytes], bytes], said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = kept.keep(CPU, SHAPE, FOUND)
+    path = saved_tunings.save_tunings(CPU, SHAPE, FOUND)
     before = path.read_bytes()
     path.write_bytes(spoil(before))
     assert path.read_bytes() != before
     with caplog.at_level(logging.DEBUG, "weft"):
-        assert kept.known(CPU, SHAPE) == DEFAULT
+        assert saved_tunings.load_tunings(CPU, SHAPE) == DEFAULT
     assert said in caplog.text and [record.levelname for record in caplog.records] == ["DEBUG"]
 
 
@@ -218,7 +220,7 @@ def test_what_a_process_finds_is_kept_for_every_number_of_ranks(monkeypatch: pyt
 
     monkeypatch.setattr(trials, "measured", measured)
     plan = msgspec.structs.replace(make_plan(), attention_backend="triton")
-    whole = AttentionShape.of(plan, 0)
+    whole = AttentionShape.from_plan(plan, 0)
     ranks = (1, whole.kv_heads)
     tuner.measure(Tune(plan, ranks, keep=True), SimpleNamespace(send=said.append))  # type: ignore[arg-type]
     races, tuned = said[::2], said[1::2]
@@ -230,7 +232,7 @@ def test_what_a_process_finds_is_kept_for_every_number_of_ranks(monkeypatch: pyt
     for n, it in zip(ranks, tuned, strict=True):
         shape = replace(whole, q_heads=whole.q_heads // n, kv_heads=whole.kv_heads // n)
         assert isinstance(it, Tuned) and Path(it.path).is_file() and not it.lost
-        assert it.decode == {1: str(FEW), 4: str(MANY)} and kept.known(CPU, shape) == FOUND
+        assert it.decode == {1: str(FEW), 4: str(MANY)} and saved_tunings.load_tunings(CPU, shape) == FOUND
 
 
 def test_a_cache_that_cannot_be_written_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from weft.comm import Links, Solo
 from weft.config import EngineConfig
 from weft.formats.checkpoint import resolve
 from weft.hardware import host
-from weft.kernels import choose
+from weft.kernels import create_kernels
 from weft.kernels.base import Kernels, Product
 from weft.layers import rope
 from weft.models.decoder import Decoder
@@ -74,7 +74,7 @@ def test_packed_weights_are_not_held_twice(tmp_path: Path, monkeypatch: pytest.M
         originals.append(weakref.ref(weight))
         return product(kernels, weight, bias)
 
-    kernels = type(choose("auto", torch.device("cpu"), shaped(torch.bfloat16)))
+    kernels = type(create_kernels("auto", torch.device("cpu"), shaped(torch.bfloat16)))
     product = kernels.matrix
     monkeypatch.setattr(kernels, "matrix", spy)
     with alone(plan) as worker:

@@ -21,7 +21,7 @@ from weft.bench import calibrate, fit
 from weft.bench.calibrate import LOADS, Load, Point
 from weft.bench.fit import QUANTISED, WIDTHS, Planned
 from weft.bench.synthetic import LONGEST, Synthetic, of_size
-from weft.cache import tell_damaged
+from weft.cache import warn_damaged
 from weft.cli import bench_calibrate, main
 from weft.cli.parser import UsageError
 from weft.client.outputs import CompletionOutput, Metrics, RequestOutput
@@ -318,7 +318,7 @@ def made(device: str = "AMD EPYC (2 cores)", error: float = 0.05, **changed: flo
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    tell_damaged.cache_clear()
+    warn_damaged.cache_clear()
     return tmp_path / "weft"
 
 

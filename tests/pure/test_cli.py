@@ -25,8 +25,8 @@ from weft.cli.commands import COMMANDS
 from weft.cli.flags import DEFAULTS, ENGINE, SAMPLING, SERVER, engine_config, sampling_options, serve_options
 from weft.cli.parser import UsageError, build_parser
 from weft.cli.plan_flags import PLAN
-from weft.client.arguments import check_foreign
-from weft.client.vllm import Foreign, foreign, short_forms
+from weft.client.arguments import check_vllm_argument
+from weft.client.vllm import VLLMArgument, short_forms, vllm_arguments
 from weft.config import EngineConfig
 from weft.core.params import SamplingParams
 from weft.errors import Cause, ConfigError, EngineError, ModelError
@@ -194,10 +194,10 @@ def test_no_flag_is_both_ours_and_lacking() -> None:
     # What is only planned may have flags for layouts that the engine does not run yet.
     planned = {flag for _, flags in PLAN for flag in flags}
     ours = {flag.name for command in COMMANDS.values() for flag in command.flags if flag not in planned}
-    assert not ours & set(foreign())
-    assert set(short_forms().values()) <= set(foreign())
-    assert all(flag.why for flag in foreign().values() if flag.refused)
-    assert not any(flag.fine for flag in foreign().values() if not flag.refused)
+    assert not ours & set(vllm_arguments())
+    assert set(short_forms().values()) <= set(vllm_arguments())
+    assert all(flag.why for flag in vllm_arguments().values() if flag.refused)
+    assert not any(flag.fine for flag in vllm_arguments().values() if not flag.refused)
 
 
 SWALLOWED = {"--enable-eplb", "--swap-space", "-O2", "-asc"}
@@ -212,8 +212,10 @@ def test_stripping_keeps_the_order_and_warns_once_per_flag(argv: list[str]) -> N
     assert len(warnings) <= sum(word in SWALLOWED for word in argv)
 
 
-@pytest.mark.parametrize("flag", [flag for flag in foreign().values() if flag.refused], ids=lambda flag: flag.name)
-def test_flags_that_change_what_is_served_are_refused(flag: Foreign, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "flag", [flag for flag in vllm_arguments().values() if flag.refused], ids=lambda flag: flag.name
+)
+def test_flags_that_change_what_is_served_are_refused(flag: VLLMArgument, capsys: pytest.CaptureFixture[str]) -> None:
     value = ["17"] if flag.arity else []
     assert main.main(["serve", "m", f"--{flag.name}", *value]) == 2
     told = capsys.readouterr().err
@@ -223,8 +225,8 @@ def test_flags_that_change_what_is_served_are_refused(flag: Foreign, capsys: pyt
     if not flag.arity:
         assert vllm.strip_vllm_flags([f"--no-{flag.name}"], frozenset()) == ([], [])
     with pytest.raises(ConfigError, match=f"^{flag.name.replace('-', '_')}="):
-        check_foreign(flag.name.replace("-", "_"), 17 if flag.arity else True, ())
-    check_foreign(flag.name.replace("-", "_"), None if flag.arity else False, ())
+        check_vllm_argument(flag.name.replace("-", "_"), 17 if flag.arity else True, ())
+    check_vllm_argument(flag.name.replace("-", "_"), None if flag.arity else False, ())
 
 
 @pytest.mark.parametrize(

@@ -290,7 +290,7 @@ def test_kernels_that_do_not_run_are_no_reason_to_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "broken.so").write_text("no library")
-    monkeypatch.setattr(library, "found", lambda: str(tmp_path / "broken.so"))
+    monkeypatch.setattr(library, "built_library", lambda: str(tmp_path / "broken.so"))
     monkeypatch.setattr(speeds, "LEAST_BYTES", 1 << 20)
     found = speeds.measure_cpu(msgspec.structs.replace(probe(), memory_free_bytes=4 << 20))
     assert found.kernels is None and found.bandwidth_Bps > 0 and found.library == "broken.so"
@@ -311,7 +311,7 @@ def test_an_instruction_that_a_cpu_lacks_is_no_reason_to_stop(
             raise subprocess.CalledProcessError(-signal.SIGILL, command, stderr=b"")
         return SimpleNamespace(stdout=msgspec.json.encode(SPEED))
 
-    monkeypatch.setattr(library, "found", lambda: "/cache/other.so")
+    monkeypatch.setattr(library, "built_library", lambda: "/cache/other.so")
     monkeypatch.setattr(subprocess, "run", run)
     assert speeds.measure_cpu(HOST) == msgspec.structs.replace(SPEED, library="other.so")
     assert asked == [True, False] and f"do not run ({signal.strsignal(signal.SIGILL)})" in caplog.text

@@ -131,6 +131,6 @@ def test_without_cuda_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_ranks_count_along_the_bus_unless_the_user_says_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
-    assert processes.environment(1)["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    assert processes.rank_environment(1)["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
-    assert "CUDA_DEVICE_ORDER" not in processes.environment(1)
+    assert "CUDA_DEVICE_ORDER" not in processes.rank_environment(1)

@@ -13,7 +13,7 @@ import pytest
 from tests.pure.commands import parsed
 from tests.pure.exports import VLLM, emit, flags, parts, plans, run
 from weft.cli.flags import engine_config, serve_options
-from weft.client.vllm import foreign
+from weft.client.vllm import vllm_arguments
 
 RAY_START = {"head", "port", "node-ip-address", "num-gpus", "address", "block"}
 
@@ -47,7 +47,7 @@ def test_vllm_knows_the_flags(plan: str, tmp_path: Path) -> None:
             assert all(
                 values
                 for name, values in flags(words).items()
-                if (name not in foreign() or foreign()[name].arity) and program == "vllm"
+                if (name not in vllm_arguments() or vllm_arguments()[name].arity) and program == "vllm"
             )
 
 

@@ -142,7 +142,7 @@ def test_ranks_go_through_the_host_s_memory_where_a_link_fails(
     )
     linked = execution.linked(plan, here)
     assert linked.peer_to_peer == (verdict == "works")
-    assert processes.environment(1, linked.peer_to_peer).get("NCCL_P2P_DISABLE") == (
+    assert processes.rank_environment(1, linked.peer_to_peer).get("NCCL_P2P_DISABLE") == (
         None if verdict == "works" else "1"
     )
     assert (f"0-2 ({verdict})" in caplog.text) == (verdict != "works")

@@ -239,7 +239,7 @@ def test_policies_are_those_of_the_gateway() -> None:
         ("--rate 1 --replicas 0", 2, "'0' is below 1"),
         ("--rate 1 --sample-replicas some", 2, "'some' is no whole number"),
         ("--rate 1 --slo ttft_p95", 1, "--slo 'ttft_p95' is no target"),
-        ("--rate 1 --find replicas", 2, "--find replicas needs an objective"),
+        ("--rate 1 --find replicas", 2, "--find replicas needs a promise"),
         ("--find replicas --slo ttft_p95=1s", 2, "--find replicas needs the load"),
         ("--find replicas --rate 1 --replicas 2 --slo ttft_p95=1s", 2, "leave --replicas out"),
         ("--find rate --rate 1 --slo ttft_p95=1s", 2, "leave --rate out"),

@@ -46,7 +46,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Host]:
         return CpuSpeed(1e9 + len(calls), 1e12)
 
     monkeypatch.setattr(speeds, "measure_cpu", measure)
-    monkeypatch.setattr(library, "found", lambda: "")
+    monkeypatch.setattr(library, "built_library", lambda: "")
     return calls
 
 
@@ -91,7 +91,7 @@ def test_a_busy_machine_is_measured_again_when_it_is_not(measured: list[Host], m
 
 def test_it_is_measured_again_once_the_kernels_are_built(measured: list[Host], monkeypatch: pytest.MonkeyPatch) -> None:
     def built(path: str | None) -> float:
-        monkeypatch.setattr(library, "found", lambda: path)
+        monkeypatch.setattr(library, "built_library", lambda: path)
         return cpu_speed(HOST).bandwidth_Bps
 
     speeds.keep(HOST, msgspec.structs.replace(known(HOST), cpu=CpuSpeed(5.0, 5.0, library="")))
@@ -108,7 +108,7 @@ def test_it_is_measured_again_where_the_kernels_come_or_go(
     measured: list[Host], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def anew(kept: CpuSpeed, found: str | None) -> bool:
-        monkeypatch.setattr(library, "found", lambda: found)
+        monkeypatch.setattr(library, "built_library", lambda: found)
         speeds.keep(HOST, msgspec.structs.replace(known(HOST), cpu=kept))
         return cpu_speed(HOST) != kept
 

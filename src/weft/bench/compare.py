@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from weft.errors import ConfigError, reason
+from weft.errors import ConfigError, error_reason
 
 # How a figure's name ends says which way is better; figures of other names (counts, settings) are not compared.
 HIGHER = ("tok_s", "throughput", "goodput", "goodput_share", "per_s")
@@ -47,7 +47,7 @@ def read(path: str) -> dict[str, Any]:
     try:
         text = Path(path).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {reason(error)}") from None
+        raise ConfigError(f"cannot read {path}: {error_reason(error)}") from None
     for part in (text, text.rpartition("\n")[2]):
         try:
             found = json.loads(part)

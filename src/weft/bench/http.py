@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from weft.errors import ConfigError, WeftError, reason
+from weft.errors import ConfigError, WeftError, error_reason
 
 MOST_ERROR_BYTES = 65_536  # of a refusal's body that are kept
 
@@ -111,7 +111,7 @@ class Client:
             _, made = await loop.create_connection(Connection, server.host, server.port, ssl=server.tls)
         except OSError as error:
             # asyncio's own text names every address that was tried.
-            raise HttpFailure(f"cannot connect to {server.url}: {reason(error)}") from error
+            raise HttpFailure(f"cannot connect to {server.url}: {error_reason(error)}") from error
         return made, True
 
 

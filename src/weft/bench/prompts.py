@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from weft.errors import ConfigError, reason
+from weft.errors import ConfigError, error_reason
 
 Message = dict[str, Any]
 WORDS = "time year day way part case work life hand place week group water room area story fact month book eye"
@@ -61,7 +61,7 @@ def read(path: str, *, output_len: int) -> list[Prompt]:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read --dataset-path {path}: {reason(error)}") from None
+        raise ConfigError(f"cannot read --dataset-path {path}: {error_reason(error)}") from None
     rows = _sharegpt(text)
     if rows is None:
         rows = []

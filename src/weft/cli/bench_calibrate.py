@@ -67,21 +67,24 @@ def main(arguments: Namespace) -> int:
     if config.device == "cpu" or not here.gpus:
         here = msgspec.structs.replace(here, gpus=(), pairs=())
     results = [calibrate_device(arguments, config, here, gpu, index) for index, gpu in devices(here, config)]
+    print_results(results, as_json=getattr(arguments, "json", False))
     bad = [device.result for device in results if device.result.error > FAR]
     keep = getattr(arguments, "save", not bad)
-    if getattr(arguments, "json", False):
-        print(json.dumps([device_json(device) for device in results]))
-    else:
-        print("\n\n".join("\n".join(device_lines(device)) for device in results))
     if keep:
         keep_results(results)
     for result in bad:
-        print(
-            f"{result.device}: the planner's formulas miss the measurements by {100 * result.error:.0f} %: was the "
-            "machine busy with something else? " + ("" if keep else "Nothing is kept (--save keeps it anyway)"),
-            file=sys.stderr,
-        )
+        doubt = f"the planner's formulas miss the measurements by {100 * result.error:.0f} %"
+        kept = "" if keep else "Nothing is kept (--save keeps it anyway)"
+        print(f"{result.device}: {doubt}: was the machine busy with something else? {kept}", file=sys.stderr)
     return 1 if bad and not keep else 0
+
+
+def print_results(results: Sequence[DeviceResult], *, as_json: bool) -> None:
+    """Print the results of all devices."""
+    if as_json:
+        print(json.dumps([device_json(device) for device in results]))
+    else:
+        print("\n\n".join("\n".join(device_lines(device)) for device in results))
 
 
 def keep_results(results: Sequence[DeviceResult]) -> None:

@@ -16,7 +16,7 @@ from weft.cli import engine, terminal
 from weft.cli.chat_settings import changed_setting, settings_text
 from weft.cli.flags import sampling_options
 from weft.core.params import SamplingParams
-from weft.errors import RequestError, reason
+from weft.errors import RequestError, error_reason
 
 if TYPE_CHECKING:
     from weft.llm import LLM
@@ -120,7 +120,7 @@ class Chat:
         except FileExistsError:
             raise ChatError(f"{path} exists already; give another name") from None
         except OSError as error:
-            raise ChatError(f"cannot write {path}: {reason(error)}") from None
+            raise ChatError(f"cannot write {path}: {error_reason(error)}") from None
         notify(f"saved {len(self.messages)} messages as {path}")
 
     def help(self, _: str) -> None:

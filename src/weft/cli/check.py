@@ -13,6 +13,7 @@ from weft.cli import plan
 from weft.cli.parser import UsageError
 from weft.formats import lookup
 from weft.formats.precision import canonical
+from weft.formatting import format_bytes
 from weft.hardware.cluster import Cluster
 from weft.hardware.cluster import parse as parse_cluster
 from weft.planner import cost
@@ -24,7 +25,6 @@ from weft.planner.objections import not_run
 from weft.planner.profiles import profile
 from weft.planner.question import Question
 from weft.planner.search import search
-from weft.words import gigabytes
 
 # Flags for what the claim contains.
 IN_CLAIM = ("model", "gpus", "nodes", "network", "precision", "quantization")
@@ -106,10 +106,10 @@ def verdict_text(verdict: Verdict, predicted: tuple[Layout, Prediction] | str | 
     else:
         lines = [
             "possible",
-            f"  {gigabytes(verdict.weight_bytes)} of weights and {gigabytes(verdict.kv_bytes)} of KV for "
-            f"{claim.tokens:,} tokens; {gigabytes(verdict.have_bytes)} usable after {gigabytes(RESERVED_BYTES)} on "
-            "each GPU for the driver and engine",
-            f"  at most {verdict.bound_tok_s:.1f} tok/s: each token reads {gigabytes(verdict.read_bytes)} of memory",
+            f"  {format_bytes(verdict.weight_bytes)} of weights and {format_bytes(verdict.kv_bytes)} of KV for "
+            f"{claim.tokens:,} tokens; {format_bytes(verdict.have_bytes)} usable after {format_bytes(RESERVED_BYTES)} "
+            "on each GPU for the driver and engine",
+            f"  at most {verdict.bound_tok_s:.1f} tok/s: each token reads {format_bytes(verdict.read_bytes)} of memory",
         ]
     if isinstance(predicted, str):
         lines.append(f"  but not with {engine}: {predicted}")

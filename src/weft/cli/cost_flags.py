@@ -10,7 +10,7 @@ from pathlib import Path
 from weft.cli import values
 from weft.cli.flags import Flag
 from weft.cli.plan_flags import share
-from weft.errors import reason
+from weft.errors import error_reason
 
 
 def prices(text: str) -> tuple[float, ...]:
@@ -47,7 +47,7 @@ def read_demand(path: str) -> list[float]:
     try:
         rows = [row for row in csv.reader(Path(path).read_text(encoding="utf-8").splitlines()) if row]
     except (OSError, UnicodeDecodeError) as error:
-        raise ArgumentTypeError(f"{path} cannot be read: {reason(error)}") from None
+        raise ArgumentTypeError(f"{path} cannot be read: {error_reason(error)}") from None
     rates = []
     for number, row in enumerate(rows, 1):
         try:

@@ -9,7 +9,7 @@ from weft.cli.commands import COMMANDS, Command
 from weft.cli.dispatch import ABOUT
 from weft.cli.flags import ENGINE, Flag
 from weft.cli.parser import default_text
-from weft.client.vllm import Foreign, foreign
+from weft.client.vllm import VLLMArgument, vllm_arguments
 
 PAGE = Path(__file__).parents[3] / "docs" / "cli.md"
 
@@ -64,8 +64,8 @@ def flag_table(title: str, flags: tuple[Flag, ...]) -> str:
 
 def vllm_table(*, refused: bool) -> str:
     """A Markdown table of the vLLM flags that Weft does not have, by topic and reason."""
-    groups: dict[tuple[str, str], list[Foreign]] = {}
-    for flag in foreign().values():
+    groups: dict[tuple[str, str], list[VLLMArgument]] = {}
+    for flag in vllm_arguments().values():
         if flag.refused == refused:
             groups.setdefault((flag.topic, flag.why), []).append(flag)
     rows = [
@@ -74,7 +74,7 @@ def vllm_table(*, refused: bool) -> str:
     return "\n".join(["| topic | flags | why |", "|---|---|---|", *rows]) + "\n"
 
 
-def flag_with_values(flag: Foreign) -> str:
+def flag_with_values(flag: VLLMArgument) -> str:
     """The name of a refused flag, and the values that are accepted nevertheless."""
     return f"`--{flag.name}`" + (f" (but {', '.join(f'`{value}`' for value in flag.fine)})" if flag.fine else "")
 

@@ -35,9 +35,9 @@ def check_emit_flags(arguments: Namespace) -> None:
         if alone:
             raise UsageError(f"--{alone.replace('_', '-')} works only with --emit TARGET")
         return
-    for other in ("check", "json", "html"):
-        if getattr(arguments, other, False):
-            raise UsageError(f"--emit and --{other} print different answers; give one of them")
+    other = next((name for name in ("check", "json", "html") if getattr(arguments, name, False)), None)
+    if other:
+        raise UsageError(f"--emit and --{other} print different answers; give one of them")
     if getattr(arguments, "emit_to", None) == "":
         raise UsageError("--emit-to is empty; give a folder, or . for this one")
     if hasattr(arguments, "force") and not hasattr(arguments, "emit_to"):

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from weft.cli.tables import console, figures_table
+from weft.formatting import format_bytes
 from weft.hardware.cpu import CpuSpeed
 from weft.hardware.host import Host
 from weft.hardware.topology import Gpu, Pair
 from weft.probes.machine import plain
 from weft.probes.speeds import PairSpeed, Speeds
-from weft.words import gigabytes
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -56,12 +56,12 @@ def cpu_lines(here: Host, speeds: Speeds) -> Iterator[str]:
         if cpu.features:
             yield f"  instructions: {', '.join(cpu.features)}"
         for node in cpu.nodes if len(cpu.nodes) > 1 else ():
-            yield f"  NUMA node {node.number}: {len(node.cores)} threads, {gigabytes(node.memory_total_bytes)}"
-    yield f"  memory: {gigabytes(here.memory_free_bytes)} free of {gigabytes(here.memory_total_bytes)}"
+            yield f"  NUMA node {node.number}: {len(node.cores)} threads, {format_bytes(node.memory_total_bytes)}"
+    yield f"  memory: {format_bytes(here.memory_free_bytes)} free of {format_bytes(here.memory_total_bytes)}"
     if speeds.cpu:
         teraflops = speeds.cpu.fp32_flops / 1e12
         low = "; the machine was busy: measure again with --refresh-hardware" if speeds.cpu.busy else ""
-        yield f"  measured: reads {gigabytes(speeds.cpu.bandwidth_Bps)}/s, {teraflops:.2f} TFLOPS in 32 bits{low}"
+        yield f"  measured: reads {format_bytes(speeds.cpu.bandwidth_Bps)}/s, {teraflops:.2f} TFLOPS in 32 bits{low}"
         yield f"  Weft's own kernels: {own_kernels(speeds.cpu)}"
 
 
@@ -92,13 +92,13 @@ def gpu_lines(here: Host, speeds: Speeds) -> Iterator[str]:
 
 def one_gpu(gpu: Gpu, speeds: Speeds) -> Iterator[str]:
     """A GPU's memory and the processes that use it, its links and clocks, and its measured speeds."""
-    yield f"{gpu.name}, {gigabytes(gpu.free_bytes)} free of {gigabytes(gpu.total_bytes)}"
+    yield f"{gpu.name}, {format_bytes(gpu.free_bytes)} free of {format_bytes(gpu.total_bytes)}"
     if gpu.slice:
         yield "a MIG slice: CUDA shows only one to a process; CUDA_VISIBLE_DEVICES=MIG-... selects another"
     if gpu.holders:
         yield f"in use by {', '.join(map(str, gpu.holders))}"
     elif gpu.held_bytes:
-        yield f"{gigabytes(gpu.held_bytes)} are in use; the driver does not report by which process"
+        yield f"{format_bytes(gpu.held_bytes)} are in use; the driver does not report by which process"
     parts = [*pcie(gpu), *nvlinks(gpu), *numa_node(gpu), *clocks(gpu)]
     yield "; ".join(parts) or "the driver reports neither links nor clocks"
     if gpu.pcie and gpu.pcie.lanes < gpu.pcie.most_lanes:
@@ -146,15 +146,14 @@ def clocks(gpu: Gpu) -> list[str]:
 
 def link_matrix(here: Host) -> Table:
     """A table with the link between every two GPUs."""
-    links = {(pair.first, pair.second): link_name(pair) for pair in here.pairs}
-    table = figures_table("", *(f"GPU {gpu.index}" for gpu in here.gpus))
-    for row in here.gpus:
-        cells = (
-            "·" if row is column else links[min(row.index, column.index), max(row.index, column.index)]
-            for column in here.gpus
-        )
-        table.add_row(f"GPU {row.index}", *cells)
-    used = {cell.rstrip("0123456789") for cell in links.values()}
+    names = {}
+    for pair in here.pairs:
+        names[pair.first, pair.second] = names[pair.second, pair.first] = link_name(pair)
+    numbers = [gpu.index for gpu in here.gpus]
+    table = figures_table("", *(f"GPU {number}" for number in numbers))
+    for row in numbers:
+        table.add_row(f"GPU {row}", *(names.get((row, column), "·") for column in numbers))
+    used = {name.rstrip("0123456789") for name in names.values()}
     table.caption = "; ".join(f"{name} {meaning}" for name, meaning in LEGEND.items() if name in used) or None
     table.caption_justify = "left"
     return table

@@ -124,10 +124,9 @@ def _in_other_commands(command: Command, name: str, subject: str = "it") -> str:
     if command.name == "serve" and name in SAMPLING_NAMES:
         return IN_REQUESTS
     bare = name.removeprefix("no-")
-    having = [other.name for other in COMMANDS.values() if bare in (flag.name for flag in other.flags)]
-    if not having:
-        return ""
+    having = [other.name for other in COMMANDS.values() if any(flag.name == bare for flag in other.flags)]
     if len(having) > 3:
-        return f"{subject} belongs to weft {', '.join(having[:3])} and others"
-    *first, last = having
-    return f"{subject} belongs to weft {', '.join(first)} and {last}" if first else f"{subject} belongs to weft {last}"
+        having = [*having[:3], "others"]
+    if len(having) > 1:
+        having = [", ".join(having[:-1]), having[-1]]
+    return f"{subject} belongs to weft {' and '.join(having)}" if having else ""

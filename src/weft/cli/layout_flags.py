@@ -8,11 +8,11 @@ from typing import Any
 
 from weft.architectures.model import Model
 from weft.cli.parser import UsageError
+from weft.formatting import join_commas
 from weft.hardware.cluster import Cluster
 from weft.plan import device_map, max_memory, placement
 from weft.planner.domains import usable
 from weft.planner.question import Wish
-from weft.words import commas
 
 
 def rank_count(given: dict[str, Any]) -> int:
@@ -65,7 +65,7 @@ def tensor_ranks(given: dict[str, Any], model: Model) -> int | None:
     size, shares = given.get("tensor_parallel_size"), given.get("tensor_split")
     if shares is not None:
         if any(not 0 < share < inf for share in shares):
-            raise UsageError(f"--tensor-split {commas(shares)}: each share must be above 0")
+            raise UsageError(f"--tensor-split {join_commas(shares)}: each share must be above 0")
         if size not in (None, len(shares)):
             raise UsageError(f"--tensor-split has {len(shares)} shares, but --tensor-parallel-size is {size}")
         size = len(shares)
@@ -81,8 +81,8 @@ def pipeline_stages(given: dict[str, Any], model: Model) -> int | None:
     if layers is not None:
         if any(count < 1 for count in layers) or sum(layers) != total:
             raise UsageError(
-                f"--pipeline-split {commas(layers)} is {sum(layers)} layers; {model.name} has {total}, and each stage "
-                "needs at least one"
+                f"--pipeline-split {join_commas(layers)} is {sum(layers)} layers; {model.name} has {total}, and each "
+                "stage needs at least one"
             )
         if size not in (None, len(layers)):
             raise UsageError(f"--pipeline-split has {len(layers)} stages, but --pipeline-parallel-size is {size}")

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from weft.cli import hints, vllm
 from weft.cli.commands import COMMANDS, Command
 from weft.cli.flags import DEFAULTS, Flag
-from weft.errors import WeftError, reason
+from weft.errors import WeftError, error_reason
 from weft.formats.yaml_text import load
 
 logger = logging.getLogger("weft.cli")
@@ -170,8 +170,9 @@ def add_flag(group: argparse._ArgumentGroup, flag: Flag) -> None:
 def default_text(flag: Flag) -> str:
     """ " (default: X)", or "" for a flag without a default or with an empty one."""
     value = flag.default if flag.default is not None else DEFAULTS.get(flag.dest)
-    empty = value is None or value in ("", (), {}) or callable(value)
-    if empty or (flag.choices and value not in flag.choices):
+    if value in (None, "", (), {}) or callable(value):
+        return ""
+    if flag.choices and value not in flag.choices:
         return ""
     if isinstance(value, bool):
         value = "on" if value else "off"
@@ -254,7 +255,7 @@ def read_config_file(path: str) -> dict[Any, Any]:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read --config {path}: {reason(error)}") from None
+        raise UsageError(f"cannot read --config {path}: {error_reason(error)}") from None
     try:
         content = load(text) or {}
     except ValueError as error:

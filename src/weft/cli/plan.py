@@ -15,6 +15,7 @@ from weft.errors import ConfigError
 from weft.formats import lookup
 from weft.formats.precision import canonical
 from weft.formats.schemes import MADE
+from weft.formatting import join_commas
 from weft.hardware import hardware_file
 from weft.hardware.cluster import Cluster, parse_gpus, parse_nodes
 from weft.hardware.gpus import BF16_CAPABILITY
@@ -24,7 +25,6 @@ from weft.planner.deployment import Workload, lengths
 from weft.planner.question import Question
 from weft.planner.search import search
 from weft.probes import machine
-from weft.words import commas
 
 # Flags that a command for a similar question repeats.
 REPEATED = (*plan_flags.HARDWARE, *plan_flags.LAYOUT, *plan_flags.ENGINE, *plan_flags.LOAD, *plan_flags.PROMISE)
@@ -126,7 +126,7 @@ def repeated_flags(given: dict[str, Any]) -> Iterator[tuple[str, ...]]:
         elif flag.parse is None:
             yield (flag.option,)
         else:
-            yield flag.short or flag.option, commas(value) if isinstance(value, tuple) else f"{value}"
+            yield flag.short or flag.option, join_commas(value) if isinstance(value, tuple) else f"{value}"
 
 
 def compressed_precision(given: dict[str, Any]) -> str | None:

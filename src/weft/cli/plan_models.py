@@ -15,12 +15,12 @@ from weft.cli.parser import UsageError
 from weft.cli.plan import NOTHING_FITS, build_question, planned_cluster
 from weft.errors import WeftError
 from weft.formats import catalogue
+from weft.formatting import format_bytes, weft_command
 from weft.hardware.cluster import Cluster
 from weft.planner.advice import OWN
 from weft.planner.answer import candidate_json, hardware_json, missing
 from weft.planner.overview import in_best_precision, layout_name, short_bytes
 from weft.planner.search import Answer, closest, search
-from weft.words import command, gigabytes
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -96,7 +96,7 @@ def head_json(answer: Answer) -> dict[str, Any]:
         "engine": question.engine,
         "objective": question.objective,
         "concurrency": work.concurrency or "max",
-        "command": command("plan", [("", "MODEL"), *question.flags[1:]]),
+        "command": weft_command("plan", [("", "MODEL"), *question.flags[1:]]),
     }
 
 
@@ -205,7 +205,7 @@ def not_fitting(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     short = [row for row in rows if not row["fits"] and row["short_bytes"]]
     if short:
         listed = ", ".join(
-            f"{short_name(row)} ({gigabytes(row['short_bytes'])} short in {precision_name(row['precision'])})"
+            f"{short_name(row)} ({format_bytes(row['short_bytes'])} short in {precision_name(row['precision'])})"
             for row in short
         )
         yield f"These do not fit; at best the fullest device lacks: {listed}"

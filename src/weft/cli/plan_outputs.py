@@ -10,7 +10,7 @@ from typing import Any
 
 from weft.architectures.model import Model
 from weft.cli.parser import UsageError
-from weft.errors import reason
+from weft.errors import error_reason
 from weft.planner.answer import as_json
 from weft.planner.search import Answer
 
@@ -66,5 +66,5 @@ def write_page(name: str, text: str) -> None:
     try:
         Path(name).write_text(text, encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise UsageError(f"cannot write {name}: {reason(error)}") from None
+        raise UsageError(f"cannot write {name}: {error_reason(error)}") from None
     print(f"wrote {name}", file=sys.stderr)

@@ -9,7 +9,7 @@ from weft.cli import plan_text
 from weft.cli.glossary import TermTooltips
 from weft.cli.plan_columns import MARK, PlanJson, columns, fullest, shown_and_others
 from weft.cli.plan_picture import LINKS, NAMES, parts_of, picture
-from weft.words import gigabytes
+from weft.formatting import format_bytes
 
 FEW = 8  # rejected layouts that are not folded away
 
@@ -19,7 +19,7 @@ def html_page(plan: PlanJson) -> str:
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
-    environment.filters |= {"gb": gigabytes, "comma": comma, "explained": TermTooltips()}
+    environment.filters |= {"gb": format_bytes, "comma": comma, "explained": TermTooltips()}
     template = environment.from_string((files("weft.cli") / "data/plan.html").read_text(encoding="utf-8"))
     best = plan["best"]
     racks = picture(plan) if best else []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from weft.cli.plan_columns import MARK, PlanJson, between
 from weft.cli.plan_picture import LINKS
-from weft.words import by_type, gigabytes
+from weft.formatting import format_bytes, format_counts
 
 REJECTED = 4  # rejected layouts that are listed
 
@@ -12,7 +12,7 @@ REJECTED = 4  # rejected layouts that are listed
 def model_line(plan: PlanJson) -> str:
     """The model, its parameters, and the size of its weights in each precision."""
     model = plan["model"]
-    sizes = ", ".join(f"{name} {gigabytes(size)}" for name, size in model["weight_bytes_by_precision"].items())
+    sizes = ", ".join(f"{name} {format_bytes(size)}" for name, size in model["weight_bytes_by_precision"].items())
     return f"{model['name']}: {model['params'] / 1e9:,.2f} billion parameters, {sizes}"
 
 
@@ -20,7 +20,7 @@ def hardware_line(plan: PlanJson) -> str:
     """The GPUs by type, their links, and the engine."""
     hardware = plan["hardware"]
     nodes = hardware["nodes"]
-    gpus = by_type(name for node in nodes for name in node["gpus"])
+    gpus = format_counts(name for node in nodes for name in node["gpus"])
     links = "/".join(dict.fromkeys(LINKS[node["link"]] for node in nodes if len(node["gpus"]) > 1))
     if len(nodes) > 1:
         inside = f"{links} inside, " if links else ""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from weft.cli import plan_text, tables
 from weft.cli.plan_columns import MARK, Cell, Column, PlanJson, columns, fullest, shown_and_others
 from weft.cli.plan_picture import NAMES, Bar, Rack, parts_of, picture
-from weft.words import gigabytes
+from weft.formatting import format_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -147,7 +147,7 @@ def bar_lines(bar: Bar, parts: Sequence[str], trunk: tuple[str, str, str], *, la
     branch, end, through = trunk
     below = " " * len(through) if last else through
     ranks, *what = bar.holds
-    lines = [plain(f"{end if last else branch}{bar.title}, {gigabytes(bar.memory_bytes)} · {ranks}")]
+    lines = [plain(f"{end if last else branch}{bar.title}, {format_bytes(bar.memory_bytes)} · {ranks}")]
     share = " · ".join(what)
     if share and len(lines[0]) + 3 + len(share) <= width:
         lines[0].append(f" · {share}")
@@ -157,7 +157,7 @@ def bar_lines(bar: Bar, parts: Sequence[str], trunk: tuple[str, str, str], *, la
     for part, cells in zip(parts, shares([bar.parts[part] for part in parts], length), strict=True):
         drawn.append(SHADES[part] * cells, STYLES[part])
     for part in parts:
-        drawn.append(f"{gigabytes(bar.parts[part]):>{FIGURE}}")
+        drawn.append(f"{format_bytes(bar.parts[part]):>{FIGURE}}")
     return [*lines, drawn]
 
 

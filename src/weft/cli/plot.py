@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weft.cli.parser import UsageError
-from weft.errors import ConfigError, reason
+from weft.errors import ConfigError, error_reason
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -144,7 +144,7 @@ def write_image(path: str, panels: Sequence[Panel], *, title: str) -> None:
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot write the plot {path}: {reason(error)}") from None
+        raise ConfigError(f"cannot write the plot {path}: {error_reason(error)}") from None
 
 
 def line_colors(panels: Sequence[Panel]) -> dict[str, str]:

@@ -16,7 +16,7 @@ from weft.errors import ConfigError, PlanError
 from weft.planner.deployment import lengths
 from weft.planner.question import Question
 from weft.planner.ranking import Candidate
-from weft.simulate.deployment import Limits, specs
+from weft.simulate.deployment import Limits, Spec, specs
 from weft.simulate.lengths import Even, Fixed, Lengths, parse_lengths
 from weft.simulate.load import Drawn, Load, trace_rate
 from weft.simulate.objective import parse_objective, seconds
@@ -53,13 +53,11 @@ def _check_loads(given: dict[str, Any]) -> None:
 
 
 def _check_lengths(given: dict[str, Any]) -> None:
-    drawn = [name for name in ("input-len", "output-len", "prefix-len") if name.replace("-", "_") in given]
-    if "trace" in given and drawn:
-        raise UsageError(f"--trace has lengths of its own; leave --{drawn[0]} out")
-    if "lengths" in given and any(name != "prefix-len" for name in drawn):
-        raise UsageError(f"--lengths has lengths of its own; leave --{drawn[0]} out")
-    if "trace" in given and "lengths" in given:
-        raise UsageError("--trace has lengths of its own; leave --lengths out")
+    excluded = {"trace": ("input_len", "output_len", "prefix_len", "lengths"), "lengths": ("input_len", "output_len")}
+    for file, names in excluded.items():
+        twice = [name for name in names if name in given]
+        if file in given and twice:
+            raise UsageError(f"--{file} has lengths of its own; leave --{twice[0].replace('_', '-')} out")
 
 
 def _check_find(given: dict[str, Any]) -> None:
@@ -68,15 +66,12 @@ def _check_find(given: dict[str, Any]) -> None:
         raise UsageError(f"--find {wanted} needs a promise, as in --slo ttft_p95=1s,tpot_p95=50ms")
     if "users" in given:
         raise UsageError("--find needs a rate of requests or a trace, not --users")
-    if wanted == "replicas":
-        if "replicas" in given:
-            raise UsageError("--find replicas finds the number of replicas; leave --replicas out")
-        if "rate" not in given and "trace" not in given:
-            raise UsageError("--find replicas needs the load, as in --rate 10 or --trace FILE")
+    if wanted in given:
+        raise UsageError(f"--find {wanted} finds that number; leave --{wanted} out")
+    if wanted == "replicas" and not {"rate", "trace"} & given.keys():
+        raise UsageError("--find replicas needs the load, as in --rate 10 or --trace FILE")
     if "rates" in given:
         raise UsageError(f"--find {wanted} takes one load; leave --rates out")
-    if wanted == "rate" and "rate" in given:
-        raise UsageError("--find rate finds the rate; leave --rate out")
 
 
 def parse_load(given: dict[str, Any], model: Model) -> tuple[Load, int | None]:
@@ -168,20 +163,7 @@ def build_simulation_question(arguments: Namespace, model: Model, load: Load, lo
 
 def build_study(given: dict[str, Any], question: Question, best: Candidate, load: Load) -> Study:
     """The simulation of the best layout. Raises PlanError for a number of replicas that the layout cannot have."""
-    limits = Limits(
-        max_num_seqs=given.get("max_num_seqs"),
-        lookahead=given.get("async_scheduling"),
-        **({"max_num_queued": given["max_num_queued_reqs"]} if "max_num_queued_reqs" in given else {}),
-    )
-    replicas = specs(question, best, limits)
-    other_count = "replicas" in given or given.get("find") == "replicas"
-    if other_count and best.layout.expert_parallel > best.layout.tensor_parallel:
-        raise PlanError(
-            f"{best.cut}: its replicas share one set of experts, so their number is part of the layout; describe "
-            "other hardware, or give --no-enable-expert-parallel"
-        )
-    if "replicas" in given:
-        replicas = [replicas[number % len(replicas)] for number in range(given["replicas"])]
+    replicas = replica_specs(given, question, best)
     sample = given.get("sample_replicas")
     return Study(
         specs=replicas,
@@ -197,6 +179,25 @@ def build_study(given: dict[str, Any], question: Question, best: Candidate, load
         prefix_caching=given.get("enable_prefix_caching"),
         stretches=given.get("stretches", True),
     )
+
+
+def replica_specs(given: dict[str, Any], question: Question, best: Candidate) -> list[Spec]:
+    """The replicas of the layout, or as many as --replicas says."""
+    limits = Limits(
+        max_num_seqs=given.get("max_num_seqs"),
+        lookahead=given.get("async_scheduling"),
+        **({"max_num_queued": given["max_num_queued_reqs"]} if "max_num_queued_reqs" in given else {}),
+    )
+    replicas = specs(question, best, limits)
+    other_count = "replicas" in given or given.get("find") == "replicas"
+    if other_count and best.layout.expert_parallel > best.layout.tensor_parallel:
+        raise PlanError(
+            f"{best.cut}: its replicas share one set of experts, so their number is part of the layout; describe "
+            "other hardware, or give --no-enable-expert-parallel"
+        )
+    if "replicas" in given:
+        return [replicas[number % len(replicas)] for number in range(given["replicas"])]
+    return replicas
 
 
 def expected_runs(given: dict[str, Any]) -> int:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from weft.cli.simulate_plots import METRICS, text_plots
 from weft.cli.tables import console, figures_table
+from weft.formatting import format_counts
 from weft.planner.question import Question
 from weft.planner.ranking import Candidate
 from weft.simulate.find import CLOSE, CLOSE_REPLICAS, Found
@@ -15,7 +16,6 @@ from weft.simulate.load import Load
 from weft.simulate.objective import duration
 from weft.simulate.report import Judged, Report, Spread
 from weft.simulate.study import Study
-from weft.words import by_type
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -25,7 +25,7 @@ PERCENTILES = ("p50", "p90", "p95", "p99")
 
 def hardware_text(question: Question) -> str:
     """The GPUs by type, and the number of nodes if there are several."""
-    gpus = by_type(gpu.name for gpu in question.cluster.gpus)
+    gpus = format_counts(gpu.name for gpu in question.cluster.gpus)
     nodes = len(question.cluster.nodes)
     return f"{gpus} on {nodes:,} nodes" if nodes > 1 else gpus
 

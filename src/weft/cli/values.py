@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from weft.errors import reason
+from weft.errors import error_reason
 from weft.formats.yaml_text import load
 
 MULTIPLIERS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -114,7 +114,7 @@ def device_map(text: str) -> str | dict[str, Any]:
     try:
         return _parse_map(path.read_text(encoding="utf-8"), text)
     except (OSError, UnicodeDecodeError) as error:
-        raise ArgumentTypeError(f"cannot read {text}: {reason(error)}") from None
+        raise ArgumentTypeError(f"cannot read {text}: {error_reason(error)}") from None
 
 
 def max_memory(text: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from itertools import takewhile
 
-from weft.client.vllm import Foreign, foreign, short_forms
+from weft.client.vllm import VLLMArgument, short_forms, vllm_arguments
 
 
 class RefusedFlag(Exception):
@@ -46,7 +46,7 @@ def _values(words: list[str], arity: int) -> list[str]:
     return list(takewhile(lambda word: not word.startswith("--"), limited))
 
 
-def _vllm_flag(option: str) -> tuple[Foreign | None, bool]:
+def _vllm_flag(option: str) -> tuple[VLLMArgument | None, bool]:
     """The vLLM flag of an option, and False if the option is its `--no-` form.
 
     A suffix that selects a part of the flag (--config.key, -O3) is ignored.
@@ -55,8 +55,8 @@ def _vllm_flag(option: str) -> tuple[Foreign | None, bool]:
     if re.fullmatch(r"-O\d", stem):
         stem = "-O"
     name = short_forms().get(stem, "") if not stem.startswith("--") else stem[2:]
-    flag = foreign().get(name)
+    flag = vllm_arguments().get(name)
     if flag is not None or not name.startswith("no-"):
         return flag, True
-    switch = foreign().get(name.removeprefix("no-"))
+    switch = vllm_arguments().get(name.removeprefix("no-"))
     return (switch, False) if switch is not None and switch.arity == 0 else (None, True)

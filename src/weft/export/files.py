@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from weft.errors import ConfigError, reason
+from weft.errors import ConfigError, error_reason
 
 SCRIPT, PRIVATE = 0o755, 0o600  # modes of what is run, and of what will hold a key
 
@@ -41,5 +41,5 @@ def write(files: Sequence[File], folder: Path, *, force: bool = False) -> list[P
             path.chmod(file.mode)  # also of one that was there
             path.write_text(file.text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"cannot write to {folder}: {reason(error)}") from None
+        raise ConfigError(f"cannot write to {folder}: {error_reason(error)}") from None
     return paths

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from weft.errors import ConfigError, reason
+from weft.errors import ConfigError, error_reason
 from weft.formats import catalogue
 
 # What profullstack/infernet-protocol reads: apps/cli/lib/config.js and packages/engine, April 2026.
@@ -75,7 +75,7 @@ def read(path: str) -> NodeConfig:
     try:
         found = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read --infernet-config {path}: {reason(error)}") from None
+        raise ConfigError(f"cannot read --infernet-config {path}: {error_reason(error)}") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"--infernet-config {path} is not JSON: {error}") from None
     if not isinstance(found, dict):

@@ -10,10 +10,10 @@ import msgspec
 from weft import __version__
 from weft.export.deployment import Deployment, Server
 from weft.export.shell import Placeholder
+from weft.formatting import format_counts
 from weft.planner.deployment import Layout
 from weft.planner.notes import notes
 from weft.planner.ranking import Candidate
-from weft.words import by_type
 
 KEYS = "HF_TOKEN and VLLM_API_KEY are read from the environment; without VLLM_API_KEY nobody is asked for a key"
 WIDTH = 100  # columns of a comment
@@ -42,7 +42,7 @@ def comment(target: str, it: Deployment, remarks: Remarks) -> str:
 def plan(it: Deployment) -> str:
     """The model, the hardware, the cut, and where everything lies."""
     layout = it.candidate.layout
-    hardware = by_type(it.question.cluster.gpus[at].name for at in layout.gpus)
+    hardware = format_counts(it.question.cluster.gpus[at].name for at in layout.gpus)
     where = f"{len(it.nodes)} nodes with {hardware}" if len(it.nodes) > 1 else hardware
     return (
         f"{it.checkpoint.title} in {layout.precision} on {where}: {cut(layout)}; "

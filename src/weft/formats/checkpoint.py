@@ -11,7 +11,7 @@ import msgspec
 from weft.architectures.axes import axis_length
 from weft.architectures.parameters import layers_of, parameters
 from weft.architectures.shape import DType, ModelShape
-from weft.errors import ConfigError, ModelError, reason
+from weft.errors import ConfigError, ModelError, error_reason
 from weft.formats import config_json, demo, gguf, gguf_names, gguf_shape, hub, model_names, packed, safetensors
 from weft.formats.tensor import ENCODINGS, TensorInfo
 
@@ -59,7 +59,7 @@ def resolve(
         full = model_names.full_name(model, folder=download_dir)
         path = _locate(full, revision, hf_token, download_dir, weights=load_format != "dummy")
     except (OSError, RuntimeError) as error:  # a directory that may not be read, a name too long, the ~ of nobody
-        raise ModelError(f"cannot read {model}: {reason(error)}") from error
+        raise ModelError(f"cannot read {model}: {error_reason(error)}") from error
     found: Format = "safetensors" if path.is_dir() else "gguf"
     if load_format not in ("auto", "dummy", found):
         raise ModelError(f"{path} is {found}, not {load_format}; leave --load-format out, or give another model")
@@ -142,7 +142,7 @@ def _file(path: Path) -> Path:
         if gguf.is_gguf(path):
             return path
     except OSError as error:
-        raise ModelError(f"cannot read {path}: {reason(error)}") from error
+        raise ModelError(f"cannot read {path}: {error_reason(error)}") from error
     raise ModelError(f"{path} is no model: it does not begin as a GGUF file does; give a directory or a .gguf file")
 
 

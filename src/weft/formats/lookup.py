@@ -7,7 +7,7 @@ from pathlib import Path
 from weft.architectures.model import Model
 from weft.architectures.parameters import params
 from weft.architectures.shape import ModelShape
-from weft.errors import ModelError, reason
+from weft.errors import ModelError, error_reason
 from weft.formats import catalogue, checkpoint, config_json, demo, gguf, gguf_shape, hub, model_names, safetensors
 from weft.formats.gguf_types import FILE_TYPES
 from weft.formats.precision import OF_DTYPE
@@ -29,7 +29,7 @@ def look_up(
     try:
         path = checkpoint.local(model)
     except (OSError, RuntimeError) as error:  # a directory that may not be read, a name too long, the ~ of nobody
-        raise ModelError(f"cannot read {model}: {reason(error)}") from error
+        raise ModelError(f"cannot read {model}: {error_reason(error)}") from error
     if path is not None:
         return _directory(model, path) if path.is_dir() else _gguf(model, path)
     model, asked = model_names.full_name(model), refresh or revision is not None

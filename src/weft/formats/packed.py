@@ -19,7 +19,7 @@ import msgspec
 from weft.architectures.parameters import Parameter, layers_of, parameters
 from weft.architectures.published import ORDERED, ROW, Published, scheme_name
 from weft.architectures.shape import ModelShape
-from weft.errors import ModelError, reason
+from weft.errors import ModelError, error_reason
 from weft.formats.fields import Fields
 from weft.formats.quantization_config import is_quantised, read
 from weft.formats.tensor import TensorInfo
@@ -188,7 +188,7 @@ def _is_plain(order: TensorInfo, layer: str, cols: int, group: int) -> bool:
             file.seek(order.offset)
             found = file.read(order.nbytes)
     except OSError as error:
-        raise ModelError(f"cannot read {order.file}: {reason(error)}") from error
+        raise ModelError(f"cannot read {order.file}: {error_reason(error)}") from error
     unset = not any(found) or found == UNSET * len(found)
     if unset or found == array("i", (col // group for col in range(cols))).tobytes():
         return True

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from weft.cache import cache_path, tell_damaged, write
+from weft.cache import cache_path, warn_damaged, write_cache_file
 from weft.errors import WeftError
 
 AGAIN = "run weft bench calibrate again"
@@ -114,10 +114,10 @@ def known(machine: str) -> tuple[Calibration, ...]:
     except (FileNotFoundError, RuntimeError):  # RuntimeError: there is no home, and so no cache
         return ()
     except (OSError, msgspec.DecodeError) as error:
-        tell_damaged(path(machine), str(error), AGAIN)
+        warn_damaged(path(machine), str(error), AGAIN)
         return ()
     if found.machine != machine or not all(map(sound, found.calibrations)):
-        tell_damaged(path(machine), "its figures cannot be", AGAIN)
+        warn_damaged(path(machine), "its figures cannot be", AGAIN)
         return ()
     return tuple(it for it in found.calibrations if it.weft == _weft())
 
@@ -139,7 +139,7 @@ def keep(machine: str, calibration: Calibration) -> Path:
     others = [it for it in known(machine) if it.device != calibration.device]
     text = msgspec.json.format(msgspec.json.encode(_File(machine, (*others, calibration))))
     try:
-        write(path(machine), text)
+        write_cache_file(path(machine), text)
     except (OSError, RuntimeError) as error:
         raise WeftError(f"cannot keep the calibration: {error}; set XDG_CACHE_HOME to a directory elsewhere") from error
     return path(machine)

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from weft.errors import ConfigError, reason
+from weft.errors import ConfigError, error_reason
 from weft.formats.yaml_text import dump, load
 from weft.hardware import quantities
 from weft.hardware.cluster import MOST, NETWORK, Cluster, Node, check_size, joined, network_bytes
@@ -238,7 +238,7 @@ def read(path: str) -> Cluster:
             raise ConfigError(f"{path} has more than {MOST_FILE_BYTES >> 10} KiB: that is no description of hardware")
         text = content.decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {reason(error)}") from None
+        raise ConfigError(f"cannot read {path}: {error_reason(error)}") from None
     try:
         told = load(text)
     except ValueError as error:

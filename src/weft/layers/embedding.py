@@ -8,13 +8,13 @@ import torch
 
 from weft.architectures.place import Span
 from weft.comm import Comm
-from weft.kernels.base import Product, Table
+from weft.kernels.base import EmbeddingTable, Product
 
 
 class Embedding:
     """Rows `vocab` of the table; ids of other ranks contribute zeros to the sum."""
 
-    def __init__(self, table: Table, vocab: Span, comm: Comm) -> None:
+    def __init__(self, table: EmbeddingTable, vocab: Span, comm: Comm) -> None:
         self.table, self.vocab, self.comm = table, vocab, comm
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -6,15 +6,17 @@ import torch
 
 from weft.comm import Comm
 from weft.kernels.base import Kernels, Product
-from weft.quant.quantised import Quantised
+from weft.quant.quantised import QuantisedWeight
 
 
-def column_linear(weight: torch.Tensor | Quantised, bias: torch.Tensor | None, kernels: Kernels) -> Product:
+def column_linear(weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None, kernels: Kernels) -> Product:
     """This rank's output rows of a product whose input every rank has: [T, in] -> [T, rows of this rank]."""
     return kernels.matrix(weight, bias)
 
 
-def row_linear(weight: torch.Tensor | Quantised, bias: torch.Tensor | None, comm: Comm, kernels: Kernels) -> Product:
+def row_linear(
+    weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None, comm: Comm, kernels: Kernels
+) -> Product:
     """This rank's input columns: [T, cols of this rank] -> [T, out], to be summed over the ranks."""
     # Once, not per rank.
     return kernels.matrix(weight, bias if comm.rank == 0 else None)

@@ -13,11 +13,11 @@ from weft.kernels.base import DenseLayer, HeadNorm, Kernels, KVCache, Product
 from weft.kernels.batch import Batch
 from weft.layers.embedding import Embedding, Head
 from weft.layers.linear import column_linear, row_linear
-from weft.quant.quantised import Quantised
+from weft.quant.quantised import QuantisedWeight
 
 # By name. Matrices are taken out as their layer is made: one that is packed for its product is then held once, not
 # twice until the whole model is built.
-Tensors = MutableMapping[str, torch.Tensor | Quantised]
+Tensors = MutableMapping[str, torch.Tensor | QuantisedWeight]
 
 
 class Decoder:
@@ -29,13 +29,13 @@ class Decoder:
         place = places[rank]
         peers = [p for p in places if p.stage == place.stage]
         self.comm, self.kernels, self.eps = comm, kernels, shape.norm_eps
-        table = kernels.table(tensors.pop("embed.weight")) if place.first else None
+        table = kernels.embedding_table(tensors.pop("embed.weight")) if place.first else None
         self.embed = Embedding(table, place.vocab, comm) if table is not None else None
         self.layers = [
             dense_layer(shape, place, layer, tensors, comm, kernels)
             for layer in range(place.layers.start, place.layers.stop)
         ]
-        self.fused = kernels.fuse(self.layers, comm)
+        self.fused = kernels.fuse_layers(self.layers, comm)
         self.head = None
         if place.last:
             # A tied head beside its embedding is no tensor of its own.

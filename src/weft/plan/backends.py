@@ -10,10 +10,10 @@ from dataclasses import replace
 from weft.architectures.shape import DType, ModelShape
 from weft.config import EngineConfig
 from weft.errors import ConfigError
+from weft.formatting import format_version
 from weft.hardware.gpus import FP8_CAPABILITY
 from weft.hardware.host import Host
-from weft.native import compiled
-from weft.words import dotted
+from weft.native import build
 
 logger = logging.getLogger("weft")
 
@@ -90,7 +90,7 @@ def unusable(backend: str, shape: ModelShape, dtype: DType, host: Host, devices:
     """What a backend that was asked for lacks, as far as it is known before it is tried: not whether it compiles."""
     gpus = host.named(devices)  # none: Triton's interpreter is any GPU
     if backend == "cpu":
-        reason = compiled.obstacle(dtype, shape.head_dim, shape.q_heads // shape.kv_heads)
+        reason = build.native_obstacle(dtype, shape.head_dim, shape.q_heads // shape.kv_heads)
     elif backend not in GPU_BACKENDS:
         return None
     elif "triton" not in host.packages:  # which does the rest for all of them
@@ -119,7 +119,8 @@ def no_triton(head_dim: int, cards: Iterable[Card]) -> str | None:
         return f"their heads have up to {WIDEST_HEAD} dims, this model's {head_dim}"
     for name, capability in cards:
         if capability < TRITON_CAPABILITY:
-            return f"{name} has compute capability {dotted(capability)}, and they need {dotted(TRITON_CAPABILITY)}"
+            needed = format_version(TRITON_CAPABILITY)
+            return f"{name} has compute capability {format_version(capability)}, and they need {needed}"
     return None
 
 
@@ -128,7 +129,7 @@ def no_flashinfer(version: str | None, head_dim: int) -> str | None:
     if version is None:
         return f"the package {FLASHINFER} is not installed (pip install weft[cuda])"
     if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < OLDEST_FLASHINFER:
-        return f"{FLASHINFER} {version} is older than {dotted(OLDEST_FLASHINFER)}"
+        return f"{FLASHINFER} {version} is older than {format_version(OLDEST_FLASHINFER)}"
     if head_dim not in FLASHINFER_HEADS:
         return f"its heads have {', '.join(map(str, FLASHINFER_HEADS))} dims, and this model's {head_dim}"
     return None
@@ -148,7 +149,8 @@ def no_flash(dtype: str, cards: Iterable[Card]) -> str | None:
         return f"they compute in {' and '.join(FLASH_DTYPES)}, not in {dtype}"
     for name, capability in cards:
         if capability < FLASH_CAPABILITY:
-            return f"{name} has compute capability {dotted(capability)}, and they need {dotted(FLASH_CAPABILITY)}"
+            needed = format_version(FLASH_CAPABILITY)
+            return f"{name} has compute capability {format_version(capability)}, and they need {needed}"
     return None
 
 
@@ -159,8 +161,8 @@ def no_narrow_cache(dtype: str, cards: Sequence[Card]) -> str | None:
     for name, capability in cards:
         if capability < FP8_CAPABILITY:
             return (
-                f"{name} has compute capability {dotted(capability)}; weft's {dtype} KV cache needs "
-                f"{dotted(FP8_CAPABILITY)}: leave --kv-cache-dtype out"
+                f"{name} has compute capability {format_version(capability)}; weft's {dtype} KV cache needs "
+                f"{format_version(FP8_CAPABILITY)}: leave --kv-cache-dtype out"
             )
     return None
 

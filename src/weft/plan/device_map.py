@@ -18,7 +18,7 @@ import msgspec
 from weft.architectures.modules import EXPERT, Unit, enclosing, generic, holds_weights, modules, units
 from weft.architectures.shape import ModelShape
 from weft.errors import ConfigError
-from weft.words import gigabytes
+from weft.formatting import format_bytes
 
 Spread = Literal["auto", "balanced", "balanced_low_0", "sequential"]
 SPREADS: tuple[Spread, ...] = get_args(Spread)
@@ -191,7 +191,7 @@ def _check_offload(placed: Sequence[tuple[Unit, Device]], room: Room) -> None:
         return
     size = sum(room.nbytes(unit) for unit, _ in off)
     where = " and ".join(sorted({str(it) for _, it in off}))
-    told = f"--device-map puts {_listed([unit.name for unit, _ in off])}, {gigabytes(size)}, on {where}"
+    told = f"--device-map puts {_listed([unit.name for unit, _ in off])}, {format_bytes(size)}, on {where}"
     if not room.gpus:
         raise ConfigError(f"{told}; Weft keeps all weights in memory: put them on cpu")
     cost = "would be fetched for every token"

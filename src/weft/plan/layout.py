@@ -14,6 +14,7 @@ from weft.architectures.shape import DTYPE_BYTES, DType, ModelShape
 from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError
 from weft.formats.schemes import QUANTIZATIONS
+from weft.formatting import format_bytes, format_version
 from weft.hardware.gpus import BF16_CAPABILITY
 from weft.hardware.host import Host
 from weft.plan.backends import ATTENTION_BACKENDS, KV_CACHE_DTYPES, kv_cache_dtype, own_backend, with_backend
@@ -24,7 +25,6 @@ from weft.plan.plan import Plan
 from weft.plan.quantization import check_cuts, cut_as, quantised_tensors, quantization_of, tell_dequantised
 from weft.plan.speculation import draft_plan
 from weft.plan.split import split
-from weft.words import dotted, gigabytes
 
 if TYPE_CHECKING:
     from weft.formats.checkpoint import Checkpoint
@@ -291,7 +291,7 @@ def compute_dtype(config: EngineConfig, checkpoint: Checkpoint, host: Host, devi
     dtype = DTYPES[config.dtype]
     if old and dtype == "bfloat16":
         raise ConfigError(
-            f"{old[0].name} (compute capability {dotted(old[0].capability)}) does not compute in "
+            f"{old[0].name} (compute capability {format_version(old[0].capability)}) does not compute in "
             "bfloat16; use --dtype float16"
         )
     return dtype
@@ -350,8 +350,8 @@ def check_weights_fit(plan: Plan, host: Host) -> None:
         cap = plan.max_memory.get(device)
         if cap is not None and size > cap:
             raise PlanError(
-                f"{gigabytes(size)} of weights exceed the {gigabytes(cap)} that --max-memory leaves of {where}; raise "
-                + ("it" if device == "cpu" else "it, or cut the model over more GPUs")
+                f"{format_bytes(size)} of weights exceed the {format_bytes(cap)} that --max-memory leaves of {where}; "
+                + ("raise it" if device == "cpu" else "raise it, or cut the model over more GPUs")
             )
         if size > free:
             smaller = "" if DTYPE_BYTES[plan.dtype] == 2 else ", a 16-bit --dtype"

@@ -14,10 +14,10 @@ from weft.architectures.shape import ModelShape
 from weft.config import EngineConfig
 from weft.errors import ConfigError
 from weft.formats.precision import weight_bytes
+from weft.formatting import join_commas
 from weft.hardware.host import Host
 from weft.plan import max_memory
 from weft.plan.device_map import SPREADS, Room, Spread, Stages, pipeline
-from weft.words import commas
 
 DeviceMap = str | Mapping[str, Any]
 
@@ -41,7 +41,7 @@ def check_flags(device_map: DeviceMap, said: Mapping[str, Any]) -> None:
     """Raises ConfigError for the first flag that contradicts any map. `said` has flags by their fields' names."""
     tensor, replicas = said.get("tensor_parallel_size") or 1, said.get("data_parallel_size") or 1
     if said.get("tensor_split") and len(said["tensor_split"]) > 1:
-        raise ConfigError(_both(f"--tensor-split {commas(said['tensor_split'])} cuts each layer among several"))
+        raise ConfigError(_both(f"--tensor-split {join_commas(said['tensor_split'])} cuts each layer among several"))
     if tensor > 1:
         raise ConfigError(_both(f"--tensor-parallel-size {tensor} cuts each layer among several"))
     if replicas > 1:
@@ -68,14 +68,14 @@ def check_stages(stages: Stages, said: Mapping[str, Any]) -> None:
     layers, sizes = said.get("pipeline_split"), said.get("pipeline_parallel_size")
     if layers is not None and tuple(layers) != stages.layers:
         raise ConfigError(
-            f"--pipeline-split {commas(layers)} contradicts --device-map, which makes it {commas(stages.layers)}: "
-            "leave one of them out"
+            f"--pipeline-split {join_commas(layers)} contradicts --device-map, which makes it "
+            f"{join_commas(stages.layers)}: leave one of them out"
         )
     if sizes is not None and sizes != len(stages.layers):
         raise ConfigError(
             f"--pipeline-parallel-size {sizes} contradicts --device-map, which makes {len(stages.layers)} "
-            f"{'stage' if len(stages.layers) == 1 else 'stages'} ({commas(stages.layers)} layers): leave one of them "
-            "out"
+            f"{'stage' if len(stages.layers) == 1 else 'stages'} ({join_commas(stages.layers)} layers): leave one of "
+            "them out"
         )
 
 

@@ -10,6 +10,7 @@ import msgspec
 from weft.formats import gguf_types
 from weft.formats.precision import weight_bytes
 from weft.formats.schemes import MADE
+from weft.formatting import format_bytes, format_factor, weft_command
 from weft.hardware.cluster import Cluster, Node, usual_link
 from weft.hardware.gpus import gpus
 from weft.planner.binding import MEASURES, WORTH
@@ -20,7 +21,6 @@ from weft.planner.objections import runs
 from weft.planner.question import Question, Wish
 from weft.planner.ranking import Candidate, worth
 from weft.planner.search import Answer, closest, engine_profile, fitting, search
-from weft.words import command, gigabytes, times
 
 # What weights of another precision are called, those closest to the original first.
 CHECKPOINTS = {
@@ -123,7 +123,7 @@ def _made(question: Question, best: Candidate) -> str:
 def _asked(question: Question, *more: str) -> str:
     """The command that asks the same in another precision."""
     flags = question.flags or (("", question.model),)
-    return command("plan", flags, *more, without=PRECISION_FLAGS)
+    return weft_command("plan", flags, *more, without=PRECISION_FLAGS)
 
 
 def _longest_that_fits(question: Question) -> int | None:
@@ -156,7 +156,7 @@ def _spare(memory: Footprint) -> float:
 
 
 def _to_spare(cut: Cut, memory: Footprint) -> str:
-    return f"{gigabytes(_spare(memory))} to spare" + (" on the fullest GPU" if cut.device == "GPU" else "")
+    return f"{format_bytes(_spare(memory))} to spare" + (" on the fullest GPU" if cut.device == "GPU" else "")
 
 
 def _smaller_checkpoints(question: Question) -> Iterator[tuple[str, str]]:
@@ -222,7 +222,7 @@ def _with_more_memory(question: Question, short_bytes: int) -> str | None:
     more, cluster = int(short_bytes * WORTH), question.cluster
     roomier = cluster.changed(lambda gpu: msgspec.structs.replace(gpu, memory_bytes=gpu.memory_bytes + more))
     found = _roomiest(msgspec.structs.replace(question, cluster=roomier))
-    return f"{gigabytes(more * len(cluster.gpus))} more free memory make it fit: {found[0]}" if found else None
+    return f"{format_bytes(more * len(cluster.gpus))} more free memory make it fit: {found[0]}" if found else None
 
 
 def _with_larger(question: Question) -> str | None:
@@ -258,7 +258,7 @@ def _to_improve(answer: Answer, best: Candidate) -> Iterator[str]:
         other = Wish(expert_parallel=False) if question.wish == Wish(expert_parallel=True) else Wish()
         free = search(msgspec.structs.replace(question, wish=other)).best or best
         if worth(question, free) >= WORTH * now:
-            gain = f"{times(worth(question, free) / now)} the {MEASURES[question.objective]}"
+            gain = f"{format_factor(worth(question, free) / now)} the {MEASURES[question.objective]}"
             yield f"left to itself the plan is {free.cut}, with {gain}"
     elif idle:
         are, better = "is" if idle == 1 else "are", "cheaper" if question.objective == "cost" else "faster"
@@ -311,8 +311,8 @@ def _gain(name: str, question: Question, best: Candidate, changed: Answer, now: 
     if found is None:
         return
     tokens, speed = found.memory.kv_tokens / best.memory.kv_tokens, worth(question, found) / now
-    parts = [f"{times(tokens)} the context"] * (tokens >= WORTH)
-    parts += [f"{times(speed)} the {MEASURES[question.objective]}"] * (speed >= WORTH)
+    parts = [f"{format_factor(tokens)} the context"] * (tokens >= WORTH)
+    parts += [f"{format_factor(speed)} the {MEASURES[question.objective]}"] * (speed >= WORTH)
     if parts:
         yield f"{name}: {', '.join(parts)} (as {found.cut}: {found.memory.kv_tokens:,} tokens)"
 

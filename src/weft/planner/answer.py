@@ -10,6 +10,7 @@ from weft.architectures.model import Model
 from weft.architectures.place import Place
 from weft.architectures.shape import ModelShape
 from weft.formats.precision import weight_bytes
+from weft.formatting import weft_command
 from weft.hardware.cluster import Cluster, Home, Node
 from weft.hardware.links import nvlink, table
 from weft.plan import speculation
@@ -28,7 +29,6 @@ from weft.planner.question import Question
 from weft.planner.ranking import Candidate, request_s
 from weft.planner.replica import slowest_link
 from weft.planner.search import Answer, engine_profile
-from weft.words import command
 
 # Flags that weft simulate does not have: its load is its own.
 ONLY_PLANNED = ("--concurrency", "--speculative-config")
@@ -105,9 +105,9 @@ def simulated(question: Question, best: Candidate | None) -> str | None:
     if best is None or not question.flags or question.wish.devices or question.wish.spread:
         return None
     if len(question.precisions) == 1:
-        return command("simulate", question.flags, without=ONLY_PLANNED)
+        return weft_command("simulate", question.flags, without=ONLY_PLANNED)
     chosen = ("--precision", best.layout.precision)
-    return command("simulate", question.flags, *chosen, without=(*ONLY_PLANNED, "--precision"))
+    return weft_command("simulate", question.flags, *chosen, without=(*ONLY_PLANNED, "--precision"))
 
 
 def hardware_json(question: Question) -> dict[str, Any]:

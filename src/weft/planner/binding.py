@@ -7,6 +7,7 @@ from typing import Literal
 
 import msgspec
 
+from weft.formatting import format_factor
 from weft.hardware.cluster import Cluster
 from weft.hardware.gpus import GpuSpec
 from weft.planner.cost import predict
@@ -14,7 +15,6 @@ from weft.planner.footprint import footprint
 from weft.planner.question import Objective
 from weft.planner.ranking import worth
 from weft.planner.search import Answer, closest, engine_profile
-from weft.words import times
 
 Resource = Literal["memory", "bandwidth", "compute", "links"]
 RESOURCES: dict[Resource, str] = {
@@ -73,8 +73,8 @@ def binding(answer: Answer) -> Binding:
 def _told(gains: Mapping[Resource, float], measure: str = "speed") -> str:
     """ "Doubling: memory -> 2.1x the throughput, compute -> 1.1x", the largest gain first."""
     first, *others = sorted(gains, key=lambda resource: -gains[resource])
-    rest = "".join(f", {RESOURCES[it]} -> {times(gains[it])}" for it in others)
-    return f"Doubling: {RESOURCES[first]} -> {times(gains[first])} the {measure}{rest}"
+    rest = "".join(f", {RESOURCES[it]} -> {format_factor(gains[it])}" for it in others)
+    return f"Doubling: {RESOURCES[first]} -> {format_factor(gains[first])} the {measure}{rest}"
 
 
 def doubled(cluster: Cluster, resource: Resource) -> Cluster:

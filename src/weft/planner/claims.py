@@ -12,11 +12,11 @@ from weft.architectures.place import Place
 from weft.architectures.shape import ModelShape
 from weft.errors import ConfigError, PlanError
 from weft.formats.precision import canonical, weights
+from weft.formatting import format_counts
 from weft.hardware.cluster import Cluster
 from weft.planner.deployment import Layout, deploy
 from weft.planner.domains import devices
 from weft.planner.stages import Seat, read_bytes, stage_layers
-from weft.words import by_type
 
 RESERVED_BYTES = 1.5e9  # of each GPU: context, workspace and activations of any engine
 TOKENS = 2048  # of the one request, where the claim names no length
@@ -172,7 +172,7 @@ def _held(shape: ModelShape, precision: str, tokens: int, place: Place) -> int:
 
 
 def _of(cluster: Cluster) -> str:
-    return by_type(device.gpu.name for device in devices(cluster))
+    return format_counts(device.gpu.name for device in devices(cluster))
 
 
 def _too_large(weight: int, cache: int, tokens: int, usable: Sequence[float], cluster: Cluster) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from weft.config import USUAL, EngineConfig
+from weft.config import DEFAULT_CONFIG, EngineConfig
 from weft.errors import ConfigError, PlanError
 from weft.formats.precision import OF_DTYPE
 from weft.hardware.cluster import Cluster, Node
@@ -216,7 +216,7 @@ def question(
         kv_dtype=OF_DTYPE[dtype] if config.kv_cache_dtype == "auto" else "fp8",
         workload=Workload(input_len=input_len, output_len=output_len, max_model_len=most),
         wish=wish,
-        gpu_memory_utilization=None if share == USUAL.gpu_memory_utilization else min(share),
+        gpu_memory_utilization=None if share == DEFAULT_CONFIG.gpu_memory_utilization else min(share),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         speculation=how,

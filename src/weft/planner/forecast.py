@@ -10,8 +10,9 @@ from typing import Any
 import msgspec
 
 from weft.architectures.shape import DTYPE_BYTES
-from weft.config import USUAL
+from weft.config import DEFAULT_CONFIG
 from weft.formats.precision import OF_DTYPE
+from weft.formatting import format_bytes
 from weft.hardware.cluster import Cluster, Node
 from weft.hardware.host import Host
 from weft.plan.memory import Capacity
@@ -26,7 +27,6 @@ from weft.planner.question import Question
 from weft.planner.search import engine_profile
 from weft.probes.machine import part, this_machine
 from weft.probes.speeds import Speeds
-from weft.words import gigabytes
 
 GUESSED = " (with guesses, whose worth is not predicted)"
 HINT = "weft bench calibrate measures what this machine really does"
@@ -137,7 +137,11 @@ def limited(cluster: Cluster, plan: Plan, devices: Sequence[int]) -> Cluster:
         gpu, limit = gpus[device], plan.max_memory.get(plan.devices[rank])
         if limit is None and len(set(plan.gpu_memory_utilization)) > 1:
             share = plan.gpu_memory_utilization[rank]
-            limit = int(gpu.memory_bytes * share) - gpu.held_bytes if share < USUAL.gpu_memory_utilization[0] else None
+            limit = (
+                int(gpu.memory_bytes * share) - gpu.held_bytes
+                if share < DEFAULT_CONFIG.gpu_memory_utilization[0]
+                else None
+            )
         gpus[device] = msgspec.structs.replace(gpu, limit_bytes=limit)
     return cluster.with_gpus(gpus)
 
@@ -157,8 +161,8 @@ def started(expected: Forecast, ranks: Sequence[Capacity], num_blocks: int) -> s
     """Once the engine is ready: its memory, and how long the weights took."""
     tokens = num_blocks * expected.plan.block_size
     parts = (
-        ("of weights", sum(rank.weight_bytes for rank in ranks), expected.weight_bytes, gigabytes),
-        ("for a step", max(rank.activation_bytes for rank in ranks), max(expected.step_bytes), gigabytes),
+        ("of weights", sum(rank.weight_bytes for rank in ranks), expected.weight_bytes, format_bytes),
+        ("for a step", max(rank.activation_bytes for rank in ranks), max(expected.step_bytes), format_bytes),
         ("tokens of KV", tokens, expected.kv_tokens, "{:,}".format),
     )
     told = [f"{tell(real)} {what}{beside(real, planned, tell)}" for what, real, planned, tell in parts]

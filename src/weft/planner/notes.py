@@ -10,12 +10,12 @@ from weft.architectures.place import whole
 from weft.formats.gguf_types import MIXES
 from weft.formats.precision import as_held, as_published, scale_columns, summed, weight_bytes
 from weft.formats.schemes import MADE
+from weft.formatting import format_bytes, join_commas
 from weft.plan.backends import KERNELS, no_triton
 from weft.plan.memory import CPU_KV_BYTES, CPU_KV_SHARE
 from weft.planner.objections import EVEN
 from weft.planner.question import Question
 from weft.planner.ranking import Candidate
-from weft.words import commas, gigabytes
 
 ROUNDED = 0.05  # of all heads; what a share may be off without a word
 MOST_CAPS = 8  # that are told one by one
@@ -52,7 +52,7 @@ def _held(question: Question) -> Iterator[str]:
     for number, gpu in enumerate(question.cluster.gpus):
         if gpu.held_bytes:
             yield (
-                f"{gigabytes(gpu.held_bytes)} of GPU {number}, {gpu.name}, are in use already and left out (on the "
+                f"{format_bytes(gpu.held_bytes)} of GPU {number}, {gpu.name}, are in use already and left out (on the "
                 "machine itself weft hardware tells by whom)"
             )
 
@@ -81,8 +81,8 @@ def _on_cpu(question: Question, best: Candidate | None) -> Iterator[str]:
     if room > usual:
         most = max(rank.kv_room_bytes for rank in ranks)
         yield (
-            f"the request that must fit needs {gigabytes(room)} of KV cache, and by itself weft serve takes "
-            f"{gigabytes(usual)} on this CPU: give it --kv-cache-memory-bytes {most}"
+            f"the request that must fit needs {format_bytes(room)} of KV cache, and by itself weft serve takes "
+            f"{format_bytes(usual)} on this CPU: give it --kv-cache-memory-bytes {most}"
         )
 
 
@@ -101,7 +101,7 @@ def _guessing(question: Question, best: Candidate | None) -> Iterator[str]:
         own = kv_bytes_per_token(question.shape, best.layout.kv_dtype, rank)
         yield (
             f"the draft model {how.draft.model} runs whole on rank {rank.rank} of each replica, which samples: "
-            f"{gigabytes(memory.draft_bytes)} of weights, and {memory.kv_bytes_per_token - own:,} of the "
+            f"{format_bytes(memory.draft_bytes)} of weights, and {memory.kv_bytes_per_token - own:,} of the "
             f"{memory.kv_bytes_per_token:,} bytes that a token's KV takes there"
         )
 
@@ -121,7 +121,7 @@ def _published(question: Question, best: Candidate) -> Iterator[str]:
         made = MADE[precision]
         yield (
             "int4 here is a GPTQ or AWQ checkpoint, in groups of 128, which weft serve has to be given; to compress "
-            f"the usual checkpoint while it loads use -q int4 ({made}, {gigabytes(weight_bytes(shape, made))})"
+            f"the usual checkpoint while it loads use -q int4 ({made}, {format_bytes(weight_bytes(shape, made))})"
         )
 
 
@@ -133,8 +133,8 @@ def _unpacked(question: Question, best: Candidate) -> Iterator[str]:
     stored, held = weight_bytes(shape, precision), summed(shape, as_held(precision), whole(shape)).total
     if held > TOLD * stored:
         yield (
-            f"a {precision} file has {gigabytes(stored)} but takes {gigabytes(held)} of memory, because Weft converts "
-            "some of its layers to 8 bits"
+            f"a {precision} file has {format_bytes(stored)} but takes {format_bytes(held)} of memory, because Weft "
+            "converts some of its layers to 8 bits"
         )
 
 
@@ -165,7 +165,7 @@ def _capped(question: Question) -> Iterator[str]:
     if limits:
         on_cpu = question.cluster.on_cpu
         names = {number: "the CPU's memory" if on_cpu else f"GPU {number}" for number in limits}
-        told = [f"{gigabytes(size)} of {names[number]}" for number, size in limits.items()]
+        told = [f"{format_bytes(size)} of {names[number]}" for number, size in limits.items()]
         more = f" and {len(told) - MOST_CAPS} more" if len(told) > MOST_CAPS else ""
         yield f"--max-memory: at most {', '.join(told[:MOST_CAPS])}{more}, for weights, KV and the engine together"
     out = [number for number, gpu in gpus if gpu.limit_bytes == 0]
@@ -185,8 +185,8 @@ def _rounded(question: Question, best: Candidate) -> Iterator[str]:
     if off > ROUNDED:
         heads = ", ".join(str(len(it.q_heads)) for it in ranks)
         yield (
-            f"--tensor-split {commas(weights)} comes to {heads} of {shape.q_heads} query heads: they are cut in whole "
-            f"groups, one for each of {shape.kv_heads} KV heads"
+            f"--tensor-split {join_commas(weights)} comes to {heads} of {shape.q_heads} query heads: they are cut in "
+            f"whole groups, one for each of {shape.kv_heads} KV heads"
         )
 
 
@@ -199,7 +199,7 @@ def _mapped(question: Question, best: Candidate) -> Iterator[str]:
         head = best.memory.ranks[-1].weights.head
         yield (
             f"the head is tied to the embedding, which lies on another stage: the last one, on GPU {layout.gpus[-1]}, "
-            f"holds a copy of {gigabytes(head)}"
+            f"holds a copy of {format_bytes(head)}"
         )
     again = sorted({gpu for gpu in layout.gpus if layout.gpus.count(gpu) > 1})
     if again:

@@ -7,12 +7,12 @@ from weft.architectures.parameters import RUNNABLE
 from weft.architectures.shape import ModelShape
 from weft.formats import gguf_types
 from weft.formats.precision import OF_DTYPE
+from weft.formatting import format_version
 from weft.hardware.gpus import BF16_CAPABILITY
 from weft.plan.backends import no_narrow_cache
 from weft.planner.cuts import Draft
 from weft.planner.profiles import engines, runs_on_cpu
 from weft.planner.question import Question
-from weft.words import dotted
 
 # Engines that
 EVEN = ("vllm", "trtllm", "sglang")  # cut heads evenly,
@@ -52,8 +52,8 @@ def _gpu(draft: Draft) -> str | None:
         if gpu.kind == "gpu" and gpu.capability < BF16_CAPABILITY:
             other = "--precision fp16" if draft.cut.precision == "bf16" else "--precision int8 or int4"
             return (
-                f"{gpu.name} has compute capability {dotted(gpu.capability)}; {draft.cut.precision} needs "
-                f"{dotted(BF16_CAPABILITY)}: use {other}"
+                f"{gpu.name} has compute capability {format_version(gpu.capability)}; {draft.cut.precision} needs "
+                f"{format_version(BF16_CAPABILITY)}: use {other}"
             )
     return None
 

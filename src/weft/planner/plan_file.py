@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from weft.errors import ConfigError, reason
+from weft.errors import ConfigError, error_reason
 
 FORMAT = 1  # of what weft plan --json prints; grows when a field that is read here changes its meaning
 
@@ -110,7 +110,7 @@ def read(path: str) -> PlanFile:
     try:
         text = Path(path).read_bytes()
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read the plan {path}: {reason(error)}; {make}") from None
+        raise ConfigError(f"cannot read the plan {path}: {error_reason(error)}; {make}") from None
     try:
         kind = msgspec.json.decode(text, type=_Any)
     except msgspec.ValidationError as error:

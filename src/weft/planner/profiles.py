@@ -21,7 +21,7 @@ from weft.hardware.calibration import Calibration
 from weft.hardware.cpu import KernelSpeed
 from weft.hardware.gpus import GpuSpec
 from weft.hardware.kernel_shares import Kernels, Products, kernels_of
-from weft.native.library import TYPES
+from weft.native.library import CPP_TYPES
 from weft.plan.plan import Speculation
 
 OURS = "weft"  # the engine that can be calibrated
@@ -39,7 +39,7 @@ class Constant(msgspec.Struct, frozen=True, array_like=True):
 MEASURED = "measured here, our kernels alone (weft bench calibrate measures the engine)"
 MEASURED_ERROR = Constant(0.4, "docs/benchmarks.md: two models in three precisions on two cores of Zen 5")
 # Precisions that a CPU's compiled kernels do not compute in; torch's take their place.
-NOT_COMPILED = frozenset(precision for dtype, precision in OF_DTYPE.items() if dtype not in TYPES)
+NOT_COMPILED = frozenset(precision for dtype, precision in OF_DTYPE.items() if dtype not in CPP_TYPES)
 # Of the speed at which SiLU alone goes through activations, for all PASSES of planner.roofline. Source: fit, first
 # tokens of SmolLM2-135M after 64 to 1,024 tokens on two cores of Zen 5.
 ROWS_SHARE = 0.6

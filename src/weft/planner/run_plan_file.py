@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING
 
 from weft.architectures.kv import number_bytes
 from weft.architectures.parameters import params
-from weft.config import USUAL, EngineConfig
+from weft.config import DEFAULT_CONFIG, EngineConfig
 from weft.errors import ConfigError, PlanError
 from weft.formats import gguf_types
 from weft.formats.precision import OF_DTYPE, as_published, canonical
 from weft.formats.schemes import MADE, asked_for
+from weft.formatting import format_bytes, join_commas
 from weft.hardware.gpus import spec_of
 from weft.hardware.host import Host
 from weft.plan import speculation
 from weft.plan.layout import DTYPES
 from weft.plan.plan import Plan
 from weft.planner.plan_file import PlanFile, Rank
-from weft.words import commas, gigabytes
 
 if TYPE_CHECKING:
     from weft.formats.checkpoint import Checkpoint
@@ -59,7 +59,7 @@ def carried_out(plan: PlanFile, config: EngineConfig, checkpoint: Checkpoint, ho
     for name, value in wanted.items():
         _check_flag(plan, name, getattr(config, name), value)
     if plan.max_num_seqs is not None:
-        said = None if config.max_num_seqs == USUAL.max_num_seqs else config.max_num_seqs
+        said = None if config.max_num_seqs == DEFAULT_CONFIG.max_num_seqs else config.max_num_seqs
         _check_flag(plan, "max_num_seqs", said, plan.max_num_seqs)
         wanted["max_num_seqs"] = plan.max_num_seqs
     if config.max_num_batched_tokens is None:
@@ -99,8 +99,8 @@ def check_carried_out(plan: PlanFile, made: Plan) -> None:
         more = made.weight_bytes(place.rank) - rank.weight_bytes
         if more > rank.kv_bytes:
             raise PlanError(
-                f"{plan.path} counts on {gigabytes(rank.weight_bytes)} of {plan.layout.precision} weights on rank "
-                f"{place.rank}; Weft holds {gigabytes(made.weight_bytes(place.rank))} there: plan again with "
+                f"{plan.path} counts on {format_bytes(rank.weight_bytes)} of {plan.layout.precision} weights on rank "
+                f"{place.rank}; Weft holds {format_bytes(made.weight_bytes(place.rank))} there: plan again with "
                 f"--precision {OF_DTYPE[made.dtype]}"
             )
     if number_bytes(plan.layout.kv_cache_dtype) != number_bytes(made.kv_dtype):
@@ -167,8 +167,8 @@ def _check_machine(plan: PlanFile, config: EngineConfig, host: Host) -> bool:
         need = sum(rank.weight_bytes + rank.kv_bytes for rank in ranks)
         if config.kv_cache_memory_bytes is None and need > host.memory_free_bytes:
             raise PlanError(
-                f"{plan.path} takes {gigabytes(need)} for weights and KV cache; of the memory of {host.hostname} "
-                f"{gigabytes(host.memory_free_bytes)} are free: plan again here, or give --kv-cache-memory-bytes"
+                f"{plan.path} takes {format_bytes(need)} for weights and KV cache; of the memory of {host.hostname} "
+                f"{format_bytes(host.memory_free_bytes)} are free: plan again here, or give --kv-cache-memory-bytes"
             )
         return False
     if not host.gpus:
@@ -200,14 +200,14 @@ def _check_gpu(plan: PlanFile, rank: Rank, gpu: Gpu) -> None:
         )
     if gpu.total_bytes < rank.memory_bytes:
         raise PlanError(
-            f"{plan.path} counts on {gigabytes(rank.memory_bytes)} of GPU {gpu.index}; here it has "
-            f"{gigabytes(gpu.total_bytes)}: plan again here"
+            f"{plan.path} counts on {format_bytes(rank.memory_bytes)} of GPU {gpu.index}; here it has "
+            f"{format_bytes(gpu.total_bytes)}: plan again here"
         )
     if gpu.total_bytes - gpu.held_bytes < rank.usable_bytes:
         holders = ", ".join(map(str, gpu.holders)) or "other processes"
         raise PlanError(
-            f"{plan.path} takes {gigabytes(rank.usable_bytes)} of GPU {gpu.index}, of which {holders} hold "
-            f"{gigabytes(gpu.held_bytes)}; end those, name another with --device-ids, or plan again with a lower "
+            f"{plan.path} takes {format_bytes(rank.usable_bytes)} of GPU {gpu.index}, of which {holders} hold "
+            f"{format_bytes(gpu.held_bytes)}; end those, name another with --device-ids, or plan again with a lower "
             "--gpu-memory-utilization"
         )
 
@@ -233,7 +233,7 @@ def _check_flag(plan: PlanFile, name: str, said: object, planned: object) -> Non
 def _told(value: object) -> str:
     if isinstance(value, dict):
         return json.dumps(value)
-    return commas(value) if isinstance(value, tuple) else str(value)
+    return join_commas(value) if isinstance(value, tuple) else str(value)
 
 
 def _shares(plan: PlanFile, config: EngineConfig) -> tuple[float, ...]:
@@ -242,7 +242,7 @@ def _shares(plan: PlanFile, config: EngineConfig) -> tuple[float, ...]:
     said = config.gpu_memory_utilization
     each = said * len(planned) if len(said) == 1 else said
     others = any(abs(a - b) > SAME_SHARE for a, b in zip(each, planned, strict=False))
-    if others and said != USUAL.gpu_memory_utilization:
+    if others and said != DEFAULT_CONFIG.gpu_memory_utilization:
         raise ConfigError(
             f"gpu_memory_utilization is {_told(said)} and {plan.path} takes {_told(planned)}; leave the flag out, or "
             "plan again with it"

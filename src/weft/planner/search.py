@@ -9,6 +9,7 @@ import msgspec
 from weft.architectures.place import Span, whole
 from weft.errors import PlanError
 from weft.formats.precision import canonical
+from weft.formatting import format_bytes
 from weft.hardware.gpus import GpuSpec
 from weft.plan.device_map import Spread
 from weft.plan.quantization import check_planned_cuts
@@ -24,7 +25,6 @@ from weft.planner.profiles import Constant, Profile, calibrated, profile
 from weft.planner.question import Question, Wish
 from weft.planner.ranking import Candidate, merit, ranked
 from weft.planner.stages import Seat, stage_layers
-from weft.words import gigabytes
 
 REARRANGED = 4  # candidates of which other orders of the stages are tried
 DEPTHS = 6  # pipeline depths that are costed for one size of tensor parallelism: the shallowest that fit
@@ -311,21 +311,21 @@ def _too_large(cut: Cut, tried: Sequence[Footprint]) -> Rejected:
     replica = min(memory.replicas, key=lambda it: it.kv_tokens)
     held, own = sum(it.weights.total for it in on_it), sum(it.other_bytes for it in on_it)
     draft = " and its draft model" if any(it.draft_bytes for it in on_it) else ""
-    parts = f"{gigabytes(held)} of weights + {gigabytes(own)} for the engine{draft}"
+    parts = f"{format_bytes(held)} of weights + {format_bytes(own)} for the engine{draft}"
     where = " on one GPU" if cut.device == "GPU" else ""
     limit = " (--max-memory)" if rank.limit_bytes == rank.usable_bytes else ""
-    have = f"{gigabytes(rank.usable_bytes)} of {gigabytes(rank.memory_bytes)}"
+    have = f"{format_bytes(rank.usable_bytes)} of {format_bytes(rank.memory_bytes)}"
     usable = f"the {rank.gpu} has {have} usable{limit}"
     if cut.device == "CPU":
         usable = f"{have} that are free beside the {rank.gpu} are usable{limit}"
     room = sum(it.kv_room_bytes for it in on_it)
     if room < 0:
-        told = f"needs {gigabytes(held + own)}{where} ({parts}); {usable}: {gigabytes(-room)} short"
+        told = f"needs {format_bytes(held + own)}{where} ({parts}); {usable}: {format_bytes(-room)} short"
         return Rejected(cut, told, -room)
     short = replica.length * sum(it.kv_bytes_per_token for it in on_it) - room
     return Rejected(
         cut,
         f"{parts}{where} leave room for {replica.kv_tokens:,} tokens of context ({usable}); "
-        f"one request of {replica.length:,} needs {gigabytes(short)} more",
+        f"one request of {replica.length:,} needs {format_bytes(short)} more",
         max(1, short),
     )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 
+from weft.formatting import format_bytes, format_counts
 from weft.planner.question import Question
 from weft.planner.ranking import Candidate, alone_s, preference, quicker, request_s, worth
 from weft.planner.search import Answer, closest
-from weft.words import by_type, gigabytes
 
 
 def summary(answer: Answer, missing: list[str]) -> str:
@@ -30,11 +30,11 @@ def summary(answer: Answer, missing: list[str]) -> str:
 def _no(answer: Answer, name: str) -> str:
     lacking, cluster = closest(answer.rejected), answer.question.cluster
     in_bits = " or ".join(dict.fromkeys(bits(precision) for precision in answer.question.precisions))
-    there = by_type(gpu.name for gpu in cluster.gpus)
+    there = format_counts(gpu.name for gpu in cluster.gpus)
     if lacking is None or not lacking.short_bytes:
         return f"No: {name} {in_bits} cannot be laid out on {there} as asked"
     each = " on one GPU" if len(cluster.gpus) > 1 and not cluster.on_cpu else ""
-    more = f"{gigabytes(lacking.short_bytes)} more{each}"
+    more = f"{format_bytes(lacking.short_bytes)} more{each}"
     return f"No: {name} {in_bits} does not fit on {there}: even the best layout needs {more}"
 
 

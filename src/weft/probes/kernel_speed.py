@@ -19,7 +19,8 @@ from weft.formats.schemes import Scheme
 from weft.hardware.cpu import TOKENS, KernelSpeed, ProductSpeed
 from weft.hardware.cpus import HELD, bytes_of
 from weft.native import library
-from weft.native.library import LOWEST, PANEL, POINTER, REAL, SIZE, USUAL, Matrix
+from weft.native.entries import Entries
+from weft.native.structures import LOWEST_KINDS, PANEL, MatrixDescriptor
 
 ROUNDS_S = 0.4  # of all measurements in turn: the best of each counts, others may have been disturbed
 COLS = 2048
@@ -39,28 +40,19 @@ class Kernels:
     """The library's entries that are measured. `memory` is what weights and caches lie in, whatever its numbers."""
 
     def __init__(self, path: str, threads: int, memory: np.ndarray) -> None:
-        compiled = library.load(Path(path))
-
-        def entry(name: str, *arguments: type) -> Callable[..., object]:
-            function = getattr(compiled, f"weft_{name}_{USUAL}")
-            function.argtypes, function.restype = [*arguments, SIZE], None
-            return lambda *given: function(*given, threads)
-
-        self._product = entry("product", POINTER, POINTER, SIZE, POINTER)
-        self._attend = entry("attend", *[POINTER] * 7, *[SIZE] * 7, REAL)
-        self._silu_mul = entry("silu_mul", POINTER, POINTER, SIZE, SIZE)
+        self._entries = Entries(library.open_library(Path(path)), library.DEFAULT_DTYPE, lambda: threads)
         self.memory = memory
 
     def product(self, scheme: Scheme | None, rows: int, tokens: int) -> Run:
         """`tokens` times a matrix [rows, COLS] at the memory's begin."""
         at, numbers = self.memory.ctypes.data, rows * COLS
-        matrix = Matrix(rows=rows, cols=COLS, data=at)
+        matrix = MatrixDescriptor(rows=rows, cols=COLS, data=at)
         if scheme:
             scales = at + numbers * scheme.bits // 8
-            matrix.bits, matrix.group, matrix.kind = scheme.bits, scheme.group, LOWEST[scheme.lowest]
+            matrix.bits, matrix.group, matrix.kind = scheme.bits, scheme.group, LOWEST_KINDS[scheme.lowest]
             matrix.scales, matrix.lowest = scales, scales + numbers // scheme.group * 2
         x, out = filled(tokens, COLS), filled(tokens, rows)
-        return lambda: self._product(byref(matrix), x.ctypes.data, tokens, out.ctypes.data)
+        return lambda: self._entries.product(byref(matrix), x.ctypes.data, tokens, out.ctypes.data)
 
     def attention(self, rows: int, length: int, tokens: int) -> Run:
         """The last `tokens` of so many sequences of a `length`, a multiple of BLOCK, whose caches lie side by side."""
@@ -74,14 +66,14 @@ class Kernels:
 
         def run() -> object:
             arrays = (it.ctypes.data for it in (out, starts, context, tables))
-            return self._attend(q.ctypes.data, keys, values, *arrays, *sizes, HEAD_DIM**-0.5)
+            return self._entries.attend(q.ctypes.data, keys, values, *arrays, *sizes, HEAD_DIM**-0.5)
 
         return run
 
     def silu_mul(self, rows: int) -> Run:
         """Of [rows, 2 * COLS]."""
         gate_up, out = filled(rows, 2 * COLS), filled(rows, COLS)
-        return lambda: self._silu_mul(gate_up.ctypes.data, out.ctypes.data, rows, COLS)
+        return lambda: self._entries.silu_mul(gate_up.ctypes.data, out.ctypes.data, rows, COLS)
 
 
 def measure(path: str, cores: Sequence[int], memory: np.ndarray) -> KernelSpeed:

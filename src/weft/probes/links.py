@@ -15,7 +15,7 @@ import msgspec
 
 from weft.errors import ConfigError
 from weft.executors.framing import FrameError
-from weft.executors.launch import Child, end
+from weft.executors.launch import Child, end_children
 from weft.hardware import cuda
 from weft.hardware.host import Host
 from weft.probes.speeds import GpuSpeed, PairSpeed, Verdict
@@ -159,10 +159,10 @@ def _examined(
                         yield Fault(task, "broken", reason)
                     return
                 case None:
-                    yield Fault(task, "broken", child.obituary()[0])
+                    yield Fault(task, "broken", child.describe_exit()[0])
                     return
     finally:
-        end([child])
+        end_children([child])
         listener.join()
         child.close()
 

@@ -13,7 +13,7 @@ from typing import Literal
 
 import msgspec
 
-from weft.cache import cache_path, tell_damaged, write
+from weft.cache import cache_path, warn_damaged, write_cache_file
 from weft.errors import ConfigError, WeftError
 from weft.hardware import calibration, cpu
 from weft.hardware.calibration import Calibration
@@ -90,10 +90,10 @@ def known(host: Host) -> Speeds:
         found = msgspec.json.decode(path(host).read_bytes(), type=Speeds)
     except (OSError, RuntimeError, msgspec.DecodeError) as error:
         if not isinstance(error, FileNotFoundError | RuntimeError):  # RuntimeError: there is no home, and so no cache
-            tell_damaged(path(host), str(error), MEASURED_AGAIN)
+            warn_damaged(path(host), str(error), MEASURED_AGAIN)
         return nothing
     if (found.machine, found.version) != (nothing.machine, VERSION) or not sound(found):
-        tell_damaged(path(host), "its figures cannot be", MEASURED_AGAIN)
+        warn_damaged(path(host), "its figures cannot be", MEASURED_AGAIN)
         return nothing
     return msgspec.structs.replace(found, calibrations=nothing.calibrations)
 
@@ -113,7 +113,7 @@ def keep(host: Host, speeds: Speeds) -> None:
     """Write them down for the next time; where that is not possible they are measured again then."""
     text = msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(speeds, calibrations=())))
     try:
-        write(path(host), text)
+        write_cache_file(path(host), text)
     except (OSError, RuntimeError, WeftError) as error:
         logger.warning("what was measured of this machine cannot be kept, and will be measured again: %s", error)
 
@@ -134,7 +134,7 @@ def outdated(speed: CpuSpeed) -> bool:
     """Whether it would be measured better now."""
     if speed.busy and not busy():
         return True
-    built = library.found()
+    built = library.built_library()
     if built == "":  # what others of our kernels reached tells more than nothing
         return not speed.runs_own
     return (built and Path(built).name) != speed.library
@@ -148,7 +148,7 @@ def busy() -> bool:
 def measure_cpu(host: Host) -> CpuSpeed:
     """With a thread on each core that computes, and with our own kernels where they are built and run. Raises
     ConfigError where it is not possible."""
-    built, reason = library.found(), ""
+    built, reason = library.built_library(), ""
     for kernels in dict.fromkeys((built or None, None)):
         try:
             return msgspec.structs.replace(_measured(host, kernels), library=built and Path(built).name)

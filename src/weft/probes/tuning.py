@@ -8,7 +8,7 @@ from collections.abc import Callable
 import msgspec
 
 from weft.errors import ConfigError
-from weft.executors.launch import Child, end
+from weft.executors.launch import Child, end_children
 from weft.hardware import cuda
 from weft.plan.plan import Plan
 from weft.probes.links import Ended
@@ -66,7 +66,7 @@ def tune(
                     return found
                 case Ended(reason=reason):
                     raise ConfigError(f"the sizes of attention cannot be measured: {reason}")
-        raise ConfigError(f"the sizes of attention cannot be measured: {child.obituary()[0]}")
+        raise ConfigError(f"the sizes of attention cannot be measured: {child.describe_exit()[0]}")
     finally:
-        end([child])
+        end_children([child])
         child.close()

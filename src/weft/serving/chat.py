@@ -55,10 +55,10 @@ def prepare_chat(service: Service, content: bytes) -> AskedChat:
         raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
     if wire.logprobs:
         params["logprobs"] = wire.top_logprobs or 0
-    sampling = service.frontend.params(params, max_tokens=None)
+    sampling = service.frontend.sampling_params(params, max_tokens=None)
     service.check_places(1, sampling)
     text = service.render(wire.messages, wire)
-    prompt = service.frontend.prompt(text, special=False, param="messages")
+    prompt = service.frontend.parse_prompt(text, special=False, param="messages")
     return AskedChat(wire, model, service.jobs([prompt], sampling, priority=wire.priority))
 
 

@@ -49,7 +49,7 @@ def prepare_completion(service: Service, content: bytes) -> AskedCompletion:
     scoring = bool(wire.echo) and wire.max_tokens == 0
     if scoring:
         params["max_tokens"] = 1  # sampled, and kept back
-    sampling = service.frontend.params(params)
+    sampling = service.frontend.sampling_params(params)
     given = split_prompts(wire.prompt)
     service.check_places(len(given), sampling)
     prompts = (read_prompt(service.frontend, prompt, wire) for prompt in given)
@@ -58,7 +58,7 @@ def prepare_completion(service: Service, content: bytes) -> AskedCompletion:
 
 def read_prompt(frontend: Frontend, given: PromptLike, wire: CompletionRequest) -> Prompt:
     """One prompt; with echo its text too, which is decoded here rather than in the event loop."""
-    prompt = frontend.prompt(given, special=wire.add_special_tokens is not False)
+    prompt = frontend.parse_prompt(given, special=wire.add_special_tokens is not False)
     if wire.echo and prompt.text is None and frontend.tokenizer is not None:
         return replace(prompt, text=frontend.decode(prompt.ids))
     return prompt
@@ -153,4 +153,4 @@ class Writing(OpenAIAnswer[CompletionChoice]):
         return at * self._answer.jobs[0].params.n + index
 
     def _prompt_text(self, job: Collector) -> str:
-        return self._frontend.text(job.output)
+        return self._frontend.prompt_text(job.output)

@@ -11,7 +11,7 @@ import ssl
 import stat
 from pathlib import Path
 
-from weft.errors import ConfigError, reason
+from weft.errors import ConfigError, error_reason
 from weft.serving.options import ServeOptions
 
 BACKLOG = 2048  # connections that wait to be accepted; uvicorn's own
@@ -114,7 +114,7 @@ def _bind_path(path: str) -> socket.socket:
     except BlockingIOError:
         why = "in use by another server, which runs or starts"
     except OSError as error:
-        why = reason(error)
+        why = error_reason(error)
     raise ConfigError(f"cannot listen on {path}: {why}; give another --uds") from None
 
 

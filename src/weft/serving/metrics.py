@@ -76,8 +76,8 @@ class EngineStats(Source):
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", now.prefix_queries),
             ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", now.prefix_hits),
             ("num_preemptions", "Requests put back to make room.", now.preemptions),
-            ("spec_decode_num_draft_tokens", "Tokens guessed ahead.", now.guessed_tokens),
-            ("spec_decode_num_accepted_tokens", "Guessed tokens that were right.", now.confirmed_tokens),
+            ("spec_decode_num_draft_tokens", "Tokens guessed ahead.", now.draft_tokens),
+            ("spec_decode_num_accepted_tokens", "Guessed tokens that were right.", now.accepted_tokens),
         )
         for name, text, total in counters:
             counter = CounterMetricFamily(f"vllm:{name}", text, labels=LABELS)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 
 from weft.client import memory
-from weft.client.frontend import Frontend, Words
+from weft.client.frontend import Frontend, TextTools
 from weft.client.opening import open_model
 from weft.client.remote import AsyncEngine
 from weft.config import EngineConfig
@@ -64,11 +64,11 @@ def serve(config: EngineConfig, options: ServeOptions) -> None:
     listen.check_tls(options)
     with listen.bind(options) as listener:
         # Not in the loop: a download must end with Ctrl-C, and a thread would not.
-        checkpoint, words = open_model(config)
+        checkpoint, text_tools = open_model(config)
         log.info("found %s: %s (%.2f s)", config.model, checkpoint.path, time.monotonic() - began)
         try:
             with asyncio.Runner(loop_factory=_loop_factory()) as runner:  # whose end waits for threads
-                runner.run(_serve(config, options, checkpoint, words, listener, began))
+                runner.run(_serve(config, options, checkpoint, text_tools, listener, began))
         finally:
             lift_bound()
 
@@ -77,7 +77,7 @@ async def _serve(
     config: EngineConfig,
     options: ServeOptions,
     checkpoint: Checkpoint,
-    words: Words,
+    text_tools: TextTools,
     listener: socket.socket,
     began: float,
 ) -> None:
@@ -95,7 +95,7 @@ async def _serve(
         expected = await foreseeing if foreseeing else None
         if expected:
             log.info(_beside(expected, engine.ready))
-        frontend = Frontend.of(config, checkpoint, words, max_model_len=engine.plan.max_model_len)
+        frontend = Frontend.for_engine(config, checkpoint, text_tools, max_model_len=engine.plan.max_model_len)
         log.info("the engine is ready (%.2f s)", time.monotonic() - starting)
         capacity = config.max_num_seqs + config.max_num_queued_reqs
         service = Service(engine, frontend, options, model=config.model, capacity=capacity)

@@ -123,11 +123,11 @@ class Service:
 
     def render(self, messages: Sequence[Mapping[str, Any]], how: Rendering) -> str:
         """The messages of a request as text, with the server's defaults for the template."""
-        return self.frontend.render(
+        return self.frontend.render_chat(
             messages,
             add_generation_prompt=how.add_generation_prompt is not False,
             continue_final_message=bool(how.continue_final_message),
-            names={**self.options.default_chat_template_kwargs, **(how.chat_template_kwargs or {})},
+            template_variables={**self.options.default_chat_template_kwargs, **(how.chat_template_kwargs or {})},
         )
 
     def check_places(self, prompts: int, params: SamplingParams) -> None:
@@ -153,7 +153,7 @@ class Service:
                     "send several requests",
                     param="n" if params.n > 1 else "prompt",
                 )
-            job = self.frontend.collect(prompt, params, arrival_s=now, priority=priority or 0)
+            job = self.frontend.create_collector(prompt, params, arrival_s=now, priority=priority or 0)
             ids += params.n * job.requests[0].params.id_count
             if ids > LIMITS.sampling_ids:
                 raise RequestError(

@@ -51,7 +51,7 @@ class StretchScheduler(Scheduler):
         rounds -= 2 if self.lookahead else self.stages > 1
         if rounds < 1:
             return 0
-        enough = len(running) * self.tables.blocks(rounds) <= self.pool.free
+        enough = len(running) * self.tables.count_blocks(rounds) <= self.pool.free
         return rounds if enough else self._rounds_with_room(rounds)
 
     def advance(self, rounds: int) -> list[str]:
@@ -67,9 +67,9 @@ class StretchScheduler(Scheduler):
             sequence.tokens += [sequence.request.key] * rounds
             sequence.computed += rounds
             if sequence.computed > sequence.room:
-                self.tables.grow(sequence, sequence.computed)
+                self.tables.grow_table(sequence, sequence.computed)
             if caching and sequence.computed // size > sequence.registered:
-                self.tables.register(sequence)
+                self.tables.register_full_blocks(sequence)
             if len(sequence.tokens) >= sequence.limit:
                 ended.append(sequence)
         # All of the last step have their blocks before any gives them back.
@@ -93,12 +93,14 @@ class StretchScheduler(Scheduler):
         # What others write may come to be what its prompt begins with.
         if self.pool.caching and any(it.request.key == first.request.key for it in self._running.values()):
             return False
-        found = self.tables.find(first)
-        return not self.tables.has_room(self.tables.blocks(len(first.tokens)) - len(found), found, len(self._running))
+        found = self.tables.match_prefix(first)
+        return not self.tables.has_room(
+            self.tables.count_blocks(len(first.tokens)) - len(found), found, len(self._running)
+        )
 
     def _new_blocks(self, rounds: int) -> int:
         """Blocks that so many more tokens of each need."""
-        return sum(self.tables.blocks(max(0, it.computed + rounds - it.room)) for it in self._running.values())
+        return sum(self.tables.count_blocks(max(0, it.computed + rounds - it.room)) for it in self._running.values())
 
     def _rounds_with_room(self, rounds: int) -> int:
         """The most rounds, up to these, that the free blocks suffice for."""

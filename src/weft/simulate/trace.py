@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 import msgspec
 
-from weft.errors import ConfigError, reason
+from weft.errors import ConfigError, error_reason
 from weft.simulate.ask import Ask, Contents
 
 MOST_ERROR_CHARS = 60
@@ -81,7 +81,7 @@ def _lines(path: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
             file.seek(0)
             yield from (_objects if first.lstrip().startswith("{") else _table)(file, path)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(f"cannot read the trace {path}: {reason(error)}") from None
+        raise ConfigError(f"cannot read the trace {path}: {error_reason(error)}") from None
 
 
 def _objects(file: TextIO, path: str) -> Iterator[tuple[int, Mapping[str, Any]]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 from tokenizers import Tokenizer
 
-from weft.cache import cache_path, write
+from weft.cache import cache_path, write_cache_file
 from weft.errors import ModelError
 from weft.text.settings import Settings
 
@@ -28,9 +28,9 @@ def cached(source: Path, make: Callable[[Path], tuple[Tokenizer, Settings]]) -> 
         return Tokenizer.from_file(str(folder / "tokenizer.json")), settings
     rust, settings = make(source)
     with suppress(OSError, ModelError):
-        write(folder / "tokenizer.json", rust.to_str().encode())
+        write_cache_file(folder / "tokenizer.json", rust.to_str().encode())
         # Last, so that it vouches for the other.
-        write(folder / "settings.json", msgspec.json.encode(settings))
+        write_cache_file(folder / "settings.json", msgspec.json.encode(settings))
     return rust, settings
 
 

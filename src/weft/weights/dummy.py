@@ -7,7 +7,7 @@ from hashlib import blake2b
 import torch
 
 from weft.architectures.place import Span
-from weft.quant.quantised import Quantised
+from weft.quant.quantised import QuantisedWeight
 
 STD = 0.02  # what models of this family are initialised with
 BLOCK = 1 << 18  # elements that share a seed, in whole rows: few enough that little is made in vain
@@ -27,7 +27,7 @@ class Dummy:
         """False: nothing is stored."""
         return False
 
-    def read_blocks(self, source: str, rows: Span, cols: Span, into: Quantised) -> bool:
+    def read_blocks(self, source: str, rows: Span, cols: Span, into: QuantisedWeight) -> bool:
         """The same."""
         return False
 

@@ -17,7 +17,7 @@ from weft.architectures.place import Place, Span
 from weft.formats.checkpoint import sources, tensors
 from weft.plan.fills import Fill, fills, scheme_of
 from weft.plan.plan import Plan
-from weft.quant.quantised import Quantised
+from weft.quant.quantised import QuantisedWeight
 from weft.quant.rounding import Rounding, round_into
 from weft.weights.dummy import Dummy
 from weft.weights.packed import PackedTensors
@@ -40,21 +40,21 @@ class Source(Protocol):
         """Whether it is stored in a scheme of `formats.schemes`, or in what that has room for."""
         ...
 
-    def read_blocks(self, source: str, rows: Span, cols: Span, into: Quantised) -> bool:
+    def read_blocks(self, source: str, rows: Span, cols: Span, into: QuantisedWeight) -> bool:
         """Fill `into` with source[rows, cols] where that is stored in its scheme; False where it is not."""
         ...
 
 
-def allocate(plan: Plan, place: Place, device: torch.device) -> dict[str, torch.Tensor | Quantised]:
+def allocate(plan: Plan, place: Place, device: torch.device) -> dict[str, torch.Tensor | QuantisedWeight]:
     """Room for every parameter of a rank, by name."""
-    shape, dtype, room = plan.shape, getattr(torch, plan.dtype), dict[str, torch.Tensor | Quantised]()
+    shape, dtype, room = plan.shape, getattr(torch, plan.dtype), dict[str, torch.Tensor | QuantisedWeight]()
     for name, parameter, layer in rank_parameters(shape, place):
         dims, cols = parameter_dims(shape, place, parameter), parameter.parts[0].cols
         scheme = scheme_of(parameter, layer, plan.schemes) if cols else None
         if scheme is None or cols is None:
             room[name] = torch.empty(dims, dtype=dtype, device=device)
         else:
-            room[name] = Quantised.empty(scheme, dims[0], owned(shape, place, cols), dtype, device)
+            room[name] = QuantisedWeight.empty(scheme, dims[0], owned(shape, place, cols), dtype, device)
     return room
 
 
@@ -69,7 +69,7 @@ def open_source(plan: Plan) -> Source:
 def load(
     plan: Plan,
     place: Place,
-    targets: Mapping[str, torch.Tensor | Quantised],
+    targets: Mapping[str, torch.Tensor | QuantisedWeight],
     rounding: Rounding = round_into,
     importance: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> None:

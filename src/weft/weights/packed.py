@@ -11,7 +11,7 @@ from weft.architectures.place import Span
 from weft.errors import ModelError
 from weft.formats.packed import WORD, Packed
 from weft.formats.tensor import TensorInfo
-from weft.quant.quantised import Quantised, pack
+from weft.quant.quantised import QuantisedWeight, pack_nibbles
 from weft.weights.stored import DENSE, Stored, mapped, rows_at_once, typed
 
 logger = logging.getLogger("weft")
@@ -40,7 +40,7 @@ class PackedTensors(Stored):
         info = self.tensors[source]
         return info.type == type if isinstance(info, Packed) else super().holds(source, type)
 
-    def read_blocks(self, source: str, rows: Span, cols: Span, into: Quantised) -> bool:
+    def read_blocks(self, source: str, rows: Span, cols: Span, into: QuantisedWeight) -> bool:
         info = self.tensors[source]
         if not isinstance(info, Packed):
             return super().read_blocks(source, rows, cols, into)
@@ -48,7 +48,7 @@ class PackedTensors(Stored):
             return False
         for some, at in _chunks(info, rows, into.device):
             part, q = into.narrow(0, at, len(some)), _numbers(info, some, cols, into.device)
-            part.values.copy_(pack(q) if info.bits == 4 else q)
+            part.values.copy_(pack_nibbles(q) if info.bits == 4 else q)
             part.scales.copy_(self._in_16_bits(source, _scales(info, some, cols)))
             zeros = _zeros(info, some, cols, into.device)
             if part.lowest is not None:

@@ -10,7 +10,7 @@ import torch
 from weft.architectures.place import Span
 from weft.errors import ModelError
 from weft.formats.schemes import STORED
-from weft.quant.quantised import Quantised, pack
+from weft.quant.quantised import QuantisedWeight, pack_nibbles
 from weft.quant.rounding import Rounding, round_into
 from weft.weights.blocks import numbers, zero_of
 
@@ -21,7 +21,7 @@ BAND, GPU_BAND = 1 << 19, 1 << 24
 Read = Callable[[Span, Span, torch.Tensor], None]  # rows and columns, to be copied into a tensor
 
 
-def unpack(data: torch.Tensor, type: str, first: int, into: Quantised) -> None:
+def unpack(data: torch.Tensor, type: str, first: int, into: QuantisedWeight) -> None:
     """Rows [rows, bytes] uint8, each whole blocks of a GGUF type that the scheme of `into` holds: their columns from
     `first` on to its parts. Scales and minima that the blocks have as products of two numbers are rounded to float16:
     by 1 / 4096 of them at most, or 3e-8 below 6e-5. Raises ModelError for one that is beyond float16."""
@@ -36,17 +36,17 @@ def unpack(data: torch.Tensor, type: str, first: int, into: Quantised) -> None:
         into.lowest.copy_(_spread(lowest, type, first, into))
     if not all(part.isfinite().all() for part in (into.scales, into.lowest) if part is not None):
         raise ModelError(f"a scale of {type} blocks is beyond the 65,504 that 16 bits hold; give --quantization none")
-    into.values.copy_(pack(q) if into.scheme.bits == 4 else q)
+    into.values.copy_(pack_nibbles(q) if into.scheme.bits == 4 else q)
 
 
-def _spread(part: torch.Tensor, type: str, first: int, into: Quantised) -> torch.Tensor:
+def _spread(part: torch.Tensor, type: str, first: int, into: QuantisedWeight) -> torch.Tensor:
     """[blocks, groups of a block, 1] to [rows, groups of `into`], which may be finer, from column `first` on."""
     rows, groups = into.scales.shape
     each = part.view(rows, -1).repeat_interleave(STORED[type].group // into.scheme.group, dim=1)
     return each[:, first // into.scheme.group :][:, :groups]
 
 
-def split(blocks: torch.Tensor, into: Quantised) -> None:
+def split(blocks: torch.Tensor, into: QuantisedWeight) -> None:
     """What `unpack` does, of blocks [rows, groups, bytes] uint8 whose type is the scheme of `into`: nothing has to be
     computed, which takes a twentieth of the time."""
     head = 2 if into.lowest is None else 4
@@ -65,7 +65,7 @@ def quantise(
     cols: Span,
     width: int,
     head_dim: int,
-    into: Quantised,
+    into: QuantisedWeight,
     dtype: torch.dtype = torch.float32,
     rounding: Rounding = round_into,
     importance: torch.Tensor | None = None,

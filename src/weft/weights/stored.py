@@ -11,7 +11,7 @@ from weft.architectures.place import Span
 from weft.errors import ModelError
 from weft.formats.schemes import ALL, STORED
 from weft.formats.tensor import ENCODINGS, TensorInfo
-from weft.quant.quantised import Quantised
+from weft.quant.quantised import QuantisedWeight
 from weft.weights.blocks import dequantise
 from weft.weights.quantised import split, unpack
 
@@ -51,7 +51,7 @@ class Stored:
         stored = self.tensors[source].type
         return stored in STORED and ALL[type].holds(STORED[stored])
 
-    def read_blocks(self, source: str, rows: Span, cols: Span, into: Quantised) -> bool:
+    def read_blocks(self, source: str, rows: Span, cols: Span, into: QuantisedWeight) -> bool:
         """The same of a matrix that is quantised, and in a type that the scheme of `into` holds; False where it is not.
         Where its heads are interleaved, the rows are whole heads."""
         info = self.tensors[source]

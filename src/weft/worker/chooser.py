@@ -12,7 +12,7 @@ import torch
 from weft.core.params import SamplingParams
 from weft.kernels.base import Kernels
 from weft.kernels.native import NativeKernels
-from weft.kernels.streams import BROKEN
+from weft.kernels.streams import NOT_FINITE
 from weft.worker.chunks import chunks, pick
 from weft.worker.filters import NEUTRAL, TEMPERATURE, weigh
 from weft.worker.random import race, seeds
@@ -33,9 +33,9 @@ class Chooser(Protocol):
     def choose(
         self, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, there: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        """Token ids [R] int64 on the device, from `logits` [R, V] of any float type, which stay as they are; BROKEN for
-        a row whose greatest logit is not finite. Slots and positions are [R] int64; `there` has them on the device, and
-        then what `arrays` gave."""
+        """Token ids [R] int64 on the device, from `logits` [R, V] of any float type, which stay as they are; NOT_FINITE
+        for a row whose greatest logit is not finite. Slots and positions are [R] int64; `there` has them on the device,
+        and then what `arrays` gave."""
         ...
 
 
@@ -83,7 +83,7 @@ class TorchChooser(HostChooser):
             parts = chunks(len(warm), logits)
             drawn = torch.cat([race(weigh(pick(logits, warm[at]), columns[at]), streams[at]) for at in parts])
             tokens = drawn if len(warm) == len(slots) else tokens.index_copy(0, sent(warm, logits.device), drawn)
-        return tokens.where(best.isfinite(), BROKEN)
+        return tokens.where(best.isfinite(), NOT_FINITE)
 
 
 class NativeChooser(HostChooser):
@@ -97,7 +97,7 @@ class NativeChooser(HostChooser):
         self, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, there: Sequence[torch.Tensor]
     ) -> torch.Tensor:
         columns, keys = self._settings.columns[slots], self._settings.keys[slots]
-        return self._kernels.choose(logits, columns, seeds(keys, positions))
+        return self._kernels.sample_tokens(logits, columns, seeds(keys, positions))
 
 
 class TritonChooser:
@@ -105,9 +105,9 @@ class TritonChooser:
 
     def __init__(self, slots: int, device: torch.device) -> None:
         # Here, since Triton may not be installed.
-        from weft.kernels.triton.sampling import choose
+        from weft.kernels.triton.sampling import sample_tokens
 
-        self._choose = choose
+        self._choose = sample_tokens
         self._settings = Settings(slots)
         self._filtered = np.zeros(slots, dtype=bool)
         self._news: set[int] = set()

@@ -9,7 +9,7 @@ import numpy as np
 
 from weft.comm import Links
 from weft.comm.base import Solo
-from weft.core.speculation import common
+from weft.core.speculation import common_prefix_length
 from weft.core.step import Admission, StepPlan
 from weft.plan.memory import Capacity
 from weft.plan.plan import Plan
@@ -29,7 +29,7 @@ class Text:
 
     def write(self, at: int, tokens: list[int]) -> None:
         """These stand from `at` on, and nothing after them."""
-        self.read = min(self.read, at + common(self.tokens[at : at + len(tokens)], tokens))
+        self.read = min(self.read, at + common_prefix_length(self.tokens[at : at + len(tokens)], tokens))
         self.tokens[at:] = tokens
 
 
@@ -124,14 +124,14 @@ class Drafter:
         texts end with what is sure by now."""
         asked, at, drawn = {}, 0, 0
         for slot, start, count, samples, guessed, most in zip(
-            step.slots, step.starts, step.counts, step.samples, step.guesses, step.asks, strict=True
+            step.slots, step.starts, step.counts, step.samples, step.draft_counts, step.draft_requests, strict=True
         ):
             at += count
             if samples:
                 tokens = sampled[drawn : drawn + guessed + 1]
                 drawn += len(tokens)
                 if most:
-                    right = common(step.tokens[at - guessed : at], tokens)
+                    right = common_prefix_length(step.tokens[at - guessed : at], tokens)
                     self._texts[slot].write(start + count - guessed + right, [tokens[right]])
             if most:
                 asked[slot] = most if samples else 0
@@ -202,5 +202,5 @@ def reading(reads: list[Read]) -> StepPlan:
         tokens=[token for read in reads for token in read.tokens],
         blocks=[[] for _ in reads],
         samples=[True] * count,
-        guesses=[0] * count,
+        draft_counts=[0] * count,
     )

@@ -11,7 +11,7 @@ import torch
 
 from weft.kernels.batch import Batch
 from weft.kernels.capture import capture_graph
-from weft.kernels.laying import NOWHERE, Staged
+from weft.kernels.staged import NOWHERE, StagedStep
 
 logger = logging.getLogger("weft")
 
@@ -109,7 +109,7 @@ class Graphs:
             self._capture_size(self.uncaptured[0])
         return len(self.uncaptured)
 
-    def room(self, staged: Staged) -> Batch | None:
+    def room(self, staged: StagedStep) -> Batch | None:
         """The smallest captured batch that a step can be laid into, if there is one."""
         rows = staged.rows
         size = next((size for size in self._sizes if size >= rows and size in self._captured), None)

@@ -19,14 +19,14 @@ import torch.nn.functional as F
 from weft.architectures.place import Span
 from weft.comm import Links
 from weft.formats.schemes import ALL, UNIT
-from weft.kernels.base import KVCache, Product, Table
+from weft.kernels.base import EmbeddingTable, KVCache, Product
 from weft.kernels.batch import Batch, Lengths
 from weft.kernels.plain import PlainKernels
 from weft.layers import rope
 from weft.models.decoder import Decoder
 from weft.plan.fills import Fill, fills
 from weft.plan.plan import Plan
-from weft.quant.quantised import Quantised
+from weft.quant.quantised import QuantisedWeight
 from weft.weights.load import Source, loading, open_source
 from weft.weights.quantised import bands
 
@@ -37,7 +37,7 @@ LEAST = 0.1
 
 @torch.inference_mode()
 def importance(
-    plan: Plan, rank: int, links: Links, targets: Mapping[str, torch.Tensor | Quantised], device: torch.device
+    plan: Plan, rank: int, links: Links, targets: Mapping[str, torch.Tensor | QuantisedWeight], device: torch.device
 ) -> dict[str, torch.Tensor]:
     """The importance [cols] float32 of the columns of this rank's matrices that are to be rounded to 4 bits, by
     parameter: the mean square of what each is multiplied with, beside that of its group. Empty where nothing is.
@@ -94,7 +94,7 @@ class Reading(PlainKernels):
     def __init__(
         self,
         source: Source,
-        targets: Mapping[str, torch.Tensor | Quantised],
+        targets: Mapping[str, torch.Tensor | QuantisedWeight],
         todo: Iterable[Fill],
         head_dim: int,
         pool: Executor,
@@ -109,9 +109,9 @@ class Reading(PlainKernels):
             if isinstance(vector, torch.Tensor) and fill.cols is None:
                 source.read(fill.source, fill.rows, None, vector.narrow(0, fill.at, len(fill.rows)))
 
-    def matrix(self, weight: torch.Tensor | Quantised, bias: torch.Tensor | None) -> Product:
+    def matrix(self, weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None) -> Product:
         name = self._names[id(weight)]
-        wanted = isinstance(weight, Quantised) and weight.scheme.bits == 4 and UNIT % weight.scheme.group == 0
+        wanted = isinstance(weight, QuantisedWeight) and weight.scheme.bits == 4 and UNIT % weight.scheme.group == 0
 
         def product(x: torch.Tensor) -> torch.Tensor:
             if wanted:
@@ -134,7 +134,7 @@ class Reading(PlainKernels):
 
         return product
 
-    def table(self, weight: torch.Tensor | Quantised) -> Table:
+    def embedding_table(self, weight: torch.Tensor | QuantisedWeight) -> EmbeddingTable:
         (fill,) = self._fills[self._names[id(weight)]]
         return ReadTable(self._source, fill, weight, self.matrix(weight, None))
 
@@ -161,7 +161,7 @@ class Reading(PlainKernels):
 class ReadTable:
     """An embedding whose rows are read when they are asked for."""
 
-    def __init__(self, source: Source, fill: Fill, weight: torch.Tensor | Quantised, product: Product) -> None:
+    def __init__(self, source: Source, fill: Fill, weight: torch.Tensor | QuantisedWeight, product: Product) -> None:
         self._source, self._fill, self._product = source, fill, product
         self._dtype, self._device, self._width = weight.dtype, weight.device, weight.shape[1]
 

@@ -10,8 +10,8 @@ import msgspec
 
 from weft import logs
 from weft.executors.launch import Parent
-from weft.executors.messages import Allocated, Neighbour, ToRank
-from weft.executors.rank import Worker, keep_to, run, uncollected, worker_class
+from weft.executors.messages import Allocated, LinkFiles, ToRank
+from weft.executors.rank import RankWorker, bind_to_cores, gc_paused, run_rank, worker_class
 
 
 def main(descriptor: int, lifeline: int) -> None:
@@ -20,14 +20,14 @@ def main(descriptor: int, lifeline: int) -> None:
     logs.configure()
     launch = parent.inbox.get()
 
-    def make() -> Worker:
+    def make() -> RankWorker:
         # Before torch starts its threads: they inherit it.
-        keep_to(launch.plan.cores[launch.rank])
-        with uncollected():
+        bind_to_cores(launch.plan.cores[launch.rank])
+        with gc_paused():
             from weft.comm.connect import connect
             from weft.comm.line import Edge
 
-        def edge(files: Neighbour | None) -> Edge | None:
+        def edge(files: LinkFiles | None) -> Edge | None:
             return Edge(files.memory, files.full, files.free) if files else None
 
         worker = worker_class(launch.worker)
@@ -48,7 +48,7 @@ def main(descriptor: int, lifeline: int) -> None:
             gc.freeze()  # what a start makes is here to stay: to look through torch's objects takes 80 ms
         parent.send(message)
 
-    run(launch.rank, parent.inbox, send, make)
+    run_rank(launch.rank, parent.inbox, send, make)
     # It has failed and said so. Its end is the parent's to bring: a connection that breaks before that would
     # make the other ranks fail as well.
     while True:

@@ -19,10 +19,12 @@ import numpy as np
 import torch
 
 from weft.kernels import streams
-from weft.kernels.streams import BLOCK
+from weft.kernels.streams import SAMPLING_BLOCK
 
 # As signed 64-bit integers: products wrap, in numpy's arrays and in torch.
-STEP, FIRST, SECOND = (number - 2**64 for number in (streams.STEP, streams.FIRST, streams.SECOND))
+STEP, FIRST, SECOND = (
+    number - 2**64 for number in (streams.SPLITMIX_STEP, streams.SPLITMIX_FIRST, streams.SPLITMIX_SECOND)
+)
 
 Integers = TypeVar("Integers", np.ndarray, torch.Tensor)
 
@@ -41,11 +43,11 @@ def exponentials(seeds: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def block_sums(weights: torch.Tensor) -> torch.Tensor:
-    """Sums over BLOCK tokens at a time: [R, V] in, [R, ceil(V / BLOCK)] out. The same for a row in any batch."""
+    """Sums over SAMPLING_BLOCK tokens at a time: [R, V] to [R, ceil(V / SAMPLING_BLOCK)], the same in any batch."""
     tokens = weights.shape[1]
-    blocks = tokens // BLOCK
-    whole = blocks * BLOCK
-    sums = weights[:, :whole].unflatten(1, (blocks, BLOCK)).sum(-1)
+    blocks = tokens // SAMPLING_BLOCK
+    whole = blocks * SAMPLING_BLOCK
+    sums = weights[:, :whole].unflatten(1, (blocks, SAMPLING_BLOCK)).sum(-1)
     if whole < tokens:
         sums = torch.cat([sums, weights[:, whole:].sum(-1, keepdim=True)], 1)
     return sums
@@ -59,9 +61,9 @@ def race(weights: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
     tokens = weights.shape[1]
     sums = block_sums(weights)
     blocks = sums.shape[1]
-    times = exponentials(seeds, blocks + BLOCK)
-    first = (sums / times[:, :blocks]).argmax(-1, keepdim=True) * BLOCK
-    members = first + torch.arange(BLOCK, device=weights.device)
+    times = exponentials(seeds, blocks + SAMPLING_BLOCK)
+    first = (sums / times[:, :blocks]).argmax(-1, keepdim=True) * SAMPLING_BLOCK
+    members = first + torch.arange(SAMPLING_BLOCK, device=weights.device)
     inside = weights.gather(1, members.clamp(max=tokens - 1)) * (members < tokens)
     return (first + (inside / times[:, blocks:]).argmax(-1, keepdim=True)).squeeze(1)
 

@@ -10,7 +10,7 @@ import torch
 
 from weft.core.step import UNKNOWN, Admission, StepPlan
 from weft.kernels.batch import Lengths
-from weft.kernels.laying import Staged
+from weft.kernels.staged import StagedStep
 from weft.worker.staging import Staging
 
 
@@ -50,7 +50,7 @@ class Rows:
 
     def stage(
         self, step: StepPlan, more: Sequence[np.ndarray] = (), *, singly: bool = False
-    ) -> tuple[Staged, list[torch.Tensor]]:
+    ) -> tuple[StagedStep, list[torch.Tensor]]:
         """Take the step's new blocks into the tables, and send its arrays to the device, with `more` of them. Staged
         `singly`, every token is a row of its own, which attends to what stands before it: what comes out is the
         same."""
@@ -75,7 +75,7 @@ class Rows:
         wide = (tokens, positions, row_starts, context, order, slots, growth, blocks)
         on_device = self._staging.put([*more, places, *(array.astype(np.int32) for array in wide)])
         places_, tokens_, positions_, row_starts_, context_, order_, slots_, growth_, blocks_ = on_device[len(more) :]
-        staged = Staged(
+        staged = StagedStep(
             tokens=tokens_,
             positions=positions_,
             places=places_,
@@ -94,7 +94,7 @@ class Rows:
         return staged, on_device[: len(more)]
 
     def _grow(self, step: StepPlan, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Append the step's new blocks to their tables: `growth` and `blocks` of Staged."""
+        """Append the step's new blocks to their tables: `growth` and `blocks` of StagedStep."""
         added = np.array([len(blocks) for blocks in step.blocks], dtype=np.int32)
         had = self.lengths[slots]
         has = had + added

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from weft.core.step import Admission, TokenLogprobs
-from weft.kernels.streams import BROKEN
+from weft.kernels.streams import NOT_FINITE
 from weft.worker.chooser import Chooser, TorchChooser
 from weft.worker.chunks import pick
 from weft.worker.device import ToHost
@@ -37,7 +37,7 @@ class Order:
 @dataclass(frozen=True)
 class Sampled:
     """What was sampled: `tokens` [R] int64 on the device, at once, ids in any case; `result` waits for it to reach the
-    host, with BROKEN in place of the token of a row whose logits were not finite."""
+    host, with NOT_FINITE in place of the token of a row whose logits were not finite."""
 
     tokens: torch.Tensor
     result: Callable[[], Result]
@@ -48,8 +48,8 @@ class Sampler:
 
     `stop_ids` are the model's own end tokens (`ModelShape.eos`), which min_tokens holds back together with a
     request's stop_token_ids. Greedy takes the lowest of equally likely ids (as argmax promises), and so does a
-    top_k of 1. A row whose greatest logit is NaN or infinite gives BROKEN, and its logprobs mean nothing; other rows
-    are as they would be without it. `chooser` has as many slots.
+    top_k of 1. A row whose greatest logit is NaN or infinite gives NOT_FINITE, and its logprobs mean nothing; other
+    rows are as they would be without it. `chooser` has as many slots.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Sampler:
             values = arrival.values()
             tokens = [int(token) for token in values[: len(order.slots)]]
             for wishes, token in zip(order.wishes, tokens, strict=False):
-                if wishes and token != BROKEN:
+                if wishes and token != NOT_FINITE:
                     wishes.note(token)
             return tokens, unpacked(values, len(tokens), order.scored.tolist(), tops.tolist())
 

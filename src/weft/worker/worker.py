@@ -15,13 +15,13 @@ from weft.comm import Links
 from weft.core.params import SamplingParams
 from weft.core.step import Admission, StepPlan, StepResult, TokenLogprobs
 from weft.errors import ModelError
-from weft.kernels import choose, rounding
+from weft.kernels import create_kernels, create_rounding
 from weft.kernels.base import AttentionShape, KVCache
 from weft.kernels.batch import Batch
 from weft.kernels.capture import release_cached_memory, synchronize_device
-from weft.kernels.laying import Staged
-from weft.kernels.streams import BROKEN
-from weft.kernels.warm import warm
+from weft.kernels.staged import StagedStep
+from weft.kernels.streams import NOT_FINITE
+from weft.kernels.warm import warm_kernels
 from weft.layers import rope
 from weft.models.decoder import Decoder
 from weft.plan.fills import weight_bytes
@@ -56,7 +56,7 @@ class Worker:
         self.plan, self.rank, self.links = plan, rank, links
         self.place = plan.places[rank]
         self.dtype: torch.dtype = getattr(torch, plan.dtype)
-        self.attention = AttentionShape.of(plan, rank)
+        self.attention = AttentionShape.from_plan(plan, rank)
         self.caches: list[KVCache] = []
         self.graphs: Graphs | None = None
         self.graph_bytes = 0  # that all graphs keep, a draft's too
@@ -74,8 +74,8 @@ class Worker:
         held = sum(tensor.nbytes for tensor in tensors.values())
         wanted = plan.attention_backend, self.device, self.attention
         found = importance(plan, self.rank, self.links, tensors, self.device)
-        load(plan, self.place, tensors, rounding(*wanted), found)
-        self.kernels = choose(*wanted)
+        load(plan, self.place, tensors, create_rounding(*wanted), found)
+        self.kernels = create_kernels(*wanted)
         if plan.schemes and self.kernels.name == "torch":
             held = weight_bytes(shape, self.place, plan.dtype)
             logger.warning("The kernels of torch do not multiply quantised weights: they are held in %s", plan.dtype)
@@ -85,7 +85,7 @@ class Worker:
         if self.device.type != "cpu":
             # Where the peak is measured, with all that a step needs.
             self.rope = self._rope(plan.max_model_len)
-        warm(self.kernels.launches(self.attention, self.device), self.device)
+        warm_kernels(self.kernels.launches(self.attention, self.device), self.device)
         self.sampler: Sampler | None = None
         if self.rank == plan.output_rank:
             choosing = chooser(self.kernels, plan.max_num_seqs, self.device)
@@ -191,11 +191,11 @@ class Worker:
             self.links.pipeline.send(hidden, self.place.stage + 1)
             return None
         result = self._finish(step, hidden, order, there)
-        if self.drafter and self.sampler and any(step.asks):
+        if self.drafter and self.sampler and any(step.draft_requests):
             # Guesses come after what was sampled: it is waited for.
             found = result() if callable(result) else result
             assert found is not None
-            found.guesses = self.drafter.guess(step, found.tokens, self.rows, self.sampler)
+            found.drafts = self.drafter.guess(step, found.tokens, self.rows, self.sampler)
             return found
         return result
 
@@ -230,10 +230,10 @@ class Worker:
             release_cached_memory()
 
     @torch.inference_mode()
-    def lay(self, staged: Staged) -> Batch:
+    def lay(self, staged: StagedStep) -> Batch:
         """The step as a batch, in a graph's tensors if it can be replayed."""
         batch = (self.graphs and self.graphs.room(staged)) or staged.eager()
-        self.kernels.lay(staged, batch)
+        self.kernels.fill_batch(staged, batch)
         return batch
 
     @torch.inference_mode()
@@ -275,7 +275,7 @@ class Worker:
         def result() -> StepResult:
             tokens, logprobs = sampled.result()
             made = StepResult(step.id, tokens, logprobs, prompt_logprobs)
-            if min(tokens) == BROKEN:
+            if min(tokens) == NOT_FINITE:
                 self._tell_broken(made, slots)
             return made
 
@@ -284,7 +284,7 @@ class Worker:
     def _tell_broken(self, made: StepResult, slots: np.ndarray) -> None:
         """Say which of the rows' `slots` had logits that are not finite; ids take the place of what was not sampled."""
         why = f"rank {self.rank}: the model produced NaN or infinite logits, from which nothing can be sampled"
-        made.failed = {int(slots[row]): why for row, token in enumerate(made.tokens) if token == BROKEN}
+        made.failed = {int(slots[row]): why for row, token in enumerate(made.tokens) if token == NOT_FINITE}
         made.tokens = [max(token, 0) for token in made.tokens]
 
     def _remember(self, slots: torch.Tensor, tokens: torch.Tensor | None) -> None:
@@ -320,7 +320,7 @@ class Worker:
     def _caches(self, num_blocks: int) -> list[KVCache]:
         dims = (num_blocks, self.plan.block_size, len(self.place.kv_heads), self.plan.shape.head_dim)
         return [
-            KVCache(*(devices.zeros(dims, self.attention.kept, self.device) for _ in range(2)))
+            KVCache(*(devices.zeros(dims, self.attention.cache_dtype, self.device) for _ in range(2)))
             for _ in range(len(self.place.layers))
         ]
 
@@ -395,7 +395,7 @@ class Worker:
             tokens=[0] * sum(counts),
             blocks=blocks,
             samples=[True] * len(counts),
-            guesses=[min(self._guesses, count - 1) for count in counts],
+            draft_counts=[min(self._guesses, count - 1) for count in counts],
         )
         result = self.execute(step)
         made = result() if callable(result) else result
@@ -413,7 +413,7 @@ def sampled_positions(step: StepPlan) -> tuple[list[int], list[int], list[int]]:
     """Of all tokens that are sampled: the index in the step of the one before it, its slot, and its position."""
     picks, slots, positions, end = [], [], [], 0
     for slot, start, count, samples, guesses in zip(
-        step.slots, step.starts, step.counts, step.samples, step.guesses, strict=True
+        step.slots, step.starts, step.counts, step.samples, step.draft_counts, strict=True
     ):
         end += count
         if samples:

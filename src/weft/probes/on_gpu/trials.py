@@ -9,10 +9,10 @@ from random import Random
 
 import torch
 
+from weft.kernels.attention_inputs import AttentionInputs, decode_inputs, prompt_inputs
 from weft.kernels.base import AttentionShape, KVCache
 from weft.kernels.batch import Batch
-from weft.kernels.contest import Clock, seconds
-from weft.kernels.samples import Sample, decodes, prompts
+from weft.kernels.contest import Clock, graph_seconds
 from weft.kernels.triton.attention import decode, prefill
 from weft.kernels.triton.tuning import (
     DECODE,
@@ -22,7 +22,7 @@ from weft.kernels.triton.tuning import (
     Tuning,
     Tunings,
 )
-from weft.kernels.usable import processors, shared_bytes
+from weft.kernels.usable import multiprocessor_count, shared_memory_bytes
 
 ROWS = (1, 8, 64, 256)  # of decode steps; of other numbers the nearest counts
 SHORTEST, LONGEST = 100, 2048  # of their contexts
@@ -44,10 +44,10 @@ class Race:
     """What attends to the same queries, over the same keys and values at several places of memory."""
 
     what: str
-    given: Sequence[Sample]
+    given: Sequence[AttentionInputs]
     entries: dict[object, Attend]
 
-    def run(self, clock: Clock = seconds) -> tuple[Times, Obstacles]:
+    def run(self, clock: Clock = graph_seconds) -> tuple[Times, Obstacles]:
         """Passed over is what cannot run on this device, and what gives other numbers than the first that does."""
         times: Times = {}
         obstacles: Obstacles = {}
@@ -71,15 +71,15 @@ class Race:
 
 def decode_race(shape: AttentionShape, device: torch.device, contexts: list[int]) -> Race:
     """A decode step, by each of DECODE_CANDIDATES."""
-    q, cache, batch = decodes(shape, device, contexts)
+    q, cache, batch = decode_inputs(shape, device, contexts)
     more = min(PLACES - 1, COLD_BYTES // (cache.keys.nbytes + cache.values.nbytes))
     caches = [cache, *(KVCache(cache.keys.clone(), cache.values.clone()) for _ in range(more))]
 
     through = torch.zeros(len(contexts) * shape.kv_heads, dtype=torch.int32, device=device)
 
     def attend(tuning: Tuning, q: torch.Tensor, cache: KVCache, batch: Batch) -> torch.Tensor:
-        out, sizes = torch.empty_like(q).flatten(1), (tuning, shared_bytes(device), through)
-        decode(q, cache, batch, batch.rows, shape.scale, shape.windows[0], processors(device), out, *sizes)
+        out, sizes = torch.empty_like(q).flatten(1), (tuning, shared_memory_bytes(device), through)
+        decode(q, cache, batch, batch.rows, shape.scale, shape.windows[0], multiprocessor_count(device), out, *sizes)
         return out
 
     least, most = min(contexts), max(contexts)
@@ -93,10 +93,10 @@ def prefill_race(shape: AttentionShape, device: torch.device, what: str) -> Race
 
     def attend(tuning: Tuning, q: torch.Tensor, cache: KVCache, batch: Batch) -> torch.Tensor:
         out = torch.empty_like(q).flatten(1)
-        prefill(q, cache, batch, 0, shape.scale, shape.windows[0], out, tuning, shared_bytes(device))
+        prefill(q, cache, batch, 0, shape.scale, shape.windows[0], out, tuning, shared_memory_bytes(device))
         return out
 
-    given = prompts(shape, device, counts, contexts)
+    given = prompt_inputs(shape, device, counts, contexts)
     return Race(what, [given], {it: partial(attend, it) for it in PREFILL_CANDIDATES})
 
 
@@ -115,7 +115,7 @@ def mixed(rows: int, longest: int) -> list[int]:
 def measured(
     shape: AttentionShape,
     device: torch.device,
-    clock: Clock = seconds,
+    clock: Clock = graph_seconds,
     tell: Callable[[str, Times, Obstacles], object] = lambda what, times, obstacles: None,
 ) -> Tunings:
     """The fastest sizes; `tell` hears of every race. What there is no memory for stays as it is; where nothing can be

@@ -33,9 +33,9 @@ def measure(task: Tune, parent: Parent[Tune]) -> None:
     from weft.worker import device as devices
 
     device = devices.prepare(task.plan, 0)
-    whole = AttentionShape.of(task.plan, 0)
-    triton.available(device, whole.head_dim, required=True)
-    from weft.kernels.triton import kept
+    whole = AttentionShape.from_plan(task.plan, 0)
+    triton.triton_available(device, whole.head_dim, required=True)
+    from weft.kernels.triton import saved_tunings
     from weft.probes.on_gpu import trials
 
     for ranks in task.ranks:
@@ -50,7 +50,7 @@ def measure(task: Tune, parent: Parent[Tune]) -> None:
         path = lost = ""
         if task.keep:
             try:
-                path = str(kept.keep(device, shape, found))
+                path = str(saved_tunings.save_tunings(device, shape, found))
             except (OSError, RuntimeError, WeftError) as error:
                 lost = str(error)
         parent.send(

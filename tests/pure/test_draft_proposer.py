@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.pure.ranks import expected
 from tests.pure.scheduling import DRAFT, LIMITS, Engine, request
-from weft.core.speculation import Guesser
+from weft.core.speculation import DraftProposer
 from weft.plan.plan import Speculation
 
 
@@ -20,8 +20,8 @@ def test_right_guesses_save_steps_and_change_nothing() -> None:
     engine.run(item)
     assert engine.tokens("a") == plain.tokens("a") == expected(item, 64)[0]
     stats = engine.scheduler.stats()
-    assert stats.confirmed_tokens > 0 and stats.guessed_tokens > stats.confirmed_tokens
-    assert stats.steps == 20 - stats.confirmed_tokens < plain.scheduler.stats().steps
+    assert stats.accepted_tokens > 0 and stats.draft_tokens > stats.accepted_tokens
+    assert stats.steps == 20 - stats.accepted_tokens < plain.scheduler.stats().steps
     assert stats.generation_tokens == 20
     assert any(len(output.tokens) > 1 for output in engine.outputs["a"])
 
@@ -38,7 +38,7 @@ def test_an_end_among_confirmed_guesses_ends_it() -> None:
 def test_who_remembers_its_tokens_is_not_guessed() -> None:
     engine = Engine(LIMITS | {"speculation": Speculation(tokens=4, draft=DRAFT)})
     engine.run(request("a", [1, 2, 3], max_tokens=9, repetition_penalty=1.1))
-    assert engine.scheduler.stats().guessed_tokens == 0
+    assert engine.scheduler.stats().draft_tokens == 0
 
 
 def test_what_a_draft_said_of_an_earlier_text_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,7 +52,7 @@ def test_what_a_draft_said_of_an_earlier_text_is_forgotten(monkeypatch: pytest.M
         engine.apply()
     engine.scheduler.abort(["b"])
     plan = engine.schedule()
-    assert plan and plan.guesses == [0]
+    assert plan and plan.draft_counts == [0]
 
 
 def test_what_a_draft_said_before_a_preemption_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,32 +67,32 @@ def test_what_a_draft_said_before_a_preemption_is_forgotten(monkeypatch: pytest.
     engine.schedule()
     engine.apply()
     plan = engine.schedule()
-    assert plan and plan.guesses == [0]
+    assert plan and plan.draft_counts == [0]
 
 
 def test_what_came_before_is_guessed_again() -> None:
-    guesser = Guesser(Speculation(tokens=4, lookup_min=2, lookup_max=3))
-    assert guesser.guesses([1, 2, 3, 4, 5, 6, 1, 2], 9) == [3, 4, 5, 6]
-    assert guesser.guesses([1, 2, 3, 4, 5, 6, 1, 2, 3], 2) == [4, 5]
-    assert guesser.guesses([1, 2, 3, 4, 5, 6, 1, 2, 3, 9, 8], 4) == []
-    assert Guesser(Speculation(tokens=5)).guesses([7, 8, 9, 8, 9], 5) == [8, 9, 8, 9, 8], "round in a circle"
-    later = Guesser(Speculation(tokens=1))
-    assert later.guesses([1, 2, 3, 1, 2, 4, 1, 2], 1) == [4], "the latest of its places"
+    proposer = DraftProposer(Speculation(tokens=4, lookup_min=2, lookup_max=3))
+    assert proposer.propose([1, 2, 3, 4, 5, 6, 1, 2], 9) == [3, 4, 5, 6]
+    assert proposer.propose([1, 2, 3, 4, 5, 6, 1, 2, 3], 2) == [4, 5]
+    assert proposer.propose([1, 2, 3, 4, 5, 6, 1, 2, 3, 9, 8], 4) == []
+    assert DraftProposer(Speculation(tokens=5)).propose([7, 8, 9, 8, 9], 5) == [8, 9, 8, 9, 8], "round in a circle"
+    later = DraftProposer(Speculation(tokens=1))
+    assert later.propose([1, 2, 3, 1, 2, 4, 1, 2], 1) == [4], "the latest of its places"
 
 
 def test_guessing_rests_where_it_does_not_pay() -> None:
-    guesser = Guesser(Speculation(tokens=4))
+    proposer = DraftProposer(Speculation(tokens=4))
     text = [1, 2, 3, 4, 5, 1, 2]
     asked = 0
     for _ in range(100):
-        found = guesser.guesses(text, 4)
-        guesser.judge(len(found), 0)
+        found = proposer.propose(text, 4)
+        proposer.record_accepted(len(found), 0)
         asked += len(found)
     assert asked < 40
     for _ in range(200):
-        found = guesser.guesses(text, 4)
-        guesser.judge(len(found), len(found))
-    assert len(guesser.guesses(text, 4)) == 4, "and grows again where it does"
+        found = proposer.propose(text, 4)
+        proposer.record_accepted(len(found), len(found))
+    assert len(proposer.propose(text, 4)) == 4, "and grows again where it does"
 
 
 @given(
@@ -102,20 +102,20 @@ def test_guessing_rests_where_it_does_not_pay() -> None:
     seen=st.integers(0, 40),
 )
 def test_the_longest_run_that_came_before_counts(tokens: list[int], shortest: int, more: int, seen: int) -> None:
-    guesser = Guesser(Speculation(tokens=3, lookup_min=shortest, lookup_max=shortest + more))
+    proposer = DraftProposer(Speculation(tokens=3, lookup_min=shortest, lookup_max=shortest + more))
     if tokens[:seen]:
-        guesser.guesses(tokens[:seen], 3)  # what has been seen is not looked at again
+        proposer.propose(tokens[:seen], 3)  # what has been seen is not looked at again
     end, want = len(tokens), list[int]()
     for length in range(shortest, min(shortest + more, end) + 1):
         places = [at for at in range(length, end) if tokens[at - length : at] == tokens[end - length :]]
         if places:
             want = [tokens[places[-1] + step % (end - places[-1])] for step in range(3)]
-    assert guesser.guesses(tokens, 3) == want
+    assert proposer.propose(tokens, 3) == want
 
 
 def test_a_long_prompt_is_indexed_once_per_token() -> None:
     """Not once per token and length: with the widest lookup that was most of a gigabyte for 131,072 tokens."""
-    guesser = Guesser(Speculation(tokens=3, lookup_min=1, lookup_max=32))
+    proposer = DraftProposer(Speculation(tokens=3, lookup_min=1, lookup_max=32))
     tokens = [number * 7919 % 5003 for number in range(5000)]
-    guesser.guesses(tokens, 3)
-    assert len(guesser._index) <= len(tokens)
+    proposer.propose(tokens, 3)
+    assert len(proposer._index) <= len(tokens)

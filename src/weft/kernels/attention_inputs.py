@@ -1,5 +1,4 @@
-"""Samples: queries, a cache and a batch as steps have them, random but for where they lie; to measure with, and to have
-kernels compiled."""
+"""Random inputs of attention with the shapes and layouts of real steps, to measure and to compile kernels with."""
 
 from __future__ import annotations
 
@@ -10,18 +9,19 @@ import torch
 from weft.kernels.base import AttentionShape, KVCache
 from weft.kernels.batch import Batch
 
-Sample = tuple[torch.Tensor, KVCache, Batch]
+# Queries, one layer's cache, and the batch.
+AttentionInputs = tuple[torch.Tensor, KVCache, Batch]
 
 
-def decodes(shape: AttentionShape, device: torch.device, contexts: list[int]) -> Sample:
-    """Rows with one token each, their blocks shuffled."""
+def decode_inputs(shape: AttentionShape, device: torch.device, contexts: list[int]) -> AttentionInputs:
+    """Inputs of a decode step: rows with one token each, over `contexts` tokens in shuffled blocks."""
     rows, needs = len(contexts), [-(-context // shape.block_size) for context in contexts]
     order = torch.randperm(sum(needs), generator=torch.Generator().manual_seed(0)).to(torch.int32)
     tables = torch.zeros(rows, max(needs), dtype=torch.int32)
     for row, blocks in enumerate(order.split(needs)):
         tables[row, : len(blocks)] = blocks
     dims = (sum(needs), shape.block_size, shape.kv_heads, shape.head_dim)
-    cache = KVCache(*(torch.randn(dims, dtype=shape.dtype, device=device).to(shape.kept) for _ in range(2)))
+    cache = KVCache(*(torch.randn(dims, dtype=shape.dtype, device=device).to(shape.cache_dtype) for _ in range(2)))
     context = torch.tensor(contexts, dtype=torch.int32, device=device)
     index = torch.arange(rows + 1, dtype=torch.int32, device=device)
     batch = Batch(
@@ -35,15 +35,17 @@ def decodes(shape: AttentionShape, device: torch.device, contexts: list[int]) ->
         decodes=rows,
         fixed=True,
     )
-    return queries(shape, device, rows), cache, batch
+    return random_queries(shape, device, rows), cache, batch
 
 
-def prompts(shape: AttentionShape, device: torch.device, counts: list[int], contexts: list[int]) -> Sample:
-    """Rows with `counts` tokens each, the last of their contexts."""
-    _, cache, rows = decodes(shape, device, contexts)
+def prompt_inputs(
+    shape: AttentionShape, device: torch.device, counts: list[int], contexts: list[int]
+) -> AttentionInputs:
+    """Inputs of a prefill step: rows with `counts` tokens each, the last ones of their `contexts`."""
+    _, cache, rows = decode_inputs(shape, device, contexts)
     starts = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0).int().to(device)
-    return queries(shape, device, sum(counts)), cache, replace(rows, row_starts=starts, decodes=0, fixed=False)
+    return random_queries(shape, device, sum(counts)), cache, replace(rows, row_starts=starts, decodes=0, fixed=False)
 
 
-def queries(shape: AttentionShape, device: torch.device, tokens: int) -> torch.Tensor:
+def random_queries(shape: AttentionShape, device: torch.device, tokens: int) -> torch.Tensor:
     return torch.randn(tokens, shape.q_heads, shape.head_dim, dtype=shape.dtype, device=device)

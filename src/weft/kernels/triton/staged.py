@@ -1,4 +1,4 @@
-"""Laying: one kernel between the copy of a step's arrays and its graph."""
+"""One kernel, between the copy of a step's arrays and its CUDA graph, that writes the arrays into the batch."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import triton
 import triton.language as tl
 
 from weft.kernels.batch import Batch
-from weft.kernels.laying import NOWHERE, Staged
+from weft.kernels.staged import NOWHERE, StagedStep
 
-TOKENS = 256  # that one program lays out
+TOKENS = 256  # that one program writes
 COLUMNS = 1024  # of a row's block table that one program copies
 
 
-# Figures that differ from step to step are no reason to compile anew.
+# Integers that differ from step to step must not cause a new compilation.
 @triton.jit(
     do_not_specialize=[
         "tokens",
@@ -35,16 +35,16 @@ def _lay(
     number, chunk = tl.program_id(0), tl.program_id(1)
     if chunk == 0:
         at = number * TOKENS + tl.arange(0, TOKENS)
-        given, inside = at < tokens, at < room
-        token = tl.load(staged_tokens + at, given, other=0)
+        exists, inside = at < tokens, at < room
+        token = tl.load(staged_tokens + at, exists, other=0)
         unknown = token < 0
         sampled = tl.load(last + ~token, unknown, other=0).to(tl.int32)
         tl.store(batch_tokens + at, tl.where(unknown, sampled, token), inside)
-        tl.store(batch_positions + at, tl.load(staged_positions + at, given, other=0), inside)
-        tl.store(batch_slots + at, tl.load(staged_places + at, given, other=NOWHERE), inside)
+        tl.store(batch_positions + at, tl.load(staged_positions + at, exists, other=0), inside)
+        tl.store(batch_slots + at, tl.load(staged_places + at, exists, other=NOWHERE), inside)
         context = tl.load(staged_context + at, at < rows, other=0)
         tl.store(batch_context + at, context, at < row_room)
-        # Rows that are left over come last.
+        # Padding rows come last.
         order = tl.load(staged_order + at, at < decodes, other=0)
         tl.store(batch_order + at, tl.where(at < decodes, order, at), at < order_room)
     if number < rows:
@@ -52,7 +52,7 @@ def _lay(
         had, has = tl.load(growth + number), tl.load(growth + rows + number)
         first = tl.load(growth + 2 * rows + number)
         fresh = (columns >= had) & (columns < has)
-        # Rows of one slot write the same blocks, and read only what was there before the step.
+        # Rows of one request slot write the same blocks, and read only older ones.
         table = tables + tl.load(slots + number).to(tl.int64) * tables_width
         new = tl.load(blocks + first + columns - had, fresh, other=0)
         old = tl.load(table + columns, columns < had, other=0)
@@ -61,8 +61,8 @@ def _lay(
         tl.store(row + columns, tl.where(fresh, new, old), columns < width)
 
 
-def lay(staged: Staged, batch: Batch) -> None:
-    """See `Kernels.lay`."""
+def fill_batch(staged: StagedStep, batch: Batch) -> None:
+    """`Kernels.fill_batch` in one launch."""
     tokens, rows, room = staged.tokens.shape[0], staged.rows, batch.tokens.shape[0]
     _lay[(max(rows, triton.cdiv(room, TOKENS)), triton.cdiv(staged.width, COLUMNS))](
         staged.tokens,

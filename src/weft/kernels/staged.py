@@ -1,4 +1,4 @@
-"""Laying: the arrays of a step, once they are on the device, become its batch."""
+"""A step's arrays on the device, and their way into its batch."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ import torch
 
 from weft.kernels.batch import Batch, Lengths
 
-NOWHERE = -1  # slot of a token that only fills a captured batch up
+NOWHERE = -1  # slot of a padding token of a captured batch
 
 
 @dataclass(frozen=True)
-class Staged:
-    """T tokens of R rows as they came from the host, and what the device keeps for each slot. int32 unless said.
+class StagedStep:
+    """T tokens of R rows as the host sent them, and the state that the device keeps for each request slot. int32 if no
+    other dtype is given.
 
-    `tokens` [T]: an id, or ~slot for the token that the slot sampled last. `positions`, `places` (int64), `row_starts`,
-    `context`, `order`, `decodes` and `host` are those of a Batch, with `places` for its `slots`. `slots` [R]: the slot
-    of each row. `growth` [3, R]: number of blocks that a row's table had before the step, that it has now, and the
-    index in `blocks` [N] of the first one that is new.
+    `tokens` [T]: an id, or ~slot for the token that the request slot sampled last. `positions`, `places` (int64),
+    `row_starts`, `context`, `order`, `decodes` and `host` are those of a Batch, whose `slots` are `places` here.
+    `slots` [R]: the request slot of each row. `growth` [3, R]: number of blocks in a row's table before the step,
+    number of blocks now, and index in `blocks` [N] of its first new block.
 
-    `last` [slots] int64: the token that each slot sampled last. `tables` [slots, blocks]: block tables of all slots,
-    which hear of new blocks when the step is laid out.
+    `last` [slots] int64: the token that each request slot sampled last. `tables` [slots, blocks]: block tables of all
+    request slots, into which `fill_batch` writes new blocks.
     """
 
     tokens: torch.Tensor
@@ -44,7 +45,7 @@ class Staged:
         return self.context.shape[0]
 
     def eager(self) -> Batch:
-        """A batch to lay the step into that is in no graph: it keeps the arrays, and has only its tables apart."""
+        """A batch for a step outside of graphs: it shares these arrays, except for its own tables."""
         return Batch(
             tokens=self.tokens,
             positions=self.positions,
@@ -58,13 +59,13 @@ class Staged:
         )
 
 
-def lay(staged: Staged, batch: Batch) -> None:
-    """See `Kernels.lay`: in plain torch, on any device."""
+def fill_batch(staged: StagedStep, batch: Batch) -> None:
+    """`Kernels.fill_batch` in plain torch, on any device."""
     tokens, rows = staged.tokens.shape[0], staged.rows
     sampled = staged.last[(~staged.tokens).clamp_(min=0)]
     batch.tokens[:tokens] = torch.where(staged.tokens < 0, sampled, staged.tokens)
     if len(staged.blocks):
-        _grow(staged)
+        _append_blocks(staged)
     torch.index_select(staged.tables[:, : staged.width], 0, staged.slots, out=batch.tables[:rows, : staged.width])
     if batch.fixed:
         batch.positions[:rows] = staged.positions
@@ -76,8 +77,8 @@ def lay(staged: Staged, batch: Batch) -> None:
         torch.arange(rows, batch.rows, out=batch.order[rows:])
 
 
-def _grow(staged: Staged) -> None:
-    """Write new blocks into the tables of their slots."""
+def _append_blocks(staged: StagedStep) -> None:
+    """Write new blocks into the tables of their request slots."""
     had, has, first = staged.growth[:, :, None]
     columns = torch.arange(staged.width, device=staged.slots.device)
     fresh = (columns >= had) & (columns < has)
