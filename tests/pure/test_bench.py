@@ -127,7 +127,7 @@ def llm(monkeypatch: pytest.MonkeyPatch) -> list[FakeLLM]:
         made.append(FakeLLM(**vars(engine_config(arguments, **ours))))
         return made[-1]
 
-    monkeypatch.setattr(engine, "start", start)
+    monkeypatch.setattr(engine, "start_engine", start)
     return made
 
 
@@ -153,7 +153,7 @@ def test_bench_throughput(llm: list[FakeLLM], capsys: pytest.CaptureFixture[str]
     assert all(32 <= len(p["prompt_token_ids"]) <= 256 for prompts, _ in llm[0].asked for p in prompts)
     assert main.main(["bench", "throughput", "m", "--num-iters", "1", "--workload", "nano-vllm"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["requests"] == 256
-    assert "tokens/s" in bench.line("run 1", run_batch(llm[0], [BenchRequest([1], 2)]))  # type: ignore[arg-type]
+    assert "tokens/s" in bench.run_line("run 1", run_batch(llm[0], [BenchRequest([1], 2)]))  # type: ignore[arg-type]
 
 
 # --- beside the planner ---

@@ -297,7 +297,7 @@ def test_a_hiccup_becomes_no_constant(monkeypatch: pytest.MonkeyPatch, capsys: p
     monkeypatch.setattr(host, "probe_host", lambda: HOST)
     monkeypatch.setattr(engine_speed, "measure_loads", measure)
     monkeypatch.setattr(engine_speed, "runtime_bytes", lambda *_: 400 << 20)
-    found = bench_calibrate.one(said(""), bench_calibrate.settings(said("")), HOST, spec, None)
+    found = bench_calibrate.calibrate_device(said(""), bench_calibrate.measured_config(said("")), HOST, spec, None)
     assert asked[-2:] == [("wide q8_0", 3)] * 2
     assert found.points == there and found.fit.values == fit.fit_constants(spec, there).values
     assert "wide q8_0: 3 took too long to be believed" in capsys.readouterr().err
@@ -453,11 +453,11 @@ def said(words: str) -> Any:
 
 
 def test_the_command_measures_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert bench_calibrate.settings(said("")).model == "synthetic"
-    assert bench_calibrate.settings(said("m --dtype half")).dtype == "half"
+    assert bench_calibrate.measured_config(said("")).model == "synthetic"
+    assert bench_calibrate.measured_config(said("m --dtype half")).dtype == "half"
     for words in ("-tp 2", "-pp 2", "--tensor-split 2,1"):
         with pytest.raises(UsageError, match="one rank is measured"):
-            bench_calibrate.settings(said(words))
+            bench_calibrate.measured_config(said(words))
 
 
 def test_the_command_prints_keeps_and_doubts(
@@ -470,9 +470,9 @@ def test_the_command_prints_keeps_and_doubts(
 
     def one(*_: object) -> Any:
         found = fit.fit_constants(cpu(), there)
-        return bench_calibrate.Found(made(error=worst), there, found, [])
+        return bench_calibrate.DeviceResult(made(error=worst), there, found, [])
 
-    monkeypatch.setattr(bench_calibrate, "one", one)
+    monkeypatch.setattr(bench_calibrate, "calibrate_device", one)
     assert main.main(["bench", "calibrate"]) == 0
     captured = capsys.readouterr()
     assert "AMD EPYC (2 cores), bf16, measured here on 2026-11-20" in captured.out
@@ -505,27 +505,27 @@ def test_attention_is_tuned_for_a_model_s_heads_and_their_even_cuts(
         ]
 
     monkeypatch.setattr(bench_calibrate, "tune_attention", tune)
-    found = bench_calibrate.attention(plan, 2, keep=False)
+    found = bench_calibrate.tune_attention(plan, 2, keep=False)
     for gpus in (1, 2, 5, 8):
-        bench_calibrate.attention(wide, gpus, keep=True)
+        bench_calibrate.tune_attention(wide, gpus, keep=True)
     ways = [((1,), False), ((1,), True), ((1, 2), True), ((1, 2, 4), True), ((1, 2, 4), True)]
     assert asked == ways
     told = capsys.readouterr().err.splitlines()[:4]
     assert [line.split() for line in told[1:3]] == [["10.0", "us", "fast"], ["20.0", "us", "slow"]]
     assert told[3].strip() == "passed over: large: out of resource: shared memory"
     fitted = fit.fit_constants(cpu(), points(cpu(), TRUE))
-    whole = bench_calibrate.Found(made(), points(cpu(), TRUE), fitted, found)
-    lines = bench_calibrate.report(whole)
+    whole = bench_calibrate.DeviceResult(made(), points(cpu(), TRUE), fitted, found)
+    lines = bench_calibrate.device_lines(whole)
     assert lines[-5:-3] == ["attention of 9 query and 3 KV heads, the fastest sizes:", "1 row     tile 64"]
     assert lines[-2:] == ["prompts  tile 128", "kept in /c/t.json: engines use them from now on"]
-    told_json = json.loads(json.dumps(bench_calibrate.as_json(whole)))
+    told_json = json.loads(json.dumps(bench_calibrate.device_json(whole)))
     assert told_json["attention"][0]["decode"] == {"1": "tile 64", "8": "fast"}
 
     def broken(*_: object, **__: object) -> list[TunedSizes]:
         raise ConfigError("the sizes of attention cannot be measured: it is hot")
 
     monkeypatch.setattr(bench_calibrate, "tune_attention", broken)
-    assert bench_calibrate.attention(plan, 1, keep=True) == []
+    assert bench_calibrate.tune_attention(plan, 1, keep=True) == []
     assert "it is hot; engines use those that were chosen by reading" in caplog.text
 
 
@@ -534,15 +534,15 @@ def test_one_of_each_kind_of_device(cache: Path, monkeypatch: pytest.MonkeyPatch
     from tests.pure.machines import host as with_gpus
 
     monkeypatch.setattr(speeds, "known_cpu_speed", lambda *_: SPEED)
-    config = bench_calibrate.settings(said(""))
+    config = bench_calibrate.measured_config(said(""))
     ((index, spec),) = bench_calibrate.devices(HOST, config)
     assert index is None and spec.kind == "cpu"
     there = with_gpus(tuple(msgspec.structs.replace(gpu(number), name="NVIDIA L4") for number in range(3)))
     found = bench_calibrate.devices(there, config)
     assert [index for index, _ in found] == [0] and found[0][1].kind == "gpu"
-    assert bench_calibrate.devices(there, bench_calibrate.settings(said("--device-ids 2")))[0][0] == 2
+    assert bench_calibrate.devices(there, bench_calibrate.measured_config(said("--device-ids 2")))[0][0] == 2
     with pytest.raises(ConfigError, match="visible here are 0 to 2"):
-        bench_calibrate.devices(there, bench_calibrate.settings(said("--device-ids 7")))
+        bench_calibrate.devices(there, bench_calibrate.measured_config(said("--device-ids 7")))
 
 
 def test_all_constants_have_a_name_for_people() -> None:

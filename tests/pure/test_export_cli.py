@@ -85,11 +85,11 @@ def test_a_file_in_the_place_of_the_folder(tmp_path: Path) -> None:
     ("target", "words", "status", "told"),
     [
         ("vlm", SMALL, 2, "choose from"),
-        ("vllm", SMALL + " --json", 2, "--emit and --json are two answers"),
-        ("vllm", SMALL + " --html x", 2, "--emit and --html are two answers"),
+        ("vllm", SMALL + " --json", 2, "--emit and --json print different answers"),
+        ("vllm", SMALL + " --html x", 2, "--emit and --html print different answers"),
         ("vllm", SMALL + " --engine sglang", 2, "--emit vllm writes for vllm, not --engine sglang"),
-        ("kuberay", SMALL + " --port 8000", 2, "no port of its own"),
-        ("vllm", "Qwen3-8B --gpus 4xRTX4090 -tp 1 -dp 4 --port 65533", 2, "beyond 65535"),
+        ("kuberay", SMALL + " --port 8000", 2, "have no port"),
+        ("vllm", "Qwen3-8B --gpus 4xRTX4090 -tp 1 -dp 4 --port 65533", 2, "exceed 65535"),
         ("vllm", "Llama-3.3-70B-Instruct --gpus 1xRTX4090", 3, "119.2 GB"),
         ("weft", "Llama-3.1-405B-Instruct --nodes 2x8xH100", 3, "--emit vllm spans several"),
         ("weft", "Llama-3.1-8B-Instruct --gpus 1xMI300X", 3, "NVIDIA"),
@@ -109,7 +109,7 @@ def test_one_clear_line_and_nothing_written(target: str, words: str, status: int
 @pytest.mark.parametrize("target", ["vllm", "infernet", "kuberay"])
 def test_names_that_nobody_could_ask_for(target: str, name: str) -> None:
     status, out, err = emit(target, SMALL, f"--served-model-name={name}")
-    assert (status, out) == (2, "") and "is no name that clients could ask for" in err and err.count("\n") == 1
+    assert (status, out) == (2, "") and "is not a name that clients can use" in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("name", ["a b", "it's", "$(touch x)", "a;b", "a#b", "a\\b", '"a"', "`id`", "*", "${HOME}"])
@@ -133,7 +133,7 @@ def test_force_needs_files() -> None:
 @pytest.mark.parametrize("flag", ["--emit-to x", "--force", "--port 8000", "--served-model-name a"])
 def test_flags_of_emit_need_it(flag: str) -> None:
     status, _, err = weft("plan", *SMALL.split(), *flag.split())
-    assert status == 2 and "belongs to --emit" in err
+    assert status == 2 and "works only with --emit TARGET" in err
 
 
 # --- whatever the plan ---
@@ -322,7 +322,7 @@ def test_the_checkpoint_is_what_the_name_and_the_precision_say(typed: str, engin
 def test_visible_gpus_keep_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan for this machine counts the GPUs that CUDA_VISIBLE_DEVICES leaves."""
     cluster = parse_gpus("2xRTX4090")
-    monkeypatch.setattr("weft.cli.plan.hardware", lambda said: cluster)
+    monkeypatch.setattr("weft.cli.plan.described_cluster", lambda said: cluster)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
     assert "CUDA_VISIBLE_DEVICES=5,7 " in emit("weft", "Qwen2.5-14B-Instruct -pp 2")[1]
     assert "CUDA_VISIBLE_DEVICES=0,1 " in emit("weft", "Qwen2.5-14B-Instruct -pp 2 --gpus 2xRTX4090")[1]
@@ -331,7 +331,7 @@ def test_visible_gpus_keep_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_gpus_that_cuda_counts_in_its_own_order_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster, machine = parse_gpus("2xRTX4090"), two_consumer_cards().install(monkeypatch)
     names = [card.uuid for card in machine.cards]
-    monkeypatch.setattr("weft.cli.plan.hardware", lambda said: cluster)
+    monkeypatch.setattr("weft.cli.plan.described_cluster", lambda said: cluster)
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
     monkeypatch.setattr(cuda, "visible_uuids", lambda: [cuda.uuid_digits(name) for name in reversed(names)])
     assert f"CUDA_VISIBLE_DEVICES={names[1]},{names[0]} " in emit("weft", "Qwen2.5-14B-Instruct -pp 2")[1]
@@ -344,7 +344,7 @@ def test_a_slice_is_named_and_not_numbered(engine: str, tmp_path: Path, monkeypa
     machine.cards = machine.cards[::-1]
     machine.install(monkeypatch)
     here = host_cluster(probe_host({}, tmp_path), Speeds(machine=""))
-    monkeypatch.setattr("weft.cli.plan.hardware", lambda said: here)
+    monkeypatch.setattr("weft.cli.plan.described_cluster", lambda said: here)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     status, out, err = emit(engine, "Qwen3-0.6B")
     assert status == 0 and "CUDA_VISIBLE_DEVICES=MIG-a " in out and "MIG slice" not in err
@@ -382,7 +382,7 @@ def test_on_a_cpu_weft_makes_the_weights_itself(typed: str, said: list[str], mon
         source="made up",
         kind="cpu",
     )
-    monkeypatch.setattr("weft.cli.plan.hardware", lambda said: Cluster((Node((cpu,), "memory"),), 1e9))
+    monkeypatch.setattr("weft.cli.plan.described_cluster", lambda said: Cluster((Node((cpu,), "memory"),), 1e9))
     status, out, _ = emit("weft", typed)
     assert status == 0 and "--device cpu" in out and "CUDA" not in out
     assert all(it in out for it in said)
