@@ -60,7 +60,7 @@ class Context:
 
 
 class Generation:
-    """Prompts answered with continuous batching: decodes first, then as many prompt tokens as the batch has room for."""
+    """Prompts answered with continuous batching: decodes first, then prompt tokens as far as the batch has room."""
 
     def __init__(self, context, prompts, new):
         self.context, self.prompts, self.new = context, prompts, new
