@@ -241,7 +241,7 @@ def test_an_engine_with_triton_and_graphs_gives_the_same_tokens(
 ) -> None:
     path = checkpoints.make("qwen3", tmp_path_factory.mktemp("graphs"))
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
-    prompts = [[1, 5, 9, 33, 7], [4], [3, 4]]
+    prompts = [[1, 5, 9], [4], [3, 4]]
 
     def answers(**how: object) -> list[list[int]]:
         with LLM(str(path), dtype="float32", skip_tokenizer_init=True, executor="inline", **how) as llm:

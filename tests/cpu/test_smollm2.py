@@ -13,7 +13,7 @@ import transformers
 from weft import LLM, SamplingParams
 from weft.formats.demo import fetch_demo
 
-NEW = 64
+NEW = 32
 PROMPTS = [
     "Why is the sky blue?",
     "Once upon a time there was a",

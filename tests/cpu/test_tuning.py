@@ -247,6 +247,7 @@ def test_a_cache_that_cannot_be_written_is_told(monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a card, and a clock")
+@pytest.mark.long
 def test_where_nothing_can_be_measured_nothing_is_kept(tmp_path: Path) -> None:
     """The process as it is, without the clock of a card."""
     short = msgspec.structs.replace(make_plan(), max_num_seqs=1, max_model_len=4, attention_backend="triton")
