@@ -141,14 +141,14 @@ def test_a_lead_within_the_noise_is_none() -> None:
 
 
 def test_memory_that_is_not_there_leaves_a_size_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    decodes = trials.decodes
+    decode_inputs = trials.decode_inputs
 
     def short(shape: object, device: object, contexts: list[int]) -> object:
         if len(contexts) == 4:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried\nmore")
-        return decodes(shape, device, contexts)  # type: ignore[arg-type]
+        return decode_inputs(shape, device, contexts)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(trials, "decodes", short)
+    monkeypatch.setattr(trials, "decode_inputs", short)
     told = {}
     clock = Clock({1: FEW, 4: MANY}, monkeypatch)
     found = trials.measure_tunings(SHAPE, CPU, clock, lambda what, times, obstacles: told.update({what: obstacles}))
@@ -175,7 +175,7 @@ def test_engines_that_start_there_take_what_was_kept(caplog: pytest.LogCaptureFi
     assert made._attention.tunings == FOUND and str(path) in caplog.text  # type: ignore[attr-defined]
     # Of the most that may come they are independent, of heads and dtypes not.
     assert saved_tunings.load_tunings(CPU, replace(SHAPE, rows=99, length=9)) == FOUND
-    for other in ({"kv_heads": 4}, {"head_dim": 32}, {"dtype": torch.float32}, {"kept": torch.float8_e4m3fn}):
+    for other in ({"kv_heads": 4}, {"head_dim": 32}, {"dtype": torch.float32}, {"cache_dtype": torch.float8_e4m3fn}):
         assert saved_tunings.load_tunings(CPU, replace(SHAPE, **other)) == DEFAULT
 
 
