@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,27 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # No test judges by the clock: a slow machine is not a bug.
 settings.register_profile("weft", deadline=None, print_blob=True)
 settings.load_profile("weft")
+
+
+GOLDEN = Path(__file__).parent / "data" / "golden"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="write the golden texts of tests/data/golden anew")
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """Compare a text with the golden one of a name; with --update-golden, write it."""
+
+    def compare(name: str, text: str) -> None:
+        file = GOLDEN / name
+        if request.config.getoption("--update-golden"):
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+        assert file.read_text(encoding="utf-8") == text, f"{file.name} differs; if it should, pytest --update-golden"
+
+    return compare
 
 
 @pytest.fixture(autouse=True)
