@@ -66,8 +66,9 @@ def test_what_it_brings_is_not_predicted_and_told_so() -> None:
     words = ("plan", "Qwen3-8B", "--gpus", "1xRTX4090", "-sc", DRAFT)
     told = weft_json(*words)[1]
     assert told["speculative_config"] == {"model": "Qwen3-0.6B", "num_speculative_tokens": 4}
+    assert told["note_codes"] == ["speculation_not_predicted", "draft_model_memory"]
     first, second = told["notes"]
-    assert "every speed here is without it" in first and "1 to 5 tokens" in first
+    assert "1 to 5 tokens" in first
     assert "Qwen3-0.6B" in second and "rank 0" in second and "1.2 GB" in second and "114,688 of the 262,144" in second
     assert ") without guesses" in weft(*words)[1]
     guessing = expected(max_model_len=64)
@@ -76,7 +77,7 @@ def test_what_it_brings_is_not_predicted_and_told_so() -> None:
         request_report(guessing, input_len=3, output_len=3, ttft_s=9.0, tok_s=0.1),
         load_report(guessing, requests=9, input_len=3, output_len=3, concurrency=2, tok_s=0.1),
     ):
-        assert line.endswith("(with guesses, whose worth is not predicted)")
+        assert line.endswith("(with speculative decoding, whose gain is not predicted)")
     assert predicted_json(guessing, 3, 3)["ttft_s"] is None
 
 
@@ -97,6 +98,7 @@ def test_what_cannot_be_is_one_clear_line(words: list[str], told: str) -> None:
 
 def test_a_model_that_weft_does_not_run_is_no_draft_yet() -> None:
     told = weft_json("plan", "gpt-oss-120b", "--gpus", "2xH100", "-sc", '{"model": "gpt-oss-20b"}')[1]
+    assert "architecture_not_run" in told["model"]["missing_codes"]
     assert any(it.startswith("as a draft model, GptOss") for it in told["model"]["missing"])
 
 

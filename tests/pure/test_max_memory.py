@@ -153,8 +153,10 @@ def test_what_a_cap_lacks_is_told_with_its_flag() -> None:
 
     answer = plan(cap_cluster(parse_gpus("1xA100"), parse_max_memory({0: "10GB"})))
     assert answer.best is None
-    assert "the A100-80GB-SXM has 10.0 GB of 85.9 GB usable (--max-memory)" in answer.rejected[0].reason
-    assert any("without --max-memory it fits as one GPU" in line for line in advice(answer))
+    usable = answer.rejected[0].reason.values["usable"].values
+    assert (usable["gpu"], usable["usable_bytes"], usable["limited"]) == ("A100-80GB-SXM", 10 * 10**9, True)
+    (without,) = [change for change in advice(answer) if change.code == "without_limit"]
+    assert (without.values["flag"], without.values["cut"]) == ("--max-memory", "one GPU, bf16")
 
 
 def test_a_longer_request_needs_more_of_a_cap() -> None:
