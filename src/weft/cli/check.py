@@ -13,8 +13,7 @@ from weft.cli import plan
 from weft.cli.parser import UsageError
 from weft.formats import lookup
 from weft.formats.precision import canonical
-from weft.hardware.cluster import Cluster
-from weft.hardware.cluster import parse_cluster
+from weft.hardware.cluster import Cluster, parse_cluster
 from weft.planner import cost
 from weft.planner.claims import RESERVED_BYTES, Claim, Verdict, judge, parse
 from weft.planner.cost import Prediction
