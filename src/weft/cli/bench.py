@@ -47,7 +47,7 @@ def main(arguments: Namespace) -> int:
         "input_tokens": runs[0].input_tokens,
         "output_tokens": runs[0].output_tokens,
         **median_figures(runs),
-        "predict_batch": expected,
+        "predicted": expected,
         "runs": len(runs),
         "layout": layout,
     }
@@ -64,7 +64,7 @@ def predict_run(llm: LLM, asks: Sequence[BenchRequest]) -> dict[str, float] | No
     try:
         return predict_batch(llm.forecast(), asks)
     except ConfigError as error:
-        logger.warning("nothing is predict_batch: %s", error)
+        logger.warning("nothing is predicted: %s", error)
         return None
 
 

@@ -29,8 +29,8 @@ LEAST_S = 60.0  # seconds of a run at a rate: an overload shows only as the queu
 TURNS = 8  # requests of each user, each with the time to think
 # Flags of a plan that exclude a simulation, with the message for each.
 REFUSED = {
-    "concurrency": "the simulate_command load determines how many requests run at once; leave --concurrency out",
-    "speculative_config": "speculative decoding is not simulate_command; leave --speculative-config out",
+    "concurrency": "the simulated load determines how many requests run at once; leave --concurrency out",
+    "speculative_config": "speculative decoding is not simulated; leave --speculative-config out",
     "emit": "--slo checks a plan and --emit writes one; give one of them",
     "check": "--slo checks a plan and --check a claim; give one of them",
 }

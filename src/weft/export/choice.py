@@ -93,7 +93,7 @@ def alternatives(answer: SearchResult) -> Iterator[tuple[Question, Candidate]]:
     question = answer.question
     yield from ((question, candidate) for candidate in answer.candidates)
     if question.constraints != LayoutConstraints():
-        free = msgspec.structs.replace(question, wish=LayoutConstraints())
+        free = msgspec.structs.replace(question, constraints=LayoutConstraints())
         yield from ((free, candidate) for candidate in search(free).candidates)
 
 
