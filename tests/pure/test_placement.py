@@ -260,11 +260,7 @@ def test_what_does_not_fit_its_caps_is_no_error_but_an_answer() -> None:
     assert status == 3 and found["best"] is None and found["rejected"][0]["code"] == "weights_too_large"
     status, out, _ = told(*WORDS, "--max-memory", "0=20GB,cpu=64GB")
     assert status == 0
-    assert [it for it in json.loads(out)["notes"] if "max-memory" in it] == [
-        "--max-memory cpu=64GB has no effect: all layers run on GPUs, and nothing is put on cpu",
-        "--max-memory: at most 20.0 GB of GPU 0, for weights, KV and the engine together",
-        "GPU 1 is not in --max-memory, and so not used, as with accelerate",
-    ]
+    assert json.loads(out)["note_codes"][-3:] == ["remark", "max_memory", "gpus_left_out"]
 
 
 # --- in an engine ---
