@@ -92,7 +92,7 @@ def random_batch(vocab: int, tokens: int, device: torch.device) -> Batch:
 class StreamedKernels(PlainKernels):
     """Kernels whose products read their matrix from the checkpoint at each call, and record their columns' importance.
 
-    `targets` are the rank's parameters and `rank_fills` the ranges that they are filled with. Parameters that are no
+    `targets` are the rank's parameters and `fills` the ranges that they are filled with. Parameters that are no
     matrices are filled at once.
     """
 
@@ -100,7 +100,7 @@ class StreamedKernels(PlainKernels):
         self,
         source: WeightSource,
         targets: Mapping[str, torch.Tensor | QuantisedWeight],
-        rank_fills: Iterable[Fill],
+        fills: Iterable[Fill],
         head_dim: int,
         pool: Executor,
     ) -> None:
@@ -108,7 +108,7 @@ class StreamedKernels(PlainKernels):
         self._source, self._head_dim, self._pool = source, head_dim, pool
         self._names = {id(target): name for name, target in targets.items()}
         self._fills = defaultdict[str, list[Fill]](list)
-        for fill in rank_fills:
+        for fill in fills:
             check_fill(fill)
             self._fills[fill.param].append(fill)
             vector = targets[fill.param]

@@ -16,7 +16,10 @@ from weft.worker.staging import Staging
 
 
 class StepArrays(NamedTuple, Generic[Array]):
-    """Arrays of a step of T tokens in R rows, as `StagedStep` describes them: int32, except `kv_slots` [T] int64."""
+    """Arrays of a step of T tokens in R rows, as `StagedStep` describes them: int32, except `kv_slots` [T] int64.
+
+    `kv_slots` are its `places`: block * block_size + offset of each token in the KV cache. `slots` are request slots.
+    """
 
     kv_slots: Array
     tokens: Array
@@ -69,21 +72,22 @@ class RequestSlots:
         With `singly`, every token is a row of its own that attends to the tokens before it, which gives the same
         result.
         """
-        slots, starts, counts = (np.array(x, dtype=np.int64) for x in (step.slots, step.starts, step.counts))
-        growth, blocks = self._append_blocks(step, slots)
+        # `row_slots` and `token_slots` are request slots; `kv_slots` are places in the KV cache.
+        row_slots, starts, counts = (np.array(x, dtype=np.int64) for x in (step.slots, step.starts, step.counts))
+        growth, blocks = self._append_blocks(step, row_slots)
         context = starts + counts
         row_starts = np.zeros(len(counts) + 1, dtype=np.int64)
         np.cumsum(counts, out=row_starts[1:])
         # A token's position is its index in the step, moved by where its row starts in the text and in the step.
         positions = np.arange(row_starts[-1]) + np.repeat(starts - row_starts[:-1], counts)
-        token_slots = np.repeat(slots, counts)  # request slot of each token
+        token_slots = np.repeat(row_slots, counts)
         block, offset = np.divmod(positions, self.block_size)
         kv_slots = self.tables[token_slots, block] * np.int64(self.block_size) + offset
         tokens = np.array(step.tokens, dtype=np.int64)
         tokens = np.where(tokens == UNKNOWN, ~token_slots, tokens)
         if singly:
             growth = np.repeat(growth, counts, axis=1)
-            slots, context, row_starts = token_slots, positions + 1, np.arange(len(positions) + 1)
+            row_slots, context, row_starts = token_slots, positions + 1, np.arange(len(positions) + 1)
             counts = np.ones_like(positions)
         decodes = int(np.argmax(counts > 1)) if counts.max() > 1 else len(counts)
         order = np.argsort(-context[:decodes], kind="stable")
@@ -94,7 +98,7 @@ class RequestSlots:
             row_starts=row_starts.astype(np.int32),
             context=context.astype(np.int32),
             order=order.astype(np.int32),
-            slots=slots.astype(np.int32),
+            slots=row_slots.astype(np.int32),
             growth=growth.astype(np.int32),
             blocks=blocks,
         )
