@@ -154,17 +154,17 @@ def provenance() -> Iterator[str]:
     yield "\n## Kernels\n"
     yield "| GPU | weights | per kernel | products | decode attention | prefill attention | source |"
     yield "|---|--:|--:|--:|--:|--:|---|"
-    for it in kernel_shares.table():
+    for it in kernel_shares.kernel_share_entries():
         name = it.gpu or ("any CPU" if it.cpu else "any other")
         yield (
             f"| {name} | {it.weights:.0%} | {it.kernel_us:g} us | {it.matmul:.0%} "
             f"| {it.decode_attention:.0%} | {it.prefill_attention:.0%} | {it.source} |"
         )
     yield "\n## Links\n"
-    for link in links.table().nvlink:
+    for link in links.link_table().nvlink:
         yield f"- NVLink of capability {'.'.join(map(str, link.capability))}: {link.source}"
-    yield f"- PCIe: {links.table().pcie.source}"
-    yield f"- network: {links.table().network.source}"
+    yield f"- PCIe: {links.link_table().pcie.source}"
+    yield f"- network: {links.link_table().network.source}"
 
 
 def plot(rows: Sequence[Case]) -> None:

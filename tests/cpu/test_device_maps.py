@@ -14,11 +14,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.cpu.test_architectures import CASES, SMALL
-from weft.architectures.modules import holds_weights, units
+from weft.architectures.modules import holds_weights, pipeline_units
 from weft.architectures.shape import ModelShape
 from weft.errors import ConfigError
 from weft.formats import config_json
-from weft.plan.device_map import Room, Stages, pipeline
+from weft.plan.device_map import AvailableDevices, Stages, map_to_stages
 from weft.planner.balance import ModelBytes, balance_layers, model_bytes
 
 FEW = settings(max_examples=60, deadline=None)
@@ -36,7 +36,7 @@ def meta(architecture: str, config: dict[str, Any], folder: Path) -> tuple[Any, 
     )
     with torch.device("meta"):
         model = getattr(transformers, architecture)(kind.from_pretrained(folder))
-    return model.to(torch.bfloat16), config_json.read(folder, run=False)
+    return model.to(torch.bfloat16), config_json.read_shape(folder, run=False)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, ModelShape]:
 
 
 def stages(shape: ModelShape, device_map: dict[str, Any], gpus: int = 4) -> Stages:
-    return pipeline(shape, device_map, Room(gpus=range(gpus), nbytes=lambda unit: 1))
+    return map_to_stages(shape, device_map, AvailableDevices(gpus=range(gpus), nbytes=lambda unit: 1))
 
 
 # --- modules ---
@@ -76,7 +76,7 @@ def test_every_module_is_known(tmp_path: Path, architecture: str, config: dict[s
     whole = named | {name: 0 for name in around if not name.startswith(inside)}
     check_device_map(model, whole)
     assert stages(shape, whole) == Stages((0,), (shape.layers,))
-    assert sorted(named) == sorted(unit.name for unit in units(shape) if unit.kind == "layer")
+    assert sorted(named) == sorted(unit.name for unit in pipeline_units(shape) if unit.kind == "layer")
 
 
 @pytest.mark.parametrize("name", ["Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration"])
@@ -90,7 +90,7 @@ def test_models_that_also_see(tmp_path: Path, name: str) -> None:
         model = kind(config)
     config.architectures = [name]
     config.save_pretrained(tmp_path)
-    shape = config_json.read(tmp_path, run=False)
+    shape = config_json.read_shape(tmp_path, run=False)
     for module, _ in model.named_modules():
         assert not module or holds_weights(shape, module) is not None, module
     there = {"model.vision_tower": 1, "model.multi_modal_projector": 1, "model.language_model": 0, "lm_head": 0}

@@ -14,7 +14,7 @@ from weft.formats.catalogue import find
 from weft.formats.precision import weight_bytes
 from weft.hardware import kernel_shares, links
 from weft.hardware.cluster import Cluster, Node, parse_gpus, parse_nodes
-from weft.hardware.gpus import find_gpu, gpus
+from weft.hardware.gpus import find_gpu, known_gpus
 from weft.planner.cost import predict
 from weft.planner.deployment import Workload
 from weft.planner.footprint import footprint
@@ -224,7 +224,7 @@ def test_across_nodes_tensor_parallel_pays_for_the_network() -> None:
 )
 def test_sums_take_what_was_measured(gpu: str, ranks: int, megabyte_us: float) -> None:
     """allreduce.csv, 1 MiB in a CUDA graph."""
-    found = links.all_reduce(find_gpu(gpu), "nvlink", ranks, 1e9, True).seconds(1 << 20)
+    found = links.all_reduce_cost(find_gpu(gpu), "nvlink", ranks, 1e9, True).seconds(1 << 20)
     assert found * 1e6 == pytest.approx(megabyte_us, rel=1e-6)
 
 
@@ -232,32 +232,37 @@ def test_sums_slow_down_with_the_link() -> None:
     h100, l40s, geforce = find_gpu("H100"), find_gpu("L40S"), find_gpu("RTX 4090")
     size = 8 << 20
     found = [
-        links.all_reduce(gpu, kind, 4, 12.5e9, True).seconds(size)
+        links.all_reduce_cost(gpu, kind, 4, 12.5e9, True).seconds(size)
         for gpu, kind in ((h100, "nvlink"), (h100, "pcie"), (l40s, "pcie"), (geforce, "pcie"))
     ]
     assert found == sorted(found)
-    assert links.all_reduce(h100, "nvlink", 1, 12.5e9, True).seconds(size) == 0
-    eager, graphs = (links.all_reduce(h100, "nvlink", 8, 12.5e9, graphs).latency_s for graphs in (False, True))
+    assert links.all_reduce_cost(h100, "nvlink", 1, 12.5e9, True).seconds(size) == 0
+    eager, graphs = (links.all_reduce_cost(h100, "nvlink", 8, 12.5e9, graphs).latency_s for graphs in (False, True))
     assert eager - graphs == pytest.approx(11e-6)
 
 
 def test_ranks_between_the_tabled_ones_lie_between() -> None:
-    found = [links.all_reduce(find_gpu("L40S"), "pcie", ranks, 1e9, True).latency_s for ranks in (2, 3, 4, 6, 8, 16)]
+    found = [
+        links.all_reduce_cost(find_gpu("L40S"), "pcie", ranks, 1e9, True).latency_s for ranks in (2, 3, 4, 6, 8, 16)
+    ]
     assert found == sorted(found)
     assert len(set(found)) == len(found)
 
 
 def test_every_gpu_of_the_catalogue_has_kernels_and_links() -> None:
-    for gpu in gpus():
-        found = kernel_shares.kernels_of(gpu)
+    for gpu in known_gpus():
+        found = kernel_shares.find_kernel_shares(gpu)
         shares = found.weights, found.matmul, found.decode_attention, found.prefill_attention
         assert all(0 < share < 1 for share in shares)
-        assert links.all_reduce(gpu, "pcie", 2, 1e9, True).s_per_byte > 0
+        assert links.all_reduce_cost(gpu, "pcie", 2, 1e9, True).s_per_byte > 0
 
 
 def test_h20_is_not_taken_for_an_h200() -> None:
-    assert kernel_shares.kernels_of(find_gpu("H20")).weights < kernel_shares.kernels_of(find_gpu("H200")).weights
-    assert "H200" in kernel_shares.kernels_of(find_gpu("H200 NVL")).gpu
+    assert (
+        kernel_shares.find_kernel_shares(find_gpu("H20")).weights
+        < kernel_shares.find_kernel_shares(find_gpu("H200")).weights
+    )
+    assert "H200" in kernel_shares.find_kernel_shares(find_gpu("H200 NVL")).gpu
 
 
 @pytest.mark.parametrize("engine", engine_names())

@@ -103,7 +103,7 @@ def test_json_hangs_together():
 def test_a_table_for_people():
     status, out, _ = said("--against", "gpt-4o-mini", "--demand", "3")
     assert status == 0
-    assert "openai/gpt-4o-mini" in out and "all over the API" in out and "<- cheapest" in out
+    assert "openai/gpt-4o-mini" in out and "everything to the API" in out and "<- cheapest" in out
 
 
 def test_demand_from_a_file(tmp_path: Path):
@@ -113,7 +113,7 @@ def test_demand_from_a_file(tmp_path: Path):
     assert found["apis"][0]["mixes"][0]["api_dollars"] == pytest.approx(1.75 * 3600 * 2048 / 1e6)
     path.write_text("hour,requests_per_s\n0,1\n1,many\n")
     status, _, err = said("--demand", str(path))
-    assert status == 2 and "row 3: 'many' is no number" in err
+    assert status == 2 and "row 3: 'many' is not a number" in err
 
 
 @pytest.mark.parametrize(
@@ -123,11 +123,11 @@ def test_demand_from_a_file(tmp_path: Path):
         (["--api-price", "1"], 2, "as in 0.15/0.60"),
         (["--api-price", "0/0"], 2, "as in 0.15/0.60"),
         (["--api-price", "1/inf"], 2, "as in 0.15/0.60"),
-        (["--demand", "0,0"], 2, "one or several above 0"),
-        (["--demand", "-1"], 2, "one or several above 0"),
+        (["--demand", "0,0"], 2, "at least one above 0"),
+        (["--demand", "-1"], 2, "at least one above 0"),
         (["--demand", "missing.csv"], 2, "cannot be read"),
-        (["--utilization", "0"], 2, "above 0, up to 1"),
-        (["--cached", "1.5"], 2, "above 0, up to 1"),
+        (["--utilization", "0"], 2, "above 0 and at most 1"),
+        (["--cached", "1.5"], 2, "above 0 and at most 1"),
     ],
 )
 def test_bad_input(words, status, message):
@@ -160,7 +160,7 @@ def test_replicas_that_share_their_experts_are_rented_together():
 
 def test_a_share_that_is_none_says_nothing_of_memory():
     status, _, err = said("--utilization", "0")
-    assert status == 2 and "'0' is no share: above 0, up to 1" in err
+    assert status == 2 and "'0' is not a share: it must be above 0 and at most 1" in err
 
 
 @pytest.mark.parametrize("width", [60, 80, 100])

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from tests.pure.shapes import SMOLLM2
 from weft.architectures.shape import Experts, ModelShape
-from weft.bench.predicted import predicted
+from weft.bench.predicted import predict_batch
 from weft.cli.hardware_view import own_kernels
 from weft.config import EngineConfig
 from weft.formats import config_json, fields
@@ -26,15 +26,15 @@ from weft.hardware import cpus, hardware_file
 from weft.hardware.cluster import Cluster, Node
 from weft.hardware.cpu import TOKENS, Cpu, CpuSpeed, KernelSpeed, ProductSpeed
 from weft.hardware.gpus import GpuSpec
-from weft.hardware.host import Host, probe
+from weft.hardware.host import Host, probe_host
 from weft.native import library
-from weft.plan.layout import layout
+from weft.plan.layout import build_plan
 from weft.planner.forecast import Forecast, forecast_plan
 from weft.planner.profiles import MEASURED_ERROR, calibrated, load_profile
 from weft.planner.roofline import Roofline, interpolate
 from weft.planner.work import MatrixProduct
 from weft.probes import kernel_speed, speeds
-from weft.probes.machine import cpu_spec, part
+from weft.probes.machine import cpu_spec, rank_share
 from weft.probes.speeds import Speeds
 
 TABLE = json.loads((Path(__file__).parents[1] / "data/cpu_speeds.json").read_text())["cases"]
@@ -84,13 +84,13 @@ LARGE = {
 
 
 def shape(model: str) -> ModelShape:
-    return SMOLLM2 if model == "SmolLM2-135M" else config_json.shape(fields.Fields(LARGE, "config.json"))
+    return SMOLLM2 if model == "SmolLM2-135M" else config_json.shape_from_config(fields.Fields(LARGE, "config.json"))
 
 
 def expected(case: dict[str, Any], speed: CpuSpeed) -> Forecast:
     model = Checkpoint(model="m", path=Path(), format="dummy", shape=shape(case["model"]), generation={})
     config = EngineConfig(model="m", quantization=case["quantization"], max_num_batched_tokens=2048)
-    return forecast_plan(layout(config, model, HOST), HOST, Speeds(machine="", cpu=speed))
+    return forecast_plan(build_plan(config, model, HOST), HOST, Speeds(machine="", cpu=speed))
 
 
 def ratios(case: dict[str, Any], speed: CpuSpeed) -> dict[str, float]:
@@ -99,7 +99,7 @@ def ratios(case: dict[str, Any], speed: CpuSpeed) -> dict[str, float]:
 
     def of(*asks: tuple[int, int]) -> dict[str, float]:
         told: list[Any] = [SimpleNamespace(prompt=[0] * length, output_len=output) for length, output in asks]
-        return predicted(there, told)
+        return predict_batch(there, told)
 
     one, long, many = of((128, case["output_len"])), of((1024, 1)), of(*case["many"])
     return {
@@ -187,8 +187,8 @@ def test_twice_of_what_a_cpu_has_is_worth_what_it_was_measured_to_wait_for() -> 
 def test_a_file_of_a_machine_plans_like_it(tmp_path: Path, kernels: KernelSpeed | None, busy: bool) -> None:
     gpu = spec(msgspec.structs.replace(SPEED, kernels=kernels, busy=busy))
     file = tmp_path / "here.yaml"
-    file.write_text(hardware_file.write(Cluster((Node((gpu,), "memory"),), 1.0)))
-    (again,) = hardware_file.read(str(file)).gpus
+    file.write_text(hardware_file.hardware_yaml(Cluster((Node((gpu,), "memory"),), 1.0)))
+    (again,) = hardware_file.read_hardware_file(str(file)).gpus
     found = [calibrated(load_profile("weft", on_cpu=True), [it]) for it in (gpu, again)]
     here, there = (Roofline(it, own, "bf16") for it, own in zip((gpu, again), found, strict=True))
     product = MatrixProduct(1 << 24, 2 << 24, False)
@@ -197,7 +197,7 @@ def test_a_file_of_a_machine_plans_like_it(tmp_path: Path, kernels: KernelSpeed 
 
 
 def test_what_is_not_measured_is_as_elsewhere() -> None:
-    found = cpus.reached(SETS["zen 5"], msgspec.structs.replace(SPEED, kernels=MEASURED))
+    found = cpus.cpu_kernel_speed(SETS["zen 5"], msgspec.structs.replace(SPEED, kernels=MEASURED))
     assert found and [it.bits for it in found.products] == [16, 8, 4, 32]
     assert (
         found.products[:3] == MEASURED.products
@@ -210,7 +210,9 @@ def test_a_larger_instruction_set_is_never_slower() -> None:
     def flops(name: str) -> dict[int, float]:
         # Of AVX512 numpy makes twice as much.
         fp32 = 0.5e12 if "avx512f" in SETS[name] else 0.25e12
-        return {it.bits: it.matmul_flops for it in cpus.usual(SETS[name], CpuSpeed(1e15, fp32)).products}
+        return {
+            it.bits: it.matmul_flops for it in cpus.expected_kernel_speed(SETS[name], CpuSpeed(1e15, fp32)).products
+        }
 
     for less, more in (("haswell", "alderlake"), ("skylake-avx512", "cascadelake"), ("cascadelake", "zen 5")):
         assert all(flops(more)[bits] >= 0.95 * flops(less)[bits] for bits in (4, 8, 16, 32)), (less, more)
@@ -224,7 +226,7 @@ def test_a_larger_instruction_set_is_never_slower() -> None:
     flops=st.floats(1e9, 1e14),
 )
 def test_priors_keep_to_the_memory(features: tuple[str, ...], bandwidth: float, flops: float) -> None:
-    found = cpus.usual(features, CpuSpeed(bandwidth, flops))
+    found = cpus.expected_kernel_speed(features, CpuSpeed(bandwidth, flops))
     assert sorted(it.bits for it in found.products) == [4, 8, 16, 32]
     assert 0 < found.cache_Bps < bandwidth and found.rows_Bps > 0 and found.attention_flops > 0
     for it in found.products:
@@ -253,7 +255,7 @@ def test_products_take_what_was_measured() -> None:
             assert rank.product_s(product, tokens) == pytest.approx(product.nbytes / rate)
         more = rank.product_s(product, 132) - rank.product_s(product, 32)
         assert more == pytest.approx(2 * numbers * 100 / it.matmul_flops)
-    half = part(gpu, 2)
+    half = rank_share(gpu, 2)
     assert half.kernels and half.kernels.cache_Bps == 19e9
     slower = Roofline(half, calibrated(load_profile("weft", on_cpu=True), [half]), "bf16")
     whole = MatrixProduct(numbers, 2 * numbers, False)
@@ -292,13 +294,13 @@ def test_kernels_that_do_not_run_are_no_reason_to_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "broken.so").write_text("no library")
-    monkeypatch.setattr(library, "found", lambda: str(tmp_path / "broken.so"))
+    monkeypatch.setattr(library, "built_library", lambda: str(tmp_path / "broken.so"))
     monkeypatch.setattr(speeds, "LEAST_BYTES", 1 << 20)
-    found = speeds.measure_cpu(msgspec.structs.replace(probe(), memory_free_bytes=4 << 20))
+    found = speeds.measure_cpu(msgspec.structs.replace(probe_host(), memory_free_bytes=4 << 20))
     assert found.kernels is None and found.bandwidth_Bps > 0 and found.library == "broken.so"
     assert "the CPU kernels do not run" in caplog.text and f"delete {tmp_path}/broken.so" in caplog.text
     # And so others run, of which nothing is known but the usual.
-    assert cpus.reached(SETS["zen 5"], found) is None
+    assert cpus.cpu_kernel_speed(SETS["zen 5"], found) is None
     assert own_kernels(found).endswith("delete broken.so in Weft's cache")
 
 
@@ -313,7 +315,7 @@ def test_an_instruction_that_a_cpu_lacks_is_no_reason_to_stop(
             raise subprocess.CalledProcessError(-signal.SIGILL, command, stderr=b"")
         return SimpleNamespace(stdout=msgspec.json.encode(SPEED))
 
-    monkeypatch.setattr(library, "found", lambda: "/cache/other.so")
+    monkeypatch.setattr(library, "built_library", lambda: "/cache/other.so")
     monkeypatch.setattr(subprocess, "run", run)
     assert speeds.measure_cpu(HOST) == msgspec.structs.replace(SPEED, library="other.so")
     assert asked == [True, False] and f"do not run ({signal.strsignal(signal.SIGILL)})" in caplog.text

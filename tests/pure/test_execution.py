@@ -16,16 +16,16 @@ from tests.pure.commands import parsed, weft, weft_json
 from tests.pure.machines import FOUR, H100, NOTHING, SIX, T4, THREE, checkpoint, host, rig
 from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError, WeftError
-from weft.formats.schemes import MADE
+from weft.formats.schemes import ONLINE_QUANTIZATIONS
 from weft.hardware.cpu import CpuSpeed
 from weft.hardware.host import Host
 from weft.hardware.topology import Holder
-from weft.plan.layout import layout
+from weft.plan.layout import build_plan
 from weft.plan.plan import Plan
 from weft.planner import execution, plan_file
 from weft.planner.execution import plan_to_run
 from weft.planner.search import search
-from weft.probes.machine import this_machine
+from weft.probes.machine import host_cluster
 
 
 def run(model: str, where: Host, **flags: Any) -> Plan:
@@ -35,15 +35,15 @@ def run(model: str, where: Host, **flags: Any) -> Plan:
 
 def told(model: str, where: Host, monkeypatch: pytest.MonkeyPatch, *words: str) -> dict[str, Any]:
     """What weft plan MODEL WORDS --json says on that machine."""
-    monkeypatch.setattr("weft.hardware.host.probe", lambda *_: where)
-    monkeypatch.setattr("weft.probes.speeds.known", lambda _: NOTHING)
-    monkeypatch.setattr("weft.probes.speeds.cpu_speed", lambda *_, **__: CpuSpeed(40e9, 0.3e12))
+    monkeypatch.setattr("weft.hardware.host.probe_host", lambda *_: where)
+    monkeypatch.setattr("weft.probes.speeds.load_speeds", lambda _: NOTHING)
+    monkeypatch.setattr("weft.probes.speeds.known_cpu_speed", lambda *_, **__: CpuSpeed(40e9, 0.3e12))
     return weft_json("plan", model, *words)[1]
 
 
 @pytest.fixture(autouse=True)
 def nothing_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.probes.speeds.known", lambda _: NOTHING)
+    monkeypatch.setattr("weft.probes.speeds.load_speeds", lambda _: NOTHING)
 
 
 # --- by itself ---
@@ -84,7 +84,7 @@ def test_the_places_are_the_search_s_own(model: str, names: Sequence[str]) -> No
     where, there = rig(*names), checkpoint(model)
     config = EngineConfig(model=there.model)
     numbers = range(len(names))
-    best = search(execution.plan_question(config, there, where, this_machine(where, NOTHING), numbers)).best
+    best = search(execution.plan_question(config, there, where, host_cluster(where, NOTHING), numbers)).best
     assert best is not None
     assert run(model, where).places == best.layout.places[: best.layout.replica_size]
 
@@ -154,7 +154,7 @@ def test_steps_have_the_tokens_that_weft_plan_tells(
 
 
 @pytest.mark.parametrize("names", [[FOUR], [H100, H100], []], ids=str)
-@pytest.mark.parametrize("asked", MADE)
+@pytest.mark.parametrize("asked", ONLINE_QUANTIZATIONS)
 @pytest.mark.parametrize("model", ["Qwen3-0.6B", "Llama-3.1-8B"])
 def test_quantised_weights_are_planned_to_the_byte(
     model: str, asked: str, names: Sequence[str], saved: Any, monkeypatch: pytest.MonkeyPatch
@@ -221,7 +221,7 @@ def test_whoever_cuts_decides(flags: dict[str, Any], monkeypatch: pytest.MonkeyP
     there, where = checkpoint("Qwen3-8B"), rig(FOUR, FOUR)
     config = EngineConfig(model="m", **flags)
     plan = plan_to_run(config, there, where)
-    assert plan == layout(replace(config, max_num_batched_tokens=plan.max_num_batched_tokens), there, where)
+    assert plan == build_plan(replace(config, max_num_batched_tokens=plan.max_num_batched_tokens), there, where)
     vllm = msgspec.structs.replace(where, environment={"VLLM_PP_LAYER_PARTITION": "18,18"})
     assert plan_to_run(EngineConfig(model="m"), there, vllm).stages == 2
 

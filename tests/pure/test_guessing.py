@@ -16,7 +16,7 @@ from weft.errors import ConfigError, PlanError
 from weft.hardware.host import Host
 from weft.plan import speculation
 from weft.plan.memory import LOGITS_BYTES
-from weft.plan.plan import Draft, Plan, Speculation
+from weft.plan.plan import DraftModel, Plan, Speculation
 from weft.planner import execution
 from weft.planner.execution import plan_to_run
 from weft.planner.forecast import forecast_plan, load_report, predicted_json, request_report
@@ -29,11 +29,11 @@ VOCAB = 151936  # of Qwen3
 def no_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draft models are those of the catalogue, and nothing was measured."""
 
-    def fetched(model: str, load_format: str) -> Draft:
-        return Draft(model=model, checkpoint="", load_format="dummy", shape=checkpoint(model).shape)
+    def fetched(model: str, load_format: str) -> DraftModel:
+        return DraftModel(model=model, checkpoint="", load_format="dummy", shape=checkpoint(model).shape)
 
-    monkeypatch.setattr(execution, "fetched", fetched)
-    monkeypatch.setattr("weft.probes.speeds.known", lambda _: NOTHING)
+    monkeypatch.setattr(execution, "fetch_draft", fetched)
+    monkeypatch.setattr("weft.probes.speeds.load_speeds", lambda _: NOTHING)
 
 
 def ranks(*words: str) -> list[dict[str, Any]]:
@@ -117,9 +117,9 @@ def test_other_systems_get_what_they_can_do() -> None:
 
 def test_written_and_read_it_is_the_same() -> None:
     for how in (Speculation(tokens=3, lookup_min=1, lookup_max=7), Speculation(tokens=16)):
-        assert speculation.read(speculation.write(how)) == (how, None)
-    how = Speculation(tokens=2, draft=Draft(model="m", checkpoint="", load_format="dummy", shape=rigged().shape))
-    assert speculation.read(speculation.write(how)) == (Speculation(tokens=2), "m")
+        assert speculation.parse_speculative_config(speculation.to_speculative_config(how)) == (how, None)
+    how = Speculation(tokens=2, draft=DraftModel(model="m", checkpoint="", load_format="dummy", shape=rigged().shape))
+    assert speculation.parse_speculative_config(speculation.to_speculative_config(how)) == (Speculation(tokens=2), "m")
 
 
 # --- engines ---
@@ -136,7 +136,7 @@ def run(where: Host, **flags: Any) -> Plan:
 
 def test_an_engine_holds_what_was_planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     where = rig(FOUR)
-    monkeypatch.setattr("weft.hardware.host.probe", lambda *_: where)
+    monkeypatch.setattr("weft.hardware.host.probe_host", lambda *_: where)
     told = weft_json("plan", "Qwen3-8B", "-sc", DRAFT)[1]
     plan = run(where, speculative_config=json.loads(DRAFT))
     assert plan.max_num_batched_tokens == told["best"]["max_num_batched_tokens"] and not plan.lookahead
@@ -158,7 +158,7 @@ def test_an_engine_holds_what_was_planned(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 def test_a_file_says_how_many_requests_run_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     where = rig(FOUR)
-    monkeypatch.setattr("weft.hardware.host.probe", lambda *_: where)
+    monkeypatch.setattr("weft.hardware.host.probe_host", lambda *_: where)
     file = tmp_path / "plan.json"
     file.write_text(json.dumps(weft_json("plan", "Qwen3-8B", "--max-num-seqs", "8")[1]))
     for said in ({}, {"max_num_seqs": 8}):

@@ -16,7 +16,7 @@ from weft.hardware.cluster import Cluster
 from weft.hardware.cpu import Cpu, CpuSpeed
 from weft.hardware.host import Host
 from weft.plan.memory import Capacity, kv_blocks
-from weft.plan.places import places
+from weft.plan.places import cut_places
 from weft.plan.plan import Plan
 from weft.planner.advice import advice
 from weft.planner.binding import binding_constraint
@@ -35,7 +35,7 @@ def host(free: int = 20 * GB) -> Host:
 
 
 def cpu(free: int = 20 * GB, bandwidth: float = 50e9, flops: float = 1e12) -> Cluster:
-    return machine.this_machine(host(free), Speeds(machine="", cpu=CpuSpeed(bandwidth, flops)))
+    return machine.host_cluster(host(free), Speeds(machine="", cpu=CpuSpeed(bandwidth, flops)))
 
 
 def ask(cluster: Cluster, name: str = "Qwen2.5-0.5B", **asked: Any) -> SearchResult:
@@ -58,7 +58,7 @@ def test_ranks_of_a_cpu_have_the_blocks_that_the_engine_gives_them(free: int, we
     shape = find("Llama-3.2-1B").shape
     ranks = len(weights)
     answer = ask(
-        machine.shared_out(cpu(free * GB), ranks),
+        machine.split_cpu(cpu(free * GB), ranks),
         "Llama-3.2-1B",
         constraints=LayoutConstraints(tensor_parallel=ranks, tensor_split=weights if ranks > 1 else None),
     )
@@ -70,7 +70,7 @@ def test_ranks_of_a_cpu_have_the_blocks_that_the_engine_gives_them(free: int, we
         load_format="dummy",
         shape=shape,
         dtype="bfloat16",
-        places=places(shape, weights, [shape.layers]),
+        places=cut_places(shape, weights, [shape.layers]),
         devices=("cpu",) * ranks,
         cores=((0,),) * ranks,
         max_model_len=64,
@@ -120,7 +120,7 @@ def test_what_binds_a_cpu_is_found_by_what_is_known_of_its_kernels() -> None:
 def test_splitting_a_cpu_gains_nothing_but_can_be_asked_for() -> None:
     whole, halves = (
         ask(cpu()).best,
-        ask(machine.shared_out(cpu(), 2), constraints=LayoutConstraints(tensor_parallel=2)).best,
+        ask(machine.split_cpu(cpu(), 2), constraints=LayoutConstraints(tensor_parallel=2)).best,
     )
     assert whole and halves and str(halves.cut) == "TP 2, bf16"
     assert halves.predicted.single_tok_s < whole.predicted.single_tok_s
@@ -181,8 +181,8 @@ def test_a_request_beyond_the_usual_cache_is_noted() -> None:
 @pytest.fixture
 def plan(monkeypatch: pytest.MonkeyPatch) -> Any:
     """weft plan WORDS on such a machine: exit status, standard output, standard error."""
-    monkeypatch.setattr("weft.hardware.host.probe", lambda: host())
-    monkeypatch.setattr(speeds, "cpu_speed", lambda *_, **__: CpuSpeed(50e9, 1e12))
+    monkeypatch.setattr("weft.hardware.host.probe_host", lambda: host())
+    monkeypatch.setattr(speeds, "known_cpu_speed", lambda *_, **__: CpuSpeed(50e9, 1e12))
 
     return lambda words: weft("plan", *words.split())
 

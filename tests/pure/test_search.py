@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from weft.formats import catalogue
 from weft.hardware.cluster import Cluster, Node, parse_gpus, parse_nodes
-from weft.hardware.gpus import GpuSpec, find_gpu, gpus
-from weft.plan.max_memory import Caps, capped
+from weft.hardware.gpus import GpuSpec, find_gpu, known_gpus
+from weft.plan.max_memory import Caps, cap_cluster
 from weft.planner.advice import advice
 from weft.planner.binding import binding_constraint
 from weft.planner.cuts import Cut, candidate_layouts
@@ -245,7 +245,7 @@ def test_expert_parallelism_is_weighed_with_the_rest() -> None:
 # --- properties ---
 
 MODELS = st.sampled_from(["Llama-3.1-8B-Instruct", "Qwen2.5-14B-Instruct", "SmolLM2-135M-Instruct", "Mixtral-8x7B"])
-PLAIN = st.sampled_from([gpu for gpu in gpus() if gpu.capability >= (8, 0)])
+PLAIN = st.sampled_from([gpu for gpu in known_gpus() if gpu.capability >= (8, 0)])
 ENGINES = st.sampled_from(["weft", "vllm", "sglang", "llama.cpp", "transformers"])
 FEW = settings(max_examples=25)
 
@@ -545,7 +545,7 @@ def test_what_was_dictated_is_not_credited_to_more_hardware() -> None:
 
 
 def test_a_limit_is_named_before_more_of_the_gpus_that_it_leaves_out() -> None:
-    cluster = capped(parse_gpus("4xH100"), Caps(gpus={0: 10 * 10**9, 1: 20 * 10**9}, cpu=None))
+    cluster = cap_cluster(parse_gpus("4xH100"), Caps(gpus={0: 10 * 10**9, 1: 20 * 10**9}, cpu=None))
     codes = [change.code for change in advice(search(question("Llama-3.1-8B", cluster, engine="weft")))]
     assert "unlimited_memory" in codes and "added_gpus" not in codes
 

@@ -9,9 +9,10 @@ import msgspec
 
 from weft.formats import gguf_types
 from weft.formats.precision import weight_bytes
-from weft.formats.schemes import MADE
+from weft.formats.schemes import ONLINE_QUANTIZATIONS
+from weft.formatting import weft_command
 from weft.hardware.cluster import Cluster
-from weft.hardware.gpus import GpuSpec, gpus
+from weft.hardware.gpus import GpuSpec, known_gpus
 from weft.planner.binding import MEASURES, MIN_GAIN
 from weft.planner.cuts import Cut
 from weft.planner.domains import usable_devices
@@ -22,7 +23,6 @@ from weft.planner.other_clusters import MOST_NODES, grown_cluster, is_limited, u
 from weft.planner.question import LayoutConstraints, Question
 from weft.planner.ranking import Candidate, objective_value
 from weft.planner.search import SearchResult, closest_miss, engine_profile, fitting_layouts, search
-from weft.words import command
 
 # Names of checkpoints in another precision, the closest to the original first.
 CHECKPOINTS = {
@@ -33,7 +33,7 @@ CHECKPOINTS = {
 PUBLISHED = {"GptOssForCausalLM": {"mxfp4": "the published MXFP4 checkpoint"}}
 GGUF_CHECKPOINTS = {"q8_0": "a Q8_0 GGUF checkpoint", "q4_k_m": "a Q4_K_M GGUF checkpoint"}
 # The -q of each precision to which Weft compresses 16-bit weights while it loads them.
-WEFT_SCHEMES = {MADE[word]: word for word in ("int8", "int4")}
+WEFT_SCHEMES = {ONLINE_QUANTIZATIONS[word]: word for word in ("int8", "int4")}
 PRECISION_FLAGS = ("--precision", "-q")
 LIMITS = {  # limits of a question that may leave no room for a model, with their flags
     "gpu_memory_utilization": "--gpu-memory-utilization",
@@ -154,7 +154,7 @@ def _compressed(question: Question, best: Candidate) -> Note:
 def _plan_command(question: Question, *precision: str) -> str:
     """The command that plans the same in another precision."""
     flags = question.flags or (("", question.model),)
-    return command("plan", flags, *precision, without=PRECISION_FLAGS)
+    return weft_command("plan", flags, *precision, without=PRECISION_FLAGS)
 
 
 def _longest_that_fits(question: Question) -> int | None:
@@ -241,7 +241,7 @@ def _more_gpus(question: Question) -> Iterator[Note]:
 def _more_memory(question: Question, short_bytes: int) -> Iterator[Note]:
     """The free memory that a CPU's machine needs in addition, a little over what is lacking."""
     added, cluster = int(short_bytes * MIN_GAIN), question.cluster
-    roomier = cluster.changed(lambda gpu: msgspec.structs.replace(gpu, memory_bytes=gpu.memory_bytes + added))
+    roomier = cluster.map_gpus(lambda gpu: msgspec.structs.replace(gpu, memory_bytes=gpu.memory_bytes + added))
     fit = _roomiest(msgspec.structs.replace(question, cluster=roomier))
     if fit:
         yield create_note("more_memory", more_bytes=added * len(cluster.gpus), cut=str(fit[0]))
@@ -271,7 +271,7 @@ def _larger_gpus(cluster: Cluster) -> list[GpuSpec]:
         larger = gpu.memory_bytes > present.memory_bytes and gpu.capability >= present.capability
         return not gpu.gfx and (cluster.on_cpu or larger)
 
-    return sorted(filter(suits, gpus()), key=lambda gpu: (gpu.memory_bytes, gpu.bandwidth_Bps))
+    return sorted(filter(suits, known_gpus()), key=lambda gpu: (gpu.memory_bytes, gpu.bandwidth_Bps))
 
 
 # --- if something fits ---

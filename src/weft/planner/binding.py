@@ -7,6 +7,7 @@ from typing import Literal
 
 import msgspec
 
+from weft.formatting import format_factor
 from weft.hardware.cluster import Cluster
 from weft.hardware.gpus import GpuSpec
 from weft.planner.cost import predict
@@ -15,7 +16,6 @@ from weft.planner.note import Note, create_note
 from weft.planner.question import Objective
 from weft.planner.ranking import Candidate, objective_value
 from weft.planner.search import SearchResult, closest_miss, engine_profile
-from weft.words import times
 
 Resource = Literal["memory", "bandwidth", "compute", "links"]
 RESOURCES: dict[Resource, str] = {
@@ -79,8 +79,8 @@ def _gain(result: SearchResult, best: Candidate, resource: Resource) -> float:
 def _told(gains: Mapping[Resource, float], measure: str = "speed") -> str:
     """ "Doubling: memory -> 2.1x the throughput, compute -> 1.1x", the largest gain first."""
     first, *others = sorted(gains, key=lambda resource: -gains[resource])
-    following = "".join(f", {RESOURCES[resource]} -> {times(gains[resource])}" for resource in others)
-    return f"Doubling: {RESOURCES[first]} -> {times(gains[first])} the {measure}{following}"
+    following = "".join(f", {RESOURCES[resource]} -> {format_factor(gains[resource])}" for resource in others)
+    return f"Doubling: {RESOURCES[first]} -> {format_factor(gains[first])} the {measure}{following}"
 
 
 def doubled(cluster: Cluster, resource: Resource) -> Cluster:
@@ -99,4 +99,4 @@ def doubled(cluster: Cluster, resource: Resource) -> Cluster:
                 return replace(gpu, nvlink_Bps=2 * gpu.nvlink_Bps, pcie_Bps=2 * gpu.pcie_Bps)
 
     network_Bps = cluster.network_Bps * (2 if resource == "links" else 1)
-    return msgspec.structs.replace(cluster.changed(richer), network_Bps=network_Bps)
+    return msgspec.structs.replace(cluster.map_gpus(richer), network_Bps=network_Bps)

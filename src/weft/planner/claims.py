@@ -11,12 +11,12 @@ from weft.architectures.kv import kv_bytes
 from weft.architectures.place import Place
 from weft.architectures.shape import ModelShape
 from weft.errors import ConfigError, PlanError
-from weft.formats.precision import canonical, weights
+from weft.formats.precision import canonical, weights_by_kind
+from weft.formatting import format_counts
 from weft.hardware.cluster import Cluster
 from weft.planner.deployment import DeploymentLayout, deploy
 from weft.planner.domains import Device, cluster_devices
 from weft.planner.stages import RankCapacity, read_bytes, stage_layers
-from weft.words import by_type
 
 RESERVED_BYTES = 1.5e9  # of each GPU: context, workspace and activations of any engine
 TOKENS = 2048  # of the one request, if the claim gives no length
@@ -84,7 +84,7 @@ def judge_claim(shape: ModelShape, precision: str, cluster: Cluster, tokens: int
     model, or the speed exceeds the bandwidth of all GPUs together.
     """
     gpus = [device.gpu for device in cluster_devices(cluster)]
-    model = weights(shape, precision)
+    model = weights_by_kind(shape, precision)
     cache = kv_bytes(shape, tokens, "bf16")
     usable = [gpu.memory_bytes - RESERVED_BYTES for gpu in gpus]
     read = read_bytes(shape, model)
@@ -117,7 +117,7 @@ def find_layout(shape: ModelShape, precision: str, cluster: Cluster, tokens: int
     # The largest GPUs first, so that those of similar size are neighbours.
     devices = sorted(cluster_devices(cluster), key=lambda device: -device.gpu.memory_bytes)
     usable = [device.gpu.memory_bytes - RESERVED_BYTES for device in devices]
-    if weights(shape, precision).total > sum(usable):
+    if weights_by_kind(shape, precision).total > sum(usable):
         return None
     for tensor, stages, dealt in _cuts(shape, len(devices)):
         for shares in _shares(usable, tensor, stages):
@@ -189,11 +189,11 @@ def _layers(
 
 
 def _held_bytes(shape: ModelShape, precision: str, tokens: int, place: Place) -> int:
-    return weights(shape, precision, place).total + kv_bytes(shape, tokens, "bf16", place)
+    return weights_by_kind(shape, precision, place).total + kv_bytes(shape, tokens, "bf16", place)
 
 
 def _gpu_names(cluster: Cluster) -> str:
-    return by_type(device.gpu.name for device in cluster_devices(cluster))
+    return format_counts(device.gpu.name for device in cluster_devices(cluster))
 
 
 def _too_large(weight: int, cache: int, tokens: int, usable: Sequence[float], cluster: Cluster) -> str:

@@ -167,7 +167,9 @@ def reordered_layouts(question: Question, layout: CandidateLayout) -> Iterator[C
     if cut.pipeline_parallel > 1:
         yield from _reordered_stages(question, layout)
         return
-    by_memory = [(tuple(sorted(stage, key=lambda device: -device.gpu.takes(1.0))),) for (stage,) in layout.replicas]
+    by_memory = [
+        (tuple(sorted(stage, key=lambda device: -device.gpu.usable_bytes(1.0))),) for (stage,) in layout.replicas
+    ]
     if by_memory != list(layout.replicas):
         yield CandidateLayout(cut, tuple(by_memory))
 

@@ -11,7 +11,7 @@ from weft.architectures.place import Place
 from weft.architectures.shape import ModelShape
 from weft.errors import PlanError
 from weft.hardware.cluster import Cluster
-from weft.plan.places import column_unit, deal, places
+from weft.plan.places import column_unit, cut_places, deal_experts
 
 DEFAULT_LENGTH = 1024  # tokens of a prompt, and of an answer, if the user gives neither
 
@@ -157,7 +157,7 @@ def _with_dealt_experts(
 ) -> tuple[Place, ...]:
     """The places with whole experts divided among the ranks of a stage of all replicas."""
     replicas, tensor = len(ranked) // replica_size, len(weights)
-    dealt = deal(experts, weights * replicas)
+    dealt = deal_experts(experts, weights * replicas)
     return tuple(
         msgspec.structs.replace(place, experts=dealt[rank // replica_size * tensor + place.tp_rank])
         for rank, place in enumerate(ranked)
@@ -165,4 +165,4 @@ def _with_dealt_experts(
 
 
 # A search tries the same cuts many times.
-_places = lru_cache(maxsize=1024)(places)
+_places = lru_cache(maxsize=1024)(cut_places)

@@ -32,7 +32,7 @@ def cluster_devices(cluster: Cluster) -> tuple[Device, ...]:
 @lru_cache(maxsize=8)
 def usable_devices(cluster: Cluster) -> tuple[Device, ...]:
     """Every GPU that the user allows, node by node; GPUs that a bridge joins are neighbours."""
-    homes = cluster.homes
+    homes = cluster.gpu_positions
 
     def order(device: Device) -> tuple[int, float, int]:
         group = homes[device.number].group

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from weft.architectures.kv import kv_bytes_per_token
 from weft.architectures.place import Place, whole
 from weft.architectures.shape import DType, ModelShape
-from weft.plan.fills import weight_bytes
+from weft.plan.fills import rank_weight_bytes
 from weft.plan.plan import Speculation
 
 
@@ -40,4 +40,4 @@ def draft_bytes(speculation: Speculation | None, place: Place, dtype: DType, kv_
 @lru_cache(maxsize=64)
 def _draft_bytes(shape: ModelShape, dtype: DType, kv_dtype: str) -> DraftBytes:
     place = whole(shape)
-    return DraftBytes(weight_bytes(shape, place, dtype, {}), kv_bytes_per_token(shape, kv_dtype, place))
+    return DraftBytes(rank_weight_bytes(shape, place, dtype, {}), kv_bytes_per_token(shape, kv_dtype, place))

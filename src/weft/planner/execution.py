@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from weft.config import USUAL, EngineConfig
+from weft.config import DEFAULT_CONFIG, EngineConfig
 from weft.errors import ConfigError, PlanError
 from weft.formats.precision import OF_DTYPE
 from weft.hardware.cluster import Cluster, Node
 from weft.hardware.host import Host
-from weft.plan.layout import check, check_weights_fit, compute_dtype, device_kind, layout
-from weft.plan.max_memory import capped, of_devices, read
-from weft.plan.placement import placed, spread_of
+from weft.plan.layout import build_plan, check_config, check_weights_fit, compute_dtype, device_kind
+from weft.plan.max_memory import cap_cluster, device_caps, parse_max_memory
+from weft.plan.placement import apply_device_map, spread_word
 from weft.plan.plan import Plan, Speculation
-from weft.plan.quantization import precision_held
-from weft.plan.speculation import fetched, speculation
+from weft.plan.quantization import checkpoint_precision
+from weft.plan.speculation import fetch_draft, resolve_speculation
 from weft.planner.profiles import OURS, load_profile
 
 if TYPE_CHECKING:
@@ -41,10 +41,10 @@ def plan_to_run(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Pla
     `config.plan` names a file that `weft plan --json` wrote. Without it, and if nothing in the config says how to cut
     the model over the GPUs, the plan is the best layout that `weft plan` finds for this machine.
 
-    Raises ConfigError and PlanError as `plan.layout.layout` does, and if a plan file cannot be applied here, or if
+    Raises ConfigError and PlanError as `plan.layout.build_plan` does, and if a plan file cannot be applied here, or if
     nothing fits.
     """
-    check(config)
+    check_config(config)
     if config.plan is not None:
         from weft.planner import plan_file, run_plan_file
 
@@ -55,14 +55,14 @@ def plan_to_run(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Pla
         return plan
     speculative = speculation_of(config, checkpoint)
     dtype, devices = compute_dtype(config, checkpoint, host, ()), [device_kind(config, host)]
-    config = placed(config, checkpoint.shape, host, precision_held(config, checkpoint, dtype, devices))
+    config = apply_device_map(config, checkpoint.shape, host, checkpoint_precision(config, checkpoint, dtype, devices))
     if device_kind(config, host) == "cpu" or (is_cut(config, host) and not leaves_shares_open(config, host)):
         return plan_of_config(config, checkpoint, host, speculative)
-    from weft.probes.machine import this_machine
-    from weft.probes.speeds import known
+    from weft.probes.machine import host_cluster
+    from weft.probes.speeds import load_speeds
 
     try:
-        config = config_of_best(config, checkpoint, host, this_machine(host, known(host)), speculative)
+        config = config_of_best(config, checkpoint, host, host_cluster(host, load_speeds(host)), speculative)
     except PlanError:
         # Sizes that the user gave are tried even if the search found no fit.
         if not is_cut(config, host):
@@ -74,14 +74,14 @@ def speculation_of(config: EngineConfig, checkpoint: Checkpoint) -> Speculation 
     """The config's speculative decoding, with its draft model looked up."""
     if config.speculative_config is None:
         return None
-    return speculation(
-        config.speculative_config, config.model, checkpoint.shape, lambda name: fetched(name, checkpoint.format)
+    return resolve_speculation(
+        config.speculative_config, config.model, checkpoint.shape, lambda name: fetch_draft(name, checkpoint.format)
     )
 
 
 def plan_of_config(config: EngineConfig, checkpoint: Checkpoint, host: Host, speculative: Speculation | None) -> Plan:
     """The plan of a config that says how to cut the model."""
-    plan = layout(config, checkpoint, host)
+    plan = build_plan(config, checkpoint, host)
     if speculative is not None:
         plan = msgspec.structs.replace(plan, lookahead=False, speculation=speculative)
         check_weights_fit(plan, host)
@@ -96,10 +96,10 @@ def with_step_tokens(plan: Plan, config: EngineConfig, host: Host) -> Plan:
         tokens, why = plan.max_num_batched_tokens, load_profile(OURS, on_cpu=True).max_num_batched_tokens.source
     else:
         from weft.planner.forecast import step_token_budget
-        from weft.probes.speeds import known
+        from weft.probes.speeds import load_speeds
 
         try:
-            tokens, why = step_token_budget(plan, host, known(host))
+            tokens, why = step_token_budget(plan, host, load_speeds(host))
         except ConfigError as error:  # a GPU that is not in the catalogue
             tokens, why = plan.max_num_batched_tokens, str(error)
     _log_step_tokens(tokens, why)
@@ -110,9 +110,9 @@ def with_peer_to_peer(plan: Plan, host: Host) -> Plan:
     """The plan, without peer-to-peer if a measurement (`weft hardware`) found that it does not work here."""
     if len(set(plan.devices) - {"cpu"}) < 2:
         return plan
-    from weft.probes.speeds import known
+    from weft.probes.speeds import load_speeds
 
-    faults = [pair for pair in known(host).pairs if pair.verdict != "works"]
+    faults = [pair for pair in load_speeds(host).pairs if pair.verdict != "works"]
     if not faults:
         return plan
     numbers = {gpu.uuid: gpu.index for gpu in host.gpus}
@@ -129,10 +129,10 @@ def measured_speeds(plan: Plan, host: Host) -> Speeds:
     """
     from weft.probes import speeds
 
-    known = speeds.known(host)
+    known = speeds.load_speeds(host)
     if plan.devices[0] != "cpu":
         return known
-    return msgspec.structs.replace(known, cpu=speeds.cpu_speed(host))
+    return msgspec.structs.replace(known, cpu=speeds.known_cpu_speed(host))
 
 
 def is_cut(config: EngineConfig, host: Host) -> bool:
@@ -174,8 +174,8 @@ def config_of_best(
 
     numbers = config.device_ids or tuple(range(len(host.gpus)))
     if config.max_memory is not None:
-        of_devices(config.max_memory, len(host.gpus), on_cpu=False, ids=config.device_ids)  # or ConfigError
-        cluster = capped(cluster, read(config.max_memory))
+        device_caps(config.max_memory, len(host.gpus), on_cpu=False, ids=config.device_ids)  # or ConfigError
+        cluster = cap_cluster(cluster, parse_max_memory(config.max_memory))
     result = search(plan_question(config, checkpoint, host, part_of(cluster, numbers), numbers, speculative))
     best = result.best
     if best is None:
@@ -222,11 +222,11 @@ def plan_question(
         shape=shape,
         cluster=cluster,
         engine="weft",
-        precisions=(precision_held(config, checkpoint, dtype, devices),),
+        precisions=(checkpoint_precision(config, checkpoint, dtype, devices),),
         kv_dtype=OF_DTYPE[dtype] if config.kv_cache_dtype == "auto" else "fp8",
         workload=Workload(input_len=input_len, output_len=output_len, max_model_len=most),
         constraints=_constraints(config),
-        gpu_memory_utilization=None if share == USUAL.gpu_memory_utilization else min(share),
+        gpu_memory_utilization=None if share == DEFAULT_CONFIG.gpu_memory_utilization else min(share),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         speculation=speculative,
@@ -239,7 +239,7 @@ def _constraints(config: EngineConfig) -> LayoutConstraints:
     if config.tensor_parallel_size or config.pipeline_parallel_size:
         tensor, stages = config.tensor_parallel_size or 1, config.pipeline_parallel_size or 1
         return LayoutConstraints(tensor_parallel=tensor, pipeline_parallel=stages, expert_parallel=False)
-    strategy = spread_of(config.device_map) if config.device_map else None
+    strategy = spread_word(config.device_map) if config.device_map else None
     if strategy is None:
         return LayoutConstraints()
     return LayoutConstraints(tensor_parallel=1, data_parallel=1, expert_parallel=False, device_map_strategy=strategy)

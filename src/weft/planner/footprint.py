@@ -359,7 +359,7 @@ def activation_bytes(
     """
     if profile.own_activations.value:
         speculation = profile.speculation
-        own = step_bytes(shape, place, tokens, rows, number_bytes, guesses=draft_tokens(speculation))
+        own = step_bytes(shape, place, tokens, rows, number_bytes, draft_tokens=draft_tokens(speculation))
         draft = draft_on_rank(speculation, place)
         return max(own, step_bytes(draft, whole(draft), tokens, rows, number_bytes)) if draft else own
     factors = profile.activations_experts if shape.experts else profile.activations_dense

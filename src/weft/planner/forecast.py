@@ -10,8 +10,9 @@ from typing import Any
 import msgspec
 
 from weft.architectures.shape import DTYPE_BYTES
-from weft.config import USUAL
+from weft.config import DEFAULT_CONFIG
 from weft.formats.precision import OF_DTYPE
+from weft.formatting import format_bytes
 from weft.hardware.cluster import Cluster, Node
 from weft.hardware.host import Host
 from weft.plan.memory import Capacity
@@ -24,9 +25,8 @@ from weft.planner.footprint import Footprint, activation_bytes, footprint
 from weft.planner.profiles import Profile
 from weft.planner.question import Question
 from weft.planner.search import engine_profile
-from weft.probes.machine import part, this_machine
+from weft.probes.machine import host_cluster, rank_share
 from weft.probes.speeds import Speeds
-from weft.words import gigabytes
 
 SPECULATIVE = " (with speculative decoding, whose gain is not predicted)"
 HINT = "weft bench calibrate measures what this machine really does"
@@ -140,10 +140,10 @@ def _rank_devices(plan: Plan, host: Host, known: Speeds) -> Cluster:
     """A cluster with one device per rank of the plan."""
     if plan.devices[0] == "cpu":
         numbers = [0] * len(plan.devices)
-        machine = this_machine(msgspec.structs.replace(host, gpus=(), pairs=()), known)
+        machine = host_cluster(msgspec.structs.replace(host, gpus=(), pairs=()), known)
     else:
-        numbers = [gpu.index for gpu in host.named(plan.devices)]
-        machine = this_machine(host, known)
+        numbers = [gpu.index for gpu in host.gpus_of(plan.devices)]
+        machine = host_cluster(host, known)
     return parted(limited(machine, plan, numbers), numbers)
 
 
@@ -154,7 +154,11 @@ def limited(cluster: Cluster, plan: Plan, devices: Sequence[int]) -> Cluster:
         gpu, limit = gpus[device], plan.max_memory.get(plan.devices[rank])
         if limit is None and len(set(plan.gpu_memory_utilization)) > 1:
             share = plan.gpu_memory_utilization[rank]
-            limit = int(gpu.memory_bytes * share) - gpu.held_bytes if share < USUAL.gpu_memory_utilization[0] else None
+            limit = (
+                int(gpu.memory_bytes * share) - gpu.held_bytes
+                if share < DEFAULT_CONFIG.gpu_memory_utilization[0]
+                else None
+            )
         gpus[device] = msgspec.structs.replace(gpu, limit_bytes=limit)
     return cluster.with_gpus(gpus)
 
@@ -164,7 +168,8 @@ def parted(cluster: Cluster, devices: Sequence[int]) -> Cluster:
     (node,) = cluster.nodes
     sharing = Counter(devices)
     gpus = (
-        part(node.gpus[number], sharing[number]) if sharing[number] > 1 else node.gpus[number] for number in devices
+        rank_share(node.gpus[number], sharing[number]) if sharing[number] > 1 else node.gpus[number]
+        for number in devices
     )
     return Cluster((Node(tuple(gpus), node.link),), cluster.network_Bps)
 
@@ -176,8 +181,8 @@ def start_report(expected: Forecast, ranks: Sequence[Capacity], num_blocks: int)
     """Once the engine is ready: its memory, and the time in which the weights were loaded."""
     tokens = num_blocks * expected.plan.block_size
     parts = (
-        ("of weights", sum(rank.weight_bytes for rank in ranks), expected.weight_bytes, gigabytes),
-        ("for a step", max(rank.activation_bytes for rank in ranks), max(expected.step_bytes), gigabytes),
+        ("of weights", sum(rank.weight_bytes for rank in ranks), expected.weight_bytes, format_bytes),
+        ("for a step", max(rank.activation_bytes for rank in ranks), max(expected.step_bytes), format_bytes),
         ("tokens of KV", tokens, expected.kv_tokens, "{:,}".format),
     )
     figures = [f"{tell(real)} {what}{beside(real, planned, tell)}" for what, real, planned, tell in parts]

@@ -11,13 +11,13 @@ from typing import Any
 
 import msgspec
 
-from weft.words import commas, dotted, gigabytes, times
+from weft.formatting import format_bytes, format_factor, format_version, join_commas
 
 _FORMATS: dict[str, Callable[[Any], str]] = {
-    "gigabytes": gigabytes,
-    "times": times,
-    "commas": commas,
-    "dotted": dotted,
+    "gigabytes": format_bytes,
+    "times": format_factor,
+    "commas": join_commas,
+    "dotted": format_version,
     "list": lambda values: ", ".join(map(str, values)),
 }
 
@@ -46,7 +46,7 @@ def templates() -> dict[str, str]:
 
 
 class _Sentences(Formatter):
-    """`str.format` with formats of ours: {size:gigabytes}, and others of _FORMATS; {flag:?if true|if not};
+    """`str.format` with formats of ours: {size:format_bytes}, and others of _FORMATS; {flag:?if true|if not};
     {count:#one|other than one}. The words of the last two may have fields of their own."""
 
     def format_field(self, value: Any, format_spec: str) -> str:

@@ -8,15 +8,15 @@ from weft.architectures.kv import kv_bytes_per_token
 from weft.architectures.parameters import RUNNABLE
 from weft.architectures.place import whole
 from weft.formats.gguf_types import MIXES
-from weft.formats.precision import as_held, as_published, scale_columns, summed, weight_bytes
-from weft.formats.schemes import MADE
+from weft.formats.precision import held_precision, own_quantization, scale_columns, sum_by_kind, weight_bytes
+from weft.formats.schemes import ONLINE_QUANTIZATIONS
+from weft.formatting import format_bytes
 from weft.plan.backends import KERNELS, no_triton
 from weft.plan.memory import CPU_KV_BYTES, CPU_KV_SHARE
 from weft.planner.note import Note, create_note
 from weft.planner.objections import EVEN
 from weft.planner.question import Question
 from weft.planner.ranking import Candidate
-from weft.words import gigabytes
 
 ROUNDED = 0.05  # of all heads: a share may be off by this much without a note
 MOST_LIMITS = 8  # limits of --max-memory that are listed one by one
@@ -107,11 +107,11 @@ def _checkpoint_format(question: Question, best: Candidate) -> Iterator[Note]:
     shape, precision = question.shape, best.layout.precision
     if question.engine != "weft" or shape.architecture not in RUNNABLE:
         return
-    own = as_published(shape, precision)
+    own = own_quantization(shape, precision)
     if own and own.ordered:
         yield create_note("unordered_groups")
     if precision == "int4" and own is None:
-        scheme = MADE[precision]
+        scheme = ONLINE_QUANTIZATIONS[precision]
         yield create_note("int4_is_a_checkpoint", scheme=scheme, scheme_bytes=weight_bytes(shape, scheme))
 
 
@@ -120,7 +120,7 @@ def _unpacked_gguf(question: Question, best: Candidate) -> Iterator[Note]:
     shape, precision = question.shape, best.layout.precision
     if question.engine != "weft" or precision not in MIXES:
         return
-    stored, held = weight_bytes(shape, precision), summed(shape, as_held(precision), whole(shape)).total
+    stored, held = weight_bytes(shape, precision), sum_by_kind(shape, held_precision(precision), whole(shape)).total
     if held > UNPACKED * stored:
         yield create_note("gguf_unpacked", precision=precision, file_bytes=stored, held_bytes=held)
 
@@ -169,7 +169,7 @@ def _max_memory(question: Question) -> Iterator[Note]:
 
 def _limit(question: Question, number: int, size: int) -> str:
     """ "20.0 GB of GPU 0" """
-    return f"{gigabytes(size)} of {'the memory of the CPU' if question.cluster.on_cpu else f'GPU {number}'}"
+    return f"{format_bytes(size)} of {'the memory of the CPU' if question.cluster.on_cpu else f'GPU {number}'}"
 
 
 def _rounded_split(question: Question, best: Candidate) -> Iterator[Note]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from weft.hardware.cluster import Cluster, Node, usual_link
+from weft.hardware.cluster import Cluster, Node, default_link
 from weft.hardware.gpus import GpuSpec
 
 MOST_GPUS = 8  # of a node
@@ -19,7 +19,7 @@ def grown_cluster(cluster: Cluster, by: int) -> Cluster | None:
         return None
     if len(cluster.nodes) == 1 and len(last.gpus) + by <= MOST_GPUS:
         grown = (*last.gpus, *[last.gpus[-1]] * by)
-        link = usual_link(grown) if len(last.gpus) == 1 else last.link
+        link = default_link(grown) if len(last.gpus) == 1 else last.link
         return Cluster((Node(grown, link, last.bridged),), cluster.network_Bps)
     nodes, left_over = divmod(by, len(last.gpus))
     if left_over or len(cluster.nodes) + nodes > MOST_NODES:
@@ -30,7 +30,7 @@ def grown_cluster(cluster: Cluster, by: int) -> Cluster | None:
 def with_gpu(cluster: Cluster, gpu: GpuSpec) -> Cluster:
     """The cluster with this GPU in place of each of its own."""
     rows = [(gpu,) * len(node.gpus) for node in cluster.nodes]
-    return Cluster(tuple(Node(row, usual_link(row)) for row in rows), cluster.network_Bps)
+    return Cluster(tuple(Node(row, default_link(row)) for row in rows), cluster.network_Bps)
 
 
 def is_limited(cluster: Cluster) -> bool:
@@ -40,4 +40,4 @@ def is_limited(cluster: Cluster) -> bool:
 
 def unlimited(cluster: Cluster) -> Cluster:
     """The cluster without --max-memory."""
-    return cluster.changed(lambda gpu: msgspec.structs.replace(gpu, limit_bytes=None))
+    return cluster.map_gpus(lambda gpu: msgspec.structs.replace(gpu, limit_bytes=None))

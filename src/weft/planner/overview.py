@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import msgspec
 
 from weft.formats.precision import weight_bytes
-from weft.formats.schemes import MADE
+from weft.formats.schemes import ONLINE_QUANTIZATIONS
 from weft.planner.question import Question
 from weft.planner.ranking import Candidate
 from weft.planner.search import SearchResult, closest_miss, search
@@ -15,7 +15,7 @@ from weft.planner.search import SearchResult, closest_miss, search
 ROOMY = 4  # requests of full length that a precision leaves room for if it fits well
 # Precisions smaller than the model's own, the most precise first: those that Weft makes by itself, and those in which
 # files are published for other engines.
-MADE_BY_WEFT = (MADE["int8"], MADE["int4"])
+MADE_BY_WEFT = (ONLINE_QUANTIZATIONS["int8"], ONLINE_QUANTIZATIONS["int4"])
 GGUF = ("q8_0", "q4_k_m")
 PUBLISHED = ("fp8", "int4")
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from weft.errors import ConfigError, reason
+from weft.errors import ConfigError, error_reason
 
 FORMAT = 1  # of the output of weft plan --json; grows if a field that is read here changes its meaning
 
@@ -125,7 +125,7 @@ def _decode(path: str) -> PlanFile:
     try:
         text = Path(path).read_bytes()
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read the plan {path}: {reason(error)}; {HOW_TO_WRITE}") from None
+        raise ConfigError(f"cannot read the plan {path}: {error_reason(error)}; {HOW_TO_WRITE}") from None
     try:
         head = msgspec.json.decode(text, type=_Head)
     except msgspec.ValidationError as error:

@@ -11,8 +11,9 @@ from weft.architectures.model import Model
 from weft.architectures.place import Place
 from weft.architectures.shape import ModelShape
 from weft.formats.precision import weight_bytes
-from weft.hardware.cluster import Cluster, Home, Node
-from weft.hardware.links import nvlink, table
+from weft.formatting import weft_command
+from weft.hardware.cluster import Cluster, GpuPosition, Node
+from weft.hardware.links import link_table, nearest_nvlink
 from weft.plan import speculation
 from weft.planner.advice import advice
 from weft.planner.binding import binding_constraint
@@ -30,7 +31,6 @@ from weft.planner.ranking import Candidate, request_s
 from weft.planner.replica import slowest_link
 from weft.planner.search import Rejected, SearchResult, engine_profile
 from weft.planner.summary import choice_reason, choice_reasons, summary_note
-from weft.words import command
 
 # Flags that weft simulate does not have: its load has arrivals of its own.
 ONLY_PLANNED = ("--concurrency", "--speculative-config")
@@ -63,7 +63,7 @@ def plan_json(result: SearchResult, model: Model) -> dict[str, Any]:
         "objective": question.objective,
         "workload": workload_json(question),
         "max_num_seqs": question.max_num_seqs,
-        "speculative_config": speculation.write(question.speculation) if question.speculation else None,
+        "speculative_config": speculation.to_speculative_config(question.speculation) if question.speculation else None,
         "promise": None,
         "best": best_json(question, best) if best else None,
         "candidates": [candidate_json(question, candidate) for candidate in result.candidates],
@@ -146,9 +146,9 @@ def simulate_command(question: Question, best: Candidate | None) -> str | None:
     if best is None or not question.flags or constraints.devices or constraints.device_map_strategy:
         return None
     if len(question.precisions) == 1:
-        return command("simulate", question.flags, without=ONLY_PLANNED)
+        return weft_command("simulate", question.flags, without=ONLY_PLANNED)
     precision = ("--precision", best.layout.precision)
-    return command("simulate", question.flags, *precision, without=(*ONLY_PLANNED, "--precision"))
+    return weft_command("simulate", question.flags, *precision, without=(*ONLY_PLANNED, "--precision"))
 
 
 def hardware_json(question: Question) -> dict[str, Any]:
@@ -245,18 +245,18 @@ def links_json(cluster: Cluster, layout: DeploymentLayout) -> dict[str, str | No
     return links
 
 
-def _groups_by_purpose(cluster: Cluster, layout: DeploymentLayout) -> dict[str, set[frozenset[Home]]]:
+def _groups_by_purpose(cluster: Cluster, layout: DeploymentLayout) -> dict[str, set[frozenset[GpuPosition]]]:
     """The places of the GPUs that send to each other, by purpose."""
-    tensor, homes = layout.tensor_parallel, [cluster.homes[index] for index in layout.gpus]
-    starts = range(0, len(homes), tensor)
-    groups: dict[str, set[frozenset[Home]]] = {"tensor": set(), "pipeline": set(), "experts": set()}
+    tensor, gpu_positions = layout.tensor_parallel, [cluster.gpu_positions[index] for index in layout.gpus]
+    starts = range(0, len(gpu_positions), tensor)
+    groups: dict[str, set[frozenset[GpuPosition]]] = {"tensor": set(), "pipeline": set(), "experts": set()}
     if tensor > 1:
-        groups["tensor"] = {frozenset(homes[start : start + tensor]) for start in starts}
+        groups["tensor"] = {frozenset(gpu_positions[start : start + tensor]) for start in starts}
     if layout.pipeline_parallel > 1:
         senders = [start for start in starts if not layout.places[start].last]
-        groups["pipeline"] = {frozenset((homes[start], homes[start + tensor])) for start in senders}
+        groups["pipeline"] = {frozenset((gpu_positions[start], gpu_positions[start + tensor])) for start in senders}
     if layout.expert_parallel > tensor:
-        groups["experts"] = {frozenset(homes)}
+        groups["experts"] = {frozenset(gpu_positions)}
     return groups
 
 
@@ -370,10 +370,10 @@ def _link_sources(cluster: Cluster) -> dict[str, set[str]]:
         if len(node.gpus) == 1:
             continue
         if node.link == "nvlink":
-            sources["nvlink"] |= {nvlink(gpu).source for gpu in node.gpus}
+            sources["nvlink"] |= {nearest_nvlink(gpu).source for gpu in node.gpus}
         else:
-            row = table().pcie if node.link == "pcie" else table().memory
+            row = link_table().pcie if node.link == "pcie" else link_table().memory
             sources[node.link].add(row.source)
     if len(cluster.nodes) > 1:
-        sources["network"].add(table().network.source)
+        sources["network"].add(link_table().network.source)
     return sources

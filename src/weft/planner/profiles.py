@@ -15,13 +15,13 @@ import msgspec
 from weft.architectures.shape import ModelShape
 from weft.errors import ConfigError
 from weft.formats.gguf_types import MIXES
-from weft.formats.precision import OF_DTYPE, as_held
-from weft.formats.schemes import SCHEMES, held_as
+from weft.formats.precision import OF_DTYPE, held_precision
+from weft.formats.schemes import SCHEMES, scheme_for_types
 from weft.hardware.calibration import Calibration
 from weft.hardware.cpu import KernelSpeed
 from weft.hardware.gpus import GpuSpec
-from weft.hardware.kernel_shares import Kernels, Products, kernels_of
-from weft.native.library import TYPES
+from weft.hardware.kernel_shares import KernelShares, ProductShares, find_kernel_shares
+from weft.native.library import CPP_TYPES
 from weft.plan.plan import Speculation
 
 OURS = "weft"  # the engine that can be calibrated
@@ -40,7 +40,7 @@ class Constant(msgspec.Struct, frozen=True, array_like=True):
 MEASURED = "measured here, our kernels alone (weft bench calibrate measures the engine)"
 MEASURED_ERROR = Constant(0.4, "docs/benchmarks.md: two models in three precisions on two cores of Zen 5")
 # Precisions that a CPU's compiled kernels do not compute in; torch's take their place.
-NOT_COMPILED = frozenset(precision for dtype, precision in OF_DTYPE.items() if dtype not in TYPES)
+NOT_COMPILED = frozenset(precision for dtype, precision in OF_DTYPE.items() if dtype not in CPP_TYPES)
 # Share of the speed at which SiLU alone goes through activations, for all PASSES of planner.roofline. Source: fit,
 # first tokens of SmolLM2-135M after 64 to 1,024 tokens on two cores of Zen 5.
 ROWS_SHARE = 0.6
@@ -138,7 +138,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     weights: tuple[WeightsRule, ...] = ()
     math: tuple[MathRule, ...] = ()
     kv: tuple[KvRule, ...] = ()
-    measured: tuple[Kernels, ...] = ()
+    measured: tuple[KernelShares, ...] = ()
     error_beyond: Constant | None = None  # for experts and precisions that the measured kernels say nothing about
     speculation: Speculation | None = None
 
@@ -155,14 +155,14 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 
         Only our own engine converts a GGUF file's blocks; others compute with them as they are.
         """
-        return as_held(precision) if self.name == OURS else precision
+        return held_precision(precision) if self.name == OURS else precision
 
-    def kernels(self, gpu: GpuSpec, precision: str) -> Kernels:
+    def kernels(self, gpu: GpuSpec, precision: str) -> KernelShares:
         """The shares that kernels reach on a GPU: the measured ones, else those of the tables."""
         for kernels in self.measured:
             if kernels.gpu == gpu.name and not (kernels.products and precision in NOT_COMPILED):
                 return kernels
-        return kernels_of(gpu)
+        return find_kernel_shares(gpu)
 
     def error_for(self, shape: ModelShape, precision: str) -> Constant:
         """The relative error of predictions. Measurements of a CPU's kernels say nothing about experts."""
@@ -191,7 +191,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         return texts
 
 
-def _measured_provenance(kernels: Kernels) -> dict[str, str]:
+def _measured_provenance(kernels: KernelShares) -> dict[str, str]:
     """The measured shares of one GPU as "value: source"."""
     shares = f"{kernels.weights:.2f} and {kernels.decode_attention:.2f} of the bandwidth"
     shares += f", {kernels.matmul:.2f} and {kernels.prefill_attention:.2f} of the FLOPS"
@@ -274,11 +274,11 @@ def _with_kernels(profile: Profile, gpus: Sequence[GpuSpec]) -> Profile:
     return msgspec.structs.replace(profile, error=MEASURED_ERROR, error_beyond=profile.error)
 
 
-def _kernels_alone(gpu: GpuSpec, speed: KernelSpeed) -> Kernels:
+def _kernels_alone(gpu: GpuSpec, speed: KernelSpeed) -> KernelShares:
     """The rates of our kernels as shares of the planner's figures for this CPU."""
     flops, source = gpu.flops["bf16"], speed.source or MEASURED
     products = tuple(
-        Products(
+        ProductShares(
             bits=product.bits,
             weights=tuple(rate / gpu.bandwidth_Bps for rate in product.weights_Bps),
             matmul=product.matmul_flops / flops,
@@ -287,7 +287,7 @@ def _kernels_alone(gpu: GpuSpec, speed: KernelSpeed) -> Kernels:
         for product in speed.products
     )
     plain = next(product for product in products if product.bits == 16)
-    return Kernels(
+    return KernelShares(
         gpu=gpu.name,
         weights=plain.weights[0],
         kernel_us=0.0,  # in the time of a layer
@@ -320,14 +320,14 @@ def _multiplied_alike(precision: str) -> tuple[str, ...]:
 
 def _products(mix: str) -> tuple[int, bool]:
     """(bits, has minima) of most tensors of a mix. Minima make no difference with 8 bits."""
-    scheme = SCHEMES[held_as([MIXES[mix]]) or ""]
+    scheme = SCHEMES[scheme_for_types([MIXES[mix]]) or ""]
     return scheme.bits, scheme.bits < 8 and scheme.lowest == "minimum"
 
 
-def _kernels(gpu: GpuSpec, calibration: Calibration) -> Kernels:
+def _kernels(gpu: GpuSpec, calibration: Calibration) -> KernelShares:
     """The measured rates as shares of the planner's figures for this GPU."""
     flops = gpu.flops.get("bf16") or gpu.flops["fp16"]
-    return Kernels(
+    return KernelShares(
         gpu=gpu.name,
         weights=calibration.weights_Bps.value / gpu.bandwidth_Bps,
         kernel_us=0.0,  # in the time of a layer

@@ -8,7 +8,7 @@ import msgspec
 
 from weft.architectures.place import Place, Span
 from weft.architectures.shape import ModelShape
-from weft.formats.precision import WeightBytes, summed
+from weft.formats.precision import WeightBytes, sum_by_kind
 from weft.planner.work import LayerKind, layer_kinds
 
 
@@ -46,4 +46,4 @@ def _sum_of_weights(
 
 @lru_cache(maxsize=4096)
 def _weights_of(shape: ModelShape, precision: str, place: Place) -> WeightBytes:
-    return summed(shape, precision, place)
+    return sum_by_kind(shape, precision, place)

@@ -13,9 +13,9 @@ from typing import TypeVar
 from weft.architectures.place import Place
 from weft.architectures.shape import ModelShape
 from weft.formats.precision import canonical
-from weft.hardware.cluster import Cluster, Home
+from weft.hardware.cluster import Cluster, GpuPosition
 from weft.hardware.gpus import GpuSpec
-from weft.hardware.links import AllReduce, Kind, all_reduce, send
+from weft.hardware.links import LinkCost, LinkKind, all_reduce_cost, send_cost
 from weft.planner.deployment import DeploymentLayout, Workload
 from weft.planner.profiles import Profile
 from weft.planner.roofline import Roofline, Seconds
@@ -44,7 +44,7 @@ def build_replicas(shape: ModelShape, layout: DeploymentLayout, cluster: Cluster
 
 def _seats(layout: DeploymentLayout, cluster: Cluster) -> list[tuple[object, ...]]:
     """A key per replica, equal for replicas on the same kinds of GPUs in the same places. A large cluster has many."""
-    homes, signatures = cluster.homes, layout.rank_signatures(cluster)
+    homes, signatures = cluster.gpu_positions, layout.rank_signatures(cluster)
     keys = []
     for ranks in layout.replica_slices():
         key: tuple[object, ...] = *signatures[ranks], homes[layout.gpus[ranks.start]].link
@@ -61,9 +61,9 @@ class Stage:
     def __init__(
         self,
         ranks: Sequence[tuple[Roofline, RankWork]],
-        sums: AllReduce,
-        exchange: AllReduce | None,
-        send_on: AllReduce,
+        sums: LinkCost,
+        exchange: LinkCost | None,
+        send_on: LinkCost,
         vocab: int,
     ) -> None:
         self.ranks, self.sums, self.exchange, self.send_on, self.vocab = ranks, sums, exchange, send_on, vocab
@@ -280,12 +280,12 @@ def scaled(seconds: Seconds, by: float) -> Seconds:
     return Seconds(*(getattr(seconds, name) * by for name in seconds.__struct_fields__))
 
 
-def slowest_link_between(cluster: Cluster, indices: Sequence[int]) -> Kind:
+def slowest_link_between(cluster: Cluster, indices: Sequence[int]) -> LinkKind:
     """The slowest link between any two of these GPUs, by their numbers."""
-    return slowest_link({cluster.homes[index] for index in indices})
+    return slowest_link({cluster.gpu_positions[index] for index in indices})
 
 
-def slowest_link(homes: Collection[Home]) -> Kind:
+def slowest_link(homes: Collection[GpuPosition]) -> LinkKind:
     """The slowest link between GPUs in these places."""
     first, *others = homes
     if any(other.node != first.node for other in others):
@@ -293,23 +293,23 @@ def slowest_link(homes: Collection[Home]) -> Kind:
     return "nvlink" if first.group is not None and not others else first.link
 
 
-def all_reduce_between(cluster: Cluster, indices: Sequence[int], profile: Profile) -> AllReduce:
+def all_reduce_between(cluster: Cluster, indices: Sequence[int], profile: Profile) -> LinkCost:
     """An all-reduce between these GPUs, at the pace of their slowest link."""
     kind = slowest_link_between(cluster, indices)
     gpu = _slowest_sender(cluster, indices, kind)
-    return all_reduce(gpu, kind, len(indices), cluster.network_Bps, bool(profile.graphs.value))
+    return all_reduce_cost(gpu, kind, len(indices), cluster.network_Bps, bool(profile.graphs.value))
 
 
-def stage_send(cluster: Cluster, indices: Sequence[int]) -> AllReduce:
+def stage_send(cluster: Cluster, indices: Sequence[int]) -> LinkCost:
     """The send from a stage's GPU to the next stage's; free if there is no next one."""
     if len(indices) < 2:
-        return AllReduce(0.0, 0.0)
+        return LinkCost(0.0, 0.0)
     kind = slowest_link_between(cluster, indices)
-    return send(_slowest_sender(cluster, indices, kind), kind, cluster.network_Bps)
+    return send_cost(_slowest_sender(cluster, indices, kind), kind, cluster.network_Bps)
 
 
-def _slowest_sender(cluster: Cluster, indices: Sequence[int], kind: Kind) -> GpuSpec:
+def _slowest_sender(cluster: Cluster, indices: Sequence[int], kind: LinkKind) -> GpuSpec:
     first, *others = {id(gpu): gpu for gpu in (cluster.gpus[index] for index in indices)}.values()
     if not others:
         return first
-    return max((first, *others), key=lambda gpu: send(gpu, kind, cluster.network_Bps).s_per_byte)
+    return max((first, *others), key=lambda gpu: send_cost(gpu, kind, cluster.network_Bps).s_per_byte)

@@ -10,7 +10,7 @@ import msgspec
 
 from weft.hardware.cpu import TOKENS
 from weft.hardware.gpus import GpuSpec
-from weft.hardware.kernel_shares import Kernels
+from weft.hardware.kernel_shares import KernelShares
 from weft.planner.profiles import Constant, Profile, WeightsRule
 from weft.planner.work import AttentionWork, ExpertWork, MatrixProduct, RankWork
 
@@ -78,7 +78,7 @@ class Roofline:
         self.not_hidden = 1 - profile.overlap.value
 
     def _set_streaming(
-        self, gpu: GpuSpec, kernels: Kernels, profile: Profile, rule: WeightsRule | None, precision: str
+        self, gpu: GpuSpec, kernels: KernelShares, profile: Profile, rule: WeightsRule | None, precision: str
     ) -> None:
         """Seconds per byte of weights: in this precision, of matrices that are stored in 16 bits, and of experts."""
         wide = kernels.weights
@@ -91,7 +91,7 @@ class Roofline:
         self.wide_byte_s = 1 / (gpu.bandwidth_Bps * wide)
         self.expert_byte_s = 1 / (gpu.bandwidth_Bps * wide * profile.experts_weights.value)
 
-    def _set_multiplying(self, gpu: GpuSpec, kernels: Kernels, profile: Profile, precision: str) -> None:
+    def _set_multiplying(self, gpu: GpuSpec, kernels: KernelShares, profile: Profile, precision: str) -> None:
         """Seconds per operation: in this precision, in 16 bits, in experts and in the attention of prompts."""
         flops16 = gpu.flops.get("bf16") or gpu.flops["fp16"]
         rule = next((rule for rule in profile.math if rule.fits(precision, gpu.capability)), None)

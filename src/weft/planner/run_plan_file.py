@@ -10,20 +10,20 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from weft.architectures.kv import number_bytes
-from weft.architectures.parameters import params
+from weft.architectures.parameters import parameter_count
 from weft.architectures.place import Place
-from weft.config import USUAL, EngineConfig
+from weft.config import DEFAULT_CONFIG, EngineConfig
 from weft.errors import ConfigError, PlanError
 from weft.formats import gguf_types
-from weft.formats.precision import OF_DTYPE, as_published, canonical
-from weft.formats.schemes import MADE, asked_for
-from weft.hardware.gpus import spec_of
+from weft.formats.precision import OF_DTYPE, canonical, own_quantization
+from weft.formats.schemes import ONLINE_QUANTIZATIONS, online_quantization
+from weft.formatting import format_bytes, join_commas
+from weft.hardware.gpus import gpu_spec
 from weft.hardware.host import Host
 from weft.plan import speculation
 from weft.plan.layout import DTYPES
 from weft.plan.plan import Plan
 from weft.planner.plan_file import PlanFile, PlannedRank
-from weft.words import commas, gigabytes
 
 if TYPE_CHECKING:
     from weft.formats.checkpoint import Checkpoint
@@ -83,7 +83,7 @@ def _layout_fields(plan: PlanFile, checkpoint: Checkpoint, on_gpus: bool) -> dic
 def _limit_fields(plan: PlanFile, config: EngineConfig) -> dict[str, object]:
     fields: dict[str, object] = {}
     if plan.max_num_seqs is not None:
-        given = None if config.max_num_seqs == USUAL.max_num_seqs else config.max_num_seqs
+        given = None if config.max_num_seqs == DEFAULT_CONFIG.max_num_seqs else config.max_num_seqs
         _check_flag(plan, "max_num_seqs", given, plan.max_num_seqs)
         fields["max_num_seqs"] = plan.max_num_seqs
     if config.max_num_batched_tokens is None:
@@ -114,8 +114,8 @@ def check_applied(plan: PlanFile, actual: Plan) -> None:
         excess = actual.weight_bytes(place.rank) - rank.weight_bytes
         if excess > rank.kv_bytes:
             raise PlanError(
-                f"{plan.path} counts on {gigabytes(rank.weight_bytes)} of {plan.layout.precision} weights on rank "
-                f"{place.rank}; Weft holds {gigabytes(actual.weight_bytes(place.rank))} there: plan again with "
+                f"{plan.path} counts on {format_bytes(rank.weight_bytes)} of {plan.layout.precision} weights on rank "
+                f"{place.rank}; Weft holds {format_bytes(actual.weight_bytes(place.rank))} there: plan again with "
                 f"--precision {OF_DTYPE[actual.dtype]}"
             )
     if number_bytes(plan.layout.kv_cache_dtype) != number_bytes(actual.kv_dtype):
@@ -150,10 +150,10 @@ def _spans(figures: Sequence[int]) -> str:
 
 def _check_model(plan: PlanFile, checkpoint: Checkpoint) -> None:
     shape = checkpoint.shape
-    if (shape.architecture, params(shape)) != (plan.model.architecture, plan.model.params):
+    if (shape.architecture, parameter_count(shape)) != (plan.model.architecture, plan.model.params):
         raise PlanError(
             f"{plan.path} is a plan for {plan.model.name} ({plan.model.architecture}, {plan.model.params:,} "
-            f"parameters); {checkpoint.model} has {params(shape):,} ({shape.architecture}): plan again for it"
+            f"parameters); {checkpoint.model} has {parameter_count(shape):,} ({shape.architecture}): plan again for it"
         )
 
 
@@ -165,9 +165,9 @@ def _check_runs(plan: PlanFile, checkpoint: Checkpoint) -> None:
             "with --no-enable-expert-parallel"
         )
     stored = checkpoint.format == "gguf" and precision in gguf_types.MIXES
-    stored = stored or as_published(checkpoint.shape, precision) is not None
-    if not stored and precision not in COMPUTED and not asked_for(precision):
-        known = ", ".join((*COMPUTED, *dict.fromkeys(MADE.values())))
+    stored = stored or own_quantization(checkpoint.shape, precision) is not None
+    if not stored and precision not in COMPUTED and not online_quantization(precision):
+        known = ", ".join((*COMPUTED, *dict.fromkeys(ONLINE_QUANTIZATIONS.values())))
         raise PlanError(
             f"{plan.path} is a plan for {precision} weights, to which Weft cannot convert {checkpoint.model}; plan "
             f"again with one of --precision {known}, or with --quantization"
@@ -180,10 +180,10 @@ def _weights_fields(precision: str, checkpoint: Checkpoint) -> dict[str, object]
     if precision in COMPUTED:
         # Quantised weights would otherwise be held as they are stored.
         return {"dtype": COMPUTED[precision], **({"quantization": "none"} if stored else {})}
-    if as_published(checkpoint.shape, precision):
+    if own_quantization(checkpoint.shape, precision):
         return {}
     own = {kind.lower() for kind, _ in Counter(stored.values()).most_common(1)}
-    quantization = asked_for(precision)
+    quantization = online_quantization(precision)
     return {"quantization": quantization} if quantization and precision not in own else {}
 
 
@@ -208,8 +208,8 @@ def _check_cpu(plan: PlanFile, config: EngineConfig, host: Host) -> None:
     need = sum(rank.weight_bytes + rank.kv_bytes for rank in plan.ranks)
     if config.kv_cache_memory_bytes is None and need > host.memory_free_bytes:
         raise PlanError(
-            f"{plan.path} takes {gigabytes(need)} for weights and KV cache; {gigabytes(host.memory_free_bytes)} of "
-            f"the memory of {host.hostname} are free: plan again here, or give --kv-cache-memory-bytes"
+            f"{plan.path} takes {format_bytes(need)} for weights and KV cache; {host.hostname} has "
+            f"{format_bytes(host.memory_free_bytes)} of free memory: plan again here, or give --kv-cache-memory-bytes"
         )
 
 
@@ -235,7 +235,7 @@ def _check_gpus(plan: PlanFile, config: EngineConfig, host: Host) -> None:
 
 
 def _check_gpu(plan: PlanFile, rank: PlannedRank, gpu: Gpu) -> None:
-    here = spec_of(gpu).name
+    here = gpu_spec(gpu).name
     if here != rank.gpu:
         raise PlanError(
             f"{plan.path} counts on {rank.gpu} as GPU {gpu.index}; here that is {here}: plan again here, or name "
@@ -243,14 +243,14 @@ def _check_gpu(plan: PlanFile, rank: PlannedRank, gpu: Gpu) -> None:
         )
     if gpu.total_bytes < rank.memory_bytes:
         raise PlanError(
-            f"{plan.path} counts on {gigabytes(rank.memory_bytes)} of GPU {gpu.index}; here it has "
-            f"{gigabytes(gpu.total_bytes)}: plan again here"
+            f"{plan.path} counts on {format_bytes(rank.memory_bytes)} of GPU {gpu.index}; here it has "
+            f"{format_bytes(gpu.total_bytes)}: plan again here"
         )
     if gpu.total_bytes - gpu.held_bytes < rank.usable_bytes:
         holders = ", ".join(map(str, gpu.holders)) or "other processes"
         raise PlanError(
-            f"{plan.path} takes {gigabytes(rank.usable_bytes)} of GPU {gpu.index}, of which {holders} hold "
-            f"{gigabytes(gpu.held_bytes)}; end those, name another with --device-ids, or plan again with a lower "
+            f"{plan.path} takes {format_bytes(rank.usable_bytes)} of GPU {gpu.index}, of which {holders} hold "
+            f"{format_bytes(gpu.held_bytes)}; end those, name another with --device-ids, or plan again with a lower "
             "--gpu-memory-utilization"
         )
 
@@ -271,7 +271,7 @@ def _means_the_same(name: str, given: object, planned: object) -> bool:
         case "speculative_config":
             if not isinstance(given, Mapping) or not isinstance(planned, Mapping):
                 return False
-            return speculation.read(given) == speculation.read(planned)
+            return speculation.parse_speculative_config(given) == speculation.parse_speculative_config(planned)
         case "tensor_split":
             return isinstance(given, tuple) and isinstance(planned, tuple) and _same_ratios(given, planned)
     return False
@@ -287,7 +287,7 @@ def _same_ratios(given: tuple[float, ...], planned: tuple[float, ...]) -> bool:
 def _told(value: object) -> str:
     if isinstance(value, dict):
         return json.dumps(value)
-    return commas(value) if isinstance(value, tuple) else str(value)
+    return join_commas(value) if isinstance(value, tuple) else str(value)
 
 
 def _shares(plan: PlanFile, config: EngineConfig) -> tuple[float, ...]:
@@ -296,7 +296,7 @@ def _shares(plan: PlanFile, config: EngineConfig) -> tuple[float, ...]:
     given = config.gpu_memory_utilization
     each = given * len(planned) if len(given) == 1 else given
     differ = any(abs(a - b) > SAME_SHARE for a, b in zip(each, planned, strict=False))
-    if differ and given != USUAL.gpu_memory_utilization:
+    if differ and given != DEFAULT_CONFIG.gpu_memory_utilization:
         raise ConfigError(
             f"gpu_memory_utilization is {_told(given)} and {plan.path} takes {_told(planned)}; leave the flag out, or "
             "plan again with it"

@@ -199,7 +199,7 @@ def _with_balanced_stages(question: Question, precision: str, strategy: Spread) 
     )
     sampling = max(engine_bytes(device.gpu, 2) - engine_bytes(device.gpu, 1) for device in gpus)
     most = engine.utilization_most.value
-    rooms = [device.gpu.takes(most) - engine_bytes(device.gpu, 1) for device in gpus]
+    rooms = [device.gpu.usable_bytes(most) - engine_bytes(device.gpu, 1) for device in gpus]
     layers = balance_layers(msgspec.structs.replace(model, sampling=sampling), rooms, strategy)
     used = [(device.number, count) for device, count in zip(gpus, layers, strict=True) if count]
     constraints = LayoutConstraints(
@@ -257,7 +257,7 @@ def _tensor_weights(question: Question, layout: CandidateLayout) -> list[tuple[f
         return [even]
     gpus_of_rank = [[device.gpu for device in position] for position in zip(*stages, strict=True)]
     bandwidth = tuple(min(gpu.bandwidth_Bps for gpu in gpus) for gpus in gpus_of_rank)
-    memory = tuple(float(min(gpu.takes(1.0) for gpu in gpus)) for gpus in gpus_of_rank)
+    memory = tuple(float(min(gpu.usable_bytes(1.0) for gpu in gpus)) for gpus in gpus_of_rank)
     choices = [bandwidth, memory, even]
     if any(device.gpu.limit_bytes is not None for device in layout.devices):
         # If only a small part of a GPU may be used, the engine takes much of it: divide what is left for the model.
@@ -292,7 +292,9 @@ def _capacities(question: Question, layout: CandidateLayout, weights: Sequence[f
 
     def capacity(devices: Sequence[Device], engine_bytes: int) -> RankCapacity:
         gpus = {id(device.gpu): device.gpu for device in devices}.values()
-        return RankCapacity(min(gpu.takes(most) for gpu in gpus) - engine_bytes, min(gpu.bandwidth_Bps for gpu in gpus))
+        return RankCapacity(
+            min(gpu.usable_bytes(most) for gpu in gpus) - engine_bytes, min(gpu.bandwidth_Bps for gpu in gpus)
+        )
 
     ranks = [
         capacity([replica[position // tensor][position % tensor] for replica in layout.replicas], engine_bytes)

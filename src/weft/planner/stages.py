@@ -10,8 +10,8 @@ import msgspec
 from weft.architectures.kv import kv_bytes
 from weft.architectures.place import Place, Span
 from weft.architectures.shape import ModelShape
-from weft.formats.precision import WeightBytes, alike, summed
-from weft.plan.places import column_unit, places
+from weft.formats.precision import WeightBytes, similar_layers, sum_by_kind
+from weft.plan.places import column_unit, cut_places
 from weft.planner.partition import StageBudget, partition_layers
 
 
@@ -47,7 +47,7 @@ def stage_layers(
     possible. None if there is not enough room, or if there are fewer layers than stages. `precision` is a result of
     `canonical` or `as_held` of `formats.precision`; `expert_group` is that of `plan.places`.
     """
-    ranks = tuple(places(shape, tensor_weights, [shape.layers], expert_group, column_unit(shape, precision)))
+    ranks = tuple(cut_places(shape, tensor_weights, [shape.layers], expert_group, column_unit(shape, precision)))
     by_rank = [_layers(shape, precision, kv_dtype, tokens, rank) for rank in ranks]
     sizes, work = by_rank[0]
     # The tightest and the slowest rank of a stage count, in terms of the first rank's bytes.
@@ -74,10 +74,10 @@ def _layers(
     sizes, work = [], []
     known: dict[object, tuple[float, float]] = {}
     for layer in range(shape.layers):
-        kind = alike(shape, precision)[layer], shape.window(layer)
+        kind = similar_layers(shape, precision)[layer], shape.window(layer)
         if kind not in known:
             place = msgspec.structs.replace(rank, layers=Span(layer, layer + 1), stage=1, stages=3)
-            weights = summed(shape, precision, place)
+            weights = sum_by_kind(shape, precision, place)
             known[kind] = weights.total + kv_bytes(shape, tokens, kv_dtype, place), read_bytes(shape, weights)
         size, read = known[kind]
         sizes.append(size)
@@ -91,4 +91,4 @@ def _ends(shape: ModelShape, precision: str, rank: Place) -> tuple[float, float]
     nothing = Span(0, 0)
     first = msgspec.structs.replace(rank, layers=nothing, stage=0, stages=2)
     last = msgspec.structs.replace(rank, layers=nothing, stage=1, stages=2)
-    return summed(shape, precision, first).total, summed(shape, precision, last).total
+    return sum_by_kind(shape, precision, first).total, sum_by_kind(shape, precision, last).total

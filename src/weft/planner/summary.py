@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from weft.formatting import format_counts
 from weft.planner.note import Note, create_note
 from weft.planner.question import Question
 from weft.planner.ranking import (
@@ -15,7 +16,6 @@ from weft.planner.ranking import (
     single_request_s,
 )
 from weft.planner.search import SearchResult, closest_miss
-from weft.words import by_type
 
 
 def summary_note(result: SearchResult, *, runs: bool) -> Note:
@@ -45,7 +45,7 @@ def summary_note(result: SearchResult, *, runs: bool) -> Note:
 def _no(result: SearchResult, name: str) -> Note:
     miss, cluster = closest_miss(result.rejected), result.question.cluster
     weights = " or ".join(dict.fromkeys(bits(precision) for precision in result.question.precisions))
-    gpus = by_type(gpu.name for gpu in cluster.gpus)
+    gpus = format_counts(gpu.name for gpu in cluster.gpus)
     if miss is None or not miss.short_bytes:
         return create_note("no_layout", model=name, weights=weights, gpus=gpus)
     return create_note(

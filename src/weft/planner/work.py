@@ -9,10 +9,10 @@ import msgspec
 
 from weft.architectures.axes import owned
 from weft.architectures.kv import layer_bytes_per_token
-from weft.architectures.parameters import Parameter, parameters
+from weft.architectures.parameters import Parameter, model_parameters
 from weft.architectures.place import Place, Span
 from weft.architectures.shape import ModelShape
-from weft.formats.precision import OTHERS, alike, parameter_bytes
+from weft.formats.precision import OTHERS, parameter_bytes, similar_layers
 
 
 class MatrixProduct(msgspec.Struct, frozen=True):
@@ -89,7 +89,7 @@ def layer_kinds(shape: ModelShape, precision: str, layers: Span) -> tuple[tuple[
     """(kind, number of layers of that kind) for the given layers."""
     counts: Counter[LayerKind] = Counter()
     for layer in range(layers.start, layers.stop):
-        counts[shape.has_experts(layer), shape.window(layer), alike(shape, precision)[layer]] += 1
+        counts[shape.has_experts(layer), shape.window(layer), similar_layers(shape, precision)[layer]] += 1
     return tuple(counts.items())
 
 
@@ -103,7 +103,7 @@ def _work(
         attention = _attention(shape, kv_dtype, share, window)
         one = LayerWork(count=0, products=products, experts=experts, attention=attention)
         layers[one] = layers.get(one, 0) + count
-    head = next(parameter for parameter in parameters(shape) if parameter.role == "head")
+    head = next(parameter for parameter in model_parameters(shape) if parameter.role == "head")
     return RankWork(
         hidden=shape.hidden,
         layers=tuple(msgspec.structs.replace(one, count=count) for one, count in layers.items()),
@@ -117,7 +117,7 @@ def _layer(
 ) -> tuple[tuple[MatrixProduct, ...], ExpertWork | None]:
     """The matrices of one layer, and its experts."""
     products, numbers, nbytes = [], 0, 0
-    for parameter in parameters(shape):
+    for parameter in model_parameters(shape):
         if not _is_layer_matrix(parameter, has_experts):
             continue
         product = _product(shape, precision, place, parameter, layer)
