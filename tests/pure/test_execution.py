@@ -217,7 +217,7 @@ def test_lengths_stay_the_user_s() -> None:
     ],
 )
 def test_whoever_cuts_decides(flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(execution, "searched", None)
+    monkeypatch.setattr(execution, "config_of_best", None)
     there, where = checkpoint("Qwen3-8B"), rig(FOUR, FOUR)
     config = EngineConfig(model="m", **flags)
     plan = plan_to_run(config, there, where)
@@ -245,7 +245,7 @@ def test_more_ranks_than_unlike_gpus_are_refused_with_the_figures() -> None:
 
 
 def test_without_gpus_it_is_one_rank_and_nothing_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(execution, "searched", None)
+    monkeypatch.setattr(execution, "config_of_best", None)
     assert run("Llama-3.1-8B", rig()).devices == ("cpu",)
 
 
@@ -442,9 +442,7 @@ def test_another_model_is_refused(saved: Any) -> None:
 
 def test_what_weft_does_not_run_is_refused(saved: Any) -> None:
     where = rig(FOUR, FOUR)
-    refusal(
-        PlanError, "int4", "--precision of bf16", where=where, plan=saved("Qwen3-14B", where, "--precision", "int4")
-    )
+    refusal(PlanError, "int4", "--precision bf16", where=where, plan=saved("Qwen3-14B", where, "--precision", "int4"))
     several = saved("Qwen3-14B", where, "--nodes", "2x1xRTX4090", "-pp", "2", "-tp", "1")
     refusal(PlanError, "several machines", "--gpus", where=where, plan=several)
 
@@ -454,11 +452,11 @@ def test_what_weft_does_not_run_is_refused(saved: Any) -> None:
     [
         ("", ["not JSON"]),
         ("{", ["not JSON"]),
-        ("[]", ["not what weft plan --json prints"]),
-        ('{"a": 1}', ["not what weft plan --json prints", "`format`"]),
+        ("[]", ["not the output of weft plan --json"]),
+        ('{"a": 1}', ["not the output of weft plan --json", "`format`"]),
         ('{"format": 1, "engine": "weft", "best": {}}', ["damaged plan"]),
         ('{"format": 99, "engine": "weft", "best": {}}', ["format 99", "reads 1"]),
-        ('{"format": "x", "engine": "weft", "best": {}}', ["not what weft plan"]),
+        ('{"format": "x", "engine": "weft", "best": {}}', ["not the output of weft plan"]),
         ("\xff", ["not JSON"]),
     ],
 )

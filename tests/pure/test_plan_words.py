@@ -41,6 +41,9 @@ COMMANDS = (
     "Qwen3-30B-A3B --gpus 4xRTX4090 --precision int4 --engine vllm -tp 4",
     "Meta-Llama-3-8B --gpus 1xV100 --precision fp16 --input-len 9000",
     "Llama-3.1-70B --gpus 1xH100 --precision q2_k",
+    "Qwen2.5-72B --gpus 2xRTX4090 --precision int4",
+    "Qwen2.5-72B-Instruct --gpus 4xA100 -tp 1 -pp 1 -dp 1",
+    "SmolLM2-135M --gpus 1xH100 --objective latency",
 )
 
 

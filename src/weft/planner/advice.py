@@ -105,14 +105,14 @@ def _with_fewer_bits(question: Question) -> Iterator[Note]:
     """Compression while loading, by Weft itself, the fastest first; then checkpoints that may be found: one that the
     engine runs, the closest to the original, and the smallest. Those that Weft does not run yet come last."""
     smaller = dict(_smaller_checkpoints(question))
-    made = []
-    for precision in [name for name in smaller if name in WEFT_SCHEMES]:
+    compressed = []
+    for precision in WEFT_SCHEMES.keys() & smaller:
         best = search(msgspec.structs.replace(question, precisions=(precision,))).best
         if best:
-            made.append((best.predicted.single_tok_s, _compressed(question, best)))
+            compressed.append((best.predicted.single_tok_s, _compressed(question, best)))
         del smaller[precision]
-    made.sort(key=lambda row: (row[0], str(row[1])), reverse=True)
-    yield from (note for _, note in made)
+    compressed.sort(key=lambda row: (row[0], str(row[1])), reverse=True)
+    yield from (note for _, note in compressed)
     yield from _with_smaller_checkpoint(question, smaller)
 
 

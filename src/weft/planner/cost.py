@@ -81,9 +81,9 @@ def predict(
     share = inf if workload.concurrency is None else max(1.0, workload.concurrency / len(replicas))
     batches = [min(room, share) for room in full]
     steps = [replica.batched_tokens for replica in memory.replicas]
-    asked, saturated = _loads(replicas, batches, steps), _loads(replicas, full, steps)
-    tpots = {load: load.tpot_s(workload) for load in set(asked)}
-    rates = {load: load.throughput(workload) for load in {*asked, *saturated}}
+    running, saturated = _loads(replicas, batches, steps), _loads(replicas, full, steps)
+    tpots = {load: load.tpot_s(workload) for load in set(running)}
+    rates = {load: load.throughput(workload) for load in {*running, *saturated}}
     fastest, round_s = _fastest_alone(replicas, workload)
     # With fewer requests than replicas some replicas have none.
     concurrency = min(sum(batches), workload.concurrency or inf)
@@ -92,9 +92,9 @@ def predict(
     return Prediction(
         single_tok_s=1 / round_s,
         ttft_s=replicas[fastest].prompt_s(workload, steps[fastest]),
-        tpot_s=sum(batches) / sum(load.batch / tpots[load] for load in asked),
+        tpot_s=sum(batches) / sum(load.batch / tpots[load] for load in running),
         concurrency=concurrency,
-        output_tok_s=sum(rates[load] for load in asked) * (concurrency / sum(batches)),
+        output_tok_s=sum(rates[load] for load in running) * (concurrency / sum(batches)),
         saturated_tok_s=sum(rates[load] for load in saturated),
         saturated_concurrency=sum(full),
         limit=limits[0][1] if batches == full else "concurrency",

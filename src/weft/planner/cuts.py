@@ -113,13 +113,14 @@ def _choices_of_pools(question: Question) -> Iterator[list[Group]]:
     mixed cluster all GPUs of a node together, those of each type without the others, and those of each name."""
     domains, nodes = interconnect_domains(question.cluster), node_devices(question.cluster)
     yield domains
-    types = dict.fromkeys(gpu_type(domain[0].gpu) for domain in domains)
-    if len(types) > 1:
+    by_type: dict[object, list[Group]] = {}
+    for domain in domains:
+        by_type.setdefault(gpu_type(domain[0].gpu), []).append(domain)
+    if len(by_type) > 1:
         yield nodes
-        for kind in types:
-            yield [domain for domain in domains if gpu_type(domain[0].gpu) == kind]
-    names = dict.fromkeys(name for name, _ in types)
-    if 1 < len(names) < len(types):
+        yield from by_type.values()
+    names = dict.fromkeys(domain[0].gpu.name for domain in domains)
+    if 1 < len(names) < len(by_type):
         for name in names:
             yield [tuple(device for device in node if device.gpu.name == name) for node in nodes]
 

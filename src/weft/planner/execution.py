@@ -108,7 +108,7 @@ def with_step_tokens(plan: Plan, config: EngineConfig, host: Host) -> Plan:
 
 def with_peer_to_peer(plan: Plan, host: Host) -> Plan:
     """The plan, without peer-to-peer if a measurement (`weft hardware`) found that it does not work here."""
-    if len({device for device in plan.devices if device != "cpu"}) < 2:
+    if len(set(plan.devices) - {"cpu"}) < 2:
         return plan
     from weft.probes.speeds import load_speeds
 
@@ -250,11 +250,10 @@ def part_of(cluster: Cluster, numbers: Sequence[int]) -> Cluster:
     (node,) = cluster.nodes
     if tuple(numbers) == tuple(range(len(node.gpus))):
         return cluster
-    positions = {number: position for position, number in enumerate(numbers)}
-    groups = [tuple(positions[number] for number in group if number in positions) for group in node.bridged]
-    bridged = tuple(group for group in groups if len(group) > 1)
-    all_bridged = len(bridged) == 1 and len(bridged[0]) == len(numbers)
     gpus = tuple(node.gpus[number] for number in numbers)
+    groups = [tuple(numbers.index(number) for number in group if number in numbers) for group in node.bridged]
+    bridged = tuple(group for group in groups if len(group) > 1)
+    all_bridged = [len(group) for group in bridged] == [len(numbers)]
     part = Node(gpus, "nvlink") if all_bridged else Node(gpus, node.link, bridged)
     return Cluster((part,), cluster.network_Bps)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
@@ -120,18 +121,15 @@ class Footprint(msgspec.Struct, frozen=True, kw_only=True):
     def longest(self) -> int:
         """The longest single request that fits in every replica, in tokens; at most the model's own maximum."""
         distinct = [number for number, _ in self._distinct()]
-        if not (self.window_cache and self.shape.windows):
-            ranks = (rank for number in distinct for rank in self.replicas[number].ranks)
-            most = min(rank.kv_room_bytes // rank.kv_bytes_per_token for rank in ranks)
-            return max(0, min(most, self.shape.longest))
-        low, high = 0, self.shape.longest
-        while low < high:
-            middle = (low + high + 1) // 2
-            if all(self._requests(number, middle) >= 1 for number in distinct):
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        if self.window_cache and self.shape.windows:
+            lengths = range(1, self.shape.longest + 1)
+            return bisect_left(lengths, True, key=lambda length: not self._fits_everywhere(distinct, length))
+        ranks = (rank for number in distinct for rank in self.replicas[number].ranks)
+        most = min(rank.kv_room_bytes // rank.kv_bytes_per_token for rank in ranks)
+        return max(0, min(most, self.shape.longest))
+
+    def _fits_everywhere(self, numbers: Sequence[int], length: int) -> bool:
+        return all(self._requests(number, length) >= 1 for number in numbers)
 
     def _distinct(self) -> list[tuple[int, int]]:
         """(number of the first one, count) of the replicas that share one object."""
@@ -246,13 +244,15 @@ class EngineMemory(msgspec.Struct, frozen=True):
 
     def _share_gpus(self, seats: Sequence[RankSeat], ranks: list[RankMemory], length: int) -> None:
         """Replace, in `ranks`, those that share a GPU with others."""
-        counts = Counter(number for _, _, number in seats)
-        for shared in (number for number, count in counts.items() if count > 1):
-            positions = [position for position, seat in enumerate(seats) if seat[2] == shared]
-            gpu = seats[positions[0]][1]
-            together = self._sharing([seats[position][0] for position in positions], gpu, length)
-            for position, rank in zip(positions, together, strict=True):
-                ranks[position] = rank
+        by_gpu: dict[int, list[int]] = {}
+        for position, (_, _, number) in enumerate(seats):
+            by_gpu.setdefault(number, []).append(position)
+        for positions in by_gpu.values():
+            if len(positions) > 1:
+                gpu = seats[positions[0]][1]
+                together = self._sharing([seats[position][0] for position in positions], gpu, length)
+                for position, rank in zip(positions, together, strict=True):
+                    ranks[position] = rank
 
     def _sharing(self, places: Sequence[Place], gpu: GpuSpec, length: int) -> list[RankMemory]:
         """Several ranks on one GPU: each holds its own weights, and they divide what is left for KV.
@@ -267,9 +267,8 @@ class EngineMemory(msgspec.Struct, frozen=True):
                 # Each was computed as if it were alone on the GPU.
                 room = sum(rank.kv_room_bytes for rank in ranks) - (len(ranks) - 1) * ranks[0].usable_bytes
         rooms = [pooled.kv_room_bytes for pooled in _pooled(ranks, room)]
-        return [
-            msgspec.structs.replace(rank, kv_room_bytes=kv_room) for rank, kv_room in zip(ranks, rooms, strict=True)
-        ]
+        both = zip(ranks, rooms, strict=True)
+        return [msgspec.structs.replace(rank, kv_room_bytes=kv_room) for rank, kv_room in both]
 
     def _kv_of_request(self, place: Place, length: int) -> int:
         """KV bytes of one request on a rank. With a window cache a layer keeps at most its window."""
@@ -352,12 +351,7 @@ def computed_in(precision: str) -> DType:
 
 
 def activation_bytes(
-    shape: ModelShape,
-    place: Place,
-    tokens: int,
-    rows: int,
-    profile: Profile,
-    number_bytes: int,
+    shape: ModelShape, place: Place, tokens: int, rows: int, profile: Profile, number_bytes: int
 ) -> int:
     """Bytes of a step of `tokens` tokens beside weights and KV, if `rows` of its sequences sample.
 

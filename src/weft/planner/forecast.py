@@ -185,9 +185,9 @@ def start_report(expected: Forecast, ranks: Sequence[Capacity], num_blocks: int)
         ("for a step", max(rank.activation_bytes for rank in ranks), max(expected.step_bytes), format_bytes),
         ("tokens of KV", tokens, expected.kv_tokens, "{:,}".format),
     )
-    told = [f"{tell(real)} {what}{beside(real, planned, tell)}" for what, real, planned, tell in parts]
+    figures = [f"{tell(real)} {what}{beside(real, planned, tell)}" for what, real, planned, tell in parts]
     far = any(far_off(expected, real, planned) for _, real, planned, _ in parts)
-    return f"memory: {', '.join(told)}; loaded in {max(rank.load_s for rank in ranks):.1f} s{hint(far)}"
+    return f"memory: {', '.join(figures)}; loaded in {max(rank.load_s for rank in ranks):.1f} s{hint(far)}"
 
 
 def request_report(expected: Forecast, *, input_len: int, output_len: int, ttft_s: float, tok_s: float) -> str:
@@ -207,13 +207,13 @@ def load_report(
     expected: Forecast, *, requests: int, input_len: float, output_len: float, concurrency: float, tok_s: float
 ) -> str:
     """After many requests, of which `concurrency` ran at once on average; `tok_s` are tokens per second of all."""
-    told = f"{requests:,} requests, {concurrency:.0f} at once, of {input_len:,.0f} + {output_len:,.0f} tokens: "
-    told += f"{rate(tok_s)} tokens/s in all"
+    report = f"{requests:,} requests, {concurrency:.0f} at once, of {input_len:,.0f} + {output_len:,.0f} tokens: "
+    report += f"{rate(tok_s)} tokens/s in all"
     if not expected.tells_speed:
-        return told + SPECULATIVE
+        return report + SPECULATIVE
     speed = expected.speed(input_len, output_len, concurrency)
     planned = speed.concurrency / speed.tpot_s
-    return f"{told}{beside(tok_s, planned, rate)}{hint(far_off(expected, tok_s, planned))}"
+    return f"{report}{beside(tok_s, planned, rate)}{hint(far_off(expected, tok_s, planned))}"
 
 
 def predicted_json(expected: Forecast, input_len: int, output_len: int) -> dict[str, Any]:

@@ -25,7 +25,7 @@ UNPACKED = 1.02  # times a file's bytes: the memory that the weights may take wi
 
 def notes(question: Question, best: Candidate | None) -> list[Note]:
     """The notes on a plan, in the order in which they are shown; `best` is None if nothing fits."""
-    found = [
+    listed = [
         *_request_too_long(question),
         *_gpus_in_use(question),
         *_on_cpu(question, best),
@@ -33,12 +33,12 @@ def notes(question: Question, best: Candidate | None) -> list[Note]:
         *_speculation(question, best),
     ]
     if best:
-        found += [*_checkpoint_format(question, best), *_unpacked_gguf(question, best)]
-    found += [create_note("remark", text=remark) for remark in question.remarks]
-    found += _max_memory(question)
+        listed += [*_checkpoint_format(question, best), *_unpacked_gguf(question, best)]
+    listed += [create_note("remark", text=remark) for remark in question.remarks]
+    listed += _max_memory(question)
     if best:
-        found += [*_padding(question, best), *_rounded_split(question, best), *_device_map(question, best)]
-    return found
+        listed += [*_padding(question, best), *_rounded_split(question, best), *_device_map(question, best)]
+    return listed
 
 
 def _request_too_long(question: Question) -> Iterator[Note]:
