@@ -16,7 +16,7 @@ from tests.pure.servers import Exchange, good, serving
 from weft.bench.compare import Change, figure_changes, read_result
 from weft.cli import bench_compare, bench_serve
 from weft.cli.bench_view import aligned, number
-from weft.cli.plot import Curve, Panel, ReferenceLine, text_plot, write_image
+from weft.cli.plot import Curve, Panel, ReferenceLine, line_colors, text_plot, write_image
 from weft.errors import ConfigError
 
 
@@ -144,6 +144,13 @@ def test_a_plot_in_a_file(tmp_path: Path) -> None:
         write_image(str(tmp_path / "none" / "plot.png"), panels, title="t")
     with pytest.raises(ConfigError, match="cannot write the plot"):
         write_image(str(tmp_path / "plot.nonsense"), panels, title="t")
+
+
+def test_a_line_has_one_colour_in_all_panels() -> None:
+    saturation, limit = ReferenceLine(4, "saturation", upright=True), ReferenceLine(50, "limit", upright=False)
+    curve = Curve("p50", [(1, 1)])
+    panels = [Panel([curve], x="x", y="y", lines=[limit, saturation]), Panel([curve], x="x", y="y", lines=[saturation])]
+    assert line_colors(panels) == {"limit": "C1", "saturation": "C2"}
 
 
 def test_a_plot_in_a_terminal() -> None:

@@ -83,6 +83,15 @@ def test_an_unknown_command_is_never_sent_to_the_model(talk: Any, capsys: pytest
         assert f"unknown command {line.split()[0]}" in shown and "/retry" in shown and "/save FILE" in shown
 
 
+@pytest.mark.parametrize("columns", ["44", "60", "200"])
+def test_help_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    lines = chat.help_text().splitlines()
+    assert max(map(len, lines)) <= int(columns)
+    assert all(line.startswith(("  /", '  """', "  \\", " " * chat.HELP_INDENT)) for line in lines)
+    assert "demo" in chat.wrapped(chat.WELCOME.format(model="demo"))
+
+
 @pytest.mark.parametrize("end", ["/exit", "/exit now", "/quit", "/bye"])
 def test_the_chat_ends(talk: Any, end: str) -> None:
     _, llm = talk("hi", end, "never sent")

@@ -70,7 +70,7 @@ def test_what_it_brings_is_not_predicted_and_told_so() -> None:
     first, second = told["notes"]
     assert "1 to 5 tokens" in first
     assert "Qwen3-0.6B" in second and "rank 0" in second and "1.2 GB" in second and "114,688 of the 262,144" in second
-    assert ") without guesses" in weft(*words)[1]
+    assert ") without speculative decoding" in weft(*words)[1]
     guessing = expected(max_model_len=64)
     guessing.__dict__["plan"] = msgspec.structs.replace(guessing.plan, speculation=Speculation(tokens=4))
     for line in (
@@ -84,11 +84,11 @@ def test_what_it_brings_is_not_predicted_and_told_so() -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["-sc", NGRAM, "--engine", "vllm"], "planned for weft's engine, not for vllm"),
+        (["-sc", NGRAM, "--engine", "vllm"], "for Weft's own engine, not for vllm"),
         (["-sc", '{"model": "Llama-3.1-8B"}'], "share its model's tokeniser"),
         (["-sc", '{"model": "nobody"}'], "unknown model 'nobody'"),
         (["-sc", '{"method": "medusa"}'], "none of ngram, draft_model"),
-        (["-sc", "4"], "no JSON object"),
+        (["-sc", "4"], "not a JSON object"),
     ],
 )
 def test_what_cannot_be_is_one_clear_line(words: list[str], told: str) -> None:

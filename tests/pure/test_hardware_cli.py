@@ -97,9 +97,9 @@ def test_consumer_cards(on: Callable[..., Run]) -> None:
     )
     assert "in use by Planet (pid 4242) 6.4 GB, python (pid 77) 2.1 GB, a process (pid 78)" in out
     assert "PCIe 4 x4;" in out and "4 of 16 PCIe lanes: check its slot and riser" in out
-    assert out.count("measured: copies at 900 GB/s, 24 GB/s from the host, 25 GB/s to it") == 2
+    assert out.count("measured: copies at 900 GB/s, 24 GB/s from the host, 25 GB/s to the host") == 2
     assert "PHB a CPU's host bridge" in out and "SYS" not in out
-    assert "0-1: no peer-to-peer (the chipset does not support it); all bytes arrive, by way of the host" in out
+    assert "0-1: no peer-to-peer (the chipset does not support it); all bytes arrive, through the host" in out
 
 
 def test_a_board_with_a_switch(on: Callable[..., Run]) -> None:

@@ -54,6 +54,12 @@ def test_a_sweep_is_a_table_and_plots() -> None:
     assert "TTFT, ms" in out and "TPOT, ms" in out and "o p50   + p95   x p99" in out
 
 
+def test_plus_minus_is_explained_only_if_it_is_shown() -> None:
+    one = run(f"{HERE} --rate 8 --slo ttft_p95=1s")[1]
+    assert one.count("±") == 2 and one.rstrip().splitlines()[-1].startswith("± is the 95 % confidence interval")
+    assert "±" not in run(f"{HERE} --rates 2,8 --slo ttft_p95=1s")[1]
+
+
 def test_without_a_load_rates_are_shares_of_what_is_predicted() -> None:
     _, found = told(f"{HERE} --duration 8s")
     whole = 2 * found["predicted_capacity"]
@@ -116,9 +122,11 @@ def test_an_objective_that_a_lone_request_misses_is_met_by_none(what: str) -> No
     status, found = told(words)
     assert status == 3
     assert found["find"]["value"] is None
-    assert "even a request alone has a ttft_p95 of" in found["find"]["reason"]
-    assert "(limit 1 ms)" in found["find"]["reason"]
-    assert "nothing meets the objective: even a request alone" in run(words)[1]
+    assert (
+        "even a request alone has a ttft_p95 of" in found["find"]["reason"]
+        and "1 ms is asked" in found["find"]["reason"]
+    )
+    assert "nothing keeps the promise: even a request alone" in run(words)[1]
 
 
 def test_a_share_of_many_replicas_is_simulated() -> None:
@@ -227,22 +235,23 @@ def test_policies_are_those_of_the_gateway() -> None:
 @pytest.mark.parametrize(
     ("words", "status", "said"),
     [
-        ("--rate -1", 2, "'-1' is no rate in requests per second: it must be above 0"),
-        ("--rate inf", 2, "'inf' is no rate"),
-        ("--rates 1,x", 2, "'x' is no rate in requests per second, as in 4 or 0.5"),
+        ("--rate -1", 2, "'-1' is not a rate in requests per second: it must be above 0"),
+        ("--rate inf", 2, "'inf' is not a rate"),
+        ("--rate 1,2", 2, "is several rates; weft simulate takes several with --rates"),
+        ("--rates 1,x", 2, "'x' is not a rate in requests per second, as in 4 or 0.5"),
         ("--rate 1 --policy random", 2, "invalid choice: 'random' (choose from"),
-        ("--rate 1 --burstiness 0", 2, "'0' is no burstiness"),
+        ("--rate 1 --burstiness 0", 2, "'0' is not a burstiness"),
         ("--rate 1 --users 2", 2, "--rate and --users are different loads"),
-        ("--think 2s --rate 1", 2, "--think is what --users do"),
+        ("--think 2s --rate 1", 2, "--think is the time that users think"),
         ("--rate 1 --replicas 0", 2, "'0' is below 1"),
-        ("--rate 1 --sample-replicas some", 2, "'some' is no whole number"),
+        ("--rate 1 --sample-replicas some", 2, "'some' is not a whole number"),
         ("--rate 1 --slo ttft_p95", 1, "--slo 'ttft_p95' is no target"),
         ("--rate 1 --find replicas", 2, "--find replicas needs a promise"),
         ("--find replicas --slo ttft_p95=1s", 2, "--find replicas needs the load"),
         ("--find replicas --rate 1 --replicas 2 --slo ttft_p95=1s", 2, "leave --replicas out"),
         ("--find rate --rate 1 --slo ttft_p95=1s", 2, "leave --rate out"),
         ("--find rate --rates 1,2 --slo ttft_p95=1s", 2, "takes one load; leave --rates out"),
-        ("--find rate --users 3 --slo ttft_p95=1s", 2, "not with --users"),
+        ("--find rate --users 3 --slo ttft_p95=1s", 2, "not --users"),
         ("--rate 1 --input-len 9:3", 1, "--input-len '9:3'"),
         ("--rate 1 --input-len 131072", 1, "make up to 131,136 tokens; meta-llama/Llama-3.1-8B goes up to 131,072"),
         ("--rate 1 --prefix-len 131072", 1, "--prefix-len is 131,072"),
@@ -254,7 +263,7 @@ def test_policies_are_those_of_the_gateway() -> None:
         ("--rate 1 --input-len lognormal:1e300:1", 1, "100,000,000 at most"),
         ("--rate 1 --input-len lognormal:100:1e300", 1, "100,000,000 at most"),
         ("--rate 1 --duration 10", 1, "--duration: '10' is no time above 0"),
-        ("--rate 1 --warmup 40s", 2, "it must leave something to measure"),
+        ("--rate 1 --warmup 40s", 2, "which leaves no time to measure"),
         ("--rate 1 --trace none.csv --lengths none.csv", 2, "leave --output-len out"),
     ],
 )

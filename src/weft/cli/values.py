@@ -81,7 +81,7 @@ def mapping(text: str) -> dict[str, Any]:
     """A JSON object."""
     value = _parse_json(text)
     if not isinstance(value, dict):
-        raise ArgumentTypeError(f'{text!r} is not a JSON object, as in {{"enable_thinking": false}}')
+        raise ArgumentTypeError(f'{text!r} is not a JSON object, as in {{"key": "value"}}')
     return value
 
 
