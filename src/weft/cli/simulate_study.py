@@ -16,10 +16,11 @@ from weft.errors import ConfigError, PlanError
 from weft.planner.deployment import lengths
 from weft.planner.question import Question
 from weft.planner.ranking import Candidate
-from weft.simulate.deployment import Limits, Spec, specs
+from weft.simulate.deployment import Limits, specs
 from weft.simulate.lengths import Even, Fixed, Lengths, parse_lengths
 from weft.simulate.load import Drawn, Load, trace_rate
 from weft.simulate.objective import parse_objective, seconds
+from weft.simulate.replica import Spec
 from weft.simulate.study import Study, Times
 from weft.simulate.trace import Row, read_trace
 
