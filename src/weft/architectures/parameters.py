@@ -218,16 +218,18 @@ def rank_parameters(shape: ModelShape, place: Place) -> Iterator[tuple[str, Para
     A tied head on the embedding's own stage is left out: the model uses the embedding.
     """
     table = model_parameters(shape)
-    for parameter in table:
-        if parameter.where == "embed" and place.first:
-            yield parameter.name, parameter, None
+    if place.first:
+        yield from ((parameter.name, parameter, None) for parameter in table if parameter.where == "embed")
+    in_layers = [parameter for parameter in table if parameter.where == "layer"]
     for layer in range(place.layers.start, place.layers.stop):
-        for parameter in table:
-            if parameter.where == "layer" and parameter.is_in(shape, layer):
+        for parameter in in_layers:
+            if parameter.is_in(shape, layer):
                 yield parameter.name.format(layer=layer), parameter, layer
-    for parameter in table:
-        if parameter.where == "head" and place.last and not (shape.tied and place.first and parameter.role == "head"):
-            yield parameter.name, parameter, None
+    if place.last:
+        uses_embedding = shape.tied and place.first
+        for parameter in table:
+            if parameter.where == "head" and not (uses_embedding and parameter.role == "head"):
+                yield parameter.name, parameter, None
 
 
 def parameter_dims(shape: ModelShape, place: Place, parameter: Parameter) -> tuple[int, ...]:

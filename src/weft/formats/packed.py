@@ -96,18 +96,25 @@ def with_stored_types(shape: ModelShape, tensors: Mapping[str, TensorInfo]) -> M
         if name in roles:
             schemes[name] = info.type if isinstance(info, Packed) else ""
     counts = Counter(scheme for name, scheme in schemes.items() if scheme and roles[name] != "head")
-    most = counts.most_common(1)
-    if most and most[0][0] != shape.published.scheme:
-        packed = next(info for info in tensors.values() if isinstance(info, Packed) and info.type == most[0][0])
-        published = msgspec.structs.replace(
-            shape.published,
-            bits=packed.bits,
-            group=packed.group,
-            symmetric=packed.symmetric,
-            ordered=packed.order is not None,
-        )
+    most_common = max(counts, key=lambda scheme: counts[scheme], default=shape.published.scheme)
+    if most_common != shape.published.scheme:
+        published = _like_tensors(shape.published, tensors, most_common)
         shape = msgspec.structs.replace(shape, published=published)
     return _with_exceptions(shape, schemes)
+
+
+def _like_tensors(
+    published: PublishedQuantization, tensors: Mapping[str, TensorInfo], scheme: str
+) -> PublishedQuantization:
+    """The published quantisation with the figures of the packed tensors in this scheme."""
+    packed = next(info for info in tensors.values() if isinstance(info, Packed) and info.type == scheme)
+    return msgspec.structs.replace(
+        published,
+        bits=packed.bits,
+        group=packed.group,
+        symmetric=packed.symmetric,
+        ordered=packed.order is not None,
+    )
 
 
 def with_config_types(shape: ModelShape, config: Fields) -> ModelShape:

@@ -306,9 +306,7 @@ def compute_dtype(config: EngineConfig, checkpoint: Checkpoint, host: Host, devi
     """
     old = [gpu for gpu in host.named(devices) if gpu.capability < BF16_CAPABILITY]
     if config.dtype == "auto":
-        own: DType = "bfloat16" if checkpoint.format == "gguf" else checkpoint.shape.dtype
-        on_cpu = checkpoint.shape.published is not None and device_kind(config, host) == "cpu"
-        dtype: DType = "bfloat16" if own == "float32" or on_cpu else own
+        dtype = _auto_dtype(checkpoint, device_kind(config, host))
         return "float16" if old and dtype == "bfloat16" else dtype
     dtype = DTYPES[config.dtype]
     if old and dtype == "bfloat16":
@@ -317,6 +315,15 @@ def compute_dtype(config: EngineConfig, checkpoint: Checkpoint, host: Host, devi
             "bfloat16; use --dtype float16"
         )
     return dtype
+
+
+def _auto_dtype(checkpoint: Checkpoint, device: str) -> DType:
+    """The dtype of "auto" on devices that compute in every dtype."""
+    if checkpoint.format == "gguf" or checkpoint.shape.dtype == "float32":
+        return "bfloat16"
+    if checkpoint.shape.published is not None and device == "cpu":
+        return "bfloat16"
+    return checkpoint.shape.dtype
 
 
 def rank_cores(host: Host, ranks: int) -> tuple[tuple[int, ...], ...]:
