@@ -218,18 +218,24 @@ def rank_parameters(shape: ModelShape, place: Place) -> Iterator[tuple[str, Para
     A tied head on the embedding's own stage is left out: the model uses the embedding.
     """
     table = model_parameters(shape)
-    if place.first:
-        yield from ((parameter.name, parameter, None) for parameter in table if parameter.where == "embed")
-    in_layers = [parameter for parameter in table if parameter.where == "layer"]
+    for parameter in table:
+        if parameter.where == "embed" and is_held_outside_layers(shape, place, parameter):
+            yield parameter.name, parameter, None
     for layer in range(place.layers.start, place.layers.stop):
-        for parameter in in_layers:
-            if parameter.is_in(shape, layer):
-                yield parameter.name.format(layer=layer), parameter, layer
-    if place.last:
-        uses_embedding = shape.tied and place.first
         for parameter in table:
-            if parameter.where == "head" and not (uses_embedding and parameter.role == "head"):
-                yield parameter.name, parameter, None
+            if parameter.where == "layer" and parameter.is_in(shape, layer):
+                yield parameter.name.format(layer=layer), parameter, layer
+    for parameter in table:
+        if parameter.where == "head" and is_held_outside_layers(shape, place, parameter):
+            yield parameter.name, parameter, None
+
+
+def is_held_outside_layers(shape: ModelShape, place: Place, parameter: Parameter) -> bool:
+    """Return True if a rank holds this parameter of the embedding or the head; a tied head may be the embedding."""
+    if parameter.where == "embed":
+        return place.first
+    uses_embedding = parameter.role == "head" and shape.tied and place.first
+    return place.last and not uses_embedding
 
 
 def parameter_dims(shape: ModelShape, place: Place, parameter: Parameter) -> tuple[int, ...]:

@@ -173,7 +173,6 @@ def _pack(index: Mapping[str, TensorInfo], layer: str, values: TensorInfo, publi
     group = _group_columns(layout.cols, layout.groups, published.group)
     if group is None:
         raise _wrong(scales, layer, f"has {layout.groups} scales for rows of {layout.cols} columns")
-    parts = [info for info in (values, scales, zeros, order) if info is not None]
     in_order = order is None or _is_in_order(order, layer, layout.cols, group)
     symmetric = zeros is None if by_row else published.symmetric
     return Packed(
@@ -181,7 +180,7 @@ def _pack(index: Mapping[str, TensorInfo], layer: str, values: TensorInfo, publi
         type=scheme_name(bits, group, symmetric) + ("" if in_order else ORDERED),
         dims=(layout.rows, layout.cols),
         offset=values.offset,
-        nbytes=sum(info.nbytes for info in parts),
+        nbytes=sum(info.nbytes for info in (values, scales, zeros, order) if info is not None),
         published=published,
         bits=bits,
         group=group,
@@ -266,8 +265,8 @@ def _is_in_order(order: TensorInfo, layer: str, cols: int, group: int) -> bool:
             data = file.read(order.nbytes)
     except OSError as error:
         raise ModelError(f"cannot read {order.file}: {reason(error)}") from error
-    unset = not any(data) or data == UNSET * len(data)
-    if unset or data == array("i", (col // group for col in range(cols))).tobytes():
+    is_unset = not any(data) or data == UNSET * len(data)
+    if is_unset or data == array("i", (col // group for col in range(cols))).tobytes():
         return True
     column_groups, groups = array("i", data), -(-cols // group)
     for number in (min(column_groups), max(column_groups)):
