@@ -19,8 +19,9 @@ from weft.architectures.place import Span
 from weft.formats.schemes import UNIT, Scheme
 from weft.hardware.gpus import FP8_CAPABILITY
 from weft.kernels.base import HeadNorm, KVCache
-from weft.kernels.triton import attention, laying, pointwise, products, reduce, rounding, sampling
-from weft.quant.quantised import Quantised
+from weft.kernels.triton import attention, pointwise, products, reduce, rounding, sampling
+from weft.kernels.triton.staged import fill_batch
+from weft.quant.quantised import QuantisedWeight
 
 PROCESSORS = 132  # of the GPU that launches are cut for: an H200
 HIDDEN, FFN, Q_HEADS, KV_HEADS, VOCAB = 4096, 14336, 32, 8, 128256
@@ -182,19 +183,19 @@ def sum_add_norm() -> None:
 
 def choose() -> None:
     longs, settings = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 4, dtype=torch.float64)
-    sampling.choose(torch.empty(2, VOCAB, dtype=BF16), longs, longs, settings, longs, filtered=True)
+    sampling.sample_tokens(torch.empty(2, VOCAB, dtype=BF16), longs, longs, settings, longs, filtered=True)
 
 
-def made_weight(scheme: str) -> Quantised:
-    return Quantised.empty(scheme, HIDDEN, Span(0, HIDDEN), BF16, torch.device("cpu"))
+def made_weight(scheme: str) -> QuantisedWeight:
+    return QuantisedWeight.empty(scheme, HIDDEN, Span(0, HIDDEN), BF16, torch.device("cpu"))
 
 
 def multiply(scheme: str, tokens: int) -> None:
-    products.quantised(made_weight(scheme), None, PROCESSORS)(torch.empty(tokens, HIDDEN, dtype=BF16))
+    products.create_quantised_matrix(made_weight(scheme), None, PROCESSORS)(torch.empty(tokens, HIDDEN, dtype=BF16))
 
 
 def dequantise(scheme: str) -> None:
-    products.quantised(made_weight(scheme), None, PROCESSORS).rows(torch.zeros(16, dtype=torch.int64))
+    products.create_quantised_matrix(made_weight(scheme), None, PROCESSORS).rows(torch.zeros(16, dtype=torch.int64))
 
 
 def round_weight(scheme: str) -> None:
@@ -220,7 +221,7 @@ def lay(rows: int) -> None:
         decodes=rows,
         width=batch.tables.shape[1],
     )
-    laying.lay(staged, batch)
+    fill_batch(staged, batch)
 
 
 def head_norm(head_dim: int) -> HeadNorm:

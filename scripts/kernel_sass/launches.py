@@ -16,9 +16,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from weft.kernels.triton import attention, laying, pointwise, products, reduce, rounding, sampling
+from weft.kernels.triton import attention, pointwise, products, reduce, rounding, sampling, staged
 
-MODULES = (attention, laying, pointwise, products, reduce, rounding, sampling)
+MODULES = (attention, staged, pointwise, products, reduce, rounding, sampling)
 
 
 @dataclass(frozen=True)

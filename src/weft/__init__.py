@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["LLM", "AsyncLLM", "SamplingParams", "RequestOutput", "CompletionOutput", "__version__"]
 
-# Where each public name lives: imported when first asked for, so that `import weft` costs nothing.
+# The module of each public name. It is imported on first use, so that `import weft` costs nothing.
 _HOMES = {
     "LLM": "weft.llm",
     "AsyncLLM": "weft.client.async_llm",

@@ -1,4 +1,4 @@
-"""`python -m weft` is `weft`."""
+"""Entry point of `python -m weft`, the same as `weft`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""EngineConfig: what a user may say about an engine, and the only place for its defaults."""
+"""EngineConfig: every option of an engine, and the only place for its defaults."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Names are the flags' names (`--max-model-len` is `max_model_len`). None means: decided by the planner.
+    """Options of an engine. Names are the flags' names: `--max-model-len` is `max_model_len`.
 
-    Lengths are tokens. `executor` is "inline" (ranks as threads of this process), "processes", or None for
-    inline with one rank and processes with more, or in `weft serve`. `gpu_memory_utilization` is a share of each
-    GPU's total memory, one figure for all ranks or one for each.
+    None leaves the decision to the planner. Lengths are in tokens. `executor` is "inline" (ranks as threads of this
+    process) or "processes"; None means inline for one rank, and processes for several ranks and in `weft serve`.
+    `gpu_memory_utilization` is a share of each GPU's total memory, one figure for all ranks or one for each.
     """
 
     model: str
@@ -23,17 +23,17 @@ class EngineConfig:
     download_dir: str | None = None
     load_format: str = "auto"  # auto, safetensors, gguf, dummy
     dtype: str = "auto"  # auto, bfloat16, float16, float32
-    quantization: str = "auto"  # auto: the checkpoint's own; none: dequantised; int4, int8, ...: made at load
+    quantization: str = "auto"  # auto: the checkpoint's own; none: dequantised; int4, int8, ...: quantised at load
     seed: int = 0
     generation_config: str = "auto"  # auto: the model's sampling defaults; vllm: SamplingParams' own
     chat_template: str | None = None
-    plan: str | None = None  # a file that weft plan --json wrote, to be carried out
+    plan: str | None = None  # a file written by weft plan --json, to be executed
     tensor_parallel_size: int | None = None
     tensor_split: tuple[float, ...] | None = None
     pipeline_parallel_size: int | None = None
     pipeline_split: tuple[int, ...] | None = None
     device_map: dict[str, int | str] | str | None = None  # modules to devices, or auto, balanced, sequential, ...
-    max_memory: dict[int | str, int | str] | None = None  # of each device that may be used: bytes, or as in "40GB"
+    max_memory: dict[int | str, int | str] | None = None  # of each device to be used: bytes, or a text such as "40GB"
     executor: str | None = None
     device: str = "auto"  # auto, cpu, cuda
     device_ids: tuple[int, ...] | None = None
@@ -47,10 +47,10 @@ class EngineConfig:
     max_num_batched_tokens: int | None = None  # None: chosen for the model and its devices (planner.batch)
     max_num_queued_reqs: int = 1024
     scheduling_policy: str = "fcfs"  # fcfs, priority
-    async_scheduling: bool | None = None  # schedule a step before the last one's tokens are known; None: on GPUs
+    async_scheduling: bool | None = None  # schedule a step before the tokens of the last are known; None: on GPUs
     attention_backend: str = "auto"  # auto, torch, cpu, triton, flashinfer, varlen
-    speculative_config: dict[str, Any] | None = None  # as vLLM's: {"method": "ngram"} or {"model": NAME}, and more
+    speculative_config: dict[str, Any] | None = None  # vLLM's: {"method": "ngram"} or {"model": NAME}, and more
     enforce_eager: bool = False  # no CUDA graphs
 
 
-USUAL = EngineConfig(model="")  # of what nobody says anything
+DEFAULT_CONFIG = EngineConfig(model="")  # all defaults

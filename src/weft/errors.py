@@ -1,4 +1,4 @@
-"""The errors that reach a user. Each names the value, the limit and the way out, in one line."""
+"""Errors that reach a user. Each names the value, the limit and the way out, in one line."""
 
 from __future__ import annotations
 
@@ -8,16 +8,20 @@ import msgspec
 
 
 def printable(text: str) -> str:
-    """A text as a terminal may show it: control characters, which could move its cursor or hide what was printed, as
-    their escapes. Newlines and tabs stay."""
+    """Return a text that is safe to print in a terminal.
+
+    Control characters, which could move the cursor or hide text, become escapes. Newlines and tabs stay.
+    """
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
 class WeftError(Exception):
-    """Anything Weft says to a user about their input, their machine or a failed engine. It may quote what somebody else
-    wrote: a name, a path, a line of a file."""
+    """Base of all errors about a user's input, their machine or a failed engine.
+
+    The message may quote text from outside, such as a name, a path or a line of a file, so it is made printable.
+    """
 
     def __init__(self, message: str = "") -> None:
         super().__init__(printable(message))
@@ -32,7 +36,7 @@ class RequestError(WeftError, ValueError):
 
 
 class OutputError(WeftError):
-    """A request that the model could not answer, while others go on: HTTP 500."""
+    """A request that the model could not answer, while other requests go on: HTTP 500."""
 
 
 class QueueFullError(WeftError):
@@ -48,39 +52,39 @@ class ModelError(WeftError):
 
 
 class PlanError(WeftError):
-    """A layout that cannot be, with those that can."""
+    """A layout that is impossible, with those that are possible."""
 
 
 class ConfigError(WeftError):
-    """A flag or an argument with a value that it cannot take."""
+    """A flag or an argument with an invalid value."""
 
 
-def nearest_name(typed: str, names: Iterable[str], habits: Mapping[str, str] | None = None) -> str:
-    """The suggestion "; did you mean 'NAME'?" for a name that is none of `names`; "" if none is near.
+def nearest_name(typed: str, names: Iterable[str], other_names: Mapping[str, str] | None = None) -> str:
+    """Return the suggestion "; did you mean 'NAME'?" for a name that is not among `names`; "" if none is near.
 
-    `habits` maps names that other libraries use to ours. Beyond it, a name that begins with `typed` or that `typed`
-    begins with goes before one that is spelled alike.
+    `other_names` maps names that other libraries use to ours, and comes first. After it, a name that begins with
+    `typed`, or that `typed` begins with, comes before one that is spelled alike.
     """
-    from difflib import get_close_matches  # here: only who has made a mistake waits for it
+    from difflib import get_close_matches  # imported here: only a user who has mistyped waits for it
 
     names = sorted(names)
     alike = [name for name in names if len(typed) > 2 and (name.startswith(typed) or typed.startswith(name))]
-    near = (habits or {}).get(typed) or next(iter(alike + get_close_matches(typed, names, 1)), None)
+    near = (other_names or {}).get(typed) or next(iter(alike + get_close_matches(typed, names, 1)), None)
     return f"; did you mean {near!r}?" if near else ""
 
 
-def reason(error: Exception) -> str:
-    """Why something could not be done, in the system's words where it was the system that refused."""
+def error_reason(error: Exception) -> str:
+    """Return the reason for an error: the system's text if the system refused, else the exception's."""
     return str(getattr(error, "strerror", None) or error)
 
 
-CORE = -1  # the core, where ranks are counted
+CORE = -1  # the core's number, in place of a rank
 
 
 class Cause(msgspec.Struct, frozen=True):
-    """Why a rank, or the core, failed: what crosses the socket instead of a stack trace.
+    """The cause of a failure of a rank or the core. It crosses the socket instead of a stack trace.
 
-    `rank` may be CORE; `phase` is what it was doing: start, load, allocate, warm-up, step.
+    `rank` may be CORE. `phase` is what the rank was doing: start, load, allocate, warm-up or step.
     """
 
     rank: int
@@ -91,8 +95,8 @@ class Cause(msgspec.Struct, frozen=True):
     def __str__(self) -> str:
         if self.phase == "shutdown":
             return self.cause
-        who = "the engine core" if self.rank == CORE else f"rank {self.rank}"
-        return f"{who} failed during {self.phase}: {self.cause}" + (f" ({self.hint})" if self.hint else "")
+        name = "the engine core" if self.rank == CORE else f"rank {self.rank}"
+        return f"{name} failed during {self.phase}: {self.cause}" + (f" ({self.hint})" if self.hint else "")
 
 
 class EngineError(WeftError):

@@ -1,4 +1,4 @@
-"""Where our log lines go: standard error, from VLLM_LOGGING_LEVEL on."""
+"""Configuration of logging: to standard error, from the level in VLLM_LOGGING_LEVEL on."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from weft.errors import printable
 
 VARIABLE = "VLLM_LOGGING_LEVEL"
 
-_ours = ""  # what the variable holds where the user said nothing
+_our_level = ""  # value of the variable if we have set it, not the user
 
 
 class Printable(logging.Formatter):
-    """Log lines in which no control character reaches the terminal, whoever chose a name that is logged."""
+    """Formatter that lets no control character reach the terminal, whatever names are logged."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))
 
 
 def configure(level: str = "WARNING") -> None:
-    """Log to standard error from the level on that VLLM_LOGGING_LEVEL names, else from `level`.
+    """Log to standard error from the level in VLLM_LOGGING_LEVEL on, else from `level` on.
 
-    The variable is set too, so that the processes that we start, which call this as well, are as loud as we.
+    The variable is set too, so that the processes that we start, which also call this, log at the same level.
     """
-    global _ours
-    wanted = os.environ.get(VARIABLE, "").upper()
-    if wanted == _ours or wanted not in logging.getLevelNamesMapping():
-        wanted = _ours = level
+    global _our_level
+    level_name = os.environ.get(VARIABLE, "").upper()
+    if level_name == _our_level or level_name not in logging.getLevelNamesMapping():
+        level_name = _our_level = level
     logger = logging.getLogger("weft")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(Printable("%(levelname)s %(asctime)s %(message)s", "%m-%d %H:%M:%S"))
     logger.handlers = [handler]
-    logger.setLevel(wanted)
+    logger.setLevel(level_name)
     logger.propagate = False
-    os.environ[VARIABLE] = wanted
+    os.environ[VARIABLE] = level_name

@@ -9,7 +9,7 @@ import torch
 
 from weft.kernels.base import AttentionShape
 from weft.kernels.batch import Batch
-from weft.kernels.laying import Staged
+from weft.kernels.staged import StagedStep
 
 
 def shaped(
@@ -23,7 +23,7 @@ def shaped(
         windows=(None,),
         scale=head_dim**-0.5,
         dtype=dtype,
-        kept=dtype,
+        cache_dtype=dtype,
         block_size=16,
         rows=8,
         tokens=512,
@@ -59,11 +59,11 @@ def ragged(counts: list[int], contexts: list[int], block_size: int, seed: int) -
     return batch, sum(needs)
 
 
-def as_staged(batch: Batch) -> Staged:
+def as_staged(batch: Batch) -> StagedStep:
     """A step that is laid out as the batch: each row has a slot of its own, whose table the device knows."""
     rows, width = batch.tables.shape
     counts = torch.full((rows,), width, dtype=torch.int32, device=batch.tables.device)
-    return Staged(
+    return StagedStep(
         tokens=batch.tokens.clone(),
         positions=batch.positions,
         places=batch.slots,

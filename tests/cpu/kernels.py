@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from weft.kernels.native import NativeKernels
-from weft.native.compiled import build
+from weft.native.build import build_library
 
 
 def built(dtype: str) -> Path:
     """Their library; a test is skipped where there is no compiler."""
     try:
-        return build(dtype)
+        return build_library(dtype)
     except FileNotFoundError as error:
         pytest.skip(str(error))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.native.library import FLAGS, SOURCES, TYPES
+from weft.native.library import CPP_TYPES, FLAGS, SOURCES
 
 WARNINGS = ("-Wall", "-Werror", "-Wno-psabi")  # the last: GCC on how vectors are passed, which no other code sees
 
@@ -23,7 +23,7 @@ def compiler() -> str:
 
 def has_no_warnings(dtype: str) -> None:
     """The library of the CPU kernels for a dtype, as it is compiled for this machine."""
-    names = (f"-DWEFT_TYPE={TYPES[dtype]}", f"-DWEFT_NAME={dtype}")
+    names = (f"-DWEFT_TYPE={CPP_TYPES[dtype]}", f"-DWEFT_NAME={dtype}")
     command = [compiler(), *FLAGS, *names, *WARNINGS, "-fsyntax-only", *SOURCES.glob("*.cpp")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

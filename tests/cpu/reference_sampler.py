@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tests.cpu.draws import MASK
 from weft.core.params import SamplingParams
 from weft.core.step import Admission
-from weft.worker.random import BLOCK
-from weft.worker.sampler import Sampled, Sampler
+from weft.worker.random import SAMPLING_BLOCK
+from weft.worker.sampler import SampledTokens, Sampler
 
 EOS = 1
 FILTERS = {
@@ -106,9 +106,9 @@ def expected(row: Row, logits: list[float]) -> int:
         bits = mix((stream + (i + 1) * 0x9E3779B97F4A7C15) & MASK) >> 12
         return -math.log((bits + 0.5) / 2**52)
 
-    blocks = [sum(weights[at : at + BLOCK]) for at in range(0, len(weights), BLOCK)]
+    blocks = [sum(weights[at : at + SAMPLING_BLOCK]) for at in range(0, len(weights), SAMPLING_BLOCK)]
     block = max(range(len(blocks)), key=lambda i: blocks[i] / time(i))
-    members = range(block * BLOCK, min((block + 1) * BLOCK, len(weights)))
+    members = range(block * SAMPLING_BLOCK, min((block + 1) * SAMPLING_BLOCK, len(weights)))
     return max(members, key=lambda token: weights[token] / time(len(blocks) + token - members.start))
 
 
@@ -160,9 +160,10 @@ def grid(vocab: int, rows: int, seed: int) -> torch.Tensor:
     return (torch.randn(rows, vocab, generator=generator) * spread).mul_(8).round_().div_(8)
 
 
-def sampled(sampler: Sampler, logits: torch.Tensor, slots: list[int], positions: list[int]) -> Sampled:
-    order = sampler.order(slots, positions)
-    return sampler.sample(logits.clone(), order, [torch.from_numpy(array).to(logits.device) for array in order.arrays])
+def sampled(sampler: Sampler, logits: torch.Tensor, slots: list[int], positions: list[int]) -> SampledTokens:
+    batch = sampler.prepare_batch([*range(len(slots))], slots, positions)
+    tensors = (torch.from_numpy(array).to(logits.device) for array in batch.arrays.flatten())
+    return sampler.sample(logits.clone(), batch, batch.arrays.with_tensors(tensors))
 
 
 def check_logprobs(found: object, logits: list[float], token: int, top: int) -> None:

@@ -21,7 +21,7 @@ from tests.cpu import checkpoints, fake_flashinfer, fake_varlen
 from tests.cpu.attention import ragged, shaped
 from weft import LLM, SamplingParams, kernels
 from weft.errors import ConfigError
-from weft.kernels import choose, contest, flashinfer, samples, triton, usable, varlen
+from weft.kernels import attention_inputs, contest, create_kernels, flashinfer, triton, usable, varlen
 from weft.kernels.base import Attention, AttentionShape, HeadNorm, Kernels, KVCache
 from weft.kernels.batch import Batch
 from weft.kernels.plain import PlainKernels
@@ -43,18 +43,18 @@ PLAIN = PlainKernels()
 def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Both are here, and the CPU is a card that computes in fp32 too: what is compared then is exact."""
     monkeypatch.setitem(sys.modules, "flashinfer", fake_flashinfer.module())
-    monkeypatch.setattr(flashinfer, "installed", lambda: "0.6.12.post1")
+    monkeypatch.setattr(flashinfer, "installed_version", lambda: "0.6.12.post1")
     monkeypatch.setattr(backends, "FLASHINFER_HEADS", (16, 64, 128))
     monkeypatch.setattr(flashinfer, "WORKSPACE_BYTES", 1 << 10)
     monkeypatch.setattr(backends, "FLASH_DTYPES", ("float32", "float16"))
-    monkeypatch.setattr(usable, "off_gpu", lambda device: None)
+    monkeypatch.setattr(usable, "gpu_obstacle", lambda device: None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     use(monkeypatch, fake_varlen.varlen_attn)
 
 
 def use(monkeypatch: pytest.MonkeyPatch, function: Callable[..., torch.Tensor]) -> None:
     names = frozenset(inspect.signature(function).parameters)
-    monkeypatch.setattr(varlen, "function", lambda: (function, names))
+    monkeypatch.setattr(varlen, "varlen_function", lambda: (function, names))
 
 
 MADE: dict[str, Callable[[AttentionShape], Attention]] = {
@@ -110,7 +110,7 @@ def test_flashinfer_s_workspace_holds_what_it_sets_aside(
 
 
 def test_flashinfer_reads_an_fp8_cache() -> None:
-    attention = MADE["flashinfer"](shaped(torch.float16, kept=FP8))
+    attention = MADE["flashinfer"](shaped(torch.float16, cache_dtype=FP8))
     batch, blocks = ragged([1, 20], [40, 30], 16, seed=3)
     torch.manual_seed(3)
     cache = KVCache(*(torch.randn(blocks, 16, 2, 64).to(FP8) for _ in range(2)))
@@ -123,7 +123,7 @@ def test_flashinfer_reads_an_fp8_cache() -> None:
 
 def test_torch_2_11_has_no_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, fake_varlen.varlen_attn_of_2_11)
-    assert not varlen.third(CPU, shaped(torch.float32))
+    assert not varlen.activate_flash3(CPU, shaped(torch.float32))
     test_attention_is_the_plain_one("varlen", CASES[3])
 
 
@@ -135,7 +135,7 @@ def test_what_is_beyond_the_gathering_memory_is_triton_s(monkeypatch: pytest.Mon
         calls.append(1)
         return fake_varlen.varlen_attn(*given, **more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(varlen, "function", lambda: (counted, frozenset({"enable_gqa"})))
+    monkeypatch.setattr(varlen, "varlen_function", lambda: (counted, frozenset({"enable_gqa"})))
     for contexts, count in (([40, 129], 2), ([40, 130], 0)):
         calls.clear()
         case = ([40, 7], contexts, 6, 3, 64, 16, None)
@@ -221,7 +221,9 @@ def decode(
 
 @pytest.fixture
 def composed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels.triton, "made", lambda device, attention=None: Composed(device, attention))
+    monkeypatch.setattr(
+        kernels.triton, "create_triton_kernels", lambda device, attention=None: Composed(device, attention)
+    )
     monkeypatch.setattr(attention, "decode", decode)
 
 
@@ -248,7 +250,7 @@ def test_graphs_give_the_same_tokens(
 
     monkeypatch.setattr(worker.Worker, "_captures", True)
     monkeypatch.setattr(worker, "CudaGraphs", capture)
-    monkeypatch.setattr(graphs, "sizes", lambda most: [1, 2, 4])
+    monkeypatch.setattr(graphs, "graph_sizes", lambda most: [1, 2, 4])
     assert answers(checkpoint, attention_backend=backend, max_num_seqs=4) == plain
 
 
@@ -258,7 +260,7 @@ def test_graphs_give_the_same_tokens(
 def refused(backend: str, *words: str, **others: object) -> None:
     shape = shaped(torch.float16, **{"head_dim": 64, **others})  # type: ignore[arg-type]
     with pytest.raises(ConfigError) as caught:
-        choose(backend, CPU, shape)
+        create_kernels(backend, CPU, shape)
     message = str(caught.value)
     assert "\n" not in message and "--attention-backend torch" in message
     assert all(word in message for word in words), message
@@ -268,17 +270,17 @@ def test_flashinfer_refuses_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None
     refused("flashinfer", "80", "64, 128", head_dim=80)
     monkeypatch.setattr(backends, "FLASH_DTYPES", ("bfloat16",))
     refused("flashinfer", "float16")
-    monkeypatch.setattr(flashinfer, "installed", lambda: "0.4.1")
+    monkeypatch.setattr(flashinfer, "installed_version", lambda: "0.4.1")
     refused("flashinfer", "flashinfer-python 0.4.1", "0.5")
-    monkeypatch.setattr(flashinfer, "installed", lambda: None)
+    monkeypatch.setattr(flashinfer, "installed_version", lambda: None)
     refused("flashinfer", "pip install weft[cuda]")
 
 
 @pytest.mark.parametrize("backend", ["flashinfer", "varlen"])
 def test_neither_runs_on_a_cpu(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    monkeypatch.setattr(flashinfer, "installed", lambda: "0.6.12")
-    monkeypatch.setattr(varlen, "function", lambda: (fake_varlen.varlen_attn, frozenset()))
+    monkeypatch.setattr(flashinfer, "installed_version", lambda: "0.6.12")
+    monkeypatch.setattr(varlen, "varlen_function", lambda: (fake_varlen.varlen_attn, frozenset()))
     refused(backend, "GPUs", "cpu")
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     refused(backend, "GPUs", "cpu", "TRITON_INTERPRET=1")  # by Triton's, which the rest is
@@ -293,7 +295,7 @@ def test_flashinfer_whose_kernels_cannot_be_built_says_so(
     monkeypatch.setattr(sys.modules["flashinfer"], "BatchDecodeWithPagedKVCacheWrapper", broken)
     refused("flashinfer", "cannot be built", "nvcc: not found")
     with caplog.at_level("INFO", "weft"):
-        assert flashinfer.made(CPU, shaped(torch.float16), required=False) is None
+        assert flashinfer.create_flashinfer_attention(CPU, shaped(torch.float16), required=False) is None
     assert "Triton's take their place" in caplog.text
 
 
@@ -301,32 +303,32 @@ def test_triton_refuses_in_the_planner_s_words(monkeypatch: pytest.MonkeyPatch) 
     """A head wider than its tiles, on any device, and a GPU that Triton compiles nothing for."""
     for backend in ("triton", "flashinfer", "varlen"):
         refused(backend, backends.no_triton(320, []) or "", head_dim=320)
-    monkeypatch.setattr(triton, "cards", lambda device: [("Tesla V100", (7, 0))])
+    monkeypatch.setattr(triton, "gpu_cards", lambda device: [("Tesla V100", (7, 0))])
     refused("triton", backends.no_triton(64, [("Tesla V100", (7, 0))]) or "", "7.5")
 
 
 def test_varlen_refuses_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     refused("varlen", "260", "256", head_dim=260)
-    refused("varlen", "FP8", kept=FP8)
+    refused("varlen", "FP8", cache_dtype=FP8)
     monkeypatch.setattr(backends, "FLASH_DTYPES", ("bfloat16",))
     refused("varlen", "float16")
-    monkeypatch.setattr(varlen, "function", lambda: None)
+    monkeypatch.setattr(varlen, "varlen_function", lambda: None)
     refused("varlen", torch.__version__, "2.11")
 
 
 def test_the_version_is_the_package_s(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     try:
-        assert flashinfer.installed() == importlib.metadata.version("flashinfer-python")
+        assert flashinfer.installed_version() == importlib.metadata.version("flashinfer-python")
     except importlib.metadata.PackageNotFoundError:
-        assert flashinfer.installed() is None
+        assert flashinfer.installed_version() is None
 
 
 # --- the faster of two ---
 
 
 def both(shape: AttentionShape) -> list[Kernels]:
-    return [choose(backend, CPU, shape) for backend in ("flashinfer", "triton")]
+    return [create_kernels(backend, CPU, shape) for backend in ("flashinfer", "triton")]
 
 
 @pytest.mark.parametrize(("times", "won"), [((2e-6, 3e-6), "flashinfer"), ((3e-6, 2e-6), "triton")])
@@ -341,7 +343,7 @@ def test_the_faster_one_is_taken_and_both_figures_are_told(
         return left.pop(0)
 
     with caplog.at_level(logging.INFO, "weft"):
-        assert contest.fastest(both(shape), CPU, shape, clock) == won
+        assert contest.measure_fastest(both(shape), CPU, shape, clock) == won
     torch.testing.assert_close(*outs)  # the same rows of the same cache
     assert f"3 rows over 40 tokens: flashinfer {times[0] * 1e6:.0f} us, triton {times[1] * 1e6:.0f} us" in caplog.text
     assert f"--attention-backend {won} is used" in caplog.text
@@ -353,10 +355,10 @@ def test_what_cannot_be_measured_is_not_kept(caplog: pytest.LogCaptureFixture) -
     def clock(run: Callable[[], object]) -> float:
         raise torch.OutOfMemoryError("CUDA out of memory\nand more")
 
-    assert contest.fastest(both(shape), CPU, shape, clock) is None
+    assert contest.measure_fastest(both(shape), CPU, shape, clock) is None
     assert "(CUDA out of memory)" in caplog.text
-    contest.keep(contest.note(CPU, shape, "0.6"), None)
-    assert contest.winner(contest.note(CPU, shape, "0.6")) is None
+    contest.save_winner(contest.winner_path(CPU, shape, "0.6"), None)
+    assert contest.load_winner(contest.winner_path(CPU, shape, "0.6")) is None
 
 
 @pytest.mark.parametrize("won", ["flashinfer", "triton"])
@@ -364,33 +366,33 @@ def test_the_winner_is_known_at_the_next_start(won: str, monkeypatch: pytest.Mon
     """Then a library that has lost is not even imported; another version of it, or other heads, are another contest."""
     shape, held = shaped(torch.float32), []
 
-    def fastest(found: Sequence[Kernels], *given: object) -> str:
+    def measured(found: Sequence[Kernels], *given: object) -> str:
         held.append(1)
         return won
 
-    monkeypatch.setattr(contest, "fastest", fastest)
+    monkeypatch.setattr(contest, "measure_fastest", measured)
     assert kernels._on_gpu("auto", CPU, shape).name == won
     if won == "triton":
-        monkeypatch.setattr(flashinfer, "made", None)
+        monkeypatch.setattr(flashinfer, "create_flashinfer_attention", None)
     assert kernels._on_gpu("auto", CPU, shape).name == won
     assert len(held) == 1
-    assert contest.winner(contest.note(CPU, shape, "0.6.13")) is None
-    assert contest.winner(contest.note(CPU, replace(shape, kv_heads=1), "0.6.12.post1")) is None
+    assert contest.load_winner(contest.winner_path(CPU, shape, "0.6.13")) is None
+    assert contest.load_winner(contest.winner_path(CPU, replace(shape, kv_heads=1), "0.6.12.post1")) is None
 
 
 @pytest.mark.parametrize("content", [b"", b"torch", b"\xff\xfe", b"{}"])
 def test_a_damaged_note_is_none(content: bytes) -> None:
-    note = contest.note(CPU, shaped(torch.float32), "0.6")
-    contest.keep(note, "triton")
-    assert note and contest.winner(note) == "triton"
+    note = contest.winner_path(CPU, shaped(torch.float32), "0.6")
+    contest.save_winner(note, "triton")
+    assert note and contest.load_winner(note) == "triton"
     note.write_bytes(content)
-    assert contest.winner(note) is None
+    assert contest.load_winner(note) is None
 
 
 def test_auto_says_nothing_where_it_is_not_installed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(flashinfer, "installed", lambda: None)
+    monkeypatch.setattr(flashinfer, "installed_version", lambda: None)
     assert kernels._on_gpu("auto", CPU, shaped(torch.float32)).name == "triton"
     assert not caplog.records
 
@@ -406,7 +408,7 @@ def test_a_table_goes_on_where_none_can_be_run() -> None:
         raise RuntimeError(*words)
 
     entries = {"ours": partial(broken, []), "theirs": partial(broken, ["no code\nfor this GPU"])}
-    given = samples.decodes(shaped(torch.float16), CPU, [3])
+    given = attention_inputs.decode_inputs(shaped(torch.float16), CPU, [3])
     race = trials.Race("decode", [given], entries)
     figures = list(compared("m", race, tuning.DECODE, "GB/s", 1.0, None, rehearse=False))
     assert [(figure.name, figure.value, figure.note) for figure in figures] == [

@@ -19,7 +19,7 @@ from weft.architectures.shape import ModelShape
 from weft.errors import ConfigError
 from weft.formats import config_json
 from weft.plan.device_map import AvailableDevices, Stages, map_to_stages
-from weft.planner.balance import Load, load_of, spread
+from weft.planner.balance import ModelBytes, balance_layers, model_bytes
 
 FEW = settings(max_examples=60, deadline=None)
 # Layers are larger than embedding and head: then the room that accelerate keeps for the largest is theirs.
@@ -120,8 +120,8 @@ def test_maps_cover_what_accelerate_says_they_do(llama: tuple[Any, ModelShape], 
 # --- words for a map ---
 
 
-def load(shape: ModelShape) -> Load:
-    return load_of(shape, "bf16", "bf16", 0, window_cache=False)
+def load(shape: ModelShape) -> ModelBytes:
+    return model_bytes(shape, "bf16", "bf16", 0, window_cache=False)
 
 
 def layers_of(device_map: dict[str, Any], shape: ModelShape, gpus: int) -> tuple[int, ...]:
@@ -163,7 +163,7 @@ def test_sequential_is_accelerate_s(llama: tuple[Any, ModelShape], shares: list[
     last = on[f"model.layers.{shape.layers - 1}"]
     assume(last != 0 and on["model.norm"] == on["lm_head"] == last)
     assume(on["model.embed_tokens"] == on["model.layers.0"])
-    assert spread(ours, rooms, "sequential") == layers_of(on, shape, len(rooms))
+    assert balance_layers(ours, rooms, "sequential") == layers_of(on, shape, len(rooms))
     assert stages(shape, theirs).layers == tuple(filter(None, layers_of(on, shape, len(rooms))))
 
 
@@ -177,7 +177,7 @@ def test_balanced_is_at_least_as_even_as_accelerate_s(
     blocks = model._no_split_modules
     balanced = get_balanced_memory(model, max_memory=caps, no_split_module_classes=blocks)
     theirs = infer_auto_device_map(model, max_memory=balanced, no_split_module_classes=blocks, clean_result=False)
-    ours, each = load(shape), spread(load(shape), [float(PLENTY)] * gpus, "balanced")
+    ours, each = load(shape), balance_layers(load(shape), [float(PLENTY)] * gpus, "balanced")
     assert sum(each) == shape.layers and all(each)
     assert stages(shape, theirs).devices == tuple(range(len(stages(shape, theirs).devices)))
     sizes = compute_module_sizes(model)
@@ -196,4 +196,4 @@ def test_balanced_low_0_leaves_the_first_gpu_free(llama: tuple[Any, ModelShape])
     low = get_balanced_memory(model, max_memory=caps, no_split_module_classes=blocks, low_zero=True)
     theirs = infer_auto_device_map(model, max_memory=low, no_split_module_classes=blocks, clean_result=False)
     assert layers_of(theirs, shape, 3)[0] == 0
-    assert spread(load(shape), [float(PLENTY)] * 3, "balanced_low_0")[0] == 0
+    assert balance_layers(load(shape), [float(PLENTY)] * 3, "balanced_low_0")[0] == 0

@@ -12,7 +12,7 @@ from fake_worker import HERE, make_plan, make_step, total
 
 from weft.core.step import StepResult
 from weft.errors import ConfigError, EngineError, PlanError
-from weft.executors import create
+from weft.executors import create_executor
 from weft.executors.base import Executor
 from weft.executors.inline import InlineExecutor
 from weft.executors.processes import ProcessExecutor
@@ -175,7 +175,7 @@ def test_a_rank_that_dies_idle_is_noticed(make: Make) -> None:
 
 
 def test_create_knows_its_kinds() -> None:
-    assert isinstance(create("inline"), InlineExecutor)
-    assert isinstance(create("processes"), ProcessExecutor)
+    assert isinstance(create_executor("inline"), InlineExecutor)
+    assert isinstance(create_executor("processes"), ProcessExecutor)
     with pytest.raises(ConfigError, match=r"'threads' is unknown; use inline .* or processes"):
-        create("threads")
+        create_executor("threads")

@@ -12,11 +12,11 @@ import torch
 from tests.cpu.attention import ragged, shaped
 from tests.cpu.kernels import native
 from tests.cpu.programs import has_no_warnings, passes
-from weft.kernels import choose
+from weft.kernels import create_kernels
 from weft.kernels.base import HeadNorm, Kernels, KVCache
 from weft.kernels.batch import Batch
 from weft.kernels.plain import PlainKernels
-from weft.native.compiled import TYPES, build, load
+from weft.native.build import CPP_TYPES, build_library, load_library
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
@@ -208,7 +208,7 @@ def test_without_compiler_or_cache_it_falls_back_with_the_advice_that_helps(
     monkeypatch.setenv(variable, value)
     try:
         with caplog.at_level("WARNING", "weft"):
-            assert choose("auto", torch.device("cpu"), shaped(torch.float32)).name == "torch"
+            assert create_kernels("auto", torch.device("cpu"), shaped(torch.float32)).name == "torch"
         assert advice in caplog.text and ("g++" in advice) == ("g++" in caplog.text)
     finally:
         forget_the_library()
@@ -216,18 +216,18 @@ def test_without_compiler_or_cache_it_falls_back_with_the_advice_that_helps(
 
 def forget_the_library() -> None:
     """This process looks for the library anew."""
-    build.cache_clear()
-    load.cache_clear()
+    build_library.cache_clear()
+    load_library.cache_clear()
 
 
-@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("dtype", CPP_TYPES)
 def test_the_compiler_has_nothing_to_warn_of(dtype: str) -> None:
     has_no_warnings(dtype)
 
 
 def test_fp16_falls_back_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("WARNING", "weft"):
-        assert choose("auto", torch.device("cpu"), shaped(torch.float16)).name == "torch"
+        assert create_kernels("auto", torch.device("cpu"), shaped(torch.float16)).name == "torch"
     assert "float16" in caplog.text
 
 

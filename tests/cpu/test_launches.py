@@ -20,7 +20,7 @@ from weft import LLM, SamplingParams
 from weft.architectures.place import Span
 from weft.kernels import triton, warm
 from weft.kernels.triton import attention, pointwise, products, tuning
-from weft.quant.quantised import Quantised
+from weft.quant.quantised import QuantisedWeight
 from weft.worker import graphs, worker
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter")
@@ -44,14 +44,14 @@ TABLE = tuning.Tunings(
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Launches:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(triton, "processors", lambda device: PROCESSORS)
+    monkeypatch.setattr(triton, "multiprocessor_count", lambda device: PROCESSORS)
     return Launches(monkeypatch)
 
 
 def captured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker.Worker, "_captures", True)
     monkeypatch.setattr(worker, "CudaGraphs", lambda: lambda run: (run(), run)[1])
-    monkeypatch.setattr(graphs, "sizes", lambda most: [1, 2, 4, 12])
+    monkeypatch.setattr(graphs, "graph_sizes", lambda most: [1, 2, 4, 12])
 
 
 @pytest.mark.parametrize(
@@ -94,14 +94,14 @@ def test_attention_warms_what_any_number_of_rows_launches(
     shape = shaped(torch.float16, q_heads=16, kv_heads=kv_heads, rows=300, windows=(None, 40))
     it = attention.TritonAttention(132, tunings)
     given = it.launches(shape, CPU)
-    warm.warm(given, CPU)
+    warm.warm_kernels(given, CPU)
     before = [*launches.variants]
     assert len(launches.of("_prefill")) == 2
     sizes = len(given[0]) // 2
     assert len(launches.of("_decode")) == 2 * sizes <= 12
     for rows in range(1, 301, 7):
         for window in shape.windows:
-            it.attend(*attention.samples.decodes(shape, CPU, [3] * rows), shape.scale, window)
+            it.attend(*attention.attention_inputs.decode_inputs(shape, CPU, [3] * rows), shape.scale, window)
     assert [*launches.variants] == before
 
 
@@ -109,9 +109,9 @@ def test_attention_warms_what_any_number_of_rows_launches(
 @pytest.mark.parametrize(("rows", "cols"), [(6144, 4096), (64, 14336), (32_768, 1024), (96, 96)])
 def test_products_warm_what_any_number_of_rows_launches(rows: int, cols: int, biased: bool, launches: Launches) -> None:
     bias = torch.zeros(rows, dtype=torch.bfloat16) if biased else None
-    weight = Quantised.empty("Q4_1", rows, Span(0, cols), torch.bfloat16, CPU)
-    product = products.quantised(weight, bias, 132)
-    warm.warm([product.launches(8192)], CPU)
+    weight = QuantisedWeight.empty("Q4_1", rows, Span(0, cols), torch.bfloat16, CPU)
+    product = products.create_quantised_matrix(weight, bias, 132)
+    warm.warm_kernels([product.launches(8192)], CPU)
     before = [*launches.variants]
     assert len(launches.of("_multiply")) <= 2 * len(products.TILES)
     for tokens in range(1, products.MANY):
@@ -131,15 +131,15 @@ def test_threads_begin_with_one_launch_of_each_kernel(monkeypatch: pytest.Monkey
         seen.append(name)
 
     groups = [[partial(launch, f"{kernel}{n}") for n in range(4)] for kernel in "ab"]
-    warm.warm([*groups, []], torch.device("cuda:1"))
+    warm.warm_kernels([*groups, []], torch.device("cuda:1"))
     assert seen[:2] == ["a0", "b0"] and len({*seen}) == len(seen) == 8 and {*begun} == {"cuda:1"}
-    warm.warm([], torch.device("cuda:1"))
+    warm.warm_kernels([], torch.device("cuda:1"))
 
     def broken() -> None:
         raise RuntimeError("no code for this GPU")
 
     with pytest.raises(RuntimeError, match="no code"):
-        warm.warm([[broken]], torch.device("cuda:1"))
+        warm.warm_kernels([[broken]], torch.device("cuda:1"))
 
 
 def test_a_recorder_tells_variants_apart(launches: Launches) -> None:

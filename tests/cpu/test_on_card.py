@@ -19,12 +19,12 @@ from tests.cpu.fake_cuda import CUDA, Card, CardError, OnCard, the_card  # noqa:
 from weft import LLM, SamplingParams
 from weft.client.outputs import RequestOutput
 from weft.comm import threads
-from weft.core import tables
+from weft.core import block_tables
 from weft.core.step import StepPlan
 from weft.kernels import contest, triton
 from weft.kernels.batch import Batch
 from weft.kernels.capture import release_cached_memory, synchronize_device
-from weft.models.decoder import Decoder
+from weft.models.decoder import DecoderModel
 from weft.worker import graphs, worker
 from weft.worker.device import ToHost
 from weft.worker.graphs import CudaGraphs
@@ -136,7 +136,7 @@ def test_captures_are_counted() -> None:
 
 @pytest.mark.usefixtures("card")
 def test_kernels_without_a_shape_have_their_own_attention() -> None:
-    assert triton.made(CUDA).name == "triton"
+    assert triton.create_triton_kernels(CUDA).name == "triton"
 
 
 def test_attention_by_torch_runs_without_graphs(path: str, card: Card, caplog: pytest.LogCaptureFixture) -> None:
@@ -150,7 +150,7 @@ def test_attention_by_torch_runs_without_graphs(path: str, card: Card, caplog: p
 
 def test_requests_are_preempted(path: str, card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three of a block each, all of which want three: there are five, and one more for each is all that is kept."""
-    monkeypatch.setattr(tables, "GROWTH", 1)
+    monkeypatch.setattr(block_tables, "GROWTH", 1)
     prompts = [[3 + (i + j) % 20 for j in range(10)] for i in range(3)]
     params = [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=24, ignore_eos=True) for i in range(3)]
     found = []
@@ -247,14 +247,14 @@ def test_steps_of_few_tokens_are_replayed_whatever_their_rows(
     params = asked([{"temperature": 0.0, "max_tokens": 9}, {}, {"top_k": 5, "prompt_logprobs": 1}, {"logprobs": 1}])
     want = answers(path, params, **ON_CPU)
     eager: list[int] = []
-    forward = Decoder.hidden
+    forward = DecoderModel.hidden
 
-    def hidden(self: Decoder, incoming: Any, rope: Any, caches: Any, batch: Batch) -> torch.Tensor:
+    def hidden(self: DecoderModel, incoming: Any, rope: Any, caches: Any, batch: Batch) -> torch.Tensor:
         if not batch.fixed:
             eager.append(batch.rows)
         return forward(self, incoming, rope, caches, batch)
 
-    monkeypatch.setattr(Decoder, "hidden", hidden)
+    monkeypatch.setattr(DecoderModel, "hidden", hidden)
     for limit in (worker.EAGER_BYTES, 0):
         monkeypatch.setattr(worker, "EAGER_BYTES", limit)
         with LLM(path, **how) as llm:
@@ -306,7 +306,7 @@ def test_nothing_of_the_whole_device_happens_while_a_graph_is_captured(card: Car
             with fake_cuda.OnThisThread():
                 {
                     "capture": lambda: CudaGraphs()(lambda: x.add_(1)),
-                    "contest": lambda: contest.seconds(lambda: x.add_(1)),
+                    "contest": lambda: contest.graph_seconds(lambda: x.add_(1)),
                     "synchronize": lambda: synchronize_device(CUDA),
                     "empty_cache": release_cached_memory,
                 }[other]()

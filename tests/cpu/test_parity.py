@@ -10,7 +10,7 @@ import torch
 from tests.cpu import checkpoints
 from tests.cpu.layouts import LAYOUTS, logits_of, plan_for
 from weft import LLM, SamplingParams
-from weft.core import tables
+from weft.core import block_tables
 
 PROMPTS = [[1, 5, 9, 33, 7], list(range(3, 60)), [1, 150], [40, 41, 42] * 9]
 NEW = 12
@@ -79,7 +79,7 @@ def test_tokens_do_not_depend_on_scheduling(
 ) -> None:
     preempt = how.get("kv_cache_memory_bytes") == 1
     if preempt:
-        monkeypatch.setattr(tables, "GROWTH", 1)  # or nobody would be let in who has to go again
+        monkeypatch.setattr(block_tables, "GROWTH", 1)  # or nobody would be let in who has to go again
         plan = plan_for(checkpoint, "whole", dtype="float32", block_size=2)
         # 36 blocks of 2: the longest alone needs 35, and three prompts fit together but not their answers.
         how = {"kv_cache_memory_bytes": 36 * plan.block_bytes(0), "max_model_len": 70, "block_size": 2}

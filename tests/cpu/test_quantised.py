@@ -25,13 +25,12 @@ from weft.kernels.plain import PlainKernels
 from weft.plan.fills import rank_fills
 from weft.plan.plan import Plan
 from weft.plan.quantization import held_tensors
-from weft.quant.quantised import Quantised, pack, unpack
-from weft.quant.rounding import rounded
+from weft.quant.quantised import QuantisedWeight, pack_nibbles, unpack_nibbles
+from weft.quant.rounding import round_weight
 from weft.weights import stored
-from weft.weights.load import allocate, load
-from weft.weights.quantised import quantise, split
-from weft.weights.quantised import unpack as unpack_blocks
-from weft.weights.stored import Stored
+from weft.weights.load import allocate_parameters, load_weights
+from weft.weights.quantised import quantise, split_blocks, unpack_blocks
+from weft.weights.stored import StoredWeights
 
 CPU = torch.device("cpu")
 TEXT = Path(__file__).parents[2] / "LICENSE"  # English that does not change
@@ -42,7 +41,7 @@ TEXT = Path(__file__).parents[2] / "LICENSE"  # English that does not change
 
 def test_nibbles() -> None:
     numbers = torch.randint(0, 16, (3, 4 * UNIT), dtype=torch.uint8)
-    assert torch.equal(unpack(pack(numbers)), numbers)
+    assert torch.equal(unpack_nibbles(pack_nibbles(numbers)), numbers)
 
 
 @pytest.mark.parametrize("type", SCHEMES)
@@ -58,7 +57,7 @@ def test_rounding_loses_little(type: str) -> None:
 @pytest.mark.parametrize("type", KINDS)
 @pytest.mark.parametrize("value", [0.0, 1.0, -3.0, 1e-9, 65504.0])
 def test_rounding_what_is_all_the_same(type: str, value: float) -> None:
-    into = Quantised.empty(type, 2, Span(0, 128), torch.float32, CPU)
+    into = QuantisedWeight.empty(type, 2, Span(0, 128), torch.float32, CPU)
     quantise(lambda r, c, out: out.fill_(value), Span(0, 2), Span(0, 128), 128, 1, into)
     assert (into.dequantise() - value).abs().max() <= max(1e-6, abs(value) * 2e-3)
 
@@ -69,7 +68,7 @@ def test_what_lies_on_a_grid_is_found_again() -> None:
     q[..., 0], q[..., 1] = 0, 15
     scale, low = (torch.rand(50, 8, 1) + 0.1).half().float(), torch.randn(50, 8, 1).half().float()
     weight = (q * scale + low).flatten(1)
-    found, fitted, lowest = rounded(weight, SCHEMES["Q4_1"])
+    found, fitted, lowest = round_weight(weight, SCHEMES["Q4_1"])
     assert lowest is not None
     assert torch.equal(found.float(), q)
     assert torch.allclose(fitted, scale, rtol=2e-3) and torch.allclose(lowest, low, atol=2e-3)
@@ -98,12 +97,12 @@ def held(path: Path, truth: Mapping[str, np.ndarray]) -> Iterator[tuple[str, tor
     schemes = held_tensors(SHAPE, resolve(str(path)).quantised)
     plan = plan_for(SHAPE, path, "gguf", dtype="bfloat16", schemes=schemes, layout=UNEVEN)
     for place in plan.places:
-        room = allocate(plan, place, CPU)
-        load(plan, place, room)
+        room = allocate_parameters(plan, place, CPU)
+        load_weights(plan, place, room)
         assert sum(part.nbytes for part in room.values()) == plan.weight_bytes(place.rank)
         for fill in rank_fills(SHAPE, place):
             part, whole = room[fill.param], torch.from_numpy(truth[fill.source])[fill.rows.start : fill.rows.stop]
-            if isinstance(part, Quantised) and fill.cols is not None:
+            if isinstance(part, QuantisedWeight) and fill.cols is not None:
                 got = part.narrow(0, fill.at, len(fill.rows)).dequantise()
                 yield part.type, got, whole[:, fill.cols.start : fill.cols.stop]
 
@@ -149,8 +148,8 @@ def test_blocks_of_a_scheme_s_own_type_are_split_as_they_would_be_unpacked(type:
     """Two ways to the same numbers: one is many times faster."""
     blocks = torch.randint(0, 256, (3, 4, ENCODINGS[type].nbytes), generator=torch.Generator().manual_seed(1))
     blocks[..., 1:4:2] &= 0x3B  # the upper bytes of what may be a half: finite
-    made = [Quantised.empty(type, 3, Span(0, 4 * 32), torch.bfloat16, CPU) for _ in range(2)]
-    split(blocks.to(torch.uint8), made[0])
+    made = [QuantisedWeight.empty(type, 3, Span(0, 4 * 32), torch.bfloat16, CPU) for _ in range(2)]
+    split_blocks(blocks.to(torch.uint8), made[0])
     unpack_blocks(blocks.to(torch.uint8).view(3, -1), type, 0, made[1])
     for one, other in zip(*((it.values, it.scales, it.lowest) for it in made), strict=True):
         assert torch.equal(one, other) if one is not None else other is None
@@ -159,7 +158,7 @@ def test_blocks_of_a_scheme_s_own_type_are_split_as_they_would_be_unpacked(type:
 def test_a_scale_beyond_16_bits_is_refused() -> None:
     block = torch.zeros(1, 144, dtype=torch.uint8)
     block[0, :2] = torch.tensor([60000.0]).half().view(torch.uint8)
-    into = Quantised.empty("Q4_1", 1, Span(0, 256), torch.bfloat16, CPU)
+    into = QuantisedWeight.empty("Q4_1", 1, Span(0, 256), torch.bfloat16, CPU)
     unpack_blocks(block, "Q4_K", 0, into)
     block[0, 4] = 2
     with pytest.raises(ModelError, match="beyond the 65,504"):
@@ -170,11 +169,11 @@ def test_another_type_is_rounded_from_what_it_stands_for(tmp_path: Path) -> None
     truth = write_model(tmp_path / "m.gguf", SHAPE, "Q8_0")
     plan = quantised_plan(tmp_path / "m.gguf", "gguf", "INT8", layout=UNEVEN)
     for place in plan.places:
-        room = allocate(plan, place, CPU)
-        load(plan, place, room)
+        room = allocate_parameters(plan, place, CPU)
+        load_weights(plan, place, room)
         for fill in rank_fills(SHAPE, place):
             part = room[fill.param]
-            if isinstance(part, Quantised) and fill.cols is not None:
+            if isinstance(part, QuantisedWeight) and fill.cols is not None:
                 want = torch.from_numpy(truth[fill.source])[fill.rows.start : fill.rows.stop]
                 want = want[:, fill.cols.start : fill.cols.stop]
                 got = part.narrow(0, fill.at, len(fill.rows)).dequantise()
@@ -222,11 +221,11 @@ def test_products(type: str, dtype: torch.dtype, rows: int, cols: Span, width: i
 def test_rows_of_a_table(type: str) -> None:
     weight, numbers = random(type, 70, Span(0, 96), 96), torch.tensor([0, 69, 31, 32, 33, 0])
     want = weight.dequantise(torch.bfloat16)[numbers]
-    assert torch.equal(PlainKernels().table(weight).rows(numbers), want)
-    got = native(torch.bfloat16).table(weight).rows(numbers)
+    assert torch.equal(PlainKernels().embedding_table(weight).rows(numbers), want)
+    got = native(torch.bfloat16).embedding_table(weight).rows(numbers)
     assert torch.allclose(got.float(), want.float(), rtol=1e-2, atol=1e-3)
     dense = torch.randn(70, 95).bfloat16()
-    assert torch.equal(native(torch.bfloat16).table(dense).rows(numbers), dense[numbers])
+    assert torch.equal(native(torch.bfloat16).embedding_table(dense).rows(numbers), dense[numbers])
 
 
 # --- the real model ---
@@ -256,7 +255,7 @@ def test_perplexity_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 5 < truth < 50
     assert measured() < 1.02 * truth
     assert measured(quantization="int8") < 1.03 * truth
-    monkeypatch.setattr(Stored, "read_blocks", lambda *_: False)
+    monkeypatch.setattr(StoredWeights, "read_blocks", lambda *_: False)
     assert measured(quantization="int4") < 1.05 * truth
 
 

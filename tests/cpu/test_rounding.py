@@ -14,14 +14,14 @@ from tests.pure.costs import cut
 from weft.architectures.place import Span
 from weft.formats.catalogue import find
 from weft.formats.schemes import ALL_SCHEMES, SCHEMES, Scheme
-from weft.kernels import rounding
+from weft.kernels import create_rounding
 from weft.kernels.base import AttentionShape
-from weft.kernels.native.rounding import NativeRounding, knows, made
-from weft.native import compiled
+from weft.kernels.native.rounding import NativeRounding, create_native_rounding, supports_scheme
+from weft.native import build
 from weft.plan.fills import rank_fills
-from weft.quant.quantised import Quantised
+from weft.quant.quantised import QuantisedWeight
 from weft.quant.rounding import Rounding, round_into
-from weft.weights.quantised import bands, quantise
+from weft.weights.quantised import quantise, row_bands
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SHAPE = AttentionShape(
@@ -31,7 +31,7 @@ SHAPE = AttentionShape(
     windows=(None,),
     scale=1.0,
     dtype=torch.bfloat16,
-    kept=torch.bfloat16,
+    cache_dtype=torch.bfloat16,
     block_size=16,
     rows=1,
     tokens=1,
@@ -62,13 +62,13 @@ def importance() -> torch.Tensor:
     return drawn.clamp_(min=0.1)
 
 
-def made_of(weight: torch.Tensor, type: str, how: Rounding, counts: torch.Tensor | None = None) -> Quantised:
-    into = Quantised.empty(type, len(weight), Span(0, weight.shape[1]), torch.float32, CPU)
+def made_of(weight: torch.Tensor, type: str, how: Rounding, counts: torch.Tensor | None = None) -> QuantisedWeight:
+    into = QuantisedWeight.empty(type, len(weight), Span(0, weight.shape[1]), torch.float32, CPU)
     how(weight, into, counts)
     return into
 
 
-def parts(matrix: Quantised) -> list[torch.Tensor]:
+def parts(matrix: QuantisedWeight) -> list[torch.Tensor]:
     return [part for part in (matrix.values, matrix.scales, matrix.lowest) if part is not None]
 
 
@@ -132,7 +132,7 @@ def test_a_cut_has_the_same_numbers(ours: NativeRounding, type: str) -> None:
 
     whole = made_of(weight, type, ours).dequantise()
     for cols in (Span(0, 192), Span(192, 384), Span(384, WIDTH), Span(32, 64)):
-        into = Quantised.empty(type, 100, cols, torch.float32, CPU)
+        into = QuantisedWeight.empty(type, 100, cols, torch.float32, CPU)
         quantise(read, Span(20, 120), cols, WIDTH, 4, into, torch.bfloat16, ours)
         assert torch.equal(into.dequantise(), whole[20:120, cols.start : cols.stop])
 
@@ -177,7 +177,7 @@ def test_a_cut_has_the_same_numbers_on_a_gpu(gpus: Rounding, type: str) -> None:
 
     whole = made_of(weight[50:90], type, gpus).dequantise()
     for cols in (Span(0, 192), Span(384, WIDTH), Span(32, 64)):
-        into = Quantised.empty(type, 40, cols, torch.float32, CPU)
+        into = QuantisedWeight.empty(type, 40, cols, torch.float32, CPU)
         quantise(read, Span(50, 90), cols, WIDTH, 4, into, torch.bfloat16, gpus)
         assert torch.equal(into.dequantise(), whole[:, cols.start : cols.stop])
 
@@ -188,7 +188,7 @@ def test_an_8b_is_rounded_on_a_card_in_few_launches(
 ) -> None:
     """Llama-3.1-8B: the launches of a band, and the bands of all matrices. A card takes some 5 us for each."""
     shape = find("Llama-3.1-8B").shape
-    how = rounding("auto", CUDA, SHAPE)
+    how = create_rounding("auto", CUDA, SHAPE)
     seen: dict[str, int] = {}
     host = torch.randn(8, 256).bfloat16()
 
@@ -196,12 +196,14 @@ def test_an_8b_is_rounded_on_a_card_in_few_launches(
         out.copy_(host)
 
     for type in ("Q4_1", "Q8_0"):
-        into, before = Quantised.empty(type, 8, Span(0, 256), torch.bfloat16, CUDA), card.launches
+        into, before = QuantisedWeight.empty(type, 8, Span(0, 256), torch.bfloat16, CUDA), card.launches
         quantise(read, Span(0, 8), Span(0, 256), 256, 4, into, torch.bfloat16, how)
         seen[type] = card.launches - before
     place = cut(shape, [0]).places[0]
     pieces = [
-        len([*bands(fill.rows, len(fill.cols), shape.head_dim, CUDA)]) for fill in rank_fills(shape, place) if fill.cols
+        len([*row_bands(fill.rows, len(fill.cols), shape.head_dim, CUDA)])
+        for fill in rank_fills(shape, place)
+        if fill.cols
     ]
     assert sum(pieces) > 32 * 7 and max(seen.values()) * sum(pieces) <= 2000
 
@@ -213,7 +215,7 @@ def test_without_a_compiler_torch_rounds(monkeypatch: pytest.MonkeyPatch) -> Non
     def nothing(name: str) -> None:
         raise FileNotFoundError("no C++ compiler was found")
 
-    monkeypatch.setattr("weft.native.compiled.load", nothing)
+    monkeypatch.setattr("weft.native.build.load_library", nothing)
     weight = weights(torch.float32)
     found, want = made_of(weight, "Q4_1", NativeRounding(torch.bfloat16)), made_of(weight, "Q4_1", round_into)
     for got, part in zip(parts(found), parts(want), strict=True):
@@ -221,8 +223,8 @@ def test_without_a_compiler_torch_rounds(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_who_rounds() -> None:
-    assert isinstance(rounding("auto", CPU, SHAPE), NativeRounding)
-    assert rounding("torch", CPU, SHAPE) is round_into
-    assert rounding("auto", torch.device("meta"), SHAPE) is round_into
-    assert compiled.obstacle("float16", 64, 2) and made(torch.float16, 64, 2) is round_into
-    assert knows(SCHEMES["INT8"]) and not knows(Scheme(bits=4, group=256, lowest="zero"))
+    assert isinstance(create_rounding("auto", CPU, SHAPE), NativeRounding)
+    assert create_rounding("torch", CPU, SHAPE) is round_into
+    assert create_rounding("auto", torch.device("meta"), SHAPE) is round_into
+    assert build.native_obstacle("float16", 64, 2) and create_native_rounding(torch.float16, 64, 2) is round_into
+    assert supports_scheme(SCHEMES["INT8"]) and not supports_scheme(Scheme(bits=4, group=256, lowest="zero"))

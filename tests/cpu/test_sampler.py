@@ -17,11 +17,11 @@ from tests.cpu.draws import MASK, chi_square
 from tests.cpu.reference_sampler import EOS, Row, check_logprobs, distribution, expected, grid, row_of, sampled
 from weft.core.params import SamplingParams
 from weft.core.step import Admission
-from weft.kernels.streams import BROKEN
+from weft.kernels.streams import NOT_FINITE
 from weft.worker import chunks
 from weft.worker import sampler as sampler_module
 from weft.worker.filters import weigh
-from weft.worker.random import BLOCK, exponentials, race, seeds
+from weft.worker.random import SAMPLING_BLOCK, exponentials, race, seeds
 from weft.worker.sampler import Sampler
 
 
@@ -34,7 +34,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-VOCABULARIES = (7, BLOCK - 1, BLOCK, 2 * BLOCK + 3)
+VOCABULARIES = (7, SAMPLING_BLOCK - 1, SAMPLING_BLOCK, 2 * SAMPLING_BLOCK + 3)
 
 
 def sampler_of(vocab: int, rows: list[Row], first: int = 0) -> Sampler:
@@ -97,7 +97,7 @@ def test_chunks_do_not_change_tokens_or_logprobs(monkeypatch: pytest.MonkeyPatch
     logits = grid(300, 40, 0)
     positions = [1] * 40
     at_once = sampled(sampler_of(300, rows), logits, list(range(40)), positions).result()
-    monkeypatch.setattr(chunks, "CPU_FIGURES", 0)
+    monkeypatch.setattr(chunks, "CPU_ELEMENTS", 0)
     assert sampled(sampler_of(300, rows), logits, list(range(40)), positions).result() == at_once
 
 
@@ -139,10 +139,10 @@ def test_exponentials_are_exponential(vary: str) -> None:
 
 
 def test_frequencies_are_those_of_the_distribution() -> None:
-    vocab, draws = 2 * BLOCK + 30, 30_000
+    vocab, draws = 2 * SAMPLING_BLOCK + 30, 30_000
     weights = torch.rand(vocab, generator=torch.Generator().manual_seed(1)) ** 4
     weights[::5] = 0
-    weights[[0, BLOCK, vocab - 1]] = torch.tensor([5.0, 20.0, 10.0])
+    weights[[0, SAMPLING_BLOCK, vocab - 1]] = torch.tensor([5.0, 20.0, 10.0])
     streams = torch.from_numpy(seeds(np.arange(draws, dtype=np.uint64), np.full(draws, 17)))
     found = torch.cat([race(weights.expand(len(part), -1), part) for part in streams.split(2000)])
     counts = np.bincount(found.numpy(), minlength=vocab)
@@ -265,7 +265,7 @@ def test_nan_stays_in_its_row() -> None:
     clean, clean_logprobs = sampled(sampler_of(600, rows), logits, slots, positions).result()
     assert tokens[1::2] == clean[1::2]
     assert logprobs[1::2] == clean_logprobs[1::2]
-    assert tokens[0::2] == [BROKEN] * 6 and all(0 <= token < 600 for token in tokens[1::2])
+    assert tokens[0::2] == [NOT_FINITE] * 6 and all(0 <= token < 600 for token in tokens[1::2])
     assert all(scores is not None and math.isnan(scores.logprob) for scores in logprobs[0::2])
 
 
@@ -289,7 +289,7 @@ def test_wishes_with_nothing_to_do_leave_the_logits_as_they_are(monkeypatch: pyt
     def refuse(*_: object) -> NoReturn:
         raise AssertionError("the logits are changed")
 
-    monkeypatch.setattr(sampler_module, "shape", refuse)
+    monkeypatch.setattr(sampler_module, "apply_edits", refuse)
     rows = [
         Row(0, SamplingParams(min_tokens=2), [3], [7, 8]),
         Row(1, SamplingParams(bad_word_ids=((5, 6),)), [3], []),

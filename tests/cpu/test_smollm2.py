@@ -13,7 +13,7 @@ import transformers
 from weft import LLM, SamplingParams
 from weft.formats.demo import fetch_demo
 
-NEW = 64
+NEW = 32
 PROMPTS = [
     "Why is the sky blue?",
     "Once upon a time there was a",
@@ -32,7 +32,7 @@ def gguf() -> Path:
 def ids(gguf: Path) -> list[list[int]]:
     from weft.text import tokenizer
 
-    words = tokenizer.load(str(gguf))
+    words = tokenizer.load_tokenizer(str(gguf))
     return [words.encode(prompt) for prompt in PROMPTS]
 
 

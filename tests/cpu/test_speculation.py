@@ -18,14 +18,14 @@ from weft import LLM, SamplingParams
 from weft.comm import Links
 from weft.comm.base import Solo
 from weft.config import EngineConfig
-from weft.core import tables
-from weft.core.speculation import Guesser
-from weft.core.worth import Worth
+from weft.core import block_tables
+from weft.core.speculation import DraftProposer
+from weft.core.speculation_gate import SpeculationGate
 from weft.errors import ConfigError, PlanError
 from weft.formats.checkpoint import resolve
 from weft.hardware import host
 from weft.kernels.batch import Batch
-from weft.models.decoder import Decoder
+from weft.models.decoder import DecoderModel
 from weft.plan.memory import fit_length
 from weft.plan.plan import Plan
 from weft.plan.speculation import draft_plan
@@ -79,16 +79,16 @@ def test_the_same_answers(model: str, truth: list, layout: dict, draft: bool) ->
     assert found == truth
     if draft:
         # What is asked for is bounded by the blocks that a text has: nearly all the rest is right.
-        assert stats.confirmed_tokens > 0.9 * stats.guessed_tokens > 40
+        assert stats.accepted_tokens > 0.9 * stats.draft_tokens > 40
     else:
-        assert stats.guessed_tokens > 0
+        assert stats.draft_tokens > 0
 
 
 def test_a_draft_that_guesses_badly_changes_nothing(model: str, truth: list, folder: Path) -> None:
     other = checkpoints.make("llama-mha-odd", folder)
     found, stats = run(model, speculative_config={"model": str(other)})
     assert found == truth
-    assert stats.guessed_tokens > 0 and stats.confirmed_tokens < stats.guessed_tokens
+    assert stats.draft_tokens > 0 and stats.accepted_tokens < stats.draft_tokens
 
 
 def test_a_draft_forgets_what_it_guessed_wrong(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,16 +96,18 @@ def test_a_draft_forgets_what_it_guessed_wrong(model: str, monkeypatch: pytest.M
     with LLM(model, **how) as llm:
         want = llm.generate([PROMPTS[0]], GREEDY)[0].outputs[0].token_ids
     judged: list[tuple[int, int]] = []
-    monkeypatch.setattr(Guesser, "judge", lambda self, guessed, confirmed: judged.append((guessed, confirmed)))
+    monkeypatch.setattr(
+        DraftProposer, "record_accepted", lambda self, guessed, confirmed: judged.append((guessed, confirmed))
+    )
     with LLM(model, speculative_config={"model": model, "num_speculative_tokens": 3}, **how) as llm:
-        logits, calls = Decoder.logits, count()
+        logits, calls = DecoderModel.logits, count()
 
-        def at_first_wrong(self: Decoder, hidden: torch.Tensor) -> torch.Tensor | None:
+        def at_first_wrong(self: DecoderModel, hidden: torch.Tensor) -> torch.Tensor | None:
             found = logits(self, hidden)
-            drafts = sys._getframe(1).f_code.co_filename.endswith("drafter.py")
+            drafts = sys._getframe(1).f_code.co_filename.endswith("draft_runner.py")
             return -found if drafts and next(calls) < 12 and found is not None else found
 
-        monkeypatch.setattr(Decoder, "logits", at_first_wrong)
+        monkeypatch.setattr(DecoderModel, "logits", at_first_wrong)
         guesses_when(monkeypatch, lambda step: step < 4 or step > 8)  # some guesses are not judged, and then it rests
         assert llm.generate([PROMPTS[0]], GREEDY)[0].outputs[0].token_ids == want
     wrong = [step for step, (guessed, confirmed) in enumerate(judged) if confirmed < guessed]
@@ -124,7 +126,7 @@ def test_a_prefix_that_is_found_is_found_by_the_draft_too(model: str, reads: lis
         again = llm.generate(PROMPTS, GREEDY)
         after = llm.stats()
     assert [it.outputs[0].token_ids for it in again] == want and again[3].num_cached_tokens > 30
-    right, all_ = (getattr(after, name) - getattr(before, name) for name in ("confirmed_tokens", "guessed_tokens"))
+    right, all_ = (getattr(after, name) - getattr(before, name) for name in ("accepted_tokens", "draft_tokens"))
     assert right > 0.9 * all_ > 0
     # Of the prompts what is no whole block, and of the answers each token.
     assert sum(reads) < 4 * (4 + 30 + 1)
@@ -157,7 +159,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def guesses_when(monkeypatch: pytest.MonkeyPatch, turns: Callable[[int], bool]) -> None:
     """Guess in those steps alone, whatever the clock says."""
     steps = count()
-    monkeypatch.setattr(Worth, "guessing", lambda self, rows: turns(next(steps)))
+    monkeypatch.setattr(SpeculationGate, "allows_drafts", lambda self, rows: turns(next(steps)))
 
 
 OFTEN = {
@@ -183,7 +185,7 @@ def test_a_draft_reads_what_it_missed(
 ) -> None:
     """It drafts for itself, so with the KV of all tokens before it is always right: with found blocks that it has not
     read, with blocks that others had, where its guesses were not taken up."""
-    monkeypatch.setattr(tables, "GROWTH", 1)
+    monkeypatch.setattr(block_tables, "GROWTH", 1)
     prompts = [*PROMPTS, list(range(3, 44)), list(range(3, 30)), [1, 5, 9, 33, 7, 8]]
     params = [GREEDY, replace(DRAWN, seed=9), GREEDY, replace(DRAWN, logprobs=None), DRAWN, GREEDY, DRAWN]
     how = {"dtype": "float32", "skip_tokenizer_init": True, "executor": "inline", "block_size": 4, **limits}
@@ -194,11 +196,11 @@ def test_a_draft_reads_what_it_missed(
         found = [[it.outputs[0].token_ids for it in llm.generate(prompts, params)] for _ in range(2)]
         stats = llm.stats()
     assert found == want and bool(stats.preemptions) == ("max_model_len" in limits)
-    assert stats.guessed_tokens > 10 and stats.confirmed_tokens == stats.guessed_tokens
+    assert stats.draft_tokens > 10 and stats.accepted_tokens == stats.draft_tokens
 
 
-def test_what_is_ordered_is_sampled(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU hears of an admission with the next order, and a draft reads prompts too, from which nobody samples yet."""
+def test_what_is_prepared_is_sampled(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU hears of an admission with the next batch, and a draft reads prompts too, from which nobody samples yet."""
     calls: list[str] = []
 
     def counted(name: str) -> None:
@@ -207,10 +209,12 @@ def test_what_is_ordered_is_sampled(model: str, monkeypatch: pytest.MonkeyPatch)
 
     how = {"dtype": "float32", "skip_tokenizer_init": True, "executor": "inline", "max_num_batched_tokens": 16}
     with LLM(model, speculative_config={"model": model}, **how) as llm:
-        counted("order")
+        counted("prepare_batch")
         counted("sample")
         llm.generate([list(range(3, 44))], GREEDY)
-    assert calls[::2] == ["order"] * (len(calls) // 2) and calls[1::2] == ["sample"] * (len(calls) // 2) and calls
+    assert (
+        calls[::2] == ["prepare_batch"] * (len(calls) // 2) and calls[1::2] == ["sample"] * (len(calls) // 2) and calls
+    )
 
 
 def test_a_draft_that_is_not_asked_reads_nothing(model: str, monkeypatch: pytest.MonkeyPatch, reads: list[int]) -> None:
@@ -256,7 +260,7 @@ def test_a_draft_of_another_vocabulary_is_refused(model: str, tmp_path: Path) ->
 
 def drafted(model: str, **how: object) -> Plan:
     config = EngineConfig(model=model, dtype="float32", speculative_config={"model": model}, **how)
-    return plan_to_run(config, resolve(model), host.probe())
+    return plan_to_run(config, resolve(model), host.probe_host())
 
 
 def test_graphs_of_the_draft_stay_beside_those_of_its_model(model: str, monkeypatch: pytest.MonkeyPatch) -> None:

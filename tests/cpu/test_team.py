@@ -78,7 +78,7 @@ def test_all_layers_of_a_stage_give_the_same_bits(type: str | None, counts: list
     for count in (1, 2, 3, 7):
         torch.set_num_threads(count)
         caches = [KVCache(*stored.clone()) for _ in layers]
-        stage = kernels.fuse(layers, Solo())
+        stage = kernels.fuse_layers(layers, Solo())
         assert stage is not None
         results.append((stage(residual.clone(), angles, caches, batch), caches[1].keys, caches[1].values))
     assert results[0][0].isfinite().all() and not torch.equal(results[0][0], residual)

@@ -18,7 +18,8 @@ import sys, types
 import torch
 from scripts.kernel_sass.launches import recorded
 from weft.kernels.base import KVCache
-from weft.kernels.triton import attention, laying, pointwise, products, reduce, rounding, sampling
+from weft.kernels.triton import attention, pointwise, products, reduce, rounding, sampling
+from weft.kernels.triton.staged import fill_batch
 
 capability = int(sys.argv[1])
 """
@@ -55,11 +56,11 @@ def launch_all():
                                    order=ints[0], slots=ints[0], growth=ints, blocks=ints[0], last=batch.slots,
                                    tables=ints, rows=2, decodes=2, width=4)
     batch.tokens, batch.decodes = ints[0], 2
-    laying.lay(staged, batch)
+    fill_batch(staged, batch)
     reduce.sum_add_norm(torch.zeros(8, dtype=torch.int64), wide, wide[0], 1e-6)
     longs = torch.zeros(2, dtype=torch.int64)
     settings = torch.zeros(2, 4, dtype=torch.float64)
-    sampling.choose(torch.zeros(2, 151936, dtype=dtype), longs, longs, settings, longs, filtered=True)
+    sampling.sample_tokens(torch.zeros(2, 151936, dtype=dtype), longs, longs, settings, longs, filtered=True)
 """
     + COMPILED
 )
@@ -67,7 +68,7 @@ PRODUCTS = (
     LAUNCHES
     + """
 from weft.architectures.place import Span
-from weft.quant.quantised import Quantised
+from weft.quant.quantised import QuantisedWeight
 
 dtype = getattr(torch, sys.argv[2])
 wide, cut = Span(0, 4096), Span(64, 640)
@@ -77,10 +78,10 @@ if capability < 80:
 
 def launch_all():
     for kind, cols in kinds.items():
-        weight = Quantised.empty(kind, 96, cols, dtype, torch.device("cpu"))
+        weight = QuantisedWeight.empty(kind, 96, cols, dtype, torch.device("cpu"))
         if "ROW" not in kind:
             rounding.round_on_gpu(torch.zeros(96, cols.stop - cols.start + weight.lacking, dtype=dtype), weight)
-        product = products.quantised(weight, torch.zeros(96, dtype=dtype), 132)
+        product = products.create_quantised_matrix(weight, torch.zeros(96, dtype=dtype), 132)
         for tokens in (1, 64, 200):
             product(torch.zeros(tokens, len(cols), dtype=dtype))
         product.rows(torch.zeros(3, dtype=torch.int64))
@@ -97,6 +98,7 @@ def launch_all():
         (90, "128", "bfloat16", "float8_e4m3fn"),
         (86, "256,8", "bfloat16", "bfloat16"),
         (86, "128", "float32", "float32"),
+        (75, "256", "float32", "float32"),
         (75, "64,128,256", "float16", "float16"),  # heads of 96 take what those of 128 take
     ],
     ids=str,

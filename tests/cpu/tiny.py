@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.pure.letters import BOS, END, TEMPLATE, VOCAB, words
+from tests.pure.letters import BOS, END, TEMPLATE, VOCAB, text_tools
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -26,7 +26,7 @@ CONFIG = {
 def write(folder: Path, **generation: object) -> Path:
     """The model's folder, for load_format "dummy"; `generation` goes into generation_config.json."""
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = words().tokenizer
+    tokenizer = text_tools().tokenizer
     assert tokenizer is not None
     tokenizer._rust.save(str(folder / "tokenizer.json"))
     settings = {"bos_token": "<bos>", "eos_token": "<e>", "add_bos_token": True, "chat_template": TEMPLATE}

@@ -15,11 +15,11 @@ from tests.cpu.attention import as_staged, ragged, shaped
 from tests.cpu.test_attention_backends import CASES
 from tests.gpu.test_triton_cuda import CUDA, LONG, TOLERANCE, there
 from weft import LLM, SamplingParams
-from weft.kernels import choose, contest, flashinfer, samples, varlen
+from weft.kernels import attention_inputs, contest, create_kernels, flashinfer, varlen
 from weft.kernels.base import Kernels, KVCache
 from weft.kernels.batch import Batch
 from weft.kernels.plain import PlainKernels
-from weft.worker.graphs import CudaGraphs, blank
+from weft.worker.graphs import CudaGraphs, blank_batch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU on this machine")
 
@@ -29,8 +29,8 @@ FP8 = torch.float8_e4m3fn
 
 @pytest.fixture(params=["flashinfer", "varlen"])
 def backend(request: pytest.FixtureRequest) -> str:
-    module = {"flashinfer": flashinfer, "varlen": varlen}[request.param]
-    reason = module.obstacle(CUDA, shaped(torch.float16))
+    obstacle = {"flashinfer": flashinfer.flashinfer_obstacle, "varlen": varlen.varlen_obstacle}[request.param]
+    reason = obstacle(CUDA, shaped(torch.float16))
     if reason is not None:
         pytest.skip(f"needs {request.param}: {reason}")
     return request.param
@@ -52,7 +52,7 @@ def test_attention_over_paged_kv_is_exact(backend: str, case: tuple, dtype: torc
     counts, contexts, q_heads, kv_heads, head_dim, block_size, window = case
     windows = tuple({None, window})
     others = {"windows": windows, "block_size": block_size, "length": 8192, "tokens": 2048}
-    kernels = choose(backend, CUDA, shaped(dtype, head_dim, q_heads, kv_heads, **others))
+    kernels = create_kernels(backend, CUDA, shaped(dtype, head_dim, q_heads, kv_heads, **others))
     batch, blocks = ragged(counts, contexts, block_size, seed=1)
     torch.manual_seed(1)
     cache = KVCache(*(torch.randn(blocks, block_size, kv_heads, head_dim).to(dtype) for _ in range(2)))
@@ -60,22 +60,22 @@ def test_attention_over_paged_kv_is_exact(backend: str, case: tuple, dtype: torc
 
 
 def test_flashinfer_reads_an_fp8_cache() -> None:
-    shape = shaped(torch.bfloat16, 128, 8, 2, kept=FP8)
-    if flashinfer.obstacle(CUDA, shape) is not None or torch.cuda.get_device_capability() < (8, 9):
+    shape = shaped(torch.bfloat16, 128, 8, 2, cache_dtype=FP8)
+    if flashinfer.flashinfer_obstacle(CUDA, shape) is not None or torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("needs flashinfer and a card with FP8")
     batch, blocks = ragged([1, 1, 40], [130, 7, 90], 16, seed=3)
     torch.manual_seed(3)
     cache = KVCache(*(torch.randn(blocks, 16, 2, 128).to(FP8) for _ in range(2)))
     q = torch.randn(42, 8, 128).to(torch.bfloat16)
-    exact(choose("flashinfer", CUDA, shape), batch, q, cache, (None,), torch.bfloat16)
+    exact(create_kernels("flashinfer", CUDA, shape), batch, q, cache, (None,), torch.bfloat16)
 
 
 def test_a_graph_is_told_of_other_rows(backend: str) -> None:
     """Steps are laid into it while the ones before may still run: nothing that they read is overwritten too early."""
     dtype, rows = torch.float16, 8
     shape = shaped(dtype, 128, 16, 8, windows=(None, 33), rows=rows, length=4096)
-    kernels = choose(backend, CUDA, shape)
-    batch = blank(rows, 256, CUDA)
+    kernels = create_kernels(backend, CUDA, shape)
+    batch = blank_batch(rows, 256, CUDA)
     contexts = [[1 + 517 * i * (n + 1) % 3000 for i in range(n)] for n in range(1, rows + 1)]
     steps = [ragged([1] * len(row), row, 16, seed=len(row)) for row in contexts]
     torch.manual_seed(1)
@@ -92,7 +92,7 @@ def test_a_graph_is_told_of_other_rows(backend: str) -> None:
     replay = CudaGraphs()(run)
     found = []
     for step, _ in steps * 3:
-        kernels.lay(as_staged(there(step)), batch)
+        kernels.fill_batch(as_staged(there(step)), batch)
         kernels.prepare(replace(batch, host=step.lengths().padded(rows)))
         replay()
         found.append([out[: step.rows].clone() for out in outs])
@@ -124,11 +124,11 @@ def test_an_engine_gives_the_tokens_of_triton_s(backend: str, tmp_path: Path) ->
 
 def test_how_long_they_take(backend: str, capsys: pytest.CaptureFixture[str]) -> None:
     shape = shaped(torch.bfloat16, 128, 16, 8, rows=256, length=4096, tokens=2048)
-    others, ours = (choose(name, CUDA, shape) for name in (backend, "triton"))
+    others, ours = (create_kernels(name, CUDA, shape) for name in (backend, "triton"))
     lines = []
     for rows, context in ((1, 4096), (32, 1024), (256, 1024)):
-        given = samples.decodes(shape, CUDA, [context] * rows)
-        times = [contest.timed(kernels, shape, given) for kernels in (others, ours)]
+        given = attention_inputs.decode_inputs(shape, CUDA, [context] * rows)
+        times = [contest.attention_seconds(kernels, shape, given) for kernels in (others, ours)]
         lines.append(f"{rows} x {context}: {others.name} {times[0] * 1e6:.1f} us, triton {times[1] * 1e6:.1f} us")
     with capsys.disabled():
         print("\n" + "\n".join(lines))

@@ -9,8 +9,8 @@ import torch
 
 from tests.cpu.matrices import KINDS, random
 from weft.architectures.place import Span
-from weft.kernels.triton import made, products
-from weft.quant.quantised import Quantised
+from weft.kernels.triton import create_triton_kernels, products
+from weft.quant.quantised import QuantisedWeight
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU on this machine")
 
@@ -19,7 +19,7 @@ CUDA = torch.device("cuda")
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
 
-def there(weight: Quantised) -> Quantised:
+def there(weight: QuantisedWeight) -> QuantisedWeight:
     lowest = None if weight.lowest is None else weight.lowest.to(CUDA)
     return replace(weight, values=weight.values.to(CUDA), scales=weight.scales.to(CUDA), lowest=lowest)
 
@@ -38,8 +38,8 @@ def test_products(type: str, dtype: torch.dtype, rows: int, cols: Span, width: i
         weight = there(random(type, rows, cols, width, dtype=dtype))
     bias = torch.randn(rows, device=CUDA).to(dtype)
     exact = weight.dequantise().double()
-    kernels = made(CUDA)
-    product, table = kernels.matrix(weight, bias), kernels.table(weight)
+    kernels = create_triton_kernels(CUDA)
+    product, table = kernels.matrix(weight, bias), kernels.embedding_table(weight)
     for tokens in (1, 2, 16, 17, 33, 100, 256, 257, 700):
         x = torch.randn(tokens, len(cols), device=CUDA).to(dtype)
         want = x.double() @ exact.T + bias.double()
@@ -53,7 +53,7 @@ def test_products(type: str, dtype: torch.dtype, rows: int, cols: Span, width: i
 
 @pytest.mark.parametrize("tokens", [1, 16, 300])
 def test_a_product_is_captured(tokens: int) -> None:
-    product = made(CUDA).matrix(there(random("Q4_1", 4096, Span(0, 4096), 4096)), None)
+    product = create_triton_kernels(CUDA).matrix(there(random("Q4_1", 4096, Span(0, 4096), 4096)), None)
     x = torch.randn(tokens, 4096, device=CUDA, dtype=torch.bfloat16)
     product(x)
     graph = torch.cuda.CUDAGraph()
@@ -64,9 +64,9 @@ def test_a_product_is_captured(tokens: int) -> None:
     torch.testing.assert_close(out, product(x), rtol=0, atol=0)
 
 
-def made_up(type: str, rows: int, cols: int) -> Quantised:
+def made_up(type: str, rows: int, cols: int) -> QuantisedWeight:
     """Numbers that are quickly made; none are negative where they need not be."""
-    weight = Quantised.empty(type, rows, Span(0, cols), torch.bfloat16, CUDA)
+    weight = QuantisedWeight.empty(type, rows, Span(0, cols), torch.bfloat16, CUDA)
     weight.values.random_(0, 256)
     weight.scales.fill_(0.01)
     if weight.lowest is not None:
@@ -76,7 +76,7 @@ def made_up(type: str, rows: int, cols: int) -> Quantised:
 
 def test_the_scratch_is_bounded() -> None:
     weight = made_up("Q4_0", 65536, 8192)
-    product = made(CUDA).matrix(weight, None)
+    product = create_triton_kernels(CUDA).matrix(weight, None)
     x = torch.randn(products.MANY, 8192, device=CUDA, dtype=torch.bfloat16)
     product(x)
     torch.cuda.reset_peak_memory_stats()

@@ -12,7 +12,7 @@ import torch
 from tests.cpu import checkpoints
 from tests.cpu.draws import PARAMS, chi_square, chosen, far_apart
 from weft import LLM, SamplingParams
-from weft.kernels.streams import BROKEN
+from weft.kernels.streams import NOT_FINITE
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU on this machine")
 
@@ -43,7 +43,7 @@ def test_rows_that_are_no_distribution() -> None:
         SamplingParams(temperature=0),
     ):
         got, torchs = chosen(logits, [params], np.arange(5), CUDA)
-        assert got[1:].tolist() == [BROKEN] * 4 and got[0] >= 0
+        assert got[1:].tolist() == [NOT_FINITE] * 4 and got[0] >= 0
         assert torch.equal(got, torchs)
 
 

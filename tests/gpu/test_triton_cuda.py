@@ -17,7 +17,7 @@ from tests.cpu.attention import ragged, shaped
 from tests.cpu.test_kernels import attend_by_loop
 from tests.cpu.test_triton import MIXED
 from weft import LLM, SamplingParams
-from weft.kernels import choose
+from weft.kernels import create_kernels
 from weft.kernels.base import HeadNorm, KVCache
 from weft.kernels.batch import Batch
 from weft.kernels.plain import PlainKernels
@@ -44,7 +44,7 @@ def test_attention_over_paged_kv_is_exact(case: tuple, dtype: torch.dtype) -> No
     torch.manual_seed(1)
     cache = KVCache(*(torch.randn(blocks, block_size, kv_heads, head_dim).to(dtype) for _ in range(2)))
     q = torch.randn(sum(counts), q_heads, head_dim).to(dtype)
-    kernels = choose("triton", CUDA, shaped(dtype, head_dim, q_heads, kv_heads))
+    kernels = create_kernels("triton", CUDA, shaped(dtype, head_dim, q_heads, kv_heads))
     on_card = KVCache(cache.keys.to(CUDA), cache.values.to(CUDA))
     got = kernels.attend(q.to(CUDA), on_card, there(batch), head_dim**-0.5, window).cpu()
     if case is LONG:
@@ -59,7 +59,7 @@ def test_attention_over_paged_kv_is_exact(case: tuple, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("width", [50, 576, 5120])
 def test_what_lies_between_the_products(dtype: torch.dtype, width: int) -> None:
-    fast, plain = choose("triton", CUDA, shaped(dtype)), PlainKernels()
+    fast, plain = create_kernels("triton", CUDA, shaped(dtype)), PlainKernels()
     torch.manual_seed(2)
     close = {"atol": TOLERANCE[dtype], "rtol": TOLERANCE[dtype]}
     x, residual = (torch.randn(37, width, device=CUDA).to(dtype) for _ in range(2))
@@ -90,7 +90,7 @@ def test_a_cache_in_fp8_rounds_what_it_keeps() -> None:
     heads = torch.randn(37, 10 * 64, device=CUDA).to(dtype) * 4
     rope = torch.zeros(64, 64, device=CUDA)
     rope[:, :32] = 1.0
-    fast, cases = choose("triton", CUDA, shaped(dtype)), []
+    fast, cases = create_kernels("triton", CUDA, shaped(dtype)), []
     for kept in (kind, dtype):
         cache = KVCache(*(torch.zeros(blocks, 4, 2, 64, dtype=kept, device=CUDA) for _ in range(2)))
         q = fast.rotate_and_store(heads, 6, rope, cache, there(batch), None)

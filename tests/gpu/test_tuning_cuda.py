@@ -12,7 +12,7 @@ import torch
 from tests.cpu import tiny
 from tests.cpu.attention import shaped
 from weft import LLM, SamplingParams
-from weft.kernels import choose
+from weft.kernels import create_kernels
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU on this machine")
 
@@ -60,7 +60,7 @@ def test_sizes_are_measured_kept_and_used(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     pytest.importorskip("triton", reason="needs triton")
-    from weft.kernels.triton import kept
+    from weft.kernels.triton import saved_tunings
     from weft.probes.on_gpu import trials
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -74,10 +74,10 @@ def test_sizes_are_measured_kept_and_used(
             print("".join(f"  passed over: {name}: {why}\n" for name, why in obstacles.items()), end="")
         assert not any("other numbers" in why for why in obstacles.values())
 
-    found = trials.measured(shape, CUDA, tell=tell)
+    found = trials.measure_tunings(shape, CUDA, tell=tell)
     assert len(ran) == 5 and min(ran) >= 3 and [*found.decode] == [1, 8, 64]
-    kept.keep(CUDA, shape, found)
+    saved_tunings.save_tunings(CUDA, shape, found)
     with caplog.at_level(logging.INFO, "weft"):
-        kernels = choose("triton", CUDA, shape)
+        kernels = create_kernels("triton", CUDA, shape)
     assert "the fastest when they were measured" in caplog.text
     assert kernels._attention.tunings == found  # type: ignore[attr-defined]

@@ -14,7 +14,7 @@ from typing import Any
 
 from weft import logs
 from weft.cli import main
-from weft.cli.parser import find, parse
+from weft.cli.parser import find_command, parse_command
 
 # For a process that shall find this package, installed or not.
 HERE = {**os.environ, "PYTHONPATH": str(Path(main.__file__).parents[2])}
@@ -37,8 +37,8 @@ def weft_json(*words: str) -> tuple[int, dict[str, Any]]:
 
 def parsed(words: str | Sequence[str]) -> Namespace:
     """What weft WORDS says; one text is split at its blanks."""
-    command, rest = find(words.split() if isinstance(words, str) else words)
-    return parse(command, rest)
+    command, rest = find_command(words.split() if isinstance(words, str) else words)
+    return parse_command(command, rest)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.pure.commands import weft
 from weft import __version__
-from weft.client.vllm import foreign
+from weft.client.vllm import vllm_arguments
 from weft.export.targets import TARGETS
 
 # Flags of vllm serve that Weft has too, in its documentation of version 0.12 and later.
@@ -20,7 +20,7 @@ SHARED = """
 tensor-parallel-size pipeline-parallel-size distributed-executor-backend max-model-len max-num-seqs
 max-num-batched-tokens gpu-memory-utilization dtype tokenizer served-model-name host port
 """
-VLLM = {*foreign(), *SHARED.split()}
+VLLM = {*vllm_arguments(), *SHARED.split()}
 FOLDER = Path(__file__).parent / "golden"
 PLANS = {
     "one-gpu": "Llama-3.1-8B-Instruct --gpus 1xRTX4090 --max-model-len 8192",

@@ -14,7 +14,7 @@ from weft.hardware.host import Host
 from weft.hardware.topology import Gpu
 from weft.plan.layout import build_plan
 from weft.plan.plan import Plan
-from weft.planner.forecast import Forecast, forecast
+from weft.planner.forecast import Forecast, forecast_plan
 from weft.probes.speeds import Speeds
 
 CARDS = {  # memory in MiB, compute capability
@@ -78,4 +78,4 @@ def checkpoint(name: str) -> Checkpoint:
 
 def expected(**flags: Any) -> Forecast:
     """Of SmolLM2-135M on a CPU."""
-    return forecast(plan(kind="dummy", **flags), host(), MEASURED)
+    return forecast_plan(plan(kind="dummy", **flags), host(), MEASURED)

@@ -84,7 +84,7 @@ class Ranks:
 
         written: set[tuple[int, int]] = set()
         tokens = iter(plan.tokens)
-        rows = zip(plan.slots, plan.starts, plan.counts, plan.blocks, plan.guesses, strict=True)
+        rows = zip(plan.slots, plan.starts, plan.counts, plan.blocks, plan.draft_counts, strict=True)
         for slot, start, count, blocks, guessed in rows:
             row = self.live[slot]
             fresh = row.end is None
@@ -111,7 +111,7 @@ class Ranks:
         assert next(tokens, None) is None
 
         result = StepResult(plan.id, [], [], {})
-        asked = plan.asks or [0] * len(plan.slots)
+        asked = plan.draft_requests or [0] * len(plan.slots)
         for slot, start, samples, asks in zip(plan.slots, plan.starts, plan.samples, asked, strict=True):
             row = self.live[slot]
             assert row.end is not None
@@ -133,7 +133,7 @@ class Ranks:
                 if row.guesses:
                     row.end = len(row.context) - 1
                 if asks and (guesses := self.guess(row, asks)) is not None:
-                    result.guesses[slot] = guesses
+                    result.drafts[slot] = guesses
         return result
 
     def guess(self, row: Row, count: int) -> list[int] | None:

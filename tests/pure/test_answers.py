@@ -88,7 +88,7 @@ def llm(monkeypatch: pytest.MonkeyPatch) -> Any:
         made.now = FakeLLM(**vars(engine_config(arguments, **ours)))
         return made.now
 
-    monkeypatch.setattr(engine, "start", start)
+    monkeypatch.setattr(engine, "start_engine", start)
     return made
 
 
@@ -198,14 +198,14 @@ def test_values_out_of_range_are_refused_before_anything_starts(
 
 
 def test_an_answer_of_one_token_has_no_rate() -> None:
-    assert engine.speed(answer("a", 1)) == {"ttft_s": 0.5, "decode_tok_s": None}
-    assert engine.speed(answer("ab", 2, at=1.5)) == {"ttft_s": 0.5, "decode_tok_s": None}
+    assert engine.answer_speed(answer("a", 1)) == {"ttft_s": 0.5, "decode_tok_s": None}
+    assert engine.answer_speed(answer("ab", 2, at=1.5)) == {"ttft_s": 0.5, "decode_tok_s": None}
     assert engine.speed_text(answer("a", 1)) == "1 token, 500 ms to the first token"
 
 
 def test_a_stopped_answer_tells_its_first_token_and_no_rate() -> None:
     stopped = answer("Hello", 67, finished=False)
-    assert engine.speed(stopped) == {"ttft_s": 0.5, "decode_tok_s": None}
+    assert engine.answer_speed(stopped) == {"ttft_s": 0.5, "decode_tok_s": None}
     assert engine.speed_text(stopped) == "67 tokens, stopped, 500 ms to the first token"
 
 
@@ -224,12 +224,12 @@ def test_demo_cuts_the_model_in_two(llm: Any, capsys: pytest.CaptureFixture[str]
 
 
 def test_demo_takes_a_layout_and_shares_a_single_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.hardware.host.probe", lambda: SimpleNamespace(gpus=("one",)))
-    assert demo.cut(parsed("demo")) == {"tensor_parallel_size": 2, "device_ids": (0, 0)}
-    assert demo.cut(parsed("demo --device cpu")) == {"tensor_parallel_size": 2}
-    assert demo.cut(parsed("demo -pp 3")) == {}
-    monkeypatch.setattr("weft.hardware.host.probe", lambda: SimpleNamespace(gpus=("one", "two")))
-    assert demo.cut(parsed("demo")) == {"tensor_parallel_size": 2}
+    monkeypatch.setattr("weft.hardware.host.probe_host", lambda: SimpleNamespace(gpus=("one",)))
+    assert demo.demo_layout(parsed("demo")) == {"tensor_parallel_size": 2, "device_ids": (0, 0)}
+    assert demo.demo_layout(parsed("demo --device cpu")) == {"tensor_parallel_size": 2}
+    assert demo.demo_layout(parsed("demo -pp 3")) == {}
+    monkeypatch.setattr("weft.hardware.host.probe_host", lambda: SimpleNamespace(gpus=("one", "two")))
+    assert demo.demo_layout(parsed("demo")) == {"tensor_parallel_size": 2}
 
 
 def test_chat_remembers_forgets_and_ends(
@@ -256,9 +256,9 @@ def test_ctrl_c_ends_an_answer_of_a_chat_and_keeps_it(capsys: pytest.CaptureFixt
         yield from outputs
         raise KeyboardInterrupt
 
-    kept = engine.show(interrupted(answer("Hel", 1, finished=False)), stoppable=True)
+    kept = engine.print_stream(interrupted(answer("Hel", 1, finished=False)), stoppable=True)
     assert kept is not None and kept.outputs[0].text == "Hel"
-    assert engine.show(interrupted(), stoppable=True) is None
+    assert engine.print_stream(interrupted(), stoppable=True) is None
     with pytest.raises(KeyboardInterrupt):
-        engine.show(interrupted())
+        engine.print_stream(interrupted())
     assert capsys.readouterr().out == "Hel\n\n\n"

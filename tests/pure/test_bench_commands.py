@@ -13,10 +13,10 @@ import pytest
 
 from tests.pure.commands import parsed, weft
 from tests.pure.servers import Exchange, good, serving
-from weft.bench.compare import Change, changes, read
+from weft.bench.compare import Change, figure_changes, read_result
 from weft.cli import bench_compare, bench_serve
 from weft.cli.bench_view import aligned, number
-from weft.cli.plot import Curve, Line, Panel, picture, terminal
+from weft.cli.plot import Curve, Panel, ReferenceLine, text_plot, write_image
 from weft.errors import ConfigError
 
 
@@ -78,19 +78,19 @@ def test_what_is_wrong_is_said_before_the_load(url: str) -> None:
     for words, status, what in [
         ([*where, "--served-model-name", "n"], 1, "does not answer: HTTP 400: not n"),
         (["serve"], 2, "which server?"),
-        ([*where, "--goodput", "itl:3"], 1, "--goodput 'itl:3' is no limit"),
+        ([*where, "--goodput", "itl:3"], 1, "--goodput 'itl:3' is not a limit"),
         ([*where, "--request-rate", "-1"], 2, "must be above 0"),
-        ([*where, "--burstiness", "inf"], 2, "must have an end"),
+        ([*where, "--burstiness", "inf"], 2, "must be finite"),
         ([*where, "--random-range-ratio", "1"], 2, "below 1"),
-        ([*where, "--header", "nonsense"], 2, "is no header"),
-        ([*where, "--save-result", "/nowhere/at/all"], 2, "there is no directory"),
-        (["serve", "--base-url", "http://127.0.0.1:1"], 1, "is the server there?"),
+        ([*where, "--header", "nonsense"], 2, "is not a header"),
+        ([*where, "--save-result", "/nowhere/at/all"], 2, "does not exist"),
+        (["serve", "--base-url", "http://127.0.0.1:1"], 1, "is the server running?"),
         ([*where, "--port", "9"], 2, "give one of them"),
         ([*where, "--dataset-name", "sharegpt"], 2, "name it with --dataset-path"),
         ([*where, "--dataset-name", "random", "--dataset-path", "x"], 2, "leave --dataset-path out"),
         ([*where, "--metric-percentiles", "101"], 2, "from 0 to 100"),
         (["serve", "/no/such/model"], 1, "/no/such/model"),
-        (["sweep", "--base-url", url], 2, "what is to be varied?"),
+        (["sweep", "--base-url", url], 2, "which loads?"),
         (["sweep", "--base-url", url, "--request-rate", "1,2", "--max-concurrency", "1,2"], 2, "vary one of them"),
     ]:
         got, out, err = said(*words)
@@ -126,9 +126,9 @@ def test_sweep(url: str, tmp_path: Path) -> None:
     assert [point["request_rate"] for point in result["points"]] == [500, "inf"]
     assert json.loads((tmp_path / "b.json").read_text()) == result
     with pytest.raises(ConfigError, match="no result"):
-        read(str(Path(__file__)))
-    old, new = read(str(tmp_path / "a.json")), read(str(tmp_path / "a.json"))
-    found = changes(old, new)
+        read_result(str(Path(__file__)))
+    old, new = read_result(str(tmp_path / "a.json")), read_result(str(tmp_path / "a.json"))
+    found = figure_changes(old, new)
     assert {change.ratio for change in found} == {1.0} and len({change.name for change in found}) == len(found)
     assert "at once 1: median_ttft_ms" in {change.name for change in found}
 
@@ -136,18 +136,18 @@ def test_sweep(url: str, tmp_path: Path) -> None:
 def test_a_plot_in_a_file(tmp_path: Path) -> None:
     path = tmp_path / "plot.png"
     curves = [Curve("a", [(1, 1), (2, 100)]), Curve("b", [(1, 3)])]
-    lines = [Line(1.5, "upright", upright=True), Line(50, "level", upright=False)]
+    lines = [ReferenceLine(1.5, "upright", upright=True), ReferenceLine(50, "level", upright=False)]
     panels = [Panel(curves, x="x", y="y", lines=lines), Panel([], x="x", y="y")]
-    picture(str(path), panels, title="t")
+    write_image(str(path), panels, title="t")
     assert path.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ConfigError, match="cannot write the plot"):
-        picture(str(tmp_path / "none" / "plot.png"), panels, title="t")
+        write_image(str(tmp_path / "none" / "plot.png"), panels, title="t")
     with pytest.raises(ConfigError, match="cannot write the plot"):
-        picture(str(tmp_path / "plot.nonsense"), panels, title="t")
+        write_image(str(tmp_path / "plot.nonsense"), panels, title="t")
 
 
 def test_a_plot_in_a_terminal() -> None:
-    lines = terminal([Curve("up", [(0, 0), (4, 8)]), Curve("flat", [(2, 2)])], x="load", y="ms", width=9, height=5)
+    lines = text_plot([Curve("up", [(0, 0), (4, 8)]), Curve("flat", [(2, 2)])], x="load", y="ms", width=9, height=5)
     assert lines == [
         "ms",
         "8 |       .o",
@@ -159,9 +159,9 @@ def test_a_plot_in_a_terminal() -> None:
         "   0   2   4  load",
         "o up   + flat",
     ]
-    assert terminal([Curve("none", [])], x="x", y="y") == []
-    assert any("*" in line for line in terminal([Curve(str(n), [(1, 5)]) for n in range(4)], x="x", y="y"))
-    powers = terminal([Curve("a", [(1, 1), (100, 1000)])], x="x", y="y", width=11, height=3)
+    assert text_plot([Curve("none", [])], x="x", y="y") == []
+    assert any("*" in line for line in text_plot([Curve(str(n), [(1, 5)]) for n in range(4)], x="x", y="y"))
+    powers = text_plot([Curve("a", [(1, 1), (100, 1000)])], x="x", y="y", width=11, height=3)
     assert [line.split("|")[0].strip() for line in powers[1:4]] == ["1e+03", "31.6", "1"]
 
 
@@ -204,7 +204,7 @@ def test_a_change_has_a_direction() -> None:
     assert Change(name="failed", old=3, new=0, higher_is_better=False).ratio is None
     assert Change(name="failed", old=0, new=0, higher_is_better=False).ratio == 1.0
     assert Change(name="failed", old=0, new=1, higher_is_better=False).worse(0.99)
-    assert bench_compare.row(slower, True) == ["ttft_s", "2", "4", "0.500", "worse"]
+    assert bench_compare.table_row(slower, True) == ["ttft_s", "2", "4", "0.500", "worse"]
 
 
 def test_figures_and_tables_in_text() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from weft.errors import Cause, EngineError, ModelError
-from weft.executors.causes import cause_of, lost_peer, obituary
+from weft.executors.causes import cause_of, describe_exit, lost_peer
 
 
 def test_advice_is_passed_on_without_a_trace(capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,11 +75,11 @@ Thread 0x00007fd6729d0b80 (most recent call first):
         (-11, FATAL, "killed by SIGSEGV: Fatal Python error: Segmentation fault"),
         (-9, "some progress", "killed by SIGKILL"),
         (-200, "", "killed by signal 200"),
-        (1, STUCK, "came no further and ended itself"),
+        (1, STUCK, "was stuck and ended itself"),
         (None, "", "closed its connection"),
     ],
 )
 def test_an_end_without_a_word(returncode: int | None, words: str, cause: str) -> None:
-    text, hint = obituary(returncode, words)
+    text, hint = describe_exit(returncode, words)
     assert text == cause
     assert ("dmesg" in hint) == (returncode == -9)

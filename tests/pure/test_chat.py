@@ -97,13 +97,13 @@ def test_retry_asks_the_last_message_again(talk: Any) -> None:
 
 def test_retry_without_an_answer(talk: Any, capsys: pytest.CaptureFixture[str]) -> None:
     talk("/retry")
-    assert "there is no answer to try again" in capsys.readouterr().err
+    assert "there is no answer to repeat" in capsys.readouterr().err
 
 
 def test_a_message_that_is_refused_changes_nothing(talk: Any, capsys: pytest.CaptureFixture[str]) -> None:
     conversation, _ = talk("one", "too long")
     assert contents(conversation.history) == ["one", "answer 1"]
-    assert "the prompt is too long; /reset starts anew" in capsys.readouterr().err
+    assert "the prompt is too long; /reset starts a new conversation" in capsys.readouterr().err
 
 
 def test_system_replaces_the_system_message(talk: Any) -> None:
@@ -150,7 +150,7 @@ def test_save_writes_the_conversation_and_never_over_a_file(
     assert contents(saved) == ["S", "häh?", "answer 1"]
     assert [message["role"] for message in saved] == ["system", "user", "assistant"]
     shown = capsys.readouterr().err
-    for part in ("saved 3 messages", "is there already", "which file?", "cannot write"):
+    for part in ("saved 3 messages", "exists already", "which file?", "cannot write"):
         assert part in shown
 
 

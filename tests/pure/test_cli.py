@@ -22,11 +22,11 @@ from tests.pure.shapes import SMOLLM2
 from weft import __version__, logs
 from weft.cli import docs, main, plan_table, run, values, vllm
 from weft.cli.commands import COMMANDS
-from weft.cli.flags import DEFAULTS, ENGINE, SAMPLING, SERVER, engine_config, sampling, serve_options
-from weft.cli.parser import UsageError, build
+from weft.cli.flags import DEFAULTS, ENGINE, SAMPLING, SERVER, engine_config, sampling_options, serve_options
+from weft.cli.parser import UsageError, build_parser
 from weft.cli.plan_flags import PLAN
-from weft.client.arguments import check_foreign
-from weft.client.vllm import Foreign, foreign, short_forms
+from weft.client.arguments import check_vllm_argument
+from weft.client.vllm import VLLMArgument, short_forms, vllm_arguments
 from weft.config import EngineConfig
 from weft.core.params import SamplingParams
 from weft.errors import Cause, ConfigError, EngineError, ModelError
@@ -128,9 +128,11 @@ def test_the_model_may_be_a_flag() -> None:
 
 
 def test_sampling_flags() -> None:
-    got = sampling(parsed("run m --prompt p --temperature 0 --top-k -1 --max-tokens auto --stop a --stop b --seed 3"))
+    got = sampling_options(
+        parsed("run m --prompt p --temperature 0 --top-k -1 --max-tokens auto --stop a --stop b --seed 3")
+    )
     assert got == {"temperature": 0.0, "top_k": -1, "max_tokens": None, "stop": ("a", "b"), "seed": 3}
-    assert sampling(parsed("run m --prompt p"), max_tokens=9) == {"max_tokens": 9}
+    assert sampling_options(parsed("run m --prompt p"), max_tokens=9) == {"max_tokens": 9}
 
 
 # --- words that make no command ---
@@ -192,10 +194,10 @@ def test_no_flag_is_both_ours_and_lacking() -> None:
     # What is only planned may have flags for layouts that the engine does not run yet.
     planned = {flag for _, flags in PLAN for flag in flags}
     ours = {flag.name for command in COMMANDS.values() for flag in command.flags if flag not in planned}
-    assert not ours & set(foreign())
-    assert set(short_forms().values()) <= set(foreign())
-    assert all(flag.why for flag in foreign().values() if flag.refused)
-    assert not any(flag.fine for flag in foreign().values() if not flag.refused)
+    assert not ours & set(vllm_arguments())
+    assert set(short_forms().values()) <= set(vllm_arguments())
+    assert all(flag.why for flag in vllm_arguments().values() if flag.refused)
+    assert not any(flag.fine for flag in vllm_arguments().values() if not flag.refused)
 
 
 SWALLOWED = {"--enable-eplb", "--swap-space", "-O2", "-asc"}
@@ -203,26 +205,28 @@ SWALLOWED = {"--enable-eplb", "--swap-space", "-O2", "-asc"}
 
 @given(st.lists(st.sampled_from(["m", "--port", "1", "--x=1", *sorted(SWALLOWED)]), max_size=8))
 def test_stripping_keeps_the_order_and_warns_once_per_flag(argv: list[str]) -> None:
-    kept, warnings = vllm.strip(argv, frozenset({"--port"}))
+    kept, warnings = vllm.strip_vllm_flags(argv, frozenset({"--port"}))
     assert not SWALLOWED & set(kept)
     rest = iter(argv)
     assert all(word in rest for word in kept)  # a subsequence
     assert len(warnings) <= sum(word in SWALLOWED for word in argv)
 
 
-@pytest.mark.parametrize("flag", [flag for flag in foreign().values() if flag.refused], ids=lambda flag: flag.name)
-def test_flags_that_change_what_is_served_are_refused(flag: Foreign, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "flag", [flag for flag in vllm_arguments().values() if flag.refused], ids=lambda flag: flag.name
+)
+def test_flags_that_change_what_is_served_are_refused(flag: VLLMArgument, capsys: pytest.CaptureFixture[str]) -> None:
     value = ["17"] if flag.arity else []
     assert main.main(["serve", "m", f"--{flag.name}", *value]) == 2
     told = capsys.readouterr().err
     assert told == f"weft: error: --{flag.name}{' 17' if value else ''}: {flag.why}\n"
     for value in [[same] for same in flag.fine] if flag.arity else []:
-        assert vllm.strip([f"--{flag.name}", *value], frozenset()) == ([], [])
+        assert vllm.strip_vllm_flags([f"--{flag.name}", *value], frozenset()) == ([], [])
     if not flag.arity:
-        assert vllm.strip([f"--no-{flag.name}"], frozenset()) == ([], [])
+        assert vllm.strip_vllm_flags([f"--no-{flag.name}"], frozenset()) == ([], [])
     with pytest.raises(ConfigError, match=f"^{flag.name.replace('-', '_')}="):
-        check_foreign(flag.name.replace("-", "_"), 17 if flag.arity else True, ())
-    check_foreign(flag.name.replace("-", "_"), None if flag.arity else False, ())
+        check_vllm_argument(flag.name.replace("-", "_"), 17 if flag.arity else True, ())
+    check_vllm_argument(flag.name.replace("-", "_"), None if flag.arity else False, ())
 
 
 @pytest.mark.parametrize(
@@ -231,18 +235,18 @@ def test_flags_that_change_what_is_served_are_refused(flag: Foreign, capsys: pyt
         ("plan m --policy 1", "; it belongs to weft simulate"),
         ("serve m --gpus 2", "; weft serve uses this machine's GPUs; choose them with --device-ids"),
         ("serve m --nodes 2", "weft plan, cost and simulate take --nodes"),
-        ("serve m --ctx-size 4", "; here it is --max-model-len"),
-        ("serve m -c 4", "; here it is --max-model-len"),
-        ("run m -n 4", "; here it is --max-tokens"),
-        ("run m --num-predict 4", "; here it is --max-tokens"),
-        ("serve m -n 4", "; set in each request"),
+        ("serve m --ctx-size 4", "; Weft's name for it is --max-model-len"),
+        ("serve m -c 4", "; Weft's name for it is --max-model-len"),
+        ("run m -n 4", "; Weft's name for it is --max-tokens"),
+        ("run m --num-predict 4", "; Weft's name for it is --max-tokens"),
+        ("serve m -n 4", "; it is set in each request"),
         ("serve m -ngl 4", "; all layers are on the GPUs"),
         ("serve m --n-gpu-layers 4", "; all layers are on the GPUs"),
         ("run -m x", "; the model is the argument"),
         ("run -hf x", "; the model is the argument"),
         ("serve m -t 4", "OMP_NUM_THREADS"),
-        ("run m --temp 0", "; here it is --temperature"),
-        ("plan m --temp 0", "; --temperature belongs to weft run, chat, "),
+        ("run m --temp 0", "; Weft's name for it is --temperature"),
+        ("plan m --temp 0", "; Weft's name for it is --temperature, which belongs to weft run, chat, "),
         ("plan m --zlo 1", " (see weft plan --help)"),
     ],
 )
@@ -265,7 +269,7 @@ def test_the_parallel_sizes_as_sglang_writes_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize("word", ["pull", "list", "ls", "rm", "ps"])
 def test_commands_of_ollama_s(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main([word, "m"]) == 2
-    assert "models are fetched at first use, as in weft run MODEL" in capsys.readouterr().err
+    assert "models are downloaded at their first use, as in weft run MODEL" in capsys.readouterr().err
 
 
 # --- --config ---
@@ -299,7 +303,7 @@ def test_config_file(tmp_path: Path) -> None:
         ("- a", "must hold flags"),
         ("a: [", "not YAML"),
         ("seed: 1\nseed: 2", "'seed' is there twice"),
-        ("max-model-len: 8\nmax_model_len: 9", "'max-model-len' and 'max_model_len', which are one flag"),
+        ("max-model-len: 8\nmax_model_len: 9", "'max-model-len' and 'max_model_len', which are the same flag"),
         ("enable-prefix-caching: 3", "true or false"),
         ("port: true", "takes a value"),
         ("port: many", "--port"),
@@ -394,7 +398,7 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
         if flag.name != "model" or COMMANDS[name].argument == "MODEL":
             assert flag.option in told
     # Every flag given in its own words is taken.
-    build(COMMANDS[name])
+    build_parser(COMMANDS[name])
 
 
 def test_help_loads_nothing_heavy() -> None:

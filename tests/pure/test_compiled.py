@@ -16,9 +16,9 @@ import msgspec
 import pytest
 
 from tests.pure.machines import plan
-from weft.cache import distrust
+from weft.cache import distrust_reason
 from weft.executors.ranks import compile_ahead
-from weft.native import compiled, library
+from weft.native import build, library
 
 # Notes each call, and writes what it was asked for where that is wanted.
 FAKE = """#!/bin/sh
@@ -36,11 +36,11 @@ exit 1
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for known in (compiled.build, compiled.load, library._refuse_once):
+    for known in (build.build_library, build.load_library, library._warn_once):
         known.cache_clear()
     yield tmp_path / "weft/kernels"
-    compiled.build.cache_clear()
-    compiled.load.cache_clear()
+    build.build_library.cache_clear()
+    build.load_library.cache_clear()
 
 
 def install(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, seconds: float = 0) -> Path:
@@ -61,60 +61,62 @@ def wait_for(ahead: threading.Thread) -> None:
     assert not ahead.is_alive()
 
 
-PARTS = len(list(compiled.SOURCES.glob("*.cpp")))
+PARTS = len(list(build.SOURCES.glob("*.cpp")))
 
 
 def test_processes_and_threads_build_it_once(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = install(FAKE, tmp_path, monkeypatch, seconds=0.2)
-    ahead = compiled.build_ahead("bfloat16")
-    command = [sys.executable, "-c", "from weft.native import compiled; print(compiled.build('bfloat16'))"]
+    ahead = build.build_ahead("bfloat16")
+    command = [sys.executable, "-c", "from weft.native import build; print(build.build_library('bfloat16'))"]
     others = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     found = {Path(process.communicate(timeout=60)[0].strip()) for process in others}
-    assert found | {compiled.build("bfloat16")} == set(cache.glob("*.so"))
+    assert found | {build.build_library("bfloat16")} == set(cache.glob("*.so"))
     wait_for(ahead)
     # Each part, and the link.
     assert calls(log) == PARTS + 1
     # Another dtype is another library.
-    assert compiled.build("float32") != compiled.build("bfloat16")
+    assert build.build_library("float32") != build.build_library("bfloat16")
 
 
 def test_a_compiler_that_fails_is_heard_by_whoever_needs_the_library(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = install(BROKEN, tmp_path, monkeypatch)
-    wait_for(compiled.build_ahead("bfloat16"))
+    wait_for(build.build_ahead("bfloat16"))
     assert log.exists()
-    with pytest.raises(Exception, match=r"compiler could not build them: no such instruction"):
-        compiled.build("bfloat16")
+    with pytest.raises(Exception, match=r"compiler could not compile the CPU kernels: no such instruction"):
+        build.build_library("bfloat16")
     assert [path.suffix for path in cache.iterdir()] == [".lock"]
 
 
 def test_the_cause_is_told_and_not_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = "echo '/tmp/x.s: Assembler messages:'; echo '/tmp/x.s: Fatal error: write: No space left on device'"
     install(BROKEN.replace('echo "no such instruction"', f"({said})"), tmp_path, monkeypatch)
-    with pytest.raises(subprocess.SubprocessError, match=r"could not build them: .*No space left on device$"):
-        compiled.build("bfloat16")
+    with pytest.raises(
+        subprocess.SubprocessError, match=r"could not compile the CPU kernels: .*No space left on device$"
+    ):
+        build.build_library("bfloat16")
 
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", "")
-    wait_for(compiled.build_ahead("bfloat16"))
+    wait_for(build.build_ahead("bfloat16"))
     with pytest.raises(FileNotFoundError, match="install g"):
-        compiled.build("bfloat16")
+        build.build_library("bfloat16")
 
 
 def test_what_a_killed_process_left_is_cleared_away(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(FAKE, tmp_path, monkeypatch)
-    path = compiled.build("bfloat16")
+    path = build.build_library("bfloat16")
     left = cache / f"{path.stem.removeprefix('bfloat16-')}.0-left"
     left.mkdir()
     (left / "native.o").touch()
     path.unlink()
-    compiled.build.cache_clear()
-    assert compiled.build("bfloat16") == path
+    build.build_library.cache_clear()
+    assert build.build_library("bfloat16") == path
     assert not left.exists()
 
 
@@ -124,10 +126,10 @@ def test_what_a_killed_process_left_is_cleared_away(
 SLOW = FAKE.replace("sleep {seconds}", 'while [ -e "$(dirname $0)/slow" ]; do sleep 0.05; done')
 BUILD = """
 import logging, sys
-from weft.native import compiled
+from weft.native import build
 logging.basicConfig(format="%(message)s")
-compiled.TELL_AFTER_S, compiled.PATIENCE_S = map(float, sys.argv[1:])
-print(compiled.build("bfloat16"))
+build.TELL_AFTER_S, build.PATIENCE_S = map(float, sys.argv[1:])
+print(build.build_library("bfloat16"))
 """
 
 
@@ -168,7 +170,7 @@ def test_who_is_stopped_is_not_waited_for(cache: Path, tmp_path: Path, stopped: 
     for _, told in ends:
         assert f"Waiting for the CPU kernels, which {holder} compiles (it holds {cache}/" in told
     # One of them at least: the other may have begun to wait later, and found what that one built.
-    assert any(f"compiled again: {holder} did not in " in told for _, told in ends)
+    assert any(f"compiled again: {holder} did not finish in " in told for _, told in ends)
     assert calls(tmp_path / "calls") == 2 * PARTS + 1
     stopped.send_signal(signal.SIGCONT)
     assert end(stopped) == (path, "") and path.read_text() == "made\n"
@@ -185,9 +187,9 @@ def test_who_has_died_is_not_waited_for(cache: Path, stopped: subprocess.Popen[s
 
 def test_a_compiler_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(FAKE, tmp_path, monkeypatch, seconds=600)
-    monkeypatch.setattr(compiled, "COMPILER_S", 0.1)
-    with pytest.raises(subprocess.SubprocessError, match="did not build them in 0 s"):
-        compiled.build("bfloat16")
+    monkeypatch.setattr(build, "COMPILER_S", 0.1)
+    with pytest.raises(subprocess.SubprocessError, match="did not compile the CPU kernels in 0 s"):
+        build.build_library("bfloat16")
 
 
 # --- who begins ---
@@ -207,7 +209,7 @@ def test_the_compiler_begins_where_a_rank_will_want_it(
     change: dict[str, object], ahead: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[str] = []
-    monkeypatch.setattr(compiled, "build_ahead", begun.append)
+    monkeypatch.setattr(build, "build_ahead", begun.append)
     compile_ahead(msgspec.structs.replace(plan(), **change))
     assert begun == ahead
 
@@ -220,8 +222,8 @@ NOBODY = 65_534
 def built(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
     """A library in the cache, and the log of the compiler that made it; this process has forgotten of it."""
     log = install(FAKE, tmp_path, monkeypatch)
-    path = compiled.build("bfloat16")
-    compiled.build.cache_clear()
+    path = build.build_library("bfloat16")
+    build.build_library.cache_clear()
     return path, log
 
 
@@ -248,13 +250,13 @@ def test_what_others_could_have_written_is_not_loaded(
         place.chmod(0o777)
         said = r"can be written by other users \(mode 777\).* `chmod go-w` it, or let XDG_CACHE_HOME"
     with pytest.raises(OSError, match=said) as error:
-        library.load(path)
+        library.open_library(path)
     assert "\n" not in str(error.value)
     with pytest.raises(OSError, match=said):
-        compiled.load("bfloat16")
+        build.load_library("bfloat16")
     assert calls(log) == before
     # Nor by whoever measures for a plan, which says so and goes on.
-    assert library.found() == "" and "are not loaded" in caplog.text
+    assert library.built_library() == "" and "are not loaded" in caplog.text
 
 
 def test_a_folder_of_everybody_above_the_cache_is_refused_unless_it_is_sticky(
@@ -262,11 +264,11 @@ def test_a_folder_of_everybody_above_the_cache_is_refused_unless_it_is_sticky(
 ) -> None:
     path, _ = built(cache, tmp_path, monkeypatch)
     tmp_path.chmod(0o1777)
-    assert distrust(path) is None
+    assert distrust_reason(path) is None
     tmp_path.chmod(0o770)  # of a home with a group of its own
-    assert distrust(path) is None
+    assert distrust_reason(path) is None
     tmp_path.chmod(0o777)
-    assert "can be written by other users" in str(distrust(path))
+    assert "can be written by other users" in str(distrust_reason(path))
 
 
 def test_what_is_made_is_ours_alone_whatever_the_umask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,14 +276,14 @@ def test_what_is_made_is_ours_alone_whatever_the_umask(tmp_path: Path, monkeypat
     install(FAKE, tmp_path, monkeypatch)
     before = os.umask(0)
     try:
-        path = compiled.build("bfloat16")
+        path = build.build_library("bfloat16")
     finally:
         os.umask(before)
     folders = (tmp_path / "new", tmp_path / "new/cache", path.parent.parent, path.parent)
     assert [stat.S_IMODE(place.stat().st_mode) for place in folders] == [0o700] * 4
     assert stat.S_IMODE(path.stat().st_mode) == 0o700
     assert stat.S_IMODE(path.with_suffix(".sha256").stat().st_mode) == 0o600
-    assert distrust(path) is None
+    assert distrust_reason(path) is None
 
 
 @pytest.mark.parametrize("damage", ["cut short", "emptied", "changed", "no digest", "another's digest"])
@@ -301,19 +303,19 @@ def test_a_damaged_library_is_built_anew(
             path.with_suffix(".sha256").unlink()
         case "another's digest":
             path.with_suffix(".sha256").write_text("0" * 64)
-    assert library.found() == ""
+    assert library.built_library() == ""
     with pytest.raises(OSError, match="is damaged: its digest does not hold"):
-        library.load(path)
-    assert compiled.build("bfloat16") == path and path.read_text() == "made\n"
-    assert calls(log) == before + PARTS + 1 and "are damaged, and are built anew" in caplog.text
-    assert library.found() == str(path)
+        library.open_library(path)
+    assert build.build_library("bfloat16") == path and path.read_text() == "made\n"
+    assert calls(log) == before + PARTS + 1 and "are damaged and are built again" in caplog.text
+    assert library.built_library() == str(path)
 
 
 def test_a_disk_that_does_not_keep_it_is_told_after_one_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = install(FAKE, tmp_path, monkeypatch)
-    monkeypatch.setattr(library, "intact", lambda _: False)
+    monkeypatch.setattr(library, "is_intact", lambda _: False)
     with pytest.raises(OSError, match="does not hold what was written: check the disk"):
-        compiled.build("bfloat16")
+        build.build_library("bfloat16")
     assert calls(log) == PARTS + 1
 
 
@@ -335,7 +337,7 @@ def test_it_reaches_the_disk_before_it_gets_its_name(
 
     monkeypatch.setattr(os, "fsync", flushed)
     monkeypatch.setattr(os, "replace", renamed)
-    path = compiled.build("bfloat16")
+    path = build.build_library("bfloat16")
     assert [what for what, _ in order] == ["flush", "rename", "flush"] * 2
     assert [where for _, where in order[1:3]] == [str(path.with_suffix(".sha256")), str(cache)]
     assert [where for _, where in order[4:]] == [str(path), str(cache)]

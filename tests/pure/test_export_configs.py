@@ -153,7 +153,7 @@ def test_containers_keep_the_order_of_their_gpus(monkeypatch: pytest.MonkeyPatch
     usual = services("Qwen2.5-14B-Instruct --gpus 4xRTX4090 -pp 2 -dp 2 --max-model-len 8192")["replica-1"]
     assert "CUDA_VISIBLE_DEVICES" not in usual["environment"]
     cluster = parse_gpus("2xRTX4090")
-    monkeypatch.setattr("weft.cli.plan.hardware", lambda said: cluster)
+    monkeypatch.setattr("weft.cli.plan.described_cluster", lambda said: cluster)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-bb,GPU-aa")
     named = services("Qwen2.5-14B-Instruct -pp 2 --max-model-len 8192")["replica-0"]
     assert named["environment"]["CUDA_VISIBLE_DEVICES"] == "GPU-bb,GPU-aa"
@@ -173,7 +173,7 @@ def test_an_image_of_weft_has_what_it_compiles_with() -> None:
 def test_a_cpu_needs_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     host = Host(hostname="", cores=(0,), memory_total_bytes=1, memory_free_bytes=16 << 30)
     cpu = cpu_spec(host, CpuSpeed(4e10, 1e12))
-    monkeypatch.setattr("weft.cli.plan.hardware", lambda said: Cluster((Node((cpu,), "memory"),), 1e9))
+    monkeypatch.setattr("weft.cli.plan.described_cluster", lambda said: Cluster((Node((cpu,), "memory"),), 1e9))
     one = services("Qwen3-0.6B")["replica-0"]
     assert "https://download.pytorch.org/whl/cpu" in one["build"]["dockerfile_inline"] and "deploy" not in one
 

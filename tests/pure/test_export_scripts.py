@@ -13,7 +13,7 @@ import pytest
 from tests.pure.commands import parsed
 from tests.pure.exports import VLLM, emit, flags, parts, plans, run
 from weft.cli.flags import engine_config, serve_options
-from weft.client.vllm import foreign
+from weft.client.vllm import vllm_arguments
 
 RAY_START = {"head", "port", "node-ip-address", "num-gpus", "address", "block"}
 
@@ -47,7 +47,7 @@ def test_vllm_knows_the_flags(plan: str, tmp_path: Path) -> None:
             assert all(
                 values
                 for name, values in flags(words).items()
-                if (name not in foreign() or foreign()[name].arity) and program == "vllm"
+                if (name not in vllm_arguments() or vllm_arguments()[name].arity) and program == "vllm"
             )
 
 
@@ -219,7 +219,7 @@ def test_a_narrow_cache_is_what_the_length_was_planned_with(
     assert narrow.get("kv-cache-dtype") == said
     longer = int(narrow["max-model-len"][0]) / int(usual["max-model-len"][0])
     assert longer > 1.9 if said else longer == 1
-    assert ("Weft keeps no fp8 KV cache here; this is with one in 16 bits" in told) == (not said)
+    assert ("Weft has no fp8 KV cache here; this plan has one in 16 bits" in told) == (not said)
     assert ("a KV cache in fp8_e5m2: Weft's is fp8" in told) == (target == "weft" and kept == "fp8_e5m2")
 
 

@@ -16,8 +16,8 @@ from weft.core.params import SamplingParams
 from weft.core.step import Admission, StepPlan, StepResult, TokenLogprobs
 from weft.errors import Cause
 from weft.executors import framing
-from weft.executors.framing import LENGTH, Channel, Decoder, FrameError, encode
-from weft.executors.messages import Allocate, Done, Entered, Failed, FromRank, Run, ToRank
+from weft.executors.framing import LENGTH, Channel, FrameDecoder, FrameError, encode_frame
+from weft.executors.messages import Allocate, Failed, FromRank, PhaseEntered, RunStep, StepDone, ToRank
 
 tokens = st.lists(st.integers(0, 2**31), max_size=40)
 logprobs = st.builds(TokenLogprobs, st.floats(-99, 0), st.integers(1, 9), tokens, st.lists(st.floats(-99, 0)))
@@ -51,10 +51,10 @@ results = st.builds(
     st.dictionaries(st.integers(0, 255), st.lists(logprobs, max_size=2), max_size=2),
     st.dictionaries(st.integers(0, 255), tokens, max_size=2),
 )
-to_rank = st.builds(Run, steps) | st.builds(Allocate, st.integers(0, 2**40))
+to_rank = st.builds(RunStep, steps) | st.builds(Allocate, st.integers(0, 2**40))
 from_rank = (
-    st.builds(Done, results)
-    | st.builds(Entered, st.text())
+    st.builds(StepDone, results)
+    | st.builds(PhaseEntered, st.text())
     | st.builds(Failed, st.builds(Cause, st.integers(-1, 99), st.text(), st.text(), st.text()), st.booleans())
 )
 
@@ -63,7 +63,7 @@ from_rank = (
 def pieces(draw: st.DrawFn, messages: st.SearchStrategy[msgspec.Struct]) -> tuple[list[msgspec.Struct], list[bytes]]:
     """Messages, and their frames one after the other, cut anywhere."""
     sent = draw(st.lists(messages, max_size=5))
-    stream = b"".join(map(encode, sent))
+    stream = b"".join(map(encode_frame, sent))
     borders = sorted(draw(st.sets(st.integers(0, len(stream)), max_size=8)))
     return sent, [stream[a:b] for a, b in zip([0, *borders], [*borders, len(stream)], strict=True)]
 
@@ -71,40 +71,40 @@ def pieces(draw: st.DrawFn, messages: st.SearchStrategy[msgspec.Struct]) -> tupl
 @given(pieces(to_rank))
 def test_whatever_the_pieces_to_a_rank(case: tuple[list[msgspec.Struct], list[bytes]]) -> None:
     sent, stream = case
-    decoder: Decoder[ToRank] = Decoder(ToRank)
+    decoder: FrameDecoder[ToRank] = FrameDecoder(ToRank)
     assert [message for piece in stream for message in decoder.feed(piece)] == sent
 
 
 @given(pieces(from_rank))
 def test_whatever_the_pieces_from_a_rank(case: tuple[list[msgspec.Struct], list[bytes]]) -> None:
     sent, stream = case
-    decoder: Decoder[FromRank] = Decoder(FromRank)
+    decoder: FrameDecoder[FromRank] = FrameDecoder(FromRank)
     assert [message for piece in stream for message in decoder.feed(piece)] == sent
 
 
 @given(st.binary(max_size=60))
 def test_noise_gives_nothing_or_an_error(noise: bytes) -> None:
     """Never another kind of exception, never something that is no message."""
-    decoder: Decoder[ToRank] = Decoder(ToRank)
+    decoder: FrameDecoder[ToRank] = FrameDecoder(ToRank)
     with contextlib.suppress(FrameError):
         assert all(isinstance(message, ToRank) for message in decoder.feed(LENGTH.pack(len(noise)) + noise))
 
 
 def test_a_frame_over_the_limit_is_neither_sent_nor_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(framing, "MAX_FRAME", 100)
-    assert encode(Entered("x" * 50))
+    assert encode_frame(PhaseEntered("x" * 50))
     with pytest.raises(FrameError, match=r"a message of 1,0\d\d bytes is over the limit of 100 bytes"):
-        encode(Entered("x" * 1000))
-    decoder: Decoder[FromRank] = Decoder(FromRank)
+        encode_frame(PhaseEntered("x" * 1000))
+    decoder: FrameDecoder[FromRank] = FrameDecoder(FromRank)
     with pytest.raises(FrameError, match="a message of 101 bytes is over the limit of 100 bytes"):
         # The length is enough: the body is not waited for.
         list(decoder.feed(LENGTH.pack(101)))
 
 
 def test_a_message_of_the_other_direction_is_not_known() -> None:
-    decoder: Decoder[FromRank] = Decoder(FromRank)
+    decoder: FrameDecoder[FromRank] = FrameDecoder(FromRank)
     with pytest.raises(FrameError, match=r"does not know.*Allocate"):
-        list(decoder.feed(encode(Allocate(1))))
+        list(decoder.feed(encode_frame(Allocate(1))))
 
 
 @pytest.fixture
@@ -118,9 +118,9 @@ def channels() -> Iterator[tuple[Channel[ToRank], Channel[ToRank]]]:
 def test_more_than_a_socket_holds(channels: tuple[Channel[ToRank], Channel[ToRank]]) -> None:
     ours, theirs = channels
     step = StepPlan(1, [], [], [0], [0], [10**6], [123456] * 10**6, [[1]], [True], [0])
-    sender = threading.Thread(target=lambda: (ours.send(Run(step)), ours.send(Allocate(7)), ours.hang_up()))
+    sender = threading.Thread(target=lambda: (ours.send(RunStep(step)), ours.send(Allocate(7)), ours.hang_up()))
     sender.start()
-    assert list(theirs) == [Run(step), Allocate(7)]
+    assert list(theirs) == [RunStep(step), Allocate(7)]
     sender.join()
 
 
@@ -129,7 +129,7 @@ def test_the_end_in_the_middle_of_a_frame_gives_no_message(
     channels: tuple[Channel[ToRank], Channel[ToRank]], cut: int
 ) -> None:
     ours, theirs = channels
-    ours.send_frame(encode(Allocate(7)) + encode(Allocate(8))[:cut])
+    ours.send_frame(encode_frame(Allocate(7)) + encode_frame(Allocate(8))[:cut])
     ours.hang_up()
     assert list(theirs) == [Allocate(7)]
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.pure.letters import BOS, END, VOCAB, frontend, output, words
+from tests.pure.letters import BOS, END, VOCAB, frontend, output, text_tools
 from weft.client.collector import Collector
-from weft.client.frontend import Prompt, Words, sampling_defaults, stream_key
+from weft.client.frontend import Prompt, TextTools, sampling_defaults, stream_key
 from weft.core.params import SamplingParams
 from weft.core.request import Output
 from weft.core.step import TokenLogprobs
@@ -17,7 +17,7 @@ from weft.errors import RequestError
 
 def collect(params: SamplingParams, prompt: str = "hello", **changes: object) -> Collector:
     front = frontend(**changes)
-    return front.collect(front.prompt(prompt), params, arrival_s=1.0)
+    return front.create_collector(front.parse_prompt(prompt), params, arrival_s=1.0)
 
 
 # Prompts
@@ -35,7 +35,7 @@ def collect(params: SamplingParams, prompt: str = "hello", **changes: object) ->
     ],
 )
 def test_prompts_come_as_text_ids_or_dicts(prompt: object, ids: list[int], text: str | None) -> None:
-    assert frontend().prompt(prompt) == Prompt(ids, text)  # type: ignore[arg-type]
+    assert frontend().parse_prompt(prompt) == Prompt(ids, text)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -57,43 +57,46 @@ def test_prompts_come_as_text_ids_or_dicts(prompt: object, ids: list[int], text:
 )
 def test_prompts_that_cannot_be(prompt: object, words: str) -> None:
     with pytest.raises(RequestError, match=words):
-        frontend().prompt(prompt)  # type: ignore[arg-type]
+        frontend().parse_prompt(prompt)  # type: ignore[arg-type]
 
 
 def test_the_longest_prompt_leaves_room_for_one_token() -> None:
     front = frontend()
-    job = front.collect(front.prompt([97] * 63), SamplingParams(max_tokens=None), arrival_s=0.0)
+    job = front.create_collector(front.parse_prompt([97] * 63), SamplingParams(max_tokens=None), arrival_s=0.0)
     assert job.requests[0].params.max_tokens == 1
 
 
 def test_one_bos_whether_the_tokenizer_or_the_template_writes_it() -> None:
     front = frontend()
-    talk = front.conversation([{"role": "user", "content": "hi"}])
+    talk = front.chat_prompt([{"role": "user", "content": "hi"}])
     assert talk.ids.count(BOS) == 1 and talk.ids[0] == BOS
-    assert front.prompt(talk.text or "").ids == talk.ids
+    assert front.parse_prompt(talk.text or "").ids == talk.ids
 
 
 def test_a_conversation_has_its_variables_and_its_own_template() -> None:
     front, hi = frontend(), [{"role": "user", "content": "hi"}]
-    assert front.render(hi) == "<bos><s>user:hi<e><s>assistant:"
-    assert front.render(hi, add_generation_prompt=False) == "<bos><s>user:hi<e>"
-    assert front.render(hi, names={"shout": True, "add_generation_prompt": False}) == "<bos><s>user:hi<e>LOUD"
-    assert front.render(hi, chat_template="{{ messages[0].content }}!") == "hi!"
-    assert front.render(hi, continue_final_message=True) == "<bos><s>user:hi"
+    assert front.render_chat(hi) == "<bos><s>user:hi<e><s>assistant:"
+    assert front.render_chat(hi, add_generation_prompt=False) == "<bos><s>user:hi<e>"
+    assert (
+        front.render_chat(hi, template_variables={"shout": True, "add_generation_prompt": False})
+        == "<bos><s>user:hi<e>LOUD"
+    )
+    assert front.render_chat(hi, chat_template="{{ messages[0].content }}!") == "hi!"
+    assert front.render_chat(hi, continue_final_message=True) == "<bos><s>user:hi"
     with pytest.raises(RequestError, match="role 'robot'"):
-        front.render([{"role": "robot", "content": "hi"}])
+        front.render_chat([{"role": "robot", "content": "hi"}])
     with pytest.raises(RequestError, match="continue_final_message"):
-        front.render([{"role": "user", "content": ""}], continue_final_message=True)
+        front.render_chat([{"role": "user", "content": ""}], continue_final_message=True)
 
 
 def test_without_a_tokenizer_ids_go_in_and_come_out() -> None:
-    front = frontend(words=Words())
-    for ask in (lambda: front.prompt("ab"), lambda: front.render([{"role": "user", "content": "hi"}])):
+    front = frontend(text_tools=TextTools())
+    for ask in (lambda: front.parse_prompt("ab"), lambda: front.render_chat([{"role": "user", "content": "hi"}])):
         with pytest.raises(RequestError, match="skip_tokenizer_init"):
             ask()
     with pytest.raises(RequestError, match="stop needs a tokenizer"):
-        front.collect(Prompt([1]), SamplingParams(stop="x"), arrival_s=0.0)
-    job = front.collect(Prompt([1]), SamplingParams(logprobs=1), arrival_s=0.0)
+        front.create_collector(Prompt([1]), SamplingParams(stop="x"), arrival_s=0.0)
+    job = front.create_collector(Prompt([1]), SamplingParams(logprobs=1), arrival_s=0.0)
     delta = job.add(output(job.requests[0].id, "a", "length"), 1.0)
     assert delta is not None and delta.text == "" and delta.token_ids == [97]
     assert delta.logprobs is not None and delta.logprobs[0][97].decoded_token is None
@@ -112,9 +115,9 @@ def test_n_choices_are_requests_of_their_own() -> None:
 def test_a_stream_depends_on_seed_and_choice_alone() -> None:
     front = frontend()
     seeded = SamplingParams(n=2, seed=7)
-    first = front.collect(Prompt([1]), seeded, arrival_s=0.0)
-    front.collect(Prompt([3]), SamplingParams(), arrival_s=0.0)
-    second = frontend(seed=99).collect(Prompt([2]), seeded, arrival_s=0.0)
+    first = front.create_collector(Prompt([1]), seeded, arrival_s=0.0)
+    front.create_collector(Prompt([3]), SamplingParams(), arrival_s=0.0)
+    second = frontend(seed=99).create_collector(Prompt([2]), seeded, arrival_s=0.0)
     assert [r.key for r in first.requests] == [r.key for r in second.requests]
     assert all(0 <= request.key < 2**64 for request in first.requests)
 
@@ -122,7 +125,7 @@ def test_a_stream_depends_on_seed_and_choice_alone() -> None:
 def test_without_a_seed_the_same_requests_in_the_same_order_get_the_same_keys() -> None:
     def keys(seed: int, *params: SamplingParams) -> list[int]:
         front = frontend(seed=seed)
-        return [front.collect(Prompt([1]), p, arrival_s=0.0).requests[0].key for p in params]
+        return [front.create_collector(Prompt([1]), p, arrival_s=0.0).requests[0].key for p in params]
 
     free = SamplingParams()
     assert keys(0, free, free) == keys(0, free, free)
@@ -163,9 +166,9 @@ def test_ids_beyond_the_vocabulary_are_refused(field: str) -> None:
 def test_the_models_defaults_fill_what_is_unsaid() -> None:
     generation = {"temperature": 0.6, "top_k": 20, "do_sample": True, "max_length": 20}
     front = frontend(defaults=sampling_defaults(generation, "auto"))
-    params = front.params({"top_p": 0.5, "temperature": None}, max_tokens=None)
+    params = front.sampling_params({"top_p": 0.5, "temperature": None}, max_tokens=None)
     assert (params.temperature, params.top_k, params.top_p, params.max_tokens) == (0.6, 20, 0.5, None)
-    assert front.params({"temperature": 0.0}).temperature == 0.0
+    assert front.sampling_params({"temperature": 0.0}).temperature == 0.0
     assert sampling_defaults(generation, "vllm") == {}
 
 
@@ -268,7 +271,7 @@ def test_prompt_logprobs_have_none_first() -> None:
 
 
 def test_words_come_from_the_tokenizer() -> None:
-    assert words().tokenizer is not None
+    assert text_tools().tokenizer is not None
     front = frontend()
     assert front.decode([BOS, 104, 105]) == "<bos>hi"
     with pytest.raises(RequestError, match="outside"):

@@ -14,7 +14,7 @@ from tests.pure.fake_nvml import GIB, FakeNvml, bridged, eight_h100, old_driver,
 from weft.errors import ConfigError
 from weft.hardware import host, nvml
 from weft.hardware.cpu import Cpu, CpuSpeed, NumaNode
-from weft.hardware.hardware_file import read
+from weft.hardware.hardware_file import read_hardware_file
 from weft.hardware.host import Host
 from weft.probes import links, speeds
 from weft.probes.speeds import GpuSpeed, PairSpeed
@@ -42,10 +42,10 @@ def on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Run]:
     monkeypatch.setattr(speeds, "measure_cpu", lambda _: CpuSpeed(50e9, 1e12))
 
     def place(machine: FakeNvml | None = None, **faults: str) -> Run:
-        driver = nvml.Driver()
+        driver = nvml.DriverReport()
         if machine:
             machine.install(monkeypatch)
-            driver = nvml.look(None, tmp_path)
+            driver = nvml.probe_driver(None, tmp_path)
         here = Host(
             hostname="rig",
             cores=tuple(range(32)),
@@ -56,8 +56,8 @@ def on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Run]:
             pairs=driver.pairs,
             driver=driver.version,
         )
-        monkeypatch.setattr(host, "probe", lambda: here)
-        monkeypatch.setattr(links, "measure", lambda it: measured(it, faults))
+        monkeypatch.setattr(host, "probe_host", lambda: here)
+        monkeypatch.setattr(links, "measure_links", lambda it: measured(it, faults))
 
         return weft
 
@@ -81,7 +81,7 @@ def measured(here: Host, faults: dict[str, str]) -> tuple[tuple[GpuSpeed, ...], 
 def test_a_machine_without_gpus(on: Callable[..., Run]) -> None:
     status, out, err = on()("hardware")
     assert (status, err) == (0, "")
-    assert "rig: 2 x Intel Xeon Gold 6430, 64 cores, 128 threads, 32 of them open to Weft" in out
+    assert "rig: 2 x Intel Xeon Gold 6430, 64 cores, 128 threads, 32 of them available to Weft" in out
     assert "amx_bf16" in out and "NUMA node 1: 64 threads, 274.9 GB" in out
     assert "429.5 GB free of 549.8 GB" in out and "reads 50.0 GB/s, 1.00 TFLOPS in 32 bits" in out
     assert "no GPU is visible" in out
@@ -89,14 +89,14 @@ def test_a_machine_without_gpus(on: Callable[..., Run]) -> None:
 
 def test_consumer_cards(on: Callable[..., Run]) -> None:
     status, out, err = on(two_consumer_cards())("hardware")
-    assert status == 0 and "trying out how the GPUs copy" in err
+    assert status == 0 and "measuring copies between the GPUs" in err
     assert "2 GPUs, driver 550.54.15" in out
     assert (
         "GPU 0: NVIDIA GeForce RTX 4090, 25.2 GB free of 25.8 GB\n  PCIe 4 x16 (1 when idle); up to 2100 MHz (210"
         in out
     )
     assert "in use by Planet (pid 4242) 6.4 GB, python (pid 77) 2.1 GB, a process (pid 78)" in out
-    assert "PCIe 4 x4;" in out and "4 of 16 PCIe lanes: look at its slot and riser" in out
+    assert "PCIe 4 x4;" in out and "4 of 16 PCIe lanes: check its slot and riser" in out
     assert out.count("measured: copies at 900 GB/s, 24 GB/s from the host, 25 GB/s to it") == 2
     assert "PHB a CPU's host bridge" in out and "SYS" not in out
     assert "0-1: no peer-to-peer (the chipset does not support it); all bytes arrive, by way of the host" in out
@@ -113,9 +113,8 @@ def test_a_board_with_a_switch(on: Callable[..., Run]) -> None:
 
 def test_a_link_that_hangs_is_told_by_name(on: Callable[..., Run]) -> None:
     out = on(bridged((0, 2), (1, 3), count=4), pair02="nothing happened for 15 s")("hardware")[1]
-    assert (
-        "0-2: peer-to-peer by the driver, but it is hung: nothing happened for 15 s; Weft copies by way of the" in out
-    )
+    hung = "0-2: peer-to-peer by the driver, but the test found it hung: nothing happened for 15 s"
+    assert f"{hung}; Weft copies through the host instead" in out
     assert "1-3: peer-to-peer; all bytes arrive" in out and "0-1, 0-3, 1-2, 2-3: no peer-to-peer (not supported)" in out
 
 
@@ -129,7 +128,7 @@ def test_what_is_not_told_is_marked(on: Callable[..., Run]) -> None:
 
 def test_gpus_are_measured_once(on: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
     run, calls = on(bridged((0, 1))), []
-    monkeypatch.setattr(links, "measure", lambda it: calls.append(it) or measured(it, {}))
+    monkeypatch.setattr(links, "measure_links", lambda it: calls.append(it) or measured(it, {}))
     assert "not measured" in run("hardware", "--no-measure")[1] and calls == []
     assert "all bytes arrive" in run("hardware")[1]
     assert "all bytes arrive" in run("hardware")[1] and len(calls) == 1
@@ -149,7 +148,7 @@ def test_a_gpu_that_could_not_be_measured_is_measured_the_next_time(
         calls.append(here)
         return measured(here, {})[0][:1], ()
 
-    monkeypatch.setattr(links, "measure", busy)
+    monkeypatch.setattr(links, "measure_links", busy)
     assert "not measured" in run("hardware")[1] and "not measured" in run("hardware")[1] and len(calls) == 2
 
 
@@ -159,7 +158,7 @@ def test_a_measurement_that_is_not_possible_is_told(on: Callable[..., Run], monk
     def fail(_: Host) -> None:
         raise ConfigError("cannot measure the GPUs of rig: torch sees no GPU")
 
-    monkeypatch.setattr(links, "measure", fail)
+    monkeypatch.setattr(links, "measure_links", fail)
     status, out, err = run("hardware")
     assert status == 0 and "torch sees no GPU" in err and "not measured" in out
 
@@ -200,14 +199,14 @@ def test_the_file_that_is_written_plans_alike(
     assert there["best"]["predicted"]["single_tok_s"] == pytest.approx(
         here["best"]["predicted"]["single_tok_s"], rel=1e-4
     )
-    assert read(str(path)).price is None
+    assert read_hardware_file(str(path)).price is None
 
 
 def test_described_hardware_can_be_written_too(on: Callable[..., Run], tmp_path: Path) -> None:
     run = on()
     path = tmp_path / "rig.yaml"
     path.write_text(run("hardware", "--nodes", "2x8xH100", "--network", "400Gb", "--yaml")[1])
-    assert len(read(str(path)).gpus) == 16
+    assert len(read_hardware_file(str(path)).gpus) == 16
     assert run("hardware", "--gpus", str(path), "--yaml")[1] == path.read_text()
     assert json.loads(run("hardware", "--gpus", "2xL4", "--json")[1])["nodes"][0]["gpus"][0]["count"] == 2
 
@@ -215,12 +214,12 @@ def test_described_hardware_can_be_written_too(on: Callable[..., Run], tmp_path:
 @pytest.mark.parametrize(
     ("words", "status", "told"),
     [
-        ("--json --yaml", 2, "--json and --yaml are two forms of one answer"),
+        ("--json --yaml", 2, "--json and --yaml are two formats of the same answer"),
         ("demo", 2, "unexpected argument 'demo' for weft hardware"),
         ("--gpus 2xH1000", 1, "unknown GPU 'H1000'"),
         ("--gpus 2xH100 --nodes 2x8xH100", 2, "--gpus and --nodes both describe the hardware"),
-        ("--refresh-hardware --no-measure", 2, "this machine, --no-measure measures nothing; give one of them"),
-        ("--refresh-hardware --gpus 2xL4", 2, "this machine, --gpus and --nodes describe another; give one of them"),
+        ("--refresh-hardware --no-measure", 2, "this machine, but --no-measure measures nothing"),
+        ("--refresh-hardware --gpus 2xL4", 2, "this machine, but --gpus and --nodes describe other hardware"),
         ("--yaml --no-measure", 1, "the CPU's speed is not known; leave --no-measure out"),
         ("--refresh", 2, "unknown flag --refresh for weft hardware; did you mean --refresh-hardware?"),
     ],

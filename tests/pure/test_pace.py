@@ -20,9 +20,9 @@ class Machine:
         """Seconds of one step; as many prompt tokens as may be, unless it is said."""
         count = self.pace.tokens if prompt_tokens is None else prompt_tokens
         took_s = self._fixed_s + count * self._token_s
-        self.pace.began(count)
+        self.pace.step_started(count)
         self.now_s += took_s
-        self.pace.ended()
+        self.pace.step_finished()
         return took_s
 
 
@@ -61,10 +61,10 @@ def test_where_a_decode_step_is_slow_prompts_may_take_as_long_again() -> None:
 def test_a_step_that_waited_for_another_is_not_slow() -> None:
     times_s = iter([0.0, 0.0, 0.09, 0.18])
     pace = Pace(lambda: next(times_s), 2048)
-    pace.began(256)
-    pace.began(256)
-    pace.ended()
-    pace.ended()
+    pace.step_started(256)
+    pace.step_started(256)
+    pace.step_finished()
+    pace.step_finished()
     assert pace.tokens == 512
 
 

@@ -47,14 +47,14 @@ def test_the_table_has_a_line_for_each_model_and_says_how_to_go_on() -> None:
     assert line.split()[1:4] == ["int8", "TP", "2"] and line.endswith("yes")
     (line,) = [line for line in lines if line.startswith("gpt-oss-20b")]
     assert line.endswith("not yet")
-    assert lines[-2].startswith("do not fit") and "DeepSeek-V3.1 (187.6 GB short in int4)" in lines[-2]
-    assert lines[-1] == f"weft plan MODEL {HOME} for one of them; with -q int4 or -q int8 as the table says"
+    assert lines[-2].startswith("These do not fit") and "DeepSeek-V3.1 (187.6 GB short in int4)" in lines[-2]
+    assert lines[-1] == f"Plan one of them: weft plan MODEL {HOME}, with -q int4 or -q int8 if the table shows it"
 
 
 def test_flags_hold_for_all_models() -> None:
     out = weft("plan", *["--nodes", "2x1xH100", "--concurrency", "300", "-q", "int4"])[1]
     assert "tok/s at 300" in out and "bf16" not in out
-    assert out.endswith("weft plan MODEL --nodes 2x1xH100 -q int4 --concurrency 300 for one of them\n")
+    assert out.endswith("Plan one of them: weft plan MODEL --nodes 2x1xH100 -q int4 --concurrency 300\n")
     told = weft_json("plan", "--gpus", "1xH100", "--objective", "latency", "--engine", "vllm")[1]
     assert (told["objective"], told["engine"]) == ("latency", "vllm")
     # Flags that some models cannot have rule those out, and no others.
@@ -71,4 +71,4 @@ def test_nothing_fits() -> None:
 @pytest.mark.parametrize("words", ["--html x.html", "--emit vllm", "--revision main", "--device-map auto"])
 def test_flags_of_one_model_need_it(words: str) -> None:
     status, out, err = weft("plan", "--gpus", "1xH100", *words.split())
-    assert (status, out) == (2, "") and err.startswith(f"weft: error: which model? {words.split()[0]} is for one")
+    assert (status, out) == (2, "") and err.startswith(f"weft: error: which model? {words.split()[0]} needs one")

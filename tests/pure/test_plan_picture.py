@@ -44,7 +44,7 @@ def printed(words: str) -> str:
 
 def lines(words: str, out: io.TextIOBase | None = None) -> list[str]:
     out = out or io.StringIO()
-    plan_view.print_answer(told(words), out)  # type: ignore[arg-type]
+    plan_view.print_plan_text(told(words), out)  # type: ignore[arg-type]
     out.seek(0)
     return out.read().splitlines()
 
@@ -137,9 +137,9 @@ def test_what_others_hold_is_drawn_where_there_is_any() -> None:
     for row in plan["best"]["ranks"][:1]:
         row["held_bytes"] = row["free_bytes"]
     out = io.StringIO()
-    plan_view.print_answer(plan, out)
+    plan_view.print_plan_text(plan, out)
     assert "▚ in use" in out.getvalue() and out.getvalue().count("▚▚▚") == 1
-    assert "in use" in plan_page.page(plan) and "in use" not in plan_page.page(told(EVEN))
+    assert "in use" in plan_page.html_page(plan) and "in use" not in plan_page.html_page(told(EVEN))
     assert max(map(len, out.getvalue().splitlines()[4:16])) <= 80
 
 
@@ -240,7 +240,7 @@ def figures(value: Any) -> Iterator[float]:
 
 @pytest.mark.parametrize("words", ALL)
 def test_a_page_is_complete_in_itself(words: str) -> None:
-    text = plan_page.page(told(words))
+    text = plan_page.html_page(told(words))
     page = Page(text)
     assert text.startswith("<!doctype html>") and page.tags & {"script", "link", "img", "iframe", "object"} == set()
     names = {name for name, _ in page.attributes}
@@ -252,7 +252,7 @@ def test_a_page_is_complete_in_itself(words: str) -> None:
 @pytest.mark.parametrize("words", ALL)
 def test_every_figure_of_a_page_is_one_of_the_json(words: str) -> None:
     plan = told(words)
-    page = Page(plan_page.page(plan))
+    page = Page(plan_page.html_page(plan))
     known = set(figures(json.loads(json.dumps(plan)))) | {0.0}
     assert page.data and set(page.data) <= known
     must = {float(plan["model"]["params"]), *map(float, plan["model"]["weight_bytes_by_precision"].values())}
@@ -268,7 +268,7 @@ def test_every_figure_of_a_page_is_one_of_the_json(words: str) -> None:
 @pytest.mark.parametrize("words", ALL)
 def test_a_page_has_the_reasons_the_advice_and_the_sources(words: str) -> None:
     plan = told(words)
-    text = " ".join(Page(plan_page.page(plan)).text.split())
+    text = " ".join(Page(plan_page.html_page(plan)).text.split())
     parts = [it["reason"] for it in plan["rejected"]] + plan["advice"] + plan["notes"] + [plan["binding"]["text"]]
     sources = plan["provenance"]
     parts += [sources["model"], *sources["gpus"].values(), *sources["links"].values(), *sources["engine"].values()]
@@ -277,13 +277,13 @@ def test_a_page_has_the_reasons_the_advice_and_the_sources(words: str) -> None:
 
 
 def test_a_page_explains_its_words_once_each() -> None:
-    text = plan_page.page(told(EVEN))
+    text = plan_page.html_page(told(EVEN))
     titles = dict(re.findall(r'<abbr title="([^"]+)">([^<]+)</abbr>', text))
     explained = list(titles.values())
     assert {"tok/s", "tokens", "context", "TP", "TTFT", "rank", "NVLink", "KV"} <= set(explained)
     assert len(explained) == len(set(explained)) == text.count("<abbr")
     assert {term.meaning for term in glossary.terms()} >= set(map(html.unescape, titles))
-    hostile = glossary.Explained()("<b>TTFT</b> & TTFTs, q4_1+q8_0")
+    hostile = glossary.TermTooltips()("<b>TTFT</b> & TTFTs, q4_1+q8_0")
     assert str(hostile).startswith("&lt;b&gt;<abbr title=") and str(hostile).count("<abbr") == 2
 
 
@@ -297,7 +297,7 @@ def test_the_glossary_has_the_words_of_the_field() -> None:
 
 
 def test_a_narrow_page_stacks_its_tables() -> None:
-    text = plan_page.page(told(EVEN))
+    text = plan_page.html_page(told(EVEN))
     assert "@media (max-width: 40rem)" in text and "content: attr(data-label)" in text
     cells = re.findall(r"<td[^>]*>", text)
     assert cells and all("data-label=" in cell for cell in cells)
@@ -324,7 +324,7 @@ def test_a_page_escapes_every_name() -> None:
         row["gpu"] = "<b>A100"
     parts = {name: hostile(plan[name]) for name in ("model", "rejected", "advice", "notes", "binding", "provenance")}
     parts["candidates"] = hostile(plan["candidates"])
-    page = Page(plan_page.page({**plan, **parts}))
+    page = Page(plan_page.html_page({**plan, **parts}))
     assert not page.tags & {"script", "b>A100"} and "<script>alert(" in page.text and "<b>A100-80GB-SXM" in page.text
 
 

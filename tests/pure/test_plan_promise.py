@@ -78,10 +78,10 @@ def test_a_plan_without_a_promise_has_no_times_under_load() -> None:
     ("words", "told"),
     [
         ("--slo ttft_p95=1s", "--slo ttft_p95=1s needs a load, as in --users 300 or --rate 4"),
-        ("--users 300", "--users 300 needs a promise to be judged by, as in --slo ttft_p95=1s"),
-        ("--rate 4", "needs a promise to be judged by"),
+        ("--users 300", "--users 300 needs a promise, as in --slo ttft_p95=1s"),
+        ("--rate 4", "needs a promise"),
         ("--think 4s", "--think needs a promise"),
-        ("--rate 4 --think 4s --slo ttft_p95=1s", "--think is what --users do; give both"),
+        ("--rate 4 --think 4s --slo ttft_p95=1s", "--think is the time that users think; give --users too"),
         ("--rate 4 --users 4 --slo ttft_p95=1s", "different loads"),
         ("--users 4 --concurrency 4 --slo ttft_p95=1s", "leave --concurrency out"),
         ("--users 4 --emit vllm --slo ttft_p95=1s", "give one of them"),

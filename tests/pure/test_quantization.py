@@ -214,7 +214,7 @@ def test_rows_that_are_no_multiple_stay_in_16_bits() -> None:
 
 
 def test_a_search_over_gpus_counts_what_will_be_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.probes.speeds.known", lambda _: NOTHING)
+    monkeypatch.setattr("weft.probes.speeds.load_speeds", lambda _: NOTHING)
     there, where = checkpoint("Llama-3.3-70B-Instruct"), rig(H100)
     with pytest.raises(PlanError, match=r"one GPU, bf16: needs 143\.3 GB on one GPU \(141\.1 GB"):
         plan_to_run(EngineConfig(model="m"), there, where)

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from weft.core.step import StepPlan, StepResult
-from weft.executors.messages import Done, Failed, Run
-from weft.executors.rank import run, uncollected
+from weft.executors.messages import Failed, RunStep, StepDone
+from weft.executors.rank import gc_paused, run_rank
 from weft.plan.memory import Capacity
 
 
@@ -49,14 +49,14 @@ def said_by(worker: Scripted) -> list[Any]:
     inbox: SimpleQueue[Any] = SimpleQueue()
     said: list[msgspec.Struct] = []
     for id in range(len(worker.answers)):
-        inbox.put(Run(StepPlan(id, [], [], [], [], [], [], [], [], [])))
+        inbox.put(RunStep(StepPlan(id, [], [], [], [], [], [], [], [], [])))
 
     inbox.put(None)
-    thread = threading.Thread(target=run, args=(0, inbox, said.append, lambda: worker))
+    thread = threading.Thread(target=run_rank, args=(0, inbox, said.append, lambda: worker))
     thread.start()
     thread.join(30)
     assert not thread.is_alive()
-    return [message for message in said if isinstance(message, Done | Failed)]
+    return [message for message in said if isinstance(message, StepDone | Failed)]
 
 
 def test_a_result_at_once_does_not_overtake_one_that_is_waited_for() -> None:
@@ -89,7 +89,7 @@ def test_what_goes_wrong_in_a_result_is_the_last_word() -> None:
         raise ValueError("an illegal access")
 
     said = said_by(Scripted([result(0), broken, result(2)]))
-    assert isinstance(said[0], Done) and isinstance(said[1], Failed) and len(said) == 2
+    assert isinstance(said[0], StepDone) and isinstance(said[1], Failed) and len(said) == 2
     assert "an illegal access" in said[1].cause.cause
 
 
@@ -98,7 +98,7 @@ def test_nothing_is_collected_while_torch_is_imported(before: bool) -> None:
     was = gc.isenabled()
     (gc.enable if before else gc.disable)()
     try:
-        with pytest.raises(ImportError), uncollected():
+        with pytest.raises(ImportError), gc_paused():
             assert not gc.isenabled()
             raise ImportError
         assert gc.isenabled() == before and not gc.get_freeze_count()

@@ -13,10 +13,10 @@ import pytest
 from tokenizers import Regex
 from tokenizers.pre_tokenizers import Split
 
-from tests.pure.letters import VOCAB, frontend, output, words
+from tests.pure.letters import VOCAB, frontend, output, text_tools
 from tests.pure.worlds import HI, World, refused
 from weft.client import collector, remote
-from weft.client.frontend import Words
+from weft.client.frontend import TextTools
 from weft.client.memory import Trimmer
 from weft.core.params import SamplingParams
 from weft.errors import RequestError
@@ -25,10 +25,10 @@ from weft.serving.body import check_structure
 from weft.serving.errors import HttpError
 from weft.serving.threads import WorkThreads
 from weft.text import tokenizer as tokenizer_module
-from weft.text.byte_level import ALPHABET, build
+from weft.text.byte_level import ALPHABET, build_byte_level
 from weft.text.limits import LIMITS, RequestLimits
 from weft.text.pretokenizers import GPT2
-from weft.text.settings import Settings
+from weft.text.settings import TokenizerSettings
 from weft.text.tokenizer import Tokenizer
 
 TOO_MANY: list[tuple[dict[str, Any], str, str]] = [
@@ -84,16 +84,16 @@ async def test_unknown_names_are_cut_and_counted(caplog: pytest.LogCaptureFixtur
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 5 and all(line.endswith("and 190 more") for line in lines)
     assert max(map(len, lines)) < 1100
-    assert len(world.service._unknown._seen) == 1000
-    assert {len(name) for name in world.service._unknown._seen} == {80}
+    assert len(world.service._unknown_fields._seen) == 1000
+    assert {len(name) for name in world.service._unknown_fields._seen} == {80}
 
 
 async def test_a_default_limit_of_bodies_follows_the_models_length() -> None:
-    assert World().service._intake.limit == 8 * 2**20
+    assert World().service._body_receiver.limit == 8 * 2**20
     long = service.Service(
         World().engine, frontend(max_model_len=2**20), World().service.options, model="m", capacity=1
     )
-    assert long._intake.limit == 16 * 2**20
+    assert long._body_receiver.limit == 16 * 2**20
 
 
 async def test_bodies_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +106,7 @@ async def test_a_text_that_cannot_fit_is_not_tokenised(monkeypatch: pytest.Monke
         raise AssertionError("tokenised")
 
     monkeypatch.setattr(tokenizer_module.Tokenizer, "encode", encode)
-    text = "x" * (63 * words().tokenizer.longest_token + 1)  # type: ignore[union-attr]
+    text = "x" * (63 * text_tools().tokenizer.longest_token + 1)  # type: ignore[union-attr]
     assert "maximum context length is 64 tokens" in refused(await World().complete(prompt=text), param="prompt")
 
 
@@ -140,13 +140,13 @@ async def test_bodies_are_worked_on_outside_the_event_loop(
     path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[threading.Thread] = []
-    plain = service.Service.wire
+    plain = service.Service.decode_body
 
     def noted(this: service.Service, content: bytes, target: Any) -> Any:
         seen.append(threading.current_thread())
         return plain(this, content, target)
 
-    monkeypatch.setattr(service.Service, "wire", noted)
+    monkeypatch.setattr(service.Service, "decode_body", noted)
     await World().post(path, body)
     assert [thread.daemon for thread in seen] == [True]
 
@@ -171,9 +171,11 @@ def _raises() -> None:
 
 
 async def test_a_tokenizer_that_panics_is_an_error_of_the_api(caplog: pytest.LogCaptureFixture) -> None:
-    rust = build({char: byte for byte, char in enumerate(ALPHABET)}, [], GPT2.pre_tokenizer(), whole_words=False)
+    rust = build_byte_level(
+        {char: byte for byte, char in enumerate(ALPHABET)}, [], GPT2.create_pre_tokenizer(), whole_words=False
+    )
     rust.pre_tokenizer = Split(Regex("(a+)+$"), "isolated")
-    world = World(words=Words(Tokenizer(rust, Settings(tokens={}))))
+    world = World(text_tools=TextTools(Tokenizer(rust, TokenizerSettings(tokens={}))))
     with caplog.at_level(logging.ERROR, "weft.serving"):
         message = refused(await world.complete(prompt="a" * 45 + "b"), 500, code="internal_error")
     assert "the tokenizer fails on this text" in message
@@ -187,7 +189,7 @@ async def test_arguments_nested_too_deeply_are_a_400() -> None:
 
 
 class Core:
-    """The engine of a Stream, whose aborts are noted."""
+    """The engine of an OutputStream, whose aborts are noted."""
 
     def __init__(self) -> None:
         self.aborted: list[str] = []
@@ -198,7 +200,7 @@ class Core:
 
 async def test_a_backlog_lets_others_go_on_and_is_dropped_with_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "TURN_S", 0.0)
-    stream = remote.Stream(Core(), ["a", "b"])  # type: ignore[arg-type]
+    stream = remote.OutputStream(Core(), ["a", "b"])  # type: ignore[arg-type]
     for _ in range(1000):
         stream.put(output("a", "x"))
         stream.put(output("b", "y"))
@@ -212,15 +214,15 @@ async def test_a_backlog_lets_others_go_on_and_is_dropped_with_its_request(monke
     while len(read) < 10:
         await asyncio.sleep(0)
     assert len(read) < 100
-    stream.drop("a")
-    stream.close("b")
+    stream.drop_request("a")
+    stream.close_request("b")
     await task
     assert read.count("b") == 1000 and read.count("a") < 100
 
 
 async def test_a_reader_who_leaves_drops_its_backlog() -> None:
     core = Core()
-    stream = remote.Stream(core, ["a"])  # type: ignore[arg-type]
+    stream = remote.OutputStream(core, ["a"])  # type: ignore[arg-type]
     for _ in range(1000):
         stream.put(output("a", "x"))
     await anext(stream)
@@ -238,7 +240,7 @@ def test_choices_share_what_is_known_of_their_prompt(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(collector, "TextStream", noted)
     front = frontend()
-    job = front.collect(front.prompt("ab"), SamplingParams(n=5, stop="cd"), arrival_s=0.0)
+    job = front.create_collector(front.parse_prompt("ab"), SamplingParams(n=5, stop="cd"), arrival_s=0.0)
     assert len(made) == 1
     for request in job.requests:
         assert [delta.text for letter in "xcd" if (delta := job.add(output(request.id, letter), 0.0))] == ["x", "", ""]
@@ -251,6 +253,6 @@ async def test_memory_of_long_prompts_is_given_back_after_the_answer(
     world, calls = World(), []
     monkeypatch.setattr(Trimmer, "trim_later", lambda self: calls.append(self))
     job = SimpleNamespace(output=SimpleNamespace(prompt_token_ids=[1] * tokens))
-    answer = type("Done", (), {"jobs": [job]})()
-    world.service.closed(answer)
+    answer = type("Done", (), {"collectors": [job]})()
+    world.service.stream_closed(answer)
     assert len(calls) == times

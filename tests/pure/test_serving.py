@@ -9,7 +9,7 @@ import pytest
 
 from tests.pure.letters import output
 from tests.pure.worlds import HI, FakeEngine, World, events, refused, saying
-from weft.client.frontend import Words
+from weft.client.frontend import TextTools
 from weft.core.request import Output, Request
 from weft.core.step import TokenLogprobs
 
@@ -232,7 +232,7 @@ async def test_tokenize_and_back() -> None:
 
 
 async def test_without_a_tokenizer_ids_are_served() -> None:
-    world = World(words=Words())
+    world = World(text_tools=TextTools())
     answer = (await world.complete(prompt=[97], logprobs=1, max_tokens=2)).json()
     assert answer["choices"][0]["text"] == "" and answer["usage"]["completion_tokens"] == 2
     refused(await world.chat(), param="messages")

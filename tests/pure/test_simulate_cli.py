@@ -116,10 +116,8 @@ def test_an_objective_that_a_lone_request_misses_is_met_by_none(what: str) -> No
     status, found = told(words)
     assert status == 3
     assert found["find"]["value"] is None
-    assert (
-        "even a request alone has a ttft_p95 of" in found["find"]["reason"]
-        and "1 ms is asked" in found["find"]["reason"]
-    )
+    assert "even a request alone has a ttft_p95 of" in found["find"]["reason"]
+    assert "(limit 1 ms)" in found["find"]["reason"]
     assert "nothing meets the objective: even a request alone" in run(words)[1]
 
 
@@ -151,8 +149,8 @@ def test_a_plot_is_drawn(tmp_path: Path) -> None:
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[plot.Panel], str]]:
     """The panels and the title of each picture that is drawn."""
     pictures: list[tuple[list[plot.Panel], str]] = []
-    monkeypatch.setattr(plot, "check", lambda path: None)
-    monkeypatch.setattr(plot, "picture", lambda path, panels, title: pictures.append((panels, title)))
+    monkeypatch.setattr(plot, "check_image_path", lambda path: None)
+    monkeypatch.setattr(plot, "write_image", lambda path, panels, title: pictures.append((panels, title)))
     return pictures
 
 
@@ -210,7 +208,8 @@ def test_without_matplotlib_it_says_so_at_once(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    ("path", "words"), [("/nowhere/x.png", "there is no directory /nowhere"), ("x.foo", ".foo is no kind of picture")]
+    ("path", "words"),
+    [("/nowhere/x.png", "the directory /nowhere does not exist"), ("x.foo", ".foo is not an image format")],
 )
 def test_a_plot_that_cannot_be_written_is_refused_before_the_run(path: str, words: str) -> None:
     pytest.importorskip("matplotlib")
@@ -238,7 +237,7 @@ def test_policies_are_those_of_the_gateway() -> None:
         ("--rate 1 --replicas 0", 2, "'0' is below 1"),
         ("--rate 1 --sample-replicas some", 2, "'some' is no whole number"),
         ("--rate 1 --slo ttft_p95", 1, "--slo 'ttft_p95' is no target"),
-        ("--rate 1 --find replicas", 2, "--find replicas needs an objective"),
+        ("--rate 1 --find replicas", 2, "--find replicas needs a promise"),
         ("--find replicas --slo ttft_p95=1s", 2, "--find replicas needs the load"),
         ("--find replicas --rate 1 --replicas 2 --slo ttft_p95=1s", 2, "leave --replicas out"),
         ("--find rate --rate 1 --slo ttft_p95=1s", 2, "leave --rate out"),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from weft.client import memory
-from weft.client.memory import QUIET_S, Tidying
-from weft.serving.threads import LoopShare
+from weft.client.memory import QUIET_S, DelayedRelease
+from weft.serving.threads import LoopGate
 from weft.text.limits import LIMITS
 
 
@@ -24,24 +24,24 @@ def test_memory_is_released_once_when_it_is_due(monkeypatch: pytest.MonkeyPatch)
     released: list[float] = []
     clock = Clock()
     monkeypatch.setattr(memory, "release", lambda: released.append(clock.now_s))
-    tidying = Tidying(clock)
-    tidying.tidy()
-    assert tidying.wait_s is None and not released
-    tidying.later()
+    delayed = DelayedRelease(clock)
+    delayed.release_if_due()
+    assert delayed.wait_s is None and not released
+    delayed.schedule()
     clock.now_s = 1.0
-    tidying.later()
+    delayed.schedule()
     clock.now_s = QUIET_S + 0.5
-    tidying.tidy()
-    assert tidying.wait_s == 0.5 and not released
+    delayed.release_if_due()
+    assert delayed.wait_s == 0.5 and not released
     clock.now_s = QUIET_S + 1.0
-    tidying.tidy()
-    tidying.tidy()
-    assert tidying.wait_s is None and released == [QUIET_S + 1.0]
+    delayed.release_if_due()
+    delayed.release_if_due()
+    assert delayed.wait_s is None and released == [QUIET_S + 1.0]
 
 
 def test_work_is_done_in_the_loop_only_if_its_kind_has_been_quick() -> None:
     clock = Clock()
-    share = LoopShare(clock)
+    share = LoopGate(clock)
 
     def take(seconds: float) -> str:
         clock.now_s += seconds
@@ -60,7 +60,7 @@ def test_work_is_done_in_the_loop_only_if_its_kind_has_been_quick() -> None:
 
 def test_slow_work_that_fails_counts_too() -> None:
     clock = Clock()
-    share = LoopShare(clock)
+    share = LoopGate(clock)
 
     def fail() -> None:
         clock.now_s += 1.0

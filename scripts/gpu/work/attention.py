@@ -9,9 +9,9 @@ import torch
 
 from scripts.gpu.work import Figure, Options
 from weft.errors import ConfigError
-from weft.kernels import choose
+from weft.kernels import create_kernels
 from weft.kernels.base import AttentionShape, Kernels
-from weft.kernels.contest import seconds
+from weft.kernels.contest import graph_seconds
 from weft.kernels.triton.tuning import DECODE, PREFILL, Tuning
 from weft.probes.on_gpu import trials
 
@@ -31,7 +31,7 @@ def attention(options: Options) -> Iterator[Figure]:
         decoders = {name: each for name, each in others.items() if name == "flashinfer"}  # torch's is for prompts
         for contexts in decode_contexts(rehearse):
             race = trials.decode_race(shape, CUDA, contexts)
-            read = 2 * sum(contexts) * shape.kv_heads * shape.head_dim * shape.kept.itemsize
+            read = 2 * sum(contexts) * shape.kv_heads * shape.head_dim * shape.cache_dtype.itemsize
             add_backends(race, decoders, shape, default=DECODE, only=chosen or rehearse)
             yield from compared(model, race, DECODE, "GB/s", read / 1e9, options["copy_Bps"] / 1e9, rehearse=rehearse)
         if chosen:
@@ -51,8 +51,8 @@ def attention_shape(q_heads: int, kv_heads: int, *, rehearse: bool) -> Attention
         q_heads, kv_heads = q_heads // 8, kv_heads // 8
     dim, length = (16, 32) if rehearse else (HEAD_DIM, LENGTH)
     return AttentionShape(
-        q_heads=q_heads, kv_heads=kv_heads, head_dim=dim, windows=(None,), scale=dim**-0.5, dtype=dtype, kept=dtype,
-        block_size=BLOCK_SIZE, rows=256, tokens=2048, length=length,
+        q_heads=q_heads, kv_heads=kv_heads, head_dim=dim, windows=(None,), scale=dim**-0.5, dtype=dtype,
+        cache_dtype=dtype, block_size=BLOCK_SIZE, rows=256, tokens=2048, length=length,
     )  # fmt: skip
 
 
@@ -62,7 +62,7 @@ def decode_contexts(rehearse: bool) -> list[list[int]]:
         return [[5, 20]]
     lengths = random.Random(0)
     nano = [lengths.randint(100, 1500) for _ in range(256)]
-    return [nano, trials.mixed(32, LENGTH), [1024] * 32, [4096]]
+    return [nano, trials.mixed_lengths(32, LENGTH), [1024] * 32, [4096]]
 
 
 def backends(shape: AttentionShape) -> tuple[dict[str, Kernels], list[Figure]]:
@@ -70,7 +70,7 @@ def backends(shape: AttentionShape) -> tuple[dict[str, Kernels], list[Figure]]:
     usable, notes = {}, []
     for name in OTHERS:
         try:
-            usable[name] = choose(name, CUDA, shape)
+            usable[name] = create_kernels(name, CUDA, shape)
         except ConfigError as error:
             notes.append(Figure(f"attention by {name}, {shape.q_heads} heads", None, "", note=str(error)))
     return usable, notes
@@ -83,7 +83,7 @@ def add_backends(
     if only:
         race.entries = {default: race.entries[default]}
     for name, kernels in others.items():
-        kernels.prepare(race.given[0][2])
+        kernels.prepare(race.samples[0][2])
         race.entries[name] = lambda q, cache, batch, kernels=kernels: kernels.attend(q, cache, batch, shape.scale, None)
 
 
@@ -100,18 +100,18 @@ def compared(
     """A figure for each entry that ran, the fastest one marked, the speed of the default sizes to that of the fastest
     ones, and a note for each entry that did not run."""
     if rehearse:
-        race.given = race.given[:1]
-    times, obstacles = race.run(called_once if rehearse else seconds)
+        race.samples = race.samples[:1]
+    times, obstacles = race.run_entries(called_once if rehearse else graph_seconds)
     best = min(times.values(), default=None)
     for name, took in times.items():
         note = f"{took * 1e6:.1f} us{', fastest' if took == best and len(times) > 1 else ''}"
-        yield Figure(f"{model}, {race.what}: {label(name)}", round(amount / took, 1), unit, roofline, note=note)
+        yield Figure(f"{model}, {race.title}: {label(name)}", round(amount / took, 1), unit, roofline, note=note)
     ours = [took for name, took in times.items() if isinstance(name, Tuning)]
     if default in times and len(ours) > 1:
         share = round(min(ours) / times[default], 3)
-        yield Figure(f"{model}, {race.what}: chosen sizes to the fastest", share, "times")
+        yield Figure(f"{model}, {race.title}: chosen sizes to the fastest", share, "times")
     for name, why in obstacles.items():
-        yield Figure(f"{model}, {race.what}: {label(name)}", None, unit, note=why)
+        yield Figure(f"{model}, {race.title}: {label(name)}", None, unit, note=why)
 
 
 def called_once(call: Callable[[], object]) -> float:

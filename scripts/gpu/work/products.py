@@ -10,8 +10,8 @@ import torch
 from scripts.gpu.work import Figure, Options
 from weft.architectures.place import Span
 from weft.kernels.capture import capture_graph
-from weft.kernels.triton import made
-from weft.quant.quantised import Quantised
+from weft.kernels.triton import create_triton_kernels
+from weft.quant.quantised import QuantisedWeight
 
 CUDA = torch.device("cuda", 0)
 TYPES = (None, "Q4_0", "Q4_1", "Q8_0", "INT8")
@@ -25,7 +25,7 @@ def products(options: Options) -> Iterator[Figure]:
     rehearse = options["rehearse"]
     shapes, tokens = (((16, 64),), (1, 2)) if rehearse else (SHAPES, TOKENS)
     dtype = torch.float32 if rehearse else torch.bfloat16
-    kernels = made(CUDA)
+    kernels = create_triton_kernels(CUDA)
     for rows, cols in shapes:
         for kind in TYPES:
             weight = (
@@ -48,9 +48,9 @@ def products(options: Options) -> Iterator[Figure]:
                 )
 
 
-def made_up(kind: str, rows: int, cols: int, dtype: torch.dtype) -> Quantised:
+def made_up(kind: str, rows: int, cols: int, dtype: torch.dtype) -> QuantisedWeight:
     """Numbers that are quickly made; none are negative where they need not be."""
-    weight = Quantised.empty(kind, rows, Span(0, cols), dtype, CUDA)
+    weight = QuantisedWeight.empty(kind, rows, Span(0, cols), dtype, CUDA)
     weight.values.random_(0, 256)
     weight.scales.fill_(0.01)
     if weight.lowest is not None:
@@ -58,7 +58,7 @@ def made_up(kind: str, rows: int, cols: int, dtype: torch.dtype) -> Quantised:
     return weight
 
 
-def copied(weight: torch.Tensor | Quantised) -> torch.Tensor | Quantised:
+def copied(weight: torch.Tensor | QuantisedWeight) -> torch.Tensor | QuantisedWeight:
     if isinstance(weight, torch.Tensor):
         return weight.clone()
     lowest = None if weight.lowest is None else weight.lowest.clone()

@@ -1,1 +1,1 @@
-"""Parse, build one frozen config, call one function."""
+"""The command line: each command parses its flags, builds one frozen config and calls one function."""

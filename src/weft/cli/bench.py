@@ -1,4 +1,4 @@
-"""weft bench latency MODEL, weft bench throughput MODEL."""
+"""weft bench latency MODEL and weft bench throughput MODEL: speed of an engine without a server."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from weft.bench.measure import Run, run, typical
-from weft.bench.predicted import beside, predicted
-from weft.bench.workload import Ask, nano_vllm, random_requests
+from weft.bench.measure import BatchRun, median_figures, run_batch
+from weft.bench.predicted import comparison_lines, predict_batch
+from weft.bench.workload import BenchRequest, nano_vllm, random_requests
 from weft.cli import engine
 from weft.errors import ConfigError
 from weft.planner.table import layout_json
@@ -23,63 +23,63 @@ logger = logging.getLogger("weft.cli")
 
 
 def main(arguments: Namespace) -> int:
-    """Measure, tell each run on standard error, and print one JSON object."""
+    """Measure, print each run on standard error, and one JSON object on standard output."""
     task = arguments.command.split()[1]
-    with engine.start(arguments, skip_tokenizer_init=True) as llm:
+    with engine.start_engine(arguments, skip_tokenizer_init=True) as llm:
         plan = llm.plan
-        work = (latency if task == "latency" else throughput)(arguments, plan.shape.vocab)
-        runs: list[Run] = []
-        # Every run has other tokens: none finds another's KV blocks.
+        workload = (latency_workload if task == "latency" else throughput_workload)(arguments, plan.shape.vocab)
+        runs: list[BatchRun] = []
+        # Every run has other tokens, so that no run finds KV blocks of another.
         for number in range(-arguments.num_iters_warmup, arguments.num_iters):
-            done = run(llm, work(number))
-            print(line("warm-up" if number < 0 else f"run {number + 1}", done), file=sys.stderr)
+            measured = run_batch(llm, workload(number))
+            print(run_line("warm-up" if number < 0 else f"run {number + 1}", measured), file=sys.stderr)
             if number >= 0:
-                runs.append(done)
+                runs.append(measured)
         layout = layout_json(plan, llm.num_blocks)
-        expected = predicted_of(llm, work(0))
+        expected = predict_run(llm, workload(0))
     report: dict[str, Any] = {
         "task": task,
         "model": plan.model,
         "dtype": plan.dtype,
         "tensor_parallel_size": plan.tensor_parallel,
         "pipeline_parallel_size": plan.stages,
-        "requests": len(work(0)),
+        "requests": len(workload(0)),
         "input_tokens": runs[0].input_tokens,
         "output_tokens": runs[0].output_tokens,
-        **typical(runs),
-        "predicted": expected,
+        **median_figures(runs),
+        "predict_batch": expected,
         "runs": len(runs),
         "layout": layout,
     }
-    for told in beside(report, expected) if expected else []:
-        print(told, file=sys.stderr)
+    for line in comparison_lines(report, expected) if expected else []:
+        print(line, file=sys.stderr)
     print(json.dumps(report))
     return 0
 
 
-def predicted_of(llm: LLM, asks: Sequence[Ask]) -> dict[str, float] | None:
-    """What the planner expects of these requests; None on hardware of which it knows nothing, and with guesses."""
+def predict_run(llm: LLM, asks: Sequence[BenchRequest]) -> dict[str, float] | None:
+    """The planner's predictions for a run; None with speculative decoding, or on hardware that it does not know."""
     if llm.plan.speculation:
         return None
     try:
-        return predicted(llm.forecast(), asks)
+        return predict_batch(llm.forecast(), asks)
     except ConfigError as error:
-        logger.warning("nothing is predicted: %s", error)
+        logger.warning("nothing is predict_batch: %s", error)
         return None
 
 
-def latency(arguments: Namespace, vocab: int) -> Callable[[int], list[Ask]]:
-    """A batch of equal lengths; numbers below 0 are warm-ups."""
+def latency_workload(arguments: Namespace, vocab: int) -> Callable[[int], list[BenchRequest]]:
+    """A function from a run's number to its requests, a batch of equal lengths; numbers below 0 are warm-ups."""
     lengths = (arguments.input_len, arguments.input_len)
     return lambda seed: random_requests(
         seed, vocab=vocab, count=arguments.batch_size, input_len=lengths, output_len=arguments.output_len
     )
 
 
-def throughput(arguments: Namespace, vocab: int) -> Callable[[int], list[Ask]]:
-    """Many requests of many lengths; numbers below 0 are warm-ups."""
+def throughput_workload(arguments: Namespace, vocab: int) -> Callable[[int], list[BenchRequest]]:
+    """A function from a run's number to its requests of different lengths; numbers below 0 are warm-ups."""
 
-    def work(number: int) -> list[Ask]:
+    def requests(number: int) -> list[BenchRequest]:
         if arguments.workload == "nano-vllm" and number >= 0:
             return nano_vllm(vocab, number)
         return random_requests(
@@ -90,12 +90,12 @@ def throughput(arguments: Namespace, vocab: int) -> Callable[[int], list[Ask]]:
             output_len=arguments.output_len,
         )
 
-    return work
+    return requests
 
 
-def line(name: str, done: Run) -> str:
-    """One run for a person."""
+def run_line(name: str, measured: BatchRun) -> str:
+    """One run as text."""
     return (
-        f"{name}: {done.seconds:.3f} s, {1000 * done.ttft_s:.1f} ms to the first token, "
-        f"{done.decode_tok_s:.1f} tokens/s per request after it, {done.output_tok_s:.1f} output tokens/s in all"
+        f"{name}: {measured.seconds:.3f} s, {1000 * measured.ttft_s:.1f} ms to the first token, "
+        f"{measured.decode_tok_s:.1f} tokens/s per request after it, {measured.output_tok_s:.1f} output tokens/s in all"
     )

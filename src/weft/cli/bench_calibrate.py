@@ -1,4 +1,4 @@
-"""weft bench calibrate [MODEL]: measure the engine here, and keep what the planner reckons with."""
+"""weft bench calibrate [MODEL]: measure the engine on this machine, and keep the figures for the planner."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from typing import Any
 
 import msgspec
 
-from weft.bench import calibrate, fit
-from weft.bench.calibrate import BATCHED_TOKENS, FAR, Load, Point, Subject
-from weft.bench.fit import Fit, Planned
+from weft.bench import fit
+from weft.bench.fit import Fit, PointPredictor
 from weft.cli.bench_view import aligned, number
 from weft.cli.flags import engine_config
 from weft.cli.parser import UsageError
@@ -29,66 +28,76 @@ from weft.hardware.calibration import Calibration
 from weft.hardware.gpus import GpuSpec
 from weft.hardware.host import Host
 from weft.plan.plan import Plan
-from weft.probes import speeds
-from weft.probes.machine import this_machine
-from weft.probes.tuning import Raced, Tuned, tune
+from weft.probes import engine_speed, speeds
+from weft.probes.engine_speed import BATCHED_TOKENS, UNRELIABLE_ERROR, CalibrationLoad, CalibrationPoint, Subject
+from weft.probes.machine import host_cluster
+from weft.probes.tuning import RaceResult, TunedSizes, tune_attention
 
 logger = logging.getLogger("weft.cli")
 
-BUSY = 0.5  # of a machine's cores
-UNITS = {  # of the constants: what a person reads, and how many of the kept unit make one
+BUSY = 0.5  # load average per core from which the machine is not idle
+UNITS = {  # a constant's meaning, and its factor from the kept unit to the printed one
     "weights_Bps": ("GB/s of weights in decode", 1e9),
     "cache_Bps": ("GB/s of keys and values in decode", 1e9),
     "matmul_flops": ("TFLOPS of matrix products", 1e12),
     "attention_flops": ("TFLOPS of a prompt's attention", 1e12),
-    "overlap": ("of the shorter of the two hides behind the longer", 1.0),
-    "layer_us": ("us of a layer beside its products", 1.0),
-    "step_us": ("us of a step", 1.0),
-    "sequence_us": ("us of a step for each request in it", 1.0),
+    "overlap": ("of the shorter of memory and compute time hidden behind the longer", 1.0),
+    "layer_us": ("us of each layer beside its products", 1.0),
+    "step_us": ("us of each step", 1.0),
+    "sequence_us": ("us of each request in a step", 1.0),
     "runtime_MiB": ("MiB of memory beside weights and cache", 1.0),
 }
-TUNED = ("auto", "triton", "varlen")  # attention backends that our kernels are part of
+TUNED = ("auto", "triton", "varlen")  # attention backends that use our kernels
 
 
 @dataclass(frozen=True)
-class Found:
-    """All measurements on one device, what fits them, and the sizes of attention that were the fastest there."""
+class DeviceResult:
+    """All measurements on one device, the constants that fit them, and the fastest sizes of attention kernels."""
 
     result: Calibration
-    points: list[Point]
+    points: list[CalibrationPoint]
     fit: Fit
-    tuned: list[Tuned]
+    tuned: list[TunedSizes]
 
 
 def main(arguments: Namespace) -> int:
-    """Measure every kind of device that is here; 1 where the figures fit too badly to be kept."""
-    here = host.probe()
-    config = settings(arguments)
+    """Measure every kind of device of this machine; return 1 if the figures fit too badly to be kept."""
+    here = host.probe_host()
+    config = measured_config(arguments)
     if config.device == "cpu" or not here.gpus:
         here = msgspec.structs.replace(here, gpus=(), pairs=())
-    found = [one(arguments, config, here, gpu, index) for index, gpu in devices(here, config)]
-    results = [it.result for it in found]
-    bad = [it for it in results if it.error > FAR]
-    keeping = getattr(arguments, "save", not bad)
-    if getattr(arguments, "json", False):
-        print(json.dumps([as_json(it) for it in found]))
-    else:
-        print("\n\n".join("\n".join(report(it)) for it in found))
-    # Kept where the planner looks for it: under the machine's own fingerprint, GPUs or not.
-    machine = speeds.calibrated_machine(host.probe())
-    for result in results if keeping else []:
-        print(f"kept in {calibration.keep(machine, result)}; weft plan uses it from now on", file=sys.stderr)
+    results = [calibrate_device(arguments, config, here, gpu, index) for index, gpu in devices(here, config)]
+    print_results(results, as_json=getattr(arguments, "json", False))
+    bad = [device.result for device in results if device.result.error > UNRELIABLE_ERROR]
+    keep = getattr(arguments, "save", not bad)
+    if keep:
+        keep_results(results)
     for result in bad:
-        print(
-            f"{result.device}: the planner's formulas miss the measurements by {100 * result.error:.0f} %: was the "
-            "machine busy with something else? " + ("" if keeping else "Nothing is kept (--save keeps it anyway)"),
-            file=sys.stderr,
-        )
-    return 1 if bad and not keeping else 0
+        doubt = f"the planner's formulas miss the measurements by {100 * result.error:.0f} %"
+        kept = "" if keep else "Nothing is kept (--save keeps it anyway)"
+        print(f"{result.device}: {doubt}: was the machine busy with something else? {kept}", file=sys.stderr)
+    return 1 if bad and not keep else 0
 
 
-def settings(arguments: Namespace) -> EngineConfig:
-    """What the flags say of the engine; the model may be left out. Raises UsageError for several ranks."""
+def print_results(results: Sequence[DeviceResult], *, as_json: bool) -> None:
+    """Print the results of all devices."""
+    if as_json:
+        print(json.dumps([device_json(device) for device in results]))
+    else:
+        print("\n\n".join("\n".join(device_lines(device)) for device in results))
+
+
+def keep_results(results: Sequence[DeviceResult]) -> None:
+    """Write the figures to the cache, and print the files."""
+    # The planner looks for the figures under the machine's own fingerprint, with its GPUs or without.
+    machine = speeds.calibrated_machine(host.probe_host())
+    for device in results:
+        path = calibration.store_calibration(machine, device.result)
+        print(f"kept in {path}; weft plan uses it from now on", file=sys.stderr)
+
+
+def measured_config(arguments: Namespace) -> EngineConfig:
+    """The engine config of the flags; without a model, that of synthetic ones. Raises UsageError for several ranks."""
     config = engine_config(arguments, **({} if getattr(arguments, "model", "") else {"model": "synthetic"}))
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
         if (getattr(config, name) or 1) > 1:
@@ -99,13 +108,13 @@ def settings(arguments: Namespace) -> EngineConfig:
 
 
 def devices(here: Host, config: EngineConfig) -> list[tuple[int | None, GpuSpec]]:
-    """One of each kind, with its number; the CPU has none."""
-    known = speeds.known(here)
+    """One device of each kind, with its number; the number of the CPU is None."""
+    known = speeds.load_speeds(here)
     if not here.gpus:
-        known = msgspec.structs.replace(known, cpu=speeds.cpu_speed(here))
-        (spec,) = this_machine(here, known).gpus
+        known = msgspec.structs.replace(known, cpu=speeds.known_cpu_speed(here))
+        (spec,) = host_cluster(here, known).gpus
         return [(None, spec)]
-    specs = this_machine(here, known).gpus
+    specs = host_cluster(here, known).gpus
     kinds: dict[str, tuple[int | None, GpuSpec]] = {}
     for index in config.device_ids or range(len(specs)):
         if not 0 <= index < len(specs):
@@ -114,91 +123,122 @@ def devices(here: Host, config: EngineConfig) -> list[tuple[int | None, GpuSpec]
     return list(kinds.values())
 
 
-def one(arguments: Namespace, config: EngineConfig, here: Host, gpu: GpuSpec, index: int | None) -> Found:
-    """Measure on one device."""
-    from weft.llm import LLM
-
-    points: list[Point] = []
-    runtime: list[int] = []
-    asked = {
-        "tensor_parallel_size": 1,
-        "device": gpu.kind.replace("gpu", "cuda"),
-        "device_ids": None if index is None else (index,),
-        "skip_tokenizer_init": True,
-        "max_num_batched_tokens": config.max_num_batched_tokens or BATCHED_TOKENS[gpu.kind],
-    }
-
-    def measure(subject: Subject | None, loads: Sequence[Load]) -> tuple[Plan, list[Point]]:
-        """None is the user's own model."""
-        with subject.model.folder() if subject else nullcontext(config.model) as model:
-            held = {"load_format": "dummy", "quantization": subject.quantization} if subject else {}
-            before = host.probe()
-            with LLM(**{**asdict(config), **asked, "model": model, **held}) as llm:
-                runtime.append(calibrate.runtime_bytes(llm, before))
-                name = subject.name if subject else config.model
-                return llm.plan, calibrate.measure(llm, name, loads, tell)
-
+def calibrate_device(
+    arguments: Namespace, config: EngineConfig, here: Host, gpu: GpuSpec, index: int | None
+) -> DeviceResult:
+    """Measure the engine on one device, and fit the planner's constants to the figures."""
     print(f"measuring {gpu.name}; it should have nothing else to do", file=sys.stderr)
+    warn_if_busy(here)
+    plain = msgspec.structs.replace(gpu, calibration=None)
+    own_model = getattr(arguments, "model", "")
+    measurements = DeviceMeasurements(config, gpu, index)
+    measurements.measure_subjects(own_model)
+    measurements.repeat_doubtful(plain)
+    points = measurements.points
+    tuned: list[TunedSizes] = []
+    if own_model and index is not None and measurements.plans[config.model].attention_backend in TUNED:
+        names = [device.name for device in here.gpus]
+        keep = getattr(arguments, "save", True)
+        tuned = tune_on_gpu(measurements.plans[config.model], names.count(names[index]), keep=keep)
+    constants = fit.fit_constants(plain, points)
+    result = fit.build_calibration(
+        gpu.name,
+        PointPredictor(plain, points),
+        constants.values,
+        runtime_MiB=min(measurements.runtime_bytes) / 2**20,
+        date=datetime.now(UTC).date().isoformat(),
+        method=f"least squares over {len(points)} measurements of {len({point.model for point in points})} models",
+        errors=fit.fit_errors(points, constants),
+    )
+    return DeviceResult(result, points, constants, tuned)
+
+
+def warn_if_busy(here: Host) -> None:
+    """Log a warning if other processes use the CPU."""
     busy = os.getloadavg()[0]
     if busy > BUSY * len(here.cores):
         logger.warning(
             "the machine is busy (a load of %.1f on %d cores): the figures will be too low", busy, len(here.cores)
         )
-    plain = msgspec.structs.replace(gpu, calibration=None)
-    subjects: dict[str, Subject | None] = {it.name: it for it in calibrate.subjects(gpu)}
-    if own := getattr(arguments, "model", ""):
-        subjects[config.model] = None
-    plans: dict[str, Plan] = {}
-    for name, subject in subjects.items():
-        plans[name], measured = measure(subject, calibrate.loads(gpu, subject))
-        points += measured
-    for _ in range(calibrate.ANEW):
-        doubts = calibrate.doubtful(points, Planned(plain, points).expected())
-        for name in dict.fromkeys(it.model for it in doubts):
-            again = [it.load for it in doubts if it.model == name]
-            print(f"  {name}: {len(again)} took too long to be believed, and are measured again", file=sys.stderr)
-            points = calibrate.faster(points, measure(subjects[name], again)[1])
-    tuned: list[Tuned] = []
-    if own and index is not None and plans[config.model].attention_backend in TUNED:
-        names = [it.name for it in here.gpus]
-        tuned = attention(plans[config.model], names.count(names[index]), keep=getattr(arguments, "save", True))
-    planned = Planned(plain, points)
-    found = fit.fit(plain, points)
-    result = fit.calibration(
-        gpu.name,
-        planned,
-        found.values,
-        runtime_MiB=min(runtime) / 2**20,
-        date=datetime.now(UTC).date().isoformat(),
-        how=f"least squares over {len(points)} measurements of {len({point.model for point in points})} models",
-        measured=fit.errors(points, found),
-    )
-    return Found(result, points, found, tuned)
 
 
-def attention(plan: Plan, gpus: int, *, keep: bool) -> list[Tuned]:
-    """The fastest sizes of the attention kernels for a model's heads, and for a rank's where the heads are cut evenly
-    among 2, 4, 8, ... of so many equal GPUs; none where they cannot be measured."""
+class DeviceMeasurements:
+    """Measurements of engines on one device, one engine after the other.
+
+    `plans` are the plans of the measured models by name, `runtime_bytes` the memory of each engine beside its weights.
+    """
+
+    def __init__(self, config: EngineConfig, gpu: GpuSpec, index: int | None) -> None:
+        self.points: list[CalibrationPoint] = []
+        self.plans: dict[str, Plan] = {}
+        self.runtime_bytes: list[int] = []
+        self._config, self._gpu = config, gpu
+        self._subjects: dict[str, Subject | None] = {}  # None is the user's own model
+        self._options = {
+            "tensor_parallel_size": 1,
+            "device": gpu.kind.replace("gpu", "cuda"),
+            "device_ids": None if index is None else (index,),
+            "skip_tokenizer_init": True,
+            "max_num_batched_tokens": config.max_num_batched_tokens or BATCHED_TOKENS[gpu.kind],
+        }
+
+    def measure_subjects(self, own_model: str) -> None:
+        """Measure the synthetic models, and the user's own if `own_model` names one."""
+        self._subjects = {subject.name: subject for subject in engine_speed.subjects(self._gpu)}
+        if own_model:
+            self._subjects[self._config.model] = None
+        for name, subject in self._subjects.items():
+            self.points += self._measure(name, engine_speed.loads_of(self._gpu, subject))
+
+    def repeat_doubtful(self, plain: GpuSpec) -> None:
+        """Measure points again that took much longer than the others suggest; the faster of both figures stays."""
+        for _ in range(engine_speed.ANEW):
+            doubts = engine_speed.doubtful_points(self.points, PointPredictor(plain, self.points).expected())
+            for name in dict.fromkeys(point.model for point in doubts):
+                again = [point.load for point in doubts if point.model == name]
+                print(f"  {name}: {len(again)} took implausibly long, and are measured again", file=sys.stderr)
+                self.points = engine_speed.faster_points(self.points, self._measure(name, again))
+
+    def _measure(self, name: str, loads: Sequence[CalibrationLoad]) -> list[CalibrationPoint]:
+        """Start an engine with one of the models, and measure the loads on it."""
+        from weft.llm import LLM
+
+        subject = self._subjects[name]
+        with subject.model.folder() if subject else nullcontext(self._config.model) as model:
+            weights = {"load_format": "dummy", "quantization": subject.quantization} if subject else {}
+            before = host.probe_host()
+            with LLM(**{**asdict(self._config), **self._options, "model": model, **weights}) as llm:
+                self.runtime_bytes.append(engine_speed.runtime_bytes(llm, before))
+                self.plans[name] = llm.plan
+                return engine_speed.measure_loads(llm, name, loads, print_point)
+
+
+def tune_on_gpu(plan: Plan, gpus: int, *, keep: bool) -> list[TunedSizes]:
+    """The fastest sizes of the attention kernels for a model's heads; empty if they cannot be measured.
+
+    They are measured for all heads, and for a rank's share if 2, 4, 8, ... of `gpus` equal GPUs divide them evenly.
+    """
     heads = len(plan.places[0].kv_heads)
-    ranks = takewhile(lambda it: it <= gpus and heads % it == 0, (2**n for n in range(gpus.bit_length())))
+    powers = (2**n for n in range(gpus.bit_length()))
+    ranks = takewhile(lambda count: count <= gpus and heads % count == 0, powers)
     try:
-        return tune(plan, tuple(ranks), keep=keep, tell=tell_race)
+        return tune_attention(plan, tuple(ranks), keep=keep, tell=print_race)
     except ConfigError as error:
-        logger.warning("%s; engines use those that were chosen by reading", error)
+        logger.warning("%s; engines use the default sizes", error)
         return []
 
 
-def tell_race(race: Raced) -> None:
-    """What each size took, the fastest first, and what was passed over."""
-    print(f"  {race.what}:", file=sys.stderr)
-    for name, took in sorted(race.seconds.items(), key=lambda it: it[1]):
-        print(f"    {1e6 * took:9.1f} us  {name}", file=sys.stderr)
+def print_race(race: RaceResult) -> None:
+    """Print the time of each size, the fastest first, and the sizes that were skipped."""
+    print(f"  {race.title}:", file=sys.stderr)
+    for name, seconds in sorted(race.seconds.items(), key=lambda entry: entry[1]):
+        print(f"    {1e6 * seconds:9.1f} us  {name}", file=sys.stderr)
     for name, why in race.obstacles.items():
-        print(f"    passed over: {name}: {why}", file=sys.stderr)
+        print(f"    skipped: {name}: {why}", file=sys.stderr)
 
 
-def tell(point: Point) -> None:
-    """A measurement, as soon as it is there."""
+def print_point(point: CalibrationPoint) -> None:
+    """Print a measurement as soon as it is done."""
     load = point.load
     what = "to the first token" if load.kind == "prefill" else "a step"
     print(
@@ -206,10 +246,10 @@ def tell(point: Point) -> None:
     )
 
 
-def report(found: Found) -> list[str]:
-    """What was measured and what fits it, for a person."""
-    result, points = found.result, found.points
-    errors = fit.errors(points, found.fit)
+def device_lines(device: DeviceResult) -> list[str]:
+    """The measurements of a device, the constants that fit them, and the sizes of attention, as text."""
+    result, points = device.result, device.points
+    errors = fit.fit_errors(points, device.fit)
     rows = [
         [
             f"{point.model}, {point.shape.layers} layers of {point.shape.hidden}",
@@ -220,26 +260,34 @@ def report(found: Found) -> list[str]:
             number(1000 * predicted),
             f"{100 * error:+.0f} %",
         ]
-        for point, predicted, error in zip(points, found.fit.predicted, errors, strict=True)
+        for point, predicted, error in zip(points, device.fit.predicted, errors, strict=True)
     ]
     lines = [f"{result.device}, {result.precision}, {result.source}", ""]
     lines += aligned(["model", "", "requests", "tokens", "ms", "fitted", "error"], rows)
     lines += ["", f"mean error {100 * result.error:.1f} %, worst {100 * result.worst:.0f} %", ""]
     for name, figure in result.figures().items():
-        own, _, precision = name.partition(" ")
-        words, unit = UNITS[own]
-        lines.append(f"{number(figure.value / unit):>9} {words}{f', {precision}' if precision else ''}")
-    for it in found.tuned:
-        lines += ["", f"attention of {it.q_heads} query and {it.kv_heads} KV heads, the fastest sizes:"]
-        sizes = [[f"{rows} row{'s' * (rows > 1)}", size] for rows, size in it.decode.items()]
-        lines += aligned(["", ""], [*sizes, ["prompts", it.prefill]])[1:]
-        lines += [f"kept in {it.path}: engines use them from now on"] * bool(it.path)
-        lines += [f"they cannot be kept: {it.lost}"] * bool(it.lost)
+        constant, _, precision = name.partition(" ")
+        meaning, unit = UNITS[constant]
+        lines.append(f"{number(figure.value / unit):>9} {meaning}{f', {precision}' if precision else ''}")
+    for tuned in device.tuned:
+        lines += tuned_lines(tuned)
     return lines
 
 
-def as_json(found: Found) -> dict[str, Any]:
-    """The same for a program."""
+def tuned_lines(tuned: TunedSizes) -> list[str]:
+    """The fastest sizes of attention, and the file that keeps them."""
+    sizes = [[f"{rows} row{'s' * (rows > 1)}", size] for rows, size in tuned.decode.items()]
+    lines = ["", f"attention of {tuned.q_heads} query and {tuned.kv_heads} KV heads, the fastest sizes:"]
+    lines += aligned(["", ""], [*sizes, ["prompts", tuned.prefill]])[1:]
+    if tuned.path:
+        lines.append(f"kept in {tuned.path}: engines use them from now on")
+    if tuned.lost:
+        lines.append(f"they cannot be kept: {tuned.lost}")
+    return lines
+
+
+def device_json(device: DeviceResult) -> dict[str, Any]:
+    """The measurements and constants of a device as JSON."""
     rows = [
         {
             "model": point.model,
@@ -250,11 +298,11 @@ def as_json(found: Found) -> dict[str, Any]:
             "seconds": point.seconds,
             "predicted_s": predicted,
         }
-        for point, predicted in zip(found.points, found.fit.predicted, strict=True)
+        for point, predicted in zip(device.points, device.fit.predicted, strict=True)
     ]
     return {
         "task": "calibrate",
-        **msgspec.to_builtins(found.result),
+        **msgspec.to_builtins(device.result),
         "measurements": rows,
-        "attention": [msgspec.to_builtins(it, str_keys=True) for it in found.tuned],
+        "attention": [msgspec.to_builtins(tuned, str_keys=True) for tuned in device.tuned],
     }

@@ -1,41 +1,46 @@
-"""weft bench compare OLD NEW: what got better, what worse."""
+"""weft bench compare OLD NEW: ratios of two saved results."""
 
 from __future__ import annotations
 
 import json
 from argparse import Namespace
+from typing import Any
 
-from weft.bench.compare import Change, changes, read, settings
+from weft.bench.compare import Change, changed_settings, figure_changes, read_result
 from weft.cli.bench_view import aligned, number
 from weft.cli.parser import UsageError
 from weft.errors import ConfigError
 
 
 def main(arguments: Namespace) -> int:
-    """Print the table; 1 where a figure is worse by more than the tolerance."""
+    """Print the table; return 1 if a figure is worse by more than the tolerance."""
     if len(arguments.argument) != 2:
         raise UsageError("weft bench compare takes two files: the old result, then the new one")
     first, second = arguments.argument
-    old, new = read(first), read(second)
-    found = changes(old, new)
-    if not found:
+    old, new = read_result(first), read_result(second)
+    compared = figure_changes(old, new)
+    if not compared:
         raise ConfigError(f"{first} and {second} have no figure in common")
-    worse = [change for change in found if change.worse(arguments.tolerance)]
-    unlike = settings(old, new)
+    worse = [change for change in compared if change.worse(arguments.tolerance)]
+    different = changed_settings(old, new)
     if getattr(arguments, "json", False):
-        figures = [
-            {"name": it.name, "old": it.old, "new": it.new, "ratio": it.ratio, "worse": it in worse} for it in found
-        ]
-        print(json.dumps({"tolerance": arguments.tolerance, "settings": unlike, "figures": figures}))
+        figures = [figure_json(change, change in worse) for change in compared]
+        print(json.dumps({"tolerance": arguments.tolerance, "settings": different, "figures": figures}))
     else:
-        for line in unlike:
+        for line in different:
             print(f"not the same work: {line}")
-        print("\n".join(aligned(["figure", "old", "new", "ratio", ""], [row(it, it in worse) for it in found])))
-        print(f"\n{len(worse)} of {len(found)} figures are worse by more than {100 * arguments.tolerance:g} %")
+        rows = [table_row(change, change in worse) for change in compared]
+        print("\n".join(aligned(["figure", "old", "new", "ratio", ""], rows)))
+        print(f"\n{len(worse)} of {len(compared)} figures are worse by more than {100 * arguments.tolerance:g} %")
     return 1 if worse else 0
 
 
-def row(change: Change, worse: bool) -> list[str]:
-    """A line of the table: a ratio above 1 is better."""
+def figure_json(change: Change, worse: bool) -> dict[str, Any]:
+    """A figure of both results as JSON."""
+    return {"name": change.name, "old": change.old, "new": change.new, "ratio": change.ratio, "worse": worse}
+
+
+def table_row(change: Change, worse: bool) -> list[str]:
+    """A row of the table: a ratio above 1 is better."""
     ratio = "-" if change.ratio is None else f"{change.ratio:.3f}"
     return [change.name, number(change.old), number(change.new), ratio, "worse" if worse else ""]

@@ -1,4 +1,4 @@
-"""The flags of weft bench serve and its kin; vLLM's names where `vllm bench serve` has one."""
+"""Flags of weft bench serve, sweep, calibrate and compare; named as in `vllm bench serve` if it has the flag."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from weft.cli.flags import Flag
 
 
 def above(minimum: float) -> Callable[[str], float]:
-    """A number above `minimum`, inf among them."""
+    """A parser of numbers above `minimum`; inf is one."""
 
     def number(text: str) -> float:
         try:
             value = float(text)
         except ValueError:
-            raise ArgumentTypeError(f"{text!r} is no number") from None
+            raise ArgumentTypeError(f"{text!r} is not a number") from None
         if isnan(value) or value <= minimum:
             raise ArgumentTypeError(f"{text!r} must be above {minimum:g}")
         return value
@@ -26,34 +26,34 @@ def above(minimum: float) -> Callable[[str], float]:
 
 
 def finite(text: str) -> float:
-    """A number above 0, and no more than that."""
+    """A number above 0 and below infinity."""
     value = above(0)(text)
     if value == inf:
-        raise ArgumentTypeError(f"{text!r} must have an end")
+        raise ArgumentTypeError(f"{text!r} must be finite")
     return value
 
 
 def ratio(text: str) -> float:
-    """From 0 up to, but not, 1."""
+    """A number of at least 0 and below 1."""
     value = above(-1)(text)
     if not 0 <= value < 1:
-        raise ArgumentTypeError(f"{text!r} must be 0 or more, and below 1")
+        raise ArgumentTypeError(f"{text!r} must be at least 0 and below 1")
     return value
 
 
 def percents(text: str) -> tuple[float, ...]:
-    """95,99.9"""
-    found = tuple(sorted(set(values.decimals(text))))
-    if not all(0 <= percent <= 100 for percent in found):
-        raise ArgumentTypeError(f"{text!r} are no percentiles; each is from 0 to 100")
-    return found
+    """Percentiles with commas, ascending: 95,99.9."""
+    percentiles = tuple(sorted(set(values.decimals(text))))
+    if not all(0 <= percent <= 100 for percent in percentiles):
+        raise ArgumentTypeError(f"{text!r} is not a list of percentiles; each must be from 0 to 100")
+    return percentiles
 
 
 def header(text: str) -> tuple[str, str]:
-    """NAME=VALUE"""
+    """An HTTP header NAME=VALUE."""
     name, equals, value = text.partition("=")
     if not equals or not name.strip() or not (name + value).isprintable():
-        raise ArgumentTypeError(f"{text!r} is no header, as in X-Team=blue")
+        raise ArgumentTypeError(f"{text!r} is not a header, as in X-Team=blue")
     return name.strip(), value.strip()
 
 
@@ -61,66 +61,88 @@ TARGET = (
     Flag(
         name="base-url",
         metavar="URL",
-        help="a server that runs, as in http://127.0.0.1:8000; left out: MODEL is served for as long as it takes, with "
-        "the engine's flags below",
+        help="address of a running server, as in http://127.0.0.1:8000. Default: start weft serve MODEL with the "
+        "engine's flags below, and stop it afterwards",
     ),
-    Flag(name="host", help="the same, as vLLM has it: the server's address"),
-    Flag(name="port", parse=values.at_least(1), help="and its port"),
+    Flag(name="host", help="host of a running server, instead of --base-url"),
+    Flag(name="port", parse=values.at_least(1), help="port of a running server, instead of --base-url"),
     Flag(
         name="backend",
         choices=("openai", "openai-chat"),
         default="openai",
-        help="/v1/completions, which takes token ids, or /v1/chat/completions, which takes texts",
+        help="openai: /v1/completions, which takes token ids; openai-chat: /v1/chat/completions, which takes texts",
     ),
-    Flag(name="endpoint", metavar="PATH", help="where requests go, instead of that"),
-    Flag(name="served-model-name", metavar="NAME", help="the model to ask for; left out: the server's first"),
+    Flag(name="endpoint", metavar="PATH", help="path of the requests, instead of the backend's"),
+    Flag(
+        name="served-model-name",
+        metavar="NAME",
+        help="name of the model in the requests. Default: the first that the server lists",
+    ),
     Flag(
         name="api-key",
         metavar="KEY",
-        help="key to send; better VLLM_API_KEY or OPENAI_API_KEY in the environment, for flags show in `ps`",
+        help="key to send; VLLM_API_KEY or OPENAI_API_KEY in the environment is safer, because `ps` shows flags",
     ),
-    Flag(name="header", parse=header, repeated=True, metavar="NAME=VALUE", help="a header to send"),
-    Flag(name="extra-body", parse=values.mapping, metavar="JSON", help="fields to add to every request"),
-    Flag(name="request-timeout", parse=finite, default=600.0, metavar="S", help="seconds until a request has failed"),
+    Flag(name="header", parse=header, repeated=True, metavar="NAME=VALUE", help="header to send with every request"),
+    Flag(name="extra-body", parse=values.mapping, metavar="JSON", help="fields to add to the body of every request"),
+    Flag(
+        name="request-timeout",
+        parse=finite,
+        default=600.0,
+        metavar="S",
+        help="seconds after which an unfinished request counts as failed",
+    ),
 )
 PROMPTS = (
-    Flag(name="num-prompts", parse=values.at_least(1), default=100, help="requests"),
+    Flag(name="num-prompts", parse=values.at_least(1), default=100, help="number of requests"),
     Flag(
         name="dataset-name",
         choices=("random", "custom", "sharegpt"),
-        help="random, or what --dataset-path holds; left out: as the file says",
+        help="random, or the format of --dataset-path. Default: detected from the file",
     ),
     Flag(
         name="dataset-path",
         metavar="FILE",
-        help="take the prompts from this file, again from its beginning where it has too few: JSON lines with "
-        '"prompt" or "messages" and "output_tokens", or ShareGPT\'s JSON; left out: random token ids',
+        help="file with prompts, reused from its beginning if there are too few: JSON lines with "
+        '"prompt" or "messages" and "output_tokens", or ShareGPT\'s JSON. Default: random token ids',
     ),
     Flag(name="input-len", parse=values.at_least(1), default=256, help="tokens of a random prompt"),
-    Flag(name="output-len", parse=values.at_least(1), default=128, help="answer tokens, where the file says nothing"),
+    Flag(
+        name="output-len",
+        parse=values.at_least(1),
+        default=128,
+        help="tokens of an answer, if the file does not give them",
+    ),
     Flag(name="random-input-len", field="input_len", parse=values.at_least(1), help="the same as --input-len"),
     Flag(name="random-output-len", field="output_len", parse=values.at_least(1), help="the same as --output-len"),
     Flag(
         name="random-range-ratio",
         parse=ratio,
         default=0.0,
-        help="random lengths are within this share of those two, up and down",
+        help="random lengths differ from --input-len and --output-len by up to this share",
     ),
-    Flag(name="random-prefix-len", parse=values.at_least(0), default=0, help="tokens before them, equal in all"),
-    Flag(name="temperature", parse=float, default=0.0, help="0 takes the likeliest token"),
-    Flag(name="ignore-eos", parse=None, help="go on after the model's end token (default: on for random prompts)"),
-    Flag(name="num-warmups", parse=values.at_least(0), default=1, help="requests before those that count"),
+    Flag(
+        name="random-prefix-len",
+        parse=values.at_least(0),
+        default=0,
+        help="tokens at the beginning of every random prompt, the same in all",
+    ),
+    Flag(name="temperature", parse=float, default=0.0, help="0 always takes the most likely token"),
+    Flag(name="ignore-eos", parse=None, help="continue after the model's end token (default: on for random prompts)"),
+    Flag(name="num-warmups", parse=values.at_least(0), default=1, help="warm-up requests before the measured ones"),
 )
 REPORT = (
     Flag(
         name="goodput",
         several=True,
         metavar="METRIC:MS",
-        help="limits that a good answer keeps, as in ttft:1000 tpot:50; e2el too",
+        help="limits for an answer that counts as good, as in ttft:1000 tpot:50 e2el:5000",
     ),
-    Flag(name="metric-percentiles", parse=percents, default="95,99", help="percentiles, beside these two"),
+    Flag(
+        name="metric-percentiles", parse=percents, default="95,99", help="percentiles to report; 95 and 99 always are"
+    ),
     Flag(name="json", parse=None, help="print one JSON object instead of the table"),
-    Flag(name="save-result", metavar="FILE", help="write that JSON object to this file"),
+    Flag(name="save-result", metavar="FILE", help="write the JSON object to this file"),
 )
 ARRIVALS = (
     Flag(
@@ -128,44 +150,56 @@ ARRIVALS = (
         parse=above(0),
         default=inf,
         metavar="R",
-        help="requests per second, sent whatever has become of those before; inf: all at once",
+        help="requests sent per second, whether earlier ones are answered or not; inf: all at once",
     ),
     Flag(
         name="burstiness",
         parse=finite,
         default=1.0,
         metavar="SHAPE",
-        help="of the gaps' gamma distribution: 1 is Poisson, less comes in bursts, more comes evenly",
+        help="shape of the gamma distribution of the gaps: 1 is a Poisson process, below 1 bursts, above 1 even gaps",
     ),
-    Flag(name="max-concurrency", parse=values.at_least(1), metavar="N", help="most requests under way at once"),
+    Flag(
+        name="max-concurrency",
+        parse=values.at_least(1),
+        metavar="N",
+        help="maximum number of unfinished requests at once",
+    ),
 )
 POINTS = (
     Flag(
         name="request-rate",
-        parse=values.listed(above(0)),
+        parse=values.ascending(above(0)),
         metavar="R,R,...",
-        help="one measurement for each of these rates, as in 1,2,4,inf",
+        help="rates, each of which is measured, as in 1,2,4,inf",
     ),
     Flag(
         name="max-concurrency",
-        parse=values.listed(values.at_least(1)),
+        parse=values.ascending(values.at_least(1)),
         metavar="N,N,...",
-        help="or for each of these limits, as many requests being under way all the time",
+        help="limits for the number of unfinished requests, each of which is measured",
     ),
-    Flag(name="burstiness", parse=finite, default=1.0, metavar="SHAPE", help="as weft bench serve has it"),
+    Flag(name="burstiness", parse=finite, default=1.0, metavar="SHAPE", help="as in weft bench serve"),
 )
 SERVE = (("load", ARRIVALS), ("prompts", PROMPTS), ("server", TARGET), ("report", REPORT))
 SWEEP = (
     ("points", POINTS),
     ("prompts", PROMPTS),
     ("server", TARGET),
-    ("report", (*REPORT, Flag(name="plot", metavar="FILE", help="a picture of it, as PNG or SVG (needs matplotlib)"))),
+    (
+        "report",
+        (*REPORT, Flag(name="plot", metavar="FILE", help="also draw the results, as PNG or SVG (needs matplotlib)")),
+    ),
 )
 CALIBRATE = (
     (
         "report",
         (
-            Flag(name="save", parse=None, help="keep the figures for the planner (default: on, unless they fit badly)"),
+            Flag(
+                name="save",
+                parse=None,
+                help="keep the figures for the planner (default: on, unless the planner's formulas fit them badly)",
+            ),
             Flag(name="json", parse=None, help="print one JSON object instead of the tables"),
         ),
     ),
@@ -178,7 +212,7 @@ COMPARE = (
                 name="tolerance",
                 parse=ratio,
                 default=0.05,
-                help="share by which a figure may be worse before the exit status is 1",
+                help="share by which a figure may get worse without exit status 1",
             ),
             Flag(name="json", parse=None, help="print one JSON object instead of the table"),
         ),

@@ -1,4 +1,4 @@
-"""weft bench serve: requests to a server as they arrive in life, and how long each waited."""
+"""weft bench serve: requests sent to a server at random times, and the time that each waited."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from weft import __version__
-from weft.bench.arrivals import arrivals
-from weft.bench.http import Client, HttpFailure, Refused, Server
-from weft.bench.load import PATHS, Asking, Load, Record, ask, lay_on, message
-from weft.bench.prompts import Prompt, random_prompts, read, spread
-from weft.bench.summary import PERCENTILES, parse_limits, summary
+from weft.bench.arrivals import arrival_times
+from weft.bench.http import HttpClient, HttpFailure, HttpRefusal, ServerAddress
+from weft.bench.load import PATHS, LoadResult, RequestOptions, RequestRecord, error_text, run_open_loop, send_request
+from weft.bench.prompts import Prompt, length_range, random_prompts, read_prompts
+from weft.bench.summary import PERCENTILES, parse_limits, summarise_load
 from weft.bench.workload import NANO_IDS
 from weft.cli.flags import ENGINE
 from weft.cli.main import INTERRUPTED
-from weft.cli.parser import UsageError, words_of
+from weft.cli.parser import UsageError, typed_words
 from weft.client.progress import Progress
 from weft.errors import WeftError
 from weft.formats import lookup
 
 T = TypeVar("T")
 
-SPARE_FILES = 128  # descriptors of this process beside its connections
+SPARE_FILES = 128  # file descriptors of this process beside its connections
 
 
 @dataclass(frozen=True)
-class Target:
-    """A server that answers, and how it is asked."""
+class BenchTarget:
+    """A running server, and the form of its requests."""
 
-    server: Server
-    asking: Asking
+    server: ServerAddress
+    asking: RequestOptions
 
 
 @dataclass(frozen=True)
-class Point:
-    """One load: how requests arrive, and how many may be under way at once."""
+class LoadPoint:
+    """One load: the rate and burstiness of the requests, and the limit for unfinished ones."""
 
     rate: float
     burstiness: float
@@ -55,9 +55,12 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What all loads of a command have in common, checked before any server is started. `draw` gives so many prompts
-    for the load of that number: no load finds another's KV blocks."""
+class BenchSettings:
+    """Settings that all loads of a command share, checked before any server is started.
+
+    `draw` takes the number of a load and a count, and gives that many prompts. Each load gets other prompts, so that no
+    load finds KV blocks of another.
+    """
 
     draw: Callable[[int, int], list[Prompt]]
     count: int
@@ -68,12 +71,12 @@ class Plan:
 
 
 def main(arguments: Namespace) -> int:
-    """Send the load and print the report; status 1 if no request was answered, 130 if Ctrl-C ended the load early."""
-    plan = prepare(arguments)
-    point = Point(arguments.request_rate, arguments.burstiness, getattr(arguments, "max_concurrency", None))
-    with target(arguments) as there:
-        result = measure(plan, there, point)
-    save(arguments, result)
+    """Send the load and print the report; return 1 if no request was answered, 130 if Ctrl-C ended the load early."""
+    settings = check_settings(arguments)
+    point = LoadPoint(arguments.request_rate, arguments.burstiness, getattr(arguments, "max_concurrency", None))
+    with open_target(arguments) as target:
+        result = measure_load(settings, target, point)
+    save_result(arguments, result)
     if getattr(arguments, "json", False):
         print(json.dumps(result))
     else:
@@ -84,55 +87,70 @@ def main(arguments: Namespace) -> int:
 
 
 def exit_status(results: Sequence[Mapping[str, Any]]) -> int:
-    """The status of a command that measured these loads."""
+    """The exit status of a command with these results."""
     if any(result["interrupted"] for result in results):
         return INTERRUPTED
     return 0 if all(result["completed"] for result in results) else 1
 
 
-def prepare(arguments: Namespace) -> Plan:
-    """Everything that can be wrong before a server is asked. Raises UsageError, ConfigError."""
-    said = vars(arguments)
-    if not address(said) and not said.get("model"):
-        raise UsageError("which server? Give a MODEL to be served, or --base-url of a server that runs")
-    if said.get("base_url") and ("host" in said or "port" in said):
-        raise UsageError("--base-url and --host or --port both say where the server is; give one of them")
-    if said.get("dataset_name", "random") != "random" and "dataset_path" not in said:
-        raise UsageError(f"--dataset-name {said['dataset_name']} is a file: name it with --dataset-path")
-    if said.get("dataset_name") == "random" and "dataset_path" in said:
-        raise UsageError("--dataset-name random draws its prompts; leave --dataset-path out")
-    if (path := said.get("save_result")) and not Path(path).absolute().parent.is_dir():
-        raise UsageError(f"--save-result {path}: there is no directory {Path(path).absolute().parent}")
-    limits = parse_limits(said.get("goodput", []))
-    percents = tuple(sorted({*PERCENTILES, *arguments.metric_percentiles}))
-    return Plan(drawing(arguments), arguments.num_prompts, arguments.num_warmups, limits, percents, said.get("seed", 0))
+def check_settings(arguments: Namespace) -> BenchSettings:
+    """The settings of the flags. Raises UsageError and ConfigError before any request is sent."""
+    given = vars(arguments)
+    _check_server_flags(given)
+    _check_dataset_flags(given)
+    if path := given.get("save_result"):
+        folder = Path(path).absolute().parent
+        if not folder.is_dir():
+            raise UsageError(f"--save-result {path}: the directory {folder} does not exist")
+    return BenchSettings(
+        draw=prompt_source(arguments),
+        count=arguments.num_prompts,
+        warmups=arguments.num_warmups,
+        limits_s=parse_limits(given.get("goodput", [])),
+        percents=tuple(sorted({*PERCENTILES, *arguments.metric_percentiles})),
+        seed=given.get("seed", 0),
+    )
 
 
-def address(said: dict[str, Any]) -> str | None:
-    """Where the server is that the user names."""
-    if "host" in said or "port" in said:
-        host = said.get("host", "127.0.0.1")
-        return f"http://{f'[{host}]' if ':' in host else host}:{said.get('port', 8000)}"
-    url: str | None = said.get("base_url")
+def _check_server_flags(given: dict[str, Any]) -> None:
+    if not server_url(given) and not given.get("model"):
+        raise UsageError("which server? Give a MODEL to serve, or --base-url of a running server")
+    if given.get("base_url") and ("host" in given or "port" in given):
+        raise UsageError("--base-url and --host or --port both give the server's address; give one of them")
+
+
+def _check_dataset_flags(given: dict[str, Any]) -> None:
+    if given.get("dataset_name", "random") != "random" and "dataset_path" not in given:
+        raise UsageError(f"--dataset-name {given['dataset_name']} needs a file; name it with --dataset-path")
+    if given.get("dataset_name") == "random" and "dataset_path" in given:
+        raise UsageError("--dataset-name random draws prompts at random; leave --dataset-path out")
+
+
+def server_url(given: dict[str, Any]) -> str | None:
+    """The address of a running server from the flags, without /v1; None if they give none."""
+    if "host" in given or "port" in given:
+        host = given.get("host", "127.0.0.1")
+        return f"http://{f'[{host}]' if ':' in host else host}:{given.get('port', 8000)}"
+    url: str | None = given.get("base_url")
     return url and url.rstrip("/").removesuffix("/v1")
 
 
-def drawing(arguments: Namespace) -> Callable[[int, int], list[Prompt]]:
-    """From the file that was named, where it goes on after the load before, or at random."""
-    said = vars(arguments)
-    if said.get("dataset_path"):
-        found = read(arguments.dataset_path, output_len=arguments.output_len)
-        _check_api(found, arguments)
-        return lambda number, count: list(islice(cycle(found), number * count, (number + 1) * count))
-    ratio, ids = arguments.random_range_ratio, None if arguments.backend == "openai-chat" else vocab(said)
+def prompt_source(arguments: Namespace) -> Callable[[int, int], list[Prompt]]:
+    """A function from a load's number and a count to its prompts: random ones, or the next ones of a file."""
+    given = vars(arguments)
+    if given.get("dataset_path"):
+        prompts = read_prompts(arguments.dataset_path, output_len=arguments.output_len)
+        _check_api(prompts, arguments)
+        return lambda number, count: list(islice(cycle(prompts), number * count, (number + 1) * count))
+    ratio, ids = arguments.random_range_ratio, None if arguments.backend == "openai-chat" else vocabulary_size(given)
 
     def draw(number: int, count: int) -> list[Prompt]:
         return random_prompts(
-            f"{said.get('seed', 0)} {number}",
+            f"{given.get('seed', 0)} {number}",
             count=count,
             vocab=ids,
-            input_len=spread(arguments.input_len, ratio),
-            output_len=spread(arguments.output_len, ratio),
+            input_len=length_range(arguments.input_len, ratio),
+            output_len=length_range(arguments.output_len, ratio),
             prefix_len=arguments.random_prefix_len,
         )
 
@@ -140,120 +158,143 @@ def drawing(arguments: Namespace) -> Callable[[int, int], list[Prompt]]:
 
 
 def _check_api(prompts: list[Prompt], arguments: Namespace) -> None:
-    ids = any(isinstance(p.content, list) and type(p.content[0]) is int for p in prompts)
-    talks = any(isinstance(p.content, list) and isinstance(p.content[0], dict) for p in prompts)
-    if talks and arguments.backend == "openai":
-        raise UsageError(f"{arguments.dataset_path} holds messages; those go to --backend openai-chat")
+    """Raise UsageError if the backend does not take the prompts of the file."""
+    first_items = [prompt.content[0] for prompt in prompts if isinstance(prompt.content, list)]
+    messages = any(isinstance(item, dict) for item in first_items)
+    ids = any(type(item) is int for item in first_items)
+    if messages and arguments.backend == "openai":
+        raise UsageError(f"{arguments.dataset_path} holds messages, which need --backend openai-chat")
     if ids and arguments.backend == "openai-chat":
-        raise UsageError(f"{arguments.dataset_path} holds token ids; those go to --backend openai")
+        raise UsageError(f"{arguments.dataset_path} holds token ids, which need --backend openai")
 
 
-def vocab(said: dict[str, Any]) -> int:
-    """Ids are drawn below this: the model's own size where it is known, else what every model has."""
-    if not said.get("model"):
+def vocabulary_size(given: dict[str, Any]) -> int:
+    """Limit of random token ids: the model's vocabulary, or if it is not known, a size that every model has."""
+    if not given.get("model"):
         return NANO_IDS
     try:
-        return lookup.look_up(said["model"], revision=said.get("revision"), hf_token=said.get("hf_token")).shape.vocab
+        model = lookup.look_up(given["model"], revision=given.get("revision"), hf_token=given.get("hf_token"))
     except WeftError:
-        if address(said):  # it need not be known here
+        if server_url(given):  # a running server may have a model that is not known here
             return NANO_IDS
         raise
+    return model.shape.vocab
 
 
 @contextmanager
-def target(arguments: Namespace) -> Iterator[Target]:
-    """The server that was named, or one that is started here and ended afterwards."""
-    said = vars(arguments)
+def open_target(arguments: Namespace) -> Iterator[BenchTarget]:
+    """The server of the flags, or one that is started now and stopped at the end."""
+    given = vars(arguments)
     raise_file_limit(arguments.num_prompts)
-    key = said.get("api_key") or os.environ.get("VLLM_API_KEY") or os.environ.get("OPENAI_API_KEY")
+    key = given.get("api_key") or os.environ.get("VLLM_API_KEY") or os.environ.get("OPENAI_API_KEY")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    headers |= dict(said.get("header", []))
-    if url := address(said):
-        yield connect(Server(url, headers), arguments)
+    headers |= dict(given.get("header", []))
+    if url := server_url(given):
+        yield connect(ServerAddress(url, headers), arguments)
         return
-    from weft.bench.server import Served
+    from weft.bench.server import ServeProcess
 
-    words = [said["model"], *engine_words(arguments)]
+    words = [given["model"], *engine_words(arguments)]
     print(f"starting weft serve {' '.join(words)}", file=sys.stderr)
-    with Served(words) as served:
+    with ServeProcess(words) as served:
         print(f"ready after {served.seconds:.1f} s at {served.url}", file=sys.stderr)
-        yield connect(Server(served.url, headers), arguments)
+        yield connect(ServerAddress(served.url, headers), arguments)
 
 
-def connect(server: Server, arguments: Namespace) -> Target:
-    """Ask which models are there. Raises WeftError where nobody answers."""
-    said = vars(arguments)
-    name = said.get("served_model_name")
-
-    async def models() -> bytes:
-        client = Client(server)
-        try:
-            return await client.get("/v1/models")
-        finally:
-            client.close()
-
-    try:
-        listed = json.loads(run(models()))["data"]
-        name = name or listed[0]["id"]
-    except Refused as error:
-        if error.status in (401, 403):
-            raise WeftError(f"{server.url} wants another key ({message(error.body)}); give it with --api-key") from None
-        if not (name := name or said.get("model")):
-            raise WeftError(f"{server.url} does not tell its models ({error}); name one: --served-model-name") from None
-    except HttpFailure as error:
-        raise WeftError(f"{error}; is the server there?") from None
-    except (ValueError, LookupError, TypeError):
-        if not (name := name or said.get("model")):
-            raise WeftError(f"{server.url} names no model; name one: --served-model-name") from None
-    asking = Asking(
+def connect(server: ServerAddress, arguments: Namespace) -> BenchTarget:
+    """The server as a target, after it has listed its models. Raises WeftError if it does not answer."""
+    given = vars(arguments)
+    asking = RequestOptions(
         api=arguments.backend,
-        path=said.get("endpoint"),
-        model=name,
-        ignore_eos=said.get("ignore_eos", "dataset_path" not in said),
+        path=given.get("endpoint"),
+        model=served_model(server, given),
+        ignore_eos=given.get("ignore_eos", "dataset_path" not in given),
         temperature=arguments.temperature,
-        extra=said.get("extra_body", {}),
+        extra=given.get("extra_body", {}),
         timeout_s=arguments.request_timeout,
     )
-    return Target(server, asking)
+    return BenchTarget(server, asking)
 
 
-def measure(plan: Plan, there: Target, point: Point, number: int = 0) -> dict[str, Any]:
-    """One load on one server, as JSON has it. Raises WeftError where not even the first request is answered."""
-    due = arrivals(f"{plan.seed} {number}", count=plan.count, rate=point.rate, burstiness=point.burstiness)
-    with Progress(plan.count, True) as bar:
-        load = run(_measure(plan, there, due, point.max_concurrency, number, bar.advance))
+def served_model(server: ServerAddress, given: dict[str, Any]) -> str:
+    """The model's name in requests: --served-model-name, or the first that the server lists, or MODEL.
+
+    Raises WeftError if the server does not answer, refuses the key, or lists no model and the flags give no name.
+    """
+    name: str | None = given.get("served_model_name")
+    fallback: str | None = name or given.get("model")
+    try:
+        listed = json.loads(run_async(_list_models(server)))["data"]
+        first: str = listed[0]["id"]
+    except HttpRefusal as error:
+        if error.status in (401, 403):
+            raise WeftError(
+                f"{server.url} needs another key ({error_text(error.body)}); give it with --api-key"
+            ) from None
+        if not fallback:
+            raise WeftError(
+                f"{server.url} does not list its models ({error}); name one with --served-model-name"
+            ) from None
+        return fallback
+    except HttpFailure as error:
+        raise WeftError(f"{error}; is the server running?") from None
+    except (ValueError, LookupError, TypeError):
+        if not fallback:
+            raise WeftError(f"{server.url} lists no model; name one with --served-model-name") from None
+        return fallback
+    return name or first
+
+
+async def _list_models(server: ServerAddress) -> bytes:
+    client = HttpClient(server)
+    try:
+        return await client.get("/v1/models")
+    finally:
+        client.close()
+
+
+def measure_load(settings: BenchSettings, target: BenchTarget, point: LoadPoint, number: int = 0) -> dict[str, Any]:
+    """Send one load and return the result as JSON. Raises WeftError if not even a warm-up request is answered."""
+    due = arrival_times(f"{settings.seed} {number}", count=settings.count, rate=point.rate, burstiness=point.burstiness)
+    with Progress(settings.count, True) as bar:
+        load = run_async(_send_load(settings, target, due, point.max_concurrency, number, bar.advance))
     return {
         "task": "serve",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "weft": __version__,
-        "model_id": there.asking.model,
-        "endpoint": there.asking.path or PATHS[there.asking.api],
-        "num_prompts": plan.count,
+        "model_id": target.asking.model,
+        "endpoint": target.asking.path or PATHS[target.asking.api],
+        "num_prompts": settings.count,
         "request_rate": point.rate if point.rate < inf else "inf",
-        "offered_rate": round(plan.count / due[-1], 4) if due[-1] else None,
+        "offered_rate": round(settings.count / due[-1], 4) if due[-1] else None,
         "burstiness": point.burstiness,
         "max_concurrency": point.max_concurrency,
-        "seed": plan.seed,
-        "goodput_limits_ms": {name: round(1000 * limit, 3) for name, limit in plan.limits_s.items()},
-        "percentiles": list(plan.percents),
-        **summary(load, plan.limits_s, plan.percents),
+        "seed": settings.seed,
+        "goodput_limits_ms": {name: round(1000 * limit, 3) for name, limit in settings.limits_s.items()},
+        "percentiles": list(settings.percents),
+        **summarise_load(load, settings.limits_s, settings.percents),
     }
 
 
-async def _measure(
-    plan: Plan, there: Target, due: list[float], max_concurrency: int | None, number: int, advance: Callable[[], None]
-) -> Load:
-    client, prompts = Client(there.server), plan.draw(number, plan.warmups + plan.count)
+async def _send_load(
+    settings: BenchSettings,
+    target: BenchTarget,
+    due: list[float],
+    max_concurrency: int | None,
+    number: int,
+    advance: Callable[[], None],
+) -> LoadResult:
+    client, prompts = HttpClient(target.server), settings.draw(number, settings.warmups + settings.count)
     try:
-        for prompt in prompts[: plan.warmups]:
-            first = Record(due_s=0.0, wanted=prompt.output_len)
-            await ask(client, there.asking, first, there.asking.body(prompt))
+        for prompt in prompts[: settings.warmups]:
+            first = RequestRecord(due_s=0.0, requested_tokens=prompt.output_len)
+            await send_request(client, target.asking, first, target.asking.body(prompt))
             if first.error is not None:
-                raise WeftError(f"{there.server.url} does not answer: {first.error}")
-        return await lay_on(
+                raise WeftError(f"{target.server.url} does not answer: {first.error}")
+        return await run_open_loop(
             client,
-            there.asking,
-            prompts[plan.warmups :],
+            target.asking,
+            prompts[settings.warmups :],
             due,
             max_concurrency=max_concurrency,
             on_end=lambda _: advance(),
@@ -263,18 +304,18 @@ async def _measure(
 
 
 def engine_words(arguments: Namespace) -> list[str]:
-    """The engine's flags as they would be typed for `weft serve`."""
+    """The engine's flags as words of the `weft serve` command line."""
     words: list[str] = []
     for flag in (flag for _, group in ENGINE for flag in group if flag.name != "model"):
         if hasattr(arguments, flag.dest):
             value = getattr(arguments, flag.dest)
             value = "auto" if value is None else list(value) if isinstance(value, tuple) else value
-            words += words_of(flag, value, "")
+            words += typed_words(flag, value, "")
     return words
 
 
 def raise_file_limit(requests: int) -> None:
-    """Every request under way has a connection of its own."""
+    """Raise the limit of open files: every unfinished request has its own connection."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = requests + SPARE_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -282,14 +323,14 @@ def raise_file_limit(requests: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
-def save(arguments: Namespace, result: dict[str, Any]) -> None:
-    """Write the result to the file that was named, if any."""
+def save_result(arguments: Namespace, result: dict[str, Any]) -> None:
+    """Write the result to the file of --save-result, if it is given."""
     if path := getattr(arguments, "save_result", None):
         Path(path).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
-def run(work: Coroutine[Any, Any, T]) -> T:
-    """On uvloop where it is there: the client must not be what is measured."""
+def run_async(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine, on uvloop if it is installed: the client itself must not limit the measurement."""
     factory: Callable[[], asyncio.AbstractEventLoop] | None = None
     if find_spec("uvloop") is not None:
         import uvloop

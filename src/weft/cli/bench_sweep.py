@@ -1,4 +1,4 @@
-"""weft bench sweep: one load after the other on the same server, each heavier than the one before."""
+"""weft bench sweep: several loads on the same server, one after the other."""
 
 from __future__ import annotations
 
@@ -9,73 +9,80 @@ from collections.abc import Sequence
 from math import inf
 from typing import Any
 
-from weft.bench.summary import warnings
-from weft.cli.bench_serve import Point, exit_status, measure, prepare, save, target
+from weft.bench.summary import load_warnings
+from weft.cli.bench_serve import (
+    LoadPoint,
+    check_settings,
+    exit_status,
+    measure_load,
+    open_target,
+    save_result,
+)
 from weft.cli.bench_view import aligned, number
 from weft.cli.parser import UsageError
-from weft.cli.plot import Curve, Panel, check, picture, terminal
+from weft.cli.plot import Curve, Panel, check_image_path, text_plot, write_image
 
-CURVES = {  # title of a plot, its unit, and its curves by name
+CURVES = {  # plots: the unit, and the field of each curve by name
     "times": ("ms", {"median TTFT": "median_ttft_ms", "p95 TTFT": "p95_ttft_ms", "p95 TPOT": "p95_tpot_ms"}),
     "output": ("tokens/s", {"output tokens/s": "output_throughput"}),
 }
 
 
 def main(arguments: Namespace) -> int:
-    """Measure every point and print table and plots; status 1 if a point got no answer, 130 after Ctrl-C."""
-    by, loads = points(arguments)
+    """Measure every load and print the table and plots; return 1 if a load got no answer, 130 after Ctrl-C."""
+    by, points = load_points(arguments)
     if path := getattr(arguments, "plot", None):
-        check(path)
-    plan = prepare(arguments)
+        check_image_path(path)
+    settings = check_settings(arguments)
     results: list[dict[str, Any]] = []
-    with target(arguments) as there:
-        for at, point in enumerate(loads):
-            found = measure(plan, there, point, at)
-            results.append({"name": f"{axis(by)} {cell(found[by])}", **found})
-            print(progress(by, found), file=sys.stderr)
-            if found["interrupted"]:
+    with open_target(arguments) as target:
+        for number, point in enumerate(points):
+            result = measure_load(settings, target, point, number)
+            results.append({"name": f"{axis_name(by)} {cell_text(result[by])}", **result})
+            print(progress_line(by, result), file=sys.stderr)
+            if result["interrupted"]:
                 break
     model = results[0]["model_id"]
     whole = {"task": "sweep", "by": by, "model_id": model, "points": results}
-    save(arguments, whole)
+    save_result(arguments, whole)
     if getattr(arguments, "json", False):
         print(json.dumps(whole))
     else:
-        print("\n".join(report(by, results)))
+        print("\n".join(report_lines(by, results)))
     if path:
         unit, names = CURVES["times"]
-        panel = Panel(curves(by, results, names), x=axis(by), y=unit)
-        picture(path, [panel], title=f"{model}, {loads_in_words(results)}")
+        panel = Panel(curves(by, results, names), x=axis_name(by), y=unit)
+        write_image(path, [panel], title=f"{model}, {load_text(results)}")
     return exit_status(results)
 
 
-def points(arguments: Namespace) -> tuple[str, list[Point]]:
-    """What is varied, and the loads. Raises UsageError unless it is one of the two."""
-    said = vars(arguments)
-    rates, limits = said.get("request_rate"), said.get("max_concurrency")
-    if rates and limits and len(rates) > 1 and len(limits) > 1:
+def load_points(arguments: Namespace) -> tuple[str, list[LoadPoint]]:
+    """The field that varies, `request_rate` or `max_concurrency`, and the loads. Raises UsageError for none or both."""
+    given = vars(arguments)
+    rates, limits = given.get("request_rate") or (), given.get("max_concurrency") or ()
+    if len(rates) > 1 and len(limits) > 1:
         raise UsageError("--request-rate and --max-concurrency both have several values; vary one of them")
     if not rates and not limits:
-        raise UsageError("what is to be varied? Give --request-rate 1,2,4,8 or --max-concurrency 1,4,16")
-    if rates and (len(rates) > 1 or not limits):
+        raise UsageError("which loads? Give --request-rate 1,2,4,8 or --max-concurrency 1,4,16")
+    if len(rates) > 1 or not limits:
         limit = int(limits[0]) if limits else None
-        return "request_rate", [Point(rate, arguments.burstiness, limit) for rate in rates]
+        return "request_rate", [LoadPoint(rate, arguments.burstiness, limit) for rate in rates]
     rate = rates[0] if rates else inf
-    return "max_concurrency", [Point(rate, arguments.burstiness, int(limit)) for limit in limits or ()]
+    return "max_concurrency", [LoadPoint(rate, arguments.burstiness, int(limit)) for limit in limits]
 
 
-def progress(by: str, result: dict[str, Any]) -> str:
-    """One point, as soon as it is there."""
+def progress_line(by: str, result: dict[str, Any]) -> str:
+    """The result of one load in a line."""
     return (
-        f"{axis(by)} {cell(result[by])}: {result['completed']} of {result['num_prompts']} answered, TTFT "
+        f"{axis_name(by)} {cell_text(result[by])}: {result['completed']} of {result['num_prompts']} answered, TTFT "
         f"{number(result['median_ttft_ms'])} ms, {number(result['output_throughput'])} tokens/s"
     )
 
 
-def report(by: str, results: Sequence[dict[str, Any]]) -> list[str]:
-    """The table, what is to be said about it, and the plots."""
+def report_lines(by: str, results: Sequence[dict[str, Any]]) -> list[str]:
+    """The table, warnings, and the plots as text."""
     columns = {
-        axis(by): by,
+        axis_name(by): by,
         "answered": "completed",
         "failed": "failed",
         "requests/s": "request_throughput",
@@ -89,18 +96,18 @@ def report(by: str, results: Sequence[dict[str, Any]]) -> list[str]:
     }
     if results[0]["request_goodput"] is not None:
         columns["goodput/s"] = "request_goodput"
-    rows = [[cell(result[key]) for key in columns.values()] for result in results]
-    lines = [f"{results[0]['model_id']}: {loads_in_words(results)}", "", *aligned([*columns], rows)]
+    rows = [[cell_text(result[key]) for key in columns.values()] for result in results]
+    lines = [f"{results[0]['model_id']}: {load_text(results)}", "", *aligned([*columns], rows)]
     for result in results:
-        said = warnings(result, result["num_prompts"])
-        lines += [f"warning: {axis(by)} {cell(result[by])}: {text}" for text in said]
+        load = f"{axis_name(by)} {cell_text(result[by])}"
+        lines += [f"warning: {load}: {text}" for text in load_warnings(result, result["num_prompts"])]
     for unit, names in CURVES.values():
-        lines += ["", *terminal(curves(by, results, names), x=axis(by), y=unit)]
+        lines += ["", *text_plot(curves(by, results, names), x=axis_name(by), y=unit)]
     return lines
 
 
-def loads_in_words(results: Sequence[dict[str, Any]]) -> str:
-    """What is asked at each point."""
+def load_text(results: Sequence[dict[str, Any]]) -> str:
+    """The number and mean length of the requests of each load."""
     first = results[0]
     whole = max(first["completed"], 1)
     return (
@@ -109,17 +116,20 @@ def loads_in_words(results: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def axis(by: str) -> str:
+def axis_name(by: str) -> str:
+    """The name of the field that varies, for a table and a plot."""
     return {"request_rate": "requests/s sent", "max_concurrency": "at once"}[by]
 
 
 def curves(by: str, results: Sequence[dict[str, Any]], names: dict[str, str]) -> list[Curve]:
-    """A curve for each figure, of the points that have one; an infinite rate has no place on an axis."""
+    """A curve for each field of `names`, without the loads that lack it; an infinite rate has no place on an axis."""
+    finite = [result for result in results if result[by] != "inf"]
     return [
-        Curve(name, [(float(it[by]), it[key]) for it in results if it[by] != "inf" and it[key] is not None])
+        Curve(name, [(float(result[by]), result[key]) for result in finite if result[key] is not None])
         for name, key in names.items()
     ]
 
 
-def cell(value: Any) -> str:
+def cell_text(value: Any) -> str:
+    """A figure or a word in the table."""
     return value if isinstance(value, str) else number(value)

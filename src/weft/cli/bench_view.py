@@ -1,22 +1,22 @@
-"""What weft bench measured, for a person."""
+"""Text output of weft bench."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from weft.bench.summary import METRICS, warnings
+from weft.bench.summary import METRICS, load_warnings
 
 
 def print_load(result: Mapping[str, Any]) -> None:
-    """One load: what was asked, what came of it, and the times."""
+    """Print the result of one load."""
     print("\n".join(load_lines(result)))
 
 
 def load_lines(result: Mapping[str, Any]) -> list[str]:
-    """The report, line by line."""
+    """The lines of the report: the load, counts and rates, times, and warnings."""
     requests, seconds = result["num_prompts"], result["duration"]
-    lines = [asked(result), ""]
+    lines = [load_line(result), ""]
     rows = [
         ("answered", f"{result['completed']} of {requests} in {seconds:.2f} s"),
         ("requests/s", number(result["request_throughput"])),
@@ -41,23 +41,23 @@ def load_lines(result: Mapping[str, Any]) -> list[str]:
         rows += [("", f"{count} x {error}") for error, count in result["errors"].items()]
     width = max(len(name) for name, _ in rows)
     lines += [f"{name:{width}}  {value}" for name, value in rows]
-    lines += ["", *times(result), "", client(result)]
-    lines += [f"warning: {text}" for text in warnings(result, requests)]
+    lines += ["", *times_table(result), "", client_line(result)]
+    lines += [f"warning: {text}" for text in load_warnings(result, requests)]
     return lines
 
 
-def asked(result: Mapping[str, Any]) -> str:
-    """The load in a line."""
+def load_line(result: Mapping[str, Any]) -> str:
+    """The load in one line."""
     rate, offered = result["request_rate"], result["offered_rate"]
     arrive = "all at once" if rate == "inf" else f"{rate:g} per second ({offered:.2f} drawn)"
     if rate != "inf" and result["burstiness"] != 1:
         arrive += f", burstiness {result['burstiness']:g}"
     limit = result["max_concurrency"]
-    held = f", at most {limit} under way" if limit else ""
+    held = f", at most {limit} unfinished" if limit else ""
     return f"{result['model_id']} at {result['endpoint']}: {result['num_prompts']} requests, {arrive}{held}"
 
 
-def times(result: Mapping[str, Any]) -> list[str]:
+def times_table(result: Mapping[str, Any]) -> list[str]:
     """The table of times, in milliseconds."""
     columns = ["mean", "median", *(f"p{percent:g}" for percent in result["percentiles"])]
     rows = [
@@ -67,17 +67,17 @@ def times(result: Mapping[str, Any]) -> list[str]:
     return aligned(["ms", *columns], rows)
 
 
-def client(result: Mapping[str, Any]) -> str:
-    """How far the client itself is to be trusted."""
+def client_line(result: Mapping[str, Any]) -> str:
+    """The delays of the client itself, which show if it was fast enough."""
     held = f"; {result['held_back']} requests waited for --max-concurrency" if result["held_back"] else ""
     return (
         f"client: requests sent at most {result['client_max_late_ms']:.1f} ms late (p99 "
-        f"{result['client_p99_late_ms']:.1f}), its loop {result['client_p99_loop_late_ms']:.1f} ms (p99){held}"
+        f"{result['client_p99_late_ms']:.1f}), its event loop {result['client_p99_loop_late_ms']:.1f} ms (p99){held}"
     )
 
 
 def number(value: float | None) -> str:
-    """Four digits where they say something; a dash for nothing."""
+    """A figure with four significant digits, or three decimals below 1; "-" for None."""
     if value is None:
         return "-"
     if value == 0 or abs(value) >= 1000:
@@ -87,10 +87,9 @@ def number(value: float | None) -> str:
 
 def aligned(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """A table in plain text: the first column to the left, the others to the right."""
-    widths = [max(len(row[at]) for row in (head, *rows)) for at in range(len(head))]
-    return [
-        "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        )
-        for row in (head, *rows)
-    ]
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = []
+    for first, *others in (head, *rows):
+        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        lines.append("  ".join([first.ljust(widths[0]), *cells]))
+    return lines

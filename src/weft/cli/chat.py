@@ -1,9 +1,11 @@
-"""weft chat MODEL."""
+"""weft chat MODEL: a conversation on the terminal."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import sys
+import textwrap
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,35 +14,36 @@ from typing import TYPE_CHECKING, Any
 
 from weft.cli import engine, terminal
 from weft.cli.chat_settings import changed_setting, settings_text
-from weft.cli.flags import sampling
+from weft.cli.flags import sampling_options
 from weft.core.params import SamplingParams
-from weft.errors import RequestError, reason
+from weft.errors import RequestError, error_reason
 
 if TYPE_CHECKING:
     from weft.llm import LLM
 
-WELCOME = "Type a message, or /help for the commands. Ctrl-C stops an answer, Ctrl-D ends."
+WELCOME = "Chat with {model}. Type a message, or /help for the commands. Ctrl-C stops an answer, Ctrl-D ends the chat."
 CTRL_C_HINT = "Ctrl-C once more ends the chat; so do Ctrl-D and /exit"
+HELP_INDENT = 19  # columns before the explanation of a command
 Messages = list[dict[str, str]]
 
 
 class ChatError(Exception):
-    """A command of the chat that cannot be carried out, in one line."""
+    """A chat command that failed; the message is one line."""
 
 
 @dataclass
 class Chat:
-    """A conversation with an engine: what was said, and how the next answer is sampled."""
+    """A conversation with an engine: the history, and the sampling parameters of the next answer."""
 
     llm: LLM
-    wanted: dict[str, Any]  # sampling parameters by name, as in SamplingParams
+    options: dict[str, Any]  # sampling parameters by name, as in SamplingParams
     params: SamplingParams = field(init=False)
     system: str | None = None
     history: Messages = field(default_factory=list)  # without the system message
     ended: bool = False
 
     def __post_init__(self) -> None:
-        self.params = self.llm.sampling_params(**self.wanted)
+        self.params = self.llm.sampling_params(**self.options)
 
     @property
     def messages(self) -> Messages:
@@ -48,8 +51,8 @@ class Chat:
         opening = [{"role": "system", "content": self.system}] if self.system else []
         return [*opening, *self.history]
 
-    def take(self, message: str) -> None:
-        """Carry out a command, or answer a message."""
+    def handle(self, message: str) -> None:
+        """Run a command, or answer a message."""
         name, _, argument = message.partition(" ")
         if not message.startswith("/"):
             self.answer(message)
@@ -57,52 +60,57 @@ class Chat:
             try:
                 COMMANDS[name].action(self, argument.strip())
             except ChatError as error:
-                tell(f"weft: error: {error}")
+                notify(f"weft: error: {error}")
         else:
-            tell(f"unknown command {name}; the commands are:\n{help_text()}")
+            notify(f"unknown command {name}; the commands are:\n{help_text()}")
 
     def answer(self, question: str) -> bool:
-        """Print the answer as it comes and add both to the history; False if there is no answer."""
-        asked = [*self.messages, {"role": "user", "content": question}]
+        """Print the answer while it grows and add both to the history; return False if there is no answer."""
+        messages = [*self.messages, {"role": "user", "content": question}]
         try:
             with terminal.silent_keyboard():
-                answer = engine.show(self.llm.stream(asked, self.params), stoppable=True)
+                answer = engine.print_stream(self.llm.stream(messages, self.params), stoppable=True)
         except RequestError as error:
-            tell(f"weft: error: {error}; /reset starts anew")
+            notify(f"weft: error: {error}; /reset starts a new conversation")
             return False
         if answer is None:
             return False
-        self.history += [asked[-1], {"role": "assistant", "content": answer.outputs[0].text}]
-        engine.tell_speed(answer)
+        self.history += [messages[-1], {"role": "assistant", "content": answer.outputs[0].text}]
+        engine.print_speed(answer)
         return True
 
     def retry(self, _: str) -> None:
+        """Answer the last message again; the old answer stays if there is no new one."""
         if not self.history:
-            raise ChatError("there is no answer to try again")
+            raise ChatError("there is no answer to repeat")
         before = self.history
         self.history = before[:-2]
         if not self.answer(before[-2]["content"]):
             self.history = before
 
     def reset(self, _: str) -> None:
+        """Start a new conversation with the same system message."""
         self.history = []
-        tell("forgotten")
+        notify("the conversation is forgotten")
 
     def set_system(self, text: str) -> None:
+        """Set the system message; remove it if `text` is empty."""
         self.system = text or None
-        tell(f"system message: {text}" if text else "no system message")
+        notify(f"system message: {text}" if text else "no system message")
 
     def set_sampling(self, words: str) -> None:
+        """Change a sampling parameter ("temperature 0.5") if `words` are given, then list all of them."""
         if words:
             try:
-                wanted = changed_setting(self.wanted, words)
-                self.params = self.llm.sampling_params(**wanted)
+                options = changed_setting(self.options, words)
+                self.params = self.llm.sampling_params(**options)
             except (ValueError, RequestError) as error:
                 raise ChatError(str(error)) from None
-            self.wanted = wanted
-        tell(settings_text(self.params))
+            self.options = options
+        notify(settings_text(self.params))
 
     def save(self, name: str) -> None:
+        """Write the conversation as JSON to a new file."""
         if not name:
             raise ChatError("which file? As in: /save conversation.json")
         path = Path(name).expanduser()
@@ -110,21 +118,23 @@ class Chat:
             with path.open("x", encoding="utf-8") as file:
                 json.dump(self.messages, file, ensure_ascii=False, indent=1)
         except FileExistsError:
-            raise ChatError(f"{path} is there already; give another name") from None
+            raise ChatError(f"{path} exists already; give another name") from None
         except OSError as error:
-            raise ChatError(f"cannot write {path}: {reason(error)}") from None
-        tell(f"saved {len(self.messages)} messages as {path}")
+            raise ChatError(f"cannot write {path}: {error_reason(error)}") from None
+        notify(f"saved {len(self.messages)} messages as {path}")
 
     def help(self, _: str) -> None:
-        tell(help_text())
+        """List the commands."""
+        notify(help_text())
 
     def end(self, _: str) -> None:
+        """End the chat."""
         self.ended = True
 
 
 @dataclass(frozen=True)
 class ChatCommand:
-    """One `/command`; `action` gets the words after its name."""
+    """One `/command`; `action` gets the chat and the words after the command's name."""
 
     usage: str
     about: str
@@ -136,8 +146,8 @@ COMMANDS = {
     for command in (
         ChatCommand("/retry", "answer the last message again", Chat.retry),
         ChatCommand("/reset", "forget the conversation", Chat.reset),
-        ChatCommand("/system TEXT", "set the system message; without TEXT remove it", Chat.set_system),
-        ChatCommand("/set NAME VALUE", "change a sampling parameter; without NAME show them", Chat.set_sampling),
+        ChatCommand("/system TEXT", "set the system message; without TEXT, remove it", Chat.set_system),
+        ChatCommand("/set NAME VALUE", "change a sampling parameter; without NAME, list them", Chat.set_sampling),
         ChatCommand("/save FILE", "write the conversation as JSON", Chat.save),
         ChatCommand("/help", "show this list", Chat.help),
         ChatCommand("/exit", "end the chat; so do /quit and /bye", Chat.end),
@@ -148,19 +158,19 @@ COMMANDS |= dict.fromkeys(("/quit", "/bye"), COMMANDS["/exit"])
 
 def main(arguments: Namespace) -> int:
     """Answer messages until the user ends the chat or input ends."""
-    wanted = sampling(arguments, max_tokens=None)
+    options = sampling_options(arguments, max_tokens=None)
     interactive = sys.stdin.isatty()
-    with engine.start(arguments) as llm:
-        chat = Chat(llm, wanted, system=getattr(arguments, "system_prompt", None))
+    with engine.start_engine(arguments) as llm:
+        chat = Chat(llm, options, system=getattr(arguments, "system_prompt", None))
         if interactive:
             terminal.load_line_editor()
-            tell(WELCOME)
+            notify(wrapped(WELCOME.format(model=llm.plan.model)))
         converse(chat, interactive=interactive)
     return 0
 
 
 def converse(chat: Chat, *, interactive: bool) -> None:
-    """Take messages until the end. At an idle prompt Ctrl-C discards the line; twice in a row it ends the chat."""
+    """Handle messages until the chat ends. Ctrl-C at the prompt discards the line; twice in a row it ends the chat."""
     interrupted = False
     while not chat.ended:
         try:
@@ -169,22 +179,29 @@ def converse(chat: Chat, *, interactive: bool) -> None:
             if interrupted or not interactive:
                 return
             interrupted = True
-            tell(f"\n({CTRL_C_HINT})")
+            notify(f"\n({CTRL_C_HINT})")
             continue
         if message is None:
             return
         interrupted = False
         if message:
-            chat.take(message)
+            chat.handle(message)
 
 
 def help_text() -> str:
-    """The commands, and how a message of several lines is typed."""
-    shown = dict.fromkeys(COMMANDS.values())
-    lines = [f"  {command.usage:16} {command.about}" for command in shown]
-    return "\n".join([*lines, f"  {terminal.QUOTES} begins and ends a message of several lines; so does \\ at the end"])
+    """The commands, and the ways to type a message of several lines; wrapped to the terminal's width."""
+    commands = dict.fromkeys(COMMANDS.values())
+    entries = [(command.usage, command.about) for command in commands]
+    entries += [(terminal.QUOTES, "begins and ends a message of several lines"), ("\\", "at the end continues a line")]
+    return "\n".join(wrapped(f"  {usage:{HELP_INDENT - 3}} {about}", HELP_INDENT) for usage, about in entries)
 
 
-def tell(text: str) -> None:
-    """Print beside the conversation, which alone goes to standard output."""
+def wrapped(text: str, indent: int = 0) -> str:
+    """The text in lines that fit the terminal, all but the first with an indent."""
+    columns = shutil.get_terminal_size().columns
+    return textwrap.fill(text, max(columns, indent + 20), subsequent_indent=" " * indent, break_long_words=False)
+
+
+def notify(text: str) -> None:
+    """Print on standard error, since standard output has only the conversation."""
     print(text, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Sampling parameters of a chat, changed while it runs."""
+"""Sampling parameters of a chat, which /set changes while the chat runs."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from collections.abc import Mapping
 from typing import Any
 
 from weft.cli.flags import SAMPLING, Flag
-from weft.cli.hints import alike
+from weft.cli.hints import did_you_mean
 from weft.core.params import SamplingParams
 
 SWITCH = {"on": True, "off": False}
 FLAGS = {flag.dest: flag for flag in SAMPLING}
 
 
-def changed_setting(wanted: Mapping[str, Any], words: str) -> dict[str, Any]:
-    """`wanted` with the parameter that `words` name, as in "temperature 0.5". Raises ValueError in one line."""
+def changed_setting(options: Mapping[str, Any], words: str) -> dict[str, Any]:
+    """`options` with one parameter changed by `words`, as in "temperature 0.5". Raises ValueError with one line."""
     name, _, text = words.partition(" ")
     flag = FLAGS.get(name.lstrip("-").replace("-", "_"))
     if flag is None:
         names = sorted(FLAGS)
-        hint = alike(name, names)
-        raise ValueError(f"unknown parameter {name!r}; {f'{hint} ' * bool(hint)}there are {', '.join(names)}")
+        hint = did_you_mean(name, names)
+        raise ValueError(f"unknown parameter {name!r}; {f'{hint} ' * bool(hint)}the parameters are {', '.join(names)}")
     if not text.strip():
         raise ValueError(f"{flag.dest} needs a value: {flag.help}")
-    return {**wanted, flag.dest: _parse_value(flag, text.strip())}
+    return {**options, flag.dest: _parse_value(flag, text.strip())}
 
 
 def _parse_value(flag: Flag, text: str) -> Any:
@@ -41,5 +41,5 @@ def _parse_value(flag: Flag, text: str) -> Any:
 
 
 def settings_text(params: SamplingParams) -> str:
-    """Every parameter that can be set, with its present value."""
+    """Every parameter that can be set, with its current value."""
     return "\n".join(f"  {name} {getattr(params, name)}" for name in FLAGS)

@@ -1,4 +1,4 @@
-"""weft plan --check CLAIM: whether it can be, and the arithmetic."""
+"""weft plan --check CLAIM: the verdict on a claim about memory and speed, with its arithmetic."""
 
 from __future__ import annotations
 
@@ -13,48 +13,52 @@ from weft.cli import plan
 from weft.cli.parser import UsageError
 from weft.formats import lookup
 from weft.formats.precision import canonical
-from weft.hardware.cluster import Cluster
-from weft.hardware.cluster import parse as parse_cluster
+from weft.formatting import format_bytes
+from weft.hardware.cluster import Cluster, parse_cluster
 from weft.planner import cost
-from weft.planner.claims import RESERVED_BYTES, Claim, Verdict, judge, parse
+from weft.planner.claims import RESERVED_BYTES, Claim, ClaimVerdict, judge_claim, parse_claim
 from weft.planner.cost import Prediction
 from weft.planner.cuts import cut_of
-from weft.planner.deployment import Layout, Workload
-from weft.planner.objections import not_run
-from weft.planner.profiles import profile
+from weft.planner.deployment import DeploymentLayout, Workload
+from weft.planner.objections import unsupported_reasons
+from weft.planner.profiles import load_profile
 from weft.planner.question import Question
 from weft.planner.search import search
-from weft.words import gigabytes
 
-# They are the claim's to say.
-SAID_BY_CLAIM = ("model", "gpus", "nodes", "network", "precision", "quantization")
+# Flags for what the claim contains.
+IN_CLAIM = ("model", "gpus", "nodes", "network", "precision", "quantization")
 
 
 def main(arguments: Namespace) -> int:
-    """Print the verdict; 3 for what is impossible."""
+    """Print the verdict; return 3 if the claim is impossible."""
     if hasattr(arguments, "html"):
-        raise UsageError("--check gives a verdict, and --html draws a plan; give one of them")
-    twice = [name for name in SAID_BY_CLAIM if hasattr(arguments, name)]
+        raise UsageError("--check prints a verdict and --html writes a plan; give one of them")
+    twice = [name for name in IN_CLAIM if hasattr(arguments, name)]
     if twice:
-        raise UsageError(f"--check says the model and the hardware itself; leave out {twice[0].replace('_', '-')}")
-    claim = parse(arguments.check)
+        flag = "MODEL" if twice[0] == "model" else f"--{twice[0]}"
+        raise UsageError(f"--check has the model and the hardware in its claim; leave {flag} out")
+    claim = parse_claim(arguments.check)
     model = lookup.look_up(claim.model, hf_token=getattr(arguments, "hf_token", None))
     cluster, precision = parse_cluster(claim.gpus), canonical(claim.precision)
-    found = judge(model.shape, precision, cluster, claim.tokens, claim.tok_s)
-    predicted = predict(model.shape, precision, cluster, claim, arguments.engine, found.layout)
+    verdict = judge_claim(model.shape, precision, cluster, claim.tokens, claim.tok_s)
+    predicted = predict_claim(model.shape, precision, cluster, claim, arguments.engine, verdict.layout)
     if getattr(arguments, "json", False):
-        print(json.dumps(as_json(arguments.check, found, predicted)))
+        print(json.dumps(verdict_json(arguments.check, verdict, predicted)))
     else:
-        yet = arguments.engine == "weft" and not_run(model.shape, precision)
-        print(told(found, predicted, claim, "weft (which does not run it yet)" if yet else arguments.engine))
-    return 0 if found.possible else plan.NOTHING_FITS
+        lacking = arguments.engine == "weft" and unsupported_reasons(model.shape, precision)
+        engine = "weft (which does not run it yet)" if lacking else arguments.engine
+        print(verdict_text(verdict, predicted, claim, engine))
+    return 0 if verdict.possible else plan.NOTHING_FITS
 
 
-def predict(
-    shape: ModelShape, precision: str, cluster: Cluster, claim: Claim, engine: str, roomy: Layout | None
-) -> tuple[Layout, Prediction] | str | None:
-    """One request in the fastest layout; in `roomy` where what the engine keeps for itself leaves no room in any. Why
-    there is none where it is not for want of memory."""
+def predict_claim(
+    shape: ModelShape, precision: str, cluster: Cluster, claim: Claim, engine: str, roomy: DeploymentLayout | None
+) -> tuple[DeploymentLayout, Prediction] | str | None:
+    """The speed of one request in the fastest layout.
+
+    If the engine's own memory leaves no room in any layout, the speed in `roomy`, or None if `roomy` is None too. If
+    another reason than memory excludes all layouts, that reason.
+    """
     half = max(1, claim.tokens // 2)
     question = Question(
         model=claim.model,
@@ -68,44 +72,53 @@ def predict(
     answer = search(question)
     if answer.best:
         return answer.best.layout, answer.best.predicted
-    if answer.rejected and not any(it.short_bytes for it in answer.rejected):
-        return answer.rejected[0].reason
+    if answer.rejected and not any(rejection.short_bytes for rejection in answer.rejected):
+        return str(answer.rejected[0].reason)
     if roomy is None:
         return None
-    return roomy, cost.predict(shape, roomy, cluster, question.workload, profile(engine))
+    return roomy, cost.predict(shape, roomy, cluster, question.workload, load_profile(engine))
 
 
-def as_json(claim: str, found: Verdict, predicted: tuple[Layout, Prediction] | str | None) -> dict[str, Any]:
-    """The verdict with its arithmetic; sizes are bytes of all GPUs together. `objection` is what stands against the
-    engine's running it, whatever the memory."""
-    figures = msgspec.structs.asdict(found)
+def verdict_json(
+    claim: str, verdict: ClaimVerdict, predicted: tuple[DeploymentLayout, Prediction] | str | None
+) -> dict[str, Any]:
+    """The verdict with its arithmetic; sizes are bytes of all GPUs together.
+
+    `objection` is the reason other than memory why the engine cannot run the claim's deployment.
+    """
+    figures = msgspec.structs.asdict(verdict)
     del figures["layout"]
     speed = None
     if isinstance(predicted, tuple):
-        layout, it = predicted
-        speed = {"layout": str(cut_of(layout)), "single_tok_s": it.single_tok_s, "error_band": it.error_band}
+        layout, prediction = predicted
+        speed = {
+            "layout": str(cut_of(layout)),
+            "single_tok_s": prediction.single_tok_s,
+            "error_band": prediction.error_band,
+        }
     objection = predicted if isinstance(predicted, str) else None
     return {"claim": claim, **figures, "predicted": speed, "objection": objection}
 
 
-def told(found: Verdict, predicted: tuple[Layout, Prediction] | str | None, claim: Claim, engine: str) -> str:
-    """The verdict for a person."""
-    if not found.possible:
-        lines = ["impossible", *(f"  {reason}" for reason in found.reasons)]
+def verdict_text(
+    verdict: ClaimVerdict, predicted: tuple[DeploymentLayout, Prediction] | str | None, claim: Claim, engine: str
+) -> str:
+    """The verdict as text."""
+    if not verdict.possible:
+        lines = ["impossible", *(f"  {reason}" for reason in verdict.reasons)]
     else:
         lines = [
             "possible",
-            f"  {gigabytes(found.weight_bytes)} of weights and {gigabytes(found.kv_bytes)} of KV for "
-            f"{claim.tokens:,} tokens; {gigabytes(found.have_bytes)} usable after {gigabytes(RESERVED_BYTES)} on each "
-            f"GPU for the driver and engine",
-            f"  at most {found.bound_tok_s:.1f} tok/s: each token reads {gigabytes(found.read_bytes)} of memory",
+            f"  {format_bytes(verdict.weight_bytes)} of weights and {format_bytes(verdict.kv_bytes)} of KV for "
+            f"{claim.tokens:,} tokens; {format_bytes(verdict.usable_bytes)} usable after "
+            f"{format_bytes(RESERVED_BYTES)} on each GPU for the driver and engine",
+            f"  at most {verdict.bound_tok_s:.1f} tok/s: each token reads {format_bytes(verdict.read_bytes)} of memory",
         ]
     if isinstance(predicted, str):
         lines.append(f"  but not with {engine}: {predicted}")
     elif predicted:
-        layout, it = predicted
-        low, high = it.single_tok_s * (1 - it.error_band), it.single_tok_s * (1 + it.error_band)
-        lines.append(
-            f"  predicted with {engine}: {it.single_tok_s:.1f} tok/s ({low:.0f} to {high:.0f}) as {cut_of(layout)!s}"
-        )
+        layout, prediction = predicted
+        tok_s, band = prediction.single_tok_s, prediction.error_band
+        low, high = tok_s * (1 - band), tok_s * (1 + band)
+        lines.append(f"  predicted with {engine}: {tok_s:.1f} tok/s ({low:.0f} to {high:.0f}) as {cut_of(layout)!s}")
     return "\n".join(lines)

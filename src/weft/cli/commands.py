@@ -1,4 +1,4 @@
-"""The commands as data: what each is for, its arguments and flags, and the module that carries it out."""
+"""The commands as data: the summary, arguments, flags and module of each."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ Group = tuple[str, tuple[Flag, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """`weft NAME ARGUMENT [flags]`; `argument` is MODEL, or words that `about` tells, or none. `module` has
-    `main(arguments) -> exit status`. With `takes_prompt` the words after MODEL are `arguments.prompt_words`."""
+    """`weft NAME ARGUMENT [flags]`.
+
+    `argument` is MODEL, another word that `about` explains, or empty. `module` has `main(arguments) -> exit status`. If
+    `takes_prompt`, the words after MODEL are in `arguments.prompt_words`.
+    """
 
     name: str
     summary: str
     module: str
     groups: tuple[Group, ...]
     argument: str = "MODEL"
-    about: str = "what to ask"  # an argument that is no model
+    about: str = "the prompt"  # help for an argument that is not a model
     needs_model: bool = True
     takes_prompt: bool = False
     log_level: str = "WARNING"
@@ -45,20 +48,20 @@ PROMPT = (
     Flag(
         name="prompt",
         metavar="TEXT",
-        help="the prompt, if it is not given after MODEL; without either, standard input is read",
+        help="the prompt, if it does not follow MODEL; without either, standard input is read",
     ),
-    Flag(name="system-prompt", metavar="TEXT", help="what the model is told before"),
-    Flag(name="raw", parse=None, help="give the prompt to the model as it is, without the chat template"),
+    Flag(name="system-prompt", metavar="TEXT", help="instructions to the model, before the conversation"),
+    Flag(name="raw", parse=None, help="give the prompt to the model unchanged, without the chat template"),
     Flag(name="json", parse=None, help="print one JSON object with text, token ids, timing, layout and predictions"),
-    Flag(name="verbose", parse=None, help="tell memory and speed on standard error, beside what was predicted"),
+    Flag(name="verbose", parse=None, help="print memory and speed on standard error, each beside its prediction"),
 )
-CHAT = (Flag(name="system-prompt", metavar="TEXT", help="what the model is told before"),)
+CHAT = (Flag(name="system-prompt", metavar="TEXT", help="instructions to the model, before the conversation"),)
 LATENCY = (
     Flag(name="input-len", parse=values.at_least(1), default=128, help="prompt tokens"),
     Flag(name="output-len", parse=values.at_least(1), default=128, help="answer tokens"),
-    Flag(name="batch-size", parse=values.at_least(1), default=1, help="requests at once"),
-    Flag(name="num-iters", parse=values.at_least(1), default=5, help="measured runs, of which the median counts"),
-    Flag(name="num-iters-warmup", parse=values.at_least(0), default=2, help="runs before those"),
+    Flag(name="batch-size", parse=values.at_least(1), default=1, help="number of requests in the batch"),
+    Flag(name="num-iters", parse=values.at_least(1), default=5, help="measured runs; their median is reported"),
+    Flag(name="num-iters-warmup", parse=values.at_least(0), default=2, help="warm-up runs before the measured ones"),
 )
 THROUGHPUT = (
     Flag(
@@ -67,11 +70,16 @@ THROUGHPUT = (
         default="random",
         help="random: the flags below; nano-vllm: 256 requests of 100 to 1024 tokens in and out, as its benchmark",
     ),
-    Flag(name="num-prompts", parse=values.at_least(1), default=32, help="requests, all there at the start"),
+    Flag(name="num-prompts", parse=values.at_least(1), default=32, help="number of requests, all queued at the start"),
     Flag(name="input-len-range", parse=values.span, default="32:256", help="prompt tokens, low:high"),
-    Flag(name="output-len", parse=values.at_least(1), default=128, help="answer tokens of each"),
-    Flag(name="num-iters", parse=values.at_least(1), default=3, help="measured runs, of which the median counts"),
-    Flag(name="num-iters-warmup", parse=values.at_least(0), default=1, help="runs of the random workload before those"),
+    Flag(name="output-len", parse=values.at_least(1), default=128, help="answer tokens of each request"),
+    Flag(name="num-iters", parse=values.at_least(1), default=3, help="measured runs; their median is reported"),
+    Flag(
+        name="num-iters-warmup",
+        parse=values.at_least(0),
+        default=1,
+        help="warm-up runs of the random workload before the measured ones",
+    ),
 )
 
 COMMANDS = {
@@ -79,7 +87,7 @@ COMMANDS = {
     for command in (
         Command(
             name="serve",
-            summary="Serve a model over HTTP, as OpenAI's API does.",
+            summary="Serve a model over HTTP with OpenAI's API.",
             module="weft.cli.serve",
             groups=(*ENGINE, ("server", SERVER)),
             log_level="INFO",
@@ -87,7 +95,7 @@ COMMANDS = {
         ),
         Command(
             name="run",
-            summary="Answer one prompt and end.",
+            summary="Answer one prompt and exit.",
             module="weft.cli.run",
             groups=(("prompt", PROMPT), ("sampling", SAMPLING), *ENGINE),
             takes_prompt=True,
@@ -102,7 +110,7 @@ COMMANDS = {
         ),
         Command(
             name="plan",
-            summary="Show whether a model fits on GPUs, the best layout, its speed, and why; without MODEL: what fits.",
+            summary="Show if a model fits on GPUs, the best layout, its speed, and why; without MODEL, list what fits.",
             module="weft.cli.plan",
             groups=PLAN,
             needs_model=False,
@@ -154,7 +162,7 @@ COMMANDS = {
         ),
         Command(
             name="bench sweep",
-            summary="The same at several rates or concurrencies: one table, and a plot.",
+            summary="Run bench serve at several rates or concurrency limits; print one table and a plot.",
             module="weft.cli.bench_sweep",
             groups=(*SWEEP, *ENGINE),
             needs_model=False,
@@ -170,16 +178,16 @@ COMMANDS = {
         ),
         Command(
             name="bench compare",
-            summary="Compare two results that were saved; exit status 1 where the new one is worse.",
+            summary="Compare two saved results; exit status 1 if the new one is worse.",
             module="weft.cli.bench_compare",
             groups=COMPARE,
             argument="OLD NEW",
-            about="files with JSON, as --save-result and scripts/bench write it",
+            about="JSON files, as --save-result and scripts/bench write them",
             example="weft bench compare before.json after.json",
         ),
         Command(
             name="demo",
-            summary="Fetch a small model, cut it across two ranks and let it answer.",
+            summary="Fetch a small model, split it over two ranks and answer a prompt.",
             module="weft.cli.demo",
             groups=(("sampling", SAMPLING), *ENGINE),
             argument="PROMPT",

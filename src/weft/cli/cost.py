@@ -1,18 +1,19 @@
-"""weft cost MODEL: dollars per million tokens, when own GPUs beat an API, and how much of a load to own."""
+"""weft cost MODEL: dollars per million tokens on own GPUs and from APIs, and the cheapest mix of both."""
 
 from __future__ import annotations
 
 import json
 import sys
 from argparse import Namespace
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from weft.architectures.model import Model
 from weft.cli.parser import UsageError
-from weft.cli.plan import NOTHING_FITS, ask, look_up
-from weft.cli.tables import NARROW, console, table
+from weft.cli.plan import NOTHING_FITS, build_question, find_model
+from weft.cli.tables import NARROW, console, figures_table
 from weft.errors import ConfigError
 from weft.planner import api_prices, economics
 from weft.planner.api_prices import Quote, Usage
@@ -21,81 +22,89 @@ from weft.planner.question import Question
 from weft.planner.ranking import Candidate
 from weft.planner.search import search
 
-SELLERS = 5  # of those that sell the model itself, the cheapest
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+SELLERS = 5  # cheapest providers of the model itself
 HOURS_PER_MONTH = 365.25 * 24 / 12
-STEPS = (1.0, 0.5, 0.25, 0.1)  # shares of the full load that are shown beside the one asked for
+STEPS = (1.0, 0.5, 0.25, 0.1)  # shares of the full load that are shown beside --utilization
 
 
 def main(arguments: Namespace) -> int:
-    """Print the comparison; 3 where the model does not fit the hardware."""
-    model = look_up(arguments)
-    question = ask(arguments, model)
+    """Print the comparison; return 3 if the model does not fit the hardware."""
+    model = find_model(arguments)
+    question = build_question(arguments, model)
     if question.price is None:
-        raise UsageError("what does a GPU cost? For example --price 2.49, dollars per GPU-hour")
+        raise UsageError("what does a GPU cost? Give dollars per GPU and hour, as in --price 2.49")
     best = search(question).best
     if best is None:
-        print(f"{model.name} does not fit this hardware; weft plan says why", file=sys.stderr)
+        print(f"{model.name} does not fit this hardware; weft plan shows why", file=sys.stderr)
         return NOTHING_FITS
-    fleet = rented(question, best)
-    quotes = asked(arguments, model, usage(question, arguments.cached))
+    fleet = rented_fleet(question, best)
+    quotes = api_quotes(arguments, model, request_usage(question, arguments.cached))
     if getattr(arguments, "json", False):
         print(json.dumps(as_json(arguments, question, best, fleet, quotes)))
     else:
-        show(arguments, question, model, best, fleet, quotes)
+        print_comparison(arguments, question, model, best, fleet, quotes)
     return 0
 
 
-def rented(question: Question, best: Candidate) -> Fleet:
-    """The candidate as GPUs that are paid for by the hour."""
+def rented_fleet(question: Question, best: Candidate) -> Fleet:
+    """The candidate as a fleet of GPUs that are paid for by the hour."""
     assert question.price is not None
     tokens = best.predicted.output_tok_s
     return Fleet(
         dollars_per_hour=question.price * len(set(best.layout.gpus)),
         requests_per_s=tokens / question.workload.output_len,
         tokens_per_s=tokens,
-        replicas=units(best),
+        replicas=rentable_units(best),
     )
 
 
-def units(best: Candidate) -> int:
-    """How many parts of the deployment can be rented each by itself: its replicas, unless they share their experts."""
+def rentable_units(best: Candidate) -> int:
+    """Number of parts that can be rented separately: the replicas, or 1 if they share their experts."""
     layout = best.layout
     return layout.data_parallel if layout.expert_parallel <= layout.tensor_parallel else 1
 
 
-def usage(question: Question, cached: float) -> Usage:
+def request_usage(question: Question, cached: float) -> Usage:
+    """Tokens of the mean request; `cached` is the share of its prompt that an API serves from its cache."""
     work = question.workload
     return Usage(work.input_len, round(work.input_len * cached), work.output_len)
 
 
-def asked(arguments: Namespace, model: Model, each: Usage) -> list[Quote]:
-    """What APIs take for a request: those that were named, else whoever sells the model."""
-    found = [api_prices.quote(name, each) for name in getattr(arguments, "against", ())]
+def api_quotes(arguments: Namespace, model: Model, each: Usage) -> list[Quote]:
+    """Prices of a request: of the APIs that the flags name, else of those that sell the model.
+
+    Raises ConfigError if nobody sells the model and --demand needs an API.
+    """
+    quotes = [api_prices.find_quote(name, each) for name in getattr(arguments, "against", ())]
     stated = getattr(arguments, "api_price", None)
     if stated is not None:
-        found.append(api_prices.stated(stated, each))
-    if found:
-        return found
-    sellers = api_prices.quotes(model.name, each)[:SELLERS]
+        quotes.append(api_prices.stated_quote(stated, each))
+    if quotes:
+        return quotes
+    sellers = api_prices.find_quotes(model.name, each)[:SELLERS]
     if not sellers and hasattr(arguments, "demand"):
         raise ConfigError(
-            f"nobody is known to sell {model.name}; name an API with --against gpt-4o-mini, or its prices with "
-            "--api-price 0.15/0.60"
+            f"Weft knows no API that sells {model.name}; name another model, as in --against gpt-4o-mini, or give "
+            "prices, as in --api-price 0.15/0.60"
         )
     return sellers
 
 
-def mixes(replica: Fleet, quote: Quote, demand: tuple[float, ...], max_load: float) -> list[Mix]:
-    """None owned, the cheapest mix, and all owned: in this order, each once."""
-    best = economics.cheapest(replica, quote.dollars, demand, max_load)
-    counts = dict.fromkeys((0, best.replicas, economics.whole(replica, demand, max_load)))
-    return [economics.mix(replica, quote.dollars, demand, count, max_load) for count in counts]
+def compared_mixes(replica: Fleet, quote: Quote, demand: tuple[float, ...], max_load: float) -> list[Mix]:
+    """No own replicas, the cheapest mix, and enough replicas for all requests: in this order, without repetition."""
+    best = economics.cheapest_mix(replica, quote.dollars, demand, max_load)
+    counts = dict.fromkeys((0, best.replicas, economics.replicas_for_peak(replica, demand, max_load)))
+    return [economics.rent_and_api_mix(replica, quote.dollars, demand, count, max_load) for count in counts]
 
 
 def as_json(
     arguments: Namespace, question: Question, best: Candidate, fleet: Fleet, quotes: list[Quote]
 ) -> dict[str, Any]:
-    """Dollars; times in hours, loads in requests per second."""
+    """The comparison as JSON: money in dollars, times in hours, loads in requests per second."""
     work, demand = question.workload, getattr(arguments, "demand", None)
     return {
         "layout": str(best.cut),
@@ -112,107 +121,114 @@ def as_json(
                 "dollars_per_request": quote.dollars,
                 "dollars_per_million_tokens": quote.dollars * 1e6 / work.output_len,
                 "break_even_utilization": fleet.break_even(quote.dollars),
-                "mixes": [
-                    {**msgspec.structs.asdict(it), "dollars": it.dollars}
-                    for it in mixes(fleet.each, quote, demand, arguments.max_load)
-                ]
-                if demand
-                else [],
+                "mixes": mixes_json(fleet, quote, demand, arguments.max_load) if demand else [],
             }
             for quote in quotes
         ],
     }
 
 
-def show(
+def mixes_json(fleet: Fleet, quote: Quote, demand: tuple[float, ...], max_load: float) -> list[dict[str, Any]]:
+    """The compared mixes as JSON."""
+    mixes = compared_mixes(fleet.per_replica, quote, demand, max_load)
+    return [{**msgspec.structs.asdict(mix), "dollars": mix.dollars} for mix in mixes]
+
+
+def print_comparison(
     arguments: Namespace, question: Question, model: Model, best: Candidate, fleet: Fleet, quotes: list[Quote]
 ) -> None:
-    """The comparison as a person reads it."""
+    """Print the comparison as text."""
     out = console()
     out.width = max(out.width, NARROW)
     work, band = question.workload, best.predicted.error_band
-    gpus = len(set(best.layout.gpus))
+    gpus = device_count(len(set(best.layout.gpus)), question)
     out.print(
-        f"{model.name} as {best.cut} on {counted(gpus, question)} at ${question.price:g} an hour each: "
+        f"{model.name} as {best.cut} on {gpus} at ${question.price:g} an hour each: "
         f"${fleet.dollars_per_hour:,.2f} an hour for up to {fleet.tokens_per_s:,.0f} tok/s, "
         f"{fleet.requests_per_s:,.2f} requests/s of {work.input_len:,} + {work.output_len:,} tokens "
-        f"(predicted, within {band:.0%})",
+        f"(predicted; error up to {100 * band:.0f} %)",
         soft_wrap=True,
     )
     shares = sorted({*STEPS, arguments.utilization}, reverse=True)
-    own = table("own GPUs busy", *(f"{share:.0%}" for share in shares))
-    own.add_row("$/M answer", *(money(fleet.dollars_per_million(share)) for share in shares))
+    own = figures_table("own GPUs used", *(f"{share:.0%}" for share in shares))
+    own.add_row("your $/M answer", *(money(fleet.dollars_per_million(share)) for share in shares))
     out.print(own)
     if not quotes:
-        out.print("nobody is known to sell this model; --against NAME or --api-price IN/OUT compares with an API")
+        out.print("Weft knows no API that sells this model; --against NAME or --api-price IN/OUT compares with one")
         return
-    api = table("API", "$/M answer", "of it prompt", "break-even", f"at {arguments.utilization:.0%} busy")
-    for quote in quotes:
-        even, share = fleet.break_even(quote.dollars), arguments.utilization
-        million = quote.dollars * 1e6 / work.output_len
-        prompts = 1 - quote.output_dollars / quote.dollars
-        saved = million / fleet.dollars_per_million(share)
-        verdict = f"own {saved:,.1f}x cheaper" if saved >= 1 else f"API {1 / saved:,.1f}x cheaper"
-        busy = f"{even:.1%} busy" if even <= 1 else f"never ({even:.0%})"
-        api.add_row(named(quote), money(million), f"{prompts:.0%}", busy, verdict)
-    out.print(api)
+    out.print(api_table(fleet, quotes, arguments.utilization, work.output_len))
     sources = ", ".join(dict.fromkeys(quote.source for quote in quotes))
-    out.print(f"dollars per million answer tokens, their prompts included; API prices: {sources}", soft_wrap=True)
+    out.print(
+        f"$/M answer: dollars per million answer tokens, with the cost of their prompts; API prices: {sources}",
+        soft_wrap=True,
+    )
     if hasattr(arguments, "demand"):
-        cheap = min(quotes, key=lambda it: it.dollars)
-        show_mixes(out, arguments, question, fleet.each, cheap, best)
+        cheapest = min(quotes, key=lambda quote: quote.dollars)
+        print_mixes(out, arguments, question, fleet.per_replica, cheapest, best)
 
 
-def show_mixes(
-    out: Any, arguments: Namespace, question: Question, replica: Fleet, quote: Quote, best: Candidate
+def api_table(fleet: Fleet, quotes: Sequence[Quote], utilization: float, output_len: int) -> Table:
+    """The prices of APIs, and the use from which own GPUs cost less."""
+    table = figures_table("API", "$/M answer", "for prompts", "break-even", f"at {utilization:.0%} use")
+    for quote in quotes:
+        even = fleet.break_even(quote.dollars)
+        million = quote.dollars * 1e6 / output_len
+        prompts = 1 - quote.output_dollars / quote.dollars
+        saved = million / fleet.dollars_per_million(utilization)
+        verdict = f"own {saved:,.1f}x cheaper" if saved >= 1 else f"API {1 / saved:,.1f}x cheaper"
+        use = f"{even:.1%} use" if even <= 1 else f"never: {even:.2f}x the API"
+        table.add_row(seller_name(quote), money(million), f"{prompts:.0%}", use, verdict)
+    return table
+
+
+def print_mixes(
+    out: Console, arguments: Namespace, question: Question, replica: Fleet, quote: Quote, best: Candidate
 ) -> None:
-    """How much of the demand to own, how much to let overflow."""
-    demand, size = arguments.demand, len(set(best.layout.gpus)) // units(best)
-    rows = mixes(replica, quote, demand, arguments.max_load)
-    cheapest = min(rows, key=lambda it: it.dollars)
+    """Print the cost of own replicas together with an API for the demand."""
+    demand, size = arguments.demand, len(set(best.layout.gpus)) // rentable_units(best)
+    mixes = compared_mixes(replica, quote, demand, arguments.max_load)
+    cheapest = min(mixes, key=lambda mix: mix.dollars)
     mean = sum(demand) / len(demand)
-    made = table(
+    table = figures_table(
         f"demand: {mean:,.2f} requests/s on average, {max(demand):,.2f} at most",
         "owned",
-        "busy",
+        "used",
         "rent $/h",
         "API $/h",
         "sum $/h",
         "$/month",
     )
-    for it in rows:
-        gpus = it.replicas * size
-        what = (
-            f"{it.replicas} replica{'s' * (it.replicas != 1)} ({counted(gpus, question)})"
-            if it.replicas
-            else "all over the API"
+    for mix in mixes:
+        name = "everything to the API"
+        if mix.replicas:
+            name = f"{mix.replicas} replica{'s' * (mix.replicas != 1)} ({device_count(mix.replicas * size, question)})"
+        table.add_row(
+            f"{name} <- cheapest" if mix is cheapest else name,
+            f"{mix.owned:.0%}",
+            f"{mix.utilization:.0%}" if mix.replicas else "",
+            *(f"{dollars:,.2f}" for dollars in (mix.rent_dollars, mix.api_dollars, mix.dollars)),
+            f"{mix.dollars * HOURS_PER_MONTH:,.0f}",
         )
-        mark = " <- cheapest" if it is cheapest else ""
-        made.add_row(
-            what + mark,
-            f"{it.owned:.0%}",
-            f"{it.utilization:.0%}" if it.replicas else "",
-            *(f"{dollars:,.2f}" for dollars in (it.rent_dollars, it.api_dollars, it.dollars)),
-            f"{it.dollars * HOURS_PER_MONTH:,.0f}",
-        )
-    out.print(made)
+    out.print(table)
+    filled = arguments.max_load * replica.requests_per_s
     out.print(
-        f"a replica takes {arguments.max_load:.0%} of its {replica.requests_per_s:,.2f} requests/s before requests "
-        f"overflow to {named(quote)}; weft simulate tells the waiting times at such a load",
+        f"Each replica is filled to {arguments.max_load:.0%} ({filled:,.2f} requests/s); the other requests go to "
+        f"{seller_name(quote)}. weft simulate shows the waiting times at such a load",
         soft_wrap=True,
     )
 
 
-def counted(devices: int, question: Question) -> str:
+def device_count(devices: int, question: Question) -> str:
+    """ "4 GPUs"."""
     kind = "CPU" if question.cluster.on_cpu else "GPU"
     return f"{devices} {kind}{'s' * (devices != 1)}"
 
 
-def named(quote: Quote) -> str:
-    """The seller, and the model without whoever made it."""
+def seller_name(quote: Quote) -> str:
+    """ "provider/model", without the maker of the model."""
     return f"{quote.provider}/{quote.name.rpartition('/')[2]}" if quote.provider else quote.name
 
 
 def money(dollars: float) -> str:
-    """Cents matter, and below them two digits."""
+    """Dollars with cents; below 10 cents with two significant digits."""
     return f"{dollars:,.2f}" if dollars >= 0.1 else f"{dollars:.2g}"

@@ -1,4 +1,4 @@
-"""The flags of weft cost, beside those of weft plan: what is paid elsewhere, and how much there is to answer."""
+"""Flags of weft cost that weft plan does not have: API prices and demand."""
 
 from __future__ import annotations
 
@@ -10,51 +10,52 @@ from pathlib import Path
 from weft.cli import values
 from weft.cli.flags import Flag
 from weft.cli.plan_flags import share
-from weft.errors import reason
+from weft.errors import error_reason
 
 
 def prices(text: str) -> tuple[float, ...]:
-    """IN/OUT or IN/OUT/CACHED, dollars per million tokens."""
+    """Prices IN/OUT or IN/OUT/CACHED in dollars per million tokens; not both of the first two are 0."""
     try:
-        found = tuple(float(part.strip().removeprefix("$")) for part in text.split("/"))
+        dollars = tuple(float(part.strip().removeprefix("$")) for part in text.split("/"))
     except ValueError:
-        found = ()
-    if (
-        len(found) not in (2, 3)
-        or not all(isfinite(price) and price >= 0 for price in found)
-        or not found[0] + found[1]
-    ):
+        dollars = ()
+    valid = len(dollars) in (2, 3) and all(isfinite(price) and price >= 0 for price in dollars)
+    if not valid or not dollars[0] + dollars[1]:
         raise ArgumentTypeError(
-            f"{text!r} are no prices per million tokens, as in 0.15/0.60 or 0.15/0.60/0.08 (cached)"
+            f"{text!r} is not a price per million tokens, as in 0.15/0.60 or 0.15/0.60/0.08 (cached)"
         )
-    return found
+    return dollars
 
 
-def cached(text: str) -> float:
-    """From 0 to 1."""
+def cached_share(text: str) -> float:
+    """A share from 0 to 1."""
     return 0.0 if text in ("0", "0.0") else share(text)
 
 
 def demand(text: str) -> tuple[float, ...]:
-    """Requests per second in equal spans of time: 3, or 1,1,4,9,4, or a CSV file with a number at the end of each
-    line."""
-    if text.lower().endswith((".csv", ".txt")):
-        try:
-            rows = [row for row in csv.reader(Path(text).read_text(encoding="utf-8").splitlines()) if row]
-        except (OSError, UnicodeDecodeError) as error:
-            raise ArgumentTypeError(f"{text} cannot be read: {reason(error)}") from None
-        rates = []
-        for number, row in enumerate(rows, 1):
-            try:
-                rates.append(float(row[-1]))
-            except ValueError:
-                if number > 1:  # the first may be a heading
-                    raise ArgumentTypeError(f"{text}, row {number}: {row[-1]!r} is no number of requests") from None
-    else:
-        rates = list(values.decimals(text))
+    """Requests per second in equal spans of time: 3, or 1,1,4,9,4, or a CSV file with a rate at the end of a line."""
+    rates = read_demand(text) if text.lower().endswith((".csv", ".txt")) else list(values.decimals(text))
     if not rates or not all(isfinite(rate) and rate >= 0 for rate in rates) or not any(rates):
-        raise ArgumentTypeError(f"{text!r} is no demand: requests per second, 0 or more, one or several above 0")
+        raise ArgumentTypeError(
+            f"{text!r} is not a demand: give requests per second, none below 0 and at least one above 0"
+        )
     return tuple(rates)
+
+
+def read_demand(path: str) -> list[float]:
+    """The last column of a CSV file, whose first row may be a heading."""
+    try:
+        rows = [row for row in csv.reader(Path(path).read_text(encoding="utf-8").splitlines()) if row]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ArgumentTypeError(f"{path} cannot be read: {error_reason(error)}") from None
+    rates = []
+    for number, row in enumerate(rows, 1):
+        try:
+            rates.append(float(row[-1]))
+        except ValueError:
+            if number > 1:
+                raise ArgumentTypeError(f"{path}, row {number}: {row[-1]!r} is not a number of requests") from None
+    return rates
 
 
 COST = (
@@ -62,41 +63,41 @@ COST = (
         name="against",
         metavar="NAME",
         repeated=True,
-        help="an API's model, as in gpt-4o-mini or openrouter/z-ai/glm-4.6; may be given several times; left out: "
-        "whoever sells this model",
+        help="an API's model to compare with, as in gpt-4o-mini or openrouter/z-ai/glm-4.6; may be given several "
+        "times. Default: the providers that sell this model",
     ),
     Flag(
         name="api-price",
         parse=prices,
         metavar="IN/OUT[/CACHED]",
-        help="dollars per million tokens of an API that is not known",
+        help="dollars per million tokens of any other API",
     ),
     Flag(
         name="cached",
-        parse=cached,
+        parse=cached_share,
         default=0.0,
         metavar="SHARE",
-        help="share of the prompts that comes from the API's prompt cache",
+        help="share of the prompt tokens that the API's prompt cache serves",
     ),
     Flag(
         name="utilization",
         parse=share,
         default=0.5,
         metavar="SHARE",
-        help="share of the full load that is there on average",
+        help="average load, as a share of the full load",
     ),
     Flag(
         name="demand",
         parse=demand,
         metavar="RATES",
-        help="requests per second, as in 3, or hour by hour 1,1,4,9,4, or a CSV file: how much of it to own",
+        help="requests per second to divide between own GPUs and API: 3, or hour by hour 1,1,4,9,4, or a CSV file",
     ),
     Flag(
         name="max-load",
         parse=share,
         default=0.8,
         metavar="SHARE",
-        help="share of its full load that a replica takes before requests overflow to the API",
+        help="share of its full load up to which a replica is filled; the other requests go to the API",
     ),
     Flag(name="json", parse=None, help="print one JSON object"),
 )

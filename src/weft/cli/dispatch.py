@@ -1,4 +1,4 @@
-"""Find the command, read its words, carry it out, and turn every failure into one line."""
+"""Find a command, parse its words, run it, and turn every failure into one line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from importlib import import_module
 from weft import __version__, logs
 from weft.cli import streams
 from weft.cli.commands import COMMANDS, Command
-from weft.cli.parser import UsageError, find, parse
+from weft.cli.parser import UsageError, find_command, parse_command
 from weft.errors import WeftError, printable
 from weft.formats import model_names
 
@@ -23,10 +23,12 @@ ABOUT = "Runs one large language model across the GPUs you really have."
 
 def dispatch(words: Sequence[str]) -> int:
     """Run `weft WORDS`; return 0, 1 for an error, 2 for wrong usage, or 141 if the reader of our output has left.
-    KeyboardInterrupt passes."""
+
+    KeyboardInterrupt passes.
+    """
     streams.settle()
     try:
-        status = carry_out(list(words))
+        status = run_command(list(words))
         sys.stdout.flush()
         return status
     except UsageError as error:
@@ -38,18 +40,19 @@ def dispatch(words: Sequence[str]) -> int:
         streams.end_output()
         return CLOSED_PIPE
     except OSError as error:
-        # Of the machine, and nothing that we foresaw: a full disk where the output goes, no file descriptors left.
+        # An error of the machine that no command expects: a full disk, no file descriptors left.
         streams.end_output()
         logger.debug("the system's error", exc_info=True)
         return fail(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}", 1)
     except Exception as error:
-        # A mistake of ours. Still one line; where it happened is for whoever asks.
+        # A mistake of ours. Still one line; the traceback is in the debug log.
         logger.debug("internal error", exc_info=True)
         what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         return fail(f"internal error, {what}; please report it with {logs.VARIABLE}=DEBUG", 1)
 
 
-def carry_out(words: list[str]) -> int:
+def run_command(words: list[str]) -> int:
+    """Run `weft WORDS`; return the exit status."""
     if not words or words[0] in ("-h", "--help") or words == ["help"]:
         print(overview(COMMANDS.values()))
         return 0 if words else 2
@@ -62,37 +65,39 @@ def carry_out(words: list[str]) -> int:
     if family and words[1:] in (["-h"], ["--help"]):
         print(overview(family))
         return 0
-    command, rest = find(words)
+    command, flags = find_command(words)
     logs.configure(command.log_level)
-    arguments = parse(command, rest)
-    name_in_full(command, arguments)
+    arguments = parse_command(command, flags)
+    expand_model_name(command, arguments)
     status: int = import_module(command.module).main(arguments)
     return status
 
 
-def name_in_full(command: Command, arguments: Namespace) -> None:
-    """Put the hub's id in the place of a nickname, as in `qwen3:8b`, and tell so on standard error."""
+def expand_model_name(command: Command, arguments: Namespace) -> None:
+    """Replace a short name such as `qwen3:8b` by the hub's, with a notice on standard error."""
     typed = getattr(arguments, "model", "")
+    if command.argument != "MODEL" or not typed:
+        return
     addressed = any(hasattr(arguments, name) for name in ("base_url", "host", "port"))
-    if command.argument != "MODEL" or not typed or (addressed and "base-url" in {flag.name for flag in command.flags}):
-        return  # a server that was named knows its model by the name that was typed
+    if addressed and "base-url" in {flag.name for flag in command.flags}:
+        return  # a running server knows its model by the name that was typed
     arguments.model = model_names.full_name(typed, folder=getattr(arguments, "download_dir", None))
     if line := model_names.notice(typed, arguments.model):
         print(f"weft: {line}", file=sys.stderr)
 
 
 def fail(message: str, status: int) -> int:
-    """One line, the last that is printed."""
+    """Print the error as one line; return `status`."""
     print(f"weft: error: {printable(' '.join(message.split()))}", file=sys.stderr)
     return status
 
 
-def overview(told: Iterable[Command]) -> str:
-    """What `weft --help` prints, of all commands, and `weft bench --help` of those that begin so."""
-    commands = tuple(told)
+def overview(listed: Iterable[Command]) -> str:
+    """Help with a line and an example for each of the commands."""
+    commands = tuple(listed)
     width = max(len(command.name) for command in commands)
     lines = [f"weft {__version__}: {ABOUT}", "", "commands:"]
     lines += [f"  weft {command.name:{width}}  {command.summary}" for command in commands]
-    lines += ["", "weft COMMAND --help tells a command's flags. MODEL is a name on the hub, a directory,"]
-    lines += ["a .gguf file, or demo: a small model that is fetched when first used.", "", "examples:"]
+    lines += ["", "weft COMMAND --help lists the flags of a command. MODEL is a name on the hub, a directory,"]
+    lines += ["a .gguf file, or demo: a small model that is downloaded at its first use.", "", "examples:"]
     return "\n".join(lines + [f"  {command.example}" for command in commands])

@@ -1,4 +1,4 @@
-"""docs/cli.md, from the same data as the parser: `python -m weft.cli.docs` writes it, and docs/glossary.md."""
+"""docs/cli.md, from the same data as the parser; `python -m weft.cli.docs` writes it and docs/glossary.md."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from weft.cli.commands import COMMANDS, Command
 from weft.cli.dispatch import ABOUT
 from weft.cli.flags import ENGINE, Flag
 from weft.cli.parser import default_text
-from weft.client.vllm import Foreign, foreign
+from weft.client.vllm import VLLMArgument, vllm_arguments
 
 PAGE = Path(__file__).parents[3] / "docs" / "cli.md"
 
@@ -19,20 +19,21 @@ INTRODUCTION = f"""# The command line
 
 {ABOUT}
 
-Flags have vLLM's names and meanings where vLLM has them. In a flag's name `_` is as good as `-`; a switch `--x` has its
-`--no-x`; `--config FILE.yaml` holds flags by name, and those on the command line win. `--tp --pp --dp --ep` are the
-parallel sizes, as `-tp -pp -dp -ep`. A flag of `vllm serve` that Weft does not have is
-[refused](#vllms-flags-that-are-refused) if it changes what is served or how safe it is, else
-[ignored](#vllms-flags-that-are-ignored) with a warning. Any other unknown flag is an error, with Weft's flag for it if
-there is one.
+Flags have vLLM's names and meanings if vLLM has the flag. In the name of a flag `_` means `-`; every switch `--x` also
+has the form `--no-x`; `--config FILE.yaml` holds flags by name, and flags on the command line override it. `--tp --pp
+--dp --ep` are the same flags as `-tp -pp -dp -ep`. A flag of `vllm serve` that Weft does not have is
+[refused](#vllms-flags-that-are-refused) if it changes what is served or how safe it is; all others are
+[ignored](#vllms-flags-that-are-ignored) with a warning. Any other unknown flag is an error, which names Weft's flag for
+the same purpose if there is one.
 
-MODEL is a directory, a `.gguf` file, a name on the hub, `demo`, or a short name: `qwen3:8b` and `Qwen3-8B` are
-`Qwen/Qwen3-8B`. A path that exists and a model in the hub's cache go before short names. If a short name stands for a
-model of another name, the command says so on standard error.
+MODEL is a directory, a `.gguf` file, a name on the hub, `demo`, or a short name: `qwen3:8b` and `Qwen3-8B` mean
+`Qwen/Qwen3-8B`. A path that exists, or a model in the hub's cache, takes precedence over short names. If a short name
+stands for a model with another name, the command says so on standard error.
 
-Exit status: 0 done, 1 an error (one line on standard error), 2 wrong usage, 3 if nothing fits, a claim is impossible or
-nothing meets the promise (`weft plan`, `cost`, `simulate`), 130 Ctrl-C, 141 the reader of the output has left. Answers
-and reports go to standard output, everything else to standard error. `VLLM_LOGGING_LEVEL` sets how much that is.
+Exit status: 0 success, 1 an error (one line on standard error), 2 wrong usage, 3 if nothing fits, a claim is impossible
+or nothing keeps the promise (`weft plan`, `cost`, `simulate`), 130 Ctrl-C, 141 the reader of the output has left.
+Answers and reports go to standard output, everything else to standard error. `VLLM_LOGGING_LEVEL` sets how much is
+logged.
 """
 
 
@@ -40,42 +41,46 @@ def page() -> str:
     """The whole page."""
     parts = [INTRODUCTION]
     parts += [section(command) for command in COMMANDS.values()]
-    engines = ", ".join(f"`weft {it.name}`" for it in COMMANDS.values() if ENGINE[0] in it.groups)
-    parts.append(f"## Flags of every engine\n\nTaken by the commands that start one: {engines}.\n")
-    parts += [table(title, flags) for title, flags in ENGINE]
-    parts.append("## vLLM's flags that are refused\n\n" + foreign_table(refused=True))
-    parts.append("## vLLM's flags that are ignored\n\n" + foreign_table(refused=False))
+    engines = ", ".join(f"`weft {command.name}`" for command in COMMANDS.values() if ENGINE[0] in command.groups)
+    parts.append(f"## Flags of every engine\n\nFor the commands that start an engine: {engines}.\n")
+    parts += [flag_table(title, flags) for title, flags in ENGINE]
+    parts.append("## vLLM's flags that are refused\n\n" + vllm_table(refused=True))
+    parts.append("## vLLM's flags that are ignored\n\n" + vllm_table(refused=False))
     return "\n".join(parts)
 
 
 def section(command: Command) -> str:
-    """A command, with the flags that are its own."""
+    """A command with its own flags; those of every engine have a section of their own."""
     own = [(title, flags) for title, flags in command.groups if (title, flags) not in ENGINE]
     head = f"## {command.usage}\n\n{command.summary}\n\n```\n{command.example}\n```\n"
-    return "\n".join([head, *(table(title, flags) for title, flags in own)])
+    return "\n".join([head, *(flag_table(title, flags) for title, flags in own)])
 
 
-def table(title: str, flags: tuple[Flag, ...]) -> str:
+def flag_table(title: str, flags: tuple[Flag, ...]) -> str:
+    """A Markdown table of flags under a heading."""
     lines = [f"### {title}\n", "| flag | meaning |", "|---|---|"]
-    return "\n".join([*lines, *map(line, flags)]) + "\n"
+    return "\n".join([*lines, *map(flag_row, flags)]) + "\n"
 
 
-def foreign_table(*, refused: bool) -> str:
-    """vLLM's flags that Weft does not have, by topic and reason."""
-    groups: dict[tuple[str, str], list[Foreign]] = {}
-    for flag in foreign().values():
+def vllm_table(*, refused: bool) -> str:
+    """A Markdown table of the vLLM flags that Weft does not have, by topic and reason."""
+    groups: dict[tuple[str, str], list[VLLMArgument]] = {}
+    for flag in vllm_arguments().values():
         if flag.refused == refused:
             groups.setdefault((flag.topic, flag.why), []).append(flag)
-    rows = [f"| {topic} | {', '.join(map(named, flags))} | {why} |" for (topic, why), flags in groups.items()]
+    rows = [
+        f"| {topic} | {', '.join(map(flag_with_values, flags))} | {why} |" for (topic, why), flags in groups.items()
+    ]
     return "\n".join(["| topic | flags | why |", "|---|---|---|", *rows]) + "\n"
 
 
-def named(flag: Foreign) -> str:
-    """A flag's name, and the values that are taken."""
+def flag_with_values(flag: VLLMArgument) -> str:
+    """The name of a refused flag, and the values that are accepted nevertheless."""
     return f"`--{flag.name}`" + (f" (but {', '.join(f'`{value}`' for value in flag.fine)})" if flag.fine else "")
 
 
-def line(flag: Flag) -> str:
+def flag_row(flag: Flag) -> str:
+    """A row of the table: the flag with its value, and its meaning."""
     value = "" if flag.parse is None else " " + (flag.metavar or flag.name.rpartition("-")[2].upper())
     if flag.choices:
         value = " {" + ",".join(flag.choices) + "}"

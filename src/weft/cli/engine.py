@@ -1,4 +1,4 @@
-"""An engine for a command that answers by itself, and its answers as they come."""
+"""Start an engine inside a command, and print its answers while they grow."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ if TYPE_CHECKING:
     from weft.llm import LLM
 
 
-def start(arguments: Namespace, **ours: Any) -> LLM:
-    """The engine that the flags describe, ready to answer; a context manager."""
+def start_engine(arguments: Namespace, **ours: Any) -> LLM:
+    """Start the engine of the flags; `ours` are the command's own defaults. The engine is a context manager."""
     config = engine_config(arguments, **ours)
     if sys.stderr.isatty():
         print(f"loading {config.model} ...", file=sys.stderr, flush=True)
-    from weft.llm import LLM  # takes a moment by itself
+    from weft.llm import LLM  # slow to import: after the message
 
     return LLM(**asdict(config))
 
 
 def conversation(text: str, system: str | None = None) -> list[dict[str, str]]:
-    """One question as messages."""
-    told = [{"role": "system", "content": system}] if system else []
-    return [*told, {"role": "user", "content": text}]
+    """One question as chat messages, after a system message if there is one."""
+    opening = [{"role": "system", "content": system}] if system else []
+    return [*opening, {"role": "user", "content": text}]
 
 
-def show(stream: Iterator[RequestOutput], *, stoppable: bool = False) -> RequestOutput | None:
-    """Print an answer as it grows, then a newline; return what there is of the answer at the end.
+def print_stream(stream: Iterator[RequestOutput], *, stoppable: bool = False) -> RequestOutput | None:
+    """Print an answer while it grows, then a newline; return the answer, or None if it has no token yet.
 
-    A terminal gets whole words on each line, anything else the text as it is. With `stoppable` Ctrl-C ends the answer,
-    which is None before its first token; otherwise KeyboardInterrupt passes.
+    On a terminal, lines are broken between words; other outputs get the text unchanged. With `stoppable` Ctrl-C ends
+    the answer early; without, KeyboardInterrupt passes.
     """
     wrap = WordWrap(shutil.get_terminal_size().columns) if sys.stdout.isatty() else None
     answer, shown = None, 0
@@ -56,15 +56,15 @@ def show(stream: Iterator[RequestOutput], *, stoppable: bool = False) -> Request
     return answer
 
 
-def tell_speed(answer: RequestOutput) -> None:
-    """Print the speed of an answer on standard error, for a person who watches."""
+def print_speed(answer: RequestOutput) -> None:
+    """Print the speed of an answer on standard error, if both outputs are terminals."""
     if sys.stdout.isatty() and sys.stderr.isatty():
         print(speed_text(answer), file=sys.stderr, flush=True)
 
 
 def speed_text(answer: RequestOutput) -> str:
     """Tokens, tokens per second and time to the first token, in one line."""
-    timing, tokens = speed(answer), len(answer.outputs[0].token_ids)
+    timing, tokens = answer_speed(answer), len(answer.outputs[0].token_ids)
     parts = [f"{tokens} token{'' if tokens == 1 else 's'}"]
     if not answer.finished:
         parts.append("stopped")
@@ -75,9 +75,11 @@ def speed_text(answer: RequestOutput) -> str:
     return ", ".join(parts)
 
 
-def speed(answer: RequestOutput) -> dict[str, float | None]:
-    """Seconds to the first token, None before it; tokens per second after it, None for an answer of one token or one
-    that is not finished."""
+def answer_speed(answer: RequestOutput) -> dict[str, float | None]:
+    """`ttft_s`, seconds to the first token, and `decode_tok_s`, tokens per second after it.
+
+    The former is None before the first token, the latter for an answer of one token or an unfinished one.
+    """
     metrics, tokens = answer.metrics, len(answer.outputs[0].token_ids)
     if metrics.first_token_s is None:
         return {"ttft_s": None, "decode_tok_s": None}

@@ -1,4 +1,4 @@
-"""The words of the field, from data/glossary.toml: docs/glossary.md, and their explanations on a page."""
+"""Terms of the field from data/glossary.toml: the page docs/glossary.md, and tooltips on a plan's HTML page."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ HEAD = """# Glossary
 
 <!-- Written by `python -m weft.cli.docs`. Change src/weft/cli/data/glossary.toml, not this page. -->
 
-The words that `weft plan`, `weft simulate` and `weft bench` use. The page that `weft plan --html` writes explains them
-in place.
+Terms that `weft plan`, `weft simulate` and `weft bench` use. The page that `weft plan --html` writes shows each of
+these explanations as a tooltip.
 """
 
 
 class Term(msgspec.Struct, frozen=True):
-    """A word, what it means, and the other forms in which it is met."""
+    """A term, its meaning, and the other spellings that a page explains."""
 
     name: str
     meaning: str
@@ -34,20 +34,19 @@ class Term(msgspec.Struct, frozen=True):
 
 @cache
 def terms() -> tuple[Term, ...]:
-    """Every word, in the order of the file."""
+    """All terms, in the order of the file."""
     text = (files("weft.cli") / "data/glossary.toml").read_text(encoding="utf-8")
     return msgspec.convert(tomllib.loads(text)["term"], tuple[Term, ...])
 
 
 def page() -> str:
-    """docs/glossary.md."""
+    """The text of docs/glossary.md."""
     lines = [f"**{term.name}**: {term.meaning}\n" for term in sorted(terms(), key=lambda term: term.name.lower())]
     return "\n".join([HEAD, *lines])
 
 
-class Explained:
-    """A filter for Jinja, of one page: text as HTML, in which each word of the glossary is an `<abbr>` the first time
-    that the page has it."""
+class TermTooltips:
+    """A Jinja filter for one page: text as HTML, with an `<abbr>` around the first occurrence of each term."""
 
     def __init__(self) -> None:
         self._left = {form: term for term in terms() for form in (term.name, *term.forms)}

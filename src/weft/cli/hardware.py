@@ -1,4 +1,4 @@
-"""weft hardware: what this machine has, how it is joined, how fast it is, and who holds its memory."""
+"""weft hardware: this machine's GPUs and CPU, their links and speeds, and the processes that use GPU memory."""
 
 from __future__ import annotations
 
@@ -15,81 +15,96 @@ from weft.hardware import hardware_file, host
 from weft.hardware.cluster import Cluster
 from weft.hardware.host import Host
 from weft.probes import links, speeds
-from weft.probes.machine import this_machine
+from weft.probes.machine import host_cluster
 from weft.probes.speeds import Speeds
 
 logger = logging.getLogger("weft.cli")
 
 
 def main(arguments: Namespace) -> int:
-    """Print what there is, or what the flags describe, as tables, JSON or a hardware file."""
-    said = vars(arguments)
-    as_json, as_yaml = said.get("json", False), said.get("yaml", False)
-    if as_json and as_yaml:
-        raise UsageError("--json and --yaml are two forms of one answer; give one of them")
-    described = any(name in said for name in ("gpus", "nodes", "network"))
-    measure, refresh = said.get("measure", True), said.get("refresh_hardware", False)
-    if refresh and (described or not measure):
-        other = "--gpus and --nodes describe another" if described else "--no-measure measures nothing"
-        raise UsageError(f"--refresh-hardware measures this machine, {other}; give one of them")
-    if described:
-        from weft.cli.plan import hardware
+    """Print this machine, or the hardware of the flags, as tables, JSON or a hardware file."""
+    given = vars(arguments)
+    check_hardware_flags(given)
+    as_json = given.get("json", False)
+    if is_described(given):
+        from weft.cli.plan import described_cluster
 
-        there = hardware(said)
+        cluster = described_cluster(given)
         if as_json:
-            print(json.dumps(hardware_file.as_told(there)))
+            print(json.dumps(hardware_file.cluster_fields(cluster)))
         else:
-            print(hardware_file.write(there), end="")
+            print(hardware_file.hardware_yaml(cluster), end="")
         return 0
-    here = host.probe()
-    found = known(here, measure=measure, refresh=refresh)
+    here = host.probe_host()
+    measured = machine_speeds(here, measure=given.get("measure", True), refresh=given.get("refresh_hardware", False))
     if as_json:
-        print(json.dumps(as_told(here, found)))
-    elif as_yaml:
-        print(hardware_file.write(cluster(here, found)), end="")
+        print(json.dumps(machine_json(here, measured)))
+    elif given.get("yaml", False):
+        print(hardware_file.hardware_yaml(planned_machine(here, measured)), end="")
     else:
         from weft.cli.hardware_view import print_machine
 
-        print_machine(here, found)
+        print_machine(here, measured)
     return 0
 
 
-def known(here: Host, *, measure: bool, refresh: bool) -> Speeds:
-    """What the cache knows, and what it lacks or (`refresh`) all of it measured now. A measurement that is not possible
-    is told, and left out."""
-    found = speeds.known(here)
+def check_hardware_flags(given: dict[str, Any]) -> None:
+    """Raise UsageError for flags that contradict each other."""
+    if given.get("json", False) and given.get("yaml", False):
+        raise UsageError("--json and --yaml are two formats of the same answer; give one of them")
+    if not given.get("refresh_hardware", False):
+        return
+    if is_described(given):
+        raise UsageError("--refresh-hardware measures this machine, but --gpus and --nodes describe other hardware")
+    if not given.get("measure", True):
+        raise UsageError("--refresh-hardware measures this machine, but --no-measure measures nothing")
+
+
+def is_described(given: dict[str, Any]) -> bool:
+    """Return True if the flags describe hardware other than this machine."""
+    return any(name in given for name in ("gpus", "nodes", "network"))
+
+
+def machine_speeds(here: Host, *, measure: bool, refresh: bool) -> Speeds:
+    """Speeds from the cache; with `measure`, missing ones are measured now, and with `refresh` all.
+
+    A measurement that is not possible is logged and left out.
+    """
+    measured = speeds.load_speeds(here)
     if not measure:
-        return found
+        return measured
     try:
-        found = msgspec.structs.replace(found, cpu=speeds.cpu_speed(here, refresh=refresh))
-        if here.gpus and (refresh or len(found.gpus) < len(here.gpus)):
-            logger.warning("trying out how the GPUs copy; a minute at most, longer where a link hangs")
-            gpus, pairs = links.measure(here)
-            found = msgspec.structs.replace(found, gpus=gpus, pairs=pairs)
-            speeds.keep(here, msgspec.structs.replace(speeds.known(here), gpus=gpus, pairs=pairs))
+        measured = msgspec.structs.replace(measured, cpu=speeds.known_cpu_speed(here, refresh=refresh))
+        if here.gpus and (refresh or len(measured.gpus) < len(here.gpus)):
+            logger.warning("measuring copies between the GPUs; this takes up to a minute, or longer if a link hangs")
+            gpus, pairs = links.measure_links(here)
+            measured = msgspec.structs.replace(measured, gpus=gpus, pairs=pairs)
+            speeds.store_speeds(here, msgspec.structs.replace(speeds.load_speeds(here), gpus=gpus, pairs=pairs))
     except ConfigError as error:
         logger.warning("%s", error)
-    return found
+    return measured
 
 
-def cluster(here: Host, found: Speeds) -> Cluster:
-    """What `weft plan` plans for here. Raises ConfigError where the CPU was not measured."""
-    if not here.gpus and found.cpu is None:
+def planned_machine(here: Host, measured: Speeds) -> Cluster:
+    """This machine as `weft plan` sees it. Raises ConfigError if there is no GPU and the CPU was not measured."""
+    if not here.gpus and measured.cpu is None:
         raise ConfigError("the CPU's speed is not known; leave --no-measure out")
-    return this_machine(here, found)
+    return host_cluster(here, measured)
 
 
-def as_told(here: Host, found: Speeds) -> dict[str, Any]:
-    """All that was found; sizes are bytes, speeds bytes per second, `hardware` is as in the file, None where it is not
-    known well enough."""
+def machine_json(here: Host, measured: Speeds) -> dict[str, Any]:
+    """The machine as JSON: sizes in bytes, speeds in bytes per second.
+
+    `hardware` has the format of a hardware file; it is None if too little is known.
+    """
     planned = None
-    if here.gpus or found.cpu:
+    if here.gpus or measured.cpu:
         try:
-            planned = hardware_file.as_told(cluster(here, found))
+            planned = hardware_file.cluster_fields(planned_machine(here, measured))
         except ConfigError as error:
             logger.warning("weft plan cannot plan for this machine: %s", error)
     return {
         "host": msgspec.to_builtins(here),
-        "speeds": msgspec.to_builtins(found),
+        "speeds": msgspec.to_builtins(measured),
         "hardware": planned,
     }

@@ -1,4 +1,4 @@
-"""The flags of weft hardware."""
+"""Flags of weft hardware."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ from weft.cli.flags import Flag
 from weft.cli.plan_flags import HARDWARE
 
 DESCRIBED = tuple(flag for flag in HARDWARE if flag.name in ("gpus", "nodes", "network"))
-LOOK = (
-    Flag(name="measure", parse=None, help="measure what the cache does not know yet; --no-measure only looks"),
+MACHINE = (
+    Flag(
+        name="measure",
+        parse=None,
+        help="measure what is not in the cache yet (default: on); --no-measure measures nothing",
+    ),
     *(flag for flag in HARDWARE if flag.name == "refresh-hardware"),
-    Flag(name="json", parse=None, help="print one JSON object with all that was found"),
-    Flag(name="yaml", parse=None, help="print it as the file that --gpus FILE.yaml takes"),
+    Flag(name="json", parse=None, help="print one JSON object with all figures"),
+    Flag(name="yaml", parse=None, help="print a hardware file, which --gpus FILE.yaml takes"),
 )
-FLAGS = (("this machine", LOOK), ("described hardware, instead", DESCRIBED))
+FLAGS = (("this machine", MACHINE), ("described hardware, instead of this machine", DESCRIBED))

@@ -1,26 +1,26 @@
-"""Hints: what somebody may have meant by a flag or a command that is not there."""
+"""Hints for an unknown flag or command: the name that was probably meant."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 
 from weft.cli.commands import COMMANDS, Command
 from weft.cli.flags import ENGINE
 
-SIMILAR = 0.7  # names that are less alike mislead
-# The parallel sizes as SGLang's users write them.
+SIMILAR = 0.7  # as difflib counts; less similar names would mislead
+# The parallel sizes in SGLang's spelling.
 ALIASES = {
     "--tp": "--tensor-parallel-size",
     "--pp": "--pipeline-parallel-size",
     "--dp": "--data-parallel-size",
     "--ep": "--enable-expert-parallel",
 }
-# Commands of Ollama that are still to come.
-SHELF = ("pull", "list", "ls", "rm", "ps")
+# Commands of Ollama that Weft does not have.
+OLLAMA_COMMANDS = ("pull", "list", "ls", "rm", "ps")
 
-# Our flag for what other programs call otherwise: llama.cpp (short ones too), Ollama, SGLang, TGI, Transformers.
-HABITS = {
+# Weft's flag for names of other programs: llama.cpp (short ones too), Ollama, SGLang, TGI, Transformers.
+OTHER_NAMES = {
     "max-model-len": "ctx-size c num-ctx n-ctx context-length max-total-tokens max-seq-len max-seq-length",
     "max-tokens": "n n-predict num-predict predict max-new-tokens",
     "tensor-parallel-size": "tp-size num-shard tensor-parallel",
@@ -48,56 +48,53 @@ HABITS = {
     "chat-template": "chat-template-file",
     "api-key": "api-key-file",
 }
-# What has no flag of ours.
-NOTES = {
+# Explanations for flags of other programs that have no counterpart.
+EXPLANATIONS = {
     "the model is the argument, as in {example}": "m model-path model-id model-name hf hf-repo",
     "all layers are on the GPUs; with --device cpu none are": "ngl n-gpu-layers gpu-layers num-gpu",
-    "each rank takes its share of the cores; OMP_NUM_THREADS limits its threads": "t threads tb threads-batch",
-    "VLLM_LOGGING_LEVEL=DEBUG in the environment tells more": "log-level loglevel v",
-    "a server keeps its model until it ends": "keepalive keep-alive",
-    "weft chat MODEL talks": "i interactive cnv conversation",
+    "each rank uses its share of the cores; OMP_NUM_THREADS limits its threads": "t threads tb threads-batch",
+    "VLLM_LOGGING_LEVEL=DEBUG in the environment logs more": "log-level loglevel v",
+    "a server keeps its model loaded until it ends": "keepalive keep-alive",
+    "for a conversation: weft chat MODEL": "i interactive cnv conversation",
 }
-# Flags of other commands that an engine has in another way.
-IN_ENGINES = {
+# Flags of other commands, and the way to the same thing in commands that start an engine.
+IN_ENGINE_COMMANDS = {
     "gpus": "weft {name} uses this machine's GPUs; choose them with --device-ids",
     "nodes": "weft {name} uses this machine's GPUs; weft plan, cost and simulate take --nodes",
     "precision": "weft {name} has --dtype and --quantization",
 }
-IN_REQUESTS = "set in each request; left out there, the model's generation_config.json counts"
-SAMPLED = ("temperature", "top-p", "top-k", "min-p", "max-tokens", "stop", "min-tokens", "repetition-penalty")
+IN_REQUESTS = "it is set in each request; its default is in the model's generation_config.json"
+SAMPLING_NAMES = ("temperature", "top-p", "top-k", "min-p", "max-tokens", "stop", "min-tokens", "repetition-penalty")
 
 
 def unknown_flag(command: Command, option: str) -> str:
-    """What follows "unknown flag --x for weft y": a semicolon with the hint, or where to look.
+    """Text after "unknown flag --x for weft y": a semicolon with a hint, or the command that lists the flags.
 
-    Looked for in this order: a longer flag of this command, the flag in other commands, what other programs call so, a
-    name that is alike.
+    The first of these gives the hint: a longer flag of this command, the same flag of other commands, a name in other
+    programs, a similar flag of this command.
     """
     name = option.lstrip("-")
-    ours = next((flag for flag, theirs in HABITS.items() if name in theirs.split()), "")
-    note = next((text for text, theirs in NOTES.items() if name in theirs.split()), "")
     own = [f"--{flag.name}" for flag in command.flags]
     hint = (
-        alike(option, [flag for flag in own if flag.startswith(f"{option}-")])
-        or _elsewhere(command, name)
-        or (ours and (_own(command, ours) or _elsewhere(command, ours, f"--{ours}")))
-        or note.format(example=command.example)
-        or alike(option, own)
+        did_you_mean(option, [flag for flag in own if flag.startswith(f"{option}-")])
+        or _in_other_commands(command, name)
+        or _in_other_programs(command, name)
+        or did_you_mean(option, own)
     )
     return f"; {hint}" if hint else f" (see weft {command.name} --help)"
 
 
 def unknown_command(word: str, commands: Iterable[str]) -> str:
-    """What follows "unknown command 'x'"."""
-    if word in SHELF:
-        return ": models are fetched at first use, as in weft run MODEL"
+    """Text after "unknown command 'x'"."""
+    if word in OLLAMA_COMMANDS:
+        return ": models are downloaded at their first use, as in weft run MODEL"
     known = list(commands)
-    hint = alike(word, known)
+    hint = did_you_mean(word, known)
     return f"; {hint}{' commands' if hint else 'commands'}: {', '.join(known)}"
 
 
-def alike(word: str, known: Sequence[str]) -> str:
-    """ "did you mean X?" if a known name begins with `word` or is spelled like it, else ""."""
+def did_you_mean(word: str, known: Sequence[str]) -> str:
+    """ "did you mean X?" if a known name begins with `word` or is spelled similarly, else ""."""
     plain = {name.lstrip("-"): name for name in known}
     bare = word.lstrip("-")
     longer = [name for name in plain if name.startswith(f"{bare}-")]
@@ -105,24 +102,31 @@ def alike(word: str, known: Sequence[str]) -> str:
     return f"did you mean {plain[close[0]]}?" if close else ""
 
 
-def _own(command: Command, name: str) -> str:
-    """The hint for a flag that the command has under the name `name`."""
-    has = any(flag.name == name.removeprefix("no-") for flag in command.flags)
-    return f"here it is --{name}" if has else ""
+def _in_other_programs(command: Command, name: str) -> str:
+    """The hint for a name that other programs use; "" for any other name."""
+    ours = _key_of(name, OTHER_NAMES)
+    if not ours:
+        return _key_of(name, EXPLANATIONS).format(example=command.example)
+    if any(flag.name == ours.removeprefix("no-") for flag in command.flags):
+        return f"Weft's name for it is --{ours}"
+    return _in_other_commands(command, ours, f"Weft's name for it is --{ours}, which")
 
 
-def _elsewhere(command: Command, name: str, called: str = "it") -> str:
-    """The hint for a flag that only other commands have; "" if none has it."""
-    engine = ENGINE[0] in command.groups
-    if engine and name in IN_ENGINES:
-        return IN_ENGINES[name].format(name=command.name)
-    if command.name == "serve" and name in SAMPLED:
+def _key_of(name: str, names: Mapping[str, str]) -> str:
+    """The first key whose list of names has `name`, else ""."""
+    return next((key for key, listed in names.items() if name in listed.split()), "")
+
+
+def _in_other_commands(command: Command, name: str, subject: str = "it") -> str:
+    """The hint for a flag that only other commands have; "" if none has the flag."""
+    if ENGINE[0] in command.groups and name in IN_ENGINE_COMMANDS:
+        return IN_ENGINE_COMMANDS[name].format(name=command.name)
+    if command.name == "serve" and name in SAMPLING_NAMES:
         return IN_REQUESTS
     bare = name.removeprefix("no-")
-    having = [other.name for other in COMMANDS.values() if bare in (flag.name for flag in other.flags)]
-    if not having:
-        return ""
-    *first, last = having[:3]
-    listed = f"{', '.join(first)} and {last}" if first else last
-    more = " and others" if len(having) > 3 else ""
-    return f"{called} belongs to weft {', '.join(having[:3]) if more else listed}{more}"
+    having = [other.name for other in COMMANDS.values() if any(flag.name == bare for flag in other.flags)]
+    if len(having) > 3:
+        having = [*having[:3], "others"]
+    if len(having) > 1:
+        having = [", ".join(having[:-1]), having[-1]]
+    return f"{subject} belongs to weft {' and '.join(having)}" if having else ""

@@ -1,4 +1,4 @@
-"""weft, as the shell starts it. Everything is imported in here, so that Ctrl-C is heard from the first moment."""
+"""The `weft` command. Everything is imported inside main(), so that Ctrl-C works from the first moment."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `weft ARGV`; the exit status: 0, 1 for an error, 2 for wrong usage, 130 for Ctrl-C."""
+    """Run `weft ARGV`; return the exit status: 0, 1 for an error, 2 for wrong usage, 130 for Ctrl-C."""
     try:
         from weft.cli.dispatch import dispatch
 

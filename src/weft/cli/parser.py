@@ -1,4 +1,4 @@
-"""From command-line words to a Namespace that holds only what was said."""
+"""Parse command-line words into a Namespace that holds only the flags that were given."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from typing import Any, NoReturn
 from weft.cli import hints, vllm
 from weft.cli.commands import COMMANDS, Command
 from weft.cli.flags import DEFAULTS, Flag
-from weft.errors import WeftError, reason
+from weft.errors import WeftError, error_reason
 from weft.formats.yaml_text import load_yaml
 
 logger = logging.getLogger("weft.cli")
 
 
 class UsageError(WeftError):
-    """Words that make no command: exit status 2."""
+    """A command line that is wrong: exit status 2."""
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse that raises instead of leaving with a page of usage, and takes no abbreviations."""
+    """argparse that raises UsageError instead of exiting with a page of usage, and takes no abbreviations."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see {self.prog} --help)")
 
     def print_help(self, file: Any = None) -> None:
-        # argparse's own swallows the error of a reader that has left.
+        # argparse's own method hides the error of a closed pipe.
         print(self.format_help(), end="", file=file, flush=True)
 
     def _get_option_tuples(self, option_string: str) -> Any:
-        # Without abbreviations argparse still takes -t for -tp, and -hf for -h with a value.
+        # Even without abbreviations argparse takes -t for -tp, and -hf for -h with a value.
         return [
             match
             for match in super()._get_option_tuples(option_string)
@@ -41,72 +41,88 @@ class Parser(argparse.ArgumentParser):
         ]
 
 
-def find(argv: Sequence[str]) -> tuple[Command, list[str]]:
-    """The command that the words begin with, and the words after its name."""
+def find_command(argv: Sequence[str]) -> tuple[Command, list[str]]:
+    """The command at the beginning of `argv`, and the words after its name. Raises UsageError if there is none."""
     for length in (2, 1):
         command = COMMANDS.get(" ".join(argv[:length]))
         if command is not None and len(argv) >= length:
             return command, list(argv[length:])
-    begun = [name for name in COMMANDS if name.startswith(f"{argv[0]} ")]
-    if begun:
-        raise UsageError(f"weft {argv[0]} needs one of: {', '.join(name.split()[1] for name in begun)}")
+    family = [name for name in COMMANDS if name.startswith(f"{argv[0]} ")]
+    if family:
+        raise UsageError(f"weft {argv[0]} needs one of: {', '.join(name.split()[1] for name in family)}")
     known = sorted({name.split()[0] for name in COMMANDS})
     raise UsageError(f"unknown command {argv[0]!r}{hints.unknown_command(argv[0], known)}")
 
 
-def parse(command: Command, words: Sequence[str]) -> argparse.Namespace:
-    """The Namespace of a command's words: `command`, `argument`, and by field each flag that was given or has a
-    default of its own; `model` from the argument, or from the plan file. Raises UsageError, and ConfigError for a plan
-    that cannot be read; --help prints and exits."""
-    parser = build(command)
-    options = option_names(command)
-    argv, warnings = without_foreign([dashes(word) for word in words], options)
+def parse_command(command: Command, words: Sequence[str]) -> argparse.Namespace:
+    """The Namespace of the words after a command's name.
+
+    It holds `command`, `argument`, and by field each flag that was given or has a default of its own; `model` is the
+    argument or the plan file's model. Raises UsageError, and ConfigError for a plan that cannot be read. --help prints
+    the help and exits.
+    """
+    parser = build_parser(command)
+    argv, warnings = without_vllm_flags([full_spelling(word) for word in words], option_names(command))
     argv = with_config_file(command, argv)
     arguments, extra = parser.parse_known_args(argv)
-    for word in extra:
-        if word.startswith("-") and word != "-":
-            name = word.partition("=")[0]
-            raise UsageError(f"unknown flag {name} for weft {command.name}{hints.unknown_flag(command, name)}")
+    refuse_unknown_flags(command, extra)
     if command.takes_prompt:
-        take_prompt(arguments, extra)
+        set_prompt(arguments, extra)
     elif extra:
         raise UsageError(f"unexpected argument {extra[0]!r} for weft {command.name}; for example: {command.example}")
     if command.argument == "MODEL":
-        if arguments.argument is not None:
-            arguments.model = arguments.argument
-        if hasattr(arguments, "plan") and not getattr(arguments, "model", ""):
-            from weft.planner import plan_file
-
-            arguments.model = plan_file.read(arguments.plan).model.name
-        # A claim to be checked names its model itself, and so does a node's configuration.
-        itself = ("check", "infernet_config")
-        named = getattr(arguments, "model", "") or any(hasattr(arguments, name) for name in itself)
-        if command.needs_model and not named:
-            raise UsageError(f"which model? For example: {command.example}")
+        set_model(command, arguments)
     arguments.command = command.name
     for warning in warnings:
         logger.warning(warning)
     return arguments
 
 
-def take_prompt(arguments: argparse.Namespace, extra: list[str]) -> None:
-    """Take the words that argparse left over as the prompt; with --model, the first word belongs to it too."""
+def refuse_unknown_flags(command: Command, words: Sequence[str]) -> None:
+    """Raise UsageError, with a hint, for the first of the words that is a flag."""
+    for word in words:
+        if word.startswith("-") and word != "-":
+            name = word.partition("=")[0]
+            raise UsageError(f"unknown flag {name} for weft {command.name}{hints.unknown_flag(command, name)}")
+
+
+def set_model(command: Command, arguments: argparse.Namespace) -> None:
+    """Set `arguments.model` from the argument or the plan file. Raises UsageError if the command needs one."""
+    if arguments.argument is not None:
+        arguments.model = arguments.argument
+    if hasattr(arguments, "plan") and not getattr(arguments, "model", ""):
+        from weft.planner import plan_file
+
+        arguments.model = plan_file.load_plan_file(arguments.plan).model.name
+    # A claim to check names its model itself, and so does a node's configuration.
+    named_elsewhere = hasattr(arguments, "check") or hasattr(arguments, "infernet_config")
+    if command.needs_model and not named_elsewhere and not getattr(arguments, "model", ""):
+        raise UsageError(f"which model? For example: {command.example}")
+
+
+def set_prompt(arguments: argparse.Namespace, extra: list[str]) -> None:
+    """Set `arguments.prompt_words` to the words that argparse left over.
+
+    With --model the first word is not a model, and belongs to the prompt too.
+    """
     arguments.prompt_words = extra
     if arguments.argument is not None and hasattr(arguments, "model"):
         arguments.prompt_words = [arguments.argument, *extra]
         arguments.argument = None
 
 
-def without_foreign(argv: list[str], own: Sequence[str] = ()) -> tuple[list[str], list[str]]:
-    """`argv` without vLLM's flags that are none of our `own`, and the warnings. Raises UsageError for one that changes
-    what is served."""
+def without_vllm_flags(argv: list[str], own: Sequence[str] = ()) -> tuple[list[str], list[str]]:
+    """`argv` without the flags of vLLM that are not in `own`, and a warning for each.
+
+    Raises UsageError for a flag that changes what is served.
+    """
     try:
-        return vllm.strip(argv, frozenset(own))
+        return vllm.strip_vllm_flags(argv, frozenset(own))
     except vllm.RefusedFlag as error:
         raise UsageError(str(error)) from None
 
 
-def build(command: Command) -> Parser:
+def build_parser(command: Command) -> Parser:
     """The argparse parser of one command."""
     parser = Parser(
         prog=f"weft {command.name}",
@@ -117,26 +133,27 @@ def build(command: Command) -> Parser:
         argument_default=argparse.SUPPRESS,
     )
     if command.argument == "MODEL":
-        told = "a name on the hub, a directory, a .gguf file, or demo"
-        parser.add_argument("argument", metavar="MODEL", nargs="?", default=None, help=told)
+        about = "a name on the hub, a directory, a .gguf file, or demo"
+        parser.add_argument("argument", metavar="MODEL", nargs="?", default=None, help=about)
     elif command.argument:
         parser.add_argument("argument", metavar=command.argument, nargs="*", default=[], help=command.about)
-    parser.add_argument("--config", metavar="FILE", help="YAML file with flags; those given here win")
+    parser.add_argument("--config", metavar="FILE", help="YAML file with flags; flags on the command line override it")
     for title, flags in command.groups:
         group = parser.add_argument_group(title)
         for flag in flags:
             if not (flag.name == "model" and command.argument != "MODEL"):
-                add(group, flag)
+                add_flag(group, flag)
     return parser
 
 
-def add(group: argparse._ArgumentGroup, flag: Flag) -> None:
+def add_flag(group: argparse._ArgumentGroup, flag: Flag) -> None:
+    """Add a flag to argparse's group."""
     names = [flag.option, *([flag.short] if flag.short else [])]
-    told = flag.help.replace("%", "%%") + default_text(flag).replace("%", "%%")
+    about = (flag.help + default_text(flag)).replace("%", "%%")
     if flag.parse is None:
-        group.add_argument(*names, dest=flag.dest, action=argparse.BooleanOptionalAction, help=told)
+        group.add_argument(*names, dest=flag.dest, action=argparse.BooleanOptionalAction, help=about)
         return
-    details: dict[str, Any] = {"dest": flag.dest, "type": flag.parse, "help": told}
+    details: dict[str, Any] = {"dest": flag.dest, "type": flag.parse, "help": about}
     if flag.default is not None:
         details["default"] = flag.default
     if flag.choices:
@@ -151,9 +168,11 @@ def add(group: argparse._ArgumentGroup, flag: Flag) -> None:
 
 
 def default_text(flag: Flag) -> str:
-    """ " (default: X)" where there is one worth telling."""
+    """ " (default: X)", or "" for a flag without a default or with an empty one."""
     value = flag.default if flag.default is not None else DEFAULTS.get(flag.dest)
-    if value is None or value in ("", (), {}) or callable(value) or (flag.choices and value not in flag.choices):
+    if value in (None, "", (), {}) or callable(value):
+        return ""
+    if flag.choices and value not in flag.choices:
         return ""
     if isinstance(value, bool):
         value = "on" if value else "off"
@@ -172,8 +191,8 @@ def option_names(command: Command) -> list[str]:
     return names
 
 
-def dashes(word: str) -> str:
-    """--max_model_len=8 is --max-model-len=8, and --tp 2 is --tensor-parallel-size 2."""
+def full_spelling(word: str) -> str:
+    """A flag's full name with dashes: --max_model_len=8 becomes --max-model-len=8, --tp=2 --tensor-parallel-size=2."""
     if not word.startswith("--"):
         return word
     name, equals, value = word.partition("=")
@@ -182,7 +201,7 @@ def dashes(word: str) -> str:
 
 
 def with_config_file(command: Command, argv: list[str]) -> list[str]:
-    """`argv` with the flags of its --config file before it, less those that `argv` has itself."""
+    """`argv` after the flags of its --config file; a flag that `argv` has itself is left out of the file's."""
     finder = Parser(prog=f"weft {command.name}", add_help=False, allow_abbrev=False)
     finder.add_argument("--config")
     path = finder.parse_known_args(argv)[0].config
@@ -190,50 +209,57 @@ def with_config_file(command: Command, argv: list[str]) -> list[str]:
         return argv
     flags = {name: flag for flag in command.flags for name in (flag.name, flag.dest.replace("_", "-"))}
     given = {word.partition("=")[0] for word in argv if word.startswith("-")}
-    ahead: list[str] = []
-    spelt: dict[Flag, Any] = {}
-    for key, value in read_yaml(path).items():
-        option = dashes(f"--{key}")
+    from_file: list[str] = []
+    keys: dict[Flag, Any] = {}
+    for key, value in read_config_file(path).items():
+        option = full_spelling(f"--{key}")
         flag = flags.get(option[2:])
-        if flag is not None and spelt.setdefault(flag, key) != key:
-            raise UsageError(f"{path} has {spelt[flag]!r} and {key!r}, which are one flag; give one of them")
         if flag is None:
-            written = json.dumps(value) if isinstance(value, dict | list) else value
-            stripped, warnings = without_foreign([f"{option}={written}"])
-            if stripped:
-                raise UsageError(f"unknown flag {key!r} in {path}{hints.unknown_flag(command, option)}")
-            for warning in warnings:
-                logger.warning(warning)
-        elif value is not None and not given & {flag.option, flag.short, f"--no-{flag.name}"}:
-            ahead += words_of(flag, value, path)
-    return ahead + argv
+            warn_of_vllm_key(command, key, value, path)
+            continue
+        if keys.setdefault(flag, key) != key:
+            raise UsageError(f"{path} has {keys[flag]!r} and {key!r}, which are the same flag; give one of them")
+        if value is not None and not given & {flag.option, flag.short, f"--no-{flag.name}"}:
+            from_file += typed_words(flag, value, path)
+    return from_file + argv
 
 
-def words_of(flag: Flag, value: Any, path: str) -> list[str]:
-    """A YAML value as it would be typed."""
+def warn_of_vllm_key(command: Command, key: object, value: Any, path: str) -> None:
+    """Warn of a key of the --config file that is vLLM's flag only. Raises UsageError for any other key."""
+    option = full_spelling(f"--{key}")
+    text = json.dumps(value) if isinstance(value, dict | list) else value
+    unknown, warnings = without_vllm_flags([f"{option}={text}"])
+    if unknown:
+        raise UsageError(f"unknown flag {key!r} in {path}{hints.unknown_flag(command, option)}")
+    for warning in warnings:
+        logger.warning(warning)
+
+
+def typed_words(flag: Flag, value: Any, path: str) -> list[str]:
+    """The words that give a flag a value from the YAML file `path`. Raises UsageError for a value of the wrong type."""
     if flag.parse is None:
         if not isinstance(value, bool):
             raise UsageError(f"{flag.name} in {path} is {value!r}; it must be true or false")
         return [flag.option if value else f"--no-{flag.name}"]
     if isinstance(value, bool):
-        raise UsageError(f"{flag.name} in {path} is {value}; it takes a value")
+        raise UsageError(f"{flag.name} in {path} is {value}; this flag takes a value")
+    items = value if isinstance(value, list) else [value]
     if flag.several or flag.repeated:
-        listed = value if isinstance(value, list) else [value]
-        return [f"{flag.option}={one}" for one in listed]
-    if isinstance(value, dict):
-        return [f"{flag.option}={json.dumps(value)}"]
-    return [f"{flag.option}={','.join(map(str, value)) if isinstance(value, list) else value}"]
+        return [f"{flag.option}={item}" for item in items]
+    text = json.dumps(value) if isinstance(value, dict) else ",".join(map(str, items))
+    return [f"{flag.option}={text}"]
 
 
-def read_yaml(path: str) -> dict[Any, Any]:
+def read_config_file(path: str) -> dict[Any, Any]:
+    """The mapping in a YAML file. Raises UsageError if the file cannot be read or holds something else."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read --config {path}: {reason(error)}") from None
+        raise UsageError(f"cannot read --config {path}: {error_reason(error)}") from None
     try:
-        found = load_yaml(text)
+        content = load_yaml(text) or {}
     except ValueError as error:
         raise UsageError(f"--config {path} is not YAML: {error}") from None
-    if not isinstance(found or {}, dict):
+    if not isinstance(content, dict):
         raise UsageError(f"--config {path} must hold flags with values, as in: max-model-len: 4096")
-    return found or {}
+    return content

@@ -1,4 +1,4 @@
-"""rich's console, with text left as it is written."""
+"""rich's console without its changes to the text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rich.console import Console
 
 
 class PlainConsole(Console):
-    """A console without highlighting, markup and emoji. A reader that has left is a BrokenPipeError."""
+    """A console without highlighting, markup and emoji; raises BrokenPipeError if the reader has left."""
 
     def __init__(self, file: TextIO, width: int | None) -> None:
         super().__init__(file=file, width=width, highlight=False, markup=False, emoji=False)

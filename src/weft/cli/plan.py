@@ -1,4 +1,4 @@
-"""weft plan [MODEL]: what fits, how to cut it, how fast it will be, and why."""
+"""weft plan [MODEL]: the best layout of a model on some hardware, its speed, and the reasons."""
 
 from __future__ import annotations
 
@@ -9,37 +9,40 @@ from typing import Any
 
 from weft.architectures.kv import number_bytes
 from weft.architectures.model import Model
-from weft.cli import emit, plan_flags, plan_outputs, wishes
+from weft.cli import emit, layout_flags, plan_flags, plan_outputs
 from weft.cli.parser import UsageError
 from weft.errors import ConfigError
 from weft.formats import lookup
 from weft.formats.precision import canonical
 from weft.formats.schemes import ONLINE_QUANTIZATIONS
+from weft.formatting import join_commas
 from weft.hardware import hardware_file
 from weft.hardware.cluster import Cluster, parse_gpus, parse_nodes
 from weft.hardware.gpus import BF16_CAPABILITY
 from weft.plan.plan import DraftModel, Speculation
 from weft.plan.speculation import resolve_speculation
-from weft.planner.deployment import Workload, lengths
+from weft.planner.deployment import Workload, default_lengths
 from weft.planner.question import Question
 from weft.planner.search import search
 from weft.probes import machine
-from weft.words import commas
 
+# Flags that a command for a similar question repeats.
+REPEATED = (*plan_flags.HARDWARE, *plan_flags.LAYOUT, *plan_flags.ENGINE, *plan_flags.LOAD, *plan_flags.PROMISE)
 NOT_REPEATED = ("refresh-hardware", "device-map")  # a map is a layout, and may be a long file
-REPEATED = (*plan_flags.HARDWARE, *plan_flags.CUT, *plan_flags.ENGINE, *plan_flags.LOAD, *plan_flags.PROMISE)
 NOTHING_FITS = 3  # exit status: nothing fits, a claim is impossible, or a promise is not kept
 
 
 def main(arguments: Namespace) -> int:
-    """Print the plan, the verdict on a claim, or without a model what fits; 3 if nothing fits, the claim is impossible
-    or the promise is not kept."""
+    """Print the plan, the verdict on a claim, or without a model the models that fit.
+
+    Returns 3 if nothing fits, the claim is impossible or the promise is not kept.
+    """
     promised = any(hasattr(arguments, flag.dest) for flag in plan_flags.PROMISE)
     if promised:
-        from weft.cli import plan_promise  # the simulation, which other plans do without
+        from weft.cli import plan_promise  # imports the simulation, which other plans do not need
 
-        plan_promise.check(arguments)
-    emit.check(arguments)
+        plan_promise.check_promise_flags(arguments)
+    emit.check_emit_flags(arguments)
     if hasattr(arguments, "check"):
         from weft.cli import check
 
@@ -50,19 +53,19 @@ def main(arguments: Namespace) -> int:
         return plan_models.main(arguments)
     if hasattr(arguments, "emit"):
         return emit.main(arguments)
-    plan_outputs.check(arguments)
-    model = look_up(arguments)
+    plan_outputs.check_outputs(arguments)
+    model = find_model(arguments)
     if promised:
         from weft.cli import plan_promise
 
         return plan_promise.main(arguments, model)
-    answer = search(ask(arguments, model))
-    plan_outputs.tell(arguments, answer, model)
+    answer = search(build_question(arguments, model))
+    plan_outputs.write_outputs(arguments, answer, model)
     return 0 if answer.best else NOTHING_FITS
 
 
-def look_up(arguments: Namespace) -> Model:
-    """The model that was named."""
+def find_model(arguments: Namespace) -> Model:
+    """The model of the argument, from the catalogue, a file or the hub."""
     return lookup.look_up(
         arguments.model,
         refresh=getattr(arguments, "refresh", False),
@@ -71,49 +74,51 @@ def look_up(arguments: Namespace) -> Model:
     )
 
 
-def described(said: dict[str, Any]) -> Cluster:
-    """The cluster that the flags describe, with what they leave of it for this many ranks."""
-    return machine.shared_out(wishes.capped(said, hardware(said)), wishes.ranks(said))
+def planned_cluster(given: dict[str, Any]) -> Cluster:
+    """The cluster to plan for: the described one, within --max-memory, shared out among the ranks of the flags."""
+    limited = layout_flags.limit_memory(given, described_cluster(given))
+    return machine.split_cpu(limited, layout_flags.rank_count(given))
 
 
-def ask(arguments: Namespace, model: Model, cluster: Cluster | None = None) -> Question:
-    """The question that the flags make, on `cluster` or what they describe. Raises UsageError for flags that contradict
-    each other."""
-    said: dict[str, Any] = vars(arguments)
-    cluster = cluster or described(said)
-    compared = precisions(made(said) or said.get("precision"), model, cluster)
-    wish = wishes.wished(said, cluster, model, compared[0])
-    kv_dtype = said.get("kv_cache_dtype")
+def build_question(arguments: Namespace, model: Model, cluster: Cluster | None = None) -> Question:
+    """The question for the planner, on `cluster` or the hardware of the flags.
+
+    Raises UsageError for flags that contradict each other.
+    """
+    given: dict[str, Any] = vars(arguments)
+    cluster = cluster or planned_cluster(given)
+    precisions = compared_precisions(compressed_precision(given) or given.get("precision"), model, cluster)
+    constraints = layout_flags.parse_layout_flags(given, cluster, model, precisions[0])
+    kv_dtype = given.get("kv_cache_dtype")
     if kv_dtype == "auto":
         kv_dtype = None
     if kv_dtype is not None:
         number_bytes(kv_dtype)  # or ConfigError
-    work = workload(said, model)
     return Question(
         model=model.name,
         shape=model.shape,
         cluster=cluster,
-        engine=said["engine"],
-        precisions=compared,
+        engine=given["engine"],
+        precisions=precisions,
         kv_dtype=kv_dtype,
-        workload=work,
-        objective=said["objective"],
-        wish=wish,
-        price=said.get("price", cluster.price),
-        gpu_memory_utilization=said.get("gpu_memory_utilization"),
-        max_num_seqs=said.get("max_num_seqs"),
-        max_num_batched_tokens=said.get("max_num_batched_tokens"),
-        speculation=guessing(arguments, model),
-        remarks=wishes.remarks(said, cluster),
-        flags=tuple(repeated(said)),
+        workload=planned_workload(given, model),
+        objective=given["objective"],
+        constraints=constraints,
+        price=given.get("price", cluster.price),
+        gpu_memory_utilization=given.get("gpu_memory_utilization"),
+        max_num_seqs=given.get("max_num_seqs"),
+        max_num_batched_tokens=given.get("max_num_batched_tokens"),
+        speculation=planned_speculation(arguments, model),
+        remarks=layout_flags.remarks(given, cluster),
+        flags=tuple(repeated_flags(given)),
     )
 
 
-def repeated(said: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """The model and the flags that a command which asks something like it repeats, with their values as words."""
-    yield "", said.get("model", "")
+def repeated_flags(given: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """The model, as ("", MODEL), and the flags with their values as words, for a command with a similar question."""
+    yield "", given.get("model", "")
     for flag in REPEATED:
-        value = said.get(flag.dest)
+        value = given.get(flag.dest)
         if value in (None, False, flag.default) or flag.name in NOT_REPEATED:
             continue
         if isinstance(value, dict):
@@ -121,75 +126,80 @@ def repeated(said: dict[str, Any]) -> Iterator[tuple[str, ...]]:
         elif flag.parse is None:
             yield (flag.option,)
         else:
-            yield flag.short or flag.option, commas(value) if isinstance(value, tuple) else f"{value}"
+            yield flag.short or flag.option, join_commas(value) if isinstance(value, tuple) else f"{value}"
 
 
-def made(said: dict[str, Any]) -> str | None:
-    """The precision that --quantization comes to. Raises UsageError beside what contradicts it."""
-    if "quantization" not in said:
+def compressed_precision(given: dict[str, Any]) -> str | None:
+    """The precision of the weights with --quantization; None without the flag.
+
+    Raises UsageError for another engine, or together with --precision.
+    """
+    if "quantization" not in given:
         return None
-    asked = said["quantization"]
-    if said["engine"] != "weft":
-        raise UsageError(f"--quantization {asked} is what weft makes; of {said['engine']} give the --precision")
-    if "precision" in said:
-        raise UsageError(f"--quantization {asked} and --precision {said['precision']} both say it; give one of them")
-    return ONLINE_QUANTIZATIONS[asked]
+    name = given["quantization"]
+    if given["engine"] != "weft":
+        raise UsageError(f"--quantization {name} is for Weft's own engine; for {given['engine']} give --precision")
+    if "precision" in given:
+        raise UsageError(f"--quantization {name} and --precision {given['precision']} both set it; give one of them")
+    return ONLINE_QUANTIZATIONS[name]
 
 
-def guessing(arguments: Namespace, model: Model) -> Speculation | None:
-    """How --speculative-config has our engine guess ahead. Raises UsageError for another engine, ConfigError for what
-    is none and ModelError for a draft model that is not known."""
-    said: dict[str, Any] | None = getattr(arguments, "speculative_config", None)
-    if said is None:
+def planned_speculation(arguments: Namespace, model: Model) -> Speculation | None:
+    """The speculative decoding of --speculative-config.
+
+    Raises UsageError for another engine, ConfigError for a wrong value and ModelError for an unknown draft model.
+    """
+    config: dict[str, Any] | None = getattr(arguments, "speculative_config", None)
+    if config is None:
         return None
     if arguments.engine != "weft":
-        raise UsageError(f"--speculative-config is planned for weft's engine, not for {arguments.engine}; leave it out")
+        raise UsageError(f"--speculative-config is for Weft's own engine, not for {arguments.engine}; leave it out")
 
-    def find(name: str) -> DraftModel:
+    def find_draft(name: str) -> DraftModel:
         named = Namespace(**{**vars(arguments), "model": name, "revision": None})
-        return DraftModel(model=name, checkpoint="", load_format="dummy", shape=look_up(named).shape)
+        return DraftModel(model=name, checkpoint="", load_format="dummy", shape=find_model(named).shape)
 
-    return resolve_speculation(said, model.name, model.shape, find)
+    return resolve_speculation(config, model.name, model.shape, find_draft)
 
 
-def precisions(named: str | None, model: Model, cluster: Cluster) -> tuple[str, ...]:
-    """Those that were named, or the model's own; what is stored in bfloat16 runs in float16 on GPUs too old for it."""
-    if named in (None, "auto"):
+def compared_precisions(names: str | None, model: Model, cluster: Cluster) -> tuple[str, ...]:
+    """The named precisions, or the model's own; float16 instead of bfloat16 on GPUs that lack it."""
+    if names in (None, "auto"):
         own = canonical(model.precision)
         old = any(gpu.kind == "gpu" and gpu.capability < BF16_CAPABILITY for gpu in cluster.gpus)
         return ("fp16" if own == "bf16" and old else own,)
-    found = tuple(dict.fromkeys(canonical(name) for name in named.split(",") if name.strip()))
-    if not found:
+    precisions = tuple(dict.fromkeys(canonical(name) for name in names.split(",") if name.strip()))
+    if not precisions:
         raise UsageError("--precision is empty; give one as in int4, or several as in bf16,int4")
-    return found
+    return precisions
 
 
-def workload(said: dict[str, Any], model: Model) -> Workload:
-    """As the flags say, the usual lengths where they do not. Raises UsageError where they contradict each other."""
-    longest, length = model.shape.longest, said.get("max_model_len")
+def planned_workload(given: dict[str, Any], model: Model) -> Workload:
+    """The workload of the flags, with the usual lengths if they give none. Raises UsageError and ConfigError."""
+    longest, length = model.shape.longest, given.get("max_model_len")
     if length is not None and length > longest:
         raise ConfigError(f"max_model_len is {length}; {model.name} goes up to {longest:,} tokens: give that or less")
     most = length or longest
-    input_len, output_len = lengths(said.get("input_len"), said.get("output_len"), most)
+    input_len, output_len = default_lengths(given.get("input_len"), given.get("output_len"), most)
     if length is not None and input_len + output_len > max(length, 2):
         raise UsageError(
             f"--input-len {input_len} and --output-len {output_len} make {input_len + output_len:,} tokens; "
             f"--max-model-len is {length:,}"
         )
     return Workload(
-        input_len=input_len, output_len=output_len, concurrency=said.get("concurrency"), max_model_len=length
+        input_len=input_len, output_len=output_len, concurrency=given.get("concurrency"), max_model_len=length
     )
 
 
-def hardware(said: dict[str, Any]) -> Cluster:
-    """The cluster that the flags describe, or this machine."""
-    gpus, nodes, network = said.get("gpus"), said.get("nodes"), said.get("network")
+def described_cluster(given: dict[str, Any]) -> Cluster:
+    """The cluster of --gpus or --nodes, or this machine."""
+    gpus, nodes, network = given.get("gpus"), given.get("nodes"), given.get("network")
     if gpus is not None and nodes is not None:
         raise UsageError("--gpus and --nodes both describe the hardware; give one of them")
     if nodes is not None:
         return parse_nodes(nodes, network)
     if network is not None:
-        raise UsageError(f"--network {network} joins machines; describe those with --nodes, as in 2x8xH100")
+        raise UsageError(f"--network {network} is for several machines; give them with --nodes, as in 2x8xH100")
     if gpus is None:
-        return machine.here(refresh=said.get("refresh_hardware", False))
-    return hardware_file.read(gpus) if hardware_file.is_file(gpus) else parse_gpus(gpus)
+        return machine.probe_cluster(refresh=given.get("refresh_hardware", False))
+    return hardware_file.read_hardware_file(gpus) if hardware_file.is_hardware_file(gpus) else parse_gpus(gpus)

@@ -1,4 +1,4 @@
-"""weft plan without a model: the well known models that the hardware can run, and how fast."""
+"""weft plan without a model: the well-known models that fit the hardware, and their speeds."""
 
 from __future__ import annotations
 
@@ -12,72 +12,71 @@ from typing import TYPE_CHECKING, Any
 from weft.architectures.model import Model
 from weft.cli import plan_columns, plan_flags, plan_text, tables
 from weft.cli.parser import UsageError
-from weft.cli.plan import NOTHING_FITS, ask, described
+from weft.cli.plan import NOTHING_FITS, build_question, planned_cluster
 from weft.errors import WeftError
 from weft.formats import catalogue
+from weft.formatting import format_bytes, weft_command
 from weft.hardware.cluster import Cluster
-from weft.planner.advice import OWN
-from weft.planner.answer import candidate_json, hardware_json, missing
-from weft.planner.overview import in_best_precision, layout_name, short_bytes
-from weft.planner.search import Answer, closest, search
-from weft.words import command, gigabytes
+from weft.planner.advice import WEFT_SCHEMES
+from weft.planner.overview import layout_name, search_best_precision, short_bytes
+from weft.planner.plan_json import candidate_json, hardware_json, missing_support
+from weft.planner.search import SearchResult, closest_miss, search
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-# Flags that are about one model, or about a plan's files.
+# Flags that need a model.
 OF_ONE_MODEL = ("html", "emit", "revision", "refresh", "device_map", "pipeline_split", "speculative_config")
-RANGED = 100  # columns that a table with ranges takes
-SLOW = 10  # tokens per second, below which a decimal counts
+RANGED = 100  # columns of a table with ranges
+SLOW = 10  # tokens per second, below which a decimal is shown
 
 
 def main(arguments: Namespace) -> int:
     """Print the table, or its JSON; 3 if none of the models fits."""
-    check(arguments)
-    cluster = described(vars(arguments))
+    check_model_flags(arguments)
+    cluster = planned_cluster(vars(arguments))
     models, rows, answers = catalogue.well_known(), [], []
     with progress(len(models)) as advance:
         for model in models:
             advance(model.name)
-            answer = planned(arguments, model, cluster)
-            rows.append(row_json(answer, model) if isinstance(answer, Answer) else refused_json(model, answer))
-            answers += [answer] if isinstance(answer, Answer) else []
+            answer = plan_model(arguments, model, cluster)
+            rows.append(row_json(answer, model) if isinstance(answer, SearchResult) else refused_json(model, answer))
+            answers += [answer] if isinstance(answer, SearchResult) else []
     if not answers:
         raise UsageError(f"{rows[0]['name']}: {rows[0]['reason']}")
-    told = {**head_json(answers[0]), "models": rows}
+    overview = {**head_json(answers[0]), "models": rows}
     if getattr(arguments, "json", False):
-        print(json.dumps(told))
+        print(json.dumps(overview))
     else:
-        show(told)
+        print_overview(overview)
     return 0 if any(row["fits"] for row in rows) else NOTHING_FITS
 
 
-def check(arguments: Namespace) -> None:
-    """Raises UsageError for a flag that needs a model."""
+def check_model_flags(arguments: Namespace) -> None:
+    """Raise UsageError for a flag that needs a model."""
     promised = [flag.dest for flag in plan_flags.PROMISE]
     for name in (*promised, *OF_ONE_MODEL):
         if hasattr(arguments, name):
             raise UsageError(
-                f"which model? --{name.replace('_', '-')} is for one; for example: weft plan Qwen3-8B --gpus 1xRTX4090"
+                f"which model? --{name.replace('_', '-')} needs one; for example: weft plan Qwen3-8B --gpus 1xRTX4090"
             )
 
 
-def planned(arguments: Namespace, model: Model, cluster: Cluster) -> Answer | WeftError:
-    """The answer for one model, in the precision that was asked for or the best; an error for flags that it cannot
-    be planned with."""
+def plan_model(arguments: Namespace, model: Model, cluster: Cluster) -> SearchResult | WeftError:
+    """The answer for one model in the precision of the flags or the best one, or the error if the flags exclude it."""
     try:
         named = Namespace(**{**vars(arguments), "model": model.name})
-        question = ask(named, model, cluster)
+        question = build_question(named, model, cluster)
         if hasattr(arguments, "precision") or hasattr(arguments, "quantization"):
             return search(question)
-        return in_best_precision(question)
+        return search_best_precision(question)
     except WeftError as error:
         return error
 
 
 @contextmanager
 def progress(count: int) -> Iterator[Any]:
-    """A line on a terminal that names the model that is being planned."""
+    """Show the name of the model in work on a terminal; yields a function that takes the next name."""
     if not sys.stderr.isatty():
         yield lambda name: None
         return
@@ -88,8 +87,8 @@ def progress(count: int) -> Iterator[Any]:
         yield lambda name: status.update(f"planning {next(number)} of {count}: {name}")
 
 
-def head_json(answer: Answer) -> dict[str, Any]:
-    """What is the same for all models."""
+def head_json(answer: SearchResult) -> dict[str, Any]:
+    """The hardware and the question, which are the same for all models."""
     question = answer.question
     work = question.workload
     return {
@@ -97,24 +96,24 @@ def head_json(answer: Answer) -> dict[str, Any]:
         "engine": question.engine,
         "objective": question.objective,
         "concurrency": work.concurrency or "max",
-        "command": command("plan", [("", "MODEL"), *question.flags[1:]]),
+        "command": weft_command("plan", [("", "MODEL"), *question.flags[1:]]),
     }
 
 
-def row_json(answer: Answer, model: Model) -> dict[str, Any]:
-    """One model: its best layout, or what it lacks."""
+def row_json(answer: SearchResult, model: Model) -> dict[str, Any]:
+    """One model: its best layout, or the memory that it lacks."""
     question, best = answer.question, answer.best
     row: dict[str, Any] = {"name": model.name, "params": model.params, "fits": best is not None}
     if best is None:
         lacks = short_bytes(answer)
         reason = answer.obstacle
         return {**row, "precision": closest_precision(answer), "short_bytes": lacks or None, "reason": reason}
-    lacking = missing(question, best.layout.precision)
-    told = candidate_json(question, best)
-    shown = ("precision", "kv_tokens", "max_concurrency", "predicted")
+    lacking = missing_support(question, best.layout.precision)
+    candidate = candidate_json(question, best)
+    kept = ("precision", "kv_tokens", "max_concurrency", "predicted")
     return {
         **row,
-        **{name: told[name] for name in shown},
+        **{name: candidate[name] for name in kept},
         "layout": layout_name(best),
         "gpus": len(set(best.layout.gpus)),
         "runs": not lacking,
@@ -122,14 +121,14 @@ def row_json(answer: Answer, model: Model) -> dict[str, Any]:
     }
 
 
-def closest_precision(answer: Answer) -> str:
-    """The precision of the layout that lacks least."""
-    lacking = closest(answer.rejected)
+def closest_precision(answer: SearchResult) -> str:
+    """The precision of the layout that lacks the least memory."""
+    lacking = closest_miss(answer.rejected)
     return lacking.cut.precision if lacking else answer.question.precisions[0]
 
 
 def refused_json(model: Model, error: WeftError) -> dict[str, Any]:
-    """A model that cannot be planned with these flags."""
+    """One model that the flags exclude."""
     return {
         "name": model.name,
         "params": model.params,
@@ -140,34 +139,35 @@ def refused_json(model: Model, error: WeftError) -> dict[str, Any]:
     }
 
 
-def show(told: dict[str, Any]) -> None:
-    """The hardware, the table, how it is to be read, and what does not fit."""
-    shown = tables.console()
-    fitting = [row for row in told["models"] if row["fits"]]
+def print_overview(overview: dict[str, Any]) -> None:
+    """Print the hardware, the table with its legend, and the models that do not fit."""
+    console = tables.console()
+    fitting = [row for row in overview["models"] if row["fits"]]
     lines = []
-    shown.print(plan_text.hardware_line(told), soft_wrap=True)
+    console.print(plan_text.hardware_line(overview), soft_wrap=True)
     if fitting:
-        ranged = shown.width >= RANGED
-        shown.print(table(told, fitting, ranged=ranged))
+        ranged = console.width >= RANGED
+        console.print(models_table(overview, fitting, ranged=ranged))
         band = f"Ranges (+-{100 * fitting[0]['predicted']['error_band']:.0f} %): " if ranged else ""
         band += "at least 8 of 10 measurements should lie within. " if ranged else ""
         lines.append(f"{band}Context: tokens of all requests together")
-    shown.print("\n".join([*lines, *left_out(told["models"]), next_step(told, fitting)]), soft_wrap=True)
+    lines += [*not_fitting(overview["models"]), next_step(overview, fitting)]
+    console.print("\n".join(lines), soft_wrap=True)
 
 
-def table(told: dict[str, Any], rows: Sequence[dict[str, Any]], *, ranged: bool) -> Table:
-    """A line for each model that fits."""
+def models_table(overview: dict[str, Any], rows: Sequence[dict[str, Any]], *, ranged: bool) -> Table:
+    """A line for each model that fits, with ranges of the speeds if `ranged`."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    load = told["concurrency"]
-    made = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True, show_edge=False)
-    made.add_column("model", overflow="fold")
-    made.add_column("precision")
-    made.add_column("layout")
+    load = overview["concurrency"]
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True, show_edge=False)
+    table.add_column("model", overflow="fold")
+    table.add_column("precision")
+    table.add_column("layout")
     every = "tok/s all" if load == "max" else f"tok/s at {load:,}"
     for head in ("context", "tok/s one", every, "runs in Weft"):
-        made.add_column(head, justify="right")
+        table.add_column(head, justify="right")
     for row in rows:
         predicted = row["predicted"]
         alone = rate(predicted["single_tok_s"])
@@ -175,41 +175,43 @@ def table(told: dict[str, Any], rows: Sequence[dict[str, Any]], *, ranged: bool)
             low, high = predicted["bands"]["single_tok_s"]
             alone += f" ({rate(low)}-{rate(high)})"
         figures = (plan_columns.tokens(row["kv_tokens"]), alone, rate(predicted["output_tok_s"]))
-        made.add_row(
-            short_name(row), word(row["precision"]), row["layout"], *figures, "yes" if row["runs"] else "not yet"
-        )
-    return made
+        runs = "yes" if row["runs"] else "not yet"
+        table.add_row(short_name(row), precision_name(row["precision"]), row["layout"], *figures, runs)
+    return table
 
 
 def rate(tok_s: float) -> str:
-    """Tokens per second."""
+    """Tokens per second: "53", "7.4"."""
     return f"{tok_s:,.0f}" if tok_s >= SLOW else f"{tok_s:.1f}"
 
 
-def word(precision: str) -> str:
-    """A precision that Weft makes by itself as -q names it, else the precision."""
-    return OWN.get(precision, precision)
+def precision_name(precision: str) -> str:
+    """The name of the precision for -q if Weft can compress weights to it, else the precision."""
+    return WEFT_SCHEMES.get(precision, precision)
 
 
-def next_step(told: dict[str, Any], fitting: Sequence[dict[str, Any]]) -> str:
-    """The command that plans one of the models."""
-    made = sorted({word(row["precision"]) for row in fitting} & set(OWN.values()))
-    asked = " -q " in told["command"] or " --precision " in told["command"]
-    rounded = f"; with {' or '.join(f'-q {name}' for name in made)} as the table says" if made and not asked else ""
-    return f"{told['command']} for one of them{rounded if told['engine'] == 'weft' else ''}"
+def next_step(overview: dict[str, Any], fitting: Sequence[dict[str, Any]]) -> str:
+    """A sentence with the command that plans one of the models."""
+    line = f"Plan one of them: {overview['command']}"
+    compressed = sorted({precision_name(row["precision"]) for row in fitting} & set(WEFT_SCHEMES.values()))
+    fixed = " -q " in overview["command"] or " --precision " in overview["command"]
+    if overview["engine"] != "weft" or fixed or not compressed:
+        return line
+    return f"{line}, with {' or '.join(f'-q {name}' for name in compressed)} if the table shows it"
 
 
-def left_out(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """The models that do not fit with what the closest layout lacks, and those that the flags rule out."""
+def not_fitting(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Lines on models that do not fit, with the memory that the closest layout lacks, and on excluded models."""
     short = [row for row in rows if not row["fits"] and row["short_bytes"]]
     if short:
         listed = ", ".join(
-            f"{short_name(row)} ({gigabytes(row['short_bytes'])} short in {word(row['precision'])})" for row in short
+            f"{short_name(row)} ({format_bytes(row['short_bytes'])} short in {precision_name(row['precision'])})"
+            for row in short
         )
-        yield f"do not fit, with what the fullest device lacks at best: {listed}"
+        yield f"These do not fit; at best the fullest device lacks: {listed}"
     for row in rows:
         if not row["fits"] and not row["short_bytes"]:
-            yield f"not possible so: {short_name(row)}: {row['reason']}"
+            yield f"These flags exclude {short_name(row)}: {row['reason']}"
 
 
 def short_name(row: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""A plan as one page of HTML, with nothing to fetch and nothing to run."""
+"""A plan as one HTML page without external files or scripts."""
 
 from __future__ import annotations
 
@@ -6,37 +6,37 @@ from importlib.resources import files
 
 from weft import __version__
 from weft.cli import plan_text
-from weft.cli.glossary import Explained
-from weft.cli.plan_columns import MARK, Told, columns, fullest, rows
+from weft.cli.glossary import TermTooltips
+from weft.cli.plan_columns import MARK, PlanJson, columns, fullest, shown_and_others
 from weft.cli.plan_picture import LINKS, NAMES, parts_of, picture
-from weft.words import gigabytes
+from weft.formatting import format_bytes
 
 FEW = 8  # rejected layouts that are not folded away
 
 
-def page(told: Told) -> str:
-    """The page; `told` is what `planner.answer.as_json` tells, and every figure on it has the value from there."""
+def html_page(plan: PlanJson) -> str:
+    """The page; every figure on it has the value from `plan`, the JSON that `planner.plan_json.plan_json` builds."""
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
-    environment.filters |= {"gb": gigabytes, "comma": comma, "explained": Explained()}
+    environment.filters |= {"gb": format_bytes, "comma": comma, "explained": TermTooltips()}
     template = environment.from_string((files("weft.cli") / "data/plan.html").read_text(encoding="utf-8"))
-    best = told["best"]
-    racks = picture(told) if best else []
-    shown, others = rows(told)
+    best = plan["best"]
+    racks = picture(plan) if best else []
+    shown, others = shown_and_others(plan)
     return template.render(
-        told=told,
+        plan=plan,
         best=best,
         version=__version__,
-        hardware=plan_text.hardware_line(told),
-        remarks=plan_text.remarks(told),
-        verdict=plan_text.verdict(told),
+        hardware=plan_text.hardware_line(plan),
+        remarks=plan_text.remarks(plan),
+        verdict=plan_text.verdict(plan),
         racks=racks,
-        traffic=plan_text.traffic(told) if best else [],
-        speeds=[plan_text.legend(told), *plan_text.speeds(told), *plan_text.steps(told)] if best else [],
-        binds=plan_text.binds(told),
-        rejections=plan_text.rejections(told),
-        columns=columns(told),
+        traffic=plan_text.traffic(plan) if best else [],
+        speeds=[plan_text.table_legend(plan), *plan_text.speeds(plan), *plan_text.steps(plan)] if best else [],
+        bottleneck=plan_text.bottleneck(plan),
+        rejections=plan_text.rejections(plan),
+        columns=columns(plan),
         fullest=fullest,
         mark=MARK,
         parts=parts_of(racks),
@@ -49,4 +49,5 @@ def page(told: Told) -> str:
 
 
 def comma(value: float, digits: int = 0) -> str:
+    """ "1,234.5"."""
     return f"{value:,.{digits}f}"

@@ -1,4 +1,4 @@
-"""The picture of a plan, as data: nodes and their GPUs, those that hold alike folded into one where there are many."""
+"""The picture of a plan as data: nodes and their GPUs. If there are many, equal ones are folded into one."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from typing import Any
 
 import msgspec
 
-MOST = 8  # GPUs that are drawn one by one
-PARTS = ("weight", "kv", "other", "held", "free")  # of a GPU's memory, as `ranks` of the JSON has them
+MOST = 8  # GPUs that are drawn one by one; more are folded
+PARTS = ("weight", "kv", "other", "held", "free")  # of a GPU's memory, as `ranks` of the JSON names them
 NAMES = {"weight": "weights", "kv": "KV", "other": "other", "held": "in use", "free": "free"}
 LINKS = {"nvlink": "NVLink", "pcie": "PCIe", "memory": "shared memory", "network": "the network"}
 
-Row = Mapping[str, Any]  # a rank, as the JSON has it
+Row = Mapping[str, Any]  # a rank in the JSON
 
 
 class Bar(msgspec.Struct, frozen=True, kw_only=True):
-    """One GPU, or several that hold alike; bytes are those of each. `numbers` count within the node. `ranks` is
-    empty where the plan leaves them idle."""
+    """One GPU, or several with equal parts; bytes are those of each.
+
+    `numbers` count within the node. `ranks` is empty if the plan leaves the GPUs idle.
+    """
 
     numbers: tuple[int, ...]
     kind: str
@@ -36,23 +38,25 @@ class Bar(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def holds(self) -> list[str]:
-        """Which ranks they are, and which layers, heads and experts those hold."""
+        """The ranks, and their layers, heads and experts."""
         if not self.ranks:
             return ["idle"]
-        there = [it["rank"] for it in self.ranks]
-        found = [f"rank {there[0]}" if len(there) == 1 else f"ranks {numbers(there)}"]
-        found.append(spans(self.ranks, "layer", "first_layer", "layers"))
-        found.append(spans(self.ranks, "head", "first_q_head", "q_heads"))
+        ranks = [row["rank"] for row in self.ranks]
+        parts = [f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {numbers(ranks)}"]
+        parts.append(spans(self.ranks, "layer", "first_layer", "layers"))
+        parts.append(spans(self.ranks, "head", "first_q_head", "q_heads"))
         if any(row["kv_heads"] != row["q_heads"] for row in self.ranks):
-            found.append(spans(self.ranks, "KV head", "first_kv_head", "kv_heads"))
+            parts.append(spans(self.ranks, "KV head", "first_kv_head", "kv_heads"))
         if self.ranks[0]["experts"]:
-            found.append(spans(self.ranks, "expert", "first_expert", "experts"))
-        return found
+            parts.append(spans(self.ranks, "expert", "first_expert", "experts"))
+        return parts
 
 
 class Rack(msgspec.Struct, frozen=True, kw_only=True):
-    """One node, or several whose GPUs hold alike. `link_Bps` is None where a node has a single GPU; `alone` where
-    there is no other node."""
+    """One node, or several whose GPUs have equal parts.
+
+    `link_Bps` is None if a node has a single GPU. `alone` is True if there is no other node.
+    """
 
     nodes: tuple[int, ...]
     alone: bool
@@ -63,7 +67,7 @@ class Rack(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def title(self) -> str:
-        """ "nodes 0-3, 4 alike: 8 GPUs joined by NVLink, 450 GB/s each way"; empty for a GPU that is all there is."""
+        """ "nodes 0-3, 4 alike: 8 GPUs joined by NVLink, 450 GB/s each way"; empty for a single GPU."""
         count = sum(len(bar.numbers) for bar in self.bars)
         gpus = f"{count} {'ranks' if self.bars[0].kind == 'cpu' else 'GPUs'}" if count > 1 else "1 GPU"
         if self.link_Bps:
@@ -77,15 +81,15 @@ class Rack(msgspec.Struct, frozen=True, kw_only=True):
         return f"nodes {numbers(self.nodes)}, {len(self.nodes):,} alike: {gpus}"
 
 
-def picture(told: Mapping[str, Any]) -> list[Rack]:
-    """Every node of a plan that fits, as `planner.answer.as_json` tells it."""
-    held: dict[int, list[Row]] = defaultdict(list)
-    for row in told["best"]["ranks"]:
-        held[row["gpu_index"]].append(row)
-    hardware, racks = told["hardware"], []
+def picture(plan: Mapping[str, Any]) -> list[Rack]:
+    """Every node of a plan that fits; `plan` is the JSON of `planner.plan_json.plan_json`."""
+    ranks: dict[int, list[Row]] = defaultdict(list)
+    for row in plan["best"]["ranks"]:
+        ranks[row["gpu_index"]].append(row)
+    hardware, racks = plan["hardware"], []
     fold, first = hardware["gpus"] > MOST, 0
     for number, node in enumerate(hardware["nodes"]):
-        bars = [_bar(at, name, hardware["types"][name], held[first + at]) for at, name in enumerate(node["gpus"])]
+        bars = [_bar(at, name, hardware["types"][name], ranks[first + at]) for at, name in enumerate(node["gpus"])]
         first += len(bars)
         racks.append(
             Rack(
@@ -101,7 +105,7 @@ def picture(told: Mapping[str, Any]) -> list[Rack]:
 
 
 def parts_of(racks: Sequence[Rack]) -> list[str]:
-    """Those of PARTS that there are; others' memory is in use on machines that are here, at most."""
+    """The PARTS to draw: memory in use by other processes only if there is some."""
     held = any(bar.parts["held"] for rack in racks for bar in rack.bars)
     return [part for part in PARTS if part != "held" or held]
 
@@ -114,55 +118,58 @@ def _bar(number: int, gpu: str, spec: Mapping[str, Any], rows: Sequence[Row]) ->
 
 
 def _key(bar: Bar) -> tuple[object, ...]:
-    """Equal for GPUs that hold as much of everything, whichever part of the model that is."""
+    """A key that is equal for GPUs with equally large parts, whichever layers and heads they are."""
     counts = [tuple(row[name] for name in ("layers", "q_heads", "kv_heads", "experts")) for row in bar.ranks]
     return bar.gpu, bar.memory_bytes, tuple(bar.parts.values()), tuple(counts)
 
 
-def _together(bars: Sequence[Bar], numbers: Iterable[int]) -> Bar:
+def _merged(bars: Sequence[Bar], numbers: Iterable[int]) -> Bar:
     ranks = tuple(row for bar in bars for row in bar.ranks)
     return msgspec.structs.replace(bars[0], numbers=tuple(numbers), ranks=ranks)
 
 
 def _folded_bars(bars: Sequence[Bar]) -> list[Bar]:
-    found: dict[object, list[Bar]] = defaultdict(list)
+    groups: dict[object, list[Bar]] = defaultdict(list)
     for bar in bars:
-        found[_key(bar)].append(bar)
-    return [_together(alike, (number for bar in alike for number in bar.numbers)) for alike in found.values()]
+        groups[_key(bar)].append(bar)
+    return [_merged(alike, (number for bar in alike for number in bar.numbers)) for alike in groups.values()]
 
 
 def _folded_racks(racks: Sequence[Rack]) -> list[Rack]:
-    found: dict[object, list[Rack]] = defaultdict(list)
+    groups: dict[object, list[Rack]] = defaultdict(list)
     for rack in racks:
-        found[rack.link, rack.link_Bps, rack.bridged, tuple((bar.numbers, _key(bar)) for bar in rack.bars)].append(rack)
-    return [
-        msgspec.structs.replace(
-            alike[0],
-            nodes=tuple(rack.nodes[0] for rack in alike),
-            bars=tuple(_together(bars, bars[0].numbers) for bars in zip(*(rack.bars for rack in alike), strict=True)),
-        )
-        for alike in found.values()
-    ]
+        bars = tuple((bar.numbers, _key(bar)) for bar in rack.bars)
+        groups[rack.link, rack.link_Bps, rack.bridged, bars].append(rack)
+    return [_merged_racks(alike) for alike in groups.values()]
+
+
+def _merged_racks(alike: Sequence[Rack]) -> Rack:
+    """One rack for several with equal bars."""
+    merged = [_merged(bars, bars[0].numbers) for bars in zip(*(rack.bars for rack in alike), strict=True)]
+    return msgspec.structs.replace(alike[0], nodes=tuple(rack.nodes[0] for rack in alike), bars=tuple(merged))
 
 
 def numbers(given: Sequence[int]) -> str:
-    """ "3", "0-7", "0-3, 8-11"; only the first and the last where there are more gaps than that."""
+    """ "3", "0-7", "0-3, 8-11"; with more than three ranges only the first and the last, "0-3 to 24-27"."""
     runs: list[list[int]] = []
     for number in sorted(given):
         if runs and number == runs[-1][1] + 1:
             runs[-1][1] = number
         else:
             runs.append([number, number])
-    told = [f"{low}-{high}" if high > low else f"{low}" for low, high in runs]
-    return ", ".join(told) if len(told) < 4 else f"{told[0]} to {told[-1]}"
+    ranges = [f"{low}-{high}" if high > low else f"{low}" for low, high in runs]
+    return ", ".join(ranges) if len(ranges) < 4 else f"{ranges[0]} to {ranges[-1]}"
 
 
 def spans(rows: Sequence[Row], noun: str, first: str, count: str) -> str:
-    """ "layers 0-79"; "heads 8-63, 8 each" where the ranks have different ones; "layers 0-2, 4-15" where one GPU has
-    both."""
+    """The indices of some ranks: "layers 0-79", or "heads 8-63, 8 each" if the ranks have different ones.
+
+    If several of the ranks share a GPU, "layers 0-2, 4-15" has all of theirs.
+    """
     each = rows[0][count]
     if len({row["gpu_index"] for row in rows}) < len(rows):
-        return f"{noun}s {numbers(sorted({at for row in rows for at in range(row[first], row[first] + row[count])}))}"
+        indices = {index for row in rows for index in range(row[first], row[first] + row[count])}
+        return f"{noun}s {numbers(sorted(indices))}"
     low, high = min(row[first] for row in rows), max(row[first] + row[count] for row in rows)
-    told = f"{noun} {low}" if high - low == 1 else f"{noun}s {low}-{high - 1}"
-    return told if high - low == each else f"{told}, {each} each"
+    text = f"{noun} {low}" if high - low == 1 else f"{noun}s {low}-{high - 1}"
+    return text if high - low == each else f"{text}, {each} each"

@@ -1,17 +1,17 @@
-"""The plan as a table for a person."""
+"""The layout of a running engine as a table."""
 
 from __future__ import annotations
 
 from typing import TextIO
 
 from weft.plan.plan import Plan
-from weft.planner.table import rows
+from weft.planner.table import rank_rows
 
-WIDE = 200  # columns: never the limit
+WIDE = 200  # columns: more than the table ever needs
 
 
 def print_plan(plan: Plan, out: TextIO) -> None:
-    """Which rank holds which layers, heads and bytes."""
+    """Print the model, and a line with device, layers, heads and bytes for each rank."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -24,7 +24,7 @@ def print_plan(plan: Plan, out: TextIO) -> None:
     table.add_column("device")
     for name in ("layers", "query\nheads", "KV\nheads", "FFN\ncolumns", "vocab\nrows", "weights", "KV per\ntoken"):
         table.add_column(name, justify="right")
-    for row in rows(plan):
+    for row in rank_rows(plan):
         table.add_row(
             str(row.rank),
             row.device,
@@ -36,12 +36,12 @@ def print_plan(plan: Plan, out: TextIO) -> None:
             megabytes(row.weight_bytes),
             f"{row.kv_token_bytes:,} B",
         )
-    # It fits into 80 columns. Where there are fewer, lines that the terminal breaks tell more than dots in each cell.
+    # The table fits 80 columns. On a narrower terminal broken lines are better than cells cut short.
     console = PlainConsole(out, width=WIDE)
     console.print(f"{plan.model}: {plan.shape.architecture}, {plan.dtype}, {', '.join(cut)}", soft_wrap=True)
     console.print(table)
 
 
 def megabytes(count: int) -> str:
-    """Decimal units: 1 GB is 10**9 bytes."""
+    """ "51.1 MB", "1.2 GB" in decimal units: 1 GB is 10**9 bytes."""
     return f"{count / 1e9:,.1f} GB" if count >= 10**9 else f"{count / 1e6:,.1f} MB"

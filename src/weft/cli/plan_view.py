@@ -1,87 +1,96 @@
-"""A plan on a terminal: each GPU's memory as a bar, the best candidates, what was rejected, what to change."""
+"""A plan on a terminal: each GPU's memory as a bar, the best candidates, rejected layouts, and advice."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, TextIO
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TextIO
 
 from weft.cli import plan_text, tables
-from weft.cli.plan_columns import MARK, Cell, Column, Told, columns, fullest, rows
+from weft.cli.plan_columns import MARK, Cell, Column, PlanJson, columns, fullest, shown_and_others
 from weft.cli.plan_picture import NAMES, Bar, Rack, parts_of, picture
-from weft.words import gigabytes
+from weft.formatting import format_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-MOST_BARS = 24  # that are drawn; a plan with more unlike GPUs than that is for --json or --html to tell
+MOST_BARS = 24  # drawn bars; --json and --html have the others
 PIPE = 80  # columns of a pipe, which has no width of its own
 LONGEST_BAR = 60
-FIGURE = 9  # columns of one
+FIGURE = 9  # columns of a figure
 FIGURE_NAME = 16  # columns of the name of a figure
 STYLES = {"weight": "bright_blue", "kv": "green", "other": "yellow", "held": "red", "free": "bright_black"}
-# Shades, so that a pipe without colours tells them apart as well.
+# Different shades, for a pipe without colours.
 SHADES = {"weight": "█", "kv": "▓", "other": "▒", "held": "▚", "free": "░"}
 TRUNKS = {"nvlink": ("╠═ ", "╚═ ", "║  "), "pcie": ("├─ ", "└─ ", "│  "), "memory": ("├─ ", "└─ ", "│  ")}
 ASCII = str.maketrans("█▓▒▚░╠╚║═├└│─·", "#=+x.|`|=|`|-,")
 
 
-def print_answer(told: Told, out: TextIO | None = None) -> None:
-    """Everything, on standard output; `told` is what `planner.answer.as_json` tells."""
+def print_plan_text(plan: PlanJson, out: TextIO | None = None) -> None:
+    """Print the whole plan on `out` (default: standard output); `plan` is the JSON of `planner.plan_json.plan_json`."""
     console = tables.console(out, pipe=PIPE)
-    best = told["best"]
+    best = plan["best"]
     style = "bold green" if best else "bold red"
-    say(console, told["summary"], style=style)
-    if promise := told["promise"]:
+    say(console, plan["summary"], style=style)
+    print_promise(console, plan["promise"])
+    say(console, "", plan_text.model_line(plan), plan_text.hardware_line(plan), *plan_text.remarks(plan), "")
+    say(console, plan_text.verdict(plan), style=style)
+    if plan["why"]:
+        say(console, plan["why"])
+    if best:
+        draw(console, picture(plan))
+        say(console, *plan_text.traffic(plan))
+        console.print()
+        console.print(comparison(plan, console.width))
+        say(console, "", plan_text.table_legend(plan), *plan_text.speeds(plan), *plan_text.steps(plan))
+    elif plan["advice"]:
+        say(console, "", *help_lines(plan))
+    print_rejections(console, plan_text.rejections(plan))
+    if bottleneck := plan_text.bottleneck(plan):
+        say(console, "", f"bottleneck: {bottleneck}")
+    if best and plan["advice"]:
+        say(console, *help_lines(plan))
+
+
+def print_promise(console: Console, promise: Mapping[str, Any] | None) -> None:
+    """Print the verdict on the promise, if there is one, and the replicas that would keep it."""
+    if promise:
         say(console, promise["text"], style="bold green" if promise["kept"] else "bold red")
         if promise["needed"]:
             say(console, promise["needed"]["text"])
-    say(console, "", plan_text.model_line(told), plan_text.hardware_line(told), *plan_text.remarks(told), "")
-    say(console, plan_text.verdict(told), style=style)
-    if told["why"]:
-        say(console, told["why"])
-    if best:
-        draw(console, picture(told))
-        say(console, *plan_text.traffic(told))
-        console.print()
-        console.print(comparison(told, console.width))
-        say(console, "", plan_text.legend(told), *plan_text.speeds(told), *plan_text.steps(told))
-    elif told["advice"]:
-        say(console, "", *help_lines(told))
-    reasons = plan_text.rejections(told)
+
+
+def print_rejections(console: Console, reasons: Sequence[str]) -> None:
+    """Print the reasons of the rejected layouts, if there are any."""
     if reasons:
         say(console, "", "rejected:", *(f"  {reason}" for reason in reasons[: plan_text.REJECTED]))
-        if len(reasons) > plan_text.REJECTED:
-            say(console, f"  and {len(reasons) - plan_text.REJECTED} more")
-    if binds := plan_text.binds(told):
-        say(console, "", f"bottleneck: {binds}")
-    if best and told["advice"]:
-        say(console, *help_lines(told))
+    if len(reasons) > plan_text.REJECTED:
+        say(console, f"  and {len(reasons) - plan_text.REJECTED} more")
 
 
-def help_lines(told: Told) -> list[str]:
-    """What would help; first of all if nothing fits."""
-    return ["what would help:", *(f"  {change}" for change in told["advice"])]
+def help_lines(plan: PlanJson) -> list[str]:
+    """The advice under its heading."""
+    return ["what would help:", *(f"  {change}" for change in plan["advice"])]
 
 
 def say(console: Console, *lines: str, style: str = "") -> None:
-    """Sentences: broken between words on a terminal, and whole on a pipe."""
+    """Print sentences: broken between words on a terminal, whole on a pipe."""
     from rich.padding import Padding
 
     for line in lines:
         if console.is_terminal:
             text = line.lstrip()
-            # What goes on in the next line stands below what it belongs to.
+            # The following lines of a sentence keep its indentation.
             console.print(Padding(text, (0, 0, 0, len(line) - len(text))), style=style)
         else:
             console.print(line, style=style, soft_wrap=True)
 
 
 def draw(console: Console, racks: Sequence[Rack]) -> None:
-    """Every node with its GPUs, beside what joins them."""
+    """Draw every node with its GPUs and their links."""
     left, parts = MOST_BARS, parts_of(racks)
-    drawn = [legend(parts, console.width)]
+    drawn = [shades_legend(parts, console.width)]
     for rack in racks:
         bars, left = rack.bars[:left], max(0, left - len(rack.bars))
         if bars and rack.title:
@@ -90,7 +99,7 @@ def draw(console: Console, racks: Sequence[Rack]) -> None:
             drawn += bar_lines(bar, parts, trunk(rack), last=bar is bars[-1], width=console.width)
     hidden = sum(len(rack.bars) for rack in racks) - MOST_BARS
     if hidden > 0:
-        drawn.append(plain(f"and {hidden} more that hold something else; --html and --json have them all"))
+        drawn.append(plain(f"and {hidden} more that hold other parts; --html and --json have all of them"))
     readable = can_draw(console)
     for line in drawn:
         if not readable:
@@ -99,12 +108,12 @@ def draw(console: Console, racks: Sequence[Rack]) -> None:
 
 
 def trunk(rack: Rack) -> tuple[str, str, str]:
-    """What is drawn along a node's GPUs: at each, at the last, and between them."""
+    """The line along a node's GPUs: its signs at each GPU, at the last one, and between them."""
     return TRUNKS[rack.link] if rack.link_Bps else ("", "", "")
 
 
 def can_draw(console: Console) -> bool:
-    """Whether the output's encoding has the signs of the picture."""
+    """True if the output's encoding has the signs of the picture."""
     try:
         "".join([*SHADES.values(), *TRUNKS["nvlink"], *TRUNKS["pcie"], "·"]).encode(console.encoding)
     except (UnicodeEncodeError, LookupError):
@@ -119,12 +128,12 @@ def plain(text: str) -> Text:
 
 
 def bar_width(parts: Sequence[str], width: int) -> int:
-    """Columns of a bar that leave room for the trunk before and the figures behind it."""
+    """Columns of a bar, with room left for the line before it and the figures behind it."""
     return max(8, min(LONGEST_BAR, width - len(parts) * FIGURE - 4))
 
 
-def legend(parts: Sequence[str], width: int) -> Text:
-    """What the shades mean, above the columns of their figures."""
+def shades_legend(parts: Sequence[str], width: int) -> Text:
+    """The meaning of the shades, above the columns of their figures."""
     text = plain(" " * (3 + bar_width(parts, width)))
     for part in parts:
         name = f"{SHADES[part]} {NAMES[part]}"
@@ -134,69 +143,80 @@ def legend(parts: Sequence[str], width: int) -> Text:
 
 
 def bar_lines(bar: Bar, parts: Sequence[str], trunk: tuple[str, str, str], *, last: bool, width: int) -> list[Text]:
-    """Which GPU it is and what it holds, then its memory as a bar with the figures beside it."""
+    """The GPU with its part of the model, then its memory as a bar with the figures beside it."""
     branch, end, through = trunk
     below = " " * len(through) if last else through
-    who, *what = bar.holds
-    lines = [plain(f"{end if last else branch}{bar.title}, {gigabytes(bar.memory_bytes)} · {who}")]
-    held = " · ".join(what)
-    if held and len(lines[0]) + 3 + len(held) <= width:
-        lines[0].append(f" · {held}")
-    elif held:
-        lines.append(plain(f"{below}{held}"))
+    ranks, *what = bar.holds
+    lines = [plain(f"{end if last else branch}{bar.title}, {format_bytes(bar.memory_bytes)} · {ranks}")]
+    share = " · ".join(what)
+    if share and len(lines[0]) + 3 + len(share) <= width:
+        lines[0].append(f" · {share}")
+    elif share:
+        lines.append(plain(f"{below}{share}"))
     drawn, length = plain(below), bar_width(parts, width) + 3 - len(below)
     for part, cells in zip(parts, shares([bar.parts[part] for part in parts], length), strict=True):
         drawn.append(SHADES[part] * cells, STYLES[part])
     for part in parts:
-        drawn.append(f"{gigabytes(bar.parts[part]):>{FIGURE}}")
+        drawn.append(f"{format_bytes(bar.parts[part]):>{FIGURE}}")
     return [*lines, drawn]
 
 
 def shares(parts: Sequence[int], length: int) -> list[int]:
-    """`length` cells in proportion to the parts; what is there at all gets one."""
+    """`length` cells in proportion to the parts; a part above 0 gets at least one."""
     parts = [max(0, part) for part in parts]
     total, cells = sum(parts) or 1, [0] * len(parts)
     for number, part in enumerate(parts):
         cells[number] = max(int(part > 0), round(part / total * length))
-    # Rounding is paid by, or given to, the longest.
+    # The longest part absorbs the rounding.
     cells[cells.index(max(cells))] += length - sum(cells)
     return cells
 
 
-def comparison(told: Told, width: int) -> Table:
-    """The best candidates with the ranges of their figures, a row for each; a column for each, with ranges if there is
-    room for them, if `width` leaves the names of the layouts none."""
-    shown, figures = rows(told)[0], columns(told)
+def comparison(plan: PlanJson, width: int) -> Table:
+    """The table of the best candidates, `width` columns wide at most.
+
+    A row for each candidate, with ranges; if that is too wide, a column for each, and ranges only if they fit.
+    """
+    shown, figures = shown_and_others(plan)[0], columns(plan)
     cells = [[column.cell(candidate) for column in figures] for candidate in shown]
     names = [candidate["name"] for candidate in shown]
     heads = [_head(column) for column in figures]
     lines = [[head, *map(_two_lines, column)] for head, *column in zip(heads, *cells, strict=True)]
     if sum(_widest(column) + 2 for column in lines) + max(map(len, names)) <= width:
-        made = _table("layout,\nfullest GPU", *heads)
+        table = _empty_table("layout,\nfullest GPU", *heads)
         for candidate, row in zip(shown, cells, strict=True):
-            made.add_row(f"{candidate['name']}\n{fullest(candidate)}", *map(_two_lines, row))
-        return made
-    ranged = FIGURE_NAME + sum(
-        _widest([*map(_two_lines, row), fullest(it)]) + 2 for it, row in zip(shown, cells, strict=True)
-    )
-    made = _table("", *names)
-    if ranged <= width:
-        made.add_row("fullest GPU", *map(fullest, shown))
+            table.add_row(f"{candidate['name']}\n{fullest(candidate)}", *map(_two_lines, row))
+        return table
+    return _transposed(shown, figures, cells, width)
+
+
+def _transposed(
+    shown: Sequence[PlanJson], figures: Sequence[Column], cells: Sequence[Sequence[Cell]], width: int
+) -> Table:
+    """The table with a column for each candidate."""
+    names = [candidate["name"] for candidate in shown]
+    widths = [
+        _widest([*map(_two_lines, row), fullest(candidate)]) + 2 for candidate, row in zip(shown, cells, strict=True)
+    ]
+    ranged = FIGURE_NAME + sum(widths) <= width
+    table = _empty_table("", *names)
+    if ranged:
+        table.add_row("fullest GPU", *map(fullest, shown))
     for column, *row in zip(figures, *cells, strict=True):
         head = _head(column).replace("\n", " ")
-        made.add_row(head, *(_two_lines(cell) if ranged <= width else cell.text for cell in row))
-    return made
+        table.add_row(head, *(_two_lines(cell) if ranged else cell.text for cell in row))
+    return table
 
 
-def _table(first: str, *heads: str) -> Table:
+def _empty_table(first: str, *heads: str) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    made = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True, show_edge=False)
-    made.add_column(first, overflow="fold")
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True, show_edge=False)
+    table.add_column(first, overflow="fold")
     for head in heads:
-        made.add_column(head, justify="right")
-    return made
+        table.add_column(head, justify="right")
+    return table
 
 
 def _head(column: Column) -> str:

@@ -1,4 +1,4 @@
-"""weft run MODEL PROMPT."""
+"""weft run MODEL PROMPT: answer one prompt."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import logging
 import sys
 import time
 from argparse import Namespace
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from weft.cli import engine
 from weft.cli.engine import conversation
-from weft.cli.flags import sampling
+from weft.cli.flags import sampling_options
 from weft.cli.parser import UsageError
 from weft.client.outputs import RequestOutput
 from weft.errors import ConfigError
@@ -24,39 +25,43 @@ if TYPE_CHECKING:
 logger = logging.getLogger("weft.cli")
 
 EXAMPLE = 'for example: weft run demo "Why is the sky blue?"'
-MAX_TOKENS = 512  # a small model may not find its end; --max-tokens auto lets it go on
+MAX_TOKENS = 512  # a small model may never end its answer; --max-tokens auto removes the limit
 
 
 def main(arguments: Namespace) -> int:
-    """Answer one prompt: streamed as text, or as one JSON object."""
-    text, wanted = prompt(arguments), sampling(arguments, max_tokens=MAX_TOKENS)
+    """Print the answer as it grows, or as one JSON object."""
+    text, options = read_prompt(arguments), sampling_options(arguments, max_tokens=MAX_TOKENS)
     started = time.monotonic()
-    with engine.start(arguments) as llm:
+    with engine.start_engine(arguments) as llm:
         loaded = time.monotonic()
-        params = llm.sampling_params(**wanted)
-        as_is = getattr(arguments, "raw", False)
-        asked = text if as_is else conversation(text, getattr(arguments, "system_prompt", None))
+        params = llm.sampling_params(**options)
+        raw = getattr(arguments, "raw", False)
+        prompt = text if raw else conversation(text, getattr(arguments, "system_prompt", None))
         verbose, as_json = (getattr(arguments, name, False) for name in ("verbose", "json"))
         answer: RequestOutput | None
         if as_json:
-            *_, answer = llm.stream(asked, params)
+            *_, answer = llm.stream(prompt, params)
         else:
-            answer = engine.show(llm.stream(asked, params))
-            if answer is not None:
-                engine.tell_speed(answer)
-        expected = foreseen(llm) if verbose or as_json else None
-        if as_json:
-            assert answer is not None
+            answer = print_answer(llm.stream(prompt, params))
+        expected = predict_engine(llm) if verbose or as_json else None
+        if as_json and answer is not None:
             layout = layout_json(llm.plan, llm.num_blocks)
             print(json.dumps(report(answer, load_s=loaded - started, layout=layout, expected=expected)))
-        if verbose and expected and answer:
-            for line in compared(llm, expected, answer):
-                print(line, file=sys.stderr)
+        if verbose and answer is not None and expected is not None:
+            print("\n".join(compared_lines(llm, expected, answer)), file=sys.stderr)
     return 0
 
 
-def foreseen(llm: LLM) -> Forecast | None:
-    """What the planner expects of this engine; None, and a warning, for hardware that it does not know."""
+def print_answer(stream: Iterator[RequestOutput]) -> RequestOutput | None:
+    """Print an answer while it grows, then its speed; return it, or None if it has no token."""
+    answer = engine.print_stream(stream)
+    if answer is not None:
+        engine.print_speed(answer)
+    return answer
+
+
+def predict_engine(llm: LLM) -> Forecast | None:
+    """The planner's predictions for this engine; None and a warning for hardware that it does not know."""
     try:
         return llm.forecast()
     except ConfigError as error:
@@ -64,28 +69,27 @@ def foreseen(llm: LLM) -> Forecast | None:
         return None
 
 
-def compared(llm: LLM, expected: Forecast, answer: RequestOutput) -> list[str]:
-    """Predicted beside real: the memory, and how fast the answer came where it is long enough to tell."""
-    from weft.planner.forecast import answered, started
+def compared_lines(llm: LLM, expected: Forecast, answer: RequestOutput) -> list[str]:
+    """Predicted and real memory, and the speed of the answer if it has several tokens."""
+    from weft.planner.forecast import request_report, start_report
 
-    lines, took = [started(expected, llm.capacities, llm.num_blocks)], engine.speed(answer)
-    if took["ttft_s"] and took["decode_tok_s"]:
+    lines, timing = [start_report(expected, llm.capacities, llm.num_blocks)], engine.answer_speed(answer)
+    if timing["ttft_s"] and timing["decode_tok_s"]:
         lengths = len(answer.prompt_token_ids), len(answer.outputs[0].token_ids)
         lines.append(
-            answered(
+            request_report(
                 expected,
                 input_len=lengths[0],
                 output_len=lengths[1],
-                ttft_s=took["ttft_s"],
-                tok_s=took["decode_tok_s"],
+                ttft_s=timing["ttft_s"],
+                tok_s=timing["decode_tok_s"],
             )
         )
     return lines
 
 
-def prompt(arguments: Namespace) -> str:
-    """The prompt from the command line, or from standard input. Raises UsageError for an empty one, unless --raw asks
-    for what the model says to nothing."""
+def read_prompt(arguments: Namespace) -> str:
+    """The prompt from the command line or standard input. Raises UsageError for an empty one, unless --raw is given."""
     words = " ".join(arguments.prompt_words)
     if words and hasattr(arguments, "prompt"):
         raise UsageError(f"two prompts: {words!r} and --prompt {arguments.prompt!r}; give one of them")
@@ -107,7 +111,7 @@ def _standard_input() -> str:
 def report(
     answer: RequestOutput, *, load_s: float, layout: list[dict[str, Any]], expected: Forecast | None
 ) -> dict[str, Any]:
-    """What --json prints. Times are seconds; decode_tok_s counts the tokens after the first."""
+    """The object that --json prints. Times are seconds; decode_tok_s counts the tokens after the first."""
     from weft.planner.forecast import predicted_json
 
     choice = answer.outputs[0]
@@ -121,7 +125,7 @@ def report(
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
         },
-        "timing": {"load_s": round(load_s, 4), **engine.speed(answer)},
+        "timing": {"load_s": round(load_s, 4), **engine.answer_speed(answer)},
         "layout": layout,
         "predicted": predicted_json(expected, prompt_tokens, completion_tokens) if expected else None,
     }

@@ -1,4 +1,4 @@
-"""weft serve MODEL."""
+"""weft serve MODEL: the HTTP server."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from weft.cli.flags import engine_config, serve_options
 
 
 def main(arguments: Namespace) -> int:
-    """Serve until a signal ends it."""
+    """Serve until a signal ends the process."""
     from weft.serving.server import serve
 
     serve(engine_config(arguments), serve_options(arguments, os.environ))

@@ -1,4 +1,4 @@
-"""weft simulate MODEL: how long requests would wait, what the GPUs would carry, and how many of them that takes."""
+"""weft simulate MODEL: waiting times under a load, the highest load, or the number of replicas for a promise."""
 
 from __future__ import annotations
 
@@ -12,77 +12,89 @@ import msgspec
 
 from weft.cli import simulate_plots as plots
 from weft.cli import simulate_view as view
-from weft.cli.plan import NOTHING_FITS, look_up
-from weft.cli.simulate_runs import find_answer, finite, first_guess, rates, report_json, swept
-from weft.cli.simulate_study import asked, check, questioned, studied
-from weft.planner.answer import cut_json
+from weft.cli.plan import NOTHING_FITS, find_model
+from weft.cli.simulate_runs import find_limit, finite, first_guess, report_json, run_rates, simulated_rates
+from weft.cli.simulate_study import build_simulation_question, build_study, check_load_flags, parse_load
+from weft.planner.plan_json import cut_json
 from weft.planner.question import Question
 from weft.planner.ranking import Candidate
 from weft.planner.search import search
-from weft.simulate.find import Found
-from weft.simulate.load import Load
+from weft.simulate.capacity_search import CapacityResult
+from weft.simulate.load import SimulatedLoad
 from weft.simulate.report import Report
 from weft.simulate.study import Study
 
 
 def main(arguments: Namespace) -> int:
-    """Print what came of it; 3 where the model does not fit, or nothing meets the objective."""
-    said = vars(arguments)
-    check(said)
-    model = look_up(arguments)
-    load, longest = asked(said, model)
-    question = questioned(arguments, model, load, longest)
+    """Simulate and print the report; return 3 if the model does not fit or nothing keeps the promise."""
+    given = vars(arguments)
+    check_load_flags(given)
+    model = find_model(arguments)
+    load, longest = parse_load(given, model)
+    question = build_simulation_question(arguments, model, load, longest)
     answer = search(question)
     if answer.best is None:
-        why = f"{answer.obstacle}; weft plan tells what would help"
-        print(f"{model.name} does not fit this hardware: {why}", file=sys.stderr)
+        print(
+            f"{model.name} does not fit this hardware: {answer.obstacle}; weft plan shows what would help",
+            file=sys.stderr,
+        )
         return NOTHING_FITS
-    study = studied(said, question, answer.best, load)
-    if said.get("find") == "replicas":
-        study.check(load, ceil(first_guess(study, load)))
-    elif "find" not in said:
-        for rate in rates(said, study, load):
-            study.check(msgspec.structs.replace(load, rate=rate))
-    head = view.heading(question, answer.best, study, load)
-    if not said.get("json"):
-        print("\n".join(head))
-    if "find" in said:
-        found = find_answer(said, study, load, answer.best)
-        runs: tuple[Report, ...] = tuple(sorted(found.runs, key=lambda it: (it.replicas, it.rate or 0.0)))
+    study = build_study(given, question, answer.best, load)
+    check_runs(given, study, load)
+    if not given.get("json"):
+        print("\n".join(view.heading(question, answer.best, study, load)))
+    found, runs = run_study(given, study, load, answer.best)
+    if given.get("json"):
+        print(json.dumps(finite(as_json(given, question, answer.best, study, load, runs, found))))
     else:
-        found, runs = None, tuple(swept(said, study, load))
-    if said.get("json"):
-        print(json.dumps(finite(as_json(said, question, answer.best, study, load, runs, found))))
-    else:
-        view.show(study, load, runs, found)
-    if "plot" in said:
-        plots.draw(said["plot"], view.deployed(question, answer.best), study, runs, found)
+        view.print_runs(study, load, runs, found)
+    if "plot" in given:
+        plots.write_plots(given["plot"], view.deployment_title(question, answer.best), study, runs, found)
     return NOTHING_FITS if found is not None and found.value is None else 0
 
 
+def check_runs(given: dict[str, Any], study: Study, load: SimulatedLoad) -> None:
+    """Raise an error for a run that is too long to be simulated, before the first one starts."""
+    if given.get("find") == "replicas":
+        study.check_run_length(load, ceil(first_guess(study, load)))
+    elif "find" not in given:
+        for rate in simulated_rates(given, study, load):
+            study.check_run_length(msgspec.structs.replace(load, rate=rate))
+
+
+def run_study(
+    given: dict[str, Any], study: Study, load: SimulatedLoad, best: Candidate
+) -> tuple[CapacityResult | None, tuple[Report, ...]]:
+    """The result of --find, None without the flag, and the reports of all runs in ascending order of the load."""
+    if "find" not in given:
+        return None, tuple(run_rates(given, study, load))
+    found = find_limit(given, study, load, best)
+    return found, tuple(sorted(found.runs, key=lambda run: (run.replicas, run.rate or 0.0)))
+
+
 def as_json(
-    said: dict[str, Any],
+    given: dict[str, Any],
     question: Question,
     best: Candidate,
     study: Study,
-    load: Load,
+    load: SimulatedLoad,
     runs: tuple[Report, ...],
-    found: Found | None,
+    found: CapacityResult | None,
 ) -> dict[str, Any]:
-    """Everything, under the names of `Report`; the same words give the same object."""
+    """The whole report as JSON; runs have the fields of `Report`. The same command line gives the same object."""
     input_len, output_len = load.mean
-    told: dict[str, Any] = {
+    document: dict[str, Any] = {
         "model": question.model,
         "engine": question.engine,
         "layout": {**cut_json(best.cut), "gpus_per_replica": study.gpus_each},
-        "hardware": view.hardware(question),
+        "hardware": view.hardware_text(question),
         "policy": study.policy,
         "predicted_capacity": study.capacity,
         "load": {
             "input_len": input_len,
             "output_len": output_len,
             "burstiness": load.burstiness,
-            "trace": said.get("trace"),
+            "trace": given.get("trace"),
             "seed": load.seed,
         },
         "duration_s": study.times.duration_s,
@@ -91,10 +103,10 @@ def as_json(
         "runs": [report_json(run) for run in runs],
     }
     if found is not None:
-        told["find"] = {
-            "what": said["find"],
+        document["find"] = {
+            "what": given["find"],
             "value": found.value,
             "reason": found.reason or None,
             "best": report_json(found.report) if found.report else None,
         }
-    return told
+    return document

@@ -1,4 +1,4 @@
-"""The flags of weft simulate, beside those of weft plan that describe model, hardware and layout."""
+"""Flags of weft simulate: those of weft plan for model, hardware and layout, and its own for the load."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from math import inf
 from weft.cli import plan_flags, values
 from weft.cli.flags import Flag
 
-# As gateway.policy has them; that is not for --help to read.
+# The same as in gateway.policy, which is too slow to import for --help.
 POLICIES = ("least-connections", "round-robin")
 
 
 def shape(text: str) -> float:
-    """Of a gamma distribution."""
+    """The shape of a gamma distribution, at least 0.01."""
     try:
-        found = float(text)
+        value = float(text)
     except ValueError:
-        found = -1.0
-    if not 0.01 <= found < inf:
+        value = -1.0
+    if not 0.01 <= value < inf:
         raise ArgumentTypeError(
-            f"{text!r} is no burstiness: 1 is a Poisson process, 0.2 comes in bursts, at least 0.01"
+            f"{text!r} is not a burstiness: it must be at least 0.01; 1 is a Poisson process, 0.2 comes in bursts"
         )
-    return found
+    return value
 
 
 def sample(text: str) -> int | None:
-    """How many replicas are simulated: auto, all or a number; 0 stands for all."""
+    """Number of replicas that are simulated; None for auto, 0 for all."""
     return {"auto": None, "all": 0}[text] if text in ("auto", "all") else values.at_least(1)(text)
 
 
@@ -34,74 +34,75 @@ LOAD = (
     plan_flags.RATE,
     Flag(
         name="rates",
-        parse=values.listed(plan_flags.rate),
+        parse=values.ascending(plan_flags.rate),
         metavar="R,R,...",
-        help="one run for each, a table, and plots",
+        help="several rates, with a run for each, a table and plots",
     ),
     plan_flags.USERS,
     plan_flags.THINK,
     Flag(
         name="trace",
         metavar="FILE",
-        help="instead: requests as they came, CSV or JSONL with time, input_len, output_len; Azure's, Mooncake's and "
-        "BurstGPT's files as they are; with --rate or --rates as fast as that",
+        help="instead of a rate: a CSV or JSONL file of requests with time, input_len, output_len; the files of Azure, "
+        "Mooncake and BurstGPT work unchanged; --rate or --rates speed it up or slow it down to that rate",
     ),
     Flag(
         name="burstiness",
         parse=shape,
         default=1.0,
         metavar="SHAPE",
-        help="of the gamma distribution of the gaps at a rate: 1 is a Poisson process, less comes in bursts",
+        help="shape of the gamma distribution of the gaps between requests: 1 is a Poisson process, below 1 bursts",
     ),
     Flag(
         name="input-len",
         metavar="TOKENS",
-        help="of prompts: 1024, a range 100:2000, or lognormal:MEAN:DEVIATION; left out: 1024, or what the model can",
+        help="tokens of a prompt: 1024, a range 100:2000, or lognormal:MEAN:DEVIATION. Default: 1024, or fewer if the "
+        "model's context is short",
     ),
     Flag(
         name="output-len",
         metavar="TOKENS",
-        help="of answers, likewise; left out: 512:1536, or what the model can",
+        help="tokens of an answer, in the same forms. Default: 512:1536, or fewer if the model's context is short",
     ),
-    Flag(name="lengths", metavar="FILE", help="draw both lengths from the rows of a trace"),
+    Flag(name="lengths", metavar="FILE", help="draw both lengths from the rows of this trace"),
     Flag(
-        name="prefix-len", parse=values.at_least(1), metavar="TOKENS", help="with which prompts begin that share them"
+        name="prefix-len", parse=values.at_least(1), metavar="TOKENS", help="tokens of a beginning that prompts share"
     ),
-    Flag(name="prefixes", parse=values.at_least(1), default=1, metavar="N", help="how many such beginnings there are"),
+    Flag(
+        name="prefixes", parse=values.at_least(1), default=1, metavar="N", help="number of different shared beginnings"
+    ),
     Flag(
         name="duration",
         metavar="TIME",
-        help="how long requests come, as in 90s or 1h (default: 10m, longer if answers or the lowest rate are slow; or "
-        "the trace's)",
+        help="simulated time in which requests arrive, as in 90s or 1h (default: 10m, longer if answers are slow or "
+        "the lowest rate is low; with --trace the length of the trace)",
     ),
     Flag(
         name="warmup",
         metavar="TIME",
-        help="the first part of that, which is not measured (default: a tenth, or none of a trace)",
+        help="first part of the duration, which is not measured (default: a tenth; with --trace nothing)",
     ),
-    Flag(name="seed", parse=values.at_least(0), default=0, help="start of every random draw"),
+    Flag(name="seed", parse=values.at_least(0), default=0, help="random seed"),
 )
 SERVICE = (
-    Flag(
-        name="replicas", parse=values.at_least(1), metavar="N", help="of the plan's layout, instead of its own number"
-    ),
+    Flag(name="replicas", parse=values.at_least(1), metavar="N", help="number of replicas, instead of the plan's"),
     Flag(
         name="enable-prefix-caching",
         parse=None,
-        help="find blocks of prompts again; left out: where prompts share something, and a preempted request, which "
-        "would find its own, is computed anew",
+        help="reuse KV blocks of prompts with the same beginning, and of preempted requests (default: on only if "
+        "prompts share a beginning)",
     ),
     Flag(
         name="async-scheduling",
         parse=None,
-        help="schedule each step before the one under way is over; left out: as Weft does, on GPUs without a pipeline",
+        help="schedule each step before the previous one has ended (default: on for GPUs without a pipeline)",
     ),
-    Flag(name="policy", choices=POLICIES, default=POLICIES[0], help="which replica gets a request"),
+    Flag(name="policy", choices=POLICIES, default=POLICIES[0], help="rule that picks the replica for a request"),
     plan_flags.MAX_NUM_SEQS,
     Flag(
         name="max-num-queued-reqs",
         parse=values.at_least(0),
-        help="requests that wait in a replica, beyond which it refuses",
+        help="maximum number of requests that wait in a replica; further ones are refused",
     ),
 )
 ANSWER = (
@@ -109,29 +110,34 @@ ANSWER = (
     Flag(
         name="find",
         choices=("replicas", "rate"),
-        help="replicas: how many the objective takes at --rate; rate: how much load meets it",
+        help="replicas: find the fewest that keep the promise at --rate; rate: find the highest rate that keeps it",
     ),
     Flag(
         name="sample-replicas",
         parse=sample,
         metavar="N|auto|all",
-        help="how many of equal replicas are simulated, with their share of the requests; auto: fewer than all where "
+        help="number of equal replicas that are simulated, with their share of the requests; auto: fewer than all if "
         "there would be more than 200,000 requests",
     ),
-    Flag(name="stretches", parse=None, default=True, help="take steps whose batch does not change in one go"),
+    Flag(
+        name="stretches",
+        parse=None,
+        default=True,
+        help="simulate consecutive steps with the same batch at once, which is faster",
+    ),
     Flag(
         name="plot",
         metavar="FILE",
-        help="a picture, as PNG or SVG (needs matplotlib): of one run the distribution of its times, of several the "
-        "times against the load; with the promise, what --find found and the predicted saturation as lines",
+        help="draw PNG or SVG (needs matplotlib): for one run the distribution of its times, for several the times "
+        "against the load; lines show the promise, the result of --find and the predicted saturation",
     ),
     Flag(name="json", parse=None, help="print one JSON object"),
 )
-OF_PLAN = tuple(flag for flag in plan_flags.LOAD if flag.name in ("engine", "objective"))
+PLAN_LOAD = tuple(flag for flag in plan_flags.LOAD if flag.name in ("engine", "objective"))
 SIMULATE = (
-    ("model", plan_flags.NAMED),
+    ("model", plan_flags.MODEL),
     ("hardware", plan_flags.HARDWARE),
-    ("layout", (*plan_flags.CUT, *OF_PLAN)),
+    ("layout", (*plan_flags.LAYOUT, *PLAN_LOAD)),
     ("load", LOAD),
     ("service", SERVICE),
     ("answer", ANSWER),

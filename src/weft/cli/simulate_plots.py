@@ -1,48 +1,48 @@
-"""Pictures of weft simulate: the distribution of one run's times, or times against the load of several runs."""
+"""Plots of weft simulate: the distribution of one run's times, or the times of several runs against the load."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 from weft.cli import plot
-from weft.cli.plot import Curve, Line, Panel
-from weft.simulate.find import Found
-from weft.simulate.objective import Target
+from weft.cli.plot import Curve, Panel, ReferenceLine
+from weft.simulate.capacity_search import CapacityResult
+from weft.simulate.objective import LatencyTarget
 from weft.simulate.report import Report
 from weft.simulate.study import Study
 
 METRICS = {"TTFT": "ttft_s", "TPOT": "tpot_s", "ITL": "itl_s", "whole answer": "e2e_s", "queue": "queue_s"}
-ALWAYS = ("TTFT", "TPOT")  # drawn whatever is promised
+ALWAYS = ("TTFT", "TPOT")  # drawn even if they are not promised
 PERCENTILES = ("p50", "p95", "p99")
 
 
-def on_terminal(runs: Sequence[Report]) -> list[list[str]]:
-    """Times against the load, as text."""
+def text_plots(runs: Sequence[Report]) -> list[list[str]]:
+    """Times against the load as text, a plot for each metric."""
     axis, positions = load_axis(runs)
     return [
-        plot.terminal(percentile_curves(METRICS[name], runs, positions), x=axis, y=f"{name}, ms") for name in ALWAYS
+        plot.text_plot(percentile_curves(METRICS[name], runs, positions), x=axis, y=f"{name}, ms") for name in ALWAYS
     ]
 
 
-def draw(path: str, title: str, study: Study, runs: Sequence[Report], found: Found | None) -> None:
-    """Write the picture that says most of these runs."""
+def write_plots(path: str, title: str, study: Study, runs: Sequence[Report], found: CapacityResult | None) -> None:
+    """Write an image: of one run the distributions of its times, of several their times against the load."""
     targets = study.objective.targets if study.objective else ()
     if len(runs) == 1:
         panels = [distribution_panel(name, runs[0], targets) for name in drawn_metrics(targets)]
         title = f"{title}\n{load_text(runs[0])}"
     else:
         panels = [load_panel(name, runs, study, targets, found) for name in drawn_metrics(targets)]
-    plot.picture(path, panels, title=title)
+    plot.write_image(path, panels, title=title)
 
 
-def drawn_metrics(targets: Sequence[Target]) -> list[str]:
-    """TTFT, TPOT, and every other metric of the promise."""
+def drawn_metrics(targets: Sequence[LatencyTarget]) -> list[str]:
+    """Names of the metrics to draw: TTFT, TPOT, and the others of the promise."""
     fields = {target_field(target) for target in targets}
     return [name for name, field in METRICS.items() if name in ALWAYS or field in fields]
 
 
-def target_field(target: Target) -> str:
-    """The report's field that a target is about."""
+def target_field(target: LatencyTarget) -> str:
+    """The report's field of a target."""
     return f"{target.metric}_s"
 
 
@@ -52,18 +52,18 @@ def load_text(run: Report) -> str:
     return f"{run.users:,} users, {replicas}" if run.users else f"{run.rate or 0:.4g} requests/s, {replicas}"
 
 
-def distribution_panel(name: str, run: Report, targets: Sequence[Target]) -> Panel:
-    """Share of the requests that waited no longer than a time, with the promised times as lines."""
+def distribution_panel(name: str, run: Report, targets: Sequence[LatencyTarget]) -> Panel:
+    """Share of the requests that waited at most a time, with the promised times as lines."""
     field = METRICS[name]
-    known = run.distributions.get(field)
-    points = [(1000 * at, float(percent)) for percent, at in enumerate(known.percentiles_s)] if known else []
+    times = run.distributions.get(field)
+    points = [(1000 * seconds, float(percent)) for percent, seconds in enumerate(times.percentiles_s)] if times else []
     promised = [
-        Line(1000 * target.limit_s, f"promised: {target}", upright=True)
+        ReferenceLine(1000 * target.limit_s, f"promised: {target}", upright=True)
         for target in targets
         if target_field(target) == field
     ]
     shares = [
-        Line(target.percent, f"{target.percent:g} %", upright=False)
+        ReferenceLine(target.percent, f"{target.percent:g} %", upright=False)
         for target in targets
         if target_field(target) == field and target.percent is not None
     ]
@@ -77,32 +77,32 @@ def distribution_panel(name: str, run: Report, targets: Sequence[Target]) -> Pan
 
 
 def load_panel(
-    name: str, runs: Sequence[Report], study: Study, targets: Sequence[Target], found: Found | None
+    name: str, runs: Sequence[Report], study: Study, targets: Sequence[LatencyTarget], found: CapacityResult | None
 ) -> Panel:
-    """Percentiles of one metric against the load, with the promise, the value found and the predicted saturation."""
+    """Percentiles of one metric against the load, with lines for the promise, the result of --find and saturation."""
     axis, positions = load_axis(runs)
     field = METRICS[name]
     lines = [
-        Line(1000 * target.limit_s, f"promised: {target}", upright=False)
+        ReferenceLine(1000 * target.limit_s, f"promised: {target}", upright=False)
         for target in targets
         if target_field(target) == field
     ]
     if found is not None and found.value is not None:
-        lines.append(Line(float(found.value), f"found: {found.value:.4g} {axis}", upright=True))
+        lines.append(ReferenceLine(float(found.value), f"found: {found.value:.4g} {axis}", upright=True))
     if axis == "requests/s":
         saturation = study.capacity * len(study.specs)
-        lines.append(Line(saturation, f"predicted saturation: {saturation:.3g} requests/s", upright=True))
+        lines.append(ReferenceLine(saturation, f"predicted saturation: {saturation:.3g} requests/s", upright=True))
     return Panel(percentile_curves(field, runs, positions), x=axis, y=f"{name}, ms", lines=lines)
 
 
 def percentile_curves(field: str, runs: Sequence[Report], position: Callable[[Report], float]) -> list[Curve]:
     """A curve for each percentile, in milliseconds."""
     rows = [(position(run), getattr(run, field)) for run in runs]
-    return [Curve(q, [(at, 1000 * getattr(spread, q)) for at, spread in rows if spread]) for q in PERCENTILES]
+    return [Curve(q, [(load, 1000 * getattr(spread, q)) for load, spread in rows if spread]) for q in PERCENTILES]
 
 
 def load_axis(runs: Sequence[Report]) -> tuple[str, Callable[[Report], float]]:
-    """The name of what differs between the runs, and its value of a run."""
+    """The name of the quantity that differs between the runs, and a function that gives its value for a run."""
     if len({run.replicas for run in runs}) > 1:
         return "replicas", lambda run: float(run.replicas)
     return "requests/s", lambda run: run.rate or 0.0

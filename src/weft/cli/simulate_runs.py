@@ -1,4 +1,4 @@
-"""The runs of a study, with their progress on a terminal: one, a sweep, or those of a search."""
+"""Runs of a simulation, with their progress on a terminal: a single one, a sweep over rates, or a search."""
 
 from __future__ import annotations
 
@@ -10,89 +10,95 @@ from typing import Any
 
 import msgspec
 
-from weft.cli.simulate_study import SHARES, bare
+from weft.cli.simulate_study import SHARES, no_load_given
 from weft.planner.ranking import Candidate
-from weft.simulate.find import Found, alone, find_rate, find_replicas, hopeless
-from weft.simulate.load import Load
+from weft.simulate.capacity_search import (
+    CapacityResult,
+    explain_misses,
+    find_rate,
+    find_replicas,
+    simulate_lone_requests,
+)
+from weft.simulate.load import SimulatedLoad
 from weft.simulate.report import Report
 from weft.simulate.study import Study
 
-SAFE = 0.7  # of the predicted capacity, about what meets an objective: where a search begins
+SAFE = 0.7  # share of the predicted capacity that about keeps a promise: the first guess of a search
 
-Told = Callable[[float], object]
+OnTime = Callable[[float], object]  # takes the virtual time in seconds
 
 
-def swept(said: dict[str, Any], study: Study, load: Load) -> Iterator[Report]:
-    """One run, or one at each rate."""
-    each = rates(said, study, load)
-    for number, rate in enumerate(each, 1):
-        at = msgspec.structs.replace(load, rate=rate)
+def run_rates(given: dict[str, Any], study: Study, load: SimulatedLoad) -> Iterator[Report]:
+    """Reports of a run at each rate, or of one run if the load has no rate."""
+    rates = simulated_rates(given, study, load)
+    for number, rate in enumerate(rates, 1):
+        at_rate = msgspec.structs.replace(load, rate=rate)
         name = f"{rate:g} requests/s" if rate else "simulating"
-        with progress(name if len(each) == 1 else f"{number} of {len(each)}: {name}", study, at) as told:
-            yield study.run(at, on_time=told)
+        with progress(name if len(rates) == 1 else f"{number} of {len(rates)}: {name}", study, at_rate) as on_time:
+            yield study.run_load(at_rate, on_time=on_time)
 
 
-def run_once(study: Study, load: Load) -> Report:
-    """One run of the plan's own replicas."""
-    with progress("simulating", study, load) as told:
-        return study.run(load, on_time=told)
+def run_once(study: Study, load: SimulatedLoad) -> Report:
+    """Report of one run with the plan's own replicas."""
+    with progress("simulating", study, load) as on_time:
+        return study.run_load(load, on_time=on_time)
 
 
-def rates(said: dict[str, Any], study: Study, load: Load) -> tuple[float | None, ...]:
-    """At which one run each is made."""
-    if not bare(said):
-        named: tuple[float, ...] | None = said.get("rates")
+def simulated_rates(given: dict[str, Any], study: Study, load: SimulatedLoad) -> tuple[float | None, ...]:
+    """Rates of the runs, in requests per second; without a load on the command line, shares of the capacity."""
+    if not no_load_given(given):
+        named: tuple[float, ...] | None = given.get("rates")
         return named or (load.rate,)
     whole = study.capacity * len(study.specs)
     return tuple(float(f"{share * whole:.3g}") for share in SHARES)
 
 
-def find_answer(said: dict[str, Any], study: Study, load: Load, best: Candidate) -> Found:
-    """The answer to --find."""
-    if said["find"] == "replicas":
+def find_limit(given: dict[str, Any], study: Study, load: SimulatedLoad, best: Candidate) -> CapacityResult:
+    """The result of --find."""
+    if given["find"] == "replicas":
         return find_count(study, load, best)
     if missed := missed_alone(study, load, best):
         return missed
 
-    def at_rate(rate: float) -> Report:
-        at = msgspec.structs.replace(load, rate=rate)
-        with progress(f"{rate:.3g} requests/s", study, at) as told:
-            return study.run(at, judging=True, on_time=told)
+    def run_at(rate: float) -> Report:
+        at_rate = msgspec.structs.replace(load, rate=rate)
+        with progress(f"{rate:.3g} requests/s", study, at_rate) as on_time:
+            return study.run_load(at_rate, judging=True, on_time=on_time)
 
-    return find_rate(at_rate, study.capacity * len(study.specs) * SAFE)
+    return find_rate(run_at, study.capacity * len(study.specs) * SAFE)
 
 
-def find_count(study: Study, load: Load, best: Candidate, *, too_few: int = 0) -> Found:
-    """The fewest replicas that meet the objective; `too_few` are known to miss it."""
+def find_count(study: Study, load: SimulatedLoad, best: Candidate, *, too_few: int = 0) -> CapacityResult:
+    """The fewest replicas that keep the promise; `too_few` are known to miss it."""
     if missed := missed_alone(study, load, best):
         return missed
 
-    def with_replicas(count: int) -> Report:
-        with progress(f"{count:,} replicas", study, load) as told:
-            return study.run(load, count, judging=True, on_time=told)
+    def run_replicas(count: int) -> Report:
+        with progress(f"{count:,} replicas", study, load) as on_time:
+            return study.run_load(load, count, judging=True, on_time=on_time)
 
-    # Users wait for their answers, so that their number does not tell how much they ask for.
+    # Users wait for their answers, so that their number alone does not give the rate of requests.
     guess = 2 * too_few if load.offered is None else first_guess(study, load)
-    return find_replicas(with_replicas, guess, too_few=too_few)
+    return find_replicas(run_replicas, guess, too_few=too_few)
 
 
-def missed_alone(study: Study, load: Load, best: Candidate) -> Found | None:
-    """The answer of a search if requests miss the objective even alone; else None."""
+def missed_alone(study: Study, load: SimulatedLoad, best: Candidate) -> CapacityResult | None:
+    """The result of a search if even a single request misses the promise; else None."""
     lone_s = best.predicted.ttft_s + load.mean[1] / best.predicted.single_tok_s
-    lone = alone(study, load, lone_s)
-    reason = hopeless(lone)
-    return Found(value=None, reason=reason, report=None, runs=(lone,)) if reason else None
+    lone = simulate_lone_requests(study, load, lone_s)
+    reason = explain_misses(lone)
+    return CapacityResult(value=None, reason=reason, report=None, runs=(lone,)) if reason else None
 
 
-def first_guess(study: Study, load: Load) -> float:
-    """How many replicas a search begins with."""
+def first_guess(study: Study, load: SimulatedLoad) -> float:
+    """Number of replicas that a search begins with; `load` has a rate or a trace."""
     assert load.offered is not None
     return load.offered / study.capacity / SAFE
 
 
 @contextmanager
-def progress(name: str, study: Study, load: Load) -> Iterator[Told]:
-    """A bar on a terminal, of the virtual time."""
+def progress(name: str, study: Study, load: SimulatedLoad) -> Iterator[OnTime]:
+    """Show a bar of the virtual time on a terminal; yields the function that takes the time."""
     if not sys.stderr.isatty():
         yield lambda now: None
         return
@@ -110,16 +116,16 @@ def progress(name: str, study: Study, load: Load) -> Iterator[Told]:
 
 
 def report_json(report: Report) -> dict[str, Any]:
-    """A run as JSON, less the distributions: they are for pictures."""
-    told: dict[str, Any] = msgspec.to_builtins(report)
-    del told["distributions"]
-    return told
+    """A run as JSON without the distributions, which only plots use."""
+    run: dict[str, Any] = msgspec.to_builtins(report)
+    del run["distributions"]
+    return run
 
 
-def finite(told: Any) -> Any:
-    """The same with None for what is infinite: a time that never came."""
-    if isinstance(told, dict):
-        return {name: finite(value) for name, value in told.items()}
-    if isinstance(told, list):
-        return [finite(value) for value in told]
-    return None if isinstance(told, float) and not isfinite(told) else told
+def finite(value: Any) -> Any:
+    """A JSON value with None for infinite numbers, which stand for times of events that never came."""
+    if isinstance(value, dict):
+        return {name: finite(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not isfinite(value) else value

@@ -1,4 +1,4 @@
-"""What the flags of weft simulate ask for: the load, the deployment, and how long it is watched."""
+"""SimulatedLoad, deployment and duration of a simulation, from the flags of weft simulate."""
 
 from __future__ import annotations
 
@@ -11,195 +11,233 @@ import msgspec
 from weft.architectures.model import Model
 from weft.cli import plot
 from weft.cli.parser import UsageError
-from weft.cli.plan import ask, repeated
+from weft.cli.plan import build_question, repeated_flags
 from weft.errors import ConfigError, PlanError
-from weft.planner.deployment import lengths
+from weft.planner.deployment import default_lengths
 from weft.planner.question import Question
 from weft.planner.ranking import Candidate
-from weft.simulate.deployment import Limits, specs
-from weft.simulate.lengths import Even, Fixed, Lengths, parse_lengths
-from weft.simulate.load import Drawn, Load, trace_rate
-from weft.simulate.objective import parse_objective, seconds
-from weft.simulate.study import Study, Times
-from weft.simulate.trace import Row, read_trace
+from weft.simulate.deployment import SchedulerLimits, replica_specs
+from weft.simulate.lengths import FixedLength, Lengths, UniformLength, parse_lengths
+from weft.simulate.load import RequestDistribution, SimulatedLoad, trace_rate
+from weft.simulate.objective import parse_duration, parse_objective
+from weft.simulate.replica import ReplicaSpec
+from weft.simulate.study import MeasurementWindow, Study
+from weft.simulate.trace import TraceRow, read_trace
 
-DURATION_S = 600.0  # if nothing is slow: otherwise as long as
-LEAST_ANSWERS = 20  # answers after each other take,
-LEAST_REQUESTS = 300  # and as this many requests of the lowest rate
-WARMUP = 0.1  # of the duration
-SHARES = (0.2, 0.4, 0.6, 0.8, 0.9, 1.0)  # of the predicted capacity: the rates that nobody has named
-FINDING_RUNS = 8  # about as many as a search makes
+# Seconds of virtual time if nothing is slow; longer if
+DURATION_S = 600.0
+LEAST_ANSWERS = 20  # so many answers, one after the other, take longer,
+LEAST_REQUESTS = 300  # or so many requests at the lowest rate do
+WARMUP = 0.1  # share of the duration
+SHARES = (0.2, 0.4, 0.6, 0.8, 0.9, 1.0)  # of the predicted capacity: the rates if no load is given
+FINDING_RUNS = 8  # about as many runs as a search makes
 
 
-def check(said: dict[str, Any]) -> None:
-    """Raises UsageError for flags that contradict each other, before anything is looked up."""
-    loads = [f"--{name}" for name in ("rate", "rates", "users") if name in said]
+def check_load_flags(given: dict[str, Any]) -> None:
+    """Raise UsageError for flags that contradict each other, before any file or model is read."""
+    _check_loads(given)
+    _check_lengths(given)
+    if "find" in given:
+        _check_find(given)
+    if "plot" in given:
+        plot.check_image_path(given["plot"])
+
+
+def _check_loads(given: dict[str, Any]) -> None:
+    loads = [f"--{name}" for name in ("rate", "rates", "users") if name in given]
     if len(loads) > 1:
         raise UsageError(f"{loads[0]} and {loads[1]} are different loads; give one of them")
-    if "users" in said and "trace" in said:
+    if "users" in given and "trace" in given:
         raise UsageError("--users and --trace are different loads; give one of them")
-    if "think" in said and "users" not in said:
-        raise UsageError("--think is what --users do; give both")
-    drawn = [name for name in ("input-len", "output-len", "prefix-len") if name.replace("-", "_") in said]
-    for file in ("trace", "lengths"):
-        if file in said and any(name != "prefix-len" or file == "trace" for name in drawn):
-            raise UsageError(f"--{file} has the lengths itself; leave --{drawn[0]} out")
-    if "trace" in said and "lengths" in said:
-        raise UsageError("--trace has the lengths itself; leave --lengths out")
-    if "find" in said and "slo" not in said:
-        raise UsageError(f"--find {said['find']} needs an objective, as in --slo ttft_p95=1s,tpot_p95=50ms")
-    if "find" in said and "users" in said:
-        raise UsageError("--find goes with a rate of requests, not with --users")
-    if said.get("find") == "replicas":
-        if "replicas" in said:
-            raise UsageError("--find replicas finds how many; leave --replicas out")
-        if "rate" not in said and "trace" not in said:
-            raise UsageError("--find replicas needs the load, as in --rate 10 or --trace FILE")
-    if "find" in said and "rates" in said:
-        raise UsageError(f"--find {said['find']} takes one load; leave --rates out")
-    if said.get("find") == "rate" and "rate" in said:
-        raise UsageError("--find rate finds the rate; leave --rate out")
-    if "plot" in said:
-        plot.check(said["plot"])
+    if "think" in given and "users" not in given:
+        raise UsageError("--think is the time that users think; give --users too")
 
 
-def asked(said: dict[str, Any], model: Model) -> tuple[Load, int | None]:
-    """The load, and its longest request where that is known."""
-    most = said.get("max_model_len") or model.shape.longest
-    trace = read_trace(said["trace"]) if "trace" in said else ()
-    rows = read_trace(said["lengths"]) if "lengths" in said else ()
-    input_len, output_len = drawn_lengths(said, most)
-    if said.get("prefix_len", 0) >= most:
-        raise ConfigError(f"--prefix-len is {said['prefix_len']:,}; {model.name} goes up to {most:,} tokens")
-    drawn = Drawn(
-        input_len=input_len,
-        output_len=output_len,
-        rows=rows,
-        prefixes=said["prefixes"],
-        prefix_len=said.get("prefix_len", 0),
-        most=most,
-    )
-    load = Load(
-        drawn=drawn,
-        rate=said.get("rate"),
-        burstiness=said["burstiness"],
-        users=said.get("users"),
-        think_s=seconds(said["think"], "--think") if "think" in said else 0.0,
+def _check_lengths(given: dict[str, Any]) -> None:
+    excluded = {"trace": ("input_len", "output_len", "prefix_len", "lengths"), "lengths": ("input_len", "output_len")}
+    for file, names in excluded.items():
+        twice = [name for name in names if name in given]
+        if file in given and twice:
+            raise UsageError(f"--{file} has lengths of its own; leave --{twice[0].replace('_', '-')} out")
+
+
+def _check_find(given: dict[str, Any]) -> None:
+    wanted = given["find"]
+    if "slo" not in given:
+        raise UsageError(f"--find {wanted} needs a promise, as in --slo ttft_p95=1s,tpot_p95=50ms")
+    if "users" in given:
+        raise UsageError("--find needs a rate of requests or a trace, not --users")
+    if wanted in given:
+        raise UsageError(f"--find {wanted} finds that number; leave --{wanted} out")
+    if wanted == "replicas" and not {"rate", "trace"} & given.keys():
+        raise UsageError("--find replicas needs the load, as in --rate 10 or --trace FILE")
+    if "rates" in given:
+        raise UsageError(f"--find {wanted} takes one load; leave --rates out")
+
+
+def parse_load(given: dict[str, Any], model: Model) -> tuple[SimulatedLoad, int | None]:
+    """The load of the flags, and the tokens of its longest request, None if that has no limit.
+
+    Raises ConfigError for requests that are longer than the model's context.
+    """
+    most = given.get("max_model_len") or model.shape.longest
+    trace = read_trace(given["trace"]) if "trace" in given else ()
+    drawn = parse_drawn(given, model, most)
+    load = SimulatedLoad(
+        distribution=drawn,
+        rate=given.get("rate"),
+        burstiness=given["burstiness"],
+        users=given.get("users"),
+        think_s=parse_duration(given["think"], "--think") if "think" in given else 0.0,
         trace=trace,
-        seed=said["seed"],
+        seed=given["seed"],
     )
     if trace and trace_rate(trace) == inf:
-        raise ConfigError(f"trace {said['trace']}: all its requests come at one time; it has no duration")
-    longest = longest_of(trace or rows) if trace or rows else longest_drawn(input_len, output_len)
+        raise ConfigError(f"trace {given['trace']}: all its requests arrive at the same time, so it has no duration")
+    if rows := trace or drawn.rows:
+        return load, min(longest_row(rows), most)
+    longest = longest_drawn(drawn.input_len, drawn.output_len)
     if longest is not None and longest > most:
-        if not trace and not rows:
-            raise ConfigError(
-                f"--input-len and --output-len make up to {longest:,} tokens; {model.name} goes up to {most:,}"
-            )
-        longest = most
+        raise ConfigError(
+            f"--input-len and --output-len make up to {longest:,} tokens; {model.name} goes up to {most:,}"
+        )
     return load, longest
 
 
-def drawn_lengths(said: dict[str, Any], most: int) -> tuple[Lengths, Lengths]:
-    """Of prompts and answers, as said; else those that weft plan takes, the answers from half of that to half as much
-    again: where all are equally long, requests that begin together end together, and are followed by others that do."""
-    input_len = parse_lengths(said["input_len"], "--input-len") if "input_len" in said else None
-    output_len = parse_lengths(said["output_len"], "--output-len") if "output_len" in said else None
-    usual_in, usual_out = lengths(most_of(input_len), most_of(output_len), most)
+def parse_drawn(given: dict[str, Any], model: Model, most: int) -> RequestDistribution:
+    """The distribution of the requests' tokens; no request has more than `most`."""
+    rows = read_trace(given["lengths"]) if "lengths" in given else ()
+    input_len, output_len = drawn_lengths(given, most)
+    prefix_len = given.get("prefix_len", 0)
+    if prefix_len >= most:
+        raise ConfigError(f"--prefix-len is {prefix_len:,}; {model.name} goes up to {most:,} tokens")
+    return RequestDistribution(
+        input_len=input_len,
+        output_len=output_len,
+        rows=rows,
+        prefixes=given["prefixes"],
+        prefix_len=prefix_len,
+        most=most,
+    )
+
+
+def drawn_lengths(given: dict[str, Any], most: int) -> tuple[Lengths, Lengths]:
+    """Distributions of the tokens of prompts and answers; together they do not exceed `most` by default.
+
+    Without flags, the mean lengths are those of weft plan, and answers have from half to one and a half of the mean. If
+    all answers had the same length, requests that begin together would end together, and so would those after them.
+    """
+    input_len = parse_lengths(given["input_len"], "--input-len") if "input_len" in given else None
+    output_len = parse_lengths(given["output_len"], "--output-len") if "output_len" in given else None
+    usual_in, usual_out = default_lengths(longest_or_mean(input_len), longest_or_mean(output_len), most)
     high = max(usual_out, min(usual_out * 3 // 2, most - usual_in))
-    return input_len or Fixed(usual_in), output_len or Even(2 * usual_out - high, high)
+    return input_len or FixedLength(usual_in), output_len or UniformLength(2 * usual_out - high, high)
 
 
-def most_of(lengths: Lengths | None) -> int | None:
-    """The longest of them, or the mean where there is none."""
+def longest_or_mean(lengths: Lengths | None) -> int | None:
+    """The largest length, or the mean of lengths without a limit; None without lengths."""
     return None if lengths is None else lengths.longest or round(lengths.mean)
 
 
-def longest_of(rows: tuple[Row, ...]) -> int:
-    return max(row.ask.input_len + row.ask.output_len for row in rows)
+def longest_row(rows: tuple[TraceRow, ...]) -> int:
+    """Tokens of the longest request in a trace."""
+    return max(row.request.input_len + row.request.output_len for row in rows)
 
 
 def longest_drawn(input_len: Lengths, output_len: Lengths) -> int | None:
+    """Tokens of the longest request that can be drawn; None without a limit."""
     ends = input_len.longest, output_len.longest
     return None if ends[0] is None or ends[1] is None else ends[0] + ends[1]
 
 
-def questioned(arguments: Namespace, model: Model, load: Load, longest: int | None) -> Question:
-    """What weft plan would be asked, and how far answers differ: the load's mean request, and room for its longest."""
+def build_simulation_question(arguments: Namespace, model: Model, load: SimulatedLoad, longest: int | None) -> Question:
+    """The question for the planner: the load's mean request, the spread of its answers, and room for its longest."""
     input_len, output_len = (max(1, round(mean)) for mean in load.mean)
-    asked = Namespace(**{**vars(arguments), "input_len": input_len, "output_len": output_len})
-    asked.__dict__.pop("concurrency", None)
-    question = ask(asked, model)
+    mean_arguments = Namespace(**{**vars(arguments), "input_len": input_len, "output_len": output_len})
+    mean_arguments.__dict__.pop("concurrency", None)
+    question = build_question(mean_arguments, model)
     work = question.workload
-    work = msgspec.structs.replace(work, max_model_len=work.max_model_len or longest, output_spread=load.spread)
-    # A command that asks something like it has the lengths as they were given, not their means.
-    return msgspec.structs.replace(question, workload=work, flags=tuple(repeated(vars(arguments))))
+    work = msgspec.structs.replace(work, max_model_len=work.max_model_len or longest, output_spread=load.output_spread)
+    # A command for a similar question has the lengths of the flags, not their means.
+    return msgspec.structs.replace(question, workload=work, flags=tuple(repeated_flags(vars(arguments))))
 
 
-def studied(said: dict[str, Any], question: Question, best: Candidate, load: Load) -> Study:
-    """The deployment as it is simulated."""
-    limits = Limits(
-        max_num_seqs=said.get("max_num_seqs"),
-        lookahead=said.get("async_scheduling"),
-        **({"max_num_queued": said["max_num_queued_reqs"]} if "max_num_queued_reqs" in said else {}),
+def build_study(given: dict[str, Any], question: Question, best: Candidate, load: SimulatedLoad) -> Study:
+    """The simulation of the best layout. Raises PlanError for a number of replicas that the layout cannot have."""
+    replicas = study_replicas(given, question, best)
+    sample = given.get("sample_replicas")
+    return Study(
+        specs=replicas,
+        gpus_each=best.layout.replica_size,
+        device="CPU" if question.cluster.on_cpu else "GPU",
+        capacity=replica_capacity(best, load),
+        times=simulated_times(given, load, usual_duration(given, load, best, len(replicas))),
+        policy=given["policy"],
+        price=question.price,
+        objective=parse_objective(given["slo"]) if "slo" in given else None,
+        sample=len(replicas) if sample == 0 else sample,
+        runs=expected_runs(given),
+        prefix_caching=given.get("enable_prefix_caching"),
+        stretches=given.get("stretches", True),
     )
-    found = specs(question, best, limits)
-    counted = "replicas" in said or said.get("find") == "replicas"
-    if counted and best.layout.expert_parallel > best.layout.tensor_parallel:
+
+
+def study_replicas(given: dict[str, Any], question: Question, best: Candidate) -> list[ReplicaSpec]:
+    """The replicas of the layout, or as many as --replicas says."""
+    limits = SchedulerLimits(
+        max_num_seqs=given.get("max_num_seqs"),
+        lookahead=given.get("async_scheduling"),
+        **({"max_num_queued": given["max_num_queued_reqs"]} if "max_num_queued_reqs" in given else {}),
+    )
+    replicas = replica_specs(question, best, limits)
+    other_count = "replicas" in given or given.get("find") == "replicas"
+    if other_count and best.layout.expert_parallel > best.layout.tensor_parallel:
         raise PlanError(
-            f"{best.cut}: its replicas share one set of experts, so that their number is part of the layout; describe "
+            f"{best.cut}: its replicas share one set of experts, so their number is part of the layout; describe "
             "other hardware, or give --no-enable-expert-parallel"
         )
-    if "replicas" in said:
-        found = [found[number % len(found)] for number in range(said["replicas"])]
-    sample = said.get("sample_replicas")
-    runs = FINDING_RUNS if "find" in said else len(said.get("rates", SHARES if bare(said) else (1,)))
-    return Study(
-        specs=found,
-        gpus_each=best.layout.size,
-        device="CPU" if question.cluster.on_cpu else "GPU",
-        capacity=capacity(best, load),
-        times=times(said, load, usual_duration(said, load, best, len(found))),
-        policy=said["policy"],
-        price=question.price,
-        objective=parse_objective(said["slo"]) if "slo" in said else None,
-        sample=len(found) if sample == 0 else sample,
-        runs=runs,
-        prefix_caching=said.get("enable_prefix_caching"),
-        stretches=said.get("stretches", True),
-    )
+    if "replicas" in given:
+        return [replicas[number % len(replicas)] for number in range(given["replicas"])]
+    return replicas
 
 
-def capacity(best: Candidate, load: Load) -> float:
-    """Requests per second that one replica is predicted to answer, saturated."""
+def expected_runs(given: dict[str, Any]) -> int:
+    """Number of runs that the flags will need, about."""
+    if "find" in given:
+        return FINDING_RUNS
+    return len(given.get("rates", SHARES if no_load_given(given) else (1,)))
+
+
+def replica_capacity(best: Candidate, load: SimulatedLoad) -> float:
+    """Predicted requests per second of one saturated replica."""
     return best.predicted.saturated_tok_s / best.layout.data_parallel / load.mean[1]
 
 
-def usual_duration(said: dict[str, Any], load: Load, best: Candidate, replicas: int) -> float:
-    """Seconds of virtual time that say something of a deployment as slow as this one, if no --duration is given."""
+def usual_duration(given: dict[str, Any], load: SimulatedLoad, best: Candidate, replicas: int) -> float:
+    """Seconds of virtual time without --duration, long enough for slow answers and low rates; inf for a trace."""
     if load.trace:
         return inf
     answer_s = best.predicted.ttft_s + load.mean[1] / best.predicted.single_tok_s
     enough = [DURATION_S, LEAST_ANSWERS * (answer_s + load.think_s)]
-    lowest = min(said.get("rates", ()), default=load.rate)
-    if bare(said):
-        lowest = SHARES[0] * capacity(best, load) * replicas
+    lowest = min(given.get("rates", ()), default=load.rate)
+    if no_load_given(given):
+        lowest = SHARES[0] * replica_capacity(best, load) * replicas
     if lowest:
         enough.append(LEAST_REQUESTS / lowest)
     return float(f"{max(enough):.2g}")
 
 
-def times(said: dict[str, Any], load: Load, usual_s: float) -> Times:
-    """The measured time: all of a trace, and all but the beginning of a load that might go on for ever."""
-    duration_s = seconds(said["duration"], "--duration") if "duration" in said else usual_s
+def simulated_times(given: dict[str, Any], load: SimulatedLoad, usual_s: float) -> MeasurementWindow:
+    """Duration and warm-up; a trace has no warm-up by default."""
+    duration_s = parse_duration(given["duration"], "--duration") if "duration" in given else usual_s
     warmup_s = 0.0 if load.trace else WARMUP * duration_s
-    if "warmup" in said:
-        warmup_s = 0.0 if said["warmup"].strip() in ("0", "0s") else seconds(said["warmup"], "--warmup")
+    if "warmup" in given:
+        warmup_s = 0.0 if given["warmup"].strip() in ("0", "0s") else parse_duration(given["warmup"], "--warmup")
     if warmup_s >= duration_s:
-        raise UsageError(f"--warmup is {warmup_s:g} s of {duration_s:g} s; it must leave something to measure")
-    return Times(duration_s=duration_s, warmup_s=warmup_s)
+        raise UsageError(f"--warmup is {warmup_s:g} s of {duration_s:g} s, which leaves no time to measure")
+    return MeasurementWindow(duration_s=duration_s, warmup_s=warmup_s)
 
 
-def bare(said: dict[str, Any]) -> bool:
-    """Whether nobody has said how much load there is."""
-    return not any(name in said for name in ("rate", "rates", "users", "trace"))
+def no_load_given(given: dict[str, Any]) -> bool:
+    """Return True if the flags give no load."""
+    return not any(name in given for name in ("rate", "rates", "users", "trace"))

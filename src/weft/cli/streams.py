@@ -1,4 +1,4 @@
-"""The three standard streams, so that the commands may rely on them."""
+"""The three standard streams, made safe for every command."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ import sys
 
 
 def settle() -> None:
-    """Open those that were closed when we were started (`>&-`): print() would fail, and a socket of ours would take
-    the number. What the terminal's encoding has no sign for becomes a question mark instead of an error."""
+    """Open the standard streams that were closed when the process started (`>&-`), and make output encodable.
+
+    print() would fail on a closed stream, and the next socket would take its number. A character that the terminal's
+    encoding lacks becomes a question mark instead of an error.
+    """
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None:
             os.dup2(os.open(os.devnull, os.O_RDWR), number)
@@ -20,7 +23,7 @@ def settle() -> None:
 
 
 def end_output() -> None:
-    """What still waits for standard output goes there, or nowhere: Python would complain once more on closing it."""
+    """Flush standard output, or discard what cannot be written: Python would complain again when it closes it."""
     try:
         sys.stdout.flush()
     except OSError:

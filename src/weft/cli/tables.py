@@ -1,4 +1,4 @@
-"""Tables of figures for a person, and what they are printed on."""
+"""Tables of figures for a person, and the console that they are printed on."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ NARROW = 80  # columns in which figures are whole; a terminal with fewer breaks 
 
 
 def console(out: TextIO | None = None, *, pipe: int = WIDE) -> Console:
-    """On `out`, by default standard output: as wide as the terminal, and `pipe` columns where it is none. What is
-    printed stays as it is written."""
+    """A console on `out` (default: standard output) that prints text unchanged.
+
+    It is as wide as the terminal, or `pipe` columns if `out` is not a terminal.
+    """
     from weft.cli.plain_console import PlainConsole  # not for --help
 
     out = out or sys.stdout
     return PlainConsole(out, width=None if out.isatty() else pipe)
 
 
-def table(*columns: str, title: str = "") -> Table:
-    """The first column words, which are broken where the room is short, the others figures."""
+def figures_table(*columns: str, title: str = "") -> Table:
+    """An empty table: words in the first column, which may be broken, and figures in the others, which may not."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    made = Table(title=title or None, title_justify="left", box=SIMPLE_HEAD)
+    table = Table(title=title or None, title_justify="left", box=SIMPLE_HEAD)
     for number, name in enumerate(columns):
-        made.add_column(name, justify="right" if number else "left", no_wrap=bool(number), overflow="fold")
-    return made
+        table.add_column(name, justify="right" if number else "left", no_wrap=bool(number), overflow="fold")
+    return table

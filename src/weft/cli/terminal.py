@@ -1,4 +1,4 @@
-"""The terminal that a person types at: lines, multi-line messages, a keyboard that is silent during an answer."""
+"""Input from a person: lines, messages of several lines, and no echo while an answer is printed."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import contextlib
 import sys
 from collections.abc import Iterator
 
-PROMPT, MORE = "> ", "... "
+PROMPT, CONTINUATION = "> ", "... "
 QUOTES = '"""'
 
 
 def load_line_editor() -> None:
-    """Give `input` arrow keys and a history, where Python was built with readline."""
+    """Give `input` arrow keys and a history, if Python was built with readline."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401
 
@@ -27,28 +27,28 @@ def input_line(*, interactive: bool, prompt: str = PROMPT) -> str | None:
 def input_message(*, interactive: bool) -> str | None:
     '''The next message: one line, or several.
 
-    A line that ends with a backslash continues on the next one. A line that begins with """ begins a message that goes
-    on to the line that ends with """. None at the end of input; if input ends inside a message, its beginning counts.
+    A line that ends with a backslash continues on the next one. A line that begins with """ starts a message that ends
+    with the line that ends with """. Returns None at the end of input; a message cut off by it is returned as it is.
     '''
     line = input_line(interactive=interactive)
     if line is None:
         return None
     if line.lstrip().startswith(QUOTES):
-        return _quoted(line.lstrip().removeprefix(QUOTES), interactive=interactive)
+        return _read_quoted(line.lstrip().removeprefix(QUOTES), interactive=interactive)
     lines = [line]
     while lines[-1].endswith("\\"):
         lines[-1] = lines[-1][:-1]
-        following = input_line(interactive=interactive, prompt=MORE)
+        following = input_line(interactive=interactive, prompt=CONTINUATION)
         if following is None:
             break
         lines.append(following)
     return "\n".join(lines).strip()
 
 
-def _quoted(first: str, *, interactive: bool) -> str:
+def _read_quoted(first: str, *, interactive: bool) -> str:
     lines = [first]
     while not lines[-1].rstrip().endswith(QUOTES):
-        following = input_line(interactive=interactive, prompt=MORE)
+        following = input_line(interactive=interactive, prompt=CONTINUATION)
         if following is None:
             return "\n".join(lines).strip()
         lines.append(following)
@@ -58,9 +58,9 @@ def _quoted(first: str, *, interactive: bool) -> str:
 
 @contextlib.contextmanager
 def silent_keyboard() -> Iterator[None]:
-    """Do not show keys that are pressed meanwhile, and forget them at the end; Ctrl-C works as ever.
+    """Hide keys that are pressed inside the block, and discard them at its end; Ctrl-C still works.
 
-    They would be printed inside the answer, and become the next prompt. Does nothing without a terminal.
+    They would be printed inside the answer and become the next prompt. Does nothing without a terminal.
     """
     if not sys.stdin.isatty():
         yield

@@ -1,4 +1,4 @@
-"""What a flag's value may look like: each function reads one text, or says what it should have been."""
+"""Parsers of flag values. Each takes the text, and raises ArgumentTypeError with the right form for a wrong one."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from weft.errors import reason
+from weft.errors import error_reason
 from weft.formats.yaml_text import load_yaml
 
 MULTIPLIERS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def size(text: str) -> int:
-    """A whole number, as vLLM reads one: 4096, 1k = 1000, 1K = 1024, 1.5g, 2G."""
+    """A whole number in vLLM's notation: 4096, 1k = 1000, 1K = 1024, 1.5g, 2G."""
     number, unit = (text[:-1], MULTIPLIERS[text[-1]]) if text[-1:] in MULTIPLIERS else (text, 1)
     with suppress(ValueError, OverflowError):
         value = int(number) if unit == 1 else float(number) * unit
         if value == int(value):
             return int(value)
-    raise ArgumentTypeError(f"{text!r} is no whole number (4096, 8k = 8000, 8K = 8192)")
+    raise ArgumentTypeError(f"{text!r} is not a whole number, as in 4096, 8k (8,000) or 8K (8,192)")
 
 
 def at_least(minimum: int) -> Callable[[str], int]:
-    """A size with a lower limit."""
+    """A parser of sizes of at least `minimum`."""
 
     def number(text: str) -> int:
         value = size(text)
@@ -38,113 +38,113 @@ def at_least(minimum: int) -> Callable[[str], int]:
 
 
 def length(text: str) -> int | None:
-    """A length in tokens; auto or -1 leaves it to the planner."""
+    """A length in tokens; None for auto or -1, which leave it to the planner."""
     return None if text in ("auto", "-1") else size(text)
 
 
 def integers(text: str) -> tuple[int, ...]:
-    """20,12"""
+    """Whole numbers with commas: 20,12."""
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise ArgumentTypeError(f"{text!r} is no list of whole numbers, as in 20,12") from None
+        raise ArgumentTypeError(f"{text!r} is not a list of whole numbers, as in 20,12") from None
 
 
 def decimals(text: str) -> tuple[float, ...]:
-    """2,1 or 0.9"""
+    """Numbers with commas: 2,1 or 0.9."""
     try:
         return tuple(float(part) for part in text.split(","))
     except ValueError:
-        raise ArgumentTypeError(f"{text!r} is no list of numbers, as in 2,1") from None
+        raise ArgumentTypeError(f"{text!r} is not a list of numbers, as in 2,1") from None
 
 
-def listed(one: Callable[[str], float]) -> Callable[[str], tuple[float, ...]]:
-    """Several with commas, each once, in ascending order."""
+def ascending(parse_one: Callable[[str], float]) -> Callable[[str], tuple[float, ...]]:
+    """A parser of values with commas: each once, in ascending order."""
 
     def numbers(text: str) -> tuple[float, ...]:
-        return tuple(sorted({one(part) for part in text.split(",")}))
+        return tuple(sorted({parse_one(part) for part in text.split(",")}))
 
     return numbers
 
 
 def words(text: str) -> tuple[str, ...]:
-    """a,b or the JSON list ["a", "b"]"""
+    """Words with commas, a,b, or the JSON list ["a", "b"]."""
     if not text.startswith("["):
         return tuple(part.strip() for part in text.split(",") if part.strip())
-    listed = _json(text)
-    if not isinstance(listed, list) or not all(isinstance(part, str) for part in listed):
-        raise ArgumentTypeError(f'{text!r} is no list of texts, as in ["a", "b"]')
-    return tuple(listed)
+    items = _parse_json(text)
+    if not isinstance(items, list) or not all(isinstance(part, str) for part in items):
+        raise ArgumentTypeError(f'{text!r} is not a list of strings, as in ["a", "b"]')
+    return tuple(items)
 
 
 def mapping(text: str) -> dict[str, Any]:
     """A JSON object."""
-    found = _json(text)
-    if not isinstance(found, dict):
-        raise ArgumentTypeError(f'{text!r} is no JSON object, as in {{"enable_thinking": false}}')
-    return found
+    value = _parse_json(text)
+    if not isinstance(value, dict):
+        raise ArgumentTypeError(f'{text!r} is not a JSON object, as in {{"enable_thinking": false}}')
+    return value
 
 
 def span(text: str) -> tuple[int, int]:
-    """32:256, both included; one number stands for both."""
+    """A range 32:256 with both ends included; one number stands for both ends."""
     low, _, high = text.partition(":")
     try:
         bounds = int(low), int(high or low)
     except ValueError:
-        raise ArgumentTypeError(f"{text!r} is no range of lengths, as in 32:256") from None
+        raise ArgumentTypeError(f"{text!r} is not a range of lengths, as in 32:256") from None
     if not 1 <= bounds[0] <= bounds[1]:
-        raise ArgumentTypeError(f"{text!r} is no range of lengths: 1 <= low <= high, as in 32:256")
+        raise ArgumentTypeError(f"{text!r} is not a range of lengths: 1 <= low <= high, as in 32:256")
     return bounds
 
 
 DEVICE_MAP = (
-    "which device holds which module, as Transformers has it: a JSON or YAML file or inline JSON from modules to GPU "
-    "numbers, or one of auto balanced balanced_low_0 sequential"
+    "the device of each module, as in Transformers: a JSON or YAML file or inline JSON from modules to GPU numbers, or "
+    "one of auto balanced balanced_low_0 sequential"
 )
-MAX_MEMORY = "most that may be taken of each device; a GPU that is not named is not used, as with accelerate"
+MAX_MEMORY = "limit for the memory of each device; a GPU that is not named is not used, as in accelerate"
 
 
 def device_map(text: str) -> str | dict[str, Any]:
-    """A word, a device, {"model.layers.0": 0, ...}, or a file with that."""
+    """One of Transformers' words, a device, {"model.layers.0": 0, ...}, or a file that holds such a map."""
     if text.lstrip().startswith("{"):
-        return _unique(text, text if len(text) < 40 else "the map")
+        return _parse_map(text, text if len(text) < 40 else "the map")
     path = Path(text)
     if path.suffix.lower() not in (".json", ".yaml", ".yml") and not path.is_file():
         return text
     try:
-        return _unique(path.read_text(encoding="utf-8"), text)
+        return _parse_map(path.read_text(encoding="utf-8"), text)
     except (OSError, UnicodeDecodeError) as error:
-        raise ArgumentTypeError(f"cannot read {text}: {reason(error)}") from None
+        raise ArgumentTypeError(f"cannot read {text}: {error_reason(error)}") from None
 
 
 def max_memory(text: str) -> dict[str, Any]:
     """0=40GB,1=40GiB,cpu=64GB, or the same as JSON."""
     if text.lstrip().startswith("{"):
-        return _unique(text, text)
-    found: dict[str, Any] = {}
+        return _parse_map(text, text)
+    limits: dict[str, Any] = {}
     for part in filter(None, map(str.strip, text.split(","))):
         name, equals, value = (word.strip() for word in part.partition("="))
         if not (name and equals and value):
-            raise ArgumentTypeError(f"{part!r} is no DEVICE=SIZE, as in 0=40GB,1=40GB")
-        if name in found:
+            raise ArgumentTypeError(f"{part!r} is not of the form DEVICE=SIZE, as in 0=40GB,1=40GB")
+        if name in limits:
             raise ArgumentTypeError(f"{text!r} has {name} twice")
-        found[name] = value
-    return found
+        limits[name] = value
+    return limits
 
 
-def _unique(text: str, what: str) -> dict[str, Any]:
-    """A JSON or YAML mapping from texts, each of which is there once."""
+def _parse_map(text: str, name: str) -> dict[str, Any]:
+    """A JSON or YAML mapping without duplicate keys; errors call it `name`."""
     try:
-        # JSON is YAML, but for tabs.
-        found = load_yaml(text.replace("\t", " "))
+        # JSON is YAML, except for tabs.
+        value = load_yaml(text.replace("\t", " "))
     except ValueError as error:
-        raise ArgumentTypeError(f"{what} is neither JSON nor YAML: {error}") from None
-    if not isinstance(found, dict) or not all(isinstance(key, str | int) for key in found):
-        raise ArgumentTypeError(f'{what} is no map of modules to devices, as in {{"model.layers.0": 0}}')
-    return {str(key): value for key, value in found.items()}
+        raise ArgumentTypeError(f"{name} is neither JSON nor YAML: {error}") from None
+    if not isinstance(value, dict) or not all(isinstance(key, str | int) for key in value):
+        raise ArgumentTypeError(f'{name} is not a map of modules to devices, as in {{"model.layers.0": 0}}')
+    return {str(key): item for key, item in value.items()}
 
 
-def _json(text: str) -> Any:
+def _parse_json(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:

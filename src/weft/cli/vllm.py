@@ -1,38 +1,38 @@
-"""Flags of `vllm serve` that Weft does not have: read with their values, then refused or warned about."""
+"""Flags of `vllm serve` that Weft does not have: parsed with their values, then refused or ignored with a warning."""
 
 from __future__ import annotations
 
 import re
+from itertools import takewhile
 
-from weft.client.vllm import Foreign, foreign, short_forms
+from weft.client.vllm import VLLMArgument, short_forms, vllm_arguments
 
 
 class RefusedFlag(Exception):
-    """A flag of vLLM that changes what is served or how safe it is; the message names it, and the way out."""
+    """A flag of vLLM that changes what is served or how safe it is; the message names the flag and the way out."""
 
 
-def strip(argv: list[str], own: frozenset[str]) -> tuple[list[str], list[str]]:
+def strip_vllm_flags(argv: list[str], own: frozenset[str]) -> tuple[list[str], list[str]]:
     """`argv` without the flags that vLLM has and the command does not, and a warning for each that is ignored.
 
-    `own` are the command's options, which come first; a short form or `--flag.key` counts as its flag. Raises
-    RefusedFlag.
+    `own` are the options of the command itself; they take precedence. A short form or `--flag.key` counts as its flag.
+    Raises RefusedFlag.
     """
     kept: list[str] = []
     warnings: list[str] = []
-    rest = iter(range(len(argv)))
-    for at in rest:
-        written, glued, value = argv[at].partition("=")
-        flag, positive = _flag(written)
+    positions = iter(range(len(argv)))
+    for at in positions:
+        written, equals, value = argv[at].partition("=")
+        flag, enabled = _vllm_flag(written)
         if written in own or flag is None:
             kept.append(argv[at])
             continue
-        arity = 0 if glued or re.fullmatch(r"-O\d", written) else flag.arity
-        taken = [value] if glued else []
-        while arity and at + 1 < len(argv) and not argv[at + 1].startswith("--"):
-            at = next(rest)
-            arity -= 1
-            taken.append(argv[at])
-        why = flag.refusal(" ".join(taken) if taken else str(positive))
+        complete = equals or re.fullmatch(r"-O\d", written)
+        taken = [value] if equals else []
+        for word in [] if complete else _values(argv[at + 1 :], flag.arity):
+            next(positions)
+            taken.append(word)
+        why = flag.refusal(" ".join(taken) if taken else str(enabled))
         if why:
             raise RefusedFlag(f"{' '.join([written, *taken])}: {why}")
         if not flag.refused:
@@ -40,15 +40,23 @@ def strip(argv: list[str], own: frozenset[str]) -> tuple[list[str], list[str]]:
     return kept, warnings
 
 
-def _flag(option: str) -> tuple[Foreign | None, bool]:
-    """The flag that an option is written for, without what selects a part of it (--config.key, -O3), and whether it
-    is not its --no-."""
+def _values(words: list[str], arity: int) -> list[str]:
+    """The words up to the next flag, at most `arity`; any number if that is negative."""
+    limited = words if arity < 0 else words[:arity]
+    return list(takewhile(lambda word: not word.startswith("--"), limited))
+
+
+def _vllm_flag(option: str) -> tuple[VLLMArgument | None, bool]:
+    """The vLLM flag of an option, and False if the option is its `--no-` form.
+
+    A suffix that selects a part of the flag (--config.key, -O3) is ignored.
+    """
     stem = option.partition(".")[0]
     if re.fullmatch(r"-O\d", stem):
         stem = "-O"
     name = short_forms().get(stem, "") if not stem.startswith("--") else stem[2:]
-    flag = foreign().get(name)
+    flag = vllm_arguments().get(name)
     if flag is not None or not name.startswith("no-"):
         return flag, True
-    switch = foreign().get(name.removeprefix("no-"))
+    switch = vllm_arguments().get(name.removeprefix("no-"))
     return (switch, False) if switch is not None and switch.arity == 0 else (None, True)

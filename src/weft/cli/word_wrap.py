@@ -11,7 +11,7 @@ TAB_CELLS = 8
 
 
 class WordWrap:
-    """Breaks streamed text at word boundaries, `width` cells wide.
+    """Break streamed text at word boundaries, into lines of `width` cells.
 
     A word is held back until its end is known, so that it never has to be broken at the edge. Lines of a Markdown code
     block are left as they are, because a line break inside them would change the code. Control characters other than

@@ -1,1 +1,1 @@
-"""The caller's side of the engine: prompts in, outputs out, in process or across a socket."""
+"""The caller's side of the engine: prompts in, outputs out, within the process or across a socket."""

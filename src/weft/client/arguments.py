@@ -1,4 +1,4 @@
-"""From Python keywords, vLLM's among them, to an EngineConfig."""
+"""Conversion of Python keywords, vLLM's among them, to an EngineConfig."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 
 import msgspec
 
-from weft.client.vllm import foreign
+from weft.client.vllm import vllm_arguments
 from weft.config import EngineConfig
 from weft.errors import ConfigError, nearest_name
 from weft.formats import model_names
 
 log = logging.getLogger("weft")
 
-EXECUTORS = {"mp": "processes", "uni": "inline"}  # from vLLM's names
+EXECUTORS = {"mp": "processes", "uni": "inline"}  # by vLLM's names
 
-# Names for the same in other libraries.
-HABITS = {
+# Names of the same keywords in other libraries.
+OTHER_NAMES = {
     "context_length": "max_model_len",
     "ctx_size": "max_model_len",
     "load_in_4bit": "quantization",
@@ -35,7 +35,7 @@ HABITS = {
     "tp": "tensor_parallel_size",
 }
 
-# Keywords of vLLM's LLM that ask for what is so anyway, or cannot matter here: not worth a warning.
+# Keywords of vLLM's LLM that ask for what Weft does anyway, or that cannot matter here: not worth a warning.
 SILENT = (
     "trust_remote_code",
     "disable_log_stats",
@@ -45,45 +45,51 @@ SILENT = (
 )
 
 
-def engine_config(model: str | os.PathLike[str], said: Mapping[str, Any]) -> EngineConfig:
-    """The config that `said` describes, None being as good as unsaid; `model` may be a nickname, as in `qwen3:8b`.
+def engine_config(model: str | os.PathLike[str], keywords: Mapping[str, Any]) -> EngineConfig:
+    """Return the EngineConfig that `keywords` describe. `model` may be a short name, as in `qwen3:8b`.
 
-    ConfigError for a keyword that nobody knows, with the nearest name, for a value of the wrong type, and for vLLM's
-    keywords that Weft refuses; a warning for those that it ignores.
+    A keyword with the value None counts as left out. Raises ConfigError for an unknown keyword, with the nearest name,
+    for a value of the wrong type, and for vLLM's keywords that Weft refuses. Warns about those that Weft ignores.
     """
     known = {field.name for field in fields(EngineConfig)} - {"model"}
     given: dict[str, Any] = {}
-    for name, value in said.items():
+    for name, value in keywords.items():
         if name in known:
             given[name] = value
         elif name == "distributed_executor_backend":
             given["executor"] = EXECUTORS.get(value, value)
         elif name not in SILENT:
-            check_foreign(name, value, known)
-    if "dtype" in given:
-        given["dtype"] = str(given["dtype"]).removeprefix("torch.")  # torch.bfloat16 will do as well
-    if given.get("plan") is not None:
-        given["plan"] = os.fspath(given["plan"])
-    share = given.get("gpu_memory_utilization")
-    if isinstance(share, int | float):
-        given["gpu_memory_utilization"] = (share,)
-    said_values = {name: value for name, value in given.items() if value is not None}
+            check_vllm_argument(name, value, known)
+    values = {name: _converted(name, value) for name, value in given.items() if value is not None}
     typed = os.fspath(model)
-    full = model_names.full_name(typed, folder=said_values.get("download_dir"))
+    full = model_names.full_name(typed, folder=values.get("download_dir"))
     if message := model_names.notice(typed, full):
         log.info(message)
     try:
-        return msgspec.convert({"model": full, **said_values}, EngineConfig)
+        return msgspec.convert({"model": full, **values}, EngineConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{error}".replace("`$.", "`")) from None
 
 
-def check_foreign(name: str, value: Any, known: Collection[str]) -> None:
-    """Warn about a keyword of vLLM's LLM that Weft ignores. Raises ConfigError for one that changes what is served, and
-    for a keyword that is neither vLLM's nor ours (`known`)."""
-    flag = foreign().get(name.replace("_", "-"))
+def _converted(name: str, value: Any) -> Any:
+    """Return a keyword's value in the type that EngineConfig has for it."""
+    if name == "dtype":
+        return str(value).removeprefix("torch.")  # torch.bfloat16 is accepted too
+    if name == "plan":
+        return os.fspath(value)
+    if name == "gpu_memory_utilization" and isinstance(value, int | float):
+        return (value,)
+    return value
+
+
+def check_vllm_argument(name: str, value: Any, known: Collection[str]) -> None:
+    """Warn about a keyword of vLLM's LLM that Weft ignores.
+
+    Raises ConfigError for one that changes what is served, and for a keyword that is neither vLLM's nor in `known`.
+    """
+    flag = vllm_arguments().get(name.replace("_", "-"))
     if flag is None:
-        suggestion = nearest_name(name, [*known, "distributed_executor_backend"], HABITS)
+        suggestion = nearest_name(name, [*known, "distributed_executor_backend"], OTHER_NAMES)
         raise ConfigError(f"unknown argument {name!r}{suggestion}")
     if why := flag.refusal(value):
         raise ConfigError(f"{name}={value!r}: {why}")

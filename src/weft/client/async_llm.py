@@ -14,13 +14,13 @@ from typing import Any
 from weft.client.arguments import engine_config
 from weft.client.collector import Collector
 from weft.client.frontend import Frontend, Prompt, PromptLike
-from weft.client.opening import Message, check_params, describe, open_model
+from weft.client.opening import Message, check_params, describe_engine, open_model
 from weft.client.outputs import RequestOutput
 from weft.client.remote import AsyncEngine
 from weft.core.params import SamplingParams
 from weft.core.request import Stats
 from weft.errors import OutputError, RequestError
-from weft.hardware.host import probe
+from weft.hardware.host import probe_host
 from weft.plan.plan import Plan
 from weft.planner.execution import plan_to_run
 
@@ -29,7 +29,7 @@ SHUT_DOWN = "this AsyncLLM has been shut down; make another"
 
 
 @dataclass(frozen=True)
-class Started:
+class StartedEngine:
     """An engine that has started, and the frontend of its model."""
 
     engine: AsyncEngine
@@ -39,30 +39,30 @@ class Started:
 class AsyncLLM:
     """An engine and its model for one event loop, with the arguments of `LLM`.
 
-    The engine runs in processes of its own, so that the loop stays free. It starts with `async with`, `await start()`
-    or the first request; any number of tasks may use it at once, and their requests share the engine's steps.
-    `shutdown` ends it; tasks in flight get an EngineError.
+    The engine runs in processes of its own, so that the event loop stays free. The engine starts with `async with`,
+    `await start()` or the first request. Any number of tasks may use it at once, and their requests share the engine's
+    steps. `shutdown` ends it; tasks in flight get an EngineError.
 
     The constructor raises ConfigError; the start raises ConfigError, ModelError, PlanError and EngineError.
     """
 
     def __init__(self, model: str | os.PathLike[str], **engine: Any) -> None:
-        # Tasks wait in the queue: unlike a server's clients they have nowhere else to go.
+        # Tasks wait in the queue: unlike a server's clients, they have no other server to go to.
         queued = engine.get("max_num_queued_reqs")
         self.config = engine_config(model, {**engine, "max_num_queued_reqs": UNLIMITED if queued is None else queued})
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._start: asyncio.Task[Started] | None = None
+        self._start: asyncio.Task[StartedEngine] | None = None
         self._ended = False
         self._running: dict[str, Collector] = {}  # by request id
 
     async def start(self) -> AsyncLLM:
-        """Start the engine and wait until it can answer. May be called twice."""
+        """Start the engine and wait until it is ready for requests. May be called twice."""
         await self._ready()
         return self
 
     @property
     def plan(self) -> Plan:
-        """The executed plan: which rank holds what, and the limits. Raises RequestError before the start."""
+        """The executed plan: each rank's share of the model, and the limits. Raises RequestError before the start."""
         return self._started.engine.plan
 
     @property
@@ -78,14 +78,14 @@ class AsyncLLM:
         *,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the answer while it grows: the same object again and again, with all there is so far.
+        """Yield the answer while it grows: the same object each time, with everything generated so far.
 
         The prompt is a text, a list of token ids, or a dict with "prompt_token_ids" or "prompt". `request_id`, which
-        `abort` takes, must differ from those of other requests in flight; None makes one. Without `sampling_params`
-        the model's own defaults hold. Closing the iterator, or cancelling its task, ends the request. Iterating raises
+        `abort` takes, must differ from those of other requests in flight; None creates one. Without `sampling_params`
+        the model's own defaults apply. Closing the iterator, or cancelling its task, ends the request. Iterating raises
         RequestError, QueueFullError, EngineError, and OutputError for an answer that the model cannot go on with.
         """
-        return self._answer(lambda frontend: frontend.prompt(prompt), sampling_params, request_id, priority)
+        return self._answer(lambda frontend: frontend.parse_prompt(prompt), sampling_params, request_id, priority)
 
     def chat(
         self,
@@ -99,25 +99,25 @@ class AsyncLLM:
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The same for one conversation, through the model's chat template."""
+        """Yield the answer to one conversation, as `generate` does, through the model's chat template."""
 
         def render(frontend: Frontend) -> Prompt:
-            return frontend.conversation(
+            return frontend.chat_prompt(
                 messages,
                 chat_template=chat_template,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                names=chat_template_kwargs,
+                template_variables=chat_template_kwargs,
             )
 
         return self._answer(render, sampling_params, request_id, priority)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """End requests: their iterations yield what there is, with finish_reason "abort". Unknown ids are no error."""
+        """End requests. Their iterations yield the answer so far, with finish_reason "abort". Ignores unknown ids."""
         names = [request_id] if isinstance(request_id, str) else list(request_id)
-        jobs = [self._running[name] for name in names if name in self._running]
-        if jobs:
-            self._started.engine.abort([request.id for job in jobs for request in job.requests])
+        collectors = [self._running[name] for name in names if name in self._running]
+        if collectors:
+            self._started.engine.abort([request.id for collector in collectors for request in collector.requests])
 
     async def shutdown(self) -> None:
         """End the engine and free its memory. May be called twice, and from any thread's event loop."""
@@ -134,7 +134,7 @@ class AsyncLLM:
         if not self._ended and self._start and self._start.done() and not self._start.exception():
             engine = self._start.result().engine
             state = str(engine.failure) if engine.failure else engine.plan
-        return describe("AsyncLLM", self.config.model, state)
+        return describe_engine("AsyncLLM", self.config.model, state)
 
     async def __aenter__(self) -> AsyncLLM:
         return await self.start()
@@ -145,12 +145,12 @@ class AsyncLLM:
         await self.shutdown()
 
     @property
-    def _started(self) -> Started:
+    def _started(self) -> StartedEngine:
         if self._start is None or not self._start.done():
             raise RequestError("this AsyncLLM has not started; use `async with`, or `await llm.start()`")
         return self._start.result()
 
-    async def _ready(self) -> Started:
+    async def _ready(self) -> StartedEngine:
         """Wait until the engine has started. The first caller starts it, and may be cancelled without harm."""
         loop = asyncio.get_running_loop()
         if self._ended:
@@ -167,55 +167,57 @@ class AsyncLLM:
                 raise RequestError(SHUT_DOWN) from None
             raise
 
-    async def _open(self) -> Started:
-        checkpoint, words = await asyncio.to_thread(open_model, self.config)
-        plan = await asyncio.to_thread(lambda: plan_to_run(self.config, checkpoint, probe()))
+    async def _open(self) -> StartedEngine:
+        checkpoint, text_tools = await asyncio.to_thread(open_model, self.config)
+        plan = await asyncio.to_thread(lambda: plan_to_run(self.config, checkpoint, probe_host()))
         engine = await AsyncEngine.start(plan, self.config)
-        return Started(engine, Frontend.of(self.config, checkpoint, words, max_model_len=engine.plan.max_model_len))
+        frontend = Frontend.for_engine(self.config, checkpoint, text_tools, max_model_len=engine.plan.max_model_len)
+        return StartedEngine(engine, frontend)
 
-    async def _close(self, start: asyncio.Task[Started]) -> None:
+    async def _close(self, start: asyncio.Task[StartedEngine]) -> None:
         start.cancel()
         (result,) = await asyncio.gather(start, return_exceptions=True)
-        if isinstance(result, Started):
+        if isinstance(result, StartedEngine):
             await result.engine.close()
 
     async def _answer(
         self,
-        read_prompt: Callable[[Frontend], Prompt],
+        make_prompt: Callable[[Frontend], Prompt],
         sampling_params: SamplingParams | None,
         request_id: str | None,
         priority: int,
     ) -> AsyncGenerator[RequestOutput, None]:
         started = await self._ready()
         engine, frontend = started.engine, started.frontend
-        params = frontend.params({}) if sampling_params is None else sampling_params
+        params = frontend.sampling_params({}) if sampling_params is None else sampling_params
         check_params(params)
-        # In a thread: a long text takes a while, and the loop has other answers to pass on.
-        prompt = await asyncio.to_thread(read_prompt, frontend)
-        job = frontend.collect(prompt, params, arrival_s=time.monotonic(), priority=priority)
-        name = job.output.request_id if request_id is None else request_id
+        # In a thread: a long text takes a while to tokenize, and the event loop has other answers to pass on.
+        prompt = await asyncio.to_thread(make_prompt, frontend)
+        collector = frontend.create_collector(prompt, params, arrival_s=time.monotonic(), priority=priority)
+        name = collector.output.request_id if request_id is None else request_id
         if name in self._running:
             raise RequestError(f"a request {name!r} is running already; ids must differ", param="request_id")
-        job.output.request_id = name
-        self._running[name] = job
+        collector.output.request_id = name
+        self._running[name] = collector
         try:
-            async with aclosing(engine.submit(job.requests)) as stream:
+            async with aclosing(engine.submit(collector.requests)) as stream:
                 async for output in stream:
-                    delta = job.add(output, time.monotonic())
+                    delta = collector.add(output, time.monotonic())
                     if delta is None:
                         continue
                     if delta.cut:
                         engine.abort([output.id])
-                    if job.error:
-                        raise OutputError(job.error)
-                    yield job.output
-            if not job.output.finished:
-                yield _aborted(job.output)
+                    if collector.error:
+                        raise OutputError(collector.error)
+                    yield collector.output
+            if not collector.output.finished:
+                yield _mark_aborted(collector.output)
         finally:
             del self._running[name]
 
 
-def _aborted(output: RequestOutput) -> RequestOutput:
+def _mark_aborted(output: RequestOutput) -> RequestOutput:
+    """Finish all choices that have not finished, with finish_reason "abort"."""
     for choice in output.outputs:
         choice.finish_reason = choice.finish_reason or "abort"
     output.finished = True

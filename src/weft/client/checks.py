@@ -1,4 +1,4 @@
-"""Checks that SamplingParams cannot make by itself: of token ids against the vocabulary, and of the priority."""
+"""Checks that SamplingParams cannot make by itself: token ids against the vocabulary, and the priority."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from weft.core.params import SamplingParams
 from weft.errors import RequestError
 
-PRIORITIES = range(-(2**63), 2**63)  # what crosses the socket to the core
+PRIORITIES = range(-(2**63), 2**63)  # the integers that MessagePack carries to the core
 
 
 def check_ids(params: SamplingParams, vocab: int) -> None:

@@ -1,4 +1,4 @@
-"""Collector: one prompt's answer while it grows, from the core's Outputs to the caller's RequestOutput."""
+"""Collector: one prompt's growing answer, from the core's Outputs to the caller's RequestOutput."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Delta:
-    """What one Output brought to the caller: the choice's new text (never half a character) and ids.
+    """New text of one choice (never half a character), its token ids, and the reason if the choice ended.
 
-    `cut`: a stop string ended the choice here, and the core does not know: the request is to be aborted.
+    `cut` is True if a stop string ended the choice. The core does not know that, so the request must be aborted.
     """
 
     index: int
@@ -39,8 +39,11 @@ class Choice:
 
 
 class Collector:
-    """`requests` go to the core, its Outputs come to `add`; `output` is the answer so far, and `error` why the engine
-    could not answer a choice, whose finish_reason is "error" then."""
+    """The answer to one prompt: `requests` go to the core, and the core's Outputs come to `add`.
+
+    `output` is the answer so far. `error` says why the engine could not go on with a choice, whose finish_reason is
+    "error" then.
+    """
 
     def __init__(
         self,
@@ -59,55 +62,68 @@ class Collector:
         self._choices: dict[str, Choice] = {}
         first = None if tokenizer is None else TextStream(tokenizer, params, prompt)
         for index, request in enumerate(requests):
-            stream = first.twin() if first is not None and index else first
+            stream = first.fork() if first is not None and index else first
             self._choices[request.id] = Choice(CompletionOutput(index), stream)
         outputs = [choice.output for choice in self._choices.values()]
         self.output = RequestOutput(name, text, prompt, outputs, Metrics(arrival_s))
 
     def add(self, output: Output, now_s: float) -> Delta | None:
-        """The news of `output`; None where its choice has ended already (steps in flight go on a little)."""
+        """Add an Output of a choice. Returns the delta, or None if the choice has ended already.
+
+        Outputs can come after the end, because a stop string ends a choice while steps are in flight.
+        """
         choice = self._choices[output.id]
-        made = choice.output
-        if made.finish_reason is not None:
+        completion = choice.output
+        if completion.finish_reason is not None:
             return None
-        whole = self.output
-        if whole.metrics.first_token_s is None and output.tokens:
-            whole.metrics.first_token_s = now_s
-            whole.metrics.scheduled_s = output.scheduled_s
-            whole.num_cached_tokens = output.cached_tokens
-        if output.prompt_logprobs is not None and whole.prompt_logprobs is None:
-            ids = whole.prompt_token_ids[1:]
-            entries = zip(ids, output.prompt_logprobs, strict=True)
-            whole.prompt_logprobs = [None, *(self._logprobs(token, entry) for token, entry in entries)]
-        delta = Delta(made.index, "", output.tokens, finish_reason=output.finish_reason, stop_reason=output.stop_reason)
+        answer = self.output
+        if answer.metrics.first_token_s is None and output.tokens:
+            answer.metrics.first_token_s = now_s
+            answer.metrics.scheduled_s = output.scheduled_s
+            answer.num_cached_tokens = output.cached_tokens
+        if output.prompt_logprobs is not None and answer.prompt_logprobs is None:
+            self._add_prompt_logprobs(output.prompt_logprobs)
+        delta = Delta(
+            completion.index, "", output.tokens, finish_reason=output.finish_reason, stop_reason=output.stop_reason
+        )
         if self.params.logprobs is not None:
-            delta.logprobs = [
-                self._logprobs(token, entry)
-                for token, entry in zip(output.tokens, output.logprobs, strict=True)
-                if entry is not None
-            ]
-            if made.logprobs is None:
-                made.logprobs = []
-            made.logprobs += delta.logprobs
-            made.cumulative_logprob = (made.cumulative_logprob or 0.0) + sum(
-                entry.logprob for entry in output.logprobs if entry is not None
-            )
+            self._add_logprobs(completion, output, delta)
         if choice.stream is not None:
-            self._read(choice.stream, output, delta)
-        made.text += delta.text
-        made.token_ids += output.tokens
-        made.finish_reason, made.stop_reason = delta.finish_reason, delta.stop_reason
+            self._add_text(choice.stream, output, delta)
+        completion.text += delta.text
+        completion.token_ids += output.tokens
+        completion.finish_reason, completion.stop_reason = delta.finish_reason, delta.stop_reason
         self.error = self.error or output.error
         if delta.finish_reason is not None and all(c.output.finish_reason for c in self._choices.values()):
-            whole.finished = True
-            whole.metrics.finished_s = now_s
+            answer.finished = True
+            answer.metrics.finished_s = now_s
         return delta
 
-    def _read(self, stream: TextStream, output: Output, delta: Delta) -> None:
-        """Text of the new tokens, and stop strings in it."""
+    def _add_prompt_logprobs(self, prompt_logprobs: list[TokenLogprobs]) -> None:
+        """Set the answer's prompt logprobs; the first prompt token has none."""
+        ids = self.output.prompt_token_ids[1:]
+        entries = zip(ids, prompt_logprobs, strict=True)
+        self.output.prompt_logprobs = [None, *(self._logprobs(token, entry) for token, entry in entries)]
+
+    def _add_logprobs(self, completion: CompletionOutput, output: Output, delta: Delta) -> None:
+        """Add the logprobs of the new tokens to the delta and the choice."""
+        delta.logprobs = [
+            self._logprobs(token, entry)
+            for token, entry in zip(output.tokens, output.logprobs, strict=True)
+            if entry is not None
+        ]
+        if completion.logprobs is None:
+            completion.logprobs = []
+        completion.logprobs += delta.logprobs
+        completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + sum(
+            entry.logprob for entry in output.logprobs if entry is not None
+        )
+
+    def _add_text(self, stream: TextStream, output: Output, delta: Delta) -> None:
+        """Add the text of the new tokens to the delta, up to a stop string."""
         shown = output.tokens
         if output.finish_reason == "stop" and not self.params.include_stop_str_in_output:
-            shown = shown[:-1]  # the token that ended it is no part of the text
+            shown = shown[:-1]  # the token that ended the choice is no part of the text
         delta.text = stream.push(shown)
         if output.finish_reason is not None:
             delta.text += stream.finish()
@@ -116,12 +132,12 @@ class Collector:
             delta.finish_reason, delta.stop_reason = "stop", stream.stopped
 
     def _logprobs(self, token: int, entry: TokenLogprobs) -> dict[int, Logprob]:
-        """The chosen token first, then the likeliest."""
-        found = {token: Logprob(entry.logprob, entry.rank, self._text(token))}
+        """Logprobs by token id: the chosen token first, then the likeliest."""
+        logprobs = {token: Logprob(entry.logprob, entry.rank, self._token_text(token))}
         for rank, (other, logprob) in enumerate(zip(entry.top_ids, entry.top_logprobs, strict=True), start=1):
-            if other not in found:
-                found[other] = Logprob(logprob, rank, self._text(other))
-        return found
+            if other not in logprobs:
+                logprobs[other] = Logprob(logprob, rank, self._token_text(other))
+        return logprobs
 
-    def _text(self, token: int) -> str | None:
+    def _token_text(self, token: int) -> str | None:
         return None if self._tokenizer is None else self._tokenizer.token_text(token)

@@ -1,4 +1,4 @@
-"""CallersHeap: the garbage collector of a process that is not ours alone."""
+"""CallersHeap: control of the garbage collector in a process that belongs to the caller."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ class CallersHeap:
     """Keeps full garbage collections short while requests run.
 
     A full collection looks through every object of the process, most of them torch's: 80 ms and more, in which no step
-    is scheduled. A process of our own freezes its heap for good. The caller's process must not: garbage in reference
-    cycles that is frozen is never freed. So what is there when the first request comes is frozen until the last one
-    has ended, then handed back. A heap that somebody else has frozen is left alone.
+    is scheduled. A process of our own freezes its heap for good. In the caller's process that must not happen: frozen
+    garbage in reference cycles is never freed. So the objects that exist when the first request comes are frozen until
+    the last request has ended, then unfrozen. A heap that somebody else has frozen is left alone.
     """
 
     def __init__(self) -> None:

@@ -20,11 +20,11 @@ from weft.config import EngineConfig
 from weft.core.engine import EngineCore
 from weft.core.request import Output, Request, Stats
 from weft.errors import CORE, Cause, EngineError, QueueFullError, RequestError, WeftError
-from weft.executors import create
+from weft.executors import create_executor
 from weft.executors.causes import cause_of
 from weft.executors.ranks import CLOSED
 from weft.formats.checkpoint import Checkpoint
-from weft.hardware.host import probe
+from weft.hardware.host import probe_host
 from weft.plan.memory import capacity_lines, fit_length
 from weft.plan.plan import Plan
 from weft.planner.execution import plan_to_run
@@ -35,18 +35,20 @@ T = TypeVar("T")
 
 
 class LocalEngine:
-    """An engine that has started. `plan` is the executed plan, with the served length; every rank has `num_blocks`
-    KV blocks and reported one of `capacities`; `host` is the machine as it was before the start.
+    """An engine that has started.
+
+    `plan` is the executed plan, with the served length. Every rank has `num_blocks` KV blocks and reported one of
+    `capacities`. `host` is the machine as probed before the start.
 
     One thread owns the core and steps it. Every method may be called from any thread: the requests of all callers
     share the steps.
     """
 
     def __init__(self, config: EngineConfig, checkpoint: Checkpoint) -> None:
-        self.host = probe()
+        self.host = probe_host()
         plan = plan_to_run(config, checkpoint, self.host)
         kind = config.executor or ("inline" if len(plan.places) == 1 else "processes")
-        self._executor = create(kind)
+        self._executor = create_executor(kind)
         try:
             ready = self._executor.start(plan)
             self.num_blocks, self.capacities = ready.num_blocks, ready.ranks
@@ -59,62 +61,64 @@ class LocalEngine:
             log.info(line)
         self._closing = threading.RLock()
         self._loop = CoreThread(core)
-        # A rank that dies while nothing runs is noticed too.
-        self._executor.failure.add_done_callback(lambda failure: self._loop.tell_failure(failure.result()))
+        # So that a rank that dies while nothing runs is noticed too.
+        self._executor.failure.add_done_callback(lambda failure: self._loop.send_failure(failure.result()))
 
     @property
     def failure(self) -> EngineError | None:
-        """Why the engine has ended, once it has."""
+        """The error that ended the engine; None while it runs."""
         return self._loop.failure
 
-    def submit(self, requests: Sequence[Request]) -> Run:
-        """Queue requests. The Run iterates over what the steps bring, until the last request has ended; requests
-        beyond the queue's limit are added as room appears. Raises EngineError."""
-        run = Run(self._loop, requests)
-        self._loop.send(run)
-        return run
+    def submit(self, requests: Sequence[Request]) -> Submission:
+        """Queue requests. The Submission iterates over their outputs until the last request has ended.
+
+        Requests beyond the queue's limit are added as room appears. Raises EngineError.
+        """
+        submission = Submission(self._loop, requests)
+        self._loop.send(submission)
+        return submission
 
     def stats(self) -> Stats:
-        """The core after everything that this thread has asked of it. Raises EngineError."""
-        return self._loop.ask(lambda core: core.stats())
+        """Return the core's stats after everything that this thread has sent to it. Raises EngineError."""
+        return self._loop.query(lambda core: core.stats())
 
     def close(self) -> None:
         """End the core and every rank; callers in flight get an EngineError. May be called twice, by any thread."""
         with self._closing:
-            self._loop.tell_failure(CLOSED)
+            self._loop.send_failure(CLOSED)
             self._executor.close()
             self._loop.join()
 
 
-class Run:
-    """The requests of one caller. Iterated and aborted by one thread at a time."""
+class Submission:
+    """The requests of one call. Iterated and aborted by one thread at a time."""
 
     def __init__(self, loop: CoreThread, requests: Iterable[Request]) -> None:
-        self.waiting = deque(requests)  # the core's thread takes them from here as the queue has room
-        self.news: SimpleQueue[list[Output] | WeftError] = SimpleQueue()
+        self.waiting = deque(requests)  # the core's thread takes requests from here as the queue has room
+        self.outputs: SimpleQueue[list[Output] | WeftError] = SimpleQueue()
         self._open = {request.id for request in self.waiting}
         self._loop = loop
 
     def __iter__(self) -> Iterator[Output]:
         """Yield outputs as the steps bring them. Raises RequestError and EngineError."""
         while self._open:
-            news = self.news.get()
-            if not isinstance(news, list):
+            outputs = self.outputs.get()
+            if not isinstance(outputs, list):
                 self.close()
-                raise news
-            for output in news:
-                if output.id not in self._open:  # aborted since
+                raise outputs
+            for output in outputs:
+                if output.id not in self._open:  # aborted meanwhile
                     continue
                 if output.finish_reason is not None:
                     self._open.discard(output.id)
                 yield output
 
     def abort(self, ids: Iterable[str]) -> None:
-        """Forget requests; nothing more comes for them."""
+        """Forget requests; they get no more outputs."""
         dropped = self._open.intersection(ids)
         if dropped:
-            with contextlib.suppress(EngineError):  # all requests have ended then
-                self._loop.send(Drop(self, dropped))
+            with contextlib.suppress(EngineError):  # if the engine has ended, so have all requests
+                self._loop.send(DropRequests(self, dropped))
         self._open -= dropped
 
     def close(self) -> None:
@@ -123,49 +127,49 @@ class Run:
 
 
 @dataclass(slots=True)
-class Drop:
-    """Requests of a run that are to be forgotten."""
+class DropRequests:
+    """Message to forget requests of a submission."""
 
-    run: Run
+    submission: Submission
     ids: set[str]
 
 
 @dataclass(slots=True)
-class Ask:
-    """A question about the core, answered between steps."""
+class Query:
+    """Message to call a function with the core, between steps."""
 
-    question: Callable[[EngineCore], Any]
-    answer: Future[Any]
+    function: Callable[[EngineCore], Any]
+    result: Future[Any]
 
 
 class CoreThread(CoreLoop):
-    """The loop in its thread. `failure` is why it has ended, None while it lives."""
+    """The core's loop in a thread. `failure` is the error that ended it, None while it runs."""
 
     def __init__(self, core: EngineCore) -> None:
         super().__init__(core, SimpleQueue())
         self.failure: EngineError | None = None
-        self._lock = threading.Lock()  # nothing comes into the inbox of a thread that has ended
-        self._homes: dict[str, Run] = {}  # of the requests that the core has
-        self._feeding: deque[Run] = deque()  # runs with requests that wait for room
+        self._lock = threading.Lock()  # so that no message enters the inbox after the thread has ended
+        self._submissions: dict[str, Submission] = {}  # by id of each request that the core has
+        self._feeding: deque[Submission] = deque()  # submissions with requests that wait for room
         self._heap = CallersHeap()
         self._thread = threading.Thread(target=self._serve, name="weft-core", daemon=True)
         self._thread.start()
 
-    def send(self, message: Run | Drop | Ask) -> None:
+    def send(self, message: Submission | DropRequests | Query) -> None:
         """Hand a message to the thread. Raises EngineError once it has ended."""
         with self._lock:
             if self.failure is not None:
                 raise EngineError(self.failure.cause)
             self.inbox.put(message)
 
-    def ask(self, question: Callable[[EngineCore], T]) -> T:
-        """Have a question answered by the thread. Raises EngineError."""
-        answer: Future[T] = Future()
-        self.send(Ask(question, answer))
-        return answer.result()
+    def query(self, function: Callable[[EngineCore], T]) -> T:
+        """Have the thread call a function with the core, and return its result. Raises EngineError."""
+        result: Future[T] = Future()
+        self.send(Query(function, result))
+        return result.result()
 
-    def tell_failure(self, cause: Cause) -> None:
-        """End the thread; whoever waits gets the cause. Without effect on one that has ended."""
+    def send_failure(self, cause: Cause) -> None:
+        """End the thread; all waiting callers get the cause. Without effect on a thread that has ended."""
         self.inbox.put(cause)
 
     def join(self) -> None:
@@ -179,66 +183,70 @@ class CoreThread(CoreLoop):
         except Exception as error:
             self._end(cause_of(error, CORE, "step"))
 
-    def _take(self, event: Any) -> None:
+    def _handle_event(self, event: Any) -> None:
         match event:
-            case Run():
+            case Submission():
                 self._feeding.append(event)
-            case Drop(run, ids):
+            case DropRequests(submission, ids):
                 self.core.abort(ids)
                 for id in ids:
-                    self._homes.pop(id, None)
-                run.waiting = deque(request for request in run.waiting if request.id not in ids)
-            case Ask(question, answer):
-                answer.set_result(question(self.core))
+                    self._submissions.pop(id, None)
+                submission.waiting = deque(request for request in submission.waiting if request.id not in ids)
+            case Query(function, result):
+                result.set_result(function(self.core))
             case Cause():
                 raise EngineError(event)
 
     def _pump(self) -> None:
         self._feed()
-        self._heap.set_busy(bool(self._homes))
+        self._heap.set_busy(bool(self._submissions))
         super()._pump()
 
     def _feed(self) -> None:
-        """Add what waits, as far as the queue has room. Runs take turns: a long list does not keep others out."""
+        """Add waiting requests to the core while the queue has room.
+
+        Submissions take turns, so that a long list of requests does not keep others out.
+        """
         while self._feeding:
-            run = self._feeding[0]
-            if run.waiting:
+            submission = self._feeding[0]
+            if submission.waiting:
                 try:
-                    self.core.add(run.waiting[0])
+                    self.core.add(submission.waiting[0])
                 except QueueFullError:
                     return
                 except RequestError as error:
-                    run.waiting.clear()
-                    run.news.put(error)
+                    submission.waiting.clear()
+                    submission.outputs.put(error)
                 else:
-                    self._homes[run.waiting.popleft().id] = run
+                    self._submissions[submission.waiting.popleft().id] = submission
             self._feeding.popleft()
-            if run.waiting:
-                self._feeding.append(run)
+            if submission.waiting:
+                self._feeding.append(submission)
 
     def _deliver(self, outputs: list[Output]) -> None:
-        """Give each caller what a step has brought for it, in one piece."""
-        shares: dict[Run, list[Output]] = {}
+        """Pass all outputs of a step to each caller in one piece."""
+        shares: dict[Submission, list[Output]] = {}
         for output in outputs:
             ended = output.finish_reason is not None
-            run = self._homes.pop(output.id) if ended else self._homes[output.id]
-            shares.setdefault(run, []).append(output)
-        self._heap.set_busy(bool(self._homes))  # a caller whose answer is complete finds its heap as it was
-        for run, share in shares.items():
-            run.news.put(share)
+            submission = self._submissions.pop(output.id) if ended else self._submissions[output.id]
+            shares.setdefault(submission, []).append(output)
+        # Before the outputs: a caller whose answer is complete finds its heap as it was.
+        self._heap.set_busy(bool(self._submissions))
+        for submission, share in shares.items():
+            submission.outputs.put(share)
 
     def _end(self, cause: Cause) -> None:
-        """Tell everyone who waits, and everyone who comes, why there will be nothing more."""
+        """Pass the cause to all waiting callers, and to those that come later."""
         self._heap.set_busy(False)
         with self._lock:
             self.failure = EngineError(cause)
-        runs = {*self._homes.values(), *self._feeding}
+        submissions = {*self._submissions.values(), *self._feeding}
         with contextlib.suppress(Empty):
             while True:
                 match self.inbox.get_nowait():
-                    case Run() as run:
-                        runs.add(run)
-                    case Ask(_, answer):
-                        answer.set_exception(EngineError(cause))
-        for run in runs:
-            run.news.put(EngineError(cause))
+                    case Submission() as submission:
+                        submissions.add(submission)
+                    case Query(_, result):
+                        result.set_exception(EngineError(cause))
+        for submission in submissions:
+            submission.outputs.put(EngineError(cause))

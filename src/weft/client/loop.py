@@ -1,4 +1,4 @@
-"""CoreLoop: the loop that steps an EngineCore, whether it runs in a thread or in a process of its own."""
+"""CoreLoop: the loop that steps an EngineCore, in a thread or in a process of its own."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from weft.core.request import Output
 
 
 class CoreLoop(ABC):
-    """One thread that owns a core, and one inbox of events: callers' messages, causes of failure, and the futures of
-    finished steps, which only wake the loop."""
+    """One thread that owns a core, with one inbox of events.
+
+    Events are callers' messages, causes of failure, and the futures of finished steps, which only wake the loop.
+    """
 
     def __init__(self, core: EngineCore, inbox: SimpleQueue[Any]) -> None:
         self.core = core
@@ -22,13 +24,13 @@ class CoreLoop(ABC):
     def step_until_failure(self) -> None:
         """Step the core until an exception ends the loop. Sleeps while the inbox is empty; never waits for a step."""
         while True:
-            self._take(self._wait())
+            self._handle_event(self._wait())
             while (event := self._next_event()) is not None:
-                self._take(event)
+                self._handle_event(event)
             outputs: list[Output] = []
             while self.core.pending and self.core.pending[0].done():
                 outputs += self.core.finish_oldest()
-            # The ranks first: they compute while the callers hear of the last step.
+            # The ranks first: they compute while the callers receive the last step's outputs.
             self._pump()
             self._deliver(outputs)
 
@@ -37,18 +39,18 @@ class CoreLoop(ABC):
         return self.inbox.get()
 
     @abstractmethod
-    def _take(self, event: Any) -> None:
-        """Handle one event. What it raises ends the loop."""
+    def _handle_event(self, event: Any) -> None:
+        """Handle one event. An exception ends the loop."""
 
     @abstractmethod
     def _deliver(self, outputs: list[Output]) -> None:
-        """Pass on the outputs of one round, which may be none."""
+        """Pass on the outputs of one round of the loop; the list may be empty."""
 
     def _pump(self) -> None:
-        """Submit steps, and have each one's end come back as an event."""
-        known = len(self.core.pending)
+        """Submit steps, and have the future of each come back as an event when the step has finished."""
+        first_new = len(self.core.pending)
         self.core.pump()
-        for future in islice(self.core.pending, known, None):
+        for future in islice(self.core.pending, first_new, None):
             future.add_done_callback(self.inbox.put)
 
     def _next_event(self) -> Any:

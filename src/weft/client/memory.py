@@ -1,4 +1,4 @@
-"""Memory of this process, given back to the system after large requests. Without glibc nothing is done."""
+"""Return of this process's free memory to the system after large requests. Has no effect without glibc."""
 
 from __future__ import annotations
 
@@ -16,22 +16,24 @@ QUIET_S = 2.0
 
 
 def limit_arenas() -> None:
-    """Keep malloc to two arenas, and have it map large blocks one by one, so that they go back when they are freed.
-    To be called before the first thread starts: as MALLOC_ARENA_MAX in the environment, but for this process only."""
+    """Limit malloc to two arenas, and have it map large blocks one by one, so that they go back when they are freed.
+
+    To be called before the first thread starts. Like MALLOC_ARENA_MAX in the environment, but for this process only.
+    """
     if libc := _glibc():
         libc.mallopt(M_ARENA_MAX, ARENAS)
         libc.mallopt(M_MMAP_THRESHOLD, MMAP_BYTES)
 
 
 def release() -> None:
-    """Free what hangs in reference cycles, and give free pages back to the system."""
+    """Collect reference cycles, and give free pages back to the system."""
     gc.collect()
     if libc := _glibc():
         libc.malloc_trim(0)
 
 
 class Trimmer:
-    """Calls `release` in a thread, `QUIET_S` after the last large request."""
+    """Calls `release` in a thread, QUIET_S seconds after the last large request. For an asyncio event loop."""
 
     def __init__(self) -> None:
         self._timer: asyncio.TimerHandle | None = None
@@ -43,24 +45,27 @@ class Trimmer:
         self._timer = loop.call_later(QUIET_S, lambda: loop.run_in_executor(None, release))
 
 
-class Tidying:
-    """The same for a loop without asyncio: `wait_s` is how long it may sleep, and `tidy` is called when it wakes."""
+class DelayedRelease:
+    """Calls `release` QUIET_S seconds after the last large request, for a loop without asyncio.
+
+    The loop sleeps for at most `wait_s` and calls `release_if_due` when it wakes.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._due_s: float | None = None
 
-    def later(self) -> None:
-        """Plan a `release` for QUIET_S from now, in place of one that is planned."""
+    def schedule(self) -> None:
+        """Plan a `release` for QUIET_S from now, in place of one that is planned already."""
         self._due_s = self._clock() + QUIET_S
 
     @property
     def wait_s(self) -> float | None:
-        """Seconds until something is due; None if nothing is."""
+        """Seconds until the planned `release`; None if none is planned."""
         return None if self._due_s is None else max(0.0, self._due_s - self._clock())
 
-    def tidy(self) -> None:
-        """Call `release` if that is due."""
+    def release_if_due(self) -> None:
+        """Call `release` if its time has come."""
         if self.wait_s == 0.0:
             self._due_s = None
             release()

@@ -1,4 +1,4 @@
-"""What a client and the core in a process of its own say to each other."""
+"""Messages between a client and the core in a process of its own."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from weft.executors.base import Ready
 from weft.plan.plan import Plan
 
 
-class Begin(msgspec.Struct, frozen=True, tag=True):
-    """The first frame: what to run, and the class that each rank is, as "module:Class"."""
+class StartCore(msgspec.Struct, frozen=True, tag=True):
+    """The first frame: the plan to run, and the class that each rank runs, as "module:Class"."""
 
     plan: Plan
     config: EngineConfig
     worker: str
 
 
-class Add(msgspec.Struct, frozen=True, tag=True):
+class AddRequests(msgspec.Struct, frozen=True, tag=True):
     requests: list[Request]
 
 
-class Abort(msgspec.Struct, frozen=True, tag=True):
+class AbortRequests(msgspec.Struct, frozen=True, tag=True):
     ids: list[str]
 
 
-ToCore = Begin | Add | Abort
+ToCore = StartCore | AddRequests | AbortRequests
 
 
-class Started(msgspec.Struct, frozen=True, tag=True):
-    """Every rank is warm. `plan` is the one that runs: its max_model_len fits the KV cache."""
+class CoreStarted(msgspec.Struct, frozen=True, tag=True):
+    """Every rank is warm. `plan` is the executed plan: its max_model_len fits the KV cache."""
 
     plan: Plan
     ready: Ready
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True):
-    """A request that is not taken: with `full` one too many for the queue, else one that can never run."""
+class RequestRefused(msgspec.Struct, frozen=True, tag=True):
+    """A request that the core does not take: the queue is `full`, or the request can never run."""
 
     id: str
     message: str
@@ -46,17 +46,17 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     param: str | None = None
 
 
-class Outputs(msgspec.Struct, frozen=True, tag=True):
-    """All that the steps brought that have just ended, and the core as it is now."""
+class StepOutputs(msgspec.Struct, frozen=True, tag=True):
+    """All outputs of the steps that have just finished, and the core's stats after them."""
 
     outputs: list[Output]
     stats: Stats
 
 
-class Broken(msgspec.Struct, frozen=True, tag=True):
-    """The core's last word."""
+class CoreFailed(msgspec.Struct, frozen=True, tag=True):
+    """The core's last message."""
 
     cause: Cause
 
 
-FromCore = Started | Refused | Outputs | Broken
+FromCore = CoreStarted | RequestRefused | StepOutputs | CoreFailed

@@ -1,11 +1,11 @@
-"""Steps that LLM, AsyncLLM and `weft serve` share: find the model before the engine starts, describe it afterwards."""
+"""Steps shared by LLM, AsyncLLM and `weft serve`: opening the model before the engine starts, and its description."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from weft.client.frontend import Frontend, Prompt, PromptLike, Words
+from weft.client.frontend import Frontend, Prompt, PromptLike, TextTools
 from weft.config import EngineConfig
 from weft.core.params import SamplingParams
 from weft.errors import RequestError
@@ -15,10 +15,10 @@ from weft.plan.plan import Plan
 Message = Mapping[str, Any]
 
 
-def open_model(config: EngineConfig) -> tuple[Checkpoint, Words]:
-    """The checkpoint that the config names, fetched if need be, with its tokenizer and chat template.
+def open_model(config: EngineConfig) -> tuple[Checkpoint, TextTools]:
+    """Open the checkpoint that the config names, downloading it if needed, with its tokenizer and chat template.
 
-    Before the ranks start: a tokenizer that is damaged is known at once. Raises ModelError and ConfigError.
+    Called before the ranks start, so that a damaged tokenizer is noticed at once. Raises ModelError and ConfigError.
     """
     checkpoint = resolve(
         config.model,
@@ -27,18 +27,18 @@ def open_model(config: EngineConfig) -> tuple[Checkpoint, Words]:
         download_dir=config.download_dir,
         load_format=config.load_format,
     )
-    return checkpoint, Words.load(config, checkpoint)
+    return checkpoint, TextTools.load(config, checkpoint)
 
 
-def read_prompt(frontend: Frontend, prompt: PromptLike | Sequence[Message]) -> Prompt:
-    """A text, token ids, or messages, as a prompt. Raises RequestError."""
+def parse_prompt_or_chat(frontend: Frontend, prompt: PromptLike | Sequence[Message]) -> Prompt:
+    """Return the prompt made of a text, of token ids, or of a conversation's messages. Raises RequestError."""
     if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
-        return frontend.conversation(cast(Sequence[Message], prompt))
-    return frontend.prompt(cast(PromptLike, prompt))
+        return frontend.chat_prompt(cast(Sequence[Message], prompt))
+    return frontend.parse_prompt(cast(PromptLike, prompt))
 
 
 def check_params(params: object) -> None:
-    """Raise RequestError for what is no SamplingParams, a dict for one."""
+    """Raise RequestError for anything but SamplingParams, such as a dict."""
     if not isinstance(params, SamplingParams):
         raise RequestError(
             f"sampling_params is {params!r}; it must be a SamplingParams, a list of them, or None",
@@ -46,8 +46,8 @@ def check_params(params: object) -> None:
         )
 
 
-def describe(kind: str, model: str, state: Plan | str) -> str:
-    """A repr: class, model, and the layout, devices and limits of the plan that runs, or what else its state is."""
+def describe_engine(kind: str, model: str, state: Plan | str) -> str:
+    """Return an engine's repr: class, model, and its layout, devices and limits, or its state in words."""
     if isinstance(state, str):
         return f"<{kind} {model!r}: {state}>"
     devices = ", ".join(

@@ -1,4 +1,4 @@
-"""RequestOutput: what a caller gets, in vLLM's names."""
+"""RequestOutput: an answer as the caller gets it, with vLLM's names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Logprob:
 
 @dataclass
 class Metrics:
-    """Seconds on the monotonic clock; None until it has happened."""
+    """Times of a request's events, in seconds on the monotonic clock; None before the event."""
 
     arrival_s: float
     scheduled_s: float | None = None
@@ -26,7 +26,7 @@ class Metrics:
 
 @dataclass
 class CompletionOutput:
-    """One choice. `text` and `token_ids` are all that was generated so far."""
+    """One choice. `text` and `token_ids` hold everything generated so far."""
 
     index: int
     text: str = ""

@@ -15,90 +15,103 @@ import msgspec
 from weft import logs
 from weft.client import memory
 from weft.client.loop import CoreLoop
-from weft.client.messages import Abort, Add, Begin, Broken, Outputs, Refused, Started, ToCore
+from weft.client.messages import (
+    AbortRequests,
+    AddRequests,
+    CoreFailed,
+    CoreStarted,
+    RequestRefused,
+    StartCore,
+    StepOutputs,
+    ToCore,
+)
 from weft.core.engine import EngineCore
-from weft.core.request import Output
+from weft.core.request import Output, Request
 from weft.errors import CORE, Cause, EngineError, QueueFullError, RequestError
-from weft.executors import create
+from weft.executors import create_executor
 from weft.executors.causes import cause_of
 from weft.executors.launch import Parent
 from weft.plan.memory import fit_length
 
-LARGE_TOKENS = 50_000  # prompt tokens of one message, whose memory is given back afterwards
+LARGE_TOKENS = 50_000  # prompt tokens of a message from which on its memory is given back afterwards
 
 
 class CoreProcess(CoreLoop):
-    """The loop in its process: takes the client's messages and sends what the steps bring."""
+    """The core's loop in its own process: takes the client's messages and sends the steps' outputs."""
 
     def __init__(self, parent: Parent[ToCore], core: EngineCore) -> None:
         super().__init__(core, parent.inbox)
         self.parent = parent
-        self._tidying = memory.Tidying(time.monotonic)
+        self._memory_release = memory.DelayedRelease(time.monotonic)
         self._large: set[str] = set()  # requests that came in large messages
 
     def _deliver(self, outputs: list[Output]) -> None:
-        self._forget(output.id for output in outputs if output.finish_reason is not None)
-        self.parent.send(Outputs(outputs, self.core.stats()))
+        self._note_ended(output.id for output in outputs if output.finish_reason is not None)
+        self.parent.send(StepOutputs(outputs, self.core.stats()))
 
     def _wait(self) -> Any:
-        # Asleep for no longer than until memory of large requests is to be given back.
+        # The loop sleeps no longer than until the memory of large requests shall be given back.
         while True:
-            self._tidying.tidy()
+            self._memory_release.release_if_due()
             with suppress(Empty):
-                return self.inbox.get(timeout=self._tidying.wait_s)
+                return self.inbox.get(timeout=self._memory_release.wait_s)
 
-    def _forget(self, ids: Iterable[str]) -> None:
-        """Note that requests have ended. After the last large one memory is given back."""
+    def _note_ended(self, ids: Iterable[str]) -> None:
+        """Note that requests have ended. After the last large one, memory is given back."""
         if self._large:
             self._large.difference_update(ids)
             if not self._large:
-                self._tidying.later()
+                self._memory_release.schedule()
 
-    def _take(self, event: Any) -> None:
+    def _handle_event(self, event: Any) -> None:
         match event:
-            case Add(requests):
+            case AddRequests(requests):
                 if sum(len(request.prompt) for request in requests) > LARGE_TOKENS:
                     self._large.update(request.id for request in requests)
                 for request in requests:
-                    try:
-                        self.core.add(request)
-                    except QueueFullError as error:
-                        self._forget([request.id])
-                        self.parent.send(Refused(request.id, str(error), True))
-                    except RequestError as error:
-                        self._forget([request.id])
-                        self.parent.send(Refused(request.id, str(error), False, error.param))
-            case Abort(ids):
+                    self._add(request)
+            case AbortRequests(ids):
                 self.core.abort(ids)
-                self._forget(ids)
+                self._note_ended(ids)
             case Cause():
                 raise EngineError(event)
 
+    def _add(self, request: Request) -> None:
+        try:
+            self.core.add(request)
+        except QueueFullError as error:
+            self._note_ended([request.id])
+            self.parent.send(RequestRefused(request.id, str(error), True))
+        except RequestError as error:
+            self._note_ended([request.id])
+            self.parent.send(RequestRefused(request.id, str(error), False, error.param))
+
 
 def main(descriptor: int) -> None:
-    # Without its lifeline: it takes the moment to see its ranks go. They have their own.
     memory.limit_arenas()
+    # Without the lifeline, which would kill this process at once: it takes the time to end its ranks, which have their
+    # own lifelines.
     parent: Parent[ToCore] = Parent(descriptor, ToCore)
     logs.configure()
-    begin = parent.inbox.get()
-    assert isinstance(begin, Begin)
+    start = parent.inbox.get()
+    assert isinstance(start, StartCore)
     phase = "start"
     try:
-        # A process of its own for each rank, be it the only one: this one stays without torch, and awake.
-        executor = create(begin.config.executor or "processes", begin.worker)
-        parent.farewell = executor.close
-        ready = executor.start(begin.plan)
+        # Each rank gets a process of its own, even a single one: this process stays without torch, and responsive.
+        executor = create_executor(start.config.executor or "processes", start.worker)
+        parent.before_exit = executor.close
+        ready = executor.start(start.plan)
         phase = "allocate"
-        plan = msgspec.structs.replace(begin.plan, max_model_len=fit_length(begin.plan, ready.num_blocks))
-        core = EngineCore.start(plan, ready.num_blocks, executor, begin.config, paced=True)
-        parent.send(Started(plan, ready))
+        plan = msgspec.structs.replace(start.plan, max_model_len=fit_length(start.plan, ready.num_blocks))
+        core = EngineCore.start(plan, ready.num_blocks, executor, start.config, paced=True)
+        parent.send(CoreStarted(plan, ready))
         phase = "step"
         executor.failure.add_done_callback(lambda failure: parent.inbox.put(failure.result()))
-        gc.freeze()  # what is there by now stays
+        gc.freeze()  # the objects that exist by now stay
         CoreProcess(parent, core).step_until_failure()
     except Exception as error:
-        parent.send(Broken(cause_of(error, CORE, phase)))
-    parent.end()
+        parent.send(CoreFailed(cause_of(error, CORE, phase)))
+    parent.exit()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Progress: how many prompts are done, on standard error."""
+"""Progress: a bar on standard error with the number of finished prompts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DESCRIPTION = "Processed prompts"
 
 
 class Bar(Protocol):
-    """What tqdm's bars do."""
+    """The methods of tqdm's bars that are used here."""
 
     def update(self, n: int) -> Any: ...
 
@@ -20,14 +20,17 @@ class Bar(Protocol):
 
 
 class Progress(AbstractContextManager["Progress"]):
-    """A bar for `total` prompts. `wanted` True shows it where standard error is a terminal; a function with
-    tqdm's arguments (tqdm itself, for one) makes another bar, which shows wherever that does."""
+    """A bar for `total` prompts.
 
-    def __init__(self, total: int, wanted: bool | Callable[..., Bar]) -> None:
+    If `bar` is True, the bar is shown if standard error is a terminal. `bar` may be a function with tqdm's
+    arguments, such as tqdm itself; its bar is shown wherever that function shows it.
+    """
+
+    def __init__(self, total: int, bar: bool | Callable[..., Bar]) -> None:
         self._bar: Bar | None = None
-        if callable(wanted):
-            self._bar = wanted(total=total, desc=DESCRIPTION)
-        elif wanted and sys.stderr.isatty():
+        if callable(bar):
+            self._bar = bar(total=total, desc=DESCRIPTION)
+        elif bar and sys.stderr.isatty():
             self._bar = RichBar(total)
 
     def advance(self) -> None:
@@ -42,10 +45,10 @@ class Progress(AbstractContextManager["Progress"]):
 
 
 class RichBar:
-    """Our own."""
+    """Weft's own bar, drawn by rich."""
 
     def __init__(self, total: int) -> None:
-        # Here and not above: it takes a tenth of a second, and most programs show no bar.
+        # Imported here, because that takes a tenth of a second and most programs show no bar.
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn, TimeRemainingColumn
         from rich.progress import Progress as RichProgress

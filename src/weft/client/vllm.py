@@ -1,4 +1,4 @@
-"""vLLM's arguments that Weft does not have: which of them are ignored, and why the others are refused.
+"""vLLM's arguments that Weft does not have: those that it ignores, and those that it refuses, with the reason.
 
 One table, data/vllm.toml, for the flags of `vllm serve` and the keywords of vLLM's LLM.
 """
@@ -12,15 +12,17 @@ from importlib.resources import files
 from typing import Any
 
 ARITIES = {"switches": 0, "valued": 1, "lists": -1}
-# What a keyword or a flag that is as good as left out has for a value.
-UNSAID = ("", "none", "false", "{}", "[]")
+# Values with which a keyword or a flag is as good as left out.
+EMPTY_VALUES = ("", "none", "false", "{}", "[]")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Foreign:
-    """An argument of vLLM by its flag's name, without dashes. `arity`: 0 for a switch, 1 for a value, -1 for several.
-    `why` tells why it is refused, or, where it is ignored, why that makes no difference. Values in `fine` say what
-    Weft does anyway."""
+class VLLMArgument:
+    """An argument of vLLM, under its flag's name without dashes.
+
+    `arity` is 0 for a switch, 1 for a value, -1 for several values. `why` is the reason why the argument is refused or,
+    if it is ignored, why that makes no difference. Values in `fine` ask for what Weft does anyway.
+    """
 
     name: str
     topic: str
@@ -30,25 +32,25 @@ class Foreign:
     fine: tuple[str, ...] = ()
 
     def refusal(self, value: Any) -> str:
-        """Why Weft cannot start with this value, and the way out; "" if it can."""
+        """Return the reason why Weft cannot start with this value, and the way out; "" if it can."""
         return self.why if self.refused and not self.same_as_ours(value) else ""
 
     def same_as_ours(self, value: Any) -> bool:
-        """Whether Weft does what the value asks for without being told."""
+        """Return True if Weft does what the value asks for by default."""
         text = str(value).strip().lower()
-        return text in UNSAID or text in self.fine
+        return text in EMPTY_VALUES or text in self.fine
 
     @property
     def warning(self) -> str:
-        """What a user is told of an argument that is ignored."""
+        """The warning about an ignored argument."""
         return self.why or "Weft does not have it; it is ignored"
 
 
 @cache
-def foreign() -> dict[str, Foreign]:
-    """Every argument of the table, by name."""
+def vllm_arguments() -> dict[str, VLLMArgument]:
+    """Return every argument of the table, by name."""
     return {
-        name: Foreign(
+        name: VLLMArgument(
             name=name,
             topic=group["topic"],
             arity=arity,
@@ -57,7 +59,7 @@ def foreign() -> dict[str, Foreign]:
             fine=tuple(group.get("fine", {}).get(name, ())),
         )
         for verdict in ("refused", "ignored")
-        for group in _table()[verdict]
+        for group in _load_table()[verdict]
         for kind, arity in ARITIES.items()
         for name in group.get(kind, "").split()
     }
@@ -65,10 +67,10 @@ def foreign() -> dict[str, Foreign]:
 
 @cache
 def short_forms() -> dict[str, str]:
-    """The names behind vLLM's short flags: `-dp` is data-parallel-size."""
-    return {f"-{short}": name for short, name in _table()["short"].items()}
+    """Return the names behind vLLM's short flags: `-dp` is data-parallel-size."""
+    return {f"-{short}": name for short, name in _load_table()["short"].items()}
 
 
 @cache
-def _table() -> dict[str, Any]:
+def _load_table() -> dict[str, Any]:
     return tomllib.loads((files("weft.client") / "data/vllm.toml").read_text(encoding="utf-8"))

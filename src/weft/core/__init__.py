@@ -1,1 +1,1 @@
-"""Requests, KV blocks with prefix reuse, the scheduler, step messages, the engine loop."""
+"""Requests, KV blocks with prefix reuse, the scheduler, step messages and the engine loop."""

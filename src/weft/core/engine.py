@@ -1,4 +1,4 @@
-"""EngineCore: the scheduler's decisions, the executor's results, and what becomes of a failure."""
+"""EngineCore: drives the scheduler and the executor step by step, and keeps the first failure."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from weft.core.blocks import BlockPool
 from weft.core.pace import Pace
 from weft.core.request import Output, Request, Stats
 from weft.core.scheduler import Scheduler
+from weft.core.speculation_gate import SpeculationGate
 from weft.core.step import StepPlan, StepResult
-from weft.core.worth import Worth
 from weft.errors import Cause, EngineError
 from weft.plan.plan import Plan
 
 logger = logging.getLogger("weft")
 
 
-class Submits(Protocol):
-    """What the core needs of an executor that has started: steps are carried out in the order of their submission."""
+class StepExecutor(Protocol):
+    """The part of a started executor that the core uses. Steps are executed in the order of their submission."""
 
     def submit(self, step: StepPlan) -> Future[StepResult]: ...
 
@@ -31,14 +31,14 @@ class Submits(Protocol):
 class EngineCore:
     """Keeps up to `depth` steps in flight on an executor that has started.
 
-    Whoever drives it calls `pump` after each message and each finished step, and `finish_oldest` once the future in
-    `pending[0]` is done. With a `pace`, prompts delay the tokens of running requests only so long; which step computes
-    which part of a prompt then depends on the clock.
+    The caller calls `pump` after each message and each finished step, and `finish_oldest` once the future in
+    `pending[0]` is done. With a `pace`, prompts delay the tokens of running requests only for a limited time; which
+    step computes which part of a prompt then depends on the clock.
 
     Once a step has failed, everything but `abort` and `stats` raises its EngineError.
     """
 
-    def __init__(self, scheduler: Scheduler, executor: Submits, *, depth: int, pace: Pace | None = None) -> None:
+    def __init__(self, scheduler: Scheduler, executor: StepExecutor, *, depth: int, pace: Pace | None = None) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.depth = depth
@@ -46,15 +46,18 @@ class EngineCore:
         self.failure: EngineError | None = None
         # When requests that have no token yet took part in their first step.
         self._scheduled_s: dict[str, float] = {}
-        self._worth = Worth(monotonic) if scheduler.speculation else None
+        self._speculation_gate = SpeculationGate(monotonic) if scheduler.speculation else None
         self._pace = pace
 
     @classmethod
     def start(
-        cls, plan: Plan, num_blocks: int, executor: Submits, config: EngineConfig, *, paced: bool = False
+        cls, plan: Plan, num_blocks: int, executor: StepExecutor, config: EngineConfig, *, paced: bool = False
     ) -> EngineCore:
-        """A core with the plan's limits and the config's policies, one step in flight per stage, or one ahead. `paced`
-        is for servers, whose streams are read while they come."""
+        """Create a core with the plan's limits and the config's policies.
+
+        One step is in flight per stage, and one more with lookahead. `paced` is for servers, whose streams are read
+        while they grow.
+        """
         scheduler = Scheduler(
             pool=BlockPool(num_blocks, plan.block_size, caching=config.enable_prefix_caching),
             max_num_seqs=plan.max_num_seqs,
@@ -75,7 +78,7 @@ class EngineCore:
         self.scheduler.add(request)
 
     def abort(self, ids: Iterable[str]) -> None:
-        """Forget requests; those that are not there any more are no error, and nothing more comes for any."""
+        """Forget requests; they get no more output. Unknown ids are ignored."""
         ids = list(ids)
         self.scheduler.abort(ids)
         for id in ids:
@@ -84,7 +87,7 @@ class EngineCore:
     def pump(self) -> None:
         """Submit steps while fewer than `depth` are in flight and there is something to run. Never waits."""
         self._raise_failure()
-        while len(self.pending) < self.depth and (plan := self._next()):
+        while len(self.pending) < self.depth and (plan := self._next_step()):
             for id in self.scheduler.started:
                 self._scheduled_s[id] = monotonic()
             try:
@@ -93,49 +96,49 @@ class EngineCore:
                 self._fail(error)
 
     def finish_oldest(self) -> list[Output]:
-        """Wait for the oldest step in flight and return what it brought."""
+        """Wait for the oldest step in flight and return its outputs."""
         self._raise_failure()
         try:
-            # It stays in `pending` until it is there: an interrupted wait loses nothing.
+            # The future stays in `pending` until it is done: an interrupted wait loses nothing.
             result = self.pending[0].result()
         except Exception as error:
             self._fail(error)
         self.pending.popleft()
         if self._pace:
-            self._pace.ended()
+            self._pace.step_finished()
         outputs = self.scheduler.apply(result)
         if result.failed:
             for output in outputs:
                 if output.error:
                     logger.error("request %s ended: %s", output.id, output.error)
-        if self._worth:
-            self._worth.ended(sum(len(output.tokens) for output in outputs), result.guesses)
+        if self._speculation_gate:
+            self._speculation_gate.step_finished(sum(len(output.tokens) for output in outputs), result.drafts)
         if self._scheduled_s:
             for output in outputs:
                 output.scheduled_s = self._scheduled_s.pop(output.id, None)
         return outputs
 
-    def _next(self) -> StepPlan | None:
-        """The next step, at the pace, and with guesses if they pay."""
+    def _next_step(self) -> StepPlan | None:
+        """Schedule the next step: with the pace's limit on prompt tokens, and with drafts if they pay."""
         if self._pace:
             self.scheduler.prompt_limit = self._pace.tokens
         plan = self._schedule()
         if self._pace and plan:
-            self._pace.began(self.scheduler.prompt_tokens)
+            self._pace.step_started(self.scheduler.prompt_tokens)
         return plan
 
     def _schedule(self) -> StepPlan | None:
-        if self._worth is None:
+        if self._speculation_gate is None:
             return self.scheduler.schedule()
         rows = self.scheduler.active
-        self.scheduler.guessing = self._worth.guessing(rows)
+        self.scheduler.speculating = self._speculation_gate.allows_drafts(rows)
         plan = self.scheduler.schedule()
         if plan:
-            self._worth.began(plan, rows)
+            self._speculation_gate.step_started(plan, rows)
         return plan
 
     def stats(self) -> Stats:
-        """Gauges of now, counters since start. `steps` grows with every finished step: it is the sign of life."""
+        """Return the gauges of now and the counters since start. `steps` grows with every finished step."""
         return self.scheduler.stats()
 
     def _raise_failure(self) -> None:

@@ -1,29 +1,30 @@
-"""Pace: prompt tokens of a step while running requests await their next token, bounded by the clock."""
+"""Pace: limit on the prompt tokens of a step while running requests await their next token, adapted by the clock."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
 
-STEP_S = 0.2  # a step with prompts may take this long,
-DECODE_STEPS = 2.0  # or as long as so many steps without: on slow hardware a decode step alone takes longer
-LEAST_SHARE = 8  # a step may always have this part of the planned prompt tokens: smaller ones waste too much
-RECENT = 0.1  # weight of the last step without prompts in their average
+STEP_S = 0.2  # seconds that a step with prompts may take,
+DECODE_STEPS = 2.0  # or this many times a step without: on slow hardware a decode step alone takes longer
+LEAST_SHARE = 8  # a step may always have 1/8 of the planned prompt tokens: smaller chunks waste too much
+RECENT = 0.1  # weight of the latest decode-only step in their average time
 
 
 class Pace:
-    """Adapts `tokens`, the prompt tokens that the next step may have, to the time that steps really take.
+    """Adapts `tokens`, the number of prompt tokens that the next step may have, to measured step times.
 
     The plan chose `most` by predicted times; a busy machine is slower. `tokens` doubles after a step that leaves time
-    for twice as many, and shrinks after one that took longer than the limit. Steps end in the order of their begin.
+    for twice as many prompt tokens, and shrinks after a step that took longer than the limit. Steps finish in the order
+    in which they start.
     """
 
     def __init__(self, clock: Callable[[], float], most: int) -> None:
         self.tokens = self._least = max(1, most // LEAST_SHARE)
         self._clock = clock
         self._most = most
-        self._under_way: deque[tuple[float, int]] = deque()  # begin in seconds, prompt tokens
-        self._ended_s = float("-inf")
+        self._in_flight: deque[tuple[float, int]] = deque()  # start in seconds, prompt tokens
+        self._last_end_s = float("-inf")
         self._decode_s = 0.0
 
     @property
@@ -31,20 +32,20 @@ class Pace:
         """Seconds that a step with prompts may take."""
         return max(STEP_S, DECODE_STEPS * self._decode_s)
 
-    def began(self, prompt_tokens: int) -> None:
-        """Note a step that was submitted."""
-        self._under_way.append((self._clock(), prompt_tokens))
+    def step_started(self, prompt_tokens: int) -> None:
+        """Note a step that was submitted with this number of prompt tokens."""
+        self._in_flight.append((self._clock(), prompt_tokens))
 
-    def ended(self) -> None:
-        """Learn from the oldest step. Its time begins with the end of the one before it, if that is later."""
-        began_s, count = self._under_way.popleft()
+    def step_finished(self) -> None:
+        """Adapt to the time of the oldest step in flight, which begins no earlier than the end of the step before."""
+        started_s, count = self._in_flight.popleft()
         now = self._clock()
-        took_s = now - max(began_s, self._ended_s)
-        self._ended_s = now
+        step_s = now - max(started_s, self._last_end_s)
+        self._last_end_s = now
         if not count:
-            self._decode_s += (took_s - self._decode_s) * (RECENT if self._decode_s else 1.0)
+            self._decode_s += (step_s - self._decode_s) * (RECENT if self._decode_s else 1.0)
             return
-        prompts_s = max(took_s - self._decode_s, 1e-9)  # what the prompts added to a step of decodes
+        prompts_s = max(step_s - self._decode_s, 1e-9)  # what the prompts added to a decode step
         room_s = self.limit_s - self._decode_s
         if prompts_s > room_s:
             self.tokens = max(self._least, min(self.tokens, int(count * room_s / prompts_s)))

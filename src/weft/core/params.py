@@ -1,4 +1,4 @@
-"""What a request may ask of the sampler, in vLLM's names and with its defaults."""
+"""SamplingParams: a request's sampling options, with vLLM's names and defaults."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ MAX_CHOICES = 16384
 MAX_LOGPROBS = 20
 MAX_COUNT = 2**31 - 1
 
-# Below this a temperature only loses precision: it is greedy.
+# Below this, a temperature only loses precision: it is taken as 0, greedy.
 MIN_TEMPERATURE = 1e-5
 
-# What each number may be, ends included. Those that divide or multiply logits are kept where the quotient
-# is finite in fp32: one request's NaN is not to be.
+# Range of each number, ends included. Numbers that divide or multiply logits are limited so that the result is finite
+# in fp32: no request may produce NaN.
 INTEGERS: dict[str, tuple[int, int]] = {
     "n": (1, MAX_CHOICES),
     "top_k": (-1, MAX_COUNT),
@@ -37,8 +37,8 @@ NUMBERS: dict[str, tuple[float, float]] = {
     "frequency_penalty": (-2.0, 2.0),
     "repetition_penalty": (1e-3, 1e3),
 }
-# How a range reads where its ends are not what a person would say.
-SAID: dict[str, str] = {
+# Descriptions of ranges that are clearer than their two ends.
+RANGE_TEXTS: dict[str, str] = {
     "temperature": "a finite number from 0 (greedy) to 1e6",
     "top_p": "above 0 and at most 1",
     "top_k": "at least 1, or 0 or -1 for all tokens",
@@ -50,11 +50,11 @@ SAID: dict[str, str] = {
 }
 OPTIONAL = ("seed", "max_tokens", "logprobs", "prompt_logprobs")
 FLAGS = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output")
-BIAS = 100.0
+MAX_BIAS = 100.0
 
 
-# Names for the same in other libraries.
-HABITS = {
+# Names of the same parameters in other libraries.
+OTHER_NAMES = {
     "do_sample": "temperature",
     "length_penalty": "repetition_penalty",
     "max_completion_tokens": "max_tokens",
@@ -68,25 +68,25 @@ HABITS = {
 }
 
 
-class Named(msgspec.StructMeta):
-    """The class of a struct whose constructor answers an unknown keyword with the nearest field."""
+class SuggestingStructMeta(msgspec.StructMeta):
+    """Metaclass of a struct whose constructor answers an unknown keyword with the nearest field's name."""
 
     def __call__(cls, *args: Any, **fields: Any) -> Any:
         unknown = next((name for name in fields if name not in cls.__struct_fields__), None)
         if unknown is not None:
-            suggestion = nearest_name(unknown, cls.__struct_fields__, HABITS)
+            suggestion = nearest_name(unknown, cls.__struct_fields__, OTHER_NAMES)
             raise TypeError(f"{cls.__name__} has no parameter {unknown!r}{suggestion}")
         return super().__call__(*args, **fields)
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, metaclass=Named):
-    """How tokens are chosen and when an answer ends. Immutable; validated when made.
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, metaclass=SuggestingStructMeta):
+    """Sampling options of a request, and when its answer ends. Immutable; validated on construction.
 
     `temperature` 0 is greedy. `top_k` 0 or -1 means all tokens. `seed` None (or -1) takes the engine's seed and
     the request's number, so that the same requests in the same order give the same tokens. `max_tokens` None
-    means up to the model's length. `logprobs` and `prompt_logprobs` count the alternatives per token beside
-    the chosen one (0: only the chosen one). `stop` and `bad_words` may be one text or a sequence of them; any
-    sequence is kept as a tuple, and `logit_bias` with integer keys. `bad_word_ids` is the client's, from
+    means up to the model's length. `logprobs` and `prompt_logprobs` are the number of alternatives per token beside
+    the chosen one (0: only the chosen one). `stop` and `bad_words` may be one text or a sequence of texts; any
+    sequence is kept as a tuple, and `logit_bias` with integer keys. The client sets `bad_word_ids` from
     `bad_words`. Raises RequestError, naming the field, for a value of the wrong type or out of range.
     """
 
@@ -115,8 +115,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     structured_outputs: Any = None
 
     def __post_init__(self) -> None:
-        # Idempotent: a decoder and `msgspec.structs.replace` run it again. Types are checked here because
-        # the constructor does not.
+        # Idempotent, because a decoder and `msgspec.structs.replace` run it again. The constructor checks no types.
+        self._check_numbers()
+        self._normalise_numbers()
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            _refuse("min_tokens", self.min_tokens, f"at most max_tokens, which is {self.max_tokens}")
+        if self.structured_outputs is not None:
+            raise RequestError("structured_outputs is not supported yet; leave it out", param="structured_outputs")
+        self._check_sequences()
+
+    def _check_numbers(self) -> None:
         for name, (low, high) in INTEGERS.items():
             value = getattr(self, name)
             if value is not None or name not in OPTIONAL:
@@ -127,17 +135,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for name in FLAGS:
             if not isinstance(value := getattr(self, name), bool):
                 _refuse(name, value, "true or false")
+
+    def _normalise_numbers(self) -> None:
         if self.temperature < MIN_TEMPERATURE:
             self._keep("temperature", self.temperature, 0.0)
         if self.top_k == -1:
             self._keep("top_k", -1, 0)
         if self.seed == -1:
             self._keep("seed", -1, None)
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            _refuse("min_tokens", self.min_tokens, f"at most max_tokens, which is {self.max_tokens}")
-        if self.structured_outputs is not None:
-            raise RequestError("structured_outputs is not supported yet; leave it out", param="structured_outputs")
-        self._check_sequences()
 
     def _check_sequences(self) -> None:
         for name in ("stop", "bad_words"):
@@ -155,6 +160,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             self._keep("logit_bias", bias, _bias(bias))
 
     def _keep(self, name: str, given: object, value: object) -> None:
+        """Set a field to its checked `value` if that is another object than the one given."""
         if value is not given:
             msgspec.structs.force_setattr(self, name, value)
 
@@ -168,13 +174,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def id_count(self) -> int:
-        """Number of token ids in all lists: what the parameters cost on their way to the ranks."""
+        """Number of token ids in all lists: the size of the parameters on their way to the ranks."""
         lists = (self.stop_token_ids, self.logit_bias or (), self.allowed_token_ids or (), *self.bad_word_ids)
         return sum(map(len, lists))
 
     @property
-    def remembers(self) -> bool:
-        """Whether sampling a token needs to know those before it, which the logits do not say."""
+    def needs_history(self) -> bool:
+        """True if sampling a token depends on the tokens before it by more than the logits."""
         return self.penalised or any(len(word) > 1 for word in self.bad_word_ids)
 
 
@@ -191,7 +197,7 @@ def _integer(name: str, value: object, low: int, high: int) -> int:
             _refuse(name, value, "an integer")
         value = int(value)
     if not low <= value <= high:
-        _refuse(name, value, SAID.get(name, f"from {low} to {high}"))
+        _refuse(name, value, RANGE_TEXTS.get(name, f"from {low} to {high}"))
     return value
 
 
@@ -207,24 +213,24 @@ def _number(name: str, value: object, low: float, high: float) -> float:
         number = value
     # Also false for NaN.
     if not low <= number <= high:
-        _refuse(name, value, SAID.get(name, f"from {low:g} to {high:g}"))
+        _refuse(name, value, RANGE_TEXTS.get(name, f"from {low:g} to {high:g}"))
     return number
 
 
-def _items(name: str, value: object, said: str = "a list of token ids") -> Iterable[object]:
+def _items(name: str, value: object, wanted: str = "a list of token ids") -> Iterable[object]:
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        _refuse(name, value, said)
+        _refuse(name, value, wanted)
     return value
 
 
 def _texts(name: str, value: object) -> tuple[str, ...]:
     if value is None:
         return ()
-    said = "a text or a list of texts, none of them empty"
+    wanted = "a text or a list of texts, none of them empty"
     texts = []
-    for text in (value,) if isinstance(value, str) else _items(name, value, said):
+    for text in (value,) if isinstance(value, str) else _items(name, value, wanted):
         if not isinstance(text, str) or not text:
-            _refuse(name, value, said)
+            _refuse(name, value, wanted)
         texts.append(text)
     return tuple(texts)
 
@@ -233,22 +239,22 @@ def _ids(name: str, value: object) -> tuple[int, ...]:
     if value is None:
         return ()
     items: tuple[Any, ...] = tuple(_items(name, value))
-    # Checked again by the core and by each rank, which other requests wait for: no Python for each id.
+    # The core and each rank check this again while other requests wait: no Python bytecode per id.
     if items and set(map(type, items)) == {int} and min(items) >= 0 and max(items) <= MAX_COUNT:
         return items
     return tuple(_integer(name, token, 0, MAX_COUNT) for token in items)
 
 
 def _bias(value: object) -> dict[int, float]:
-    said = f"an object of token ids, each with a number from {-BIAS:g} to {BIAS:g}"
+    wanted = f"an object of token ids, each with a number from {-MAX_BIAS:g} to {MAX_BIAS:g}"
     if not isinstance(value, Mapping):
-        _refuse("logit_bias", value, said)
+        _refuse("logit_bias", value, wanted)
     bias = {}
     for key, amount in value.items():
         try:
-            # JSON has only texts as keys.
+            # JSON has only strings as keys.
             token = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key
-            bias[_integer("logit_bias", token, 0, MAX_COUNT)] = _number("logit_bias", amount, -BIAS, BIAS)
+            bias[_integer("logit_bias", token, 0, MAX_COUNT)] = _number("logit_bias", amount, -MAX_BIAS, MAX_BIAS)
         except ValueError:
-            _refuse("logit_bias", {key: amount}, said)
+            _refuse("logit_bias", {key: amount}, wanted)
     return bias

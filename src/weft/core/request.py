@@ -1,4 +1,4 @@
-"""Request and Output: what goes into the core and what comes out, token ids only."""
+"""Request and Output: what enters and leaves the core, in token ids only. Stats: the core's gauges and counters."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ import msgspec
 
 from weft.core.params import SamplingParams
 from weft.core.step import TokenLogprobs
+from weft.errors import RequestError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """One choice of one prompt. `params.n` is 1's business no longer: the client has expanded it.
+    """One completion of one prompt. The client has already expanded `params.n`, so it is ignored here.
 
-    `key` is the 64-bit key of its random stream, from seed and choice index; `stop_ids` are all ids that end
-    it (the model's own unless ignore_eos, and stop_token_ids). Lower `priority` runs first under that policy.
+    `key` is the 64-bit key of the request's random stream, made from the seed and the choice's index. `stop_ids` are
+    all token ids that end the request: the model's own, unless ignore_eos is set, and stop_token_ids. Under the policy
+    "priority", lower values of `priority` run first.
     """
 
     id: str
@@ -28,12 +30,13 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Output(msgspec.Struct, array_like=True):
-    """What a step brought for one request: usually one token; the last one carries the reason.
+    """New tokens of one request from one step, usually a single token. The last Output has a `finish_reason`.
 
-    `stop_reason` is the id that ended it, None for the model's own end tokens. `cached_tokens` are prompt
-    tokens that came from the prefix cache. `prompt_logprobs` are those of prompt positions 1.. and come once, with
-    the first token, as does `scheduled_s`: when it first took part in a step, by this host's monotonic clock. `error`
-    says why a request could not go on, where the reason is "error".
+    `stop_reason` is the id from stop_token_ids that ended the request, None for the model's own end tokens.
+    `cached_tokens` is the number of prompt tokens that came from the prefix cache. `prompt_logprobs` are those of the
+    prompt positions from 1 on; they come once, with the first token. So does `scheduled_s`, the time at which the
+    request first took part in a step, by this host's monotonic clock. `error` says why the request could not go on,
+    if `finish_reason` is "error".
     """
 
     id: str
@@ -48,10 +51,10 @@ class Output(msgspec.Struct, array_like=True):
 
 
 class Stats(msgspec.Struct, kw_only=True):
-    """The core at one moment, and its counters since start. Requests, tokens, blocks.
+    """Gauges of the core at one moment, and counters since its start, in requests, tokens and blocks.
 
-    `computed_tokens` are those of all steps; of `guessed_tokens` so many were `confirmed_tokens`; `step_sizes[b]`
-    counts the steps of more than 2^(b-1) tokens, up to 2^b.
+    `computed_tokens` is the number of tokens of all steps. Of `draft_tokens`, `accepted_tokens` equalled the sampled
+    token. `step_sizes[b]` is the number of steps with more than 2^(b-1) and at most 2^b tokens.
     """
 
     running: int = 0
@@ -64,7 +67,25 @@ class Stats(msgspec.Struct, kw_only=True):
     prefix_queries: int = 0
     prefix_hits: int = 0
     preemptions: int = 0
-    guessed_tokens: int = 0
-    confirmed_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
     computed_tokens: int = 0
     step_sizes: list[int] = msgspec.field(default_factory=lambda: [0] * 32)
+
+
+def check_prompt_length(length: int, max_model_len: int, needed_blocks: int, num_blocks: int) -> None:
+    """Raise RequestError for a prompt of `length` tokens that can never run under these limits."""
+    if not length:
+        raise RequestError("the prompt is empty; give at least one token", param="prompt")
+    if length >= max_model_len:
+        raise RequestError(
+            f"the prompt has {length} tokens, and prompt and answer together at most {max_model_len} "
+            f"(max_model_len); send at most {max_model_len - 1}",
+            param="prompt",
+        )
+    if needed_blocks > num_blocks:
+        raise RequestError(
+            f"the prompt has {length} tokens and needs {needed_blocks} KV blocks, the cache has {num_blocks}; "
+            "send a shorter one, or give the cache more memory (--kv-cache-memory-bytes)",
+            param="prompt",
+        )

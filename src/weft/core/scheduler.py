@@ -1,8 +1,8 @@
-"""Scheduler: which requests take part in the next step, with how many tokens and which KV blocks.
+"""Scheduler: continuous batching. Decides which requests take part in each step, with how many tokens and KV blocks.
 
-Pure: it sees no clock and no tensor, and the same calls give the same steps. `schedule` and `apply` are
-apart so that several steps can be in flight. Every rank executes steps in the order in which they were
-scheduled, and that is what lets blocks be freed, reused and shared the moment a step is scheduled.
+Pure: it reads no clock and no tensor, and the same calls give the same steps. `schedule` and `apply` are separate, so
+that several steps can be in flight. Every rank executes steps in the order in which they were scheduled. That is what
+lets blocks be freed, reused and shared the moment a step is scheduled.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from typing import Literal
 
 from msgspec.structs import replace
 
+from weft.core.block_tables import BlockTables
 from weft.core.blocks import BlockPool
-from weft.core.request import Output, Request, Stats
+from weft.core.drafts import accept_drafts, discard_drafts, draft_request, keep_model_drafts, propose_drafts
+from weft.core.request import Output, Request, Stats, check_prompt_length
 from weft.core.sequence import Flight, Sample, Sequence
-from weft.core.speculation import Guesser, common
+from weft.core.speculation import DraftProposer
 from weft.core.step import UNKNOWN, Admission, StepPlan, StepResult
-from weft.core.tables import Tables
 from weft.errors import QueueFullError, RequestError
 from weft.plan.plan import Speculation
 
@@ -31,16 +32,16 @@ by_order = attrgetter("order")
 class Scheduler:
     """Continuous batching over the KV blocks of a `pool`.
 
-    At most `max_num_seqs` requests run, a step has at most `max_num_batched_tokens` tokens, prompt and answer
-    together at most `max_model_len`. Beyond those that a free slot awaits, `max_num_queued` may wait. With
-    several pipeline `stages` a step takes its share of the requests only, so that each stage has one to work on. With
-    `lookahead` a request may take part in the step after the one that samples its token, before that is known: the
-    ranks put it in. What such a step brings for a request that has ended meanwhile is dropped. With `speculation`
-    tokens of an answer are guessed, and a step confirms several, where `guessing` is not set to False.
+    At most `max_num_seqs` requests run, a step has at most `max_num_batched_tokens` tokens, and prompt and answer
+    together have at most `max_model_len`. At most `max_num_queued` requests wait, not counting those for which a slot
+    is free. With several pipeline `stages`, a step takes only its share of the requests, so that each stage has a step
+    to work on. With `lookahead`, a request may take part in the step after the one that samples its token, before that
+    token is known: the ranks fill it in. Tokens that such a step brings for a request that has ended meanwhile are
+    dropped. With `speculation`, a step verifies several draft tokens of an answer, unless `speculating` is False.
 
-    Requests are admitted in order of arrival, under `policy` "priority" by lower priority first; where
-    blocks run out, the last in this order is preempted: it loses its blocks, and computes them anew when it
-    is admitted again. Admitted requests that one step has no tokens for take turns.
+    Requests are admitted in order of arrival; under `policy` "priority", lower priority values come first. If blocks
+    run out, the last running request in this order is preempted: it loses its blocks, and computes them anew when it
+    is admitted again. Admitted requests that do not all fit into one step take turns.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Scheduler:
         speculation: Speculation | None = None,
     ) -> None:
         self.pool = pool
-        self.tables = Tables(pool)
+        self.tables = BlockTables(pool)
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_queued = max_num_queued
@@ -65,7 +66,7 @@ class Scheduler:
         self.stages = stages
         self.lookahead = lookahead
         self.speculation = speculation
-        self.guessing = True
+        self.speculating = True
         self._by_priority = policy == "priority"
         self._arrivals = 0
         self._steps = 0
@@ -78,9 +79,9 @@ class Scheduler:
         self._slots = list(range(max_num_seqs - 1, -1, -1))
         self._released: list[int] = []
         self._in_flight: deque[Flight] = deque()
-        # Ids of the requests that the last scheduled step was the first for.
+        # Ids of the requests that took part in a step for the first time in the last scheduled one.
         self.started: list[str] = []
-        # Prompt tokens of the last scheduled step, and the most of a step while others await their next token.
+        # Prompt tokens of the last scheduled step, and the limit on them while others await their next token.
         self.prompt_tokens = 0
         self.prompt_limit = max_num_batched_tokens
         self._counters = Stats(blocks_total=pool.num_blocks)
@@ -88,24 +89,12 @@ class Scheduler:
     # Requests in and out
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises RequestError where it can never run, QueueFullError where too many wait."""
-        length, blocks = len(request.prompt), self.tables.blocks(len(request.prompt) + 1)
-        if not length:
-            raise RequestError("the prompt is empty; give at least one token", param="prompt")
+        """Queue a request. Raises RequestError if it can never run, QueueFullError if too many wait."""
+        length = len(request.prompt)
         if request.id in self._unfinished:
             raise RequestError(f"a request {request.id!r} is running already; ids must differ", param="request_id")
-        if length >= self.max_model_len:
-            raise RequestError(
-                f"the prompt has {length} tokens, and prompt and answer together at most {self.max_model_len} "
-                f"(max_model_len); send at most {self.max_model_len - 1}",
-                param="prompt",
-            )
-        if blocks > self.pool.num_blocks:
-            raise RequestError(
-                f"the prompt has {length} tokens and needs {blocks} KV blocks, the cache has {self.pool.num_blocks}; "
-                "send a shorter one, or give the cache more memory (--kv-cache-memory-bytes)",
-                param="prompt",
-            )
+        needed_blocks = self.tables.count_blocks(length + 1)
+        check_prompt_length(length, self.max_model_len, needed_blocks, self.pool.num_blocks)
         if self.waiting >= self.max_num_queued + len(self._slots):
             raise QueueFullError(
                 f"{self.waiting} requests wait already, at most {self.max_num_queued} may; "
@@ -115,14 +104,17 @@ class Scheduler:
         # A lone request may outgrow a small cache: it ends there, like one that reaches the model's length.
         longest = min(self.max_model_len, self.pool.num_blocks * self.pool.block_size)
         sequence = Sequence(request, order, longest)
-        if self.speculation and not sequence.remembers:
-            sequence.guesser = Guesser(self.speculation)
+        if self.speculation and not sequence.needs_history:
+            sequence.proposer = DraftProposer(self.speculation)
         self._arrivals += 1
         self._unfinished[request.id] = sequence
         heappush(self._queue, (order, sequence))
 
     def abort(self, ids: Iterable[str]) -> None:
-        """Forget these requests at once; what steps in flight bring for them is dropped. Unknown ids are none."""
+        """Forget these requests at once, and drop the tokens that steps in flight bring for them.
+
+        Unknown ids are ignored.
+        """
         waiting = self.waiting
         for id in ids:
             if sequence := self._unfinished.get(id):
@@ -133,20 +125,21 @@ class Scheduler:
 
     @property
     def running(self) -> Collection[str]:
-        """The ids of those that run."""
+        """Ids of the running requests."""
         return self._running.keys()
 
     @property
     def waiting(self) -> int:
+        """Number of waiting requests."""
         return len(self._unfinished) - len(self._running)
 
     @property
     def active(self) -> int:
-        """Those that run, and those that may as far as there are slots."""
+        """Number of requests that run, plus those waiting for which a slot is free."""
         return len(self._running) + min(self.waiting, len(self._slots))
 
     def stats(self) -> Stats:
-        """A copy, of this moment."""
+        """Return a copy of the gauges and counters."""
         return replace(
             self._counters,
             running=len(self._running),
@@ -158,20 +151,20 @@ class Scheduler:
     # A step out
 
     def schedule(self) -> StepPlan | None:
-        """The next step, or None where nothing can run before a result, or a request, comes in. Runs nothing."""
+        """Return the next step, or None if nothing can run before a result or a request comes in."""
         flight = Flight(self._steps)
         self.started = []
-        chosen = self._choose()
+        selected = self._select_running()
         prefills = []
         budget = self.max_num_batched_tokens
-        for number, sequence in enumerate(chosen):
+        for number, sequence in enumerate(selected):
             if len(sequence.tokens) + sequence.pending - sequence.computed == 1:
-                guesses: list[int] = []
-                if sequence.guesser:
-                    # Everybody after it is sure of a token.
-                    guesses = self._guess(sequence, budget - len(chosen) + number)
-                self._add_row(flight, sequence, 1 + len(guesses), [], guesses)
-                budget -= 1 + len(guesses)
+                drafts: list[int] = []
+                if sequence.proposer:
+                    # Each sequence after this one is sure of a token.
+                    drafts = self._propose(sequence, budget - len(selected) + number)
+                self._add_row(flight, sequence, 1 + len(drafts), [], drafts)
+                budget -= 1 + len(drafts)
             else:
                 prefills.append(sequence)
         plan = flight.plan
@@ -185,37 +178,37 @@ class Scheduler:
         if not plan.slots:
             return None
         self.prompt_tokens = len(plan.tokens) - decoded
-        if self.guessing and self.speculation and self.speculation.draft:
-            plan.asks = [self._ask(sequence) for sequence in flight.rows]
-        # Where nothing runs any more, slots wait for the next step to be told: they hold no KV.
+        if self.speculating and self.speculation and self.speculation.draft:
+            plan.draft_requests = [draft_request(sequence) for sequence in flight.rows]
+        # Without a next step, released slots are sent with the first step after the pause: they hold no KV.
         plan.released, self._released = self._released, []
         self._steps += 1
         self._in_flight.append(flight)
         return plan
 
-    def _choose(self) -> list[Sequence]:
-        """The running requests of this step: each is sure of a token and of a block for it."""
+    def _select_running(self) -> list[Sequence]:
+        """Select the running requests of this step. Each is sure of a token and of a block for it."""
         ready = self._ready
-        chosen: list[Sequence] = []
-        while ready and not chosen:
+        selected: list[Sequence] = []
+        while ready and not selected:
             count = min(len(ready), self.max_num_batched_tokens, -(-len(self._running) // self.stages))
-            chosen = [ready.popleft() for _ in range(count)]
-            for sequence in chosen:
+            selected = [ready.popleft() for _ in range(count)]
+            for sequence in selected:
                 sequence.ready = False
             if self.pool.free < count:
-                self._make_room(chosen)
-        return chosen
+                self._make_room(selected)
+        return selected
 
-    def _make_room(self, chosen: list[Sequence]) -> None:
-        """Preempt running requests, last in order first, until each chosen one can have the block it needs."""
-        while sum(sequence.computed == sequence.room for sequence in chosen) > self.pool.free:
+    def _make_room(self, selected: list[Sequence]) -> None:
+        """Preempt running requests, last in order first, until each selected one can have the block it needs."""
+        while sum(sequence.computed == sequence.room for sequence in selected) > self.pool.free:
             victim = max(self._running.values(), key=by_order)
-            if victim in chosen:
-                chosen.remove(victim)
+            if victim in selected:
+                selected.remove(victim)
             self._preempt(victim)
 
     def _continue_prefills(self, flight: Flight, prefills: list[Sequence], budget: int) -> int:
-        """Chunks of prompts, as long as tokens and blocks last. Returns the tokens left."""
+        """Add chunks of prompts, as long as tokens and blocks last. Returns the tokens left."""
         left_out = []
         for sequence in prefills:
             fits = sequence.room + self.pool.free * self.pool.block_size - sequence.computed
@@ -230,38 +223,36 @@ class Scheduler:
         return budget
 
     def _admit(self, flight: Flight, budget: int) -> None:
-        """Take in waiting requests, in their order, as long as slots, tokens and blocks last."""
+        """Admit waiting requests, in their order, as long as slots, tokens and blocks last."""
         rows = -(-self.active // self.stages)
         while self._queue and budget and self._slots and len(flight.plan.slots) < rows:
             sequence = self._queue[0][1]
-            # Preempted, and then its last step brought the end.
+            # Preempted, and then its last step ended it.
             if sequence.done:
                 heappop(self._queue)
                 continue
-            # Preempted, and its last step is not back: what that brings belongs to its tokens.
+            # Preempted, and its last step is still in flight: the tokens of that step belong to the sequence.
             if sequence.outstanding:
                 return
-            found = self.tables.find(sequence)
-            new = self.tables.blocks(len(sequence.tokens)) - len(found)
-            if not self.tables.has_room(new, found, len(self._running)):
+            cached = self.tables.match_prefix(sequence)
+            new = self.tables.count_blocks(len(sequence.tokens)) - len(cached)
+            if not self.tables.has_room(new, cached, len(self._running)):
                 return
             heappop(self._queue)
-            self._start(flight, sequence, found, new)
+            self._start_running(flight, sequence, cached, new)
             count = min(len(sequence.tokens) - sequence.computed, budget)
-            self._add_row(flight, sequence, count, found)
+            self._add_row(flight, sequence, count, cached)
             budget -= count
 
-    def _start(self, flight: Flight, sequence: Sequence, found: list[int], new: int) -> None:
-        """Give a sequence a slot, the blocks that hold its beginning, and the promise of the `new` ones it needs."""
+    def _start_running(self, flight: Flight, sequence: Sequence, cached: list[int], new: int) -> None:
+        """Give a sequence a slot, the `cached` blocks of its prefix, and the promise of the `new` ones it needs."""
         request = sequence.request
         sequence.slot = self._slots.pop()
         self._running[request.id] = sequence
         output = sequence.tokens[sequence.prompt_length :]
-        flight.plan.admitted.append(
-            Admission(sequence.slot, request.key, request.params, request.prompt, output),
-        )
-        self.tables.open(sequence, found, new)
-        # Its pieces come anew.
+        flight.plan.admitted.append(Admission(sequence.slot, request.key, request.params, request.prompt, output))
+        self.tables.open_table(sequence, cached, new)
+        # After a preemption the prompt's logprobs come anew.
         sequence.prompt_logprobs = []
         if sequence.cached is None:
             self.started.append(request.id)
@@ -270,33 +261,26 @@ class Scheduler:
                 self._counters.prefix_queries += sequence.prompt_length
                 self._counters.prefix_hits += sequence.cached
 
-    def _guess(self, sequence: Sequence, budget: int) -> list[int]:
-        """Guesses of what follows a sequence's last token, as far as tokens and blocks are to spare and it may grow."""
-        assert sequence.guesser
-        most = 0
-        if self.guessing:
-            room = sequence.room + self.tables.spare(len(self._running)) - sequence.computed - 1
-            most = min(budget, room, sequence.limit - len(sequence.tokens) - 1)
-        if most < 1:
-            sequence.guesser.offer([])  # what a draft said is of a text that goes on without it
+    def _propose(self, sequence: Sequence, budget: int) -> list[int]:
+        """Return draft tokens after a sequence's last token, as far as tokens and blocks are to spare."""
+        if not self.speculating:
+            discard_drafts(sequence)
             return []
-        return sequence.guesser.guesses(sequence.tokens, most)
-
-    @staticmethod
-    def _ask(sequence: Sequence) -> int:
-        """How many guesses a draft is asked for, after a step that brings a sequence one token at least."""
-        return sequence.guesser.worth(sequence.limit - len(sequence.tokens) - 2) if sequence.guesser else 0
+        room = sequence.room + self.tables.spare_tokens(len(self._running)) - sequence.computed - 1
+        return propose_drafts(sequence, min(budget, room))
 
     def _add_row(
-        self, flight: Flight, sequence: Sequence, count: int, blocks: list[int], guesses: Collection[int] = ()
+        self, flight: Flight, sequence: Sequence, count: int, blocks: list[int], drafts: Collection[int] = ()
     ) -> None:
-        """The next `count` tokens of a sequence, the last of them `guesses`. `blocks` are those of its table that no
-        rank knows of yet."""
+        """Add the next `count` tokens of a sequence, ending with `drafts`, as a row of the step.
+
+        `blocks` are those of the sequence's block table that no rank knows yet.
+        """
         start = sequence.computed
         end = start + count
         tokens = sequence.tokens
         if end > sequence.room:
-            blocks = blocks + self.tables.grow(sequence, end)
+            blocks = blocks + self.tables.grow_table(sequence, end)
         sequence.computed = end
         sequence.outstanding += 1
         plan = flight.plan
@@ -308,29 +292,20 @@ class Scheduler:
             plan.tokens.append(tokens[start] if start < len(tokens) else UNKNOWN)
         else:
             plan.tokens += tokens[start:end]
-            plan.tokens += guesses
-        plan.guesses.append(len(guesses))
+            plan.tokens += drafts
+        plan.draft_counts.append(len(drafts))
         flight.rows.append(sequence)
-        if end == len(tokens) + sequence.pending + len(guesses):
+        if end == len(tokens) + sequence.pending + len(drafts):
             plan.samples.append(True)
             sequence.pending += 1
-            if self.lookahead and self._may_go_on(sequence):
+            if self.lookahead and sequence.may_continue(True):
                 self._await_turn(sequence)
         else:
             plan.samples.append(False)
-            # Its next chunk needs no result of this one.
+            # The next chunk needs no result of this one.
             self._await_turn(sequence)
         if self.pool.caching and end // self.pool.block_size > sequence.registered:
-            self.tables.register(sequence)
-
-    def _may_go_on(self, sequence: Sequence) -> bool:
-        """Whether a sequence can take part in the next step, where one of its tokens is still on its way."""
-        return sequence.pending == 0 or (
-            self.lookahead
-            and sequence.pending == 1
-            and not sequence.remembers
-            and len(sequence.tokens) + 1 < sequence.limit
-        )
+            self.tables.register_full_blocks(sequence)
 
     def _await_turn(self, sequence: Sequence) -> None:
         if not sequence.ready:
@@ -340,7 +315,7 @@ class Scheduler:
     # A result in
 
     def apply(self, result: StepResult) -> list[Output]:
-        """What the oldest step in flight brought, one Output for each request that got a token."""
+        """Apply the result of the oldest step in flight. Returns one Output per request that got tokens or failed."""
         flight = self._in_flight.popleft()
         plan = flight.plan
         assert result.id == plan.id, f"result of step {result.id}, expected {plan.id}"
@@ -353,28 +328,30 @@ class Scheduler:
         counters.step_sizes[(len(plan.tokens) - 1).bit_length()] += 1
         outputs = self._fail_rows(flight, result.failed) if result.failed else []
         sampled = zip(result.tokens, result.logprobs, strict=True)
-        at = 0
-        for sequence, count, samples, guessed in zip(flight.rows, plan.counts, plan.samples, plan.guesses, strict=True):
-            at += count
+        end = 0
+        for sequence, count, samples, drafted in zip(
+            flight.rows, plan.counts, plan.samples, plan.draft_counts, strict=True
+        ):
+            end += count
             sequence.outstanding -= 1
             if samples:
                 sequence.pending -= 1
-                brought = [next(sampled)]
-                if guessed:
-                    brought += islice(sampled, guessed)
-                    brought = self._confirm(sequence, plan.tokens[at - guessed : at], brought)
+                row_samples = [next(sampled)]
+                if drafted:
+                    row_samples += islice(sampled, drafted)
+                    row_samples = accept_drafts(sequence, plan.tokens[end - drafted : end], row_samples)
+                    counters.draft_tokens += drafted
+                    counters.accepted_tokens += len(row_samples) - 1
                 if not sequence.done:
-                    outputs.append(self._extend(sequence, brought))
+                    outputs.append(self._extend(sequence, row_samples))
                     counters.generation_tokens += len(outputs[-1].tokens)
         assert next(sampled, None) is None, "more tokens than were asked for"
-        for sequence in flight.rows if result.guesses else ():
-            # Who has been preempted meanwhile has no slot.
-            if sequence.guesser and sequence.slot in result.guesses:
-                sequence.guesser.offer(result.guesses[sequence.slot])
+        if result.drafts:
+            keep_model_drafts(flight.rows, result.drafts)
         return outputs
 
     def _fail_rows(self, flight: Flight, failed: Mapping[int, str]) -> list[Output]:
-        """End the requests of the slots in `failed`, each with the reason; the others go on."""
+        """End the requests of the slots in `failed`, each with its reason; the others go on."""
         outputs = []
         for slot, sequence in zip(flight.plan.slots, flight.rows, strict=True):
             if slot in failed and not sequence.done:
@@ -382,25 +359,13 @@ class Scheduler:
                 outputs.append(Output(sequence.request.id, [], [], finish_reason="error", error=failed[slot]))
         return outputs
 
-    def _confirm(self, sequence: Sequence, guesses: list[int], brought: list[Sample]) -> list[Sample]:
-        """What was sampled after guesses that were right, and after the token before them."""
-        right = common(guesses, [token for token, _ in brought])
-        assert sequence.guesser
-        sequence.guesser.judge(len(guesses), right)
-        self._counters.guessed_tokens += len(guesses)
-        self._counters.confirmed_tokens += right
-        if sequence.slot >= 0:
-            # The KV of wrong guesses is written over.
-            sequence.computed -= len(guesses) - right
-        return brought[: right + 1]
-
-    def _extend(self, sequence: Sequence, brought: list[Sample]) -> Output:
+    def _extend(self, sequence: Sequence, samples: list[Sample]) -> Output:
         if len(sequence.tokens) == sequence.prompt_length:
             self._counters.prompt_tokens += sequence.prompt_length
-        output = sequence.take(brought)
+        output = sequence.append_samples(samples)
         if output.finish_reason:
             self._finish(sequence)
-        elif sequence.slot >= 0 and self._may_go_on(sequence):
+        elif sequence.slot >= 0 and sequence.may_continue(self.lookahead):
             self._await_turn(sequence)
         return output
 
@@ -409,7 +374,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self._counters.preemptions += 1
         self._discard_ready(sequence)
-        self._stop(sequence)
+        self._stop_running(sequence)
         heappush(self._queue, (sequence.order, sequence))
 
     def _finish(self, sequence: Sequence) -> None:
@@ -417,12 +382,12 @@ class Scheduler:
         self._discard_ready(sequence)
         del self._unfinished[sequence.request.id]
         if sequence.slot >= 0:
-            self._stop(sequence)
+            self._stop_running(sequence)
 
-    def _stop(self, sequence: Sequence) -> None:
-        """Take back a running sequence's slot and blocks."""
+    def _stop_running(self, sequence: Sequence) -> None:
+        """Release a running sequence's slot and blocks."""
         del self._running[sequence.request.id]
-        self.tables.close(sequence)
+        self.tables.close_table(sequence)
         self._released.append(sequence.slot)
         self._slots.append(sequence.slot)
         sequence.slot = -1

@@ -1,4 +1,4 @@
-"""Sequence: a request inside the core, with its tokens and blocks so far. Flight: a step on its way."""
+"""Sequence: a request inside the core, with its tokens and blocks so far. Flight: a step in flight."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Iterable
 
 from weft.core.blocks import block_digest
 from weft.core.request import Output, Request
-from weft.core.speculation import Guesser
+from weft.core.speculation import DraftProposer
 from weft.core.step import StepPlan, TokenLogprobs
 
-# A token, and its logprobs where they were asked for.
+# A sampled token, and its logprobs if the request wants them.
 Sample = tuple[int, TokenLogprobs | None]
 
 
 class Sequence:
-    """A request's state in the scheduler, which alone changes it, its blocks through its tables."""
+    """A request's state in the scheduler. Only the scheduler changes it, and BlockTables its blocks."""
 
     __slots__ = (
         "_digests",
@@ -22,17 +22,17 @@ class Sequence:
         "cached",
         "computed",
         "done",
-        "guesser",
         "limit",
+        "needs_history",
         "order",
         "outstanding",
         "pending",
         "promised",
         "prompt_length",
         "prompt_logprobs",
+        "proposer",
         "ready",
         "registered",
-        "remembers",
         "request",
         "room",
         "slot",
@@ -44,45 +44,51 @@ class Sequence:
     def __init__(self, request: Request, order: tuple[int, int], longest: int) -> None:
         params = request.params
         self.request = request
-        self.order = order  # the lower the sooner admitted, the later preempted
-        self.tokens = list(request.prompt)  # and then the answer
+        self.order = order  # a lower order is admitted sooner and preempted later
+        self.tokens = list(request.prompt)  # prompt, then answer
         self.prompt_length = len(request.prompt)
-        # Lengths of prompt and answer together: the longest, and the one after which an end token ends it.
+        # Lengths of prompt and answer together: the maximum, and the one after which an end token ends the sequence.
         self.limit = longest if params.max_tokens is None else min(longest, self.prompt_length + params.max_tokens)
         self.stops_after = self.prompt_length + params.min_tokens
         self.stop_ids = frozenset(request.stop_ids)
-        self.slot = -1  # -1: does not run
-        self.blocks: list[int] = []  # its block table
-        self.room = 0  # tokens that its blocks hold
+        self.slot = -1  # -1: not running
+        self.blocks: list[int] = []  # the block table
+        self.room = 0  # tokens that the blocks hold
         self.computed = 0  # tokens whose KV is written by the steps scheduled so far
-        self.registered = 0  # blocks that others may find
-        self.promised = 0  # blocks still to come for what is not prefilled
-        self.outstanding = 0  # steps in flight that it takes part in
+        self.registered = 0  # blocks that are in the prefix cache
+        self.promised = 0  # blocks still to be allocated for what is not prefilled
+        self.outstanding = 0  # steps in flight that this sequence takes part in
         self.pending = 0  # of those, the ones that sample a token for it
-        self.ready = False  # whether it waits for its turn
-        # Whether what is sampled next depends on the tokens before by more than their KV: on counts, or on phrases.
-        self.remembers = params.remembers
-        self.cached: int | None = None  # prompt tokens found in the prefix cache when first admitted
+        self.ready = False  # True while it waits for its turn
+        # True if sampling depends on earlier tokens by more than their KV: on counts, or on phrases.
+        self.needs_history = params.needs_history
+        self.cached: int | None = None  # prompt tokens found in the prefix cache at the first admission
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.done = False
-        self.guesser: Guesser | None = None  # where its answer is guessed ahead
+        self.proposer: DraftProposer | None = None  # with speculative decoding only
         self._digests: list[bytes] = []
 
     def digests(self, count: int, block_size: int) -> list[bytes]:
-        """The chained digests of the first `count` full blocks, each computed once."""
-        known = self._digests
-        for index in range(len(known), count):
-            parent = known[index - 1] if index else b""
-            known.append(block_digest(parent, self.tokens[index * block_size : (index + 1) * block_size]))
-        return known if len(known) == count else known[:count]
+        """Chained digests of the first `count` full blocks, each computed once."""
+        digests = self._digests
+        for index in range(len(digests), count):
+            parent = digests[index - 1] if index else b""
+            digests.append(block_digest(parent, self.tokens[index * block_size : (index + 1) * block_size]))
+        return digests if len(digests) == count else digests[:count]
 
-    def take(self, brought: Iterable[Sample]) -> Output:
-        """Go on by what was sampled for it, or to its end, where that is among it."""
+    def may_continue(self, lookahead: bool) -> bool:
+        """Return True if the sequence can take part in the next step, with `lookahead` beside one token in flight."""
+        return self.pending == 0 or (
+            lookahead and self.pending == 1 and not self.needs_history and len(self.tokens) + 1 < self.limit
+        )
+
+    def append_samples(self, samples: Iterable[Sample]) -> Output:
+        """Append the sampled tokens up to the first that ends the sequence. Returns the Output that carries them."""
         request, tokens = self.request, self.tokens
         output = Output(request.id, [], [], cached_tokens=self.cached or 0)
         if len(tokens) == self.prompt_length and request.params.prompt_logprobs is not None:
             output.prompt_logprobs = self.prompt_logprobs
-        for token, logprob in brought:
+        for token, logprob in samples:
             tokens.append(token)
             output.tokens.append(token)
             output.logprobs.append(logprob)
@@ -97,7 +103,7 @@ class Sequence:
 
 
 class Flight:
-    """A step that is being made, and then in flight: the plan and the sequence of each of its rows."""
+    """A step that is being scheduled, or in flight: its plan and the sequence of each row."""
 
     __slots__ = ("plan", "rows")
 

@@ -1,7 +1,7 @@
-"""Speculation: tokens that are guessed ahead, to be confirmed many at a time by one step.
+"""DraftProposer: speculative decoding's draft tokens for one sequence, by prompt lookup or from a draft model.
 
-A step computes the logits after each guess, and every position is sampled as it would be without guesses, from its own
-random stream; guesses are right as far as they equal what was sampled. So the answer is the same token for token,
+A step computes the logits after each draft token. Every position is sampled as it would be without drafts, from its own
+random stream, and a draft token is accepted if it equals the sampled token. So the answer is the same token for token,
 greedy or not; only the number of steps changes.
 """
 
@@ -11,87 +11,96 @@ from collections.abc import Sequence
 
 from weft.plan.plan import Speculation
 
-# Of what a guess was worth lately, so much is kept when the next one is judged.
-MEMORY = 0.8
-WORTH = 0.4  # confirmed guesses per step, below which guessing rests
-PLACES = 64  # where a run came before that are looked at, the latest ones
-REST = 24  # tokens that it rests for, before one guess is tried again
+MEMORY = 0.8  # weight of the past in the average number of accepted tokens per step
+LEAST_ACCEPTED = 0.4  # average of accepted tokens per step below which proposing pauses
+PAUSE = 24  # tokens that a pause lasts before one draft token is tried again
+PLACES = 64  # earlier occurrences of a run that are compared, latest first
 
 
-def common(these: Sequence[int], those: Sequence[int]) -> int:
-    """How many tokens both begin with: of guesses and what was sampled, how many are right."""
-    length = min(len(these), len(those))
-    if these[:length] == those[:length]:
+def common_prefix_length(first: Sequence[int], second: Sequence[int]) -> int:
+    """Length of the common prefix. For draft and sampled tokens, that is the number of accepted draft tokens."""
+    length = min(len(first), len(second))
+    if first[:length] == second[:length]:
         return length
-    return next(n for n in range(length) if these[n] != those[n])
+    return next(n for n in range(length) if first[n] != second[n])
 
 
-class Guesser:
-    """Guesses for one sequence, as many as were worth it lately, none while it rests."""
+class DraftProposer:
+    """Proposes draft tokens for one sequence: about as many as were accepted lately, none during a pause."""
 
-    __slots__ = ("_confirmed", "_earlier", "_index", "_longest", "_most", "_offered", "_resting", "_shortest")
+    __slots__ = ("_accepted", "_earlier", "_index", "_longest", "_model_drafts", "_most", "_pause", "_shortest")
 
-    def __init__(self, how: Speculation) -> None:
-        self._most = how.tokens
-        self._shortest, self._longest = how.lookup_min, 0 if how.draft else how.lookup_max
-        self._confirmed = float(how.tokens)  # a step's, on average
-        self._resting = 0
-        self._offered: list[int] = []
-        # Where each run of the shortest length was last followed by another, and by place where it was before that
-        # (0: nowhere). Longer runs are found by looking back from there, since an index of them all takes megabytes.
+    def __init__(self, speculation: Speculation) -> None:
+        self._most = speculation.tokens
+        self._shortest, self._longest = speculation.lookup_min, 0 if speculation.draft else speculation.lookup_max
+        self._accepted = float(speculation.tokens)  # per step, on average
+        self._pause = 0  # tokens until the pause ends
+        self._model_drafts: list[int] = []
+        # The position after the latest occurrence of each run of the shortest length, and by position the one after the
+        # occurrence before that (0: none). Longer runs are found by comparing backwards from there, since an index of
+        # all lengths takes megabytes.
         self._index: dict[tuple[int, ...], int] = {}
         self._earlier: list[int] = []
 
-    def worth(self, most: int) -> int:
-        """How many guesses a step is worth, of at most so many."""
-        # One more than was confirmed lately: so the number can grow.
-        return 0 if self._resting else max(0, min(most, self._most, int(self._confirmed + 1.5)))
+    def draft_limit(self, most: int) -> int:
+        """Number of draft tokens that the next step is worth, at most `most`."""
+        # One more than was accepted lately, so that the number can grow.
+        return 0 if self._pause else max(0, min(most, self._most, int(self._accepted + 1.5)))
 
-    def offer(self, guesses: list[int]) -> None:
-        """What a draft model guesses for the next step, in place of a look into the text."""
-        self._offered = guesses
+    def set_model_drafts(self, drafts: list[int]) -> None:
+        """Take a draft model's tokens for the next step, to be proposed in place of a prompt lookup."""
+        self._model_drafts = drafts
 
-    def guesses(self, tokens: Sequence[int], most: int) -> list[int]:
-        """At most `most` tokens that may follow `tokens`."""
-        if self._resting:
-            self._resting -= 1
-            self._offered = []
+    def propose(self, tokens: Sequence[int], most: int) -> list[int]:
+        """Return at most `most` draft tokens to follow `tokens`."""
+        if self._pause:
+            self._pause -= 1
+            self._model_drafts = []
             return []
-        most = self.worth(most)
+        most = self.draft_limit(most)
         if not most:
             return []
-        found, self._offered = self._offered[:most], []
-        return found or self._look_up(tokens, most)
+        drafts, self._model_drafts = self._model_drafts[:most], []
+        return drafts or self._look_up(tokens, most)
 
-    def judge(self, guessed: int, confirmed: int) -> None:
-        """How many of a step's guesses were right."""
-        if not guessed:
+    def record_accepted(self, proposed: int, accepted: int) -> None:
+        """Note that `accepted` of a step's `proposed` draft tokens were accepted."""
+        if not proposed:
             return
-        self._confirmed = MEMORY * self._confirmed + (1 - MEMORY) * confirmed
-        if self._confirmed < WORTH:
-            self._confirmed, self._resting = WORTH, REST
+        self._accepted = MEMORY * self._accepted + (1 - MEMORY) * accepted
+        if self._accepted < LEAST_ACCEPTED:
+            self._accepted, self._pause = LEAST_ACCEPTED, PAUSE
 
     def _look_up(self, tokens: Sequence[int], most: int) -> list[int]:
-        """What followed when the text's last tokens came before: the longest run counts, the latest of its places."""
+        """Return the tokens that followed an earlier occurrence of the last tokens: of the longest run, the latest."""
         if not self._longest:
             return []
-        index, earlier, shortest, end = self._index, self._earlier, self._shortest, len(tokens)
-        # Runs that have a token after them, each once.
-        for last in range(len(earlier), end):
+        self._extend_index(tokens)
+        end, shortest = len(tokens), self._shortest
+        best_length, best = 0, 0
+        place = self._index.get(tuple(tokens[end - shortest : end]), 0) if end > shortest else 0
+        for _ in range(PLACES):
+            if not place or best_length == self._longest:
+                break
+            length = self._match_length(tokens, place)
+            if length > best_length:
+                best_length, best = length, place
+            place = self._earlier[place]
+        # An occurrence near the end has too few tokens after it: the text may be going round in a circle.
+        return [tokens[best + step % (end - best)] for step in range(most)] if best else []
+
+    def _extend_index(self, tokens: Sequence[int]) -> None:
+        """Index each run that has a token after it, once."""
+        index, earlier, shortest = self._index, self._earlier, self._shortest
+        for last in range(len(earlier), len(tokens)):
             run = tuple(tokens[last - shortest : last]) if last >= shortest else ()
             earlier.append(index.get(run, 0))
             if run:
                 index[run] = last
-        best, found = 0, 0
-        place = index.get(tuple(tokens[end - shortest : end]), 0) if end > shortest else 0
-        for _ in range(PLACES):
-            if not place or best == self._longest:
-                break
-            length = shortest
-            while length < min(self._longest, place) and tokens[place - length - 1] == tokens[end - length - 1]:
-                length += 1
-            if length > best:
-                best, found = length, place
-            place = earlier[place]
-        # Near its end, the text may be going round in a circle.
-        return [tokens[found + step % (end - found)] for step in range(most)] if found else []
+
+    def _match_length(self, tokens: Sequence[int], place: int) -> int:
+        """Length of the run before `place` that equals the last tokens, at most the longest that is looked up."""
+        length, end = self._shortest, len(tokens)
+        while length < min(self._longest, place) and tokens[place - length - 1] == tokens[end - length - 1]:
+            length += 1
+        return length

@@ -1,7 +1,7 @@
-"""StepPlan and StepResult: what the core tells the ranks, and what comes back. Plain ints only.
+"""StepPlan and StepResult: what the core sends to the ranks for each step, and what comes back. Plain ints only.
 
-A request that runs holds a `slot`, a small integer under which every rank keeps what it needs of it: its
-block table everywhere, its sampler state on the output rank. So a step says only what is new.
+A running request holds a `slot`, a small integer. Under its slot every rank keeps the request's block table, and the
+output rank its sampler state. So a step has to carry only what is new.
 """
 
 from __future__ import annotations
@@ -10,31 +10,32 @@ import msgspec
 
 from weft.core.params import SamplingParams
 
-UNKNOWN = -1  # in place of a token that the step before samples
+UNKNOWN = -1  # stands for a token that the step before samples
 
 
 class Admission(msgspec.Struct, array_like=True):
-    """A request takes a slot. After a preemption `output` holds what it had generated before."""
+    """A request that takes a slot. After a preemption `output` holds the tokens generated before it."""
 
     slot: int
-    key: int  # 64 bits: its random stream, from seed and choice index alone
+    key: int  # 64 bits: the request's random stream, from seed and choice index alone
     params: SamplingParams
     prompt: list[int]
     output: list[int]
 
 
 class StepPlan(msgspec.Struct, array_like=True):
-    """One forward pass over a ragged batch of R rows, in this order: release, admit, then run the rows.
+    """One forward pass over a ragged batch of R rows. Ranks release slots, admit requests and then run the rows.
 
-    Row r is slot `slots[r]`; its next `counts[r]` tokens, from position `starts[r]` on, lie in `tokens`
-    after those of the rows before it. `blocks[r]` are KV blocks appended to its table in this step. Where
-    `samples[r]`, one token is sampled from the row's last position. KV writes of all rows come before any
-    row's attention in each layer, so a row may read blocks that another row of the same step fills. A token that is
-    UNKNOWN is the one that the slot sampled last.
+    Row r is slot `slots[r]`. Its next `counts[r]` tokens, from position `starts[r]` on, lie in `tokens` after those of
+    the rows before it. `blocks[r]` are the KV blocks appended to its block table in this step. If `samples[r]`, one
+    token is sampled from the row's last position. The KV of all rows is written before any row's attention in each
+    layer, so a row may read blocks that another row of the same step fills. A token that is UNKNOWN is the one that
+    the slot sampled last.
 
-    The last `guesses[r]` tokens of row r are guesses: where it samples, it does so after each of them and after the
-    token before them. `asks[r]` guesses of what comes after row r are wanted of a draft model; where it does not sample
-    yet, the draft is to read along. Without a draft `asks` is empty.
+    The last `draft_counts[r]` tokens of row r are draft tokens: a row that samples does so after each of them, and
+    after the token before them. `draft_requests[r]` is the number of draft tokens that a draft model shall propose
+    after row r; if the row does not sample yet, the draft model only reads its tokens. `draft_requests` is empty
+    without a draft model.
     """
 
     id: int
@@ -46,13 +47,15 @@ class StepPlan(msgspec.Struct, array_like=True):
     tokens: list[int]
     blocks: list[list[int]]
     samples: list[bool]
-    guesses: list[int]
-    asks: list[int] = []
+    draft_counts: list[int]
+    draft_requests: list[int] = []
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):
-    """Of one position, from the model's own distribution: the token's logprob and rank (1 = likeliest),
-    and the likeliest alternatives, best first."""
+    """Logprobs at one position, from the model's own distribution.
+
+    `logprob` and `rank` (1 = likeliest) are the token's; the top lists hold the likeliest tokens, best first.
+    """
 
     logprob: float
     rank: int
@@ -61,15 +64,18 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
 
 
 class StepResult(msgspec.Struct, array_like=True):
-    """`tokens` and `logprobs` have one entry per row with `samples` and one more for each of its guesses, in order
-    (None where none were asked for). `prompt_logprobs[slot]` holds those of the prompt positions after the ones
-    computed in this step, `guesses[slot]` what a draft model thinks comes next: no entry where it was asked, but has
-    not read the text to its end. `failed[slot]` says why no token could be sampled for a slot; the ids of its row mean
-    nothing."""
+    """The sampled tokens of one step.
+
+    `tokens` and `logprobs` have one entry per row that samples and one more for each of its draft tokens, in order; a
+    logprobs entry is None if the request wants none. `prompt_logprobs[slot]` are those of the prompt positions after
+    the ones computed in this step. `drafts[slot]` are the draft model's tokens for the next step; a slot has no entry
+    if the draft model has not read its text to the end. `failed[slot]` says why no token could be sampled for a slot,
+    whose ids in `tokens` are meaningless then.
+    """
 
     id: int
     tokens: list[int]
     logprobs: list[TokenLogprobs | None]
     prompt_logprobs: dict[int, list[TokenLogprobs]]
-    guesses: dict[int, list[int]] = {}
+    drafts: dict[int, list[int]] = {}
     failed: dict[int, str] = {}

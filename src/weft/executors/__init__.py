@@ -1,4 +1,4 @@
-"""One protocol to the ranks: threads of this process, or processes of their own."""
+"""Executors: one protocol to the ranks, as threads of this process or as processes of their own."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from weft.executors.base import Executor
 from weft.executors.rank import WORKER
 
 
-def create(kind: str, worker: str = WORKER) -> Executor:
-    """An executor that has not started. `kind` is "inline" or "processes", `worker` the class that each rank
-    runs, as "module:Class"."""
+def create_executor(kind: str, worker: str = WORKER) -> Executor:
+    """Create an executor that has not started. `kind` is "inline" or "processes".
+
+    `worker` is the class that each rank runs, as "module:Class".
+    """
     match kind:
         case "inline":
             from weft.executors.inline import InlineExecutor

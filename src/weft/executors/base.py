@@ -1,4 +1,4 @@
-"""The Executor protocol: how the core reaches its ranks, whether they are threads or processes."""
+"""Executor: the protocol by which the core reaches its ranks, be they threads or processes."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ from weft.plan.plan import Plan
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):
-    """An executor that has started: the KV blocks every rank has, and what each rank reported."""
+    """Result of a start: the number of KV blocks on every rank, and what each rank reported."""
 
     num_blocks: int
     ranks: list[Capacity]
 
 
 class Executor(Protocol):
-    """`start` returns once every rank has loaded, measured, allocated and warmed up; it raises EngineError
-    with the first root cause. `submit` returns at once; results come in the order of submission; several
-    steps may be in flight. The first failing rank fails every future with EngineError, and resolves `failure`
-    even when no step is in flight. `close` may be called twice, and at any time, and leaves no thread and no
-    process behind."""
+    """Starts the ranks of a plan and runs steps on them.
+
+    `start` returns once every rank has loaded, measured, allocated and warmed up; it raises EngineError with the first
+    root cause. `submit` returns at once. Several steps may be in flight, and results come in the order of submission.
+    The first failing rank fails every future with EngineError, and resolves `failure` even if no step is in flight.
+    `close` may be called twice and at any time, and leaves no thread and no process behind.
+    """
 
     @property
     def failure(self) -> Future[Cause]: ...

@@ -1,4 +1,4 @@
-"""Causes: what an exception, or the end of a process, says to the user."""
+"""Causes of failure, in the user's words, from an exception or from the exit of a process."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ OUT_OF_MEMORY_HINTS = {
     "allocate": "lower --gpu-memory-utilization, --kv-cache-memory-bytes or --max-num-batched-tokens",
     "step": "lower --max-num-batched-tokens or --max-num-seqs, or --gpu-memory-utilization",
 }
-STUCK = "where it was is printed above; weft hardware tests what the GPUs and their links really do"
-KILLED = "if nobody killed it, the system was out of memory: `dmesg` tells"
+STUCK = "its stack is printed above; weft hardware tests the GPUs and the links between them"
+KILLED = "if nobody killed it, the system was out of memory: see `dmesg`"
 
 
 def cause_of(error: BaseException, rank: int, phase: str) -> Cause:
-    """One line for the user. A bug's stack trace goes to stderr as well; an error that is advice needs none."""
+    """Return one line for the user. For a bug, print the stack trace to stderr too; advice needs none."""
     if isinstance(error, EngineError):
         return error.cause
     text = " ".join(str(error).split())
@@ -34,22 +34,27 @@ def cause_of(error: BaseException, rank: int, phase: str) -> Cause:
 
 
 def lost_peer(error: BaseException) -> bool:
-    """Whether a rank fails only because it can no longer reach another: that other one is the root cause."""
+    """Return True if a rank fails only because it can no longer reach another, whose failure is the root cause."""
     return isinstance(error, ConnectionError)
 
 
-def obituary(returncode: int | None, words: str) -> tuple[str, str]:
-    """Cause and hint for a process that ended without a word of its own; `words` is the end of its stderr."""
+def describe_exit(returncode: int | None, stderr: str) -> tuple[str, str]:
+    """Return cause and hint for a process that ended without a last message; `stderr` is the end of its output."""
     if returncode is None:
         return "closed its connection", ""
-    lines = [line.strip() for line in words.splitlines() if line.strip()]
-    if any(line.startswith("Timeout (") for line in lines):  # of faulthandler: it came no further, and knew it
-        return "came no further and ended itself", STUCK
-    # A crash in C ends with a long listing: its first line says what it was.
-    last = next((line for line in lines if line.startswith("Fatal Python error")), lines[-1] if lines else "")
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    if any(line.startswith("Timeout (") for line in lines):  # faulthandler's: the process was stuck and ended itself
+        return "was stuck and ended itself", STUCK
+    # A crash in C ends with a long listing, whose first line names the crash.
+    crash = next((line for line in lines if line.startswith("Fatal Python error")), None)
+    last = crash or (lines[-1] if lines else "")
     if returncode < 0:
-        number = -returncode
-        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-        hint = KILLED if number == signal.SIGKILL else ""
-        return f"killed by {name}" + (f": {last}" if last and not hint else ""), hint
+        return _describe_signal(-returncode, last)
     return f"ended with status {returncode}" + (f": {last}" if last else ""), ""
+
+
+def _describe_signal(number: int, last_line: str) -> tuple[str, str]:
+    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+    if number == signal.SIGKILL:
+        return f"killed by {name}", KILLED
+    return f"killed by {name}" + (f": {last_line}" if last_line else ""), ""

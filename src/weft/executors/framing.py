@@ -15,19 +15,18 @@ from weft.errors import WeftError
 M = TypeVar("M")
 
 LENGTH = struct.Struct("<I")
-MAX_FRAME = 256 << 20  # bytes; the largest that is meant: prompt logprobs, 20 per token, of 500,000 tokens
-
-PIECE = 64 << 10  # bytes asked of the socket at once
+MAX_FRAME = 256 << 20  # bytes; the largest expected: prompt logprobs, 20 per token, of 500,000 tokens
+RECEIVE_BYTES = 64 << 10  # read from the socket at once
 
 _encoder = msgspec.msgpack.Encoder()
 
 
 class FrameError(WeftError):
-    """A frame that is over the limit, or holds no message that this end knows."""
+    """A frame that is over the limit, or that holds no message known to this process."""
 
 
-def encode(message: msgspec.Struct) -> bytes:
-    """One whole frame, ready for as many sockets as need it. Raises FrameError where it is over the limit."""
+def encode_frame(message: msgspec.Struct) -> bytes:
+    """Return one whole frame, ready for any number of sockets. Raises FrameError if it is over the limit."""
     buffer = bytearray(LENGTH.size)
     _encoder.encode_into(message, buffer, LENGTH.size)
     size = check_size(len(buffer) - LENGTH.size)
@@ -36,7 +35,7 @@ def encode(message: msgspec.Struct) -> bytes:
 
 
 def check_size(size: int) -> int:
-    """`size` in bytes, if a frame may be that large."""
+    """Return `size`, in bytes. Raises FrameError if no frame may be that large."""
     if size > MAX_FRAME:
         raise FrameError(
             f"a message of {size:,} bytes is over the limit of {MAX_FRAME:,} bytes between processes; "
@@ -45,10 +44,10 @@ def check_size(size: int) -> int:
     return size
 
 
-class Decoder(Generic[M]):
-    """Turns what comes off a stream, in whatever pieces, into `messages`, a tagged union of structs.
+class FrameDecoder(Generic[M]):
+    """Decodes a stream, received in any pieces, into the structs of `messages`, a tagged union.
 
-    A frame that the end of the stream cuts off is never given: its sender has died.
+    A frame that the end of the stream cuts off is dropped: its sender has died.
     """
 
     def __init__(self, messages: Any) -> None:
@@ -56,7 +55,7 @@ class Decoder(Generic[M]):
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[M]:
-        """The messages that `data` completes. Raises FrameError."""
+        """Yield the messages that `data` completes. Raises FrameError."""
         self._buffer += data
         while len(self._buffer) >= LENGTH.size:
             stop = LENGTH.size + check_size(*LENGTH.unpack_from(self._buffer))
@@ -71,16 +70,18 @@ class Decoder(Generic[M]):
 
 
 class Channel(Generic[M]):
-    """One end of a socket pair. Sends any struct; iterating gives what comes in, until the other end is gone.
-    One thread may receive while another sends."""
+    """One end of a socket pair. It sends any struct; iterating yields what comes in, until the other end is gone.
+
+    One thread may receive while another sends.
+    """
 
     def __init__(self, end: socket.socket, messages: Any) -> None:
         self.socket = end
-        self._decoder: Decoder[M] = Decoder(messages)
+        self._decoder: FrameDecoder[M] = FrameDecoder(messages)
 
     def send(self, message: msgspec.Struct) -> None:
-        """Raises OSError where the other end is gone."""
-        self.send_frame(encode(message))
+        """Send a message. Raises OSError if the other end is gone."""
+        self.send_frame(encode_frame(message))
 
     def send_frame(self, frame: bytes) -> None:
         self.socket.sendall(frame)
@@ -90,16 +91,16 @@ class Channel(Generic[M]):
             yield from self._decoder.feed(data)
 
     def hang_up(self) -> None:
-        """End the stream for both sides; a thread that waits in it returns. May be called twice."""
-        with contextlib.suppress(OSError):  # the other side was first, or it is closed already
+        """End the stream for both sides. A thread that waits for a message returns. May be called twice."""
+        with contextlib.suppress(OSError):  # the other side was first, or the socket is closed already
             self.socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Give the file descriptor back; only once nobody iterates any more."""
+        """Close the file descriptor. To be called only once nobody iterates any more."""
         self.socket.close()
 
     def _receive(self) -> bytes:
         try:
-            return self.socket.recv(PIECE)
+            return self.socket.recv(RECEIVE_BYTES)
         except OSError:  # reset: the other side died with our bytes unread
             return b""

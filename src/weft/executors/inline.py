@@ -1,4 +1,4 @@
-"""InlineExecutor: ranks as threads of this process, for one rank, for tests and for looking inside."""
+"""InlineExecutor: ranks as threads of this process, for one rank, for tests and for debugging."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from queue import SimpleQueue
 from typing import Any
 
 from weft.executors.messages import ToRank
-from weft.executors.rank import SPIN_COUNT, SPINS, WORKER, Worker, keep_to, run, uncollected, worker_class
+from weft.executors.rank import SPIN_COUNT, SPINS, WORKER, RankWorker, bind_to_cores, gc_paused, run_rank, worker_class
 from weft.executors.ranks import RankExecutor
 from weft.hardware import cuda
 from weft.plan.plan import Plan
 
-END_S = 5.0  # a thread cannot be killed: one that is in the middle of something longer goes when that is done
+END_S = 5.0  # a thread cannot be killed: one that is busy for longer ends when its work is done
 
 
 class InlineExecutor(RankExecutor):
-    """Each rank has a thread, also a single one: a step then runs while the core prepares the next."""
+    """Runs each rank in a thread, even a single rank: a step then runs while the core prepares the next."""
 
     def __init__(self, worker: str = WORKER) -> None:
         super().__init__(worker)
@@ -29,9 +29,9 @@ class InlineExecutor(RankExecutor):
 
     def _launch(self, plan: Plan) -> None:
         os.environ.setdefault(SPINS, SPIN_COUNT)
-        os.environ.update(cuda.order(os.environ))
-        with uncollected():
-            threads = import_module("weft.comm.threads")  # by name: this room does not import torch
+        os.environ.update(cuda.device_order_variables(os.environ))
+        with gc_paused():
+            threads = import_module("weft.comm.threads")  # by name: this package does not import torch
         self._groups = threads.ThreadGroups(plan)
         for place in plan.places:
             inbox: SimpleQueue[Any] = SimpleQueue()
@@ -43,18 +43,18 @@ class InlineExecutor(RankExecutor):
             thread.start()
 
     def _run(self, plan: Plan, rank: int, inbox: SimpleQueue[Any]) -> None:
-        def make() -> Worker:
-            keep_to(plan.cores[rank])
+        def create_worker() -> RankWorker:
+            bind_to_cores(plan.cores[rank])
             return worker_class(self._worker)(plan, rank, self._groups.links[rank])
 
-        run(rank, inbox, partial(self._hear, rank), make)
+        run_rank(rank, inbox, partial(self._take_message, rank), create_worker)
 
-    def _tell(self, message: ToRank) -> None:
+    def _send_all(self, message: ToRank) -> None:
         for inbox in self._inboxes:
             inbox.put(message)
 
     def _kill(self) -> None:
-        # Whoever waits for another rank is woken, and ends.
+        # A rank that waits for another is woken, and ends.
         self._groups.abort()
         for inbox in self._inboxes:
             inbox.put(None)

@@ -1,8 +1,8 @@
-"""Launching: a child process with a socket to it, and the child's own end of that socket.
+"""Child and Parent: a child process with a socket to it, and the child's own end of that socket.
 
-The socket is the death pipe too. A child ends when it reads its end, whatever its main thread is doing; a
-parent that dies in any way closes it. Nothing else has to be sent, and nobody has to be looked for. A second
-socket, on which nothing is ever said, lets Linux itself do the same where a thread of the child cannot run.
+The socket is the death pipe too. A child exits when it reads the end of the stream, whatever its main thread is doing,
+and a parent that dies in any way closes the socket. Nothing else has to be sent, and no process has to be searched for.
+A second socket, the lifeline, carries no data: with it Linux itself kills a child in which no thread can run.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 import msgspec
 
-from weft.executors.causes import obituary
+from weft.executors.causes import describe_exit
 from weft.executors.framing import Channel, FrameError
 
 M = TypeVar("M")
 
-WORDS_BYTES = 8192  # the end of a child's stderr that is kept for its obituary
-EXIT_S = 1.0  # what a child gets to end by itself once its socket has closed
-FAMILY_EXIT_S = 3  # and one that has children of its own to end
-REAP_S = 10.0  # what the system gets to take a killed process's memory back
-LAST_WORDS_S = 1.0  # how long the socket's end may come before the process's
+OUTPUT_TAIL_BYTES = 8192  # the end of a child's output, kept for describe_exit
+EXIT_S = 1.0  # seconds for a child to exit by itself once its socket has closed,
+FAMILY_EXIT_S = 3  # and for a child that has children of its own to end
+REAP_S = 10.0  # seconds for the system to take a killed process's memory back
+EXIT_GAP_S = 1.0  # the socket may close this many seconds before its process exits
 
-# Sockets between our processes. A fork made by somebody else must not hold them open: nobody would see the end.
+# Sockets between our processes. A fork made by somebody else must not hold them open: the other end would never see
+# the end of the stream.
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
@@ -50,7 +51,7 @@ os.register_at_fork(after_in_child=_close_in_fork)
 
 
 class Child(Generic[M]):
-    """A process that we started: `channel` talks to it, and its stdout and stderr come out at our stderr."""
+    """A process that we started. `channel` connects to it, and its stdout and stderr are copied to our stderr."""
 
     def __init__(
         self,
@@ -60,17 +61,20 @@ class Child(Generic[M]):
         env: Mapping[str, str] | None = None,
         files: Iterable[int] = (),
     ) -> None:
-        """Run `python -m module FD LIFELINE`. `messages` is the union that it sends; `env` is added to ours;
-        `files` are descriptors that it inherits under the same numbers."""
-        (ours, theirs), (self._lifeline, its_lifeline) = socket.socketpair(), socket.socketpair()
+        """Run `python -m module FD LIFELINE`.
+
+        `messages` is the union of the messages that the child sends. `env` is added to our environment. `files` are
+        descriptors that the child inherits under the same numbers.
+        """
+        (ours, theirs), (self._lifeline, child_lifeline) = socket.socketpair(), socket.socketpair()
         _sockets.update((ours, self._lifeline))
-        given = (theirs.fileno(), its_lifeline.fileno())
+        inherited = (theirs.fileno(), child_lifeline.fileno())
         try:
             self.process = subprocess.Popen(
-                # -P: a user's random.py in the current folder is no part of ours.
-                [sys.executable, "-P", "-m", module, *map(str, given)],
+                # -P: a user's random.py in the current folder must not shadow the standard library's.
+                [sys.executable, "-P", "-m", module, *map(str, inherited)],
                 env={**os.environ, "PYTHONPATH": _python_path(), **(env or {})},
-                pass_fds=(*given, *files),
+                pass_fds=(*inherited, *files),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -83,14 +87,14 @@ class Child(Generic[M]):
             raise
         finally:
             theirs.close()
-            its_lifeline.close()
+            child_lifeline.close()
         self.channel: Channel[M] = Channel(ours, messages)
-        self._words = bytearray()
-        self._listener = threading.Thread(target=self._pass_on, name=f"weft-stderr-{self.process.pid}", daemon=True)
-        self._listener.start()
+        self._output_tail = bytearray()
+        self._copier = threading.Thread(target=self._copy_output, name=f"weft-stderr-{self.process.pid}", daemon=True)
+        self._copier.start()
 
     def send(self, message: msgspec.Struct) -> None:
-        """Nothing happens where the child is gone: whoever listens to it hears of that."""
+        """Send a message; without effect if the child is gone, which the thread that listens to it notices."""
         with contextlib.suppress(OSError):
             self.channel.send(message)
 
@@ -101,35 +105,35 @@ class Child(Generic[M]):
     def kill(self) -> None:
         self.process.kill()
 
-    def obituary(self) -> tuple[str, str]:
-        """How it ended, and a hint, for a child whose socket has closed without a last word."""
+    def describe_exit(self) -> tuple[str, str]:
+        """Return cause and hint for a child whose socket has closed without a last message."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(LAST_WORDS_S)
-        self.hear_out()
-        return obituary(self.process.returncode, self._words.decode("utf-8", "replace"))
+            self.process.wait(EXIT_GAP_S)
+        self.drain_output()
+        return describe_exit(self.process.returncode, self._output_tail.decode("utf-8", "replace"))
 
-    def hear_out(self) -> None:
-        """Wait until all that it has printed is printed here."""
-        self._listener.join(LAST_WORDS_S)
+    def drain_output(self) -> None:
+        """Wait until everything that the child has printed is printed here."""
+        self._copier.join(EXIT_GAP_S)
 
     def close(self) -> None:
-        """Give the descriptors back; only once nobody listens any more."""
+        """Close the descriptors. To be called only once no thread listens any more."""
         self.channel.close()
         self._lifeline.close()
 
-    def _pass_on(self) -> None:
-        """Copy what the child prints to our stderr, and remember the end of it."""
+    def _copy_output(self) -> None:
+        """Copy the child's output to our stderr, and keep the end of it."""
         assert self.process.stdout is not None
         with self.process.stdout as pipe:
-            while words := os.read(pipe.fileno(), 65536):
-                self._words += words
-                del self._words[:-WORDS_BYTES]
+            while output := os.read(pipe.fileno(), 65536):
+                self._output_tail += output
+                del self._output_tail[:-OUTPUT_TAIL_BYTES]
                 with contextlib.suppress(OSError):
-                    os.write(2, words)
+                    os.write(2, output)
 
 
-def end(children: Iterable[Child[Any]], exit_s: float = EXIT_S) -> None:
-    """End processes and wait until they are gone: at once where they can, killed where they cannot."""
+def end_children(children: Iterable[Child[Any]], exit_s: float = EXIT_S) -> None:
+    """End processes and wait until they are gone. Those that do not exit within `exit_s` seconds are killed."""
     children = list(children)
     for child in children:
         child.channel.hang_up()
@@ -141,19 +145,22 @@ def end(children: Iterable[Child[Any]], exit_s: float = EXIT_S) -> None:
         for child in children:
             child.kill()
     for child in children:
-        child.hear_out()
+        child.drain_output()
 
 
 def _python_path() -> str:
-    """Where the child finds this very package, and whatever else the user has said."""
-    home, rest = str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")
-    return rest if home == sysconfig.get_path("purelib") else os.pathsep.join(filter(None, (home, rest)))
+    """PYTHONPATH with which the child imports this very package, and whatever else the user has set."""
+    home, users = str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")
+    return users if home == sysconfig.get_path("purelib") else os.pathsep.join(filter(None, (home, users)))
 
 
 class Parent(Generic[M]):
-    """The child's end, to be made before anything slow is imported. Frames wait in `inbox`; when the parent
-    is gone, so is this process, in whatever its main thread is. `farewell` is what it does first, for
-    FAMILY_EXIT_S at most; with `lifeline` there is none where the parent has died, but the end is certain."""
+    """The child's end of the socket, to be created before anything slow is imported.
+
+    Messages wait in `inbox`. When the parent is gone, this process exits, whatever its main thread is doing. It first
+    calls `before_exit`, which has FAMILY_EXIT_S seconds. With `lifeline`, a parent's death kills this process at once,
+    without `before_exit`, but with certainty.
+    """
 
     def __init__(self, descriptor: int, messages: Any, lifeline: int | None = None) -> None:
         os.set_inheritable(descriptor, False)
@@ -162,11 +169,11 @@ class Parent(Generic[M]):
         if lifeline is not None:
             _die_with(lifeline)
         self.inbox: SimpleQueue[Any] = SimpleQueue()
-        self.farewell: Callable[[], None] = lambda: None
+        self.before_exit: Callable[[], None] = lambda: None
         self._channel: Channel[M] = Channel(end, messages)
         threading.Thread(target=self._listen, name="weft-parent", daemon=True).start()
         for number in (signal.SIGINT, signal.SIGTERM):
-            # A service manager signals everybody at once, but when to end is the parent's to say.
+            # A service manager signals all processes at once, but the parent decides when its children end.
             signal.signal(number, lambda *_: None)
         faulthandler.enable()
 
@@ -174,11 +181,11 @@ class Parent(Generic[M]):
         with contextlib.suppress(OSError):  # the parent is gone, and this process with it
             self._channel.send(message)
 
-    def end(self) -> NoReturn:
-        """Say farewell, and end this process."""
-        signal.alarm(FAMILY_EXIT_S)  # which ends it too
+    def exit(self) -> NoReturn:
+        """Call `before_exit` and exit this process."""
+        signal.alarm(FAMILY_EXIT_S)  # SIGALRM ends the process too
         try:
-            self.farewell()
+            self.before_exit()
         finally:
             os._exit(0)
 
@@ -189,14 +196,16 @@ class Parent(Generic[M]):
         except FrameError as error:
             os.write(2, f"{error}\n".encode())
         finally:
-            self.end()
+            self.exit()
 
 
 def _die_with(lifeline: int) -> None:
-    """Have the system kill this process when the other end of `lifeline` closes: also one that is stopped, or
-    in a library that lets no other thread run."""
+    """Have the system kill this process when the other end of `lifeline` closes.
+
+    That also ends a process that is stopped, or in a library that lets no other thread run.
+    """
     os.set_inheritable(lifeline, False)
-    with contextlib.suppress(AttributeError, OSError):  # Linux only; elsewhere the listening thread has to do
+    with contextlib.suppress(AttributeError, OSError):  # Linux only; elsewhere the listening thread must suffice
         fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
         fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)

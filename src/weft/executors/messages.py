@@ -1,4 +1,4 @@
-"""What an executor and the process of a rank say to each other."""
+"""Messages between an executor and the process of a rank."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from weft.plan.memory import Capacity
 from weft.plan.plan import Plan
 
 
-class Shared(msgspec.Struct, frozen=True):
-    """Open files that the ranks of one stage have in common: memory, and for each a pipe (read, write)."""
+class StageFiles(msgspec.Struct, frozen=True):
+    """File descriptors that the ranks of one stage share: memory, and a pipe (read, write) for each rank."""
 
     memory: int
     pipes: tuple[tuple[int, int], ...]
 
 
-class Neighbour(msgspec.Struct, frozen=True):
-    """Open files that two stages have in common: memory, and pipes (read, write) that tell of what was brought and of
-    what was taken."""
+class LinkFiles(msgspec.Struct, frozen=True):
+    """File descriptors that two consecutive stages share: memory, and two pipes (read, write).
+
+    `full` tells the receiver that a tensor was written, `free` tells the sender that one was taken.
+    """
 
     memory: int
     full: tuple[int, int]
@@ -27,25 +29,28 @@ class Neighbour(msgspec.Struct, frozen=True):
 
 
 class Launch(msgspec.Struct, frozen=True, tag=True):
-    """The first frame: who you are. `worker` is "module:Class", `store` a file through which ranks find each
-    other."""
+    """The first frame: which rank of which plan the process is.
+
+    `worker` is "module:Class". `store` is the path of a file through which ranks find each other. `before` and `after`
+    are the links to the neighbouring stages.
+    """
 
     plan: Plan
     rank: int
     worker: str
     store: str
-    shared: Shared | None
-    before: Neighbour | None = None
-    after: Neighbour | None = None
+    shared: StageFiles | None
+    before: LinkFiles | None = None
+    after: LinkFiles | None = None
 
 
 class Allocate(msgspec.Struct, frozen=True, tag=True):
-    """Every rank has reported its capacity: this many KV blocks fit on all."""
+    """Every rank has reported its capacity, and this number of KV blocks fits on all of them."""
 
     num_blocks: int
 
 
-class Run(msgspec.Struct, frozen=True, tag=True):
+class RunStep(msgspec.Struct, frozen=True, tag=True):
     step: StepPlan
 
 
@@ -53,10 +58,10 @@ class CaptureGraph(msgspec.Struct, frozen=True, tag=True):
     """No request runs or waits: capture one more CUDA graph."""
 
 
-ToRank = Launch | Allocate | Run | CaptureGraph
+ToRank = Launch | Allocate | RunStep | CaptureGraph
 
 
-class Entered(msgspec.Struct, frozen=True, tag=True):
+class PhaseEntered(msgspec.Struct, frozen=True, tag=True):
     """The rank goes on to the next phase of its start."""
 
     phase: str
@@ -67,28 +72,28 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
 
 
 class Allocated(msgspec.Struct, frozen=True, tag=True):
-    """The rank is warm, and ready for steps. So many CUDA graphs are still to be captured."""
+    """The rank is warm, and ready for steps. `uncaptured` is the number of CUDA graphs still to be captured."""
 
     uncaptured: int = 0
 
 
 class GraphCaptured(msgspec.Struct, frozen=True, tag=True):
-    """The answer to CaptureGraph: so many are left."""
+    """The answer to CaptureGraph, with the number of CUDA graphs that are left."""
 
     uncaptured: int
 
 
-class Done(msgspec.Struct, frozen=True, tag=True):
-    """From the output rank, once per step and in their order."""
+class StepDone(msgspec.Struct, frozen=True, tag=True):
+    """A step's result, from the output rank, in the order of the steps."""
 
     result: StepResult
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The rank's last word. With `lost_peer` it fails only because another has gone."""
+    """The rank's last message. With `lost_peer`, it fails only because another rank has gone."""
 
     cause: Cause
     lost_peer: bool
 
 
-FromRank = Entered | Loaded | Allocated | GraphCaptured | Done | Failed
+FromRank = PhaseEntered | Loaded | Allocated | GraphCaptured | StepDone | Failed

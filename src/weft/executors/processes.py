@@ -1,4 +1,4 @@
-"""ProcessExecutor: one process per rank, a socket to each."""
+"""ProcessExecutor: one process per rank, with a socket to each."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import tempfile
 import threading
 
 from weft.errors import Cause
-from weft.executors.framing import FrameError, encode
-from weft.executors.launch import Child, end
-from weft.executors.messages import Failed, FromRank, Launch, Neighbour, Shared, ToRank
+from weft.executors.framing import FrameError, encode_frame
+from weft.executors.launch import Child, end_children
+from weft.executors.messages import Failed, FromRank, Launch, LinkFiles, StageFiles, ToRank
 from weft.executors.rank import SPIN_COUNT, SPINS, WORKER
 from weft.executors.ranks import RankExecutor
 from weft.hardware import cuda
@@ -21,7 +21,7 @@ LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
 class ProcessExecutor(RankExecutor):
-    """Ranks are children of this process. `worker` names the class that each one runs, as "module:Class"."""
+    """Runs each rank as a child process. `worker` is the class that each rank runs, as "module:Class"."""
 
     def __init__(self, worker: str = WORKER) -> None:
         super().__init__(worker)
@@ -30,20 +30,20 @@ class ProcessExecutor(RankExecutor):
         self._folder: str | None = None
 
     def _launch(self, plan: Plan) -> None:
-        store, opened = self._store()
-        shared = [share(plan.tensor_parallel) for _ in range(plan.stages)]
-        # Between each rank and the one of the same place in the stage after it.
-        lines = [adjoin() for _ in plan.places[: -plan.tensor_parallel]]
+        store, store_files = self._open_store()
+        shared = [create_stage_files(plan.tensor_parallel) for _ in range(plan.stages)]
+        # Between each rank and the rank at the same position in the next stage.
+        links = [create_link_files() for _ in plan.places[: -plan.tensor_parallel]]
         try:
             for place in plan.places:
                 files = shared[place.stage]
-                before = None if place.first else lines[place.rank - plan.tensor_parallel]
-                after = None if place.last else lines[place.rank]
+                before = None if place.first else links[place.rank - plan.tensor_parallel]
+                after = None if place.last else links[place.rank]
                 child: Child[FromRank] = Child(
                     "weft.worker.process",
                     FromRank,
-                    env=environment(plan.threads(place.rank), plan.peer_to_peer),
-                    files=[*opened, *descriptors(files, before, after)],
+                    env=rank_environment(plan.threads(place.rank), plan.peer_to_peer),
+                    files=[*store_files, *file_descriptors(files, before, after)],
                 )
                 self._children.append(child)
                 child.send(Launch(plan, place.rank, self._worker, store, files, before, after))
@@ -53,40 +53,42 @@ class ProcessExecutor(RankExecutor):
                 self._listeners.append(listener)
                 listener.start()
         finally:
-            for descriptor in (*opened, *descriptors(*shared, *lines)):
+            for descriptor in (*store_files, *file_descriptors(*shared, *links)):
                 os.close(descriptor)
 
-    def _store(self) -> tuple[str, list[int]]:
-        """The path of a file through which ranks find each other, and the descriptors behind it. Where the system
-        has files without a name, nothing is left of it, however this process ends."""
+    def _open_store(self) -> tuple[str, list[int]]:
+        """Return the path of a file through which ranks find each other, and the descriptors behind it.
+
+        If the system has files without a name, no trace of the file is left, however this process ends.
+        """
         if hasattr(os, "memfd_create"):
             file = os.memfd_create("weft-ranks")
             return f"/proc/self/fd/{file}", [file]
         self._folder = tempfile.mkdtemp(prefix="weft-")  # readable by its owner only
         return f"{self._folder}/ranks", []
 
-    def _tell(self, message: ToRank) -> None:
-        frame = encode(message)
+    def _send_all(self, message: ToRank) -> None:
+        frame = encode_frame(message)
         for child in self._children:
             child.send_frame(frame)
 
     def _listen(self, rank: int, child: Child[FromRank]) -> None:
-        spoken = False
+        failed = False
         try:
             for message in child.channel:
-                spoken = isinstance(message, Failed)
-                self._hear(rank, message)
+                failed = isinstance(message, Failed)
+                self._take_message(rank, message)
         except FrameError as error:
             self._fail(Cause(rank, self._phases[rank], str(error)))
-        if not spoken:
-            self._fail(Cause(rank, self._phases[rank], *child.obituary()))
+        if not failed:
+            self._fail(Cause(rank, self._phases[rank], *child.describe_exit()))
 
     def _kill(self) -> None:
         for child in list(self._children):
             child.kill()
 
     def _end(self) -> None:
-        end(self._children)
+        end_children(self._children)
         for listener in self._listeners:
             if listener is not threading.current_thread():
                 listener.join()
@@ -96,8 +98,8 @@ class ProcessExecutor(RankExecutor):
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def environment(threads: int, peer_to_peer: bool = True) -> dict[str, str]:
-    """What a rank's libraries read when they are imported; the user's own settings stay."""
+def rank_environment(threads: int, peer_to_peer: bool = True) -> dict[str, str]:
+    """Environment variables that a rank's libraries read when they are imported. The user's own settings stay."""
     number = str(threads)
     ours = {
         "OMP_NUM_THREADS": number,
@@ -106,29 +108,30 @@ def environment(threads: int, peer_to_peer: bool = True) -> dict[str, str]:
         # All ranks are on this host; gloo would take the interface of the host's name.
         "GLOO_SOCKET_IFNAME": LOOPBACK,
         SPINS: SPIN_COUNT,
-        **cuda.order(os.environ),
+        **cuda.device_order_variables(os.environ),
     }
     if not peer_to_peer:
         ours["NCCL_P2P_DISABLE"] = "1"
     return {name: value for name, value in ours.items() if name not in os.environ}
 
 
-def share(ranks: int) -> Shared | None:
-    """Memory and pipes for the ranks of a stage, where the system has memory without a name."""
+def create_stage_files(ranks: int) -> StageFiles | None:
+    """Open memory and pipes for the ranks of a stage; None for one rank, or if the system lacks anonymous files."""
     if ranks == 1 or not hasattr(os, "memfd_create"):
         return None
-    return Shared(os.memfd_create("weft"), tuple(os.pipe() for _ in range(ranks)))
+    return StageFiles(os.memfd_create("weft"), tuple(os.pipe() for _ in range(ranks)))
 
 
-def adjoin() -> Neighbour | None:
-    """Memory and pipes between two stages, where the system has memory without a name."""
-    return Neighbour(os.memfd_create("weft"), os.pipe(), os.pipe()) if hasattr(os, "memfd_create") else None
+def create_link_files() -> LinkFiles | None:
+    """Open memory and pipes between two stages; None if the system lacks anonymous files."""
+    return LinkFiles(os.memfd_create("weft"), os.pipe(), os.pipe()) if hasattr(os, "memfd_create") else None
 
 
-def descriptors(*several: Shared | Neighbour | None) -> list[int]:
-    found = []
+def file_descriptors(*several: StageFiles | LinkFiles | None) -> list[int]:
+    """Return all descriptors in these files."""
+    descriptors = []
     for files in several:
         if files is not None:
-            pipes = files.pipes if isinstance(files, Shared) else (files.full, files.free)
-            found += [files.memory, *(end for pipe in pipes for end in pipe)]
-    return found
+            pipes = files.pipes if isinstance(files, StageFiles) else (files.full, files.free)
+            descriptors += [files.memory, *(end for pipe in pipes for end in pipe)]
+    return descriptors

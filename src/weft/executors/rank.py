@@ -1,4 +1,4 @@
-"""The life of one rank: start, load, allocate, steps. The same in a thread and in a process."""
+"""The life of one rank: start, load, allocate, then steps. The same code runs in a thread and in a process."""
 
 from __future__ import annotations
 
@@ -19,87 +19,101 @@ from weft.executors.messages import (
     Allocate,
     Allocated,
     CaptureGraph,
-    Done,
-    Entered,
     Failed,
     GraphCaptured,
     Loaded,
-    Run,
+    PhaseEntered,
+    RunStep,
+    StepDone,
 )
 from weft.plan.memory import Capacity
 
 WORKER = "weft.worker.worker:Worker"
 
-# How often an OpenMP thread looks before it sleeps, read when torch is imported: about 40 us. Its own default is
-# 300,000 times, which on cores that others want as well turns a step of 8 ms into one of 200.
+# Number of times that an OpenMP thread polls before it sleeps, about 40 us; read when torch is imported. OpenMP's own
+# default is 300,000, which on cores that others want as well turns a step of 8 ms into one of 200 ms.
 SPINS, SPIN_COUNT = "GOMP_SPINCOUNT", "3000"
 
 
-class Worker(Protocol):
-    """What a rank does. Made as `Worker(plan, rank, links)`; all calls come from one thread, in this order."""
+class RankWorker(Protocol):
+    """Protocol of the class that a rank runs.
+
+    Constructed as `RankWorker(plan, rank, links)`. All calls come from one thread, in the order of the methods below.
+    """
 
     def load(self) -> Capacity: ...
 
     def allocate(self, num_blocks: int) -> int:
-        """Returns the number of CUDA graphs that are left to be captured while no request runs."""
+        """Allocate KV blocks. Returns the number of CUDA graphs left to be captured while no request runs."""
         ...
 
     def capture_graph(self) -> int:
-        """Capture one of them; returns the number that is left."""
+        """Capture one CUDA graph. Returns the number that is left."""
         ...
 
     def execute(self, step: StepPlan) -> StepResult | Callable[[], StepResult] | None:
-        """The result on the output rank, None on the others. Where a device still works on it, a function that waits
-        for it, and may be called from another thread: the next step need not wait."""
+        """Run a step. Returns the result on the output rank, None on the others.
+
+        If a device still works on the result, returns a function that waits for it. The function may be called from
+        another thread, so that the next step need not wait.
+        """
         ...
 
     def close(self) -> None: ...
 
 
-def run(rank: int, inbox: SimpleQueue[Any], send: Callable[[msgspec.Struct], None], make: Callable[[], Worker]) -> None:
-    """Obey what comes in until None does. Whatever goes wrong is the last message, with its cause."""
+def run_rank(
+    rank: int,
+    inbox: SimpleQueue[Any],
+    send: Callable[[msgspec.Struct], None],
+    create_worker: Callable[[], RankWorker],
+) -> None:
+    """Execute the messages in `inbox` until None comes. Any failure is sent as the last message, with its cause."""
     phase = "start"
-    speaking = threading.Lock()
+    sending = threading.Lock()
 
-    def say(message: msgspec.Struct) -> None:
-        with speaking:
+    def send_locked(message: msgspec.Struct) -> None:
+        with sending:
             send(message)
 
     def enter(name: str) -> None:
         nonlocal phase
         phase = name
-        say(Entered(name))
+        send_locked(PhaseEntered(name))
 
     def fail(error: BaseException) -> None:
-        say(Failed(cause_of(error, rank, phase), lost_peer(error)))
+        send_locked(Failed(cause_of(error, rank, phase), lost_peer(error)))
 
-    later = Later(lambda result: say(Done(result)), fail)
+    results = ResultSender(lambda result: send_locked(StepDone(result)), fail)
     try:
-        worker = make()
+        worker = create_worker()
         enter("load")
-        say(Loaded(worker.load()))
+        send_locked(Loaded(worker.load()))
         while (message := inbox.get()) is not None:
             match message:
-                case Run(step):
+                case RunStep(step):
                     result = worker.execute(step)
                     if result is not None:
-                        later.put(result)
+                        results.put(result)
                 case Allocate(num_blocks):
                     enter("allocate")
                     uncaptured = worker.allocate(num_blocks)
                     enter("step")
-                    say(Allocated(uncaptured))
+                    send_locked(Allocated(uncaptured))
                 case CaptureGraph():
-                    say(GraphCaptured(worker.capture_graph()))
-        later.close()
+                    send_locked(GraphCaptured(worker.capture_graph()))
+        results.close()
         worker.close()
     except BaseException as error:  # SystemExit too: a rank has no other way to end
         fail(error)
 
 
-class Later:
-    """Hands results on in the order of their steps. The first that a device still works on starts a thread, which waits
-    for it; from then on all go through there, for none may overtake one that is waited for."""
+class ResultSender:
+    """Passes results on in the order of their steps.
+
+    The first result that a device still works on starts a thread, which waits for it. From then on all results go
+    through that thread, since none may overtake one that is waited for.
+    """
 
     def __init__(self, done: Callable[[StepResult], None], fail: Callable[[BaseException], None]) -> None:
         self._done, self._fail = done, fail
@@ -116,7 +130,7 @@ class Later:
         self._queue.put(result)
 
     def close(self) -> None:
-        """Wait for those that are under way."""
+        """Wait until all results have been passed on."""
         if self._thread:
             self._queue.put(None)
             self._thread.join()
@@ -130,9 +144,12 @@ class Later:
 
 
 @contextlib.contextmanager
-def uncollected() -> Iterator[None]:
-    """While torch is imported: what is made then stays, and Python would look through it for garbage again and again,
-    which takes a tenth of the import. Afterwards all there is counts as old."""
+def gc_paused() -> Iterator[None]:
+    """Pause garbage collection while torch is imported, and count all objects as old afterwards.
+
+    The objects of the import stay. Python would look through them for garbage again and again, a tenth of the import's
+    time.
+    """
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -144,14 +161,14 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def worker_class(name: str) -> Callable[..., Worker]:
-    """The class behind "module:Class": this room does not import torch, the class's module does."""
+def worker_class(name: str) -> Callable[..., RankWorker]:
+    """Return the class "module:Class", imported by name: unlike this package, its module imports torch."""
     module, _, attribute = name.partition(":")
-    found: Callable[..., Worker] = getattr(import_module(module), attribute)
-    return found
+    worker: Callable[..., RankWorker] = getattr(import_module(module), attribute)
+    return worker
 
 
-def keep_to(cores: tuple[int, ...]) -> None:
-    """Bind this thread, and all that it starts, to its share of the host's cores, as far as they are ours."""
+def bind_to_cores(cores: tuple[int, ...]) -> None:
+    """Bind this thread, and all threads that it starts, to those of `cores` that this process may use."""
     if hasattr(os, "sched_setaffinity") and (ours := os.sched_getaffinity(0).intersection(cores)):
         os.sched_setaffinity(0, ours)

@@ -1,6 +1,6 @@
-"""RankExecutor: what every executor does with its ranks, wherever they run.
+"""RankExecutor: the part of an executor that does not depend on where its ranks run.
 
-It starts them phase by phase, keeps the steps in flight in order, and finds out who failed first.
+It starts the ranks phase by phase, keeps the steps in flight in order, and finds the rank that failed first.
 """
 
 from __future__ import annotations
@@ -21,41 +21,41 @@ from weft.executors.messages import (
     Allocate,
     Allocated,
     CaptureGraph,
-    Done,
-    Entered,
     Failed,
     FromRank,
     GraphCaptured,
     Loaded,
-    Run,
+    PhaseEntered,
+    RunStep,
+    StepDone,
     ToRank,
 )
 from weft.executors.rank import WORKER
-from weft.native import compiled
+from weft.native import build
 from weft.plan.memory import kv_blocks
 from weft.plan.plan import Plan
 
-News = TypeVar("News", Loaded, Allocated, GraphCaptured)
+Report = TypeVar("Report", Loaded, Allocated, GraphCaptured)
 
-# A rank that lost a peer may say so before the peer's own end is seen: so long is the root cause waited for.
+# A rank that lost a peer may report so before the peer's own end is noticed: wait this long for the root cause.
 ROOT_CAUSE_S = 1.0
 CLOSED = Cause(CORE, "shutdown", "the engine was closed; the requests that ran were ended")
-IDLE_S = 0.1  # without a step in flight, and no request runs or waits
+IDLE_S = 0.1  # without a step for this long, no request runs or waits
 
 
 class RankExecutor(ABC):
-    """An `Executor`, but for how ranks are launched, told and ended.
+    """An `Executor`; subclasses launch the ranks, send to them and end them.
 
-    `failure` resolves with the first root cause as soon as a rank fails, even when no step is in flight.
+    `failure` resolves with the first root cause as soon as a rank fails, even if no step is in flight.
     """
 
     def __init__(self, worker: str = WORKER) -> None:
         self._worker = worker
         self.failure: Future[Cause] = Future()
         self._phases: list[str] = []
-        self._news: SimpleQueue[FromRank | Cause] = SimpleQueue()
+        self._reports: SimpleQueue[FromRank | Cause] = SimpleQueue()
         self._sending = threading.Lock()  # every rank gets the steps in the same order
-        self._lock = threading.Lock()  # of what follows
+        self._lock = threading.Lock()  # guards the attributes below
         self._pending: deque[Future[StepResult]] = deque()
         self._submitted = 0
         self._closing = threading.Event()
@@ -69,11 +69,11 @@ class RankExecutor(ABC):
             compile_ahead(plan)
         try:
             self._launch(plan)
-            capacities = sorted((news.capacity for news in self._all(Loaded)), key=lambda c: c.rank)
+            capacities = sorted((report.capacity for report in self._await_all(Loaded)), key=lambda c: c.rank)
             num_blocks = kv_blocks(plan, capacities)
-            self._tell(Allocate(num_blocks))
-            uncaptured = max(news.uncaptured for news in self._all(Allocated))
-        except BaseException:  # Ctrl-C too leaves nothing behind
+            self._send_all(Allocate(num_blocks))
+            uncaptured = max(report.uncaptured for report in self._await_all(Allocated))
+        except BaseException:  # after Ctrl-C, too, no rank may be left behind
             self.close()
             raise
         if uncaptured:
@@ -90,7 +90,7 @@ class RankExecutor(ABC):
                     self._pending.append(future)
                     self._submitted += 1
             if ended is None:
-                self._tell(Run(step))
+                self._send_all(RunStep(step))
             else:
                 future.set_exception(EngineError(ended))
         return future
@@ -102,38 +102,41 @@ class RankExecutor(ABC):
 
     @abstractmethod
     def _launch(self, plan: Plan) -> None:
-        """Begin all ranks at once. Each reports through `_hear`, or `_fail`, from a thread of its own."""
+        """Start all ranks at once. Each reports through `_take_message` or `_fail`, from a thread of its own."""
 
     @abstractmethod
-    def _tell(self, message: ToRank) -> None:
-        """Send to every rank; those that are gone are passed over."""
+    def _send_all(self, message: ToRank) -> None:
+        """Send a message to every rank that is still there."""
 
     @abstractmethod
     def _kill(self) -> None:
-        """Stop all ranks by force, without waiting."""
+        """Kill all ranks, without waiting."""
 
     @abstractmethod
     def _end(self) -> None:
-        """End all ranks and wait until they are gone. May be called twice, and before `_launch` is through."""
+        """End all ranks and wait until they are gone. May be called twice, and before `_launch` has returned."""
 
-    def _hear(self, rank: int, message: FromRank) -> None:
-        """Take in what a rank says."""
+    def _take_message(self, rank: int, message: FromRank) -> None:
+        """Handle a message from a rank."""
         match message:
-            case Done(result):
+            case StepDone(result):
                 with self._lock:
                     future = self._pending.popleft() if self._ended is None else None
                 if future:
                     future.set_result(result)
             case Loaded() | Allocated() | GraphCaptured():
-                self._news.put(message)
-            case Entered(phase):
+                self._reports.put(message)
+            case PhaseEntered(phase):
                 self._phases[rank] = phase
             case Failed(cause, lost_peer):
                 self._fail(cause, lost_peer)
 
     def _fail(self, cause: Cause, lost_peer: bool = False) -> None:
-        """A rank has failed. The first that did so by itself is the root cause and ends everything; one that
-        lost a peer has to wait a moment for the peer's own end."""
+        """Handle the failure of a rank.
+
+        The first failure that is not a lost peer is the root cause, and ends everything. A rank that lost a peer waits
+        ROOT_CAUSE_S for the peer's own failure.
+        """
         with self._lock:
             if lost_peer:
                 if self._suspicion is None and self._ended is None:
@@ -146,7 +149,7 @@ class RankExecutor(ABC):
             self.failure.set_result(cause)
 
     def _finish(self, cause: Cause) -> bool:
-        """No more results: fail what is in flight. Whether this was the first call."""
+        """Fail all steps in flight, and those to come, with this cause. Returns True for the first call."""
         with self._lock:
             if self._ended is not None:
                 return False
@@ -156,7 +159,7 @@ class RankExecutor(ABC):
             self._pending.clear()
             if self._suspicion:
                 self._suspicion.cancel()
-        self._news.put(cause)
+        self._reports.put(cause)
         for future in pending:
             future.set_exception(EngineError(cause))
         return True
@@ -164,31 +167,31 @@ class RankExecutor(ABC):
     def _capture_while_idle(self) -> None:
         """Have the ranks capture the CUDA graphs that are left, one after the other, while no step is in flight."""
         submitted, uncaptured = -1, 1
-        with contextlib.suppress(EngineError):  # which is told elsewhere
+        with contextlib.suppress(EngineError):  # reported elsewhere
             while uncaptured and not self._closing.wait(IDLE_S):
                 with self._sending:
                     with self._lock:
                         idle = not self._pending and self._submitted == submitted
                         submitted = self._submitted
                     if idle:
-                        self._tell(CaptureGraph())
+                        self._send_all(CaptureGraph())
                 if idle:
-                    uncaptured = max(news.uncaptured for news in self._all(GraphCaptured))
+                    uncaptured = max(report.uncaptured for report in self._await_all(GraphCaptured))
 
-    def _all(self, kind: type[News]) -> list[News]:
-        """Wait until each rank has said `kind`. Raises EngineError with the root cause where one fails."""
-        heard: list[News] = []
-        while len(heard) < len(self._phases):
-            news = self._news.get()
-            if isinstance(news, Cause):
-                raise EngineError(news)
-            assert isinstance(news, kind)
-            heard.append(news)
-        return heard
+    def _await_all(self, kind: type[Report]) -> list[Report]:
+        """Wait for a `kind` from each rank. Raises EngineError with the root cause if a rank fails."""
+        reports: list[Report] = []
+        while len(reports) < len(self._phases):
+            report = self._reports.get()
+            if isinstance(report, Cause):
+                raise EngineError(report)
+            assert isinstance(report, kind)
+            reports.append(report)
+        return reports
 
 
 def compile_ahead(plan: Plan) -> None:
-    """Have the CPU kernels compiled, where a rank will want them, while it imports torch and reads its weights."""
-    wanted = plan.attention_backend in ("auto", "cpu") and "cpu" in plan.devices
-    if wanted and compiled.obstacle(plan.dtype, plan.shape.head_dim, plan.shape.group) is None:
-        compiled.build_ahead(plan.dtype)
+    """Compile the CPU kernels, if a rank will need them, while the ranks import torch and read their weights."""
+    needed = plan.attention_backend in ("auto", "cpu") and "cpu" in plan.devices
+    if needed and build.native_obstacle(plan.dtype, plan.shape.head_dim, plan.shape.group) is None:
+        build.build_ahead(plan.dtype)

@@ -11,7 +11,7 @@ import msgspec
 from weft.architectures.axes import axis_length
 from weft.architectures.parameters import Part, layers_of, model_parameters
 from weft.architectures.shape import DType, ModelShape
-from weft.errors import ConfigError, ModelError, reason
+from weft.errors import ConfigError, ModelError, error_reason
 from weft.formats import config_json, demo, gguf, gguf_names, gguf_shape, hub, model_names, packed, safetensors
 from weft.formats.tensor import ENCODINGS, TensorInfo
 
@@ -62,7 +62,7 @@ def resolve(
         full = model_names.full_name(model, folder=download_dir)
         path = _locate(full, revision, hf_token, download_dir, weights=load_format != "dummy")
     except (OSError, RuntimeError) as error:  # an unreadable directory, a name too long, the ~ of an unknown user
-        raise ModelError(f"cannot read {model}: {reason(error)}") from error
+        raise ModelError(f"cannot read {model}: {error_reason(error)}") from error
     format: FileFormat = "safetensors" if path.is_dir() else "gguf"
     if load_format not in ("auto", "dummy", format):
         raise ModelError(f"{path} is {format}, not {load_format}; leave --load-format out, or give another model")
@@ -144,7 +144,7 @@ def _from_file(path: Path) -> Path:
         if gguf.is_gguf(path):
             return path
     except OSError as error:
-        raise ModelError(f"cannot read {path}: {reason(error)}") from error
+        raise ModelError(f"cannot read {path}: {error_reason(error)}") from error
     raise ModelError(f"{path} is no model: it does not begin as a GGUF file does; give a directory or a .gguf file")
 
 

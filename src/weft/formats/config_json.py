@@ -9,7 +9,7 @@ import msgspec
 from weft.architectures.defaults import DEFAULTS, Defaults
 from weft.architectures.parameters import ARCHITECTURES, RUNNABLE
 from weft.architectures.shape import THETA, DType, Experts, Latent, ModelShape, Rope
-from weft.errors import ModelError, reason
+from weft.errors import ModelError, error_reason
 from weft.formats import limits, packed, quantization_config
 from weft.formats.fields import Fields
 
@@ -73,7 +73,7 @@ def load_json(path: Path) -> Fields:
         limits.check_unique(text, str(path))
         return fields
     except OSError as error:
-        raise ModelError(f"cannot read {path}: {reason(error)}") from error
+        raise ModelError(f"cannot read {path}: {error_reason(error)}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ModelError(f"{path} is damaged: {error}; fetch it again") from error
 

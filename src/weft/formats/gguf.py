@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from weft.errors import ModelError, reason
+from weft.errors import ModelError, error_reason
 from weft.formats.tensor import ENCODINGS, Encoding, TensorInfo, check_bounds
 
 MAGIC = b"GGUF"
@@ -276,4 +276,4 @@ def _open_header(path: str) -> Iterator[_HeaderReader]:
                         f"{path} is damaged: a text before byte {header.at:,} is not UTF-8; fetch it again"
                     ) from None
     except OSError as error:
-        raise ModelError(f"cannot read {path}: {reason(error)}") from error
+        raise ModelError(f"cannot read {path}: {error_reason(error)}") from error

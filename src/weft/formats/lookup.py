@@ -7,7 +7,7 @@ from pathlib import Path
 from weft.architectures.model import Model
 from weft.architectures.parameters import parameter_count
 from weft.architectures.shape import ModelShape
-from weft.errors import ModelError, reason
+from weft.errors import ModelError, error_reason
 from weft.formats import catalogue, checkpoint, config_json, demo, gguf, gguf_shape, hub, model_names, safetensors
 from weft.formats.gguf_types import FILE_TYPES
 from weft.formats.precision import OF_DTYPE
@@ -29,7 +29,7 @@ def look_up(
     try:
         path = checkpoint.local_path(model)
     except (OSError, RuntimeError) as error:  # an unreadable directory, a name too long, the ~ of an unknown user
-        raise ModelError(f"cannot read {model}: {reason(error)}") from error
+        raise ModelError(f"cannot read {model}: {error_reason(error)}") from error
     if path is not None:
         return _from_directory(model, path) if path.is_dir() else _from_gguf(model, path)
     model, ask_hub = model_names.full_name(model), refresh or revision is not None

@@ -23,7 +23,7 @@ import msgspec
 from weft.architectures.parameters import Parameter, layers_of, model_parameters
 from weft.architectures.published import ORDERED, ROW, Method, PublishedQuantization, scheme_name
 from weft.architectures.shape import ModelShape
-from weft.errors import ModelError, reason
+from weft.errors import ModelError, error_reason
 from weft.formats.fields import Fields
 from weft.formats.quantization_config import BITS, parse_quantization, quantised_layer_predicate
 from weft.formats.tensor import TensorInfo
@@ -264,7 +264,7 @@ def _is_in_order(order: TensorInfo, layer: str, cols: int, group: int) -> bool:
             file.seek(order.offset)
             data = file.read(order.nbytes)
     except OSError as error:
-        raise ModelError(f"cannot read {order.file}: {reason(error)}") from error
+        raise ModelError(f"cannot read {order.file}: {error_reason(error)}") from error
     is_unset = not any(data) or data == UNSET * len(data)
     if is_unset or data == array("i", (col // group for col in range(cols))).tobytes():
         return True

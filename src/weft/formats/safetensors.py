@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from weft.errors import ModelError, reason
+from weft.errors import ModelError, error_reason
 from weft.formats import limits
 from weft.formats.tensor import TensorInfo, check_bounds
 
@@ -50,7 +50,7 @@ def read_safetensors(path: Path) -> dict[str, TensorInfo]:
                 )
             header = file.read(length)
     except OSError as error:
-        raise ModelError(f"cannot read {path}: {reason(error)}") from error
+        raise ModelError(f"cannot read {path}: {error_reason(error)}") from error
     tensors = decode_header(header, str(path))
     start = LENGTH_BYTES + length
     tensors = {name: msgspec.structs.replace(info, offset=start + info.offset) for name, info in tensors.items()}
@@ -118,7 +118,7 @@ def _read_indexed(folder: Path) -> dict[str, TensorInfo]:
         weight_map = msgspec.json.decode(text, type=_Index).weight_map
         limits.check_unique(text, str(index))
     except OSError as error:
-        raise ModelError(f"cannot read {index}: {reason(error)}") from error
+        raise ModelError(f"cannot read {index}: {error_reason(error)}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ModelError(f"{index} is damaged ({error}); fetch it again") from error
     names, files = sorted(set(weight_map.values())), {}

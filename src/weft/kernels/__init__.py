@@ -1,4 +1,4 @@
-"""Attention over paged KV, and other work that is worth its own code."""
+"""Kernels: implementations of a decoder's operations for CPUs and GPUs, and the choice among them."""
 
 from __future__ import annotations
 
@@ -10,33 +10,35 @@ from weft.plan.backends import ATTENTION_BACKENDS, GPU_BACKENDS
 from weft.quant.rounding import Rounding, round_into
 
 
-def choose(backend: str, device: torch.device, shape: AttentionShape) -> Kernels:
-    """The kernels for a device, `backend` one of ATTENTION_BACKENDS: `auto` takes the fastest that runs there, and
-    says so where it had to fall back. Raises ConfigError where another cannot be used."""
+def create_kernels(backend: str, device: torch.device, shape: AttentionShape) -> Kernels:
+    """Create the kernels for a device. `backend` is one of ATTENTION_BACKENDS.
+
+    `auto` takes the fastest that runs there, and logs a fallback. Raises ConfigError if another one cannot be used.
+    """
     assert backend in ATTENTION_BACKENDS, backend
     if backend in ("auto", "cpu") and device.type == "cpu":
-        from weft.kernels.native import NativeKernels, available
+        from weft.kernels.native import NativeKernels, native_available
 
-        if available(shape.dtype, shape.head_dim, shape.group, required=backend == "cpu"):
+        if native_available(shape.dtype, shape.head_dim, shape.group, required=backend == "cpu"):
             return NativeKernels(shape.dtype)
     if backend in GPU_BACKENDS or (backend == "auto" and device.type == "cuda"):
         from weft.kernels import triton
 
-        if triton.available(device, shape.head_dim, required=backend != "auto"):
+        if triton.triton_available(device, shape.head_dim, required=backend != "auto"):
             return _on_gpu(backend, device, shape)
     return PlainKernels()
 
 
-def rounding(backend: str, device: torch.device, shape: AttentionShape) -> Rounding:
-    """What rounds weights for these kernels, which need not be compiled yet."""
+def create_rounding(backend: str, device: torch.device, shape: AttentionShape) -> Rounding:
+    """The function that rounds weights for these kernels, which need not be compiled yet."""
     if backend in ("auto", "cpu") and device.type == "cpu":
-        from weft.kernels.native.rounding import made
+        from weft.kernels.native.rounding import create_native_rounding
 
-        return made(shape.dtype, shape.head_dim, shape.group)
+        return create_native_rounding(shape.dtype, shape.head_dim, shape.group)
     if device.type == "cuda" and backend != "torch":
         from weft.kernels import triton
 
-        if triton.obstacle(device, shape.head_dim) is None:
+        if triton.triton_obstacle(device, shape.head_dim) is None:
             from weft.kernels.triton.rounding import round_on_gpu
 
             return round_on_gpu
@@ -44,36 +46,36 @@ def rounding(backend: str, device: torch.device, shape: AttentionShape) -> Round
 
 
 def _on_gpu(backend: str, device: torch.device, shape: AttentionShape) -> Kernels:
-    """Triton's kernels, with attention by another library where that is wanted, or is faster."""
+    """Triton's kernels, with attention by another library if the user asked for it or it is faster."""
     from weft.kernels import flashinfer, triton, varlen
 
     if backend == "auto":
         return _fastest(device, shape)
     attention: Attention | None
     if backend == "varlen":
-        attention = varlen.made(device, shape)
+        attention = varlen.create_varlen_attention(device, shape)
     elif backend == "flashinfer":
-        attention = flashinfer.made(device, shape, required=True)
+        attention = flashinfer.create_flashinfer_attention(device, shape, required=True)
     else:
-        attention = triton.own_attention(device, shape)
-    return triton.made(device, attention)
+        attention = triton.create_triton_attention(device, shape)
+    return triton.create_triton_kernels(device, attention)
 
 
 def _fastest(device: torch.device, shape: AttentionShape) -> Kernels:
-    """With FlashInfer's attention where it is installed and was, or now is, faster."""
+    """Triton's kernels, with FlashInfer's attention if that is installed and faster, now or when it was measured."""
     from weft.kernels import contest, flashinfer, triton
 
-    own, version = triton.own_attention(device, shape), flashinfer.installed()
-    ours = triton.made(device, own)
+    own, version = triton.create_triton_attention(device, shape), flashinfer.installed_version()
+    ours = triton.create_triton_kernels(device, own)
     if version is None:
         return ours
-    note = contest.note(device, shape, version, own.tunings)
-    best = contest.winner(note)
-    attention = None if best == ours.name else flashinfer.made(device, shape, required=False)
+    path = contest.winner_path(device, shape, version, own.tunings)
+    best = contest.load_winner(path)
+    attention = None if best == ours.name else flashinfer.create_flashinfer_attention(device, shape, required=False)
     if attention is None:
         return ours
-    theirs = triton.made(device, attention)
+    theirs = triton.create_triton_kernels(device, attention)
     if best is None:
-        best = contest.fastest((theirs, ours), device, shape)
-        contest.keep(note, best)
+        best = contest.measure_fastest((theirs, ours), device, shape)
+        contest.save_winner(path, best)
     return theirs if best == theirs.name else ours

@@ -1,4 +1,4 @@
-"""Kernels: the operations of a decoder, behind one protocol."""
+"""Protocols of the kernels: attention over paged KV, and a decoder's other operations."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 
 from weft.comm import Comm
 from weft.kernels.batch import Batch
-from weft.kernels.laying import Staged
-from weft.kernels.warm import Launch
+from weft.kernels.staged import StagedStep
+from weft.kernels.warm import KernelLaunch
 from weft.plan.plan import Plan
-from weft.quant.quantised import Quantised
+from weft.quant.quantised import QuantisedWeight
 
 
 @dataclass(frozen=True)
 class KVCache:
-    """One layer's keys and values: [num_blocks, block_size, kv_heads, head_dim] each. In which order they lie within
-    a block is up to the kernels that write and read them."""
+    """One layer's keys and values: [num_blocks, block_size, kv_heads, head_dim] each. The kernels that write and read
+    them choose their order within a block."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -31,8 +31,11 @@ class KVCache:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionShape:
-    """What the layers of a rank attend with: this rank's heads, `windows` each that a layer has, `kept` the dtype of
-    the cache; and the most of everything: `rows` of a decode step, `tokens` of a step, `length` of a row."""
+    """Dimensions of a rank's attention, and the limits of its steps.
+
+    `q_heads` and `kv_heads` are this rank's. `windows` are the sliding windows that its layers have. Limits: `rows` of
+    a decode step, `tokens` of a step, `length` of a row's context.
+    """
 
     q_heads: int
     kv_heads: int
@@ -40,15 +43,15 @@ class AttentionShape:
     windows: tuple[int | None, ...]
     scale: float
     dtype: torch.dtype
-    kept: torch.dtype
+    cache_dtype: torch.dtype
     block_size: int
     rows: int
     tokens: int
     length: int
 
     @classmethod
-    def of(cls, plan: Plan, rank: int) -> AttentionShape:
-        """A rank's of a plan."""
+    def from_plan(cls, plan: Plan, rank: int) -> AttentionShape:
+        """The shape of attention on a rank of a plan."""
         place, shape, dtype = plan.places[rank], plan.shape, getattr(torch, plan.dtype)
         return cls(
             q_heads=len(place.q_heads),
@@ -57,7 +60,7 @@ class AttentionShape:
             windows=tuple(dict.fromkeys(map(shape.window, range(place.layers.start, place.layers.stop)))),
             scale=shape.head_dim**-0.5,
             dtype=dtype,
-            kept=torch.float8_e4m3fn if plan.kv_dtype == "fp8" else dtype,
+            cache_dtype=torch.float8_e4m3fn if plan.kv_dtype == "fp8" else dtype,
             block_size=plan.block_size,
             rows=plan.max_num_seqs,
             tokens=plan.max_num_batched_tokens,
@@ -72,33 +75,35 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class HeadNorm:
-    """RMS norm over head_dim of each query and key head, before the rotation (Qwen3): two [head_dim] weights."""
+    """Weights [head_dim] of the RMS norms over each query and key head, before the rotation (Qwen3)."""
 
     query: torch.Tensor
     key: torch.Tensor
     eps: float
 
 
-# x [T, in] -> x W^T + b [T, out], for a weight that will not change any more.
+# x [T, in] -> x W^T + b [T, out], for a weight that does not change any more.
 Product = Callable[[torch.Tensor], torch.Tensor]
 
 
-class Table(Protocol):
-    """An embedding, and the product with it where it is the head as well."""
+class EmbeddingTable(Protocol):
+    """An embedding [vocab, hidden], and the product with it if it is the head as well (tied weights)."""
 
     def rows(self, numbers: torch.Tensor) -> torch.Tensor:
-        """[T] int64 -> [T, hidden]."""
+        """Rows of the embedding: [T] int64 -> [T, hidden]."""
         ...
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[S, hidden] -> [S, vocab]."""
+        """Logits: [S, hidden] -> [S, vocab]."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class DenseLayer:
-    """What a decoder's layer is made of: this rank's heads and columns. What `out` and `down` give is to be summed
-    over the ranks. `eps` is of the norms over the hidden dim."""
+    """Weights and dimensions of one decoder layer with a dense MLP, of this rank's heads and columns.
+
+    Results of `out` and `down` are summed over the ranks. `eps` is that of the norms over the hidden dim.
+    """
 
     attention_norm: torch.Tensor
     qkv: Product
@@ -113,53 +118,61 @@ class DenseLayer:
     eps: float
 
 
-# residual [T, hidden], which may be overwritten; the table of angles, one cache per layer, the batch -> [T, hidden].
-Stage = Callable[[torch.Tensor, torch.Tensor, Sequence[KVCache], Batch], torch.Tensor]
+# All layers of a pipeline stage: residual [T, hidden], which may be overwritten, the table of angles, one cache per
+# layer, the batch -> [T, hidden].
+FusedStage = Callable[[torch.Tensor, torch.Tensor, Sequence[KVCache], Batch], torch.Tensor]
 
 
 class Attention(Protocol):
-    """Attention over paged KV."""
+    """An implementation of attention over paged KV."""
 
     name: str
 
     def prepare(self, batch: Batch) -> None:
-        """What all layers of a step share, worked out once: the next calls of `attend` are for this batch. Never
-        recorded in a graph: of a `fixed` batch it tells the same calls of other rows."""
+        """Compute once what all layers of a step share: the next calls of `attend` are for this batch.
+
+        Never recorded in a CUDA graph: for a `fixed` batch it prepares the recorded calls for other rows.
+        """
         ...
 
     def attend(self, q: torch.Tensor, cache: KVCache, batch: Batch, scale: float, window: int | None) -> torch.Tensor:
-        """Causal attention of every row over its own context, all rows in one call: [T, q_heads * head_dim]."""
+        """Causal attention of all rows, each over its own context: [T, q_heads, head_dim] -> [T, q_heads * head_dim].
+
+        A token sees the last `window` positions, its own included, or all of them if that is None.
+        """
         ...
 
-    def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Sequence[Launch]]:
-        """Calls that launch, between them, all that is compiled for steps within the shape's limits, beside what each
-        step launches; those of a group launch the same kernels."""
+    def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Sequence[KernelLaunch]]:
+        """Calls that together launch every variant of a kernel that steps within the shape's limits can launch, except
+        those that each step launches. The calls of a group launch the same kernels."""
         ...
 
 
 class Kernels(Attention, Protocol):
-    """Inputs are bf16, fp16 or fp32 and contiguous along their last dim; sums are fp32 inside.
+    """An implementation of a decoder's operations. Inputs are bf16, fp16 or fp32 and contiguous along their last dim;
+    sums are computed in fp32.
 
-    With `capturable`, decode steps can be captured as CUDA graphs: no call waits for the GPU, and rows that only fill
-    a batch up, of slot -1 and no context, are passed over."""
+    If `capturable`, decode steps can be captured as CUDA graphs: no call waits for the GPU, and padding rows, which
+    have slot -1 and no context, are skipped.
+    """
 
     capturable: bool
 
-    def lay(self, staged: Staged, batch: Batch) -> None:
-        """Write a step into the tensors of a batch with room for it, and its new blocks into the tables of all slots.
-        Rows that are left over in a `fixed` batch get no slot and no context."""
+    def fill_batch(self, staged: StagedStep, batch: Batch) -> None:
+        """Write a step into the tensors of a batch that is large enough, and its new blocks into the tables of all
+        request slots. Padding rows of a `fixed` batch get no slot and no context."""
         ...
 
-    def matrix(self, weight: torch.Tensor | Quantised, bias: torch.Tensor | None) -> Product:
-        """A product with weight [out, in], which may be packed anew: the caller does not keep it."""
+    def matrix(self, weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None) -> Product:
+        """The product with a weight [out, in], which may be repacked: the caller does not keep it."""
         ...
 
-    def table(self, weight: torch.Tensor | Quantised) -> Table:
-        """The same for an embedding [vocab, hidden], whose rows are asked for too."""
+    def embedding_table(self, weight: torch.Tensor | QuantisedWeight) -> EmbeddingTable:
+        """The same for an embedding [vocab, hidden], whose rows are read as well."""
         ...
 
-    def fuse(self, layers: Sequence[DenseLayer], comm: Comm) -> Stage | None:
-        """All layers of a stage as one call; None where the operations below are as good."""
+    def fuse_layers(self, layers: Sequence[DenseLayer], comm: Comm) -> FusedStage | None:
+        """All layers of a pipeline stage as one call; None if the operations below are as fast."""
         ...
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -167,22 +180,22 @@ class Kernels(Attention, Protocol):
         ...
 
     def add_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """residual += x in place; RMS norm of the sum."""
+        """residual += x in place; return the RMS norm of the sum."""
         ...
 
     def sum_add_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, comm: Comm
     ) -> torch.Tensor:
-        """residual += the sum of x over the ranks, in place; RMS norm of that, the same bits on every rank."""
+        """residual += the sum of x over the ranks, in place; return its RMS norm, the same bits on every rank."""
         ...
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """[T, 2F] -> [T, F]: silu of the first half times the second."""
+        """SiLU of the first half of the columns times the second half: [T, 2F] -> [T, F]."""
         ...
 
     def rotate_and_store(
         self, qkv: torch.Tensor, q_heads: int, rope: torch.Tensor, cache: KVCache, batch: Batch, norm: HeadNorm | None
     ) -> torch.Tensor:
-        """Rotate q and k of qkv [T, (q + 2 kv heads) * head_dim] by the table rows of their positions, after
-        `norm` where there is one; write k and v to the batch's slots; return q [T, q_heads, head_dim]."""
+        """Rotate q and k of qkv [T, (q + 2 kv heads) * head_dim] by the rows of `rope` at their positions, after `norm`
+        if there is one; write k and v to the batch's slots; return q [T, q_heads, head_dim]."""
         ...

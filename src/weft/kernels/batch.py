@@ -1,4 +1,4 @@
-"""Batch: one step's tokens, packed without padding, and where their keys and values lie."""
+"""One step's tokens, packed without padding, and the slots of their keys and values."""
 
 from __future__ import annotations
 
@@ -11,28 +11,30 @@ import torch
 
 @dataclass(frozen=True)
 class Lengths:
-    """A batch's `row_starts` [R+1] and `context` [R] as the host knows them: nobody waits for a GPU to tell."""
+    """A batch's `row_starts` [R+1] and `context` [R] on the host, which then need not be read from a GPU."""
 
     row_starts: npt.NDArray[np.int64]
     context: npt.NDArray[np.int64]
 
     def padded(self, rows: int) -> Lengths:
-        """With rows of one token and no context after them, `rows` in all."""
-        more = rows - len(self.context)
-        starts = self.row_starts[-1] + np.arange(1, more + 1)
-        return Lengths(np.concatenate((self.row_starts, starts)), np.pad(self.context, (0, more)))
+        """These lengths, followed by padding rows of one token and no context, `rows` in all."""
+        padding = rows - len(self.context)
+        starts = self.row_starts[-1] + np.arange(1, padding + 1)
+        return Lengths(np.concatenate((self.row_starts, starts)), np.pad(self.context, (0, padding)))
 
 
 @dataclass(frozen=True)
 class Batch:
-    """T tokens of R rows, row after row. Tensors are on the rank's device; int32 unless said.
+    """T tokens of R rows, row after row. Tensors are on the rank's device, int32 if no other dtype is given.
 
-    `positions` [T] in the text; `slots` [T] int64, where each token's key and value go (block * block_size +
-    offset); `row_starts` [R+1], where each row's tokens begin; `context` [R], tokens of the row in the cache
-    after this step; `tables` [R, max_blocks], the row's blocks in order. The first `decodes` rows have one token each;
-    `order` [decodes] numbers them, those with the longest contexts first, as decode attention takes them: a long row
-    that begins last would be worked on alone.
-    With `fixed` its tensors are those of a graph, which later steps are laid into; its last `idle` rows do nothing.
+    `positions` [T]: of tokens in their text. `slots` [T] int64: of each token's key and value in the KV cache, block *
+    block_size + offset. `row_starts` [R+1]: index of each row's first token. `context` [R]: number of the row's tokens
+    in the cache after this step. `tables` [R, max_blocks]: the row's blocks in order. The first `decodes` rows have one
+    token each. `order` [decodes]: their numbers, those with the longest contexts first, the order of decode attention:
+    a long row that begins last would run alone at the end.
+
+    The tensors of a `fixed` batch are those of a CUDA graph, into which later steps are written. Its last `idle` rows
+    are padding.
     """
 
     tokens: torch.Tensor
@@ -52,13 +54,15 @@ class Batch:
         return self.context.shape[0]
 
     def lengths(self) -> Lengths:
-        """What the host was told, or asks its device for."""
+        """The batch's lengths on the host, read from the device if the host does not have them."""
         return self.host or Lengths(*(x.cpu().numpy().astype(np.int64) for x in (self.row_starts, self.context)))
 
 
-def spread(counts: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of rows that have `counts` [R] things each, one row's after the other: whose each is and its number there,
-    [total] int64 both. `total` is their sum, which the host knows: nobody waits."""
+def ragged_index(counts: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Row, and index within its row, of each element of rows with `counts` [R] elements: two tensors [total] int64.
+
+    `total` is the sum of `counts`. The caller knows it, so that nothing waits for the device.
+    """
     rows = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts, output_size=total)
     begins = counts.cumsum(0) - counts
     return rows, torch.arange(total, device=counts.device) - begins[rows]

@@ -1,8 +1,8 @@
 """CUDA graph capture, one at a time in a process.
 
-Torch knows one capture per process. While it is underway, no thread may wait for a whole device, nor give the
-allocator's memory back: either ends the capture, and torch refuses both from then on. So whoever does one of the three
-holds one lock. Steps of other threads, each on a stream of its own, go on meanwhile.
+torch allows one capture per process. During a capture, no thread may wait for a whole device or release the
+allocator's memory: either ends the capture, and torch refuses both from then on. Each of the three therefore holds one
+lock. Steps of other threads, each on its own stream, go on meanwhile.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ _exclusive = threading.Lock()
 
 
 def capture_graph(run: Callable[[], object], stream: torch.cuda.Stream, pool: object = None) -> torch.cuda.CUDAGraph:
-    """Record what `run` launches, on `stream`, with memory from `pool`, the handle of an earlier graph's.
+    """Record the launches of `run` on `stream`, with memory from `pool`, the handle of an earlier graph's pool.
 
-    Not `torch.cuda.graph`, which gives the allocator's memory back: the next prompt would have to take it again.
+    `torch.cuda.graph` is not used because it releases the allocator's memory, which the next prompt would take again.
     """
     graph = torch.cuda.CUDAGraph()
     with _exclusive:
@@ -33,12 +33,12 @@ def capture_graph(run: Callable[[], object], stream: torch.cuda.Stream, pool: ob
 
 
 def synchronize_device(device: torch.device) -> None:
-    """Wait for all that `device` has to do."""
+    """Wait for all work of `device`."""
     with _exclusive:
         torch.cuda.synchronize(device)
 
 
 def release_cached_memory() -> None:
-    """Give back what the allocator holds for later, on all devices."""
+    """Release the allocator's unused memory on all devices."""
     with _exclusive:
         torch.cuda.empty_cache()

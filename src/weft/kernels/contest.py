@@ -1,6 +1,6 @@
-"""A contest: which of two kernels attends faster to a model's decode rows, measured where they will run.
+"""Contest of two attention backends: the faster one for a model's decode rows, measured on the GPU that runs them.
 
-The outcome is kept for the next start, which then imports no library that has lost, and answers as this one does.
+The winner is kept in the cache: the next start does not import a library that has lost, and decides alike.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from statistics import median
 import torch
 
 from weft import __version__
-from weft.cache import cache_path, write
+from weft.cache import cache_path, write_cache_file
 from weft.errors import WeftError
+from weft.kernels.attention_inputs import AttentionInputs, decode_inputs
 from weft.kernels.base import AttentionShape, Kernels
 from weft.kernels.capture import capture_graph
-from weft.kernels.samples import Sample, decodes
 from weft.plan.backends import GPU_BACKENDS
 
 logger = logging.getLogger("weft")
 
-ROWS, CONTEXT = 32, 1024  # a batch whose cache, 134 MB with 8 heads of 128, is beyond the L2 of any GPU
+ROWS, CONTEXT = 32, 1024  # a batch whose KV cache, 134 MB with 8 heads of 128, is larger than the L2 of any GPU
 CALLS, REPEATS = 8, 7  # of a layer in a graph, and of the graph
 
-# Seconds that one call of a function takes.
+# Measures one call of a function, in seconds.
 Clock = Callable[[Callable[[], object]], float]
 
 
-def seconds(run: Callable[[], object]) -> float:
-    """Of a call on the current GPU, in a graph, as decode steps run: the median over REPEATS replays."""
+def graph_seconds(run: Callable[[], object]) -> float:
+    """Seconds of one call on the current GPU, in a CUDA graph like decode steps: the median over REPEATS replays."""
 
     def calls() -> None:
         for _ in range(CALLS):
@@ -52,58 +52,66 @@ def seconds(run: Callable[[], object]) -> float:
     return median(times)
 
 
-def timed(kernels: Kernels, shape: AttentionShape, given: Sample, clock: Clock = seconds) -> float:
-    """Seconds of a layer's attention, of the first kind of window."""
-    kernels.prepare(given[2])
-    return clock(partial(kernels.attend, *given, shape.scale, shape.windows[0]))
+def attention_seconds(
+    kernels: Kernels, shape: AttentionShape, inputs: AttentionInputs, clock: Clock = graph_seconds
+) -> float:
+    """Seconds of one layer's attention, with the first of the shape's windows."""
+    kernels.prepare(inputs[2])
+    return clock(partial(kernels.attend, *inputs, shape.scale, shape.windows[0]))
 
 
-def note(device: torch.device, shape: AttentionShape, *rivals: object) -> Path | None:
-    """Where the winner is kept for this GPU, these heads and these versions; `rivals` are the other library's and our
-    sizes. None where there is no home for a cache."""
+def winner_path(device: torch.device, shape: AttentionShape, *rivals: object) -> Path | None:
+    """File that holds the winner for this GPU, these heads and these versions. `rivals` are the other library's version
+    and our tile sizes. None if there is no home directory for a cache."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    told = repr((name, shape, rivals, torch.__version__, __version__))
+    key = repr((name, shape, rivals, torch.__version__, __version__))
     try:
-        return cache_path() / f"attention-{hashlib.sha256(told.encode()).hexdigest()[:16]}"
+        return cache_path() / f"attention-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     except RuntimeError:
         return None
 
 
-def winner(at: Path | None) -> str | None:
-    """Who won before."""
+def load_winner(path: Path | None) -> str | None:
+    """Name of the backend that is recorded as the fastest, if any."""
     try:
-        found = at.read_text().strip() if at else ""
+        name = path.read_text().strip() if path else ""
     except (OSError, ValueError):
         return None
-    if found not in GPU_BACKENDS:
+    if name not in GPU_BACKENDS:
         return None
-    logger.info("Attention by %s, which was the faster one when it was measured (%s)", found, at)
-    return found
+    logger.info("Attention by %s, which was the faster one when it was measured (%s)", name, path)
+    return name
 
 
-def keep(at: Path | None, found: str | None) -> None:
-    """Have it known at the next start; where it cannot be written it is measured again."""
-    if at is None or found is None:
+def save_winner(path: Path | None, name: str | None) -> None:
+    """Record the fastest backend for the next start, which measures again if the file cannot be written."""
+    if path is None or name is None:
         return
     try:
-        write(at, found.encode())
+        write_cache_file(path, name.encode())
     except (OSError, WeftError) as error:
-        logger.debug("the faster attention cannot be kept: %s", error)
+        logger.debug("the faster attention backend cannot be recorded: %s", error)
 
 
-def fastest(both: Sequence[Kernels], device: torch.device, shape: AttentionShape, clock: Clock = seconds) -> str | None:
-    """Which takes the least time for a layer's decode rows, None where that cannot be measured. Ranks need not agree:
-    each attends with its own heads, and what they sum is the same number of tensors either way."""
+def measure_fastest(
+    candidates: Sequence[Kernels], device: torch.device, shape: AttentionShape, clock: Clock = graph_seconds
+) -> str | None:
+    """Name of the kernels that take the least time for a layer's decode rows, or None if that cannot be measured.
+
+    Ranks may decide differently: each attends with its own heads, and all sum the same tensors either way.
+    """
     rows, context = min(ROWS, shape.rows), min(CONTEXT, shape.length)
     try:
-        given = decodes(shape, device, [context] * rows)
-        times = {kernels.name: timed(kernels, shape, given, clock) for kernels in both}
+        inputs = decode_inputs(shape, device, [context] * rows)
+        times = {kernels.name: attention_seconds(kernels, shape, inputs, clock) for kernels in candidates}
     except Exception as error:
-        # Memory that is not there, a kernel that this GPU has no code for: it is only an offer.
+        # Too little memory, or a kernel without code for this GPU: the other backend is only an option.
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        logger.warning("Which attention is faster cannot be measured (%s): Triton's is used", lines[0][:200])
+        logger.warning("Attention backends cannot be compared (%s): Triton's is used", lines[0][:200])
         return None
-    found = min(times, key=times.__getitem__)
-    told = ", ".join(f"{name} {took * 1e6:.0f} us" for name, took in times.items())
-    logger.info("Attention of %d rows over %d tokens: %s: --attention-backend %s is used", rows, context, told, found)
-    return found
+    fastest = min(times, key=times.__getitem__)
+    figures = ", ".join(f"{name} {took * 1e6:.0f} us" for name, took in times.items())
+    logger.info(
+        "Attention of %d rows over %d tokens: %s: --attention-backend %s is used", rows, context, figures, fastest
+    )
+    return fastest

@@ -1,8 +1,8 @@
 """FlashInfer's attention: it plans a step once, on the host, and every layer runs by that plan.
 
-The interface is that of flashinfer-python 0.5 to 0.7: `plan` and `run` of its wrappers for decode and for prompts over
-paged KV, keys and values as they lie in our cache (its layout NHD, any block size). The package comes with
-`pip install weft[cuda]`; it compiles a model's kernels when they are first used, unless flashinfer-jit-cache has them.
+The interface is that of flashinfer-python 0.5 to 0.7: `plan` and `run` of its wrappers for decode and prefill over
+paged KV, with keys and values in our cache's layout (NHD in its words, any block size). The package comes with
+`pip install weft[cuda]`. It compiles a model's kernels when they are first used, unless flashinfer-jit-cache has them.
 """
 
 from __future__ import annotations
@@ -14,58 +14,65 @@ from typing import Any
 import numpy as np
 import torch
 
-from weft.hardware.host import packages
+from weft.hardware.host import kernel_packages
 from weft.kernels.base import AttentionShape, KVCache
-from weft.kernels.batch import Batch, Lengths, spread
-from weft.kernels.usable import no_flash, processors, usable
-from weft.kernels.warm import Launch
+from weft.kernels.batch import Batch, Lengths, ragged_index
+from weft.kernels.usable import check_usable, flash_obstacle, multiprocessor_count
+from weft.kernels.warm import KernelLaunch
 from weft.plan import backends
 
 logger = logging.getLogger("weft")
 
-# Partial results of contexts that are split among programs, of which two run on each multiprocessor, and the rows of
-# their tiles, queries times heads of a group (its scheduler.cuh, PrefillPlan).
+# The workspace holds partial results of contexts that are split among programs, two of which run on each
+# multiprocessor. Rows of their tiles are queries times heads of a group (its scheduler.cuh, PrefillPlan).
 WORKSPACE_BYTES, TILE_ROWS, TILES_PER_PROCESSOR = 128 << 20, (16, 64, 128), 2
-PLAN_BYTES = 8 << 20  # of a plan on the device, as its wrappers take by themselves
+PLAN_BYTES = 8 << 20  # of a plan on the device, as much as its wrappers allocate by themselves
 DECODE, PREFILL = "decode", "prefill"
 
 
-def installed() -> str | None:
-    """The version that is here."""
-    return packages().get(backends.FLASHINFER)
+def installed_version() -> str | None:
+    """The installed version of FlashInfer, or None."""
+    return kernel_packages().get(backends.FLASHINFER)
 
 
-def obstacle(device: torch.device, shape: AttentionShape) -> str | None:
-    """Why it cannot be used there."""
-    return backends.no_flashinfer(installed(), shape.head_dim) or no_flash(device, shape.dtype)
+def flashinfer_obstacle(device: torch.device, shape: AttentionShape) -> str | None:
+    """Reason that FlashInfer cannot be used on a device, or None."""
+    return backends.no_flashinfer(installed_version(), shape.head_dim) or flash_obstacle(device, shape.dtype)
 
 
-def made(device: torch.device, shape: AttentionShape, *, required: bool) -> FlashInferAttention | None:
-    """FlashInfer's attention, its kernels compiled. None where it cannot be had, which is a ConfigError if it is
-    `required`, and else a line of the log where the package is there."""
-    if installed() is None and not required:
+def create_flashinfer_attention(
+    device: torch.device, shape: AttentionShape, *, required: bool
+) -> FlashInferAttention | None:
+    """FlashInfer's attention, with its kernels compiled, or None if it cannot be used.
+
+    The reason is raised as a ConfigError if it is `required`, else logged if the package is installed.
+    """
+    if installed_version() is None and not required:
         return None
     what, instead = backends.KERNELS["flashinfer"], "Triton's take their place"
-    if not usable(what, obstacle(device, shape), required=required, instead=instead):
+    if not check_usable(what, flashinfer_obstacle(device, shape), required=required, instead=instead):
         return None
-    logger.info("FlashInfer %s: what it has no kernels of yet it compiles now, which takes a minute", installed())
+    logger.info(
+        "FlashInfer %s compiles the kernels that it does not have yet, which takes a minute", installed_version()
+    )
     try:
         attention = FlashInferAttention(device, shape)
         attention.compile()
     except Exception as error:
-        # No compiler, no CUDA toolkit beside the driver, a package for another torch: nothing that a start ends with.
+        # No compiler, no CUDA toolkit beside the driver, a package for another torch: a start goes on without it.
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        telling = next((line for line in lines if "error" in line.lower() or "not found" in line), lines[-1])
-        usable(what, f"they cannot be built ({telling.strip()[:200]})", required=required, instead=instead)
+        cause = next((line for line in lines if "error" in line.lower() or "not found" in line), lines[-1])
+        check_usable(what, f"they cannot be built ({cause.strip()[:200]})", required=required, instead=instead)
         return None
     return attention
 
 
 class FlashInferAttention:
-    """See `Attention`.
+    """FlashInfer's implementation of `Attention`.
 
-    A window is part of a plan, so there is one for each. A graph bakes in where a plan lies, so decode batches of each
-    size that has a graph have a wrapper of their own, which plans outside of it; the others share one, however large.
+    A window is part of a plan, so there is one plan for each window. A CUDA graph fixes the address of a plan. Decode
+    batches of each size that has a graph therefore have a wrapper of their own, which plans outside of the graph. All
+    other batches share one wrapper.
     """
 
     name = "flashinfer"
@@ -76,19 +83,21 @@ class FlashInferAttention:
         self._decoder = flashinfer.BatchDecodeWithPagedKVCacheWrapper
         self._prefiller = flashinfer.BatchPrefillWithPagedKVCacheWrapper
         self._device, self._shape = device, shape
-        self._workspace = torch.zeros(workspace_bytes(shape, processors(device)), dtype=torch.uint8, device=device)
+        self._workspace = torch.zeros(
+            workspace_bytes(shape, multiprocessor_count(device)), dtype=torch.uint8, device=device
+        )
         self._wrappers: dict[tuple[str, int | None, int | None], Any] = {}
         self._plans: dict[tuple[str, int | None], torch.Tensor] = {}
-        # What the wrappers of graphs read, whatever their size and window: rows and their blocks are the same.
+        # Arrays that the wrappers of all graphs read: rows and their blocks do not depend on size or window.
         rows, blocks = shape.rows, -(-shape.length // shape.block_size)
         self._indptr, self._last_page_len, self._indices = (
             torch.zeros(count, dtype=torch.int32, device=device) for count in (rows + 1, rows, rows * blocks)
         )
-        # A plan passes through pinned memory of its wrapper: the next one may not be written there before it is gone.
-        self._gone = torch.cuda.Event() if device.type == "cuda" else None
+        # A plan is copied from pinned memory of its wrapper, which the next plan may not overwrite before.
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None
 
     def compile(self) -> None:
-        """Have all kernels built, by planning a decode row and a prompt."""
+        """Build all kernels, by planning a decode row and a prompt."""
         counts, tables = np.array([1, 2]), torch.zeros(2, 1, dtype=torch.int32, device=self._device)
         host = Lengths(np.array([0, 1, 3]), counts)
         context = torch.from_numpy(counts.astype(np.int32)).to(self._device)
@@ -97,42 +106,42 @@ class FlashInferAttention:
 
     def prepare(self, batch: Batch) -> None:
         lengths, page = batch.lengths(), self._shape.block_size
-        # Rows that fill a graph up have no context: it is one token of whatever block, and nobody reads the result.
+        # Padding rows of a graph have no context: they get one token of any block, and their results are not read.
         context = np.maximum(lengths.context, 1)
         pages = -(-context // page)
         indptr = np.concatenate(([0], np.cumsum(pages)))
         indices = used_blocks(batch.tables, batch.context, page, int(indptr[-1]))
         last_page_len = context - (pages - 1) * page
-        if self._gone is not None:
-            self._gone.synchronize()
-        first = batch.decodes  # row that is a prompt's
+        if self._copied is not None:
+            self._copied.synchronize()
+        first = batch.decodes  # the first prefill row
         if first:
             self._plan(DECODE, batch, indptr[: first + 1], indices[: indptr[first]], last_page_len[:first])
         if first < batch.rows:
             starts, begins = (figures[first:] - figures[first] for figures in (lengths.row_starts, indptr))
             rows = (starts, begins, indices[indptr[first] :], last_page_len[first:])
             self._plan(PREFILL, batch, *rows, causal=True)
-        if self._gone is not None:
-            self._gone.record()
+        if self._copied is not None:
+            self._copied.record()
 
     def attend(self, q: torch.Tensor, cache: KVCache, batch: Batch, scale: float, window: int | None) -> torch.Tensor:
         assert scale == self._shape.scale
-        out, kept, first = torch.empty_like(q), (cache.keys, cache.values), batch.decodes
+        out, pages, first = torch.empty_like(q), (cache.keys, cache.values), batch.decodes
         if first:
-            self._wrapper(DECODE, window, batch).run(q[:first], kept, out=out[:first])
+            self._wrapper(DECODE, window, batch).run(q[:first], pages, out=out[:first])
         if first < batch.rows:
-            self._wrapper(PREFILL, window, batch).run(q[first:], kept, out=out[first:])
+            self._wrapper(PREFILL, window, batch).run(q[first:], pages, out=out[first:])
         return out.flatten(1)
 
-    def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Sequence[Launch]]:
-        return ()  # `compile` had them built
+    def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Sequence[KernelLaunch]]:
+        return ()  # `compile` built them
 
-    def _plan(self, kind: str, batch: Batch, *rows: np.ndarray | torch.Tensor, **more: bool) -> None:
-        """Plan these rows of a batch for every window, with the figures that the wrapper's `plan` takes of them."""
-        shape, there = self._shape, [it if isinstance(it, torch.Tensor) else self._pinned(it) for it in rows]
+    def _plan(self, kind: str, batch: Batch, *figures: np.ndarray | torch.Tensor, **options: bool) -> None:
+        """Plan rows of a batch for every window, by the `figures` that the wrapper's `plan` takes."""
+        shape, tensors = self._shape, [self._as_tensor(part) for part in figures]
         for window in shape.windows:
             self._wrapper(kind, window, batch).plan(
-                *there,
+                *tensors,
                 shape.q_heads,
                 shape.kv_heads,
                 shape.head_dim,
@@ -140,32 +149,32 @@ class FlashInferAttention:
                 window_left=-1 if window is None else window - 1,  # keys before a query's own
                 sm_scale=shape.scale,
                 q_data_type=shape.dtype,
-                kv_data_type=shape.kept,
-                **more,
+                kv_data_type=shape.cache_dtype,
+                **options,
             )
 
     def _wrapper(self, kind: str, window: int | None, batch: Batch) -> Any:
         size = batch.rows if batch.fixed else None
         key = (kind, window, size)
         if key not in self._wrappers:
-            self._wrappers[key] = wrapper = self._made(kind, size)
-            # Of plans for the same rows only the last is still wanted: they share their place on the device.
+            self._wrappers[key] = wrapper = self._create_wrapper(kind, size)
+            # Of plans for the same rows only the last is still needed, so they share memory on the device.
             if (kind, window) not in self._plans:
                 self._plans[kind, window] = torch.empty(PLAN_BYTES, dtype=torch.uint8, device=self._device)
             wrapper.reset_workspace_buffer(self._workspace, self._plans[kind, window])
         return self._wrappers[key]
 
-    def _made(self, kind: str, size: int | None) -> Any:
+    def _create_wrapper(self, kind: str, size: int | None) -> Any:
         if kind == PREFILL:
-            # Its kernels for Hopper read no FP8 beside queries of 16 bits.
-            backend = "auto" if self._shape.kept == self._shape.dtype else "fa2"
+            # Its kernels for Hopper do not combine an FP8 cache with queries of 16 bits.
+            backend = "auto" if self._shape.cache_dtype == self._shape.dtype else "fa2"
             return self._prefiller(self._workspace, "NHD", backend=backend)
-        # Those do not split a context either. Tensor cores take any number of query heads per KV head; its other kernel
-        # for decode takes some.
+        # Nor do those split a context. Its kernel for tensor cores takes any number of query heads per KV head; its
+        # other kernel for decode takes only some.
         return self._decoder(self._workspace, "NHD", use_tensor_cores=True, backend="fa2", **self._buffers(size))
 
     def _buffers(self, size: int | None) -> dict[str, Any]:
-        """Where a wrapper for graphs of `size` rows reads them."""
+        """Arguments that have a wrapper read the arrays of graphs of `size` rows; none outside of graphs."""
         if size is None:
             return {}
         return {
@@ -175,25 +184,32 @@ class FlashInferAttention:
             "paged_kv_last_page_len_buffer": self._last_page_len[:size],
         }
 
-    def _pinned(self, figures: np.ndarray) -> torch.Tensor:
-        """On the host, which plans with them, where a GPU fetches them by itself."""
+    def _as_tensor(self, figures: np.ndarray | torch.Tensor) -> torch.Tensor:
+        """Figures for the host, which plans with them, in pinned memory if there is a GPU, which copies them."""
+        if isinstance(figures, torch.Tensor):
+            return figures
         tensor = torch.from_numpy(figures.astype(np.int32))
         return tensor.pin_memory() if self._device.type == "cuda" else tensor
 
 
 def workspace_bytes(shape: AttentionShape, processors: int) -> int:
-    """What it recommends beside what a prompt's tiles can need; or what it sets aside for decode rows of a graph, each
-    with a tile and a part of one, up to version 0.7.0 for all query heads: where they are many, more than that."""
+    """Bytes of FlashInfer's workspace: the larger of what prefill and what decode can need.
+
+    Prefill: what FlashInfer recommends, and partial results of a prompt's tiles. Decode in a graph: one tile and a part
+    of one for each row, which up to version 0.7.0 counts all query heads.
+    """
     programs, group = TILES_PER_PROCESSOR * processors, shape.group
     tile = next((rows for rows in TILE_ROWS if group <= rows), TILE_ROWS[-1])
-    of_row = (shape.head_dim + 1) * torch.float32.itemsize  # a result and the logarithm of its weights' sum
-    prompts = programs * group * TILE_ROWS[-1] * of_row
+    row_bytes = (shape.head_dim + 1) * torch.float32.itemsize  # a result and the logarithm of its weights' sum
+    prompts = programs * group * TILE_ROWS[-1] * row_bytes
     decodes = max(programs // shape.kv_heads, -(-shape.rows * group // tile) + shape.rows) * tile
-    return max(WORKSPACE_BYTES + prompts, decodes * shape.q_heads * of_row)
+    return max(WORKSPACE_BYTES + prompts, decodes * shape.q_heads * row_bytes)
 
 
 def used_blocks(tables: torch.Tensor, context: torch.Tensor, block_size: int, total: int) -> torch.Tensor:
-    """[total] int32: every row's blocks, as many as its context fills, at least one, row after row. `total` is known,
-    so that nobody waits."""
-    rows, blocks = spread((context.clamp(min=1) + block_size - 1) // block_size, total)
+    """Blocks that the rows' contexts fill, at least one each, row after row: [total] int32.
+
+    The caller knows `total`, so that nothing waits for the device.
+    """
+    rows, blocks = ragged_index((context.clamp(min=1) + block_size - 1) // block_size, total)
     return tables[rows, blocks]

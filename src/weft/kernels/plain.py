@@ -1,4 +1,4 @@
-"""The kernels in plain torch: right on every device, the reference that the fast ones are tested against."""
+"""The kernels in plain torch: they run on every device, and are the reference for tests of the fast ones."""
 
 from __future__ import annotations
 
@@ -8,32 +8,34 @@ import torch
 import torch.nn.functional as F
 
 from weft.comm import Comm
-from weft.kernels import laying
-from weft.kernels.base import AttentionShape, DenseLayer, HeadNorm, KVCache, Product, Stage, Table
+from weft.kernels.base import AttentionShape, DenseLayer, EmbeddingTable, FusedStage, HeadNorm, KVCache, Product
 from weft.kernels.batch import Batch
-from weft.kernels.warm import Launch
-from weft.quant import table
-from weft.quant.dense import product
-from weft.quant.quantised import Quantised
+from weft.kernels.staged import StagedStep, fill_batch
+from weft.kernels.warm import KernelLaunch
+from weft.quant.dense import create_product
+from weft.quant.dense_table import DenseTable
+from weft.quant.quantised import QuantisedWeight
 
 
 class PlainKernels:
-    name = "torch"
-    capturable = False  # attention asks the device for the longest context, layer by layer
+    """The implementation of `Kernels` in plain torch."""
 
-    def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Sequence[Launch]]:
+    name = "torch"
+    capturable = False  # attention reads the longest context from the device, in each layer
+
+    def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Sequence[KernelLaunch]]:
         return ()
 
-    def lay(self, staged: laying.Staged, batch: Batch) -> None:
-        laying.lay(staged, batch)
+    def fill_batch(self, staged: StagedStep, batch: Batch) -> None:
+        fill_batch(staged, batch)
 
-    def matrix(self, weight: torch.Tensor | Quantised, bias: torch.Tensor | None) -> Product:
-        return product(weight, bias)
+    def matrix(self, weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None) -> Product:
+        return create_product(weight, bias)
 
-    def table(self, weight: torch.Tensor | Quantised) -> Table:
-        return table.Table(weight)
+    def embedding_table(self, weight: torch.Tensor | QuantisedWeight) -> EmbeddingTable:
+        return DenseTable(weight)
 
-    def fuse(self, layers: Sequence[DenseLayer], comm: Comm) -> Stage | None:
+    def fuse_layers(self, layers: Sequence[DenseLayer], comm: Comm) -> FusedStage | None:
         return None
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -66,11 +68,11 @@ class PlainKernels:
         return _rotate(q, cos, sin)
 
     def prepare(self, batch: Batch) -> None:
-        """Nothing that a call would not find out by itself."""
+        """Do nothing: each call of `attend` works out what it needs."""
 
     def attend(self, q: torch.Tensor, cache: KVCache, batch: Batch, scale: float, window: int | None) -> torch.Tensor:
-        """Decode rows are padded to the longest context, the rest to the longest chunk as well: two groups,
-        so that one long prompt does not pad every decode row."""
+        """Causal attention, with decode rows padded to the longest context, and prefill rows to the longest chunk as
+        well. The two groups are apart so that one long prompt does not pad every decode row."""
         out = torch.empty_like(q)
         counts = batch.row_starts.diff()
         for rows in ((counts == 1).nonzero().flatten(), (counts > 1).nonzero().flatten()):
@@ -95,7 +97,7 @@ class PlainKernels:
         reach = int(context.max())
         blocks = batch.tables[rows, : -(-reach // cache.block_size)].long()
         key_position = torch.arange(reach, device=q.device)
-        # What lies past a row's end may be anything, and a product of 0 with it NaN.
+        # Anything may be stored past a row's end, and 0 times that may be NaN.
         past = (key_position >= context[:, None])[..., None, None]
         # [rows, kv_heads, 1, reach, head_dim]: the extra dim lets a KV head serve its whole group.
         keys, values = (
@@ -103,15 +105,15 @@ class PlainKernels:
             for c in (cache.keys, cache.values)
         )
         steps = torch.arange(longest, device=q.device)
-        index = (first[:, None] + steps).clamp(max=q.shape[0] - 1)  # [rows, longest], clamped where padded
+        index = (first[:, None] + steps).clamp(max=q.shape[0] - 1)  # [rows, longest], clamped for padding
         real = steps < (last - first)[:, None]
         queries = q[index].view(len(rows), longest, kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)
-        # A query at position p sees keys 0..p, and of those only the last `window`.
+        # A query at position p sees keys 0..p, of which only the last `window`.
         position = (context - (last - first))[:, None] + steps
         seen = key_position <= position[..., None]
         if window is not None:
             seen &= key_position > position[..., None] - window
-        # A padded query sees what it likes: its result is dropped, and a softmax over nothing is NaN.
+        # A padding query sees all keys: its result is dropped, and a softmax over nothing would be NaN.
         seen |= ~real[..., None]
         mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=seen[:, None, None], scale=scale)
         out[index[real]] = mixed.permute(0, 3, 1, 2, 4).flatten(2, 3)[real]

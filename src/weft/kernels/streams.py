@@ -1,13 +1,7 @@
-"""Streams: the numbers that everybody who draws from a request's random stream shares, on the host and in kernels."""
+"""Constants of random streams and of sampling, which torch, Triton and C++ share."""
 
 from __future__ import annotations
 
-# SplitMix64 (Steele, Lea, Flood 2014): the step of its counter and the multipliers of its finaliser, 64 bits each.
-STEP = 0x9E3779B97F4A7C15
-FIRST = 0xBF58476D1CE4E5B9
-SECOND = 0x94D049BB133111EB
+from weft.native.structures import NOT_FINITE, SAMPLING_BLOCK, SPLITMIX_FIRST, SPLITMIX_SECOND, SPLITMIX_STEP
 
-BLOCK = 256  # tokens that race as one, and then among themselves; near the square root of common vocabularies
-
-# In place of a token: the greatest logit of its row is not finite (NaN or infinite), and nothing can be sampled.
-BROKEN = -1
+__all__ = ["NOT_FINITE", "SAMPLING_BLOCK", "SPLITMIX_FIRST", "SPLITMIX_SECOND", "SPLITMIX_STEP"]

@@ -1,4 +1,4 @@
-"""Whether kernels can be used, told to whoever asked for them."""
+"""Checks of whether kernels run on a device, and properties of the device that they depend on."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ logger = logging.getLogger("weft")
 AMPERE_SHARED_BYTES = 99 << 10
 
 
-def usable(what: str, obstacle: str | None, *, required: bool, instead: str) -> bool:
-    """Whether there is no `obstacle`: one is a ConfigError for kernels that the user asked for, else a line of the log
-    that says what is used `instead`."""
+def check_usable(what: str, obstacle: str | None, *, required: bool, instead: str) -> bool:
+    """Return True if there is no `obstacle` to using the kernels `what`.
+
+    An obstacle to `required` kernels, which the user asked for, is raised as a ConfigError. Any other is logged, with
+    what is used `instead`.
+    """
     if obstacle is None:
         return True
     if required:
@@ -25,32 +28,32 @@ def usable(what: str, obstacle: str | None, *, required: bool, instead: str) -> 
     return False
 
 
-def off_gpu(device: torch.device) -> str | None:
-    """Why kernels for GPUs do not run on a device."""
+def gpu_obstacle(device: torch.device) -> str | None:
+    """Reason that kernels for GPUs do not run on a device, or None."""
     return None if device.type == "cuda" else f"they run on GPUs, not on {device.type}"
 
 
-def no_flash(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why FlashAttention does not run there."""
-    if obstacle := off_gpu(device):
+def flash_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Reason that FlashAttention does not run on a device, or None."""
+    if obstacle := gpu_obstacle(device):
         return obstacle
-    return backends.no_flash(str(dtype).removeprefix("torch."), cards(device))
+    return backends.no_flash(str(dtype).removeprefix("torch."), gpu_cards(device))
 
 
-def cards(device: torch.device) -> list[backends.Card]:
-    """A GPU by its name and compute capability; none for any other device."""
+def gpu_cards(device: torch.device) -> list[backends.Card]:
+    """Name and compute capability of a GPU; an empty list for any other device."""
     if device.type != "cuda":
         return []
     return [(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))]
 
 
-def processors(device: torch.device) -> int:
-    """A GPU's multiprocessors, which work is spread over."""
+def multiprocessor_count(device: torch.device) -> int:
+    """Number of a GPU's multiprocessors, over which work is spread; 1 for any other device."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def shared_bytes(device: torch.device) -> int:
-    """Shared memory that a program on a GPU may ask for; elsewhere the least that any since Ampere has."""
+def shared_memory_bytes(device: torch.device) -> int:
+    """Bytes of shared memory that a program on a GPU may ask for; else the least that any GPU since Ampere has."""
     if device.type != "cuda":
         return AMPERE_SHARED_BYTES
     properties = torch.cuda.get_device_properties(device)

@@ -1,9 +1,9 @@
-"""torch's varlen attention for prompts, which is FlashAttention: the second version, or, where flash-attn-3 is
-installed and the GPU is a Hopper, the third.
+"""torch's varlen attention for prefill: FlashAttention 2, or FlashAttention 3 if flash-attn-3 is installed and the GPU
+is a Hopper.
 
-The third reads keys and values where they lie in the blocks. The second reads them one after the other: the contexts of
-a step's prompts are gathered for it, into memory that is taken once; a step with more of them than that holds, and rows
-of one token, are Triton's. torch has this with windows since 2.11, with block tables since 2.12
+FlashAttention 3 reads keys and values in their blocks. FlashAttention 2 needs them contiguous: the contexts of a step's
+prompts are gathered into memory that is allocated once. Triton attends to steps whose contexts do not fit there, and to
+rows of one token. torch has varlen attention with windows since 2.11, and with block tables since 2.12
 (`torch.nn.attention.varlen`).
 """
 
@@ -22,20 +22,20 @@ import torch.nn.functional as F
 
 from weft.kernels import triton
 from weft.kernels.base import AttentionShape, KVCache
-from weft.kernels.batch import Batch, spread
-from weft.kernels.usable import no_flash, usable
-from weft.kernels.warm import Launch
+from weft.kernels.batch import Batch, ragged_index
+from weft.kernels.usable import check_usable, flash_obstacle
+from weft.kernels.warm import KernelLaunch
 from weft.plan import backends
 
 logger = logging.getLogger("weft")
 
-HOPPER = 9  # its capability, which the third version is for
-MOST_GATHERED = 1 << 16  # tokens: 268 MB of keys and values of 8 heads of 128
+HOPPER = 9  # major compute capability that FlashAttention 3 is written for
+MOST_GATHERED = 1 << 16  # tokens at most: 268 MB of keys and values of 8 heads of 128
 
 
 @cache
-def function() -> tuple[Any, frozenset[str]] | None:
-    """torch's function and the names of its parameters, None where there is none that knows windows."""
+def varlen_function() -> tuple[Any, frozenset[str]] | None:
+    """torch's varlen attention and the names of its parameters, or None if there is none with windows."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -44,25 +44,25 @@ def function() -> tuple[Any, frozenset[str]] | None:
     return (varlen_attn, names) if {"window_size", "scale"} <= names else None
 
 
-def obstacle(device: torch.device, shape: AttentionShape) -> str | None:
-    """Why it cannot be used there."""
-    if function() is None:
+def varlen_obstacle(device: torch.device, shape: AttentionShape) -> str | None:
+    """Reason that varlen attention cannot be used on a device, or None."""
+    if varlen_function() is None:
         return f"torch {torch.__version__} has no varlen attention with windows, which came with 2.11"
-    if shape.kept != shape.dtype:
+    if shape.cache_dtype != shape.dtype:
         return "it reads no FP8 KV cache"
-    return backends.no_varlen(shape.head_dim) or no_flash(device, shape.dtype)
+    return backends.no_varlen(shape.head_dim) or flash_obstacle(device, shape.dtype)
 
 
-def made(device: torch.device, shape: AttentionShape) -> VarlenAttention:
-    """torch's varlen attention. Raises ConfigError where it cannot be used."""
-    usable(backends.KERNELS["varlen"], obstacle(device, shape), required=True, instead="")
-    return VarlenAttention(device, shape, paged=third(device, shape))
+def create_varlen_attention(device: torch.device, shape: AttentionShape) -> VarlenAttention:
+    """torch's varlen attention. Raises ConfigError if it cannot be used."""
+    check_usable(backends.KERNELS["varlen"], varlen_obstacle(device, shape), required=True, instead="")
+    return VarlenAttention(device, shape, paged=activate_flash3(device, shape))
 
 
-def third(device: torch.device, shape: AttentionShape) -> bool:
-    """Whether the third version is there, which reads blocks: then torch takes it from now on."""
-    found = function()
-    if found is None or "block_table" not in found[1] or device.type != "cuda":
+def activate_flash3(device: torch.device, shape: AttentionShape) -> bool:
+    """Have torch use FlashAttention 3, which reads blocks, from now on. Return False if it is not available."""
+    function = varlen_function()
+    if function is None or "block_table" not in function[1] or device.type != "cuda":
         return False
     if torch.cuda.get_device_capability(device)[0] != HOPPER or find_spec("flash_attn_interface") is None:
         return False
@@ -76,9 +76,11 @@ def third(device: torch.device, shape: AttentionShape) -> bool:
 
 @dataclass(frozen=True)
 class Prompts:
-    """A batch's rows of several tokens, for all layers: `starts` [R+1] int32, where their queries begin, and the most
-    queries and keys of one; where the keys have to be gathered, `places` [K] int64, their slots, and `key_starts` [R+1]
-    int32, where each row's then begin."""
+    """A batch's prefill rows, for all layers.
+
+    `starts` [R+1] int32: index of each row's first query. `most_queries` and `most_keys`: of one row. If the keys are
+    gathered, `places` [K] int64 are their slots, and `key_starts` [R+1] int32 the index of each row's first one.
+    """
 
     starts: torch.Tensor
     most_queries: int
@@ -88,17 +90,17 @@ class Prompts:
 
 
 class VarlenAttention:
-    """See `Attention`. With `paged`, keys and values are read in their blocks."""
+    """`Attention` by torch for prefill and by Triton for decode. `paged`: keys and values are read in their blocks."""
 
     name = "varlen"
 
     def __init__(self, device: torch.device, shape: AttentionShape, *, paged: bool) -> None:
-        found = function()
-        assert found is not None
-        self._varlen, names = found
+        function = varlen_function()
+        assert function is not None
+        self._varlen, names = function
         self._group = {"enable_gqa": shape.group > 1} if "enable_gqa" in names else {}
         self._paged, self._block_size = paged, shape.block_size
-        self._triton = triton.own_attention(device, shape)
+        self._triton = triton.create_triton_attention(device, shape)
         self._prompts: Prompts | None = None
         most = 0 if paged else min(MOST_GATHERED, max(shape.tokens, shape.length))
         self._gathered = [
@@ -130,13 +132,13 @@ class VarlenAttention:
             return self._triton.attend(q, cache, batch, scale, window)
         if prompts.places is None:
             keys, values = cache.keys, cache.values
-            where = {"seqused_k": batch.context[first:], "block_table": batch.tables[first:]}
+            layout = {"seqused_k": batch.context[first:], "block_table": batch.tables[first:]}
         else:
             keys, values = (
                 torch.index_select(source.flatten(0, 1), 0, prompts.places, out=held[: len(prompts.places)])
                 for source, held in zip((cache.keys, cache.values), self._gathered, strict=True)
             )
-            where = {}
+            layout = {}
         mixed = self._varlen(
             q[first:],
             keys,
@@ -148,7 +150,7 @@ class VarlenAttention:
             scale=scale,
             window_size=(-1 if window is None else window - 1, 0),  # keys before a query's own, and after it
             **self._group,
-            **where,
+            **layout,
         ).flatten(1)
         if not first:
             return mixed
@@ -157,11 +159,11 @@ class VarlenAttention:
         out[first:] = mixed
         return out
 
-    def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Sequence[Launch]]:
+    def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Sequence[KernelLaunch]]:
         return self._triton.launches(shape, device)
 
     def _places(self, batch: Batch, total: int) -> torch.Tensor:
-        """The slots of the prompts' contexts, `total` in all."""
-        rows, positions = spread(batch.context[batch.decodes :], total)
+        """Slots of the prompts' contexts: [total] int64."""
+        rows, positions = ragged_index(batch.context[batch.decodes :], total)
         blocks = batch.tables[batch.decodes + rows, positions // self._block_size].long()
         return blocks * self._block_size + positions % self._block_size

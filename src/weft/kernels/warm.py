@@ -1,9 +1,9 @@
-"""Warm: kernels compiled before requests meet them, several at once. Triton compiles outside of Python's lock, and
-what its cache on disk has is only loaded.
+"""Compilation of kernels before the first request, several at once. Triton compiles without Python's global lock, and
+kernels in its cache on disk are only loaded.
 
-A variant is what Triton compiles by itself: a kernel's constants, the dtypes of its tensors and whether they begin at a
-multiple of 16 bytes, and of each integer whether it is 1 or a multiple of 16. Not of those in `do_not_specialize`: what
-differs from step to step is there, and the others are a model's own.
+Triton compiles one variant of a kernel for each set of its constants, the dtypes of its tensors and the alignment of
+their addresses to 16 bytes, and for each integer being 1, a multiple of 16, or neither. Integers in `do_not_specialize`
+do not count: these differ from step to step, and all others are fixed by the model.
 """
 
 from __future__ import annotations
@@ -19,43 +19,52 @@ import torch
 
 logger = logging.getLogger("weft")
 
-THREADS = 8  # at most: MLIR begins as many more as there are cores for each kernel that is compiled
+THREADS = 8  # at most: MLIR starts one more thread per core for each kernel that is compiled
 
-Launch = Callable[[], object]
+KernelLaunch = Callable[[], object]
 
 
-def turns(variant: Callable[[int], Hashable], most: int) -> list[int]:
-    """Of 1 to `most` the numbers that are the first of their variant."""
+def first_of_variants(variant: Callable[[int], Hashable], most: int) -> list[int]:
+    """Numbers from 1 to `most` that are the first of their variant."""
     first: dict[Hashable, int] = {}
     for number in range(1, most + 1):
         first.setdefault(variant(number), number)
     return list(first.values())
 
 
-def warm(launches: Sequence[Sequence[Launch]], device: torch.device) -> None:
-    """Run them all, those of a group launching the same kernels; on a GPU in threads, as many as the rank may have."""
+def launch_rounds(launches: Sequence[Sequence[KernelLaunch]]) -> list[list[KernelLaunch]]:
+    """Launches in three rounds, each of which may run in several threads once the round before is done.
 
-    def begin() -> None:
+    The very first launch creates Triton's driver, without a lock. And if two threads launch a kernel for the first time
+    at once, Triton loses what one of them compiled.
+    """
+    firsts = [group[0] for group in launches if group]
+    others = [launch for group in launches for launch in group[1:]]
+    return [firsts[:1], firsts[1:], others]
+
+
+def warm_kernels(launches: Sequence[Sequence[KernelLaunch]], device: torch.device) -> None:
+    """Run all launches, of which those of a group launch the same kernels. On a GPU they run in as many threads as the
+    rank may have."""
+
+    def enter_device() -> None:
         torch.cuda.set_device(device)
-        torch.zeros(1, device=device)  # by CUDA's runtime, which gives the thread the device's context
+        torch.zeros(1, device=device)  # a call of CUDA's runtime gives the thread the device's context
 
-    def run(launch: Launch) -> None:
+    def run_launch(launch: KernelLaunch) -> None:
         with torch.inference_mode():
             launch()
 
     if not launches:
         return
     began = time.monotonic()
-    firsts = [group[0] for group in launches if group]
-    # The first launch of all makes Triton's driver, without a lock; and what Triton keeps of a kernel is lost where two
-    # threads launch it for the first time at once.
-    rounds = [firsts[:1], firsts[1:], [launch for group in launches for launch in group[1:]]]
-    # Triton's interpreter has room for one.
+    rounds = launch_rounds(launches)
+    # Triton's interpreter runs one launch at a time.
     if device.type == "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        with ThreadPoolExecutor(min(THREADS, torch.get_num_threads()), "weft-warm", begin) as threads:
-            for some in rounds:
-                list(threads.map(run, some))
+        with ThreadPoolExecutor(min(THREADS, torch.get_num_threads()), "weft-warm", enter_device) as threads:
+            for batch in rounds:
+                list(threads.map(run_launch, batch))
     else:
         for launch in chain(*rounds):
-            run(launch)
+            run_launch(launch)
     logger.debug("%d kinds of launches are warm after %.1f s", sum(map(len, rounds)), time.monotonic() - began)

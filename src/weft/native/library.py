@@ -1,7 +1,4 @@
-"""The library of the CPU kernels in C++: how it is made, where it is kept, and what its products are told of a matrix.
-
-Whoever has numbers in memory can call it, with torch or without.
-"""
+"""A compiled library of the CPU kernels: compiler, flags, place in the cache, digest and loading."""
 
 from __future__ import annotations
 
@@ -15,35 +12,24 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from weft.cache import cache_path, distrust, install, write
+from weft.cache import cache_path, distrust_reason, install_cache_file, write_cache_file
+from weft.native.abi import check_abi
 
 logger = logging.getLogger("weft")
 
-SOURCES = Path(__file__).parents[1] / "native/cpp"
+SOURCES = Path(__file__).with_name("cpp")
 FLAGS = (
     *("-O3", "-march=native", "-ffast-math", "-fno-finite-math-only", "-fopenmp-simd", "-std=c++17"),
     *("-pthread", "-fPIC", "-fvisibility=hidden"),
 )
-TYPES = {"bfloat16": "bf16", "float32": "float"}  # in C++
-USUAL = "bfloat16"  # what a CPU computes in unless it is told
-PANEL = 32  # as in dense.h
-LOWEST = {"middle": 0, "zero": 1, "minimum": 2}  # as in quantised.h: Lowest
-POINTER, SIZE, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-
-
-class Matrix(ctypes.Structure):
-    """struct Matrix of matrix.h."""
-
-    _fields_ = (
-        *((name, SIZE) for name in ("bits", "rows", "cols")),
-        *((name, POINTER) for name in ("data", "scales", "lowest", "bias")),
-        *((name, SIZE) for name in ("group", "lacking", "kind")),
-    )
+CPP_TYPES = {"bfloat16": "bf16", "float32": "float"}  # dtypes of activations, and their types in C++
+DEFAULT_DTYPE = "bfloat16"  # that a CPU computes in unless the user asks for another
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """How the library for a dtype of activations is made here, and the `path` in the cache that it has then."""
+class BuildRecipe:
+    """A library's compiler and flags on this machine. `key` is the digest of all that its code depends on, and `path`
+    its place in the cache."""
 
     compiler: str
     flags: tuple[str, ...]
@@ -51,23 +37,23 @@ class Recipe:
     path: Path
 
 
-def recipe(dtype: str) -> Recipe:
-    """Of a dtype of TYPES. Raises FileNotFoundError without a compiler."""
+def build_recipe(dtype: str) -> BuildRecipe:
+    """The recipe for activations of a dtype of CPP_TYPES. Raises FileNotFoundError without a compiler."""
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))), None)
     if compiler is None:
         raise FileNotFoundError("no C++ compiler was found; install g++")
     sources = [path.read_text() for path in sorted(SOURCES.iterdir())]
-    flags = (*FLAGS, f"-DWEFT_TYPE={TYPES[dtype]}", f"-DWEFT_NAME={dtype}")
-    facts = (*sources, compiler, *flags, platform.machine(), _cpu())
-    key = hashlib.sha256("\0".join(facts).encode()).hexdigest()[:20]
-    return Recipe(compiler, flags, key, cache_path() / "kernels" / f"{dtype}-{key}.so")
+    flags = (*FLAGS, f"-DWEFT_TYPE={CPP_TYPES[dtype]}", f"-DWEFT_NAME={dtype}")
+    ingredients = (*sources, compiler, *flags, platform.machine(), _cpu_features())
+    key = hashlib.sha256("\0".join(ingredients).encode()).hexdigest()[:20]
+    return BuildRecipe(compiler, flags, key, cache_path() / "kernels" / f"{dtype}-{key}.so")
 
 
-def found() -> str | None:
-    """The library that models usually run with: its path, "" where it was not built yet or may not be loaded, None
-    without a compiler."""
+def built_library() -> str | None:
+    """Path of the library for DEFAULT_DTYPE; "" if it is not built yet or must not be loaded, None without a
+    compiler."""
     try:
-        path = recipe(USUAL).path
+        path = build_recipe(DEFAULT_DTYPE).path
     except FileNotFoundError:
         return None
     except (OSError, RuntimeError):  # RuntimeError: there is no home, and so no cache
@@ -75,41 +61,46 @@ def found() -> str | None:
     if not path.exists():
         return ""
     if reason := objection(path):
-        _refuse_once(reason)
+        _warn_once(reason)
         return ""
-    return str(path) if intact(path) else ""
+    return str(path) if is_intact(path) else ""
 
 
-def keep(made: Path, path: Path) -> None:
-    """Put a library that was built into its place in the cache, with its digest beside it. Raises OSError."""
-    made.chmod(0o700)
-    write(digest_path(path), _digest(made).encode())
-    install(made, path)
+def install_library(built: Path, path: Path) -> None:
+    """Move a library that was built to its place in the cache, with its digest beside it. Raises OSError."""
+    built.chmod(0o700)
+    write_cache_file(digest_path(path), _digest(built).encode())
+    install_cache_file(built, path)
 
 
-def intact(path: Path) -> bool:
-    """Whether a library is what was built: its digest is beside it and holds. To load one that is cut short would end
-    the process by SIGBUS."""
+def is_intact(path: Path) -> bool:
+    """Return True if the library's digest is beside it and holds. Loading one that is cut short would end the process
+    by SIGBUS."""
     try:
         return digest_path(path).read_bytes() == _digest(path).encode()
     except OSError:
         return False
 
 
-def load(path: Path) -> ctypes.CDLL:
-    """The library at `path`, ready to be called. Everybody who loads one does it here. Raises OSError, in one line, if
-    somebody else could have written it, if its digest does not hold, and if the system cannot load it."""
+def open_library(path: Path) -> ctypes.CDLL:
+    """The library at `path`, loaded; all callers load it here.
+
+    Raises OSError, in one line, if another user could have written it, if its digest does not hold, if the system
+    cannot load it, and if its structures or constants are not those of `structures.py`.
+    """
     if reason := objection(path):
         raise OSError(reason)
-    if not intact(path):
+    if not is_intact(path):
         raise OSError(f"{path} is damaged: its digest does not hold")
-    return ctypes.CDLL(str(path))
+    library = ctypes.CDLL(str(path))
+    check_abi(library, path)
+    return library
 
 
 def objection(path: Path) -> str | None:
-    """Reason not to run the library at `path`, which need not exist: somebody else could have written it, or its
+    """Reason not to load the library at `path`, which need not exist: another user could have written it, or its
     digest."""
-    return distrust(path) or distrust(digest_path(path))
+    return distrust_reason(path) or distrust_reason(digest_path(path))
 
 
 def digest_path(path: Path) -> Path:
@@ -122,12 +113,12 @@ def _digest(path: Path) -> str:
 
 
 @functools.cache
-def _refuse_once(reason: str) -> None:
+def _warn_once(reason: str) -> None:
     logger.warning("the CPU kernels of the cache are not loaded: %s", reason)
 
 
-def _cpu() -> str:
-    """What -march=native depends on."""
+def _cpu_features() -> str:
+    """The CPU's model and instruction sets, which the code of -march=native depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

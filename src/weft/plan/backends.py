@@ -10,10 +10,10 @@ from dataclasses import replace
 from weft.architectures.shape import DType, ModelShape
 from weft.config import EngineConfig
 from weft.errors import ConfigError
+from weft.formatting import format_version
 from weft.hardware.gpus import FP8_CAPABILITY
 from weft.hardware.host import Host
-from weft.native import compiled
-from weft.words import dotted
+from weft.native import build
 
 logger = logging.getLogger("weft")
 
@@ -96,11 +96,11 @@ def _unsupported(backend: str, shape: ModelShape, dtype: DType, host: Host, devi
     The check tries nothing: kernels may still fail to compile.
     """
     if backend == "cpu":
-        reason = compiled.obstacle(dtype, shape.head_dim, shape.group)
+        reason = build.native_obstacle(dtype, shape.head_dim, shape.group)
         return None if reason is None else refusal(KERNELS["cpu"], reason)
     if backend not in GPU_BACKENDS:
         return None
-    cards = [(gpu.name, gpu.capability) for gpu in host.named(devices)]  # empty: Triton's interpreter is any GPU
+    cards = [(gpu.name, gpu.capability) for gpu in host.gpus_of(devices)]  # empty: Triton's interpreter is any GPU
     # Triton kernels do all but the attention for every GPU backend.
     reason = no_triton(shape.head_dim, cards) if "triton" in host.packages else NO_TRITON
     if reason is not None:
@@ -124,7 +124,8 @@ def no_triton(head_dim: int, cards: Iterable[Card]) -> str | None:
         return f"their heads have up to {WIDEST_HEAD} dims, this model's {head_dim}"
     for name, capability in cards:
         if capability < TRITON_CAPABILITY:
-            return f"{name} has compute capability {dotted(capability)}, and they need {dotted(TRITON_CAPABILITY)}"
+            needed = format_version(TRITON_CAPABILITY)
+            return f"{name} has compute capability {format_version(capability)}, and they need {needed}"
     return None
 
 
@@ -133,7 +134,7 @@ def no_flashinfer(version: str | None, head_dim: int) -> str | None:
     if version is None:
         return f"the package {FLASHINFER} is not installed (pip install weft[cuda])"
     if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < OLDEST_FLASHINFER:
-        return f"{FLASHINFER} {version} is older than {dotted(OLDEST_FLASHINFER)}"
+        return f"{FLASHINFER} {version} is older than {format_version(OLDEST_FLASHINFER)}"
     if head_dim not in FLASHINFER_HEADS:
         return f"its heads have {', '.join(map(str, FLASHINFER_HEADS))} dims, and this model's {head_dim}"
     return None
@@ -153,7 +154,8 @@ def no_flash(dtype: str, cards: Iterable[Card]) -> str | None:
         return f"they compute in {' and '.join(FLASH_DTYPES)}, not in {dtype}"
     for name, capability in cards:
         if capability < FLASH_CAPABILITY:
-            return f"{name} has compute capability {dotted(capability)}, and they need {dotted(FLASH_CAPABILITY)}"
+            needed = format_version(FLASH_CAPABILITY)
+            return f"{name} has compute capability {format_version(capability)}, and they need {needed}"
     return None
 
 
@@ -164,8 +166,8 @@ def no_narrow_cache(dtype: str, cards: Sequence[Card]) -> str | None:
     for name, capability in cards:
         if capability < FP8_CAPABILITY:
             return (
-                f"{name} has compute capability {dotted(capability)}; weft's {dtype} KV cache needs "
-                f"{dotted(FP8_CAPABILITY)}: leave --kv-cache-dtype out"
+                f"{name} has compute capability {format_version(capability)}; weft's {dtype} KV cache needs "
+                f"{format_version(FP8_CAPABILITY)}: leave --kv-cache-dtype out"
             )
     return None
 
@@ -175,7 +177,7 @@ def kv_cache_dtype(config: EngineConfig, host: Host, devices: Sequence[str]) -> 
     requested, backend = config.kv_cache_dtype, config.attention_backend
     if requested == "auto":
         return "auto"
-    if reason := no_narrow_cache(requested, [(gpu.name, gpu.capability) for gpu in host.named(devices)]):
+    if reason := no_narrow_cache(requested, [(gpu.name, gpu.capability) for gpu in host.gpus_of(devices)]):
         raise ConfigError(reason)
     if backend not in FP8_BACKENDS:
         raise ConfigError(

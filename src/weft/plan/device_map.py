@@ -26,7 +26,7 @@ from weft.architectures.modules import (
 )
 from weft.architectures.shape import ModelShape
 from weft.errors import ConfigError
-from weft.words import gigabytes
+from weft.formatting import format_bytes
 
 Spread = Literal["auto", "balanced", "balanced_low_0", "sequential"]
 SPREADS: tuple[Spread, ...] = get_args(Spread)
@@ -245,7 +245,7 @@ def _check_off_gpu(placed: Sequence[Placed], available: AvailableDevices) -> Non
 def _off_gpu_error(off: Sequence[Placed], available: AvailableDevices) -> ConfigError:
     size = sum(available.nbytes(unit) for unit, _ in off)
     where = " and ".join(sorted({str(device) for _, device in off}))
-    puts = f"--device-map puts {_listed([unit.name for unit, _ in off])}, {gigabytes(size)}, on {where}"
+    puts = f"--device-map puts {_listed([unit.name for unit, _ in off])}, {format_bytes(size)}, on {where}"
     if not available.gpus:
         return ConfigError(f"{puts}; Weft keeps all weights in memory: put them on cpu")
     cost = "would be fetched for every token"

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError
+from weft.formatting import join_commas
 from weft.hardware.host import Host
 from weft.plan.split import split
-from weft.words import commas
 
 
 def device_kind(config: EngineConfig, host: Host) -> str:
@@ -31,7 +31,7 @@ def rank_devices(config: EngineConfig, host: Host, device: str, ranks: int, caps
     if device == "cpu":
         if config.device_ids is not None:
             raise ConfigError(
-                f"device_ids {commas(config.device_ids)} names GPUs, but the ranks run on the CPU; leave it out"
+                f"device_ids {join_commas(config.device_ids)} names GPUs, but the ranks run on the CPU; leave it out"
             )
         return ("cpu",) * ranks
     visible = len(host.gpus)
@@ -56,7 +56,7 @@ def _default_gpus(host: Host, ranks: int, caps: Mapping[str, int]) -> tuple[int,
             "--tensor-parallel-size or --pipeline-parallel-size, use --device cpu, or let ranks share a GPU "
             f"with --device-ids {','.join(str(n % visible) for n in range(ranks))}"
         )
-    ids = tuple(gpu.index for gpu in host.named(caps))[:ranks] if caps else tuple(range(ranks))
+    ids = tuple(gpu.index for gpu in host.gpus_of(caps))[:ranks] if caps else tuple(range(ranks))
     if len(ids) < ranks:
         raise PlanError(
             f"{ranks} ranks need {ranks} GPUs and --max-memory leaves {len(ids)}; name more there, or lower "

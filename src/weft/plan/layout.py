@@ -15,6 +15,7 @@ from weft.architectures.shape import DTYPE_BYTES, DType, ModelShape
 from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError
 from weft.formats.schemes import QUANTIZATIONS
+from weft.formatting import format_bytes, format_version
 from weft.hardware.gpus import BF16_CAPABILITY
 from weft.hardware.host import Host
 from weft.plan.backends import (
@@ -39,7 +40,6 @@ from weft.plan.quantization import (
 from weft.plan.rules import check_layout, check_tensor_split
 from weft.plan.speculation import draft_plan
 from weft.plan.split import split
-from weft.words import dotted, gigabytes
 
 if TYPE_CHECKING:
     from weft.formats.checkpoint import Checkpoint
@@ -99,7 +99,7 @@ def build_plan(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Plan
         schemes=schemes,
         places=places,
         devices=devices,
-        uuids=tuple(gpu.uuid for gpu in host.named(devices)),
+        uuids=tuple(gpu.uuid for gpu in host.gpus_of(devices)),
         cores=rank_cores(host, ranks),
         max_threads=host.threads,
         max_model_len=model_length(config, shape),
@@ -251,14 +251,14 @@ def compute_dtype(config: EngineConfig, checkpoint: Checkpoint, host: Host, devi
     - bfloat16 on a CPU for weights that GPTQ or AWQ quantised: the CPU kernels do not multiply them in float16;
     - float16 in place of bfloat16 on GPUs that are too old to compute in bfloat16.
     """
-    old = [gpu for gpu in host.named(devices) if gpu.capability < BF16_CAPABILITY]
+    old = [gpu for gpu in host.gpus_of(devices) if gpu.capability < BF16_CAPABILITY]
     if config.dtype == "auto":
         dtype = _auto_dtype(checkpoint, device_kind(config, host))
         return "float16" if old and dtype == "bfloat16" else dtype
     dtype = DTYPES[config.dtype]
     if old and dtype == "bfloat16":
         raise ConfigError(
-            f"{old[0].name} (compute capability {dotted(old[0].capability)}) does not compute in "
+            f"{old[0].name} (compute capability {format_version(old[0].capability)}) does not compute in "
             "bfloat16; use --dtype float16"
         )
     return dtype
@@ -304,14 +304,14 @@ def _check_device(plan: Plan, host: Host, device: str, size: int) -> None:
     if device == "cpu":
         free, where, holders = host.memory_free_bytes, f"the memory of {host.hostname}", ""
     else:
-        (gpu,) = host.named([device])
+        (gpu,) = host.gpus_of([device])
         free, where = gpu.free_bytes, f"{device}, {gpu.name}"
         holders = f" (in use by {', '.join(map(str, gpu.holders))})" if gpu.holders else ""
     cap = plan.max_memory.get(device)
     if cap is not None and size > cap:
         raise PlanError(
-            f"{gigabytes(size)} of weights exceed the {gigabytes(cap)} that --max-memory leaves of {where}; raise "
-            + ("it" if device == "cpu" else "it, or cut the model over more GPUs")
+            f"{format_bytes(size)} of weights exceed the {format_bytes(cap)} that --max-memory leaves of {where}; "
+            + ("raise it" if device == "cpu" else "raise it, or cut the model over more GPUs")
         )
     if size > free:
         smaller = "" if DTYPE_BYTES[plan.dtype] == 2 else ", a 16-bit --dtype"

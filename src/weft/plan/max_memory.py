@@ -13,7 +13,7 @@ import msgspec
 
 from weft.errors import ConfigError
 from weft.hardware.cluster import Cluster
-from weft.hardware.quantities import nbytes
+from weft.hardware.quantities import parse_bytes
 
 SMALLEST_CAP = 1 << 20  # bytes; a smaller cap that is not 0 lacks its unit
 
@@ -29,7 +29,7 @@ class Caps(msgspec.Struct, frozen=True, kw_only=True):
 
 def parse_size(value: object, device: str) -> int:
     """Parse a cap into bytes. Raises ConfigError for a value that is no size, or that lacks its unit."""
-    size = nbytes(value)
+    size = parse_bytes(value)
     if size is None:
         raise ConfigError(f"--max-memory {device}={value} is no size; write it as 40GB or 40GiB")
     if 0 < size < SMALLEST_CAP:

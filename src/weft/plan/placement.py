@@ -14,10 +14,10 @@ from weft.architectures.shape import ModelShape
 from weft.config import EngineConfig
 from weft.errors import ConfigError
 from weft.formats.precision import weight_bytes
+from weft.formatting import join_commas
 from weft.hardware.host import Host
 from weft.plan import max_memory
 from weft.plan.device_map import SPREADS, AvailableDevices, Spread, Stages, map_to_stages
-from weft.words import commas
 
 DeviceMap = str | Mapping[str, Any]
 
@@ -56,7 +56,7 @@ def _check_tensor_flags(flags: Mapping[str, Any]) -> None:
     tensor, replicas = flags.get("tensor_parallel_size") or 1, flags.get("data_parallel_size") or 1
     other = None
     if flags.get("tensor_split") and len(flags["tensor_split"]) > 1:
-        other = f"--tensor-split {commas(flags['tensor_split'])} cuts each layer among several"
+        other = f"--tensor-split {join_commas(flags['tensor_split'])} cuts each layer among several"
     elif tensor > 1:
         other = f"--tensor-parallel-size {tensor} cuts each layer among several"
     elif replicas > 1:
@@ -72,14 +72,14 @@ def check_stages(stages: Stages, flags: Mapping[str, Any]) -> None:
     layers, count = flags.get("pipeline_split"), flags.get("pipeline_parallel_size")
     if layers is not None and tuple(layers) != stages.layers:
         raise ConfigError(
-            f"--pipeline-split {commas(layers)} contradicts --device-map, which makes it {commas(stages.layers)}: "
-            "leave one of them out"
+            f"--pipeline-split {join_commas(layers)} contradicts --device-map, which makes it "
+            f"{join_commas(stages.layers)}: leave one of them out"
         )
     if count is not None and count != len(stages.layers):
         raise ConfigError(
             f"--pipeline-parallel-size {count} contradicts --device-map, which makes {len(stages.layers)} "
-            f"{'stage' if len(stages.layers) == 1 else 'stages'} ({commas(stages.layers)} layers): leave one of them "
-            "out"
+            f"{'stage' if len(stages.layers) == 1 else 'stages'} ({join_commas(stages.layers)} layers): leave one "
+            "of them out"
         )
 
 

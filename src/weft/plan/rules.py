@@ -7,7 +7,7 @@ from math import isfinite
 
 from weft.architectures.shape import ModelShape
 from weft.errors import ConfigError, PlanError
-from weft.words import commas
+from weft.formatting import join_commas
 
 
 def check_layout(
@@ -80,6 +80,6 @@ def check_pipeline_split(stage_layers: Sequence[int], layers: int) -> None:
     """Raise PlanError unless the stages hold all layers of the model, at least one each."""
     if sum(stage_layers) != layers or any(count < 1 for count in stage_layers):
         raise PlanError(
-            f"pipeline_split {commas(stage_layers)} holds {sum(stage_layers)} layers; it must add up to the model's "
-            f"{layers}, with at least one layer per stage"
+            f"pipeline_split {join_commas(stage_layers)} holds {sum(stage_layers)} layers; it must add up to the "
+            f"model's {layers}, with at least one layer per stage"
         )

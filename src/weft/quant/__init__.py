@@ -1,1 +1,1 @@
-"""How weights are stored, and how a product with them is computed."""
+"""Storage of quantised weights, rounding to them, and products with weights in plain torch."""

@@ -1,4 +1,4 @@
-"""Weights as they are: bf16, fp16, fp32. On a CPU bf16 weights are packed once for oneDNN."""
+"""Products in plain torch with weights in bf16, fp16 or fp32; on a CPU, bf16 weights are packed once for oneDNN."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from weft.quant.quantised import Quantised
+from weft.quant.quantised import QuantisedWeight
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 
 
-def product(weight: torch.Tensor | Quantised, bias: torch.Tensor | None = None) -> Product:
-    """x [T, in] -> x W^T + b [T, out], for a weight [out, in] that will not change any more. One that is quantised is
-    so no longer."""
-    if isinstance(weight, Quantised):
+def create_product(weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None = None) -> Product:
+    """Product x [T, in] -> x W^T + b [T, out] with a weight [out, in] that does not change any more. Quantised weights
+    are dequantised once."""
+    if isinstance(weight, QuantisedWeight):
         weight = weight.dequantise(weight.dtype)
     if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and torch.backends.mkldnn.is_available():
         packed = torch.ops.mkldnn._reorder_linear_weight(weight)

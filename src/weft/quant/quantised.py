@@ -1,4 +1,4 @@
-"""Quantised: a matrix, or some of its rows and columns, in a scheme of `formats.schemes`."""
+"""Quantised weights: a matrix, or some of its rows and columns, in a scheme of `formats.schemes`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from weft.formats.schemes import ALL_SCHEMES, UNIT, Scheme
 
 
 @dataclass(frozen=True)
-class Quantised:
-    """[rows, cols] numbers, in memory as a file of rows would have them.
+class QuantisedWeight:
+    """A quantised matrix [rows, cols], stored row by row.
 
-    `values` is [rows, cols * bits / 8] uint8; of 4 bits, the first half of each UNIT columns are the low nibbles of
-    UNIT / 2 bytes, the second half the high ones. `scales` is [rows, groups] float16, `lowest` as many minima (float16)
-    or zero points (uint8), None where zero is in the middle. The first group lacks `lacking` columns. `dtype` is what
-    is computed in.
+    `values` is [rows, cols * bits / 8] uint8. With 4 bits, the first half of each UNIT columns are the low nibbles of
+    UNIT / 2 bytes, the second half the high ones. `scales` is [rows, groups] float16. `lowest` is as many minima
+    (float16) or zero points (uint8), or None for symmetric schemes. The first group lacks `lacking` columns. `dtype` is
+    that of activations.
     """
 
     type: str
@@ -28,8 +28,8 @@ class Quantised:
     dtype: torch.dtype
 
     @classmethod
-    def empty(cls, type: str, rows: int, cols: Span, dtype: torch.dtype, device: torch.device) -> Quantised:
-        """Room for columns `cols`, in multiples of UNIT, of a matrix."""
+    def empty(cls, type: str, rows: int, cols: Span, dtype: torch.dtype, device: torch.device) -> QuantisedWeight:
+        """Uninitialised memory for the columns `cols` of a matrix, a range in multiples of UNIT."""
         scheme = ALL_SCHEMES[type]
         groups, lowest = cols.blocks(scheme.group), None
         if scheme.lowest != "middle":
@@ -61,21 +61,21 @@ class Quantised:
     def nbytes(self) -> int:
         return sum(part.nbytes for part in (self.values, self.scales, self.lowest) if part is not None)
 
-    def narrow(self, dim: int, start: int, length: int) -> Quantised:
-        """Some of the rows, in the same memory; `dim` is 0."""
+    def narrow(self, dim: int, start: int, length: int) -> QuantisedWeight:
+        """A view of `length` rows from `start` on; `dim` must be 0."""
         assert dim == 0
         lowest = None if self.lowest is None else self.lowest.narrow(0, start, length)
         values, scales = self.values.narrow(0, start, length), self.scales.narrow(0, start, length)
         return replace(self, values=values, scales=scales, lowest=lowest)
 
     def numbers(self) -> torch.Tensor:
-        """q, without a sign: [rows, cols] uint8."""
+        """The unsigned numbers q of the weights: [rows, cols] uint8."""
         if self.scheme.bits == 8:
             return self.values
-        return unpack(self.values)
+        return unpack_nibbles(self.values)
 
     def dequantise(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The numbers that it stands for: [rows, cols], computed in float32."""
+        """The weights that the numbers stand for: [rows, cols], computed in float32."""
         cols = torch.arange(self.shape[1], device=self.device)
         group = (cols + self.lacking) // self.scheme.group
         w, scale = self.numbers().float(), self.scales.float()[:, group]
@@ -88,13 +88,13 @@ class Quantised:
         return w.to(dtype)
 
 
-def pack(numbers: torch.Tensor) -> torch.Tensor:
-    """[rows, cols] of 0 to 15 to their nibbles: [rows, cols / 2] uint8."""
+def pack_nibbles(numbers: torch.Tensor) -> torch.Tensor:
+    """Pack numbers [rows, cols] from 0 to 15 into nibbles: [rows, cols / 2] uint8."""
     low, high = numbers.unflatten(1, (-1, 2, UNIT // 2)).unbind(2)
     return (low | high << 4).flatten(1)
 
 
-def unpack(nibbles: torch.Tensor) -> torch.Tensor:
-    """[rows, cols / 2] uint8 to [rows, cols] uint8 of 0 to 15."""
+def unpack_nibbles(nibbles: torch.Tensor) -> torch.Tensor:
+    """Unpack nibbles [rows, cols / 2] uint8 into numbers [rows, cols] uint8 from 0 to 15."""
     both = nibbles.unflatten(1, (-1, 1, UNIT // 2))
     return torch.cat((both & 15, both >> 4), dim=2).flatten(1)

@@ -8,40 +8,40 @@ import numpy as np
 import torch
 
 from weft.comm import Comm
-from weft.kernels import laying
-from weft.kernels.base import AttentionShape, DenseLayer, HeadNorm, KVCache, Stage
+from weft.kernels.base import AttentionShape, DenseLayer, FusedStage, HeadNorm, KVCache
 from weft.kernels.batch import Batch
-from weft.kernels.native.entries import Entries
-from weft.kernels.native.matrix import NativeMatrix, dense, quantised
+from weft.kernels.native.entries import load_entries
+from weft.kernels.native.matrix import NativeMatrix, pack_dense_matrix, pack_quantised_matrix
 from weft.kernels.native.stage import NativeStage
-from weft.kernels.warm import Launch
-from weft.quant.quantised import Quantised
+from weft.kernels.staged import StagedStep, fill_batch
+from weft.kernels.warm import KernelLaunch
+from weft.quant.quantised import QuantisedWeight
 
 
 class NativeKernels:
-    """See `Kernels`. Tensors must be contiguous, on the CPU, bf16 or fp32."""
+    """The C++ implementation of `Kernels`, for contiguous tensors on the CPU in bf16 or fp32."""
 
     name = "cpu"
     capturable = False
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self._entries = Entries(dtype)
+        self._entries = load_entries(dtype)
 
-    def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Sequence[Launch]]:
+    def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Sequence[KernelLaunch]]:
         return ()
 
-    def lay(self, staged: laying.Staged, batch: Batch) -> None:
-        laying.lay(staged, batch)
+    def fill_batch(self, staged: StagedStep, batch: Batch) -> None:
+        fill_batch(staged, batch)
 
-    def matrix(self, weight: torch.Tensor | Quantised, bias: torch.Tensor | None = None) -> NativeMatrix:
-        if isinstance(weight, Quantised):
-            return quantised(self._entries, weight, bias)
-        return dense(self._entries, weight, bias)
+    def matrix(self, weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None = None) -> NativeMatrix:
+        if isinstance(weight, QuantisedWeight):
+            return pack_quantised_matrix(self._entries, weight, bias)
+        return pack_dense_matrix(self._entries, weight, bias)
 
-    def table(self, weight: torch.Tensor | Quantised) -> NativeMatrix:
+    def embedding_table(self, weight: torch.Tensor | QuantisedWeight) -> NativeMatrix:
         return self.matrix(weight)
 
-    def fuse(self, layers: Sequence[DenseLayer], comm: Comm) -> Stage | None:
+    def fuse_layers(self, layers: Sequence[DenseLayer], comm: Comm) -> FusedStage | None:
         return NativeStage(self._entries, layers, comm)
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -91,7 +91,7 @@ class NativeKernels:
         return q
 
     def prepare(self, batch: Batch) -> None:
-        """Nothing that a call would not find out by itself."""
+        """Do nothing: each call of `attend` works out what it needs."""
 
     def attend(self, q: torch.Tensor, cache: KVCache, batch: Batch, scale: float, window: int | None) -> torch.Tensor:
         tokens, q_heads, head_dim = q.shape
@@ -115,26 +115,31 @@ class NativeKernels:
         )
         return out
 
-    def choose(self, logits: torch.Tensor, wishes: np.ndarray, streams: np.ndarray) -> torch.Tensor:
-        """A token for each row of logits [R, V], of the kernels' dtype or float32: [R] int64. `wishes` [R, 4] float64
-        are rows of the columns of `worker.chooser.Settings`, `streams` [R] int64 those of `worker.random.seeds`; both
-        are contiguous."""
+    def sample_tokens(self, logits: torch.Tensor, settings: np.ndarray, streams: np.ndarray) -> torch.Tensor:
+        """Sample a token for each row of logits [R, V], of the kernels' dtype or float32: [R] int64.
+
+        `settings` [R, 4] float64 are rows of `SamplingSettings.columns`. `streams` [R] int64 are those of
+        `worker.random.seeds`. Both are contiguous.
+        """
         if logits.stride(1) != 1:
             logits = logits.contiguous()
         tokens = torch.empty(len(logits), dtype=torch.int64)
-        self._entries.choose(
+        self._entries.sample(
             logits.data_ptr(),
             logits.itemsize,
             *logits.shape,
             logits.stride(0),
-            wishes.ctypes.data,
+            settings.ctypes.data,
             streams.ctypes.data,
             tokens.data_ptr(),
         )
         return tokens
 
     def score(self, logits: torch.Tensor, targets: torch.Tensor, top: int) -> torch.Tensor:
-        """As a `worker.logprobs.Scorer`, for logits [R, V] of the kernels' dtype or float32; targets are contiguous."""
+        """Logprobs of `targets` [R] int64, as a `worker.logprobs.Scorer` gives them: [R, 2 + 2 * top] float64.
+
+        Logits [R, V] are of the kernels' dtype or float32. Targets are contiguous.
+        """
         if logits.stride(1) != 1:
             logits = logits.contiguous()
         figures = torch.empty(len(logits), 2 + 2 * top, dtype=torch.float64)

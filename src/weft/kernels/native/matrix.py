@@ -1,4 +1,4 @@
-"""Matrices as the C++ kernels want them: packed once, then only multiplied with."""
+"""Weights packed once for the C++ products."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from dataclasses import dataclass
 import torch
 
 from weft.formats.schemes import UNIT
-from weft.kernels.native.entries import Entries
-from weft.native.library import LOWEST, PANEL, Matrix
-from weft.quant.quantised import Quantised
+from weft.native.entries import Entries
+from weft.native.structures import LOWEST_KINDS, PANEL, MatrixDescriptor
+from weft.quant.quantised import QuantisedWeight
 
 
 @dataclass(frozen=True)
 class NativeMatrix:
-    """x [T, cols] -> x W^T + bias [T, rows]. `kept` are the tensors that the descriptor points into."""
+    """A packed weight W: x [T, cols] -> x W^T + bias [T, rows]. `dtype` is that of activations. `kept` are the tensors
+    that the descriptor points into."""
 
     entries: Entries
-    descriptor: Matrix
+    descriptor: MatrixDescriptor
+    dtype: torch.dtype
     kept: tuple[torch.Tensor | None, ...]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -28,36 +30,36 @@ class NativeMatrix:
 
     def rows(self, numbers: torch.Tensor) -> torch.Tensor:
         """Rows of W: [N] int64 -> [N, cols]."""
-        out = torch.empty(len(numbers), self.descriptor.cols, dtype=self.entries.dtype)
+        out = torch.empty(len(numbers), self.descriptor.cols, dtype=self.dtype)
         self.entries.rows_of(ctypes.byref(self.descriptor), numbers.data_ptr(), len(numbers), out.data_ptr())
         return out
 
 
-def dense(entries: Entries, weight: torch.Tensor, bias: torch.Tensor | None) -> NativeMatrix:
-    """A weight [rows, cols] as it is, in panels."""
+def pack_dense_matrix(entries: Entries, weight: torch.Tensor, bias: torch.Tensor | None) -> NativeMatrix:
+    """Pack a weight [rows, cols] of the entries' dtype."""
     rows, cols = weight.shape
     packed = torch.empty(-(-rows // PANEL) * entries.panel_size(cols), dtype=weight.dtype)
     entries.pack_dense(weight.data_ptr(), packed.data_ptr(), rows, cols)
-    descriptor = Matrix(rows=rows, cols=cols, data=packed.data_ptr())
+    descriptor = MatrixDescriptor(rows=rows, cols=cols, data=packed.data_ptr())
     if bias is not None:
         descriptor.bias = bias.data_ptr()
-    return NativeMatrix(entries, descriptor, (packed, bias))
+    return NativeMatrix(entries, descriptor, getattr(torch, entries.dtype), (packed, bias))
 
 
-def quantised(entries: Entries, weight: Quantised, bias: torch.Tensor | None) -> NativeMatrix:
-    """A quantised weight [rows, cols], in panels."""
+def pack_quantised_matrix(entries: Entries, weight: QuantisedWeight, bias: torch.Tensor | None) -> NativeMatrix:
+    """Pack a quantised weight [rows, cols]."""
     (rows, cols), groups = weight.shape, weight.scales.shape[1]
     padded = -(-rows // PANEL) * PANEL
     values = torch.empty(padded * weight.values.shape[1], dtype=torch.uint8)
     entries.pack_values(weight.values.data_ptr(), values.data_ptr(), rows, cols // UNIT, weight.scheme.bits)
 
-    def pack(part: torch.Tensor) -> torch.Tensor:
+    def pack_groups(part: torch.Tensor) -> torch.Tensor:
         packed = part.new_empty(padded * groups)
         entries.pack_groups(part.data_ptr(), packed.data_ptr(), rows, groups, part.itemsize)
         return packed
 
-    scales, lowest = pack(weight.scales), None if weight.lowest is None else pack(weight.lowest)
-    descriptor = Matrix(
+    scales, lowest = pack_groups(weight.scales), None if weight.lowest is None else pack_groups(weight.lowest)
+    descriptor = MatrixDescriptor(
         bits=weight.scheme.bits,
         rows=rows,
         cols=cols,
@@ -65,10 +67,10 @@ def quantised(entries: Entries, weight: Quantised, bias: torch.Tensor | None) ->
         scales=scales.data_ptr(),
         group=weight.scheme.group,
         lacking=weight.lacking,
-        kind=LOWEST[weight.scheme.lowest],
+        kind=LOWEST_KINDS[weight.scheme.lowest],
     )
     if lowest is not None:
         descriptor.lowest = lowest.data_ptr()
     if bias is not None:
         descriptor.bias = bias.data_ptr()
-    return NativeMatrix(entries, descriptor, (values, scales, lowest, bias))
+    return NativeMatrix(entries, descriptor, getattr(torch, entries.dtype), (values, scales, lowest, bias))

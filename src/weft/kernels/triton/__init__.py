@@ -1,6 +1,6 @@
 """The kernels in Triton, for GPUs; TRITON_INTERPRET=1 runs them on a CPU, for tests.
 
-Triton itself is imported when they are made.
+Triton itself is imported when they are created.
 """
 
 from __future__ import annotations
@@ -10,42 +10,47 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from weft.hardware.host import packages
+from weft.hardware.host import kernel_packages
 from weft.kernels.base import Attention, AttentionShape, Kernels
-from weft.kernels.usable import cards, off_gpu, processors, shared_bytes, usable
+from weft.kernels.usable import check_usable, gpu_cards, gpu_obstacle, multiprocessor_count, shared_memory_bytes
 from weft.plan import backends
 
 if TYPE_CHECKING:
     from weft.kernels.triton.attention import TritonAttention
 
 
-def available(device: torch.device, head_dim: int, *, required: bool = False) -> bool:
-    """Whether they run on the device; with `required` the reason that they cannot is a ConfigError."""
+def triton_available(device: torch.device, head_dim: int, *, required: bool = False) -> bool:
+    """Return True if the Triton kernels run on the device. If not, the reason is logged, or with `required` raised as a
+    ConfigError."""
     instead = "The slower torch kernels take their place"
-    return usable(backends.KERNELS["triton"], obstacle(device, head_dim), required=required, instead=instead)
+    return check_usable(
+        backends.KERNELS["triton"], triton_obstacle(device, head_dim), required=required, instead=instead
+    )
 
 
-def obstacle(device: torch.device, head_dim: int) -> str | None:
-    """Why they do not run on the device, for a model with such heads."""
-    if "triton" not in packages():
+def triton_obstacle(device: torch.device, head_dim: int) -> str | None:
+    """Reason that the Triton kernels do not run on the device, for a model of this head_dim, or None."""
+    if "triton" not in kernel_packages():
         return backends.NO_TRITON
-    if os.environ.get("TRITON_INTERPRET") != "1" and (reason := off_gpu(device)):
+    if os.environ.get("TRITON_INTERPRET") != "1" and (reason := gpu_obstacle(device)):
         return f"{reason} (TRITON_INTERPRET=1 interprets them, for tests)"
-    return backends.no_triton(head_dim, cards(device))
+    return backends.no_triton(head_dim, gpu_cards(device))
 
 
-def own_attention(device: torch.device, shape: AttentionShape) -> TritonAttention:
-    """Our own, in the sizes that were measured on the device, if any were."""
-    from weft.kernels.triton import kept
+def create_triton_attention(device: torch.device, shape: AttentionShape) -> TritonAttention:
+    """Triton's attention, in the tile sizes that were measured on the device, if any were."""
+    from weft.kernels.triton import saved_tunings
     from weft.kernels.triton.attention import TritonAttention
 
-    return TritonAttention(processors(device), kept.known(device, shape), shared_bytes(device))
+    return TritonAttention(
+        multiprocessor_count(device), saved_tunings.load_tunings(device, shape), shared_memory_bytes(device)
+    )
 
 
-def made(device: torch.device, attention: Attention | None = None) -> Kernels:
-    """The kernels for a device, with `attention` in place of their own."""
+def create_triton_kernels(device: torch.device, attention: Attention | None = None) -> Kernels:
+    """The Triton kernels for a device, with `attention` in place of their own if it is given."""
     from weft.kernels.triton.attention import TritonAttention
     from weft.kernels.triton.kernels import TritonKernels
 
-    own = attention or TritonAttention(processors(device), shared=shared_bytes(device))
-    return TritonKernels(processors(device), own)
+    own = attention or TritonAttention(multiprocessor_count(device), shared=shared_memory_bytes(device))
+    return TritonKernels(multiprocessor_count(device), own)

@@ -1,7 +1,7 @@
-"""Attention over paged KV: rows with one token, their context split among programs, and rows with many.
+"""Attention over paged KV: decode rows of one token, whose contexts are split among programs, and prefill rows.
 
-The softmax is the running one of Milakov and Gimelshein (2018); splitting a long context and joining the parts by their
-logarithms of sums is Flash-Decoding (Dao et al. 2023).
+The softmax is the online one of Milakov and Gimelshein (2018). Splitting a long context, and joining the parts by the
+logarithms of their sums, is Flash-Decoding (Dao et al. 2023).
 """
 
 from __future__ import annotations
@@ -13,43 +13,44 @@ import torch
 import triton
 import triton.language as tl
 
-from weft.kernels import samples
+from weft.kernels import attention_inputs
 from weft.kernels.base import AttentionShape, KVCache
 from weft.kernels.batch import Batch
 from weft.kernels.triton.tuning import DECODE, DEFAULT, PREFILL, Tuning, Tunings
 from weft.kernels.usable import AMPERE_SHARED_BYTES
-from weft.kernels.warm import Launch, turns
+from weft.kernels.warm import KernelLaunch, first_of_variants
 
 LOG2_E = 1.4426950408889634
-LEAST = 16  # of each side of the smallest matrix product
-HEAD_BYTES = 256  # of the widest head whose tiles fit the 99 KiB that any GPU since Ampere has; 64 KiB take half
+LEAST = 16  # rows or columns of the smallest matrix product
+HEAD_BYTES = 256  # of the widest head whose tiles fit the 99 KiB of any GPU since Ampere; half as wide for 64 KiB
 MOST_SPLITS = 32
-AT_ONCE = tl.constexpr(4)  # parts that are on their way to who joins them
+AT_ONCE = tl.constexpr(4)  # parts that the program that joins them loads at once
 
 
 @triton.jit
 def _scores(query, keys, table, at, stop, kv_head, kv_heads, head_dim, columns, inside, scale,
             KV_BLOCK: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
-    """[M, TILE] scores in base 2, the positions, and where each key lies; keys past `stop` are not read."""
+    """Scores [M, TILE] in base 2, positions of the keys, offsets of the keys, and whether each exists. Keys past `stop`
+    are not read."""
     position = at + tl.arange(0, TILE)
-    there = position < stop
-    block = tl.load(table + position // KV_BLOCK, there, other=0).to(tl.int64)
+    exists = position < stop
+    block = tl.load(table + position // KV_BLOCK, exists, other=0).to(tl.int64)
     place = ((block * KV_BLOCK + position % KV_BLOCK) * kv_heads + kv_head) * head_dim
-    key = tl.load(keys + place[None, :] + columns[:, None], there[None, :] & inside[:, None], other=0.0)
+    key = tl.load(keys + place[None, :] + columns[:, None], exists[None, :] & inside[:, None], other=0.0)
     scores = tl.dot(query, key.to(query.dtype), input_precision="ieee") * scale
-    return scores, position, place, there
+    return scores, position, place, exists
 
 
 @triton.jit
-def _weigh(scores, seen, top, total, mixed, values, place, there, columns, inside):
-    """The running softmax, one tile on."""
+def _weigh(scores, seen, top, total, mixed, values, place, exists, columns, inside):
+    """One tile of the online softmax: the new maximum, sum of weights and weighted values."""
     scores = tl.where(seen, scores, float("-inf"))
     peak = tl.maximum(top, tl.max(scores, 1))
-    # A row that has seen nothing yet stays as it is, without infinity less infinity.
+    # A row that has seen no key yet stays as it is: infinity less infinity would be NaN.
     still = tl.where(peak == float("-inf"), 0.0, peak)
     weights = tl.exp2(scores - still[:, None])
     fade = tl.exp2(top - still)
-    value = tl.load(values + place[:, None] + columns[None, :], there[:, None] & inside[None, :], other=0.0)
+    value = tl.load(values + place[:, None] + columns[None, :], exists[:, None] & inside[None, :], other=0.0)
     kind = tl.float32 if value.dtype == tl.float32 else tl.bfloat16 if value.dtype == tl.bfloat16 else tl.float16
     mixed = mixed * fade[:, None] + tl.dot(weights.to(kind), value.to(kind), input_precision="ieee")
     return peak, total * fade + tl.sum(weights, 1), mixed
@@ -60,33 +61,35 @@ def _mix(
     query, keys, values, table, begin, stop, last, window, kv_head, kv_heads, head_dim, scale,
     WINDOWED: tl.constexpr, KV_BLOCK: tl.constexpr, ROWS: tl.constexpr, HEAD: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """[ROWS, HEAD] of values, weighed for query [ROWS, HEAD] over the positions from `begin`, the first of a tile, to
-    `stop`, and [ROWS] logarithms to base 2 of the weights' sums. A row sees positions up to its `last` [ROWS], of those
-    the last `window`; one that sees none gets zeros."""
+    """Weighted values [ROWS, HEAD] for query [ROWS, HEAD] over positions from `begin`, the first of a tile, to `stop`;
+    and logarithms to base 2 of the sums of weights [ROWS].
+
+    A row sees positions up to its `last` [ROWS], of which only the last `window`. A row that sees none gets zeros.
+    """
     columns = tl.arange(0, HEAD)
     inside = columns < head_dim
     if keys.dtype.element_ty == tl.float8e4nv and query.dtype == tl.bfloat16:
-        # Keys of 8 bits become float16 in one instruction for two, but bfloat16 by way of float32.
+        # Two keys of 8 bits become float16 in one instruction, but bfloat16 only by way of float32.
         query = query.to(tl.float16)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, HEAD], tl.float32)
     for at in range(begin, stop, TILE):
-        scores, position, place, there = _scores(
+        scores, position, place, exists = _scores(
             query, keys, table, at, stop, kv_head, kv_heads, head_dim, columns, inside, scale, KV_BLOCK, TILE
         )
-        seen = there[None, :] & (position[None, :] <= last[:, None])
+        seen = exists[None, :] & (position[None, :] <= last[:, None])
         if WINDOWED:
             seen = seen & (position[None, :] > last[:, None] - window)
-        top, total, mixed = _weigh(scores, seen, top, total, mixed, values, place, there, columns, inside)
+        top, total, mixed = _weigh(scores, seen, top, total, mixed, values, place, exists, columns, inside)
     total = tl.where(total == 0.0, 1.0, total)
     return mixed / total[:, None], top + tl.log2(total)
 
 
 @triton.jit
 def _join(parts, sums, heads, mine, kept, splits, head_dim, GROUP: tl.constexpr, HEAD: tl.constexpr):
-    """[GROUP, HEAD] of all parts of these heads, always in the same order. They are read past the first cache, which
-    knows nothing of other multiprocessors."""
+    """Results [GROUP, HEAD] of these heads from all parts, always added in the same order. They are not read from the
+    L1 cache, which does not see stores of other multiprocessors."""
     top = tl.full([GROUP], float("-inf"), tl.float32)
     for each in range(splits):
         top = tl.maximum(top, tl.load(sums + heads * splits + each, mine, other=float("-inf"), cache_modifier=".cg"))
@@ -102,21 +105,22 @@ def _join(parts, sums, heads, mine, kept, splits, head_dim, GROUP: tl.constexpr,
     return mixed / tl.where(total == 0.0, 1.0, total)[:, None]
 
 
-# Figures that differ from step to step are no reason to compile anew.
+# Integers that differ from step to step must not cause a new compilation.
 @triton.jit(do_not_specialize=["table_width", "window", "splits"])
 def _decode(
     q, keys, values, out, parts, sums, through, tables, context, order, table_width, q_heads, kv_heads, head_dim, scale,
     window, splits, WINDOWED: tl.constexpr, SPLIT: tl.constexpr, KV_BLOCK: tl.constexpr, GROUP: tl.constexpr,
     HEAD: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    # Heads first: programs that run side by side read whole lines of the cache, which has a token's heads together.
+    # Heads first: programs that run at the same time then read whole lines of the KV cache, in which a token's heads
+    # are neighbours.
     kv_head, row, split = tl.program_id(0), tl.load(order + tl.program_id(1)), tl.program_id(2)
     group = q_heads // kv_heads
     length = tl.load(context + row)
     begin = 0
     if WINDOWED:
         begin = tl.maximum(0, length - window) // TILE * TILE
-    # Whole tiles to each split, so that nothing is read twice.
+    # Each split has whole tiles, so that nothing is read twice.
     share = tl.cdiv(tl.cdiv(length - begin, TILE), splits) * TILE
     start = begin + split * share
     stop = tl.minimum(start + share, length)
@@ -125,7 +129,7 @@ def _decode(
     heads = row.to(tl.int64) * q_heads + kv_head * group + members
     kept = mine[:, None] & inside[None, :]
     query = tl.load(q + heads[:, None] * head_dim + columns[None, :], kept, other=0.0)
-    # A row without a context fills up a captured batch: zeros.
+    # A row without context is padding of a captured batch: it gets zeros.
     last = tl.full([GROUP], length - 1, tl.int32)
     result, logs = _mix(
         query, keys, values, tables + row.to(tl.int64) * table_width, start, stop, last, window, kv_head,
@@ -135,7 +139,7 @@ def _decode(
         at_part = heads * splits + split
         tl.store(parts + at_part[:, None] * head_dim + columns[None, :], result, kept)
         tl.store(sums + at_part, logs, mine)
-        # All threads have written before one of them says so.
+        # All threads have written before one of them counts this part as finished.
         tl.debug_barrier()
         arrived = through + row * kv_heads + kv_head
         if tl.atomic_add(arrived, 1, sem="acq_rel") == splits - 1:
@@ -147,17 +151,17 @@ def _decode(
 
 
 def splits_of(tuning: Tuning, processors: int, rows: int, kv_heads: int) -> int:
-    """Into how many parts the contexts of so many rows are cut."""
+    """Number of parts into which the contexts of a decode step of `rows` rows are split."""
     return min(MOST_SPLITS, triton.cdiv(tuning.programs * processors, rows * kv_heads))
 
 
 def tile_of(tuning: Tuning, part: int, cache: KVCache) -> int:
-    """Keys in a tile, `part` as `tiles` gives it; of 8 bits twice as many, which are as many bytes."""
+    """Number of keys in a tile, with `part` of `tiles`. Of keys of 8 bits twice as many, which are as many bytes."""
     return max(LEAST, tuning.tile * (2 if cache.keys.itemsize == 1 else 1) // part)
 
 
 def tiles(head_dim: int, dtype: torch.dtype, shared: int) -> tuple[int, int]:
-    """A head's width in the kernels, and the part of a tile, one in so many rows, that fits into `shared` bytes."""
+    """Width of a head in the kernels, and the number by which a tile's rows are divided to fit into `shared` bytes."""
     head = max(LEAST, triton.next_power_of_2(head_dim))
     widest = HEAD_BYTES if shared >= AMPERE_SHARED_BYTES else HEAD_BYTES // 2
     return head, max(1, head * dtype.itemsize // widest)
@@ -167,8 +171,8 @@ def decode(
     q: torch.Tensor, cache: KVCache, batch: Batch, rows: int, scale: float, window: int | None, processors: int,
     out: torch.Tensor, tuning: Tuning = DECODE, shared: int = AMPERE_SHARED_BYTES, through: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    """The first `rows` rows, of one token each: q [rows, q_heads, head_dim] into out [rows, q_heads * head_dim].
-    `through` is int32 zeros, one for each row and KV head: the number of programs that are through with their parts."""
+    """Attention of the first `rows` rows, of one token each: q [rows, q_heads, head_dim] into out [rows, q_heads *
+    head_dim]. `through` are int32 zeros, one for each row and KV head: the number of programs that have finished."""
     _, q_heads, head_dim = q.shape
     kv_heads = cache.keys.shape[2]
     splits = splits_of(tuning, processors, rows, kv_heads)
@@ -215,7 +219,7 @@ def _prefill(
     ROWS: tl.constexpr, HEAD: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     number, kv_head = tl.program_id(0), tl.program_id(1)
-    # Row r's programs begin at (its first token // QUERIES) + r: at most as many too many as there are rows.
+    # Row r's programs begin at (its first token // QUERIES) + r: there is at most one surplus program per row.
     origin = tl.load(row_starts + first_row)
     low, high = 0, rows - 1
     while low < high:
@@ -252,8 +256,8 @@ def prefill(
     q: torch.Tensor, cache: KVCache, batch: Batch, first_row: int, scale: float, window: int | None, out: torch.Tensor,
     tuning: Tuning = PREFILL, shared: int = AMPERE_SHARED_BYTES,
 ) -> None:  # fmt: skip
-    """The rows from `first_row` on, of any number of tokens: q [T, q_heads, head_dim] into out [T, q_heads * head_dim],
-    of which only those rows' tokens are touched. Rows before them have one token each."""
+    """Attention of the rows from `first_row` on, of any number of tokens: q [T, q_heads, head_dim] into out [T, q_heads
+    * head_dim]. Only these rows' tokens are read and written. Rows before them have one token each."""
     tokens, q_heads, head_dim = q.shape
     kv_heads, rows = cache.keys.shape[2], batch.rows - first_row
     group = q_heads // kv_heads
@@ -289,18 +293,18 @@ def prefill(
 
 
 class TritonAttention:
-    """See `Attention`. `processors` is the number of the device's multiprocessors, `shared` the bytes of their memory
-    that a program may ask for."""
+    """The Triton implementation of `Attention`. `processors` is the number of the device's multiprocessors, `shared`
+    the bytes of shared memory that a program may ask for."""
 
     name = "triton"
 
     def __init__(self, processors: int, tunings: Tunings = DEFAULT, shared: int = AMPERE_SHARED_BYTES) -> None:
         self._processors, self.tunings, self._shared = processors, tunings, shared
-        # By their number; none is ever given back, for graphs read them.
+        # By their number. They are never freed, as CUDA graphs read them.
         self._through: dict[int, torch.Tensor] = {}
 
     def prepare(self, batch: Batch) -> None:
-        """Nothing that a program would not find out by itself."""
+        """Do nothing: each program works out what it needs."""
 
     def attend(self, q: torch.Tensor, cache: KVCache, batch: Batch, scale: float, window: int | None) -> torch.Tensor:
         out = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
@@ -313,22 +317,25 @@ class TritonAttention:
     def decode(
         self, q: torch.Tensor, cache: KVCache, batch: Batch, scale: float, window: int | None, out: torch.Tensor
     ) -> None:
-        """The batch's rows of one token alone."""
+        """Attention of the batch's decode rows only."""
         rows = batch.decodes
         count = triton.next_power_of_2(rows * cache.keys.shape[2])
         if count not in self._through:
             self._through[count] = torch.zeros(count, dtype=torch.int32, device=q.device)
-        sizes = self.tunings.of(rows), self._shared
+        sizes = self.tunings.for_rows(rows), self._shared
         decode(q, cache, batch, rows, scale, window, self._processors, out, *sizes, self._through[count])
 
-    def launches(self, shape: AttentionShape, device: torch.device) -> list[list[Launch]]:
-        def kernel(rows: int) -> tuple[Tuning, bool]:
-            tuning = self.tunings.of(rows)
+    def launches(self, shape: AttentionShape, device: torch.device) -> list[list[KernelLaunch]]:
+        def decode_variant(rows: int) -> tuple[Tuning, bool]:
+            tuning = self.tunings.for_rows(rows)
             return replace(tuning, programs=0), splits_of(tuning, self._processors, rows, shape.kv_heads) > 1
 
-        decodes = [samples.decodes(shape, device, [1] * rows) for rows in turns(kernel, shape.rows)]
-        prompts = [samples.prompts(shape, device, [2], [2])] * (shape.length > 1)
+        decodes = [
+            attention_inputs.decode_inputs(shape, device, [1] * rows)
+            for rows in first_of_variants(decode_variant, shape.rows)
+        ]
+        prompts = [attention_inputs.prompt_inputs(shape, device, [2], [2])] * (shape.length > 1)
         return [
-            [partial(self.attend, *it, shape.scale, window) for it in given for window in shape.windows]
-            for given in (decodes, prompts)
+            [partial(self.attend, *inputs, shape.scale, window) for inputs in steps for window in shape.windows]
+            for steps in (decodes, prompts)
         ]

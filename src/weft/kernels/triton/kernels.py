@@ -1,4 +1,4 @@
-"""The kernels in Triton: what a GPU runs."""
+"""The Triton implementation of `Kernels`, for GPUs."""
 
 from __future__ import annotations
 
@@ -8,53 +8,64 @@ import torch
 
 from weft.comm import Comm
 from weft.comm.symmetric import SymmetricComm
-from weft.kernels.base import Attention, AttentionShape, DenseLayer, HeadNorm, KVCache, Product, Stage, Table
+from weft.kernels.base import (
+    Attention,
+    AttentionShape,
+    DenseLayer,
+    EmbeddingTable,
+    FusedStage,
+    HeadNorm,
+    KVCache,
+    Product,
+)
 from weft.kernels.batch import Batch
-from weft.kernels.laying import Staged
-from weft.kernels.triton import laying, pointwise, products, reduce
+from weft.kernels.staged import StagedStep
+from weft.kernels.triton import pointwise, reduce
 from weft.kernels.triton.attention import TritonAttention
-from weft.kernels.warm import Launch
-from weft.quant.dense import product
-from weft.quant.quantised import Quantised
-from weft.quant.table import Table as DenseTable
+from weft.kernels.triton.products import QuantisedMatrix, create_quantised_matrix
+from weft.kernels.triton.staged import fill_batch
+from weft.kernels.warm import KernelLaunch
+from weft.quant.dense import create_product
+from weft.quant.dense_table import DenseTable
+from weft.quant.quantised import QuantisedWeight
 
 
 class TritonKernels:
-    """See `Kernels`. `processors` is the number of the device's multiprocessors, which the work is spread over;
-    `attention` another one's, in place of our own."""
+    """The Triton implementation of `Kernels`. Work is spread over `processors`, the number of the device's
+    multiprocessors. `attention` takes the place of Triton's if it is given."""
 
     capturable = True
 
     def __init__(self, processors: int, attention: Attention | None = None) -> None:
         self._processors = processors
         self._attention = attention or TritonAttention(processors)
-        # One of each kind: others launch the same kernels.
-        self._quantised: dict[Hashable, products.QuantisedMatrix] = {}
+        # One matrix of each kind: others launch the same kernels.
+        self._quantised: dict[Hashable, QuantisedMatrix] = {}
         self.name = self._attention.name
 
-    def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Sequence[Launch]]:
-        multiplied = [launch for it in self._quantised.values() for launch in it.launches(shape.tokens)]
-        return [multiplied, *self._attention.launches(shape, device)]
+    def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Sequence[KernelLaunch]]:
+        products = [launch for matrix in self._quantised.values() for launch in matrix.launches(shape.tokens)]
+        return [products, *self._attention.launches(shape, device)]
 
-    def lay(self, staged: Staged, batch: Batch) -> None:
-        laying.lay(staged, batch)
+    def fill_batch(self, staged: StagedStep, batch: Batch) -> None:
+        fill_batch(staged, batch)
 
-    def matrix(self, weight: torch.Tensor | Quantised, bias: torch.Tensor | None) -> Product:
-        if isinstance(weight, Quantised):
-            return self._multiplier(weight, bias)
-        return product(weight, bias)
+    def matrix(self, weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None) -> Product:
+        if isinstance(weight, QuantisedWeight):
+            return self._quantised_matrix(weight, bias)
+        return create_product(weight, bias)
 
-    def table(self, weight: torch.Tensor | Quantised) -> Table:
-        if isinstance(weight, Quantised):
-            return self._multiplier(weight, None)
+    def embedding_table(self, weight: torch.Tensor | QuantisedWeight) -> EmbeddingTable:
+        if isinstance(weight, QuantisedWeight):
+            return self._quantised_matrix(weight, None)
         return DenseTable(weight)
 
-    def _multiplier(self, weight: Quantised, bias: torch.Tensor | None) -> products.QuantisedMatrix:
-        made = products.quantised(weight, bias, self._processors)
-        self._quantised.setdefault((made.scheme, made.shape, bias is None), made)
-        return made
+    def _quantised_matrix(self, weight: QuantisedWeight, bias: torch.Tensor | None) -> QuantisedMatrix:
+        matrix = create_quantised_matrix(weight, bias, self._processors)
+        self._quantised.setdefault((matrix.scheme, matrix.shape, bias is None), matrix)
+        return matrix
 
-    def fuse(self, layers: Sequence[DenseLayer], comm: Comm) -> Stage | None:
+    def fuse_layers(self, layers: Sequence[DenseLayer], comm: Comm) -> FusedStage | None:
         return None
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -66,10 +77,10 @@ class TritonKernels:
     def sum_add_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, comm: Comm
     ) -> torch.Tensor:
-        laid = comm.lay(x) if isinstance(comm, SymmetricComm) else None
-        if laid is None:
+        parts = comm.publish_part(x) if isinstance(comm, SymmetricComm) else None
+        if parts is None:
             return self.add_norm(comm.sum(x), residual, weight, eps)
-        return reduce.sum_add_norm(laid, residual, weight, eps)
+        return reduce.sum_add_norm(parts, residual, weight, eps)
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         return pointwise.silu_mul(gate_up)

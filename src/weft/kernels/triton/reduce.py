@@ -1,4 +1,4 @@
-"""Sums over ranks that read each other's memory, in one pass with what follows them."""
+"""The sum over ranks that read each other's memory, fused with the residual and the RMS norm that follow it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def _sum_add_norm(parts, residual, weight, out, width, eps, SIZE: tl.constexpr, 
     columns = tl.arange(0, BLOCK)
     inside = columns < width
     held = tl.load(residual + row * width + columns, inside, other=0.0)
-    # All addresses first: the wait for one then hides that for the others.
+    # All addresses first, so that their loads overlap.
     begins = ()
     for rank in tl.static_range(SIZE):
         begins += (tl.multiple_of(tl.load(parts + rank).to(residual.dtype), ALIGNMENT),)
-    # In the order of ranks, so that every rank gets the same bits; rounded once, as `add_up` in comm/base.py does.
+    # In the order of ranks, so that every rank gets the same bits, and rounded once, like `add_up` in comm/base.py.
     total = tl.load(begins[0] + row * width + columns, inside, other=0.0).to(tl.float32)
     for rank in tl.static_range(1, SIZE):
         total += tl.load(begins[rank] + row * width + columns, inside, other=0.0).to(tl.float32)
@@ -31,8 +31,8 @@ def _sum_add_norm(parts, residual, weight, out, width, eps, SIZE: tl.constexpr, 
 
 
 def sum_add_norm(parts: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """residual [T, width] += the sum of what lies at the addresses `parts` ([size] int64), of the same dims and dtype,
-    in place; RMS norm of that."""
+    """residual [T, width] += the sum of the tensors at the addresses `parts` [ranks] int64, of the same dims and dtype,
+    in place; return its RMS norm."""
     out, width = torch.empty_like(residual), residual.shape[-1]
     block = triton.next_power_of_2(width)
     _sum_add_norm[(residual.numel() // width,)](

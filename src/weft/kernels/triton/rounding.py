@@ -1,6 +1,6 @@
-"""Weights rounded on a GPU to the numbers of a scheme: what `weft.quant.rounding` computes, in one launch a matrix.
+"""Weights rounded on a GPU to the numbers of a scheme, as `weft.quant.rounding` rounds them, in one launch per matrix.
 
-There the formulas are explained; the names are the same.
+The formulas are explained there; names are the same.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import triton
 import triton.language as tl
 
 from weft.formats.schemes import UNIT, Scheme
-from weft.quant.quantised import Quantised
+from weft.quant.quantised import QuantisedWeight
 from weft.quant.rounding import BELOW_AND_ABOVE, SHARES, TINY, round_into
 
 LARGEST_GROUP = 128  # columns
-TILE = 1024  # elements that a program rounds
+TILE = 1024  # elements that one program rounds
 TINIEST = tl.constexpr(TINY)
-# Added and taken away again, it rounds a float32 below 2^22 to the nearest whole number, halves to even.
+# Adding and subtracting it rounds a float32 below 2^22 to the nearest whole number, ties to even.
 WHOLE = tl.constexpr(12582912.0)
 
 
@@ -27,14 +27,14 @@ def _half(x):
 
 @triton.jit
 def _whole(x, least: tl.constexpr, most: tl.constexpr):
-    """The nearest whole number from `least` to `most`."""
+    """x rounded to the nearest whole number from `least` to `most`."""
     return (tl.clamp(x, least, most) + WHOLE) - WHOLE
 
 
 @triton.jit
 def _fit_minimum(w, each, below: tl.constexpr, above: tl.constexpr, most: tl.constexpr):
-    """Numbers [G, GROUP], and [G] errors, scales and minima, from these shares of what is below and above the middle of
-    a group's range."""
+    """Errors [G], numbers [G, GROUP], scales [G] and minima [G] for the shares `below` and `above` of a group's range
+    on both sides of its middle."""
     low, high = tl.min(w, 1), tl.max(w, 1)
     middle, mean = (high + low) / 2, tl.sum(w * each, 1)
     first = middle - (middle - low) * below
@@ -53,7 +53,7 @@ def _fit_minimum(w, each, below: tl.constexpr, above: tl.constexpr, most: tl.con
 
 @triton.jit
 def _fit_middle(w, each, share: tl.constexpr, half: tl.constexpr, BITS: tl.constexpr):
-    """Numbers [G, GROUP] from -half on, and [G] errors and scales, from this share of a group's range."""
+    """Errors [G], numbers [G, GROUP] from -half on, and scales [G] for a share of a group's range."""
     low, high = tl.min(w, 1), tl.max(w, 1)
     far = tl.where(high > -low, high, low)
     full = far / -half if BITS < 8 else tl.abs(far) / (half - 1.0)
@@ -71,8 +71,8 @@ def _fit_middle(w, each, share: tl.constexpr, half: tl.constexpr, BITS: tl.const
 
 @triton.jit
 def _fit(w, each, BITS: tl.constexpr, LOWEST: tl.constexpr, TRIED: tl.constexpr):
-    """Numbers [G, GROUP] without a sign, and [G] scales and minima or zero points (anything, if there are none), those
-    of TRIED with the least error."""
+    """Unsigned numbers [G, GROUP], scales [G], and minima or zero points [G] (unused if the scheme has none) of the
+    candidate of TRIED with the smallest error."""
     most: tl.constexpr = 2.0**BITS - 1.0
     half: tl.constexpr = 2.0 ** (BITS - 1)
     if LOWEST == "minimum":
@@ -107,7 +107,7 @@ def _round(
     number = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     mine, lane = number < total, tl.arange(0, GROUP)
     row, column = number // groups, (number % groups)[:, None] * GROUP + lane[None, :]
-    # After the last column come copies of it, which change neither end of a range.
+    # Columns past the last one repeat it, which changes neither end of a range.
     source = tl.minimum(column, width - 1)
     w = tl.load(weight + row[:, None] * width + source, mine[:, None], other=0.0).to(tl.float32)
     each = tl.full([GROUPS, GROUP], 1.0 / GROUP, tl.float32)
@@ -123,7 +123,7 @@ def _round(
         kept = mine[:, None] & (target >= 0) & (target < cols)
         tl.store(values + row[:, None] * cols + target, q.to(tl.uint8), kept)
     else:
-        # A byte has a number of a unit's first half, and above it one of the second.
+        # A byte has a number of a unit's first half in its low bits, and one of the second half in its high bits.
         UNITS: tl.constexpr = GROUPS * GROUP // UNIT
         nibbles = tl.reshape(q.to(tl.int32), [UNITS, 2, UNIT // 2]) << (tl.arange(0, 2) * 4)[None, :, None]
         unit = tl.program_id(0).to(tl.int64) * UNITS + tl.arange(0, UNITS)
@@ -135,8 +135,8 @@ def _round(
         tl.store(values + place[:, None] + byte[None, :], tl.sum(nibbles, 1).to(tl.uint8), kept[:, None])
 
 
-def round_on_gpu(weight: torch.Tensor, into: Quantised, importance: torch.Tensor | None = None) -> None:
-    """A `Rounding` for GPUs, in one launch; schemes of wider groups are rounded by torch."""
+def round_on_gpu(weight: torch.Tensor, into: QuantisedWeight, importance: torch.Tensor | None = None) -> None:
+    """The `Rounding` for GPUs, in one launch; torch rounds to schemes with wider groups."""
     scheme, (rows, width) = into.scheme, weight.shape
     if not has_kernel(scheme):
         round_into(weight, into, importance)
@@ -158,7 +158,7 @@ def round_on_gpu(weight: torch.Tensor, into: Quantised, importance: torch.Tensor
         BITS=scheme.bits,
         GROUP=scheme.group,
         LOWEST=scheme.lowest,
-        TRIED=tried(scheme),
+        TRIED=tried_shares(scheme),
         COUNTED=importance is not None,
         GROUPS=each,
         UNIT=UNIT,
@@ -166,11 +166,12 @@ def round_on_gpu(weight: torch.Tensor, into: Quantised, importance: torch.Tensor
 
 
 def has_kernel(scheme: Scheme) -> bool:
+    """Return True if the kernel rounds to the numbers of `scheme`."""
     return scheme.bits in (4, 8) and scheme.group <= LARGEST_GROUP and LARGEST_GROUP % scheme.group == 0
 
 
-def tried(scheme: Scheme) -> tuple[tuple[float, float], ...] | tuple[float, ...]:
-    """Shares of a group's range."""
+def tried_shares(scheme: Scheme) -> tuple[tuple[float, float], ...] | tuple[float, ...]:
+    """Shares of a group's range that are tried for a scheme."""
     shares: tuple[tuple[float, float], ...] | tuple[float, ...] = (
         BELOW_AND_ABOVE if scheme.lowest == "minimum" else SHARES
     )

@@ -1,7 +1,8 @@
-"""Sampling: a token per row straight from logits as the model gives them, without a copy of them and without a sort.
+"""Sampling of a token per row from the model's logits, without copying or sorting them.
 
-`worker/random.py` tells of the race and `worker/filters.py` of the filters. All blocks of all rows are looked at side
-by side; then the greatest logit and the sum of weights of every block are known, which is what the first race takes.
+`worker/random.py` explains the race that draws a token, and `worker/filters.py` the filters. First all blocks of all
+rows are read in parallel, which gives the greatest logit and the sum of weights of each block; the first race, among
+blocks, needs no more.
 """
 
 from __future__ import annotations
@@ -12,29 +13,29 @@ import triton.language as tl
 
 from weft.kernels import streams
 
-BLOCK = streams.BLOCK
-SURVEY_BLOCKS = 16  # that one program looks at
-FILTER_BLOCKS = 32  # that a row's program reads, or leaves unread, at once
+BLOCK = streams.SAMPLING_BLOCK
+SURVEY_BLOCKS = 16  # that one program reads
+FILTER_BLOCKS = 32  # that a row's program reads or skips at once
 
-STEP = tl.constexpr(streams.STEP)
-FIRST = tl.constexpr(streams.FIRST)
-SECOND = tl.constexpr(streams.SECOND)
-BROKEN = tl.constexpr(streams.BROKEN)
-LOWEST = tl.constexpr(-(2**31))  # below the place of any float
-HIGHEST = tl.constexpr(2**31 - 1)  # the place of NaN, which greedy takes for the greatest
+STEP = tl.constexpr(streams.SPLITMIX_STEP)
+FIRST = tl.constexpr(streams.SPLITMIX_FIRST)
+SECOND = tl.constexpr(streams.SPLITMIX_SECOND)
+NOT_FINITE = tl.constexpr(streams.NOT_FINITE)
+LOWEST_PLACE = tl.constexpr(-(2**31))  # below the place of any float
+HIGHEST_PLACE = tl.constexpr(2**31 - 1)  # the place of NaN, which greedy sampling takes for the greatest
 
 
 @triton.jit
 def _place(x):
-    """Where float32 numbers stand among all of them: int32, the same for -0 and 0."""
+    """Integers that are ordered as the float32 numbers x are: int32, the same for -0 and 0."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
-    return tl.where(x == x, bits ^ ((bits >> 31) & HIGHEST), HIGHEST)
+    return tl.where(x == x, bits ^ ((bits >> 31) & HIGHEST_PLACE), HIGHEST_PLACE)
 
 
 @triton.jit
 def _number(place):
     """The float32 at a place."""
-    return (place ^ ((place >> 31) & HIGHEST)).to(tl.float32, bitcast=True)
+    return (place ^ ((place >> 31) & HIGHEST_PLACE)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -51,22 +52,22 @@ def _mix(x):
 
 @triton.jit
 def _times(stream, index):
-    """What `random.exponentials` has at `index` of a stream, in float64."""
+    """Number `index` of `random.exponentials` of a stream, in float64."""
     bits = _mix(stream + (index + 1).to(tl.uint64) * STEP) >> 12
     return -tl.log((bits.to(tl.float64) + 0.5) * 2.0**-52)
 
 
 @triton.jit
 def _weights(x, best, temperature):
-    """exp((x - best) / temperature), where no x is above its best; temperature 0 stands for none."""
-    # Beside what is not finite nothing can be drawn; any number will do.
+    """exp((x - best) / temperature), for x up to `best`; temperature 0 counts as 1."""
+    # If the best logit is not finite nothing can be drawn, and any number will do.
     base = tl.where(_finite(best), best, 0.0)
     return tl.exp((x - base) / tl.where(temperature > 0, temperature, 1.0))
 
 
 @triton.jit
 def _tile(logits, block, vocab, BLOCK: tl.constexpr):
-    """Logits of some blocks of a row, [blocks, BLOCK] float32, -inf beyond its end."""
+    """Logits of some blocks of a row: [blocks, BLOCK] float32, -inf past its end."""
     tokens = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     return tl.load(logits + tokens, tokens < vocab, other=float("-inf")).to(tl.float32)
 
@@ -75,7 +76,7 @@ def _tile(logits, block, vocab, BLOCK: tl.constexpr):
 def _survey(
     logits, stride, vocab, slots, settings, tops, sums, floors, blocks, BLOCK: tl.constexpr, BLOCKS: tl.constexpr
 ):
-    """Of each block: the place of its greatest logit, and the sum of its weights, that one's being 1."""
+    """Store, for each block, the place of its greatest logit, and the sum of weights relative to that logit."""
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCKS
     temperature = tl.load(settings + tl.load(slots + row) * 4).to(tl.float32)
     block = first + tl.arange(0, BLOCKS)
@@ -90,9 +91,9 @@ def _survey(
 
 @triton.jit
 def _list(top, low, listed, ALL: tl.constexpr):
-    """List the blocks that have anything from the place `low` up: how many they are."""
+    """List the blocks that have any logit from the place `low` up; return their number."""
     wanted = top >= low
-    tl.debug_barrier()  # whoever reads the last list is done
+    tl.debug_barrier()  # all threads have read the last list
     tl.store(listed + tl.cumsum(wanted.to(tl.int32), 0) - 1, tl.arange(0, ALL), wanted)
     tl.debug_barrier()
     return tl.sum(wanted.to(tl.int32), 0)
@@ -103,15 +104,15 @@ def _tally(
     logits, vocab, tops, listed, count, pivot, best, temperature,
     MASS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Of the logits in listed blocks from the place `pivot` up: the sum of their weights, or their number, in float64,
-    and the least of their places; then the greatest place of the others. What has none of them is not read."""
+    """Sum of the weights (if MASS), or number, of logits in listed blocks from the place `pivot` up, in float64; the
+    lowest of their places; and the highest place of the other logits. Blocks without such logits are not read."""
     total = tl.full((), 0.0, tl.float64)
-    above = tl.full((), HIGHEST, tl.int32)
-    below = tl.full((), LOWEST, tl.int32)
+    above = tl.full((), HIGHEST_PLACE, tl.int32)
+    below = tl.full((), LOWEST_PLACE, tl.int32)
     for first in range(0, count, BLOCKS):
         index = first + tl.arange(0, BLOCKS)
-        block = tl.load(listed + index, index < count, other=vocab)  # beyond the end
-        top = tl.max(tl.load(tops + block, index < count, other=LOWEST), 0)
+        block = tl.load(listed + index, index < count, other=vocab)  # past the end
+        top = tl.max(tl.load(tops + block, index < count, other=LOWEST_PLACE), 0)
         if top >= pivot:
             x = _tile(logits, block, vocab, BLOCK)
             place = _place(x)
@@ -120,8 +121,8 @@ def _tally(
                 total += tl.sum(tl.where(counts, _weights(x, best, temperature), 0.0)).to(tl.float64)
             else:
                 total += tl.sum(counts.to(tl.int32)).to(tl.float64)
-            above = tl.minimum(above, tl.min(tl.where(counts, place, HIGHEST)))
-            below = tl.maximum(below, tl.max(tl.where(counts, LOWEST, place)))
+            above = tl.minimum(above, tl.min(tl.where(counts, place, HIGHEST_PLACE)))
+            below = tl.maximum(below, tl.max(tl.where(counts, LOWEST_PLACE, place)))
         else:
             below = tl.maximum(below, top)
     return total, above, below
@@ -129,7 +130,7 @@ def _tally(
 
 @triton.jit
 def _middle(low, high):
-    """Rounded up, and without an overflow."""
+    """Mean of two places, rounded up, without overflow."""
     return (low | high) - ((low ^ high) >> 1)
 
 
@@ -138,11 +139,11 @@ def _last(
     logits, vocab, tops, listed, count, low, goal, best, temperature,
     MASS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """The greatest place from which up the weights in listed blocks, or their number, reach `goal`; or `low`, if it is
-    below that.
+    """Highest place from which up the weights in listed blocks (if MASS), or their number, reach `goal`, but at least
+    `low`.
 
-    Places are halved, so 32 passes are enough whatever the logits are; both ends move on to places that are taken,
-    which ends it sooner: bfloat16 has half as many bits.
+    The range of places is halved in each pass, so 32 passes are enough for any logits. Both ends move to places of
+    actual logits, which takes fewer passes: bfloat16 has half as many bits.
     """
     high = _place(best)
     while low < high:
@@ -157,7 +158,7 @@ def _last(
 
 @triton.jit
 def _last_top(top, number, low):
-    """The place of the last of the greatest tops, a `number` of them, or `low`: so many logits are there or above."""
+    """Place of the `number`-th greatest of `top`, but at least `low`. As many logits are at that place or above."""
     high = tl.max(top, 0)
     while low < high:
         pivot = _middle(low, high)
@@ -173,14 +174,14 @@ def _filter(
     logits, stride, vocab, slots, settings, tops, sums, floors, blocks, lists,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
-    """The least logit of a row that min-p, top-k and top-p leave, and its blocks' sums without what they do not."""
+    """Store the lowest logit of a row that min-p, top-k and top-p keep, and its blocks' sums over kept logits only."""
     row = tl.program_id(0).to(tl.int64)
     mine = settings + tl.load(slots + row) * 4
     temperature, log_min_p = tl.load(mine).to(tl.float32), tl.load(mine + 1).to(tl.float32)
     top_k, top_p = tl.load(mine + 2), tl.load(mine + 3)
     logits, listed, tops, sums = logits + row * stride, lists + row * blocks, tops + row * blocks, sums + row * blocks
     every = tl.arange(0, ALL)
-    top = tl.load(tops + every, every < blocks, other=LOWEST)
+    top = tl.load(tops + every, every < blocks, other=LOWEST_PLACE)
     best = _number(tl.max(top, 0))
     limited = (top_k > 0) & (top_k < vocab)
     filtered = limited | (log_min_p > float("-inf")) | (top_p < 1)
@@ -193,7 +194,7 @@ def _filter(
             low = _last(logits, vocab, tops, listed, count, low, top_k, best, temperature, False, BLOCK, BLOCKS)
         if top_p < 1:
             total, _, _ = _tally(logits, vocab, tops, listed, count, low, best, temperature, True, BLOCK, BLOCKS)
-            # The whole vocabulary together, if it were that unlikely, would be half of what top-p leaves out.
+            # A whole vocabulary of tokens that unlikely would be half of the weight that top-p leaves out.
             low = tl.maximum(low, _place(best + temperature * tl.log((1 - top_p) / 2 / vocab).to(tl.float32)))
             count = _list(top, low, listed, ALL)
             goal = total * top_p
@@ -204,7 +205,7 @@ def _filter(
         for first in range(0, count, BLOCKS):
             index = first + tl.arange(0, BLOCKS)
             block = tl.load(listed + index, index < count, other=vocab)
-            peak = tl.load(tops + block, index < count, other=LOWEST)
+            peak = tl.load(tops + block, index < count, other=LOWEST_PLACE)
             x = _tile(logits, block, vocab, BLOCK)
             kept = tl.where(_place(x) >= low, _weights(x, _number(peak)[:, None], temperature), 0.0)
             tl.store(sums + block, tl.sum(kept, 1), index < count)
@@ -215,14 +216,14 @@ def _draw(
     logits, stride, vocab, slots, positions, settings, keys, tops, sums, floors, blocks, chosen,
     BLOCK: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
-    """A row's two races; of a greedy one the first of its greatest logits."""
+    """Store a row's token: the winner of its two races, or, for a greedy row, the first of its greatest logits."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     temperature = tl.load(settings + slot * 4).to(tl.float32)
     key = tl.load(keys + slot).to(tl.uint64, bitcast=True)
     stream = _mix(_mix(key) + tl.load(positions + row).to(tl.uint64) * STEP)
     block, member = tl.arange(0, ALL), tl.arange(0, BLOCK)
-    top = tl.load(tops + row * blocks + block, block < blocks, other=LOWEST)
+    top = tl.load(tops + row * blocks + block, block < blocks, other=LOWEST_PLACE)
     best = _number(tl.max(top, 0))
     won = tl.argmax(top, 0)
     if temperature > 0:
@@ -232,34 +233,34 @@ def _draw(
     token = won * BLOCK + member
     x = tl.load(logits + row * stride + token, token < vocab, other=float("-inf")).to(tl.float32)
     place = _place(x)
-    found = tl.argmax(place, 0)
+    best_member = tl.argmax(place, 0)
     if temperature > 0:
         kept = (token < vocab) & (x >= tl.load(floors + row))
         weights = tl.where(kept, _weights(x, _number(tl.max(place, 0)), temperature), 0.0)
-        found = tl.argmax(weights.to(tl.float64) / _times(stream, blocks + member), 0)
-    tl.store(chosen + row, tl.where(_finite(best), won * BLOCK + found, BROKEN).to(tl.int64))
+        best_member = tl.argmax(weights.to(tl.float64) / _times(stream, blocks + member), 0)
+    tl.store(chosen + row, tl.where(_finite(best), won * BLOCK + best_member, NOT_FINITE).to(tl.int64))
 
 
 def survey(
     logits: torch.Tensor, slots: torch.Tensor, settings: torch.Tensor, *, filtered: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of each row's blocks the place of the greatest logit, [R, B] int32, and the sum of weights, [R, B] float32; of
-    each row the least logit that its filters leave, [R] float32. See `choose` for what it is given."""
+    """Place of the greatest logit of each block, [R, B] int32; sum of its weights, [R, B] float32; lowest logit that
+    each row's filters keep, [R] float32. Arguments are those of `sample_tokens`."""
     rows, vocab = logits.shape
     blocks = triton.cdiv(vocab, BLOCK)
     tops = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)
     sums = torch.empty(rows, blocks, dtype=torch.float32, device=logits.device)
     floors = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    given = (logits, logits.stride(0), vocab, slots, settings, tops, sums, floors, blocks)
+    arguments = (logits, logits.stride(0), vocab, slots, settings, tops, sums, floors, blocks)
     grid = (rows, triton.cdiv(blocks, SURVEY_BLOCKS))
-    _survey[grid](*given, BLOCK=BLOCK, BLOCKS=SURVEY_BLOCKS, num_warps=8)
+    _survey[grid](*arguments, BLOCK=BLOCK, BLOCKS=SURVEY_BLOCKS, num_warps=8)
     if filtered:
         every, lists = triton.next_power_of_2(blocks), torch.empty_like(tops)
-        _filter[(rows,)](*given, lists, BLOCK=BLOCK, BLOCKS=FILTER_BLOCKS, ALL=every, num_warps=16)
+        _filter[(rows,)](*arguments, lists, BLOCK=BLOCK, BLOCKS=FILTER_BLOCKS, ALL=every, num_warps=16)
     return tops, sums, floors
 
 
-def choose(
+def sample_tokens(
     logits: torch.Tensor,
     slots: torch.Tensor,
     positions: torch.Tensor,
@@ -268,11 +269,12 @@ def choose(
     *,
     filtered: bool,
 ) -> torch.Tensor:
-    """One token per row: [R] int64, from `logits` [R, V] of any float type; BROKEN if its greatest logit is not finite.
+    """Sample one token per row: [R] int64, from `logits` [R, V] of any float type; NOT_FINITE if a row's greatest logit
+    is not finite.
 
-    `slots` [R] and `positions` [R], both int64, say whose row it is and where its token will stand; by slot `settings`
-    [S, 4] float64 has temperature (0: greedy), the logarithm of min-p, top-k and top-p, and `keys` [S] int64 the bits
-    of the streams' keys. Without `filtered` no row asks for min-p, top-k or top-p.
+    `slots` [R] int64 are the rows' request slots, and `positions` [R] int64 the positions of their new tokens. By
+    request slot, `settings` [S, 4] float64 are temperature (0: greedy), logarithm of min-p, top-k and top-p, and `keys`
+    [S] int64 are the bits of the random streams' keys. Without `filtered`, no row has min-p, top-k or top-p.
     """
     rows, vocab = logits.shape
     if logits.stride(1) != 1:
@@ -281,6 +283,9 @@ def choose(
     if rows:
         tops, sums, floors = survey(logits, slots, settings, filtered=filtered)
         blocks = tops.shape[1]
-        given = (logits, logits.stride(0), vocab, slots, positions, settings, keys, tops, sums, floors, blocks, chosen)
-        _draw[(rows,)](*given, BLOCK=BLOCK, ALL=triton.next_power_of_2(blocks), num_warps=8)
+        requests, surveyed = (slots, positions, settings, keys), (tops, sums, floors, blocks)
+        _draw[(rows,)](
+            logits, logits.stride(0), vocab, *requests, *surveyed, chosen,
+            BLOCK=BLOCK, ALL=triton.next_power_of_2(blocks), num_warps=8,
+        )  # fmt: skip
     return chosen

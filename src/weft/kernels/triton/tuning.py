@@ -1,10 +1,10 @@
-"""Sizes of the attention kernels: what runs where none were measured, and what is measured, by `weft bench calibrate
-MODEL` and `scripts/gpu_check attention`.
+"""Tile sizes of the attention kernels: the defaults, and the candidates that `weft bench calibrate MODEL` and
+`scripts/gpu_check attention` measure.
 
-A tile's keys lie where the block table says, and Triton's pipelining counts that look-up as a load of its own: of
-`stages`, 3 and 4 keep one tile on its way while the one before is worked on, 5 and 6 two, 7 three. For bf16 heads of
-128 a tile of 64 keys is 32 KiB with its values, all of it copied past the registers 16 bytes at a time: two programs on
-each of an H200's 132 multiprocessors have 8 MiB on their way, and 4.8 TB/s at 0.8 us ask for 4.
+The block table says where a tile's keys are, and Triton's pipelining counts that look-up as a load of its own. 3 or 4
+`stages` therefore load one tile while the one before is worked on, 5 or 6 load two, 7 three. With bf16 heads of 128 a
+tile of 64 keys is 32 KiB with its values, copied past the registers 16 bytes at a time. Two programs on each of an
+H200's 132 multiprocessors have 8 MiB in flight; 4.8 TB/s at a latency of 0.8 us need 4 MB.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Tuning:
-    """`tile` keys at a time, by `warps` warps, in `stages` of Triton's pipelining. Of decode, contexts are split until
-    each multiprocessor has `programs`; of prompts, a program has `rows`, queries times heads."""
+    """Sizes of one attention kernel: `tile` keys at a time, `warps` warps, `stages` of Triton's pipelining.
+
+    For decode, contexts are split until each multiprocessor has `programs` programs. For prefill, a program has `rows`
+    rows, which are queries times heads.
+    """
 
     tile: int
     warps: int
@@ -27,9 +30,9 @@ class Tuning:
         return ", ".join(f"{name} {value}" for name, value in vars(self).items() if value)
 
 
-# Splits cost a pass over their results, and even out contexts that differ. What that makes beyond the bytes' own time,
-# reckoned for 2, 4, 8, 32 programs, 8 KV heads, contexts of 100 to 2,048, an H200 (docs/negative-results.md): 16 rows
-# 56, 46, 53, 193 %; 64 rows 21, 17, 14, 19 %; 256 rows 5, 5, 5, 4 %.
+# Splits even out contexts of different length, and cost a pass over their results. Time beyond that of reading the
+# bytes, computed for 2, 4, 8, 32 programs, 8 KV heads, contexts of 100 to 2,048 and an H200 (docs/negative-results.md):
+# 16 rows 56, 46, 53, 193 %; 64 rows 21, 17, 14, 19 %; 256 rows 5, 5, 5, 4 %.
 DECODE = Tuning(tile=64, warps=4, stages=3, programs=4)
 PREFILL = Tuning(tile=64, warps=8, stages=3, rows=128)
 DECODE_CANDIDATES = (
@@ -55,14 +58,14 @@ PREFILL_CANDIDATES = (
 
 @dataclass(frozen=True)
 class Tunings:
-    """What runs: prompts by one, decode steps by that of the measured number of rows that is nearest to theirs."""
+    """Sizes for a device: those of prefill, and those of decode by the numbers of rows that were measured."""
 
     decode: dict[int, Tuning]
     prefill: Tuning
 
-    def of(self, rows: int) -> Tuning:
-        """For a decode step of so many rows."""
-        return self.decode[min(self.decode, key=lambda known: max(known, rows) / min(known, rows))]
+    def for_rows(self, rows: int) -> Tuning:
+        """Sizes for a decode step of `rows` rows: those of the nearest number of rows that was measured."""
+        return self.decode[min(self.decode, key=lambda measured: max(measured, rows) / min(measured, rows))]
 
 
 DEFAULT = Tunings({1: DECODE}, PREFILL)

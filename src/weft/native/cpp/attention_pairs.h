@@ -1,8 +1,8 @@
-// Attention on CPUs that multiply bf16 in pairs, over a KV cache that lies as they want it.
+// Attention on CPUs that multiply bf16 in pairs (AVX512-BF16), over a KV cache in the layout that suits them.
 //
-// Within a block, a KV head's keys and values lie in groups of GROUP positions, one after the other. A group's keys
-// go by pairs of dims, [head_dim / 2][GROUP][2], its values by pairs of positions, [GROUP / 2][head_dim][2]: both
-// are read in whole vectors from where they are, by one query as by many.
+// Within a block, a KV head's keys and values lie in consecutive groups of GROUP positions. A group's keys are stored
+// by pairs of dims, [head_dim / 2][GROUP][2], its values by pairs of positions, [GROUP / 2][head_dim][2]. Both are read
+// in whole vectors from where they are, by one query or by many.
 #pragma once
 
 #ifdef __AVX512BF16__
@@ -15,14 +15,14 @@
 #include "numbers.h"
 #include "paged.h"
 
-constexpr int64_t GROUP = 16;   // positions to a vector
+constexpr int64_t GROUP = 16;   // positions in a vector
 constexpr int64_t GROUPS = KEYS / GROUP;
-constexpr int STRIP = 6;        // queries that share a loaded vector of keys or values: 24 sums, 4 vectors, a query
+constexpr int STRIP = 6;        // queries that share a loaded vector of keys or values: 24 sums, 4 vectors, 1 query
 
-// Whether a cache lies so.
+// Return true if a cache has this layout.
 inline bool in_pairs(int64_t block_size, int64_t head_dim) { return block_size % GROUP == 0 && head_dim % 16 == 0; }
 
-// Where the group of a position begins, in the cache of keys as in that of values.
+// Offset of the group of a slot, in the cache of keys and in that of values.
 inline int64_t group_at(int64_t slot, int64_t head, int64_t block_size, int64_t kv_heads, int64_t head_dim) {
     int64_t block = slot / block_size, group = slot % block_size / GROUP;
     return ((block * kv_heads + head) * (block_size / GROUP) + group) * GROUP * head_dim;
@@ -34,7 +34,7 @@ inline void store_in_pairs(const bf16 *key, const bf16 *value, bf16 *keys, bf16 
     for (int64_t d = 0; d < head_dim; d++) values[(at / 2 * head_dim + d) * 2 + at % 2] = value[d];
 }
 
-// Two neighbouring bf16 in every lane: one side of 16 x 2 products.
+// Two neighbouring bf16 in every lane: one operand of 16 x 2 products.
 inline __m512bh both(const bf16 *pair) {
     int32_t bits;
     std::memcpy(&bits, pair, 4);
@@ -43,17 +43,17 @@ inline __m512bh both(const bf16 *pair) {
 
 inline __m512bh load(const bf16 *from) { return (__m512bh)_mm512_loadu_si512(from); }
 
-// 2^x, to 2e-6 of itself: more than bf16 keeps. Zero where `some` has no bit.
-inline __m512 power_of_two(__m512 x, __mmask16 some) {
+// 2^x to a relative error of 2e-6, which is more than bf16 keeps. Zero in lanes whose bit of `mask` is 0.
+inline __m512 power_of_two(__m512 x, __mmask16 mask) {
     __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    // Taylor's series of e^(f ln 2), |f| <= 1/2.
+    // Taylor series of e^(f ln 2), |f| <= 1/2.
     __m512 f = _mm512_sub_ps(x, whole), p = _mm512_set1_ps(1.33335581e-3f);
     p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(9.61812911e-3f));
     p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(5.55041087e-2f));
     p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.40226507e-1f));
     p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.93147181e-1f));
     p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f));
-    return _mm512_maskz_scalef_ps(some, p, whole);
+    return _mm512_maskz_scalef_ps(mask, p, whole);
 }
 
 // The keys and values that are worked on at once.
@@ -63,12 +63,12 @@ struct KeyGroups {
 
 class PairedAttention {
     struct Scratch {
-        alignas(64) float sums[QUERIES * WIDEST];
+        alignas(64) float sums[QUERIES * WIDEST_HEAD];
         alignas(64) float scores[QUERIES * KEYS];
-        alignas(64) bf16 weights[QUERIES * KEYS];  // the scores' powers, rounded
-        alignas(64) bf16 tail[GROUP * WIDEST];     // the last group's values, zero where there is none yet
-        alignas(64) float total[QUERIES * LANES];  // of the weights, lane by lane
-        float against[QUERIES];                    // the score, times log2(e), that weighs 1
+        alignas(64) bf16 weights[QUERIES * KEYS];  // powers of scores, rounded
+        alignas(64) bf16 tail[GROUP * WIDEST_HEAD];     // the last group's values, zero past the end
+        alignas(64) float total[QUERIES * LANES];  // of weights, lane by lane
+        float against[QUERIES];                    // the score, times log2(e), whose weight is 1
         const bf16 *query[QUERIES];
         int64_t position[QUERIES];
     };
@@ -76,19 +76,20 @@ class PairedAttention {
     const Paged<bf16> &a;
     Scratch s;
 
-    // The groups of a part's keys from `at` on, a multiple of KEYS; what lies past its end is that of the last one.
+    // The groups of a part's keys from `at` on, a multiple of KEYS. Groups past the end repeat the last one.
     KeyGroups groups(const Part &part, int64_t at) const {
-        KeyGroups found;
+        KeyGroups groups;
         for (int64_t g = 0; g < GROUPS; g++) {
             int64_t position = std::min(at + g * GROUP, part.end - 1);
-            int64_t where = group_at(a.rows.slot(part.row, position), part.head, a.rows.block_size, a.kv_heads, a.head_dim);
-            found.keys[g] = a.keys + where;
-            found.values[g] = a.values + where;
+            int64_t slot = a.rows.slot(part.row, position);
+            int64_t where = group_at(slot, part.head, a.rows.block_size, a.kv_heads, a.head_dim);
+            groups.keys[g] = a.keys + where;
+            groups.values[g] = a.values + where;
         }
-        return found;
+        return groups;
     }
 
-    // Scores of N queries and KEYS keys, while the next ones are fetched.
+    // Scores of N queries and KEYS keys, while the next keys are prefetched.
     template <int N> void score(int64_t i, const KeyGroups &now, const KeyGroups &next) {
         __m512 sum[N][GROUPS];
 #pragma GCC unroll 6
@@ -115,7 +116,7 @@ class PairedAttention {
             for (int g = 0; g < GROUPS; g++) _mm512_store_ps(s.scores + (i + n) * KEYS + g * GROUP, sum[n][g]);
     }
 
-    // sums += weights * values for N queries, C vectors of dims at a time, while the next values are fetched.
+    // sums += weights * values for N queries, C vectors of dims at a time, while the next values are prefetched.
     template <int N, int C> void mix(int64_t i, int64_t d, int64_t count, const KeyGroups &now, const KeyGroups &next) {
         __m512 sum[N][C];
         float *sums = s.sums + i * a.head_dim + d;
@@ -151,9 +152,9 @@ class PairedAttention {
         for (; d < a.head_dim; d += 16) mix<N, 1>(i, d, count, now, next);
     }
 
-    // Online softmax of query i, which sees keys [from, to) of these: scores become weights. They are powers
-    // against a score that was once the highest; a new one takes its place, and what was summed is rescaled, only
-    // where it is higher by more than SLACK: until then the weights are no more than 2^SLACK.
+    // Online softmax of query i, which sees keys [from, to) of these: scores become weights, relative to a reference
+    // score. A new highest score becomes the reference, and the sums are rescaled, only if it is higher by more than
+    // SLACK. Until then weights are at most 2^SLACK.
     void soften(int64_t i, int64_t from, int64_t to) {
         constexpr float LOG2E = 1.44269504f, SLACK = 8;
         if (from == to) {
@@ -187,7 +188,7 @@ class PairedAttention {
             _mm512_store_si512(s.weights + i * KEYS + g * GROUP, (__m512i)_mm512_cvtne2ps_pbh(w[g + 1], w[g]));
     }
 
-    // What query i has summed, times 2^x.
+    // Multiply the sums of query i by 2^x.
     void rescale(int64_t i, float x) {
         __m512 factor = power_of_two(_mm512_set1_ps(x), 0xffff);
         float *sums = s.sums + i * a.head_dim;
@@ -208,7 +209,7 @@ class PairedAttention {
                   std::make_integer_sequence<int, STRIP>());
     }
 
-    // The first `count` of a group's values, and zeros.
+    // Copy the first `count` of a group's values to `tail`, followed by zeros.
     void copy_first(const bf16 *values, int64_t count) {
         int64_t whole = count / 2 * a.head_dim * 2;
         std::memcpy(s.tail, values, whole * sizeof(bf16));
@@ -217,7 +218,7 @@ class PairedAttention {
             for (int64_t d = whole; d < whole + a.head_dim * 2; d += 2) s.tail[d] = values[d];
     }
 
-    // The queries of a part over its keys, of which `now` are the first; `after` are those of the part that comes next.
+    // The queries of a part over its keys: `now` are the first ones, `after` the first ones of the next part.
     void over(const Part &part, KeyGroups now, const KeyGroups &after) {
         for (int64_t at = part.begin; at < part.end; at += KEYS) {
             int64_t count = std::min(KEYS, part.end - at);
@@ -227,9 +228,9 @@ class PairedAttention {
                 auto [from, to] = a.seen(s.position[i], at, count);
                 soften(i, from, to);
             }
-            if (int64_t rest = count % GROUP) {
-                // Another request's values may still lie there, and a product of 0 with what has overflowed is NaN.
-                copy_first(now.values[count / GROUP], rest);
+            if (int64_t remainder = count % GROUP) {
+                // Values of another request may still be there, and 0 times an infinite one would be NaN.
+                copy_first(now.values[count / GROUP], remainder);
                 now.values[count / GROUP] = s.tail;
             }
             strips(false, part, count, now, next);
@@ -240,7 +241,7 @@ class PairedAttention {
 public:
     explicit PairedAttention(const Paged<bf16> &a) : a(a) {}
 
-    // The queries of a tile over all keys that they see; `after` is the tile that comes next, or the same.
+    // The queries of a tile over all keys that they see. `after` is the next tile, or the same one.
     void run(const Tile &tile, const Tile &after) {
         int64_t queries = tile.count * a.queries(tile);
         std::memset(s.sums, 0, queries * a.head_dim * sizeof(float));

@@ -1,4 +1,4 @@
-// Attention in plain loops over a KV cache whose keys and values lie as rows: [block, position, head, head_dim].
+// Attention in plain loops over a KV cache in the layout [block, position, head, head_dim].
 #pragma once
 
 #include <limits>
@@ -6,9 +6,9 @@
 #include "numbers.h"
 #include "paged.h"
 
-constexpr int64_t LINE = 64;   // bytes that come from memory at once
+constexpr int64_t LINE = 64;   // bytes of a cache line
 constexpr int64_t ROWS = 6;    // queries that share a loaded vector of keys or values
-constexpr int64_t FEW = 16;    // below so many queries, keys are not worth transposing
+constexpr int64_t FEW = 16;    // queries: with fewer, transposing the keys does not pay
 
 // scores[q][j] = queries[q] . keys[:, j] for N queries; rows of queries are `padded` long.
 template <int64_t N>
@@ -46,20 +46,20 @@ template <class T> inline float dot(const T *a, const T *b, int64_t count) {
 
 template <class T> class RowAttention {
     struct Scratch {
-        alignas(64) float queries[QUERIES * WIDEST];
-        alignas(64) float sums[QUERIES * WIDEST];
+        alignas(64) float queries[QUERIES * WIDEST_HEAD];
+        alignas(64) float sums[QUERIES * WIDEST_HEAD];
         alignas(64) float scores[QUERIES * KEYS];
-        alignas(64) float keys[WIDEST * KEYS];  // transposed: [head_dim][KEYS]
-        alignas(64) float values[KEYS * WIDEST];
+        alignas(64) float keys[WIDEST_HEAD * KEYS];  // transposed: [head_dim][KEYS]
+        alignas(64) float values[KEYS * WIDEST_HEAD];
         float highest[QUERIES], total[QUERIES];
-        const T *query[QUERIES], *key[KEYS], *value[KEYS];  // where they lie
+        const T *query[QUERIES], *key[KEYS], *value[KEYS];  // in q and in the cache
         int64_t position[QUERIES];
     };
 
     const Paged<T> &a;
     Scratch s;
 
-    // Rows of the scratch are whole vectors; what lies past head_dim is zero.
+    // Length of a row of the scratch: whole vectors. Elements past head_dim are zero.
     int64_t padded() const { return (a.head_dim + LANES - 1) / LANES * LANES; }
 
 public:
@@ -86,17 +86,17 @@ public:
     }
 
 private:
-    // By a row's own queries, so that what it gets does not hang on who shares its keys.
+    // By the queries of one row, so that its result does not depend on the rows that share its keys.
     bool few(const Tile &tile) const { return a.queries(tile) < FEW; }
 
     // The queries of a part over its keys.
     void over(const Part &part, bool few) {
-        fetch(part, part.begin);
+        prefetch(part, part.begin);
         for (int64_t at = part.begin; at < part.end; at += KEYS) {
             int64_t n = std::min(KEYS, part.end - at), last = part.first + part.queries;
-            find(part, at, n);
-            // The next keys come while these are worked on: without that, memory is waited for line by line.
-            fetch(part, at + KEYS);
+            locate(part, at, n);
+            // The next keys are loaded while these are worked on; otherwise each line of memory would be waited for.
+            prefetch(part, at + KEYS);
             if (few) {
                 for (int64_t j = 0; j < n; j++)
                     for (int64_t i = part.first; i < last; i++)
@@ -112,13 +112,13 @@ private:
         }
     }
 
-    // Where a key lies in its cache, and a value in its own.
+    // Offset of a position's key in the cache of keys, and of its value in that of values.
     int64_t offset(const Part &part, int64_t position) const {
         return (a.rows.slot(part.row, position) * a.kv_heads + part.head) * a.head_dim;
     }
 
-    // The places of n keys and values, from position `at` on.
-    void find(const Part &part, int64_t at, int64_t n) {
+    // Set the addresses of n keys and values, from position `at` on.
+    void locate(const Part &part, int64_t at, int64_t n) {
         for (int64_t j = 0; j < n; j++) {
             int64_t where = offset(part, at + j);
             s.key[j] = a.keys + where;
@@ -126,9 +126,9 @@ private:
         }
     }
 
-    // Ask for those from position `at` on ahead of time. Inlined always: GCC takes a function that only prefetches for
+    // Prefetch keys and values from position `at` on. Always inlined: GCC regards a function that only prefetches as
     // one without effect, and drops it.
-    __attribute__((always_inline)) void fetch(const Part &part, int64_t at) const {
+    __attribute__((always_inline)) void prefetch(const Part &part, int64_t at) const {
         for (int64_t position = at; position < std::min(at + KEYS, part.end); position++) {
             int64_t where = offset(part, position);
             for (int64_t d = 0; d < a.head_dim; d += int64_t(LINE / sizeof(T))) {
@@ -138,7 +138,7 @@ private:
         }
     }
 
-    // The keys, transposed, and values as floats: worth it where many queries read them.
+    // Transpose the keys, and widen keys and values to float, which pays if many queries read them.
     void widen_keys(int64_t n) {
         int64_t width = padded();
         for (int64_t j = 0; j < n; j++) {
@@ -148,7 +148,7 @@ private:
         }
     }
 
-    // Columns past the n keys hold what earlier ones left; their scores are never read.
+    // Scores of KEYS keys. Columns past the last key are left over from earlier ones; their scores are never read.
     void score(int64_t i, int64_t last) {
         int64_t width = padded();
         for (; i + ROWS <= last; i += ROWS)
@@ -156,7 +156,7 @@ private:
         for (; i < last; i++) score_strip<1>(s.queries + i * width, s.keys, s.scores + i * KEYS, a.head_dim, width);
     }
 
-    // Online softmax: scores become weights against the highest score so far; what was summed is rescaled.
+    // Online softmax: scores become weights relative to the highest score so far, and the sums are rescaled.
     void soften(int64_t first, int64_t last, int64_t at, int64_t n) {
         int64_t width = padded();
         for (int64_t i = first; i < last; i++) {
@@ -201,8 +201,8 @@ private:
         if (d < a.head_dim) mix_lanes<N>(i, n, d, a.head_dim - d);
     }
 
-    // sums[i..i+N][d..d+lanes] += weights * values, each value widened in a register and used N times. A sum takes the
-    // keys in their order whatever N is: a query gets the same bits beside others as alone.
+    // sums[i..i+N][d..d+lanes] += weights * values, each value widened in a register and used N times. Keys are added
+    // in their order whatever N is, so a query gets the same bits beside others as alone.
     template <int64_t N> __attribute__((always_inline)) void mix_lanes(int64_t i, int64_t n, int64_t d, int64_t lanes) {
         int64_t width = padded();
         float sum[N][LANES];

@@ -1,8 +1,8 @@
-// Products with weights as they are, bf16 or fp32.
+// Products with weights in bf16 or fp32.
 //
 // A panel of PANEL output rows lies column by column: fp32 as [cols][PANEL], bf16 in pairs of neighbouring columns,
-// [cols / 2][PANEL][2], as AVX512-BF16 multiplies them. What is missing to whole panels and pairs is zero. A tile is
-// a panel times up to TOKENS tokens, its sums in registers.
+// [cols / 2][PANEL][2], as AVX512-BF16 multiplies them. Incomplete panels and pairs are padded with zeros. A tile is a
+// panel times up to TOKENS tokens, with its sums in registers.
 #pragma once
 
 #include <utility>
@@ -16,15 +16,15 @@
 
 constexpr int64_t PANEL = 32;  // output rows that are packed together
 
-template <class T> constexpr int64_t DEPTH = 1;  // columns that lie together, a word of each row
+template <class T> constexpr int64_t DEPTH = 1;  // columns that lie together: a word of each row
 template <> inline constexpr int64_t DEPTH<bf16> = 2;
 
-// Elements of a packed panel.
+// Number of elements of a packed panel.
 template <class T> inline int64_t panel_size(int64_t cols) {
     return (cols + DEPTH<T> - 1) / DEPTH<T> * DEPTH<T> * PANEL;
 }
 
-// weight [rows, cols] to its panels.
+// Pack a weight [rows, cols] into panels.
 template <class T> void pack_dense(const T *weight, T *to, int64_t rows, int64_t cols, int64_t threads) {
     constexpr int64_t WIDE = SQUARE * DEPTH<T>;  // columns of a square
     int64_t panels = (rows + PANEL - 1) / PANEL, size = panel_size<T>(cols);
@@ -47,14 +47,14 @@ template <class T> void pack_dense(const T *weight, T *to, int64_t rows, int64_t
     together(threads, rows * cols > SMALL, [&](Team &team) { team.each(panels, pack); });
 }
 
-// One row of weights as it was: out [cols].
+// One row of packed weights: out [cols].
 template <class T> void dense_row(const T *data, int64_t row, int64_t cols, T *out) {
     const T *panel = data + row / PANEL * panel_size<T>(cols);
     for (int64_t c = 0; c < cols; c++)
         out[c] = panel[(c / DEPTH<T> * PANEL + row % PANEL) * DEPTH<T> + c % DEPTH<T>];
 }
 
-// The sums of one tile, [N][PANEL]. `ahead` is what will be read next: `rate` / 256 bytes of it are fetched per column.
+// Sums of one tile, [N][PANEL]. `rate` / 256 bytes from `ahead` on, which is read next, are prefetched per column.
 template <int N> void dense_tile(const float *panel, const float *x, int64_t cols, float *sums, const char *, int64_t) {
     float sum[N][PANEL] = {};
     for (int64_t c = 0; c < cols; c++)
@@ -65,7 +65,7 @@ template <int N> void dense_tile(const float *panel, const float *x, int64_t col
 }
 
 #ifdef __AVX512BF16__
-constexpr int TOKENS = 12;  // 24 sums, 2 weights and an x in 32 registers
+constexpr int TOKENS = 12;  // 24 sums, 2 vectors of weights and one of x in 32 registers
 
 inline __m512bh twice(const bf16 *pair) {
     int32_t bits;
@@ -75,14 +75,15 @@ inline __m512bh twice(const bf16 *pair) {
 
 template <int N>
 void dense_tile(const bf16 *panel, const bf16 *x, int64_t cols, float *sums, const char *ahead, int64_t rate) {
-    // Few tokens leave registers free: columns then go to sums of their own, or each product would wait for the last.
+    // Few tokens leave registers free: neighbouring columns then have sums of their own, or each product would wait for
+    // the last.
     constexpr int WAYS = N == 1 ? 4 : N <= 3 ? 2 : 1;
     __m512 sum[WAYS][N][2];
 #pragma GCC unroll 4
     for (int w = 0; w < WAYS; w++)
 #pragma GCC unroll 12
         for (int n = 0; n < N; n++) sum[w][n][0] = sum[w][n][1] = _mm512_setzero_ps();
-    // Rows by threes from few addresses: there are not registers for twelve.
+    // Addresses of every third row only: there are not enough registers for twelve.
     const bf16 *row[(N + 2) / 3];
     for (int n = 0; n < N; n += 3) row[n / 3] = x + n * cols;
     int64_t c = 0;
@@ -145,13 +146,14 @@ void dense_tile(const bf16 *panel, const bf16 *x, int64_t cols, float *sums, con
 }
 #endif
 
-// The tile of N tokens, N known only now.
+// A tile of `tokens` tokens, a number that is known only at run time.
 template <class T, int... N>
 void dense_tile(int64_t tokens, const T *panel, const T *x, int64_t cols, float *sums, const char *ahead,
                 int64_t rate, std::integer_sequence<int, N...>) {
     ((tokens == N + 1 && (dense_tile<N + 1>(panel, x, cols, sums, ahead, rate), true)) || ...);
 }
 
+// out = x W^T + bias for the rows of panels [first, last), see `multiply` in matrix.h.
 template <class T, class Out>
 void dense(const T *data, const T *bias, int64_t rows, int64_t cols, const T *x, int64_t tokens, Out *out,
            int64_t first, int64_t last) {
@@ -161,9 +163,9 @@ void dense(const T *data, const T *bias, int64_t rows, int64_t cols, const T *x,
         const T *panel = data + p * size;
         int64_t row = p * PANEL, count = std::min(PANEL, rows - row);
         for (int64_t b = 0; b < blocks; b++) {
-            // Blocks of nearly the same size: a last one of two tokens would take as long as one of four.
+            // Blocks of nearly equal size: a last block of two tokens would take as long as one of four.
             int64_t t = tokens * b / blocks, n = tokens * (b + 1) / blocks - t;
-            // Each block fetches its share of the panel to come: the first alone would wait for all of it.
+            // Each block prefetches its share of the next panel: the first one alone would wait for all of it.
             const char *ahead = reinterpret_cast<const char *>(panel + (blocks == 1 ? 2048 : size + size * b / blocks));
             int64_t rate = 256 * PANEL * int64_t(sizeof(T)) / blocks;
             dense_tile(n, panel, x + t * cols, cols, sums, ahead, rate, std::make_integer_sequence<int, TOKENS>());

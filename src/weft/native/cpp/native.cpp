@@ -1,6 +1,7 @@
-// The CPU kernels: plain C++ that a compiler vectorises for the machine it runs on, behind a C ABI.
-// Tensors are rows of T, which WEFT_TYPE is (bf16 as its bits, or float); WEFT_NAME ends the entries' names.
+// The CPU kernels: plain C++ that the compiler vectorises for this machine, behind a C ABI.
+// Tensors are rows of T, which is WEFT_TYPE (bf16 as its bits, or float). Names of entries end in WEFT_NAME.
 
+#include "abi.h"
 #include "attention.h"
 #include "matrix.h"
 #include "pack.h"
@@ -9,7 +10,7 @@
 #include "rows.h"
 #include "stage.h"
 
-// In tiles.cpp, which is compiled at the same time.
+// Instantiated in tiles.cpp, which is compiled at the same time.
 #define T WEFT_TYPE
 extern template void run_tiles(const Paged<T> &, const Tiles &, int64_t, int64_t);
 extern template void quantised<4, 1>(const Packed &, const T *, int64_t, const char *, int64_t, T *, int64_t,
@@ -64,7 +65,7 @@ template <class T> void attend(const Paged<T> &attention, int64_t threads) {
 
 }  // namespace
 
-// Twice, so that NAME is a macro's value and not its name.
+// Two macros, so that NAME is expanded before it is pasted.
 #define EXPORT(T, NAME) EXPORT_AS(T, NAME)
 #define EXPORT_AS(T, NAME)                                                                                             \
     ENTRY void weft_norm_##NAME(const T *x, T *residual, const T *weight, T *out, int64_t rows, int64_t width,         \

@@ -1,4 +1,4 @@
-// Numbers: bf16 as its bits, beside float; sums are float everywhere.
+// Number types: bf16 as its bits, and float. Sums are float everywhere.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 #include <immintrin.h>
 #endif
 
-// Of the library.
+// Marks a function that the library exports.
 #define ENTRY extern "C" __attribute__((visibility("default")))
 
 struct bf16 {
@@ -29,13 +29,13 @@ template <> inline float narrow<float>(float x) { return x; }
 template <> inline bf16 narrow<bf16>(float x) {
     uint32_t bits;
     std::memcpy(&bits, &x, 4);
-    // To nearest, ties to even; a NaN keeps its top bits and stays one.
+    // To nearest, ties to even. A NaN keeps its top bits and stays a NaN.
     uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     return {uint16_t((bits & 0x7fffffff) > 0x7f800000 ? (bits >> 16) | 0x40 : rounded)};
 }
 
-// e^x for |x| <= 87 and at those ends beyond, to about 1e-7: 2^(integer part) times a polynomial in the rest.
-// Vectorises, unlike expf.
+// e^x, x clamped to [-87, 87], to about 1e-7: 2^(integer part) times a polynomial in the fraction. Vectorises, unlike
+// expf.
 inline float exp_moderate(float x) {
     x = std::min(std::max(x, -87.0f), 87.0f);
     float n = std::floor(x * 1.44269504f + 0.5f);

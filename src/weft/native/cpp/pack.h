@@ -1,11 +1,11 @@
-// Packing: rows that lie one after the other to panels, see quantised.h.
+// Packing of quantised rows into panels, see quantised.h.
 #pragma once
 
 #include "quantised.h"
 
-// values [rows][blocks][BLOCK], without a sign; of 4 bits, two halves of a block in the nibbles of BLOCK / 2 bytes.
+// values [rows][blocks][BLOCK], unsigned; with 4 bits, the two halves of a block are the nibbles of BLOCK / 2 bytes.
 template <int BITS> void pack_values(const char *values, char *to, int64_t rows, int64_t blocks, int64_t threads) {
-    constexpr int64_t WORDS = BLOCK * BITS / 32;  // of a row in a block
+    constexpr int64_t WORDS = BLOCK * BITS / 32;  // that a row has in a block
     int64_t panels = (rows + PANEL - 1) / PANEL, size = blocks * BLOCK_BYTES<BITS>, words = blocks * WORDS;
     auto pack = [&](int64_t first, int64_t last) {
         for (int64_t p = first; p < last; p++) {
@@ -35,7 +35,7 @@ template <int BITS> void pack_values(const char *values, char *to, int64_t rows,
     together(threads, rows * blocks * BLOCK > SMALL, [&](Team &team) { team.each(panels, pack); });
 }
 
-// A number of `size` bytes for each group: [rows][groups] to the panels' [groups][PANEL].
+// One number of `size` bytes for each group: from [rows][groups] to [groups][PANEL] of each panel.
 inline void pack_groups(const char *from, char *to, int64_t rows, int64_t groups, int64_t size) {
     for (int64_t p = 0; p < (rows + PANEL - 1) / PANEL; p++)
         for (int64_t g = 0; g < groups; g++)

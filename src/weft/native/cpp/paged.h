@@ -1,4 +1,4 @@
-// What attention is asked: the queries of a step's rows, and where their keys and values lie in the cache.
+// One call of attention: the queries of a step's rows, and the paged cache of their keys and values.
 #pragma once
 
 #include <algorithm>
@@ -7,10 +7,10 @@
 
 #include "tiles.h"
 
-constexpr int64_t WIDEST = 256;  // head_dim at most
+constexpr int64_t WIDEST_HEAD = 256;  // head_dim at most
 constexpr int64_t LANES = 16;    // floats to a vector
 
-// Of a tile: queries [first, first + queries), and the keys [begin, end) of `row` that they go over together.
+// Part of a tile: its queries [first, first + queries), and the keys [begin, end) of `row` that they go over together.
 struct Part {
     int64_t row, head, first, queries, begin, end;
 };
@@ -20,16 +20,16 @@ template <class T> struct Paged {
     T *out;
     Rows rows;
     int64_t q_heads, kv_heads, head_dim, window;
-    int64_t q_width;  // from one token's queries to the next one's
+    int64_t q_width;  // elements from one token's queries to the next one's
     float scale;
 
     int64_t group() const { return q_heads / kv_heads; }
 
-    // Query vectors of each row of a tile: one row's follow the other's.
+    // Number of query vectors that each row of a tile has; one row's follow the other's.
     int64_t queries(const Tile &tile) const { return (tile.last - tile.first) * group(); }
 
-    // A tile's parts, `tile.count` + 1 of them: what its rows share, which may be nothing, then the rest of each row.
-    // Keys begin at a multiple of KEYS; not all of them are seen by all queries.
+    // Part `number` of the `tile.count` + 1 parts of a tile: first the keys that all of its rows share, which may be
+    // none, then the others of each row. Keys begin at a multiple of KEYS; not every query sees all of them.
     Part part(const Tile &tile, int64_t number) const {
         int64_t each = queries(tile), member = std::max<int64_t>(number - 1, 0), row = tile.rows[member];
         if (number) {
@@ -42,36 +42,36 @@ template <class T> struct Paged {
         return {row, tile.head, 0, tile.count * each, begin, tile.shared};
     }
 
-    // The first one that there is something in.
+    // The first part that has keys.
     Part first_part(const Tile &tile) const {
         Part shared = part(tile, 0);
         return shared.begin < shared.end ? shared : part(tile, 1);
     }
 
-    // Of query i of a tile in its row.
+    // Position of query i of a tile in its row.
     int64_t position(const Tile &tile, int64_t i) const {
         int64_t each = queries(tile), row = tile.rows[i / each];
         return rows.context[row] - rows.tokens(row) + tile.first + i % each / group();
     }
 
-    // Of n keys from position `at` on, which the query at `position` sees: [from, to).
+    // The range [from, to), of n keys from position `at` on, that the query at `position` sees.
     std::pair<int64_t, int64_t> seen(int64_t position, int64_t at, int64_t n) const {
         int64_t to = std::clamp<int64_t>(position + 1 - at, 0, n);
         return {window ? std::clamp<int64_t>(position - window + 1 - at, 0, to) : 0, to};
     }
 
-    // Where a query's keys begin.
+    // Position of the first key that is read for a query, a multiple of KEYS.
     int64_t first_seen(int64_t position) const {
         return window ? std::max<int64_t>(0, position - window + 1) / KEYS * KEYS : 0;
     }
 
-    // Where query i of a tile lies in q or in out, whose tokens are `width` apart.
+    // Offset of query i of a tile in q or in out, whose tokens are `width` elements apart.
     int64_t place(const Tile &tile, int64_t i, int64_t width) const {
         int64_t each = queries(tile), token = rows.starts[tile.rows[i / each]] + tile.first + i % each / group();
         return token * width + (tile.head * group() + i % group()) * head_dim;
     }
 
-    // Multiply-adds of it all, for scores as for values.
+    // Multiply-adds of all scores, and as many again of all values.
     int64_t work() const {
         int64_t pairs = 0;
         for (int64_t row = 0; row < rows.count; row++) pairs += rows.tokens(row) * rows.context[row];

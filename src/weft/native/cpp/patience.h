@@ -1,4 +1,4 @@
-// Waiting for another thread: looking for a while, then asleep.
+// Waiting for another thread: spin for a while, then sleep.
 #pragma once
 
 #include <sched.h>
@@ -17,11 +17,11 @@
 #include <immintrin.h>
 #endif
 
-constexpr int64_t PATIENCE_NS = 40000;  // how long to look before one sleeps
+constexpr int64_t PATIENCE_NS = 40000;  // to spin before a thread sleeps
 
-// Looks for something for a while, with `rest` after each look and a glance at the clock after `looks` of them; whether
-// it came.
-template <class Come, class Rest> bool look_for(const Come &come, int looks, const Rest &rest) {
+// Spin until arrived() is true, with pause() after each look, and read the clock after every `looks` of them. Returns
+// false once PATIENCE_NS are over.
+template <class Arrived, class Pause> bool spin_for(const Arrived &arrived, int looks, const Pause &pause) {
     auto now = [] {
         timespec time;
         clock_gettime(CLOCK_MONOTONIC, &time);
@@ -29,8 +29,8 @@ template <class Come, class Rest> bool look_for(const Come &come, int looks, con
     };
     for (int64_t end = 0;;) {
         for (int i = 0; i < looks; i++) {
-            if (come()) return true;
-            rest();
+            if (arrived()) return true;
+            pause();
         }
         int64_t time = now();
         if (!end) end = time + PATIENCE_NS;
@@ -38,14 +38,14 @@ template <class Come, class Rest> bool look_for(const Come &come, int looks, con
     }
 }
 
-inline void breathe() {
+inline void relax_cpu() {
 #ifdef __x86_64__
     _mm_pause();
 #endif
 }
 
-// A number that one thread changes and others wait for; on Linux it may be a thread of another process, where the
-// memory is shared. All zero is its beginning.
+// A number that one thread changes and others wait for. On Linux the threads may belong to several processes, which
+// share the memory. A Signal of all-zero bytes is a valid initial one.
 class alignas(64) Signal {
     std::atomic<uint32_t> number{0}, sleepers{0};
 
@@ -79,30 +79,30 @@ public:
         if (sleepers.load()) wake();
     }
 
-    // By one more, or by one less; who waits for zero is woken then.
+    // Add one, or subtract one; threads that wait for zero are woken then.
     void enter() { number.fetch_add(1); }
     void leave() {
         if (number.fetch_sub(1) == 1 && sleepers.load()) wake();
     }
 
-    // Its value once come(value). In the midst of a step, where threads differ by less than our patience, unless
-    // somebody else has their core; not asleep for ever: another process may be stopped between its change and its
-    // waking us.
-    template <class Come> uint32_t wait(const Come &come) {
-        return wait(come, true, [&](const auto &there) { return look_for(there, 64, breathe); });
+    // Wait until accept(value) is true; return the value. For waits within a step, where threads differ by less than
+    // PATIENCE_NS, unless another program has their core. Sleeps for a second at most, then looks again: another
+    // process may be stopped between its change and its call that wakes us.
+    template <class Accept> uint32_t wait(const Accept &accept) {
+        return wait(accept, true, [&](const auto &arrived) { return spin_for(arrived, 64, relax_cpu); });
     }
 
-    // The same between calls: whoever else wants our core may have it at once.
-    template <class Come> uint32_t wait_idle(const Come &come) {
-        return wait(come, false, [&](const auto &there) { return look_for(there, 4, sched_yield); });
+    // The same for waits between calls: any other thread that wants this core gets it at once.
+    template <class Accept> uint32_t wait_idle(const Accept &accept) {
+        return wait(accept, false, [&](const auto &arrived) { return spin_for(arrived, 4, sched_yield); });
     }
 
 private:
-    template <class Come, class Look> uint32_t wait(const Come &come, bool briefly, const Look &look) {
+    template <class Accept, class Spin> uint32_t wait(const Accept &accept, bool briefly, const Spin &spin) {
         uint32_t seen;
-        auto there = [&] { return come(seen = number.load(std::memory_order_acquire)); };
-        if (!look(there))
-            while (!there()) {
+        auto arrived = [&] { return accept(seen = number.load(std::memory_order_acquire)); };
+        if (!spin(arrived))
+            while (!arrived()) {
                 sleepers.fetch_add(1);
                 sleep(seen, briefly);
                 sleepers.fetch_sub(1);

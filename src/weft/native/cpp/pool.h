@@ -1,4 +1,4 @@
-// Threads that help whoever calls. Each calling thread has some of its own, on its cores; they sleep between its calls.
+// Helper threads. Each calling thread has some of its own, on its cores; they sleep between its calls.
 #pragma once
 
 #include <pthread.h>
@@ -9,7 +9,7 @@
 #include "patience.h"
 #include "work.h"
 
-// Helpers enter a call while it is open. One who comes after it was closed is not missed: nobody has waited for it.
+// Helpers enter a call while it is open. Nothing waits for a helper that comes after the call was closed.
 class Pool {
     struct Place {
         Pool *pool;
@@ -18,7 +18,7 @@ class Pool {
     static constexpr size_t STACK = 2 << 20;  // bytes: attention takes some 300 KB
 
     std::vector<pthread_t> helpers;
-    // The calls are numbered. `inside` counts helpers that may be in one.
+    // Numbers of the last call that was opened and closed. `inside` counts helpers that may be in a call.
     Signal opened, closed, inside;
     const Work<int> *work = nullptr;
     int size = 1;
@@ -35,7 +35,7 @@ class Pool {
         }
     }
 
-    static void *live(void *given) {
+    static void *run_helper(void *given) {
         Place place = *static_cast<Place *>(given);
         delete static_cast<Place *>(given);
         place.pool->help(place.rank);
@@ -43,7 +43,7 @@ class Pool {
     }
 
     void grow(int count) {
-        // Signals are for the threads of whoever loaded us.
+        // Signals are handled by the threads of the program that loaded the library.
         sigset_t all, before;
         sigfillset(&all);
         pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -53,9 +53,9 @@ class Pool {
         while (int(helpers.size()) < count) {
             auto *place = new Place{this, int(helpers.size()) + 1};
             pthread_t helper;
-            if (pthread_create(&helper, &attributes, live, place)) {
+            if (pthread_create(&helper, &attributes, run_helper, place)) {
                 delete place;
-                break;  // then fewer have to do
+                break;  // then there are fewer helpers
             }
             helpers.push_back(helper);
         }
@@ -66,7 +66,7 @@ class Pool {
     Pool() = default;
 
 public:
-    // The calling thread's own.
+    // The pool of the calling thread.
     static Pool &mine() {
         static thread_local Pool pool;
         return pool;
@@ -78,7 +78,7 @@ public:
         for (pthread_t helper : helpers) pthread_join(helper, nullptr);
     }
 
-    // work(rank) in this thread as rank 0, and in helpers of ranks below `count`, as far as they come in time.
+    // Run work(rank) in this thread as rank 0, and in the helpers of ranks below `count` that come in time.
     void call(int count, Work<int> work) {
         if (int(helpers.size()) < count - 1) grow(count - 1);
         this->work = &work;

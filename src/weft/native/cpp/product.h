@@ -1,4 +1,4 @@
-// A whole product by a team.
+// A product by a team of threads.
 #pragma once
 
 #include <vector>
@@ -6,16 +6,16 @@
 #include "matrix.h"
 #include "team.h"
 
-// Bytes of scratch that `product` wants for so many tokens.
+// Bytes of scratch that `product` needs for `tokens` tokens.
 template <class T> int64_t scratch_bytes(const Matrix &m, int64_t tokens) { return tokens * prepared_bytes<T>(m); }
 
-// Rows [first, last) of x, prepared in `scratch`.
+// Prepare rows [first, last) of x in `scratch`.
 template <class T> void prepare_rows(const Matrix &m, const T *x, char *scratch, int64_t first, int64_t last) {
     if (int64_t bytes = prepared_bytes<T>(m))
         for (int64_t t = first; t < last; t++) prepare(m, x + t * m.cols, scratch + t * bytes);
 }
 
-// out = x W^T + bias, by the whole team, then then() once. x is `prepared` in scratch, or will be.
+// out = x W^T + bias, by the whole team, then then() once. Prepares x in `scratch` unless it is `prepared` there.
 template <class T, class Out>
 void product(Team &team, const Matrix &m, const T *x, int64_t tokens, Out *out, char *scratch, bool prepared,
              Then then) {
@@ -25,7 +25,7 @@ void product(Team &team, const Matrix &m, const T *x, int64_t tokens, Out *out, 
         m.panels(), [&](int64_t first, int64_t last) { multiply(m, x, scratch, tokens, out, first, last); }, then);
 }
 
-// The same, for a caller who has no team.
+// The same for a caller without a team.
 template <class T, class Out> void product(const Matrix &m, const T *x, int64_t tokens, Out *out, int64_t threads) {
     std::vector<char> scratch(scratch_bytes<T>(m, tokens));
     together(threads, m.rows * m.cols * tokens > SMALL,

@@ -1,13 +1,14 @@
 // Products with quantised weights: 4 or 8 bits each, in groups of columns that share a scale.
 //
-// x is quantised too, to 8 bits, every BLOCK columns of a token with a scale of their own, so that integers are
-// multiplied: AVX512-VNNI does 64 products an instruction. Weights have no sign: w = scale * q + lowest, where the
-// lowest number of a group is stored, or follows from its zero point, or from zero being in the middle.
+// x is quantised too, to 8 bits with a scale for every BLOCK columns of a token, so that integers are multiplied:
+// AVX512-VNNI does 64 products per instruction. Numbers q of weights are unsigned: w = scale * q + lowest. The lowest
+// number of a group is stored, or follows from its zero point, or from zero being the middle of the range of q.
 //
-// A panel is a sequence of blocks of BLOCK columns, in each its slices of SLICE rows, [BLOCK / 4][SLICE][4] numbers; of
-// 4 bits, the first half of the columns are the low nibbles and the second the high ones. The panel's scales are
-// [groups][PANEL] fp16; beside them lie as many minima of the same kind, or zero points of a byte. A group has one or more
-// blocks, or is half of one: PER_BLOCK is 2 for those, 1 for all others.
+// A panel is a sequence of blocks of BLOCK columns. A block is a sequence of slices of SLICE rows, each
+// [BLOCK / 4][SLICE][4] numbers; with 4 bits, the first half of the columns are the low nibbles and the second half the
+// high ones. The panel's scales are [groups][PANEL] fp16, with as many minima in fp16 or zero points of a byte. A group
+// is one or more blocks, or half a block: PER_BLOCK, the number of groups in a block, is 2 for the latter and 1 for all
+// others.
 #pragma once
 
 #ifdef __x86_64__
@@ -19,19 +20,20 @@
 
 constexpr int64_t BLOCK = 32;  // columns
 #ifdef __AVX512F__
-constexpr int64_t SLICE = 16;  // rows of a panel that one vector has a number of
+constexpr int64_t SLICE = 16;  // rows of a panel, of which one vector holds a number each
 #else
 constexpr int64_t SLICE = 8;
 #endif
 constexpr int64_t SLICES = PANEL / SLICE;
 
-enum class Lowest : int64_t { MIDDLE, ZERO, MINIMUM };  // what tells it, see formats/schemes.py
+// The source of a group's lowest number, see formats/schemes.py. Mirrored in native/structures.py.
+enum class Lowest : int64_t { MIDDLE, ZERO, MINIMUM };
 
-// Columns in blocks; the group that a matrix begins in may lack its first ones.
+// A matrix's columns in blocks. Its first group may lack some of its first blocks.
 struct Grouping {
     int64_t blocks;  // of all columns
-    int64_t group;   // of a whole group, 0 where two are a block
-    int64_t lacking; // of the first one
+    int64_t group;   // of a whole group; 0 if a block is two groups
+    int64_t lacking; // that the first group lacks
 
     int64_t per_block() const { return group ? 1 : 2; }
     int64_t groups() const { return group ? (blocks + lacking + group - 1) / group : 2 * blocks; }
@@ -43,7 +45,7 @@ template <int BITS> constexpr int64_t BLOCK_BYTES = PANEL * BLOCK * BITS / 8;
 
 // ---------------------------------------------------------------------------------------------- vectors
 
-// One number for each row of a slice. The compiler makes do where vectors are shorter.
+// One number for each row of a slice. If the CPU's vectors are shorter, the compiler uses several.
 typedef float floats __attribute__((vector_size(4 * SLICE)));
 typedef int32_t ints __attribute__((vector_size(4 * SLICE)));
 
@@ -59,7 +61,7 @@ inline floats halves(const char *from) {
 #else
     typedef uint16_t shorts __attribute__((vector_size(2 * SLICE)));
     ints bits = __builtin_convertvector(load<shorts>(from), ints);
-    // The exponents' other bias is made up for by a product, which gets the subnormal ones right too.
+    // A product corrects the other bias of exponents, and gets subnormal numbers right too.
     return (floats)((ints)((floats)((bits & 0x7fff) << 13) * 0x1p112f) | (bits & 0x8000) << 16);
 #endif
 }
@@ -75,7 +77,7 @@ inline floats bytes(const char *from) {
     return __builtin_convertvector(load<vector>(from), floats);
 }
 
-// sum += four columns of a slice times four of x.
+// sum += the product of four columns of a slice with four numbers of x.
 inline void dot(ints &sum, ints w, const int8_t *x) {
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
     int32_t four;
@@ -86,7 +88,7 @@ inline void dot(ints &sum, ints w, const int8_t *x) {
 #elif defined(__AVXVNNI__)
     sum = (ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)w, _mm256_set1_epi32(four));
 #elif defined(__AVX2__) && !defined(__AVX512F__)
-    // Even and odd columns as 16 bits each, two products a lane.
+    // Even and odd columns as 16 bits each, two products per lane.
     auto two = [](int8_t low, int8_t high) { return _mm256_set1_epi32(int32_t(uint16_t(low)) | int32_t(high) << 16); };
     sum += (ints)_mm256_madd_epi16((__m256i)(w & 0x00ff00ff), two(x[0], x[2]));
     sum += (ints)_mm256_madd_epi16((__m256i)(w >> 8 & 0x00ff00ff), two(x[1], x[3]));
@@ -97,8 +99,8 @@ inline void dot(ints &sum, ints w, const int8_t *x) {
 
 // ------------------------------------------------------------------------------------------- the tokens
 
-// A token's row of x in 8 bits: [blocks][BLOCK] integers, then a scale for each block, and the sum of its numbers: that
-// of the first halves of blocks, then that of the second ones where those are `per_block` groups of weights.
+// A token's row of x in 8 bits: [blocks][BLOCK] integers, a scale for each block, then the sum of each block's numbers.
+// If weights have two groups `per_block`, these are the sums of the first halves of blocks, then of the second halves.
 struct Row {
     const int8_t *values;
     const char *scales;
@@ -111,7 +113,7 @@ struct Row {
     }
 };
 
-// To the nearest integer, ties to even, of up to 2^22: what a float of 1.5 * 2^23 has in its last bits.
+// x rounded to the nearest integer, ties to even, for |x| up to 2^22: the last bits of x + 1.5 * 2^23.
 inline ints nearest(floats x) { return (ints)(x + 0x1.8p23f) - 0x4b400000; }
 
 inline floats wide(const float *from) { return load<floats>(from); }
@@ -158,9 +160,9 @@ template <class T> void quantise_row(const T *x, int64_t blocks, int64_t per_blo
 // ---------------------------------------------------------------------------------------------- products
 
 constexpr int64_t BATCH = 24;  // tokens whose sums are written out together
-constexpr int64_t AHEAD = 2048;  // bytes of a panel that one tile reads once, and waits for
+constexpr int64_t AHEAD = 2048;  // bytes that a tile prefetches ahead of itself if no other tile reads the panel
 
-// Packed weights: all panels, or one of them.
+// Packed weights: all panels, or one.
 struct Packed {
     const char *values, *scales, *lowest;
     Lowest kind;
@@ -173,13 +175,13 @@ struct Packed {
     }
 };
 
-// The sums of N rows of x with H slices of a panel, from slice `first` on: [N][PANEL]. With each block that is
-// multiplied, `step` bytes are fetched, from `next` on; where N is 1, in which a loop would count, a block's.
+// Sums of N rows of x with H slices of a panel, from slice `first` on: [N][PANEL]. With each block, `step` bytes from
+// `next` on are prefetched; if N is 1, so that a loop would take time, the bytes of a block.
 template <int BITS, int PER_BLOCK, int N, int H>
 [[gnu::noinline]] void quantised_tile(const Packed &panel, const char *x, int64_t first, float *sums, const char *next,
                                       int64_t step) {
     const Grouping &columns = panel.columns;
-    // Rows of x by threes from few addresses: there are not registers for twelve.
+    // Addresses of every third row of x only: there are not enough registers for twelve.
     int64_t stride = Row::bytes(columns.blocks, PER_BLOCK), sums_after = Row::sums_after(columns.blocks);
     const int8_t *value[(N + 2) / 3];
     const char *scale_of[(N + 2) / 3];
@@ -259,14 +261,14 @@ template <int BITS, int PER_BLOCK, int N, int H>
         for (int h = 0; h < H; h++) std::memcpy(sums + n * PANEL + (first + h) * SLICE, &total[n][h], sizeof(floats));
 }
 
-// All of a panel for as many of the tokens as N says, and then for the rest of them. While `all` of them are
-// multiplied, as many bytes are fetched as a panel has, by each tile its share; none where `all` is 0.
+// A whole panel by tiles of N tokens, then by smaller ones (FEWER) for the other tokens. While `all` tokens are
+// multiplied, as many bytes are prefetched as a panel has, a share by each tile; none if `all` is 0.
 template <int BITS, int PER_BLOCK, int N, int... FEWER>
 void quantised_tiles(const Packed &panel, const char *x, int64_t tokens, float *sums, const char *next, int64_t all) {
     int64_t stride = Row::bytes(panel.columns.blocks, PER_BLOCK);
-    // Sixteen go better by eights than as twelve and four.
+    // Sixteen tokens are faster as two tiles of eight than as twelve and four.
     for (; tokens >= N && !(N == 12 && tokens == 16); tokens -= N, x += N * stride, sums += N * PANEL) {
-        // A few tokens leave registers for several slices at once.
+        // A few tokens leave enough registers for several slices at once.
         constexpr int TOGETHER = N * SLICES <= 8 ? SLICES : 1;
         constexpr int64_t WORK = BLOCK_BYTES<BITS> * N * TOGETHER / SLICES;
         int64_t step = all ? (WORK / all + 63) / 64 * 64 : 0;
@@ -278,13 +280,14 @@ void quantised_tiles(const Packed &panel, const char *x, int64_t tokens, float *
 
 template <int BITS, int PER_BLOCK>
 void tiles(const Packed &panel, const char *x, int64_t tokens, float *sums, bool fetch) {
-    // One tile alone runs ahead of itself; several have the next panel there when they come to it.
-    constexpr int64_t MOST = 8 / SLICES;  // tokens of a tile that goes through the panel once
+    // A single tile prefetches its own panel; several tiles prefetch the next panel.
+    constexpr int64_t MOST = 8 / SLICES;  // tokens of a tile that reads the panel once
     bool alone = tokens <= MOST && !(tokens & (tokens - 1));
     const char *next = panel.values + (alone ? AHEAD : panel.columns.blocks * BLOCK_BYTES<BITS>);
     int64_t all = fetch ? tokens : 0;
 #ifdef __AVX512VNNI__
-    // Twelve have as many sums of integers and of floats in 32 registers; of halves there are twice as many integers.
+    // Twelve tokens have twelve sums of integers and twelve of floats in 32 registers; with half blocks, twice as many
+    // integers.
     if constexpr (PER_BLOCK == 1) return quantised_tiles<BITS, 1, 12, 8, 4, 2, 1>(panel, x, tokens, sums, next, all);
     quantised_tiles<BITS, PER_BLOCK, 8, 4, 2, 1>(panel, x, tokens, sums, next, all);
 #else
@@ -292,7 +295,7 @@ void tiles(const Packed &panel, const char *x, int64_t tokens, float *sums, bool
 #endif
 }
 
-// out = x W^T + bias for the rows of panels [first, last), see matrix.h; `x` is prepared.
+// out = x W^T + bias for the rows of panels [first, last), see `multiply` in matrix.h; `x` is prepared.
 template <int BITS, int PER_BLOCK, class T, class Out>
 void quantised(const Packed &weights, const T *bias, int64_t rows, const char *x, int64_t tokens, Out *out,
                int64_t first, int64_t last) {
@@ -312,7 +315,7 @@ void quantised(const Packed &weights, const T *bias, int64_t rows, const char *x
     }
 }
 
-// One row of weights as it is: out [blocks * BLOCK].
+// One row of weights, dequantised: out [blocks * BLOCK].
 template <int BITS, class T> void row_of(const Packed &weights, int64_t row, T *out) {
     constexpr int64_t WORDS = BLOCK * BITS / 32;
     Packed panel = weights.panel<BITS>(row / PANEL);

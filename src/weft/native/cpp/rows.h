@@ -1,4 +1,4 @@
-// What is done to one token's row between the products: norms, SiLU, rotation.
+// Operations on one token's row between the products: RMS norm, SiLU, rotary embedding.
 #pragma once
 
 #include "numbers.h"
@@ -36,7 +36,7 @@ template <class T> [[gnu::noinline]] void silu_mul_row(const T *gate, const T *u
     }
 }
 
-// Rotates one head by a row of the table: head_dim/2 cosines, then as many sines. `from` may be `to`.
+// Rotate one head by a row of the table: head_dim/2 cosines, then as many sines. `from` may be `to`.
 template <class T> void rotate_head(const T *from, T *to, const float *table, int64_t head_dim) {
     int64_t half = head_dim / 2;
 #pragma omp simd
@@ -47,7 +47,7 @@ template <class T> void rotate_head(const T *from, T *to, const float *table, in
     }
 }
 
-// How a layer's heads are rotated; the norms' weights are null where there are none.
+// A layer's heads for `rotate`. Weights of norms are null if the model has none.
 template <class T> struct Heads {
     int64_t q_heads, kv_heads, head_dim;
     const T *q_norm, *k_norm;
@@ -56,20 +56,20 @@ template <class T> struct Heads {
     int64_t width() const { return (q_heads + 2 * kv_heads) * head_dim; }
 };
 
-// One token's row of q, k and v: the heads of q go to `q`, which may be where they are; `store(head, key, value)` gets
-// each KV head's.
+// Rotate one token's row of q, k and v. The heads of q are written to `q`, which may be the row itself;
+// `store(head, key, value)` is called for each KV head.
 template <class T, class Store>
 void rotate(const Heads<T> &h, const T *row, T *q, const float *angles, const Store &store) {
-    T kept[WIDEST];
+    T key[WIDEST_HEAD];
     for (int64_t head = 0; head < h.q_heads + h.kv_heads; head++) {
         bool query = head < h.q_heads;
         const T *from = row + head * h.head_dim, *weight = query ? h.q_norm : h.k_norm;
-        T *to = query ? q + head * h.head_dim : kept;
+        T *to = query ? q + head * h.head_dim : key;
         if (weight) {
             norm_row<T>(from, nullptr, weight, to, h.head_dim, h.eps);
             from = to;
         }
         rotate_head(from, to, angles, h.head_dim);
-        if (!query) store(head - h.q_heads, kept, row + (head + h.kv_heads) * h.head_dim);
+        if (!query) store(head - h.q_heads, key, row + (head + h.kv_heads) * h.head_dim);
     }
 }

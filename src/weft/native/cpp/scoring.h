@@ -1,13 +1,13 @@
-// Scoring: how likely tokens were by logits that stay as they are, and which others were likelier; in one pass over a
-// row, block by block. worker/logprobs.py does the same in torch.
+// Scoring: logprobs and ranks of given tokens, and the likeliest tokens, in one pass over a row of logits, block by
+// block. worker/logprobs.py does the same in torch.
 #pragma once
 
 #include "places.h"
 #include "team.h"
 
-constexpr int64_t SPAN = 256;  // tokens, whose logits are in the nearest cache when they are read again
+constexpr int64_t SPAN = 256;  // tokens whose logits are still in the L1 cache when they are read again
 
-// The sum of e^(x - best), and how many x are above `target`. A loop in a function of its own, see `find_places`.
+// The sum of e^(x - best) of one block, and the number of x above `target`. A function of its own, see `find_places`.
 template <class T>
 void weigh_and_count(const T *__restrict logits, int64_t count, float best, float target, float &weight,
                      int64_t &above) {
@@ -23,10 +23,10 @@ void weigh_and_count(const T *__restrict logits, int64_t count, float best, floa
     above += likelier;
 }
 
-// One row at a time.
-class Scores {
+// Scores one row at a time.
+class RowScorer {
     std::vector<int32_t> tops, scratch;  // the highest place of each block
-    std::vector<float> weights;          // of each block, as its best has 1
+    std::vector<float> weights;          // of each block, relative to its best token
     std::vector<int64_t> keys;
 
     // The logarithm of the sum of e^x over the row.
@@ -38,7 +38,8 @@ class Scores {
         return best + std::log(sum);
     }
 
-    // Keys of the `count` likeliest tokens, best first: above a place, below it the lower of two ids has more.
+    // Keys of the `count` likeliest tokens, best first. A key has the place in its upper bits, and in its lower ones a
+    // number that is larger for lower ids.
     template <class T> void find_likeliest(const T *logits, int64_t vocab, int64_t count) {
         int32_t low = reached_by(count, tops, scratch), places[SPAN];
         keys.clear();
@@ -53,10 +54,10 @@ class Scores {
     }
 
 public:
-    // Into `out`, as `score` below.
+    // Score one row into `out`, see `score` below.
     template <class T> void row(const T *logits, int64_t vocab, int64_t token, int64_t top, double *out) {
         int64_t blocks = (vocab + SPAN - 1) / SPAN, above = 0;
-        int32_t places[SPAN];  // found again in the few blocks where they matter
+        int32_t places[SPAN];  // computed again for the few blocks that matter
         tops.resize(blocks), weights.resize(blocks);
         float target = widen(logits[token]);
         for (int64_t b = 0; b < blocks; b++) {
@@ -78,20 +79,20 @@ public:
     }
 };
 
-// Of the rows of logits [rows, vocab], which are `stride` apart, and each one's token, into out [rows, 2 + 2 * top]:
-// its logprob and its rank, the ids of the `top` likeliest tokens, which are at most all, and their logprobs. The
-// logits' `size` is as in `choose`.
+// Score tokens [rows] by logits [rows, vocab], whose rows are `stride` apart, into out [rows, 2 + 2 * top]: each
+// token's logprob and rank, the ids of the `top` likeliest tokens (at most vocab), and their logprobs. `size` is as in
+// `sample`.
 inline void score(const void *logits, int64_t size, int64_t rows, int64_t vocab, int64_t stride, const int64_t *tokens,
                   int64_t top, double *out, int64_t threads) {
-    auto some = [&](int64_t first, int64_t last) {
-        static thread_local Scores scores;  // whose memory is kept for the next step
+    auto score_rows = [&](int64_t first, int64_t last) {
+        static thread_local RowScorer scorer;  // its memory is kept for the next step
         for (int64_t r = first; r < last; r++) {
             double *to = out + r * (2 + 2 * top);
             if (size == 2)
-                scores.row(static_cast<const bf16 *>(logits) + r * stride, vocab, tokens[r], top, to);
+                scorer.row(static_cast<const bf16 *>(logits) + r * stride, vocab, tokens[r], top, to);
             else
-                scores.row(static_cast<const float *>(logits) + r * stride, vocab, tokens[r], top, to);
+                scorer.row(static_cast<const float *>(logits) + r * stride, vocab, tokens[r], top, to);
         }
     };
-    together(threads, rows > 1, [&](Team &team) { team.each(rows, 1, some, nothing); });
+    together(threads, rows > 1, [&](Team &team) { team.each(rows, 1, score_rows, nothing); });
 }

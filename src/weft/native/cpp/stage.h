@@ -1,4 +1,4 @@
-// All layers of a stage in one call: one team from the first norm to the last product.
+// All layers of a pipeline stage in one call: one team from the first norm to the last product.
 #pragma once
 
 #include <atomic>
@@ -10,7 +10,7 @@
 #include "sum.h"
 #include "team.h"
 
-// One layer with its KV cache; tensors are of T. As in native/stage.py.
+// One decoder layer with its KV cache; tensors are of T. Mirrored in native/structures.py.
 struct Layer {
     const void *attention_norm, *q_norm, *k_norm, *mlp_norm;
     void *keys, *values;
@@ -19,10 +19,11 @@ struct Layer {
     float scale, head_eps, eps;
 };
 
-// What is computed in a call, see Batch in kernels/batch.py. x [tokens, hidden] is summed over the ranks through
-// `shared`, or by `sum`, which returns 0, or something else where that failed; both are null for a rank alone.
+// The step that a call computes, see Batch in kernels/batch.py. Mirrored in native/structures.py. x [tokens, hidden] is
+// summed over the ranks through `shared`, or by sum(), which returns 0, or another number if it failed. Both are null
+// if there is one rank.
 struct Step {
-    void *residual;  // [tokens, hidden], the layers' input and their result
+    void *residual;  // [tokens, hidden]: the layers' input and result
     const float *angles;
     const int32_t *positions;
     const int64_t *slots;
@@ -34,13 +35,15 @@ struct Step {
     Rows all_rows() const { return {row_starts, context, tables, rows, table_width, block_size}; }
 };
 
-// Tokens that go through an MLP at a time: what lies between its products then stays in the cache.
+// Tokens that go through an MLP at a time: results between its products then stay in the CPU's cache.
 constexpr int64_t CHUNK = 256;
 
-// Where the team's results lie between the parts of a layer. The layers take turns in it.
+constexpr int64_t WORKSPACE_ALIGNMENT = 64;  // bytes
+
+// Memory for results between the parts of a layer, which all layers use in turn.
 template <class T> struct Workspace {
     int64_t bytes = 0;
-    T *x;        // [tokens, hidden]: a norm's result, then what is still to be added to the residual
+    T *x;        // [tokens, hidden]: a norm's result, then what is to be added to the residual
     T *qkv;      // [tokens, (q_heads + 2 kv_heads) * head_dim], q rotated in place
     T *mixed;    // [tokens, q_heads * head_dim]
     T *gate_up;  // [CHUNK, 2 * inner]
@@ -48,7 +51,7 @@ template <class T> struct Workspace {
     char *prepared;
     int64_t widest = 0;  // elements of a token's row
 
-    // In `memory`, whose address is a multiple of 64; null to ask for `bytes` only.
+    // In `memory`, whose address is a multiple of WORKSPACE_ALIGNMENT; null to compute `bytes` only.
     Workspace(const Layer *layers, int64_t count, int64_t tokens, char *memory) {
         int64_t chunk = std::min(tokens, CHUNK), hidden = 0, qkv_rows = 0, heads = 0, wide = 0, scratch = 0;
         for (const Layer *l = layers; l < layers + count; l++) {
@@ -60,24 +63,25 @@ template <class T> struct Workspace {
                 scratch = std::max(scratch, scratch_bytes<T>(*m, tokens));
         }
         widest = std::max(wide, qkv_rows);
-        auto take = [&](auto *&place, int64_t count) {
+        auto reserve = [&](auto *&place, int64_t count) {
             place = reinterpret_cast<std::remove_reference_t<decltype(place)>>(memory + bytes);
-            bytes += (count * int64_t(sizeof *place) + 63) / 64 * 64;
+            int64_t size = count * int64_t(sizeof *place);
+            bytes += (size + WORKSPACE_ALIGNMENT - 1) / WORKSPACE_ALIGNMENT * WORKSPACE_ALIGNMENT;
         };
-        take(x, tokens * hidden);
-        take(qkv, tokens * qkv_rows);
-        take(mixed, tokens * heads);
-        take(gate_up, chunk * wide);
-        take(inner, chunk * wide / 2);
-        take(prepared, scratch);
+        reserve(x, tokens * hidden);
+        reserve(qkv, tokens * qkv_rows);
+        reserve(mixed, tokens * heads);
+        reserve(gate_up, chunk * wide);
+        reserve(inner, chunk * wide / 2);
+        reserve(prepared, scratch);
     }
 };
 
-// Elements of a step's rows, at their widest, that one thread goes through sooner than all would meet.
+// Elements of a step's rows, at their widest: one thread goes through fewer sooner than all threads would meet.
 constexpr int64_t LITTLE = 1 << 14;
 
-// The team goes from one product to the next. What is done to the rows in between is a phase of its own, or, where it
-// is little, done by the thread that ends the phase before.
+// All layers by a team, which goes from one product to the next. The operations on rows in between are phases of their
+// own, or, if they are `little` work, done by the thread that ends the phase before.
 template <class T> class Stage {
     const Step &step;
     const Workspace<T> &space;
@@ -87,8 +91,8 @@ template <class T> class Stage {
 
     T *residual() const { return static_cast<T *>(step.residual); }
 
-    // out = x W^T for `tokens` rows, then then() once. Where there is little, x has been prepared.
-    void multiplied(Team &team, const Matrix &m, const T *x, int64_t tokens, T *out, Then then) const {
+    // out = x W^T for `tokens` rows, then then() once. With `little` work, x has been prepared.
+    void multiply_rows(Team &team, const Matrix &m, const T *x, int64_t tokens, T *out, Then then) const {
         product(team, m, x, tokens, out, space.prepared, little, then);
     }
 
@@ -96,7 +100,7 @@ template <class T> class Stage {
         if (little) prepare_rows(m, x, space.prepared, first, last);
     }
 
-    // space.x summed over the ranks. False where that failed, and all is over.
+    // Sum space.x over the ranks. Returns false if that failed: then the call ends.
     bool sum(Team &team, int64_t hidden) {
         if (step.shared)
             team.each(1, [&](int64_t, int64_t) { step.shared->sum(space.x, step.tokens * hidden); });
@@ -105,7 +109,7 @@ template <class T> class Stage {
         return !failed;
     }
 
-    // residual += x, where there is something in it; x = norm(residual), for a product with `next`.
+    // residual += x if `add`; x = norm(residual), prepared for a product with `next`.
     void norm(const void *weight, const Matrix &next, float eps, bool add, int64_t first, int64_t last) const {
         int64_t hidden = next.cols;
         for (int64_t t = first; t < last; t++) {
@@ -115,11 +119,11 @@ template <class T> class Stage {
         prepare(next, space.x, first, last);
     }
 
-    // The last rows of space.x, from token `at` on, become x W^T; all are summed over the ranks and go through
-    // rows(first, last).
+    // Rows of space.x from token `at` on become x W^T. Then all rows are summed over the ranks, and rows(first, last)
+    // is called for them. Returns false if the sum failed.
     bool join(Team &team, const Matrix &m, const T *x, int64_t at, Pieces rows) {
         bool at_once = little && !step.shared && !step.sum;
-        multiplied(team, m, x, step.tokens - at, space.x + at * m.rows, [&] {
+        multiply_rows(team, m, x, step.tokens - at, space.x + at * m.rows, [&] {
             if (at_once) rows(int64_t(0), step.tokens);
         });
         if (at_once) return true;
@@ -142,13 +146,13 @@ template <class T> class Stage {
                                  l.head_dim);
                        });
         };
-        multiplied(team, l.qkv, space.x, step.tokens, space.qkv, [&] {
+        multiply_rows(team, l.qkv, space.x, step.tokens, space.qkv, [&] {
             if (little) rotated(0, step.tokens);
         });
-        // All before attention: a row may read what another one stores in this step.
+        // All rows before attention: a row may read what another one stores in this step.
         if (!little) team.each(step.tokens, rotated);
-        Paged<T> paged{space.qkv, keys, values, space.mixed, step.all_rows(), l.q_heads, l.kv_heads, l.head_dim, l.window,
-                       width, l.scale};
+        Paged<T> paged{space.qkv, keys, values, space.mixed, step.all_rows(), l.q_heads, l.kv_heads, l.head_dim,
+                       l.window, width, l.scale};
         attend(team, paged, tiles, [&] { prepare(l.out, space.mixed, 0, step.tokens); });
         return join(team, l.out, space.mixed, 0, rows);
     }
@@ -157,7 +161,7 @@ template <class T> class Stage {
         int64_t hidden = l.down.rows, width = l.down.cols;
         for (int64_t at = 0;; at += CHUNK) {
             int64_t count = std::min(CHUNK, step.tokens - at);
-            // By columns: there may be fewer tokens than threads.
+            // By columns, as there may be fewer tokens than threads.
             auto activated = [&](int64_t first, int64_t last) {
                 int64_t from = first * PANEL, columns = std::min(last * PANEL, width) - from;
                 for (int64_t t = 0; t < count; t++) {
@@ -166,14 +170,14 @@ template <class T> class Stage {
                 }
             };
             int64_t panels = (width + PANEL - 1) / PANEL;
-            multiplied(team, l.gate_up, space.x + at * hidden, count, space.gate_up, [&] {
+            multiply_rows(team, l.gate_up, space.x + at * hidden, count, space.gate_up, [&] {
                 if (!little) return;
                 activated(0, panels);
                 prepare(l.down, space.inner, 0, count);
             });
             if (!little) team.each(panels, activated);
             if (at + count == step.tokens) return join(team, l.down, space.inner, at, rows);
-            multiplied(team, l.down, space.inner, count, space.x + at * hidden, nothing);
+            multiply_rows(team, l.down, space.inner, count, space.x + at * hidden, nothing);
         }
     }
 
@@ -203,7 +207,7 @@ public:
     }
 };
 
-// step.residual through all layers; `memory` of as many bytes as a Workspace says.
+// step.residual through all layers. `memory` has as many bytes as Workspace computes.
 template <class T> void stage(const Layer *layers, int64_t count, const Step &step, char *memory, int64_t threads) {
     Workspace<T> space(layers, count, step.tokens, memory);
     Tiles tiles(step.all_rows(), layers->q_heads / layers->kv_heads, layers->kv_heads, threads);

@@ -7,8 +7,9 @@
 #include "numbers.h"
 #include "patience.h"
 
-// As in native/stage.py. The memory has a Signal per rank in its first `head` bytes, the turns that it has come to, then
-// two turns of a slot per rank: a rank that is ahead writes to the next while others still read the last.
+// Mirrored in native/structures.py. The first `head` bytes of the memory hold a Signal per rank: the number of the turn
+// that the rank has come to. Two turns of one slot per rank follow: a rank that is ahead writes to the next turn while
+// others still read the last one.
 struct Shared {
     char *memory;
     int64_t rank, size, head, slot_bytes;
@@ -16,7 +17,7 @@ struct Shared {
     Signal &bell(int64_t rank) const { return reinterpret_cast<Signal *>(memory)[rank]; }
     char *slot(uint32_t turn, int64_t rank) const { return memory + head + ((turn & 1) * size + rank) * slot_bytes; }
 
-    // x = the sum of all ranks' x, in the order of ranks, rounded once: the same bits on each.
+    // x = the sum of all ranks' x, added in the order of ranks and rounded once: every rank gets the same bits.
     template <class T> void sum(T *x, int64_t count) const {
         for (int64_t most = slot_bytes / sizeof(T); count > 0; x += most, count -= most) {
             int64_t n = std::min(most, count);
@@ -24,7 +25,7 @@ struct Shared {
             std::memcpy(slot(turn, rank), x, n * sizeof(T));
             bell(rank).set(turn);
             for (int64_t r = 0; r < size; r++)
-                bell(r).wait([&](uint32_t come) { return int32_t(come - turn) >= 0; });
+                bell(r).wait([&](uint32_t reached) { return int32_t(reached - turn) >= 0; });
             add_up(turn, x, n);
         }
     }

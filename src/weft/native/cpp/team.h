@@ -1,4 +1,4 @@
-// A team of threads that does a step together: who does what, and how nobody waits for a thread that has no core.
+// A team of threads that computes a step together, and in which no thread waits for another one that has no core.
 #pragma once
 
 #include <algorithm>
@@ -10,27 +10,28 @@
 #include "pool.h"
 #include "work.h"
 
-// What a team shares. Its work is a row of phases, each in pieces: a phase is over when its pieces are done, whoever
-// did them, and the next begins. A thread that comes late finds fewer pieces, or none, and passes on.
+// The state that a team shares. Its work is a sequence of phases, each in pieces. A phase is over when all of its
+// pieces are done, by whichever threads, and then the next one begins. A late thread finds fewer pieces, or none, and
+// goes on.
 class Board {
     static constexpr int SOON = 100;  // looks, some 2 us
-    static constexpr int BITS = 20;   // of a count of pieces; the phase has the rest of a word
+    static constexpr int BITS = 20;   // of a count of pieces; the other bits of the word are the phase
 
-    // Of one thread's own range of pieces, how many are taken from its front and from its back, in this phase.
+    // Numbers of pieces that are taken from the front and from the back of one thread's range, in this phase.
     struct alignas(64) Taken {
         std::atomic<uint64_t> word{0};
     };
     std::vector<Taken> taken;
     alignas(64) std::atomic<int64_t> done{0};  // pieces of this phase
-    Signal over;                               // phases
+    Signal over;                               // number of phases that are over
 
 public:
     static constexpr int64_t MOST = (1 << BITS) - 1;  // pieces of a range
 
     explicit Board(int size) : taken(size) {}
 
-    // Of the pieces [first, last) that are `owner`'s in a phase the next one, or the last where another thread helps, so
-    // that the owner goes on through its range in order; -1 where there is none left.
+    // Take one of the pieces [first, last) that are `owner`'s in a phase: the next one, or the last one if another
+    // thread `helps`, so that the owner goes through its range in order. Returns -1 if none is left.
     int64_t take(uint32_t phase, int owner, bool helps, int64_t first, int64_t last) {
         std::atomic<uint64_t> &word = taken[owner].word;
         uint64_t seen = word.load(std::memory_order_relaxed);
@@ -45,7 +46,7 @@ public:
         }
     }
 
-    // So many of a phase's pieces are done; whether they were the last, and the phase can end.
+    // Report that `count` of a phase's pieces are done. Returns true if they were the last, so that the phase can end.
     bool report(int64_t count, int64_t pieces) {
         if (!count || done.fetch_add(count, std::memory_order_acq_rel) + count < pieces) return false;
         done.store(0, std::memory_order_relaxed);
@@ -55,7 +56,7 @@ public:
     void end(uint32_t phase) { over.set(phase); }
 
     bool over_soon(uint32_t phase) const {
-        for (int i = 0; i < SOON; i++, breathe())
+        for (int i = 0; i < SOON; i++, relax_cpu())
             if (over.value() >= phase) return true;
         return false;
     }
@@ -67,9 +68,9 @@ public:
 
 // One thread of a team. All of them go through the same phases.
 class Team {
-    static constexpr int64_t PIECES = 8;  // of a thread's range: what may be waited for is one of them
+    static constexpr int64_t PIECES = 8;  // in a thread's range: a thread waits for one of them at most
     uint32_t phase = 0;
-    bool others_late = false;  // in the phase before
+    bool others_late = false;  // in the last phase
     Board &board;
 
 public:
@@ -77,8 +78,8 @@ public:
 
     Team(int rank, int size, Board &board) : board(board), rank(rank), size(size) {}
 
-    // Runs work(first, last) for all of `count` things, `grain` at a time, then then() once; returns when all is done.
-    // Each thread has a range of its own, which it goes through in order, and then helps the others.
+    // Run work(first, last) for all of `count` elements, `grain` at a time, then then() once. Returns when all is done.
+    // Each thread has a range of its own, which it goes through in order; then it helps the others.
     void each(int64_t count, int64_t grain, Pieces work, Then then) {
         if (size == 1) {
             if (count) work(int64_t(0), count);
@@ -90,7 +91,7 @@ public:
         bool were_late = others_late;
         others_late = false;
         phase++;
-        // A range, as far as it has not been done; whether that was the end of the phase.
+        // Do what is left of a thread's range. Returns true if that ended the phase.
         auto go_through = [&](int owner) {
             int64_t first = pieces * owner / size, last = pieces * (owner + 1) / size, done = 0;
             for (int64_t piece; (piece = board.take(phase, owner, owner != rank, first, last)) >= 0; done++)
@@ -102,20 +103,20 @@ public:
             return true;
         };
         if (go_through(rank)) return;
-        // Others are about to be through as well, and would lose more by a piece taken from them than it takes, unless
-        // they are late: then they were most likely late before.
+        // The others are about to finish as well: taking a piece from them would cost more than it saves, unless they
+        // are late. A thread that is late most likely was late in the last phase.
         if (!were_late && board.over_soon(phase)) return;
         for (int i = 1; i < size; i++)
             if (go_through((rank + i) % size)) return;
         board.wait(phase);
     }
 
-    // In pieces of which each thread's range has some.
+    // The same in pieces of which each thread's range has up to PIECES.
     void each(int64_t count, Pieces work, Then then = nothing) {
         each(count, std::max<int64_t>(1, count / (PIECES * size)), work, then);
     }
 
-    // Runs work() in the thread that called, while the others wait.
+    // Run work() in the calling thread (rank 0), while the others wait.
     void lead(Then work) {
         phase++;
         if (rank == 0) {
@@ -126,9 +127,9 @@ public:
     }
 };
 
-constexpr int64_t SMALL = 1 << 18;  // multiply-adds that one thread does sooner than two would meet, some 20 us
+constexpr int64_t SMALL = 1 << 18;  // multiply-adds: one thread does fewer sooner than two would meet, some 20 us
 
-// Runs work(team) on every thread of a new team of up to `threads`: on one alone where `parallel` is false.
+// Run work(team) on every thread of a new team of up to `threads`, or on one thread if `parallel` is false.
 inline void together(int64_t threads, bool parallel, Work<Team &> work) {
     int size = parallel ? int(threads) : 1;
     Board board(size);

@@ -1,4 +1,4 @@
-// The half of the work that is attention, quantised products and logits: compiled beside native.cpp, not after it.
+// Attention, quantised products, sampling and scoring: half of the code, compiled at the same time as native.cpp.
 #include "attention.h"
 #include "quantised.h"
 #include "sampling.h"
@@ -11,9 +11,9 @@ template void quantised<4, 2>(const Packed &, const T *, int64_t, const char *, 
 template void quantised<8, 1>(const Packed &, const T *, int64_t, const char *, int64_t, T *, int64_t, int64_t);
 #undef T
 
-ENTRY void weft_choose(const void *logits, int64_t size, int64_t rows, int64_t vocab, int64_t stride,
-                       const Wish *wishes, const uint64_t *streams, int64_t *tokens, int64_t threads) {
-    choose(logits, size, rows, vocab, stride, wishes, streams, tokens, threads);
+ENTRY void weft_sample(const void *logits, int64_t size, int64_t rows, int64_t vocab, int64_t stride,
+                       const SamplingSettings *settings, const uint64_t *streams, int64_t *tokens, int64_t threads) {
+    sample(logits, size, rows, vocab, stride, settings, streams, tokens, threads);
 }
 ENTRY void weft_score(const void *logits, int64_t size, int64_t rows, int64_t vocab, int64_t stride,
                       const int64_t *tokens, int64_t top, double *out, int64_t threads) {

@@ -1,4 +1,4 @@
-// Tiles: a step's attention in pieces, each of queries that go over their keys together.
+// Tiles: a step's attention in pieces. The queries of a tile go over their keys together.
 #pragma once
 
 #include <algorithm>
@@ -7,10 +7,11 @@
 #include <vector>
 
 constexpr int64_t QUERIES = 96;  // query vectors per tile at most: tokens x heads of one group
+constexpr int64_t WIDEST_GROUP = QUERIES;  // query heads per KV head at most: a tile holds those of one token
 constexpr int64_t KEYS = 64;     // keys that are worked on at once
-constexpr int64_t PER_THREAD = 4;  // tiles, below which rows are not joined: threads would be without any
+constexpr int64_t PER_THREAD = 4;  // rows are not joined below this number of tiles per thread: some would have none
 
-// The rows of a step: which tokens are theirs, and the blocks that their positions lie in.
+// The rows of a step: their tokens, and the KV blocks that hold their positions.
 struct Rows {
     const int32_t *starts, *context, *tables;
     int64_t count, table_width, block_size;
@@ -19,16 +20,16 @@ struct Rows {
 
     const int32_t *blocks(int64_t row) const { return tables + row * table_width; }
 
-    // The place of a row's position among all of the cache's.
+    // The slot in the cache of a row's position.
     int64_t slot(int64_t row, uint32_t position) const {
         uint32_t size = block_size;
         return int64_t(blocks(row)[position / size]) * size + position % size;
     }
 
-    // Whole blocks that lie before a row's last position.
+    // Number of whole blocks before a row's last position.
     int64_t whole(int64_t row) const { return (context[row] - 1) / block_size; }
 
-    // First positions that two rows have in the same blocks, in multiples of KEYS.
+    // Number of first positions that two rows have in the same blocks, a multiple of KEYS.
     int64_t shared(int64_t a, int64_t b) const {
         int64_t most = std::min(whole(a), whole(b));
         int64_t same = std::mismatch(blocks(a), blocks(a) + most, blocks(b)).first - blocks(a);
@@ -36,15 +37,15 @@ struct Rows {
     }
 };
 
-// Of some rows each, tokens [first, last), counted from the row's own, and the query heads of one KV head. All keys
-// before position `shared` are the same for all of the rows.
+// Queries: of each of `count` rows the tokens [first, last), counted from the row's first token, and of these the query
+// heads of KV head `head`. The rows have all keys before position `shared` in common.
 struct Tile {
     const int32_t *rows;
     int64_t count, shared, head, first, last;
 };
 
 class Tiles {
-    std::vector<int32_t> order;  // of the rows: those with one token by their blocks, then those with more
+    std::vector<int32_t> order;  // of the rows: those with one token sorted by their blocks, then those with more
     std::vector<Tile> tiles;
 
 public:
@@ -52,8 +53,8 @@ public:
         std::iota(order.begin(), order.end(), 0);
         auto many = std::stable_partition(order.begin(), order.end(), [&](int32_t r) { return rows.tokens(r) == 1; });
         int64_t single = many - order.begin();
-        // Rows that begin alike become neighbours, and are read together: as many as there are queries for, and as
-        // leave all threads something to do.
+        // Rows with the same first blocks become neighbours, and their keys are read together: as many rows as a tile
+        // has queries for, and few enough that all threads have something to do.
         int64_t most = std::min(QUERIES / group, single * kv_heads / (PER_THREAD * threads));
         if (most > 1)
             std::sort(order.begin(), many, [&](int32_t a, int32_t b) {
@@ -63,7 +64,7 @@ public:
         for (int64_t from = 0, to; from < single; from = to) {
             int64_t shared = 0;
             for (to = from + 1; to < single && to - from < most; to++) {
-                // What is saved must not shrink: one that shares little would part the others from what they share.
+                // A row joins only if that saves no less: one that shares little would cut what the others share.
                 int64_t with = rows.shared(order[from], order[to]);
                 if (with == 0 || with * (to - from) < shared * (to - from - 1)) break;
                 shared = with;
@@ -71,7 +72,7 @@ public:
             for (int64_t head = 0; head < kv_heads; head++)
                 tiles.push_back({&order[from], to - from, shared, head, 0, 1});
         }
-        // From each row's end: the tiles with the most keys first, so that no thread starts one when others are done.
+        // From each row's end: tiles with the most keys come first, so that no thread starts one when others are done.
         int64_t step = std::max<int64_t>(1, QUERIES / group);
         for (int64_t i = single; i < rows.count; i++)
             for (int64_t last = rows.tokens(order[i]); last > 0; last -= step)
@@ -79,7 +80,7 @@ public:
                     tiles.push_back({&order[i], 1, 0, head, std::max<int64_t>(last - step, 0), last});
     }
 
-    // Tiles point into the order.
+    // Not copied: tiles point into `order`.
     Tiles(const Tiles &) = delete;
     Tiles &operator=(const Tiles &) = delete;
 

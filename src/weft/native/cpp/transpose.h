@@ -1,4 +1,4 @@
-// Squares of 32-bit words whose rows become columns.
+// Transposition of squares of 32-bit words.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 #include <immintrin.h>
 #endif
 
-constexpr int64_t SQUARE = 16;  // words each way: a vector of AVX512
+constexpr int64_t SQUARE = 16;  // words each way: a vector of AVX-512
 
 // Row i begins `stride` bytes after the one before it; word j of row i goes to word i of row j of `to`.
 inline void transpose(const void *from, int64_t stride, void *to, int64_t to_stride) {
@@ -33,12 +33,12 @@ inline void transpose(const void *from, int64_t stride, void *to, int64_t to_str
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
         __m512i even = _mm512_shuffle_i32x4(v[i], v[i + 4], 0x88), odd = _mm512_shuffle_i32x4(v[i], v[i + 4], 0xdd);
-        __m512i more = _mm512_shuffle_i32x4(v[i + 8], v[i + 12], 0x88);
-        __m512i last = _mm512_shuffle_i32x4(v[i + 8], v[i + 12], 0xdd);
-        _mm512_storeu_si512(target + i * to_stride, _mm512_shuffle_i32x4(even, more, 0x88));
-        _mm512_storeu_si512(target + (i + 4) * to_stride, _mm512_shuffle_i32x4(odd, last, 0x88));
-        _mm512_storeu_si512(target + (i + 8) * to_stride, _mm512_shuffle_i32x4(even, more, 0xdd));
-        _mm512_storeu_si512(target + (i + 12) * to_stride, _mm512_shuffle_i32x4(odd, last, 0xdd));
+        __m512i even_high = _mm512_shuffle_i32x4(v[i + 8], v[i + 12], 0x88);
+        __m512i odd_high = _mm512_shuffle_i32x4(v[i + 8], v[i + 12], 0xdd);
+        _mm512_storeu_si512(target + i * to_stride, _mm512_shuffle_i32x4(even, even_high, 0x88));
+        _mm512_storeu_si512(target + (i + 4) * to_stride, _mm512_shuffle_i32x4(odd, odd_high, 0x88));
+        _mm512_storeu_si512(target + (i + 8) * to_stride, _mm512_shuffle_i32x4(even, even_high, 0xdd));
+        _mm512_storeu_si512(target + (i + 12) * to_stride, _mm512_shuffle_i32x4(odd, odd_high, 0xdd));
     }
 #else
     for (int64_t i = 0; i < SQUARE; i++)

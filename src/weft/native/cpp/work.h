@@ -1,5 +1,5 @@
-// Work that is handed on: a function in somebody's frame, called while that waits. One type for all, so that what takes
-// work is compiled once.
+// A reference to a function in a frame of the stack that outlives the calls. All functions with the same arguments have
+// one type here, so that code that takes work is compiled once.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ public:
     void operator()(Arguments... arguments) const { call(function, arguments...); }
 };
 
-using Pieces = Work<int64_t, int64_t>;  // things [first, last)
-using Then = Work<>;
+using Pieces = Work<int64_t, int64_t>;  // work on elements [first, last)
+using Then = Work<>;  // called once, after the rest
 
 inline constexpr auto nothing = [] {};

@@ -1,0 +1,133 @@
+"""Layout flags of weft plan: the part of the layout that they fix, checked against the model and the hardware."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+from weft.architectures.model import Model
+from weft.cli.parser import UsageError
+from weft.errors import ConfigError, PlanError
+from weft.hardware.cluster import Cluster
+from weft.plan import device_map, max_memory, placement
+from weft.plan.rules import check_layout
+from weft.planner.domains import usable_devices
+from weft.planner.question import LayoutConstraints
+
+
+def rank_count(given: dict[str, Any]) -> int:
+    """Number of ranks that the flags ask for; a size that is not given counts as 1."""
+    splits = {kind: len(given.get(f"{kind}_split") or ()) for kind in ("tensor", "pipeline")}
+    return prod(given.get(f"{kind}_parallel_size") or splits.get(kind) or 1 for kind in ("tensor", "pipeline", "data"))
+
+
+def limit_memory(given: dict[str, Any], cluster: Cluster) -> Cluster:
+    """The cluster with the limits of --max-memory. Raises ConfigError for a device that the cluster does not have."""
+    limits = given.get("max_memory")
+    return cluster if limits is None else max_memory.cap_cluster(cluster, max_memory.parse_max_memory(limits))
+
+
+def remarks(given: dict[str, Any], cluster: Cluster) -> tuple[str, ...]:
+    """Notes on flags that have no effect."""
+    names = [name for name in given.get("max_memory") or {} if name in ("cpu", "disk")]
+    if not names or cluster.on_cpu:
+        return ()
+    return (
+        f"--max-memory {names[0]}={given['max_memory'][names[0]]} has no effect: all layers run on GPUs, and nothing "
+        f"is put on {names[0]}",
+    )
+
+
+def parse_layout_flags(given: dict[str, Any], cluster: Cluster, model: Model, precision: str) -> LayoutConstraints:
+    """The part of the layout that the flags fix; `precision` gives the weights' size for --device-map.
+
+    Raises UsageError for flags that contradict each other, the model or the hardware, and ConfigError for a device map
+    that is not a pipeline of the model.
+    """
+    if given.get("device_map") is not None:
+        return parse_device_map(given, cluster, model, precision)
+    tensor, stages = check_sizes(given, model)
+    replicas = given.get("data_parallel_size")
+    sizes = [size for size in (tensor, stages, replicas) if size]
+    check_rank_count(sizes, cluster)
+    return LayoutConstraints(
+        tensor_parallel=tensor,
+        pipeline_parallel=stages,
+        data_parallel=replicas,
+        expert_parallel=expert_parallel(given, model, sized=bool(sizes)),
+        tensor_split=given.get("tensor_split"),
+        pipeline_split=given.get("pipeline_split"),
+    )
+
+
+def check_sizes(given: dict[str, Any], model: Model) -> tuple[int | None, int | None]:
+    """Tensor-parallel ranks and pipeline stages of the flags, None for one that they leave open."""
+    try:
+        return check_layout(
+            model.shape,
+            tensor_parallel_size=given.get("tensor_parallel_size"),
+            tensor_split=given.get("tensor_split"),
+            pipeline_parallel_size=given.get("pipeline_parallel_size"),
+            pipeline_split=given.get("pipeline_split"),
+        )
+    except (ConfigError, PlanError) as error:
+        raise UsageError(str(error)) from None
+
+
+def check_rank_count(sizes: Sequence[int], cluster: Cluster) -> None:
+    """Raise UsageError if the parallel sizes need more GPUs than the cluster has."""
+    needed, available = prod(sizes), len(usable_devices(cluster))
+    if needed <= available:
+        return
+    factors = [str(size) for size in sizes if size > 1]
+    product = f"{' x '.join(factors)} = {needed}" if len(factors) > 1 else str(needed)
+    has = "the hardware has" if available == len(cluster.gpus) else "--max-memory leaves"
+    raise UsageError(f"{product} ranks need as many GPUs; {has} {available}")
+
+
+def expert_parallel(given: dict[str, Any], model: Model, *, sized: bool) -> bool | None:
+    """The choice of --enable-expert-parallel; if it is not given, False if a size is, else None: the search decides."""
+    choice: bool | None = given.get("enable_expert_parallel")
+    if choice and model.shape.experts is None:
+        raise UsageError(f"--enable-expert-parallel: {model.name} has no experts")
+    # Sizes describe the whole layout.
+    return False if choice is None and sized else choice
+
+
+def parse_device_map(given: dict[str, Any], cluster: Cluster, model: Model, precision: str) -> LayoutConstraints:
+    """The layout of --device-map: a pipeline, or whole layers spread by one of Transformers' words."""
+    mapping = given["device_map"]
+    placement.check_flags(mapping, given)
+    spread = placement.spread_word(mapping)
+    if spread:
+        return LayoutConstraints(tensor_parallel=1, data_parallel=1, expert_parallel=False, device_map_strategy=spread)
+    room = mapping_room(cluster, model, precision)
+    stages = device_map.map_to_stages(model.shape, placement.module_devices(mapping), room)
+    gpus = len(room.gpus) + len(room.left_out)
+    if gpus and "cpu" in stages.devices:
+        raise UsageError(
+            f"--device-map puts the whole model on cpu, but the plan is for {gpus} GPU{'s' * (gpus > 1)}: leave "
+            "--device-map out, or plan for a machine without GPUs"
+        )
+    placement.check_stages(stages, given)
+    return LayoutConstraints(
+        tensor_parallel=1,
+        pipeline_parallel=len(stages.layers),
+        data_parallel=1,
+        expert_parallel=False,
+        pipeline_split=stages.layers,
+        # Without GPUs the CPU is the cluster's only device.
+        devices=tuple(device if isinstance(device, int) else 0 for device in stages.devices),
+    )
+
+
+def mapping_room(cluster: Cluster, model: Model, precision: str) -> device_map.AvailableDevices:
+    """The GPUs that a device map may use, by number, and the bytes of each part of the model."""
+    gpus = {number: gpu for number, gpu in enumerate(cluster.gpus) if gpu.kind == "gpu"}
+    return device_map.AvailableDevices(
+        gpus=[number for number, gpu in gpus.items() if gpu.limit_bytes != 0],
+        left_out=[number for number, gpu in gpus.items() if gpu.limit_bytes == 0],
+        nbytes=lambda unit: placement.unit_bytes(model.shape, precision, unit),
+        fetch_Bps=max((gpu.pcie_Bps for gpu in gpus.values()), default=None),
+    )

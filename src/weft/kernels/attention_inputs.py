@@ -1,0 +1,51 @@
+"""Random inputs of attention with the shapes and layouts of real steps, to measure and to compile kernels with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from weft.kernels.base import AttentionShape, KVCache
+from weft.kernels.batch import Batch
+
+# Queries, one layer's cache, and the batch.
+AttentionInputs = tuple[torch.Tensor, KVCache, Batch]
+
+
+def decode_inputs(shape: AttentionShape, device: torch.device, contexts: list[int]) -> AttentionInputs:
+    """Inputs of a decode step: rows with one token each, over `contexts` tokens in shuffled blocks."""
+    rows, needs = len(contexts), [-(-context // shape.block_size) for context in contexts]
+    order = torch.randperm(sum(needs), generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    tables = torch.zeros(rows, max(needs), dtype=torch.int32)
+    for row, blocks in enumerate(order.split(needs)):
+        tables[row, : len(blocks)] = blocks
+    dims = (sum(needs), shape.block_size, shape.kv_heads, shape.head_dim)
+    cache = KVCache(*(torch.randn(dims, dtype=shape.dtype, device=device).to(shape.cache_dtype) for _ in range(2)))
+    context = torch.tensor(contexts, dtype=torch.int32, device=device)
+    index = torch.arange(rows + 1, dtype=torch.int32, device=device)
+    batch = Batch(
+        tokens=index[:rows],
+        positions=context - 1,
+        slots=index[:rows].long(),
+        row_starts=index,
+        context=context,
+        tables=tables.to(device),
+        order=context.argsort(descending=True).int(),
+        decodes=rows,
+        fixed=True,
+    )
+    return random_queries(shape, device, rows), cache, batch
+
+
+def prompt_inputs(
+    shape: AttentionShape, device: torch.device, counts: list[int], contexts: list[int]
+) -> AttentionInputs:
+    """Inputs of a prefill step: rows with `counts` tokens each, the last ones of their `contexts`."""
+    _, cache, rows = decode_inputs(shape, device, contexts)
+    starts = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0).int().to(device)
+    return random_queries(shape, device, sum(counts)), cache, replace(rows, row_starts=starts, decodes=0, fixed=False)
+
+
+def random_queries(shape: AttentionShape, device: torch.device, tokens: int) -> torch.Tensor:
+    return torch.randn(tokens, shape.q_heads, shape.head_dim, dtype=shape.dtype, device=device)

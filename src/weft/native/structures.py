@@ -1,0 +1,112 @@
+"""Structures and constants that C++ and Python share: each is declared in `cpp/`, and mirrored here and nowhere else.
+
+`abi.check_abi` compares the two sides whenever a library is loaded. A field or a constant that is added on one side is
+added on the other one, and to the list in `cpp/abi.h`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+from weft.formats.schemes import UNIT
+
+POINTER, SIZE, REAL, DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_double
+
+PANEL = 32  # rows of a weight that are packed together
+WIDEST_HEAD = 256  # head_dim at most
+WIDEST_GROUP = 96  # query heads per KV head at most
+LONGEST_GROUP = 128  # columns of a quantisation group that the library rounds, at most
+WORKSPACE_ALIGNMENT = 64  # bytes: the address of a stage's workspace is a multiple of it
+LOWEST_KINDS = {"middle": 0, "zero": 1, "minimum": 2}  # by the names of `Scheme.lowest`
+WEIGHT_TYPES = {"bfloat16": 0, "float16": 1, "float32": 2}  # of weights that are rounded
+
+# Sampling, which torch, Triton and C++ do alike: see worker/random.py.
+SAMPLING_BLOCK = 256  # tokens that race as one, then among themselves; near the square root of common vocabularies
+NOT_FINITE = -1  # in place of a token: the greatest logit of its row is NaN or infinite, so nothing can be sampled
+# SplitMix64 (Steele, Lea, Flood 2014): the step of its counter and the multipliers of its finaliser, 64 bits each.
+SPLITMIX_STEP = 0x9E3779B97F4A7C15
+SPLITMIX_FIRST = 0xBF58476D1CE4E5B9
+SPLITMIX_SECOND = 0x94D049BB133111EB
+
+# Sums a stage's result over the ranks; returns 0, or anything else if that failed.
+SumCallback = ctypes.CFUNCTYPE(ctypes.c_int32)
+
+
+class MatrixDescriptor(ctypes.Structure):
+    """`Matrix` of matrix.h: a weight [rows, cols] that is packed for products."""
+
+    _fields_ = (
+        *((name, SIZE) for name in ("bits", "rows", "cols")),
+        *((name, POINTER) for name in ("data", "scales", "lowest", "bias")),
+        *((name, SIZE) for name in ("group", "lacking", "kind")),
+    )
+
+
+class LayerDescriptor(ctypes.Structure):
+    """`Layer` of stage.h: the weights and the KV cache of one decoder layer."""
+
+    _fields_ = (
+        *((name, POINTER) for name in ("attention_norm", "q_norm", "k_norm", "mlp_norm", "keys", "values")),
+        *((name, MatrixDescriptor) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, SIZE) for name in ("q_heads", "kv_heads", "head_dim", "window")),
+        *((name, REAL) for name in ("scale", "head_eps", "eps")),
+    )
+
+
+class StepDescriptor(ctypes.Structure):
+    """`Step` of stage.h: the tokens of one call, and how their results are summed over the ranks."""
+
+    _fields_ = (
+        *((name, POINTER) for name in ("residual", "angles", "positions", "slots", "row_starts", "context", "tables")),
+        *((name, SIZE) for name in ("tokens", "rows", "table_width", "block_size")),
+        ("shared", POINTER),
+        ("sum", SumCallback),
+    )
+
+
+class SharedDescriptor(ctypes.Structure):
+    """`Shared` of sum.h: memory that the ranks of one host share."""
+
+    _fields_ = (("memory", POINTER), *((name, SIZE) for name in ("rank", "size", "head", "slot_bytes")))
+
+
+class RoundingDescriptor(ctypes.Structure):
+    """`Rounding` of rounding.h: a weight that is to be rounded to the numbers of a scheme."""
+
+    _fields_ = tuple((name, SIZE) for name in ("type", "rows", "width", "group", "bits", "kind", "lacking", "cols"))
+
+
+class SamplingSettings(ctypes.Structure):
+    """`SamplingSettings` of settings.h: a request's, as a row of `worker.token_sampler.SamplingSettings.columns`."""
+
+    _fields_ = tuple((name, DOUBLE) for name in ("temperature", "log_min_p", "top_k", "top_p"))
+
+
+# By their names in C++.
+STRUCTURES: dict[str, type[ctypes.Structure]] = {
+    "Matrix": MatrixDescriptor,
+    "Layer": LayerDescriptor,
+    "Step": StepDescriptor,
+    "Shared": SharedDescriptor,
+    "Rounding": RoundingDescriptor,
+    "SamplingSettings": SamplingSettings,
+}
+CONSTANTS = {
+    "PANEL": PANEL,
+    "BLOCK": UNIT,
+    "WIDEST_HEAD": WIDEST_HEAD,
+    "WIDEST_GROUP": WIDEST_GROUP,
+    "LONGEST_GROUP": LONGEST_GROUP,
+    "WORKSPACE_ALIGNMENT": WORKSPACE_ALIGNMENT,
+    "Lowest::MIDDLE": LOWEST_KINDS["middle"],
+    "Lowest::ZERO": LOWEST_KINDS["zero"],
+    "Lowest::MINIMUM": LOWEST_KINDS["minimum"],
+    "BF16": WEIGHT_TYPES["bfloat16"],
+    "FP16": WEIGHT_TYPES["float16"],
+    "FP32": WEIGHT_TYPES["float32"],
+    "SAMPLING_BLOCK": SAMPLING_BLOCK,
+    "NOT_FINITE": NOT_FINITE,
+    "SPLITMIX_STEP": SPLITMIX_STEP,
+    "SPLITMIX_FIRST": SPLITMIX_FIRST,
+    "SPLITMIX_SECOND": SPLITMIX_SECOND,
+}
