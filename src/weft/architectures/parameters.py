@@ -219,15 +219,23 @@ def rank_parameters(shape: ModelShape, place: Place) -> Iterator[tuple[str, Para
     """
     table = model_parameters(shape)
     for parameter in table:
-        if parameter.where == "embed" and place.first:
+        if parameter.where == "embed" and is_held_outside_layers(shape, place, parameter):
             yield parameter.name, parameter, None
     for layer in range(place.layers.start, place.layers.stop):
         for parameter in table:
             if parameter.where == "layer" and parameter.is_in(shape, layer):
                 yield parameter.name.format(layer=layer), parameter, layer
     for parameter in table:
-        if parameter.where == "head" and place.last and not (shape.tied and place.first and parameter.role == "head"):
+        if parameter.where == "head" and is_held_outside_layers(shape, place, parameter):
             yield parameter.name, parameter, None
+
+
+def is_held_outside_layers(shape: ModelShape, place: Place, parameter: Parameter) -> bool:
+    """Return True if a rank holds this parameter of the embedding or the head; a tied head may be the embedding."""
+    if parameter.where == "embed":
+        return place.first
+    uses_embedding = parameter.role == "head" and shape.tied and place.first
+    return place.last and not uses_embedding
 
 
 def parameter_dims(shape: ModelShape, place: Place, parameter: Parameter) -> tuple[int, ...]:

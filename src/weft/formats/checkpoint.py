@@ -175,14 +175,20 @@ def expected_tensors(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]
         count = shape.experts.count if parameter.role == "expert" and shape.experts else None
         for layer in layers_of(shape, parameter):
             for source, part in last.items():
-                dims = _tensor_dims(shape, part)
-                if count is None:
-                    yield source.format(layer=layer), dims
-                elif "{expert}" not in source:
-                    yield source.format(layer=layer), (count, *dims)
-                else:
-                    for expert in range(count):
-                        yield source.format(layer=layer, expert=expert), dims
+                yield from _source_tensors(source, layer, count, _tensor_dims(shape, part))
+
+
+def _source_tensors(
+    source: str, layer: int, experts: int | None, dims: tuple[int, ...]
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the tensors of one source name in one layer: one, a stack of experts, or one per expert."""
+    if experts is None:
+        yield source.format(layer=layer), dims
+    elif "{expert}" not in source:
+        yield source.format(layer=layer), (experts, *dims)
+    else:
+        for expert in range(experts):
+            yield source.format(layer=layer, expert=expert), dims
 
 
 def _tensor_dims(shape: ModelShape, part: Part) -> tuple[int, ...]:
@@ -212,12 +218,7 @@ def _select_tensors(index: Mapping[str, TensorInfo], shape: ModelShape, path: st
         info = index.get(name)
         if info is None:
             raise _missing_tensor(index, name, dims, path)
-        if info.dims != dims:
-            raise ModelError(
-                f"{info.file}: tensor {name} is {list(info.dims)}; the model's shape asks for {list(dims)}"
-            )
-        if info.type not in ENCODINGS and not isinstance(info, packed.Packed):
-            raise ModelError(f"{info.file}: tensor {name} is {info.type}; Weft reads {', '.join(ENCODINGS)}")
+        _check_tensor(info, name, dims)
         tensors[name] = info
     next_layer = f"model.layers.{shape.layers}."
     extra = next((name for name in index if name.startswith(next_layer)), None)
@@ -226,6 +227,13 @@ def _select_tensors(index: Mapping[str, TensorInfo], shape: ModelShape, path: st
             f"{path} holds tensor {extra}, but its config says {shape.layers} layers; give the config of these weights"
         )
     return tensors
+
+
+def _check_tensor(info: TensorInfo, name: str, dims: Sequence[int]) -> None:
+    if info.dims != dims:
+        raise ModelError(f"{info.file}: tensor {name} is {list(info.dims)}; the model's shape asks for {list(dims)}")
+    if info.type not in ENCODINGS and not isinstance(info, packed.Packed):
+        raise ModelError(f"{info.file}: tensor {name} is {info.type}; Weft reads {', '.join(ENCODINGS)}")
 
 
 def _missing_tensor(index: Mapping[str, TensorInfo], name: str, dims: Sequence[int], path: str) -> ModelError:

@@ -117,7 +117,7 @@ def shape_from_config(config: Fields, own: DType = "bfloat16", *, run: bool = Tr
     head_dim = _head_dim(config, default, hidden, q_heads, mla)
     longest = config.integer_or("max_position_embeddings", None, maximum=limits.POSITIONS)
     max_positions = longest or default.max_positions
-    bias = default.bias == "all" or (default.bias == "config" and config.flag("attention_bias"))
+    bias = _attention_bias(config, default)
     rotary = rope(config, max_positions) if name in RUNNABLE else Rope(theta=_theta(config, Fields({}, config.where)))
     ffn = _ffn_width(config, default, hidden)
     shape = ModelShape(
@@ -158,6 +158,11 @@ def _head_dim(config: Fields, default: Defaults, hidden: int, q_heads: int, mla:
     if head_dim is None and hidden % q_heads:
         raise ModelError(f"{config.where}: hidden_size {hidden} is no multiple of the {q_heads} num_attention_heads")
     return head_dim or hidden // q_heads
+
+
+def _attention_bias(config: Fields, default: Defaults) -> bool:
+    """True if attention's output projection has a bias."""
+    return default.bias == "all" or (default.bias == "config" and config.flag("attention_bias"))
 
 
 def _ffn_width(config: Fields, default: Defaults, hidden: int) -> int:
@@ -224,7 +229,7 @@ def precision(config: Fields) -> str | None:
         return None
     if quantization_config.unsupported_quantization(quantised) is None:
         return quantization_config.parse_quantization(quantised).precision
-    precision = _float_precision(quantised) or _integer_precision(config, quantised)
+    precision = quantization_config.precision_of_unsupported(quantised)
     if precision is None:
         method = quantised.text_or("quant_method", None)
         raise ModelError(
@@ -232,31 +237,6 @@ def precision(config: Fields) -> str | None:
             "not know; name the nearest format with --precision"
         )
     return precision
-
-
-def _float_precision(quantised: Fields) -> str | None:
-    """fp8, mxfp4 or nvfp4, by the method's or the algorithm's name; None for another one."""
-    method = quantised.text_or("quant_method", None)
-    algorithm = (quantised.text_or("quant_algo", None) or quantised.text_or("format", None) or "").lower()
-    if method == "mxfp4":
-        return method
-    if method in ("fp8", "fbgemm_fp8"):
-        return "fp8"
-    if "fp4" in algorithm:
-        return "mxfp4" if algorithm.startswith("mx") else "nvfp4"
-    if "fp8" in algorithm or algorithm == "float-quantized":
-        return "fp8"
-    return None
-
-
-def _integer_precision(config: Fields, quantised: Fields) -> str | None:
-    """int4 or int8, by the number of bits; None for another number or type."""
-    groups = quantised.nested("config_groups")
-    first = next((value for value in groups.values.values() if isinstance(value, dict)), None) if groups else None
-    weights = first.get("weights") if first else None
-    fields = Fields(weights, f"{config.where}: weights") if isinstance(weights, dict) else quantised
-    bits = fields.integer_or("bits", None) or fields.integer_or("num_bits", None)
-    return f"int{bits}" if bits in (4, 8) and fields.text_or("type", "int") == "int" else None
 
 
 def _check_runnable(config: Fields, name: str) -> None:
@@ -305,17 +285,21 @@ def windows(config: Fields, default: Defaults, layers: int) -> tuple[int | None,
 def _sliding_layers(config: Fields, default: Defaults, layers: int) -> list[bool]:
     """True for each layer with a sliding window: by `layer_types`, or else by the architecture's pattern."""
     types = config.values.get("layer_types")
-    if types is None and isinstance(default.window, int):
-        every = config.integer_or("window_pattern", default.window) or default.window
-        return [(layer + 1) % every != 0 for layer in range(layers)]
     if types is None:
-        first = config.integer_or("max_window_layers", MAX_WINDOW_LAYERS, minimum=0) or 0
-        return [layer >= first for layer in range(layers)]
+        return _sliding_pattern(config, default, layers)
     if not isinstance(types, list) or any(type not in LAYER_TYPES for type in types):
         raise config.wrong("layer_types", "a list of full_attention and sliding_attention")
     if len(types) != layers:
         raise ModelError(f"{config.where}: layer_types has {len(types)} entries for {layers} num_hidden_layers")
     return [type == "sliding_attention" for type in types]
+
+
+def _sliding_pattern(config: Fields, default: Defaults, layers: int) -> list[bool]:
+    if isinstance(default.window, int):
+        every = config.integer_or("window_pattern", default.window) or default.window
+        return [(layer + 1) % every != 0 for layer in range(layers)]
+    first = config.integer_or("max_window_layers", MAX_WINDOW_LAYERS, minimum=0) or 0
+    return [layer >= first for layer in range(layers)]
 
 
 def rope(config: Fields, max_positions: int) -> Rope:

@@ -193,9 +193,7 @@ def _read_part(path: str) -> Gguf:
         for _ in range(field_count):
             key = header.text()
             metadata[key] = header.value(header.scalar(U32))
-        alignment = metadata.get("general.alignment", ALIGNMENT)
-        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-            raise ModelError(f"{path}: general.alignment is {alignment!r:.80}; it must be a power of two")
+        alignment = _alignment(metadata, path)
         # Offsets count from the end of the index, which is not known before it is read.
         tensors = dict(_read_tensor(header) for _ in range(tensor_count))
         for name, info in tensors.items():
@@ -209,6 +207,14 @@ def _read_part(path: str) -> Gguf:
             raise ModelError(f"{path} is damaged: two of its tensors have the same name; fetch it again")
         check_bounds(tensors, path, len(header.data))
         return Gguf(path, metadata, tensors)
+
+
+def _alignment(metadata: dict[str, Scalar | Array], path: str) -> int:
+    """Bytes that the data of each tensor is aligned to. Raises ModelError unless it is a power of two."""
+    alignment = metadata.get("general.alignment", ALIGNMENT)
+    if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+        raise ModelError(f"{path}: general.alignment is {alignment!r:.80}; it must be a power of two")
+    return alignment
 
 
 def _read_counts(header: _HeaderReader) -> tuple[int, int]:

@@ -98,7 +98,6 @@ def shape_from_gguf(gguf: Gguf, *, run: bool = True) -> ModelShape:
     ffn = fields.integer("feed_forward_length")
     rotary = rope(gguf, fields, head_dim) if run else planned_rope(fields)
     tokens = Fields(gguf.metadata, where)
-    ends = (end for key in END_TOKENS for end in tokens.ids(f"tokenizer.ggml.{key}"))
     kv_heads = q_heads if mla else fields.integer_or("attention.head_count_kv", q_heads) or q_heads
     return ModelShape(
         architecture=name,
@@ -113,17 +112,23 @@ def shape_from_gguf(gguf: Gguf, *, run: bool = True) -> ModelShape:
         norm_eps=_norm_eps(fields),
         rope=rotary,
         tied=HEAD not in tensors,
-        qkv_bias=any(f"blk.0.attn_{part}.bias" in tensors for part in ("q", "qkv")),
+        qkv_bias="blk.0.attn_q.bias" in tensors or "blk.0.attn_qkv.bias" in tensors,
         out_bias="blk.0.attn_output.bias" in tensors,
-        mlp_bias=any(f"blk.0.ffn_down{kind}.bias" in tensors for kind in ("", "_exps")),
+        mlp_bias="blk.0.ffn_down.bias" in tensors or "blk.0.ffn_down_exps.bias" in tensors,
         qk_norm="blk.0.attn_q_norm.weight" in tensors,
         windows=windows(fields, name, layers),
         experts=experts(fields, ffn),
         mla=mla,
         dtype=dtype(tensors[EMBEDDING]),
         bos=tokens.integer_or("tokenizer.ggml.bos_token_id", None, minimum=0),
-        eos=tuple(dict.fromkeys(ends)),
+        eos=_end_tokens(tokens),
     )
+
+
+def _end_tokens(tokens: Fields) -> tuple[int, ...]:
+    """All token ids that end an answer."""
+    ids = [token for key in END_TOKENS for token in tokens.ids(f"tokenizer.ggml.{key}")]
+    return tuple(dict.fromkeys(ids))
 
 
 def _check_fields(fields: Fields, where: str, prefix: str, *, run: bool) -> None:

@@ -87,15 +87,11 @@ def _mix_type(shape: ModelShape, mix: str, parameter: Parameter, part: Part, lay
     """Type of a matrix in a mix, whatever the length of its rows."""
     base, layers = MIXES[mix], shape.layers
     name = parameter.name.removeprefix("layers.{layer}.").removesuffix(".weight")
-    if parameter.role == "head" or (parameter.role == "embedding" and shape.tied and name == "embed"):
+    is_tied_head = parameter.role == "embedding" and shape.tied and name == "embed"
+    if parameter.role == "head" or is_tied_head:
         return "Q8_0" if mix.endswith("q8_0") else "Q6_K"
     if name == "attention.qkv":
-        fused = parameter.parts[0].source == parameter.parts[-1].source
-        if fused:
-            return {"q3_k_m": "Q4_K", "q3_k_l": "Q4_K", "q4_k_m": "Q5_K", "q5_k_m": "Q6_K"}.get(mix, base)
-        if part.rows is Axis.Q:
-            return base
-        return _kv_type(shape, mix, part is parameter.parts[2], layer)
+        return _qkv_type(shape, mix, parameter, part, layer)
     if name == "attention.out":
         return _out_type(shape, mix)
     if name in ("mlp.down", "experts.down", "shared.down"):
@@ -107,6 +103,16 @@ def _gets_more_bits(layer: int, layers: int) -> bool:
     """Return True for the layers that the _M mixes spend more on: first and last eighth, and each third one between."""
     eighth = layers // 8
     return layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
+
+
+def _qkv_type(shape: ModelShape, mix: str, parameter: Parameter, part: Part, layer: int) -> str:
+    """Type of a query, key or value projection, or of the tensor that holds all three."""
+    fused = parameter.parts[0].source == parameter.parts[-1].source
+    if fused:
+        return {"q3_k_m": "Q4_K", "q3_k_l": "Q4_K", "q4_k_m": "Q5_K", "q5_k_m": "Q6_K"}.get(mix, MIXES[mix])
+    if part.rows is Axis.Q:
+        return MIXES[mix]
+    return _kv_type(shape, mix, part is parameter.parts[2], layer)
 
 
 def _kv_type(shape: ModelShape, mix: str, is_value: bool, layer: int) -> str:

@@ -96,18 +96,25 @@ def with_stored_types(shape: ModelShape, tensors: Mapping[str, TensorInfo]) -> M
         if name in roles:
             schemes[name] = info.type if isinstance(info, Packed) else ""
     counts = Counter(scheme for name, scheme in schemes.items() if scheme and roles[name] != "head")
-    most = counts.most_common(1)
-    if most and most[0][0] != shape.published.scheme:
-        packed = next(info for info in tensors.values() if isinstance(info, Packed) and info.type == most[0][0])
-        published = msgspec.structs.replace(
-            shape.published,
-            bits=packed.bits,
-            group=packed.group,
-            symmetric=packed.symmetric,
-            ordered=packed.order is not None,
-        )
+    most_common = max(counts, key=lambda scheme: counts[scheme], default=shape.published.scheme)
+    if most_common != shape.published.scheme:
+        published = _like_tensors(shape.published, tensors, most_common)
         shape = msgspec.structs.replace(shape, published=published)
     return _with_exceptions(shape, schemes)
+
+
+def _like_tensors(
+    published: PublishedQuantization, tensors: Mapping[str, TensorInfo], scheme: str
+) -> PublishedQuantization:
+    """The published quantisation with the figures of the packed tensors in this scheme."""
+    packed = next(info for info in tensors.values() if isinstance(info, Packed) and info.type == scheme)
+    return msgspec.structs.replace(
+        published,
+        bits=packed.bits,
+        group=packed.group,
+        symmetric=packed.symmetric,
+        ordered=packed.order is not None,
+    )
 
 
 def with_config_types(shape: ModelShape, config: Fields) -> ModelShape:
@@ -166,7 +173,6 @@ def _pack(index: Mapping[str, TensorInfo], layer: str, values: TensorInfo, publi
     group = _group_columns(layout.cols, layout.groups, published.group)
     if group is None:
         raise _wrong(scales, layer, f"has {layout.groups} scales for rows of {layout.cols} columns")
-    parts = [info for info in (values, scales, zeros, order) if info is not None]
     in_order = order is None or _is_in_order(order, layer, layout.cols, group)
     symmetric = zeros is None if by_row else published.symmetric
     return Packed(
@@ -174,7 +180,7 @@ def _pack(index: Mapping[str, TensorInfo], layer: str, values: TensorInfo, publi
         type=scheme_name(bits, group, symmetric) + ("" if in_order else ORDERED),
         dims=(layout.rows, layout.cols),
         offset=values.offset,
-        nbytes=sum(info.nbytes for info in parts),
+        nbytes=sum(info.nbytes for info in (values, scales, zeros, order) if info is not None),
         published=published,
         bits=bits,
         group=group,
@@ -259,8 +265,8 @@ def _is_in_order(order: TensorInfo, layer: str, cols: int, group: int) -> bool:
             data = file.read(order.nbytes)
     except OSError as error:
         raise ModelError(f"cannot read {order.file}: {error_reason(error)}") from error
-    unset = not any(data) or data == UNSET * len(data)
-    if unset or data == array("i", (col // group for col in range(cols))).tobytes():
+    is_unset = not any(data) or data == UNSET * len(data)
+    if is_unset or data == array("i", (col // group for col in range(cols))).tobytes():
         return True
     column_groups, groups = array("i", data), -(-cols // group)
     for number in (min(column_groups), max(column_groups)):

@@ -19,7 +19,7 @@ from functools import lru_cache
 import msgspec
 
 from weft.architectures.axes import axis_length, owned
-from weft.architectures.parameters import Parameter, Part, model_parameters
+from weft.architectures.parameters import Parameter, Part, is_held_outside_layers, model_parameters
 from weft.architectures.place import Place, Span, whole
 from weft.architectures.published import ORDERED, ROW, PublishedQuantization
 from weft.architectures.shape import DType, ModelShape
@@ -243,10 +243,8 @@ def sum_by_kind(shape: ModelShape, precision: str, place: Place) -> WeightBytes:
             for layer, count in layers.items():
                 if parameter.is_in(shape, layer):
                     kinds[kind] += count * parameter_bytes(shape, precision, place, parameter, layer)
-        elif parameter.where == "embed":
-            kinds[kind] += parameter_bytes(shape, precision, place, parameter) * place.first
-        elif not (parameter.role == "head" and shape.tied and place.first):
-            kinds[kind] += parameter_bytes(shape, precision, place, parameter) * place.last
+        elif is_held_outside_layers(shape, place, parameter):
+            kinds[kind] += parameter_bytes(shape, precision, place, parameter)
     return WeightBytes(**kinds)
 
 

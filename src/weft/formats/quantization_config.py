@@ -63,6 +63,39 @@ def parse_quantization(config: Fields) -> PublishedQuantization:
     )
 
 
+def precision_of_unsupported(config: Fields) -> str | None:
+    """Precision (`formats.precision`) whose bytes are those of a quantization_config that Weft does not read.
+
+    None if its method's bytes are not known either.
+    """
+    return _float_precision(config) or _integer_precision(config)
+
+
+def _float_precision(config: Fields) -> str | None:
+    """fp8, mxfp4 or nvfp4, by the method's or the algorithm's name; None for another one."""
+    method = config.text_or("quant_method", None)
+    algorithm = (config.text_or("quant_algo", None) or config.text_or("format", None) or "").lower()
+    if method == "mxfp4":
+        return method
+    if method in ("fp8", "fbgemm_fp8"):
+        return "fp8"
+    if "fp4" in algorithm:
+        return "mxfp4" if algorithm.startswith("mx") else "nvfp4"
+    if "fp8" in algorithm or algorithm == "float-quantized":
+        return "fp8"
+    return None
+
+
+def _integer_precision(config: Fields) -> str | None:
+    """int4 or int8, by the number of bits; None for another number or type."""
+    groups = config.nested("config_groups")
+    first = next((value for value in groups.values.values() if isinstance(value, dict)), None) if groups else None
+    weights = first.get("weights") if first else None
+    fields = Fields(weights, f"{config.where}: weights") if isinstance(weights, dict) else config
+    bits = fields.integer_or("bits", None) or fields.integer_or("num_bits", None)
+    return f"int{bits}" if bits in (4, 8) and fields.text_or("type", "int") == "int" else None
+
+
 def quantised_layer_predicate(config: Fields) -> Callable[[str], bool]:
     """Return a function that tells by the name of a linear layer if the config describes it as quantised."""
     method = config.text_or("quant_method", None)

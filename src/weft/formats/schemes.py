@@ -6,7 +6,7 @@ The arithmetic of a scheme is in `quant` and in the kernels. A matrix is stored 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Literal
 
@@ -124,13 +124,16 @@ def _scheme_for_types(types: frozenset[str]) -> str | None:
         return min(types)
     if not types <= GGUF_SCHEMES.keys():
         return None
-    exact = [GGUF_SCHEMES[type] for type in types]
-    rounded = [ROUNDED.get(type, GGUF_SCHEMES[type]) for type in types]
-    for stored in (exact, rounded):
-        candidates = [name for name, scheme in SCHEMES.items() if all(map(scheme.holds, stored))]
-        if candidates:
-            return min(candidates, key=lambda name: SCHEMES[name].nbytes(1, Span(0, 256)))
-    raise AssertionError(f"no scheme has room for {', '.join(sorted(types))}")
+    exact = _smallest_holding([GGUF_SCHEMES[type] for type in types])
+    scheme = exact or _smallest_holding([ROUNDED.get(type, GGUF_SCHEMES[type]) for type in types])
+    assert scheme is not None, f"no scheme has room for {', '.join(sorted(types))}"
+    return scheme
+
+
+def _smallest_holding(stored: Sequence[Scheme]) -> str | None:
+    """Name of the smallest of SCHEMES that holds all of these schemes exactly; None if there is none."""
+    candidates = [name for name, scheme in SCHEMES.items() if all(map(scheme.holds, stored))]
+    return min(candidates, key=lambda name: SCHEMES[name].nbytes(1, Span(0, 256)), default=None)
 
 
 def scheme_for_parameter(shape: ModelShape, precision: str, parameter: Parameter, layer: int = 0) -> str | None:

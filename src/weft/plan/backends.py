@@ -107,10 +107,8 @@ def _unsupported(backend: str, shape: ModelShape, dtype: DType, host: Host, devi
         return refusal(KERNELS["triton"], reason)
     if backend == "triton" or not cards:
         return None
-    if backend == "flashinfer":
-        reason = no_flashinfer(host.packages.get(FLASHINFER), shape.head_dim)
-    else:
-        reason = no_varlen(shape.head_dim)
+    installed = host.packages.get(FLASHINFER)
+    reason = no_flashinfer(installed, shape.head_dim) if backend == "flashinfer" else no_varlen(shape.head_dim)
     reason = reason or no_flash(dtype, cards)
     return None if reason is None else refusal(KERNELS[backend], reason)
 

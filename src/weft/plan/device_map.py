@@ -82,7 +82,7 @@ def map_to_stages(shape: ModelShape, device_map: Mapping[str, object], available
     Raises ConfigError, in one line, for a map that leaves a part out, splits a layer, names an unknown module or
     device, or puts some but not all parts off the GPUs.
     """
-    devices = {module: parse_device(value, module or "the model") for module, value in device_map.items()}
+    devices = {module: parse_device(value, _label(module)) for module, value in device_map.items()}
     if not devices:
         raise ConfigError('--device-map is empty; give every module a device, or the whole model one: {"": 0}')
     _check_modules(shape, devices)
@@ -124,7 +124,7 @@ def _check_devices(devices: Mapping[str, Device], available: AvailableDevices) -
     for module, device in devices.items():
         if not isinstance(device, int) or device in available.gpus:
             continue
-        puts = f"--device-map puts {module or 'the model'} on GPU {device}"
+        puts = f"--device-map puts {_label(module)} on GPU {device}"
         if not available.gpus:
             raise ConfigError(f"{puts}, and there is no GPU; put it on cpu")
         if device in available.left_out:
@@ -142,8 +142,7 @@ def _listed_gpus(gpus: Sequence[int]) -> str:
 
 def _place_units(shape: ModelShape, devices: Mapping[str, Device]) -> list[Placed]:
     """Give each unit of the model its device. A tied head that the map does not name goes with the final norm."""
-    # Experts are looked at one by one only if the map names single experts.
-    expert_lists = {module[: module.rindex(".experts.")] for module in devices if generic_name(shape, module) != module}
+    expert_lists = _named_expert_lists(shape, devices)
     placed: list[Placed] = []
     left_out: list[str] = []  # parts without a device
     for unit in pipeline_units(shape):
@@ -163,6 +162,11 @@ def _place_units(shape: ModelShape, devices: Mapping[str, Device]) -> list[Place
             "that is not named"
         )
     return placed
+
+
+def _named_expert_lists(shape: ModelShape, devices: Mapping[str, Device]) -> set[str]:
+    """Modules that hold a list of experts of which the map names single ones; only these are looked at one by one."""
+    return {module[: module.rindex(".experts.")] for module in devices if generic_name(shape, module) != module}
 
 
 def _unit_tensors(
@@ -209,12 +213,8 @@ def _tensor_device(names: tuple[str, ...], devices: Mapping[str, Device]) -> Dev
 
     Raises ConfigError if two names of the same module have different devices.
     """
-    named: list[tuple[int, str]] = []
-    for name in names:
-        inner_to_outer = enumerate(enclosing_modules(name))
-        nearest = next(((depth, module) for depth, module in inner_to_outer if module in devices), None)
-        if nearest:
-            named.append(nearest)
+    nearest = [_nearest_module(name, devices) for name in names]
+    named = [depth_and_module for depth_and_module in nearest if depth_and_module is not None]
     if not named:
         return None
     depth, module = min(named)
@@ -227,21 +227,32 @@ def _tensor_device(names: tuple[str, ...], devices: Mapping[str, Device]) -> Dev
     return devices[module]
 
 
+def _nearest_module(name: str, devices: Mapping[str, Device]) -> tuple[int, str] | None:
+    """(depth, module) of the innermost module around a tensor that the map names; the tensor itself has depth 0."""
+    for depth, module in enumerate(enclosing_modules(name)):
+        if module in devices:
+            return depth, module
+    return None
+
+
 def _check_off_gpu(placed: Sequence[Placed], available: AvailableDevices) -> None:
     """Raise ConfigError for parts off the GPUs, unless the whole model is on the CPU."""
     off = [(unit, device) for unit, device in placed if device in OFF_GPU]
-    if not off or all(device == "cpu" for _, device in placed):
-        return
+    if off and any(device != "cpu" for _, device in placed):
+        raise _off_gpu_error(off, available)
+
+
+def _off_gpu_error(off: Sequence[Placed], available: AvailableDevices) -> ConfigError:
     size = sum(available.nbytes(unit) for unit, _ in off)
     where = " and ".join(sorted({str(device) for _, device in off}))
     puts = f"--device-map puts {_listed([unit.name for unit, _ in off])}, {format_bytes(size)}, on {where}"
     if not available.gpus:
-        raise ConfigError(f"{puts}; Weft keeps all weights in memory: put them on cpu")
+        return ConfigError(f"{puts}; Weft keeps all weights in memory: put them on cpu")
     cost = "would be fetched for every token"
     if available.fetch_Bps:
         cost += f", {size / available.fetch_Bps:.2g} s at the {available.fetch_Bps / 1e9:.0f} GB/s of PCIe"
         cost += ", and longer from a disk" if "disk" in where else ""
-    raise ConfigError(
+    return ConfigError(
         f"{puts}: that {cost}, so Weft runs no layers off the GPUs; spread them with --device-map balanced, or take "
         "more GPUs or a checkpoint of fewer bits"
     )
@@ -263,6 +274,10 @@ def _check_ends(shape: ModelShape, placed: Sequence[Placed]) -> None:
                 f"{_device_name(layer_device)}; the {which} stage of a pipeline holds the {unit.kind}: put both on one "
                 "device"
             )
+
+
+def _label(module: str) -> str:
+    return module or "the model"
 
 
 def _device_name(device: Device) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ from weft.architectures.shape import DTYPE_BYTES, DType, ModelShape
 from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError
 from weft.formats.schemes import QUANTIZATIONS
-from weft.formatting import format_bytes, format_version, join_commas
+from weft.formatting import format_bytes, format_version
 from weft.hardware.gpus import BF16_CAPABILITY
 from weft.hardware.host import Host
 from weft.plan.backends import (
@@ -25,6 +25,7 @@ from weft.plan.backends import (
     weft_backend,
     with_attention_backend,
 )
+from weft.plan.devices import device_kind, rank_cores, rank_devices, utilization
 from weft.plan.max_memory import device_caps, parse_max_memory
 from weft.plan.placement import check_flags
 from weft.plan.places import column_unit, cut_places
@@ -240,60 +241,6 @@ def stage_layers(shape: ModelShape, stages: int) -> list[int]:
     return layers(min(range(1, shape.layers - stages + 2), key=slowest))
 
 
-def device_kind(config: EngineConfig, host: Host) -> str:
-    """Kind of the devices that ranks run on: "cuda" or "cpu". Raises ConfigError for cuda without a GPU."""
-    if config.device == "cuda" and not host.gpus:
-        raise ConfigError(
-            "device is cuda, but no GPU is visible here; check nvidia-smi and CUDA_VISIBLE_DEVICES, or use --device cpu"
-        )
-    if config.device == "auto":
-        return "cuda" if host.gpus else "cpu"
-    return config.device
-
-
-def rank_devices(config: EngineConfig, host: Host, device: str, ranks: int, caps: Mapping[str, int]) -> tuple[str, ...]:
-    """Device of each rank, "cpu" or "cuda:N"; with `caps` (from --max-memory) only capped devices are used.
-
-    `device_ids` may name a GPU twice: the ranks on it then share its memory. Raises ConfigError for wrong device_ids,
-    PlanError for too few GPUs.
-    """
-    if device == "cpu":
-        if config.device_ids is not None:
-            raise ConfigError(
-                f"device_ids {join_commas(config.device_ids)} names GPUs, but the ranks run on the CPU; leave it out"
-            )
-        return ("cpu",) * ranks
-    visible = len(host.gpus)
-    ids = _default_gpus(host, ranks, caps) if config.device_ids is None else config.device_ids
-    if len(ids) != ranks:
-        raise ConfigError(
-            f"device_ids names {len(ids)} GPUs for {ranks} {'rank' if ranks == 1 else 'ranks'}; give one per rank, or "
-            "set --tensor-parallel-size and --pipeline-parallel-size to match"
-        )
-    for number in ids:
-        if not 0 <= number < visible:
-            raise ConfigError(f"device_ids names GPU {number}; visible here are 0 to {visible - 1}")
-    return tuple(f"cuda:{number}" for number in ids)
-
-
-def _default_gpus(host: Host, ranks: int, caps: Mapping[str, int]) -> tuple[int, ...]:
-    """The first GPUs, or the first that --max-memory names. Raises PlanError if there are fewer than ranks."""
-    visible = len(host.gpus)
-    if ranks > visible:
-        raise PlanError(
-            f"{ranks} ranks need {ranks} GPUs and {visible} {'is' if visible == 1 else 'are'} visible; lower "
-            "--tensor-parallel-size or --pipeline-parallel-size, use --device cpu, or let ranks share a GPU "
-            f"with --device-ids {','.join(str(n % visible) for n in range(ranks))}"
-        )
-    ids = tuple(gpu.index for gpu in host.gpus_of(caps))[:ranks] if caps else tuple(range(ranks))
-    if len(ids) < ranks:
-        raise PlanError(
-            f"{ranks} ranks need {ranks} GPUs and --max-memory leaves {len(ids)}; name more there, or lower "
-            "--tensor-parallel-size or --pipeline-parallel-size"
-        )
-    return ids
-
-
 def compute_dtype(config: EngineConfig, checkpoint: Checkpoint, host: Host, devices: Sequence[str]) -> DType:
     """The dtype that the model computes in. Raises ConfigError for bfloat16 on a GPU that is too old.
 
@@ -306,9 +253,7 @@ def compute_dtype(config: EngineConfig, checkpoint: Checkpoint, host: Host, devi
     """
     old = [gpu for gpu in host.gpus_of(devices) if gpu.capability < BF16_CAPABILITY]
     if config.dtype == "auto":
-        own: DType = "bfloat16" if checkpoint.format == "gguf" else checkpoint.shape.dtype
-        on_cpu = checkpoint.shape.published is not None and device_kind(config, host) == "cpu"
-        dtype: DType = "bfloat16" if own == "float32" or on_cpu else own
+        dtype = _auto_dtype(checkpoint, device_kind(config, host))
         return "float16" if old and dtype == "bfloat16" else dtype
     dtype = DTYPES[config.dtype]
     if old and dtype == "bfloat16":
@@ -319,16 +264,13 @@ def compute_dtype(config: EngineConfig, checkpoint: Checkpoint, host: Host, devi
     return dtype
 
 
-def rank_cores(host: Host, ranks: int) -> tuple[tuple[int, ...], ...]:
-    """CPU numbers of each rank: this host's cores divided among its ranks, neighbours together.
-
-    With more ranks than cores, each rank gets one core in turn. OMP_NUM_THREADS limits a rank's threads and not its
-    cores: otherwise engines side by side would all be bound to the first few.
-    """
-    cores = host.cores
-    if ranks > len(cores):
-        return tuple((cores[rank % len(cores)],) for rank in range(ranks))
-    return tuple(cores[part.start : part.stop] for part in split(len(cores), [1.0] * ranks, minimum=1))
+def _auto_dtype(checkpoint: Checkpoint, device: str) -> DType:
+    """The dtype of "auto" on devices that compute in every dtype."""
+    if checkpoint.format == "gguf" or checkpoint.shape.dtype == "float32":
+        return "bfloat16"
+    if checkpoint.shape.published is not None and device == "cpu":
+        return "bfloat16"
+    return checkpoint.shape.dtype
 
 
 def model_length(config: EngineConfig, shape: ModelShape) -> int:
@@ -343,20 +285,6 @@ def model_length(config: EngineConfig, shape: ModelShape) -> int:
             f"max_model_len is {config.max_model_len}; this model goes up to {shape.longest} tokens: give that or less"
         )
     return config.max_model_len
-
-
-def utilization(config: EngineConfig, host: Host, devices: Sequence[str], caps: Mapping[str, int]) -> tuple[float, ...]:
-    """Share of its GPU's memory that each rank may use, at most the GPU's cap in bytes (`caps`, by device)."""
-    shares, ranks = config.gpu_memory_utilization, len(devices)
-    if len(shares) not in (1, ranks):
-        raise ConfigError(
-            f"gpu_memory_utilization has {len(shares)} values for {ranks} {'rank' if ranks == 1 else 'ranks'}; give "
-            "one, or one per rank"
-        )
-    per_rank = shares * ranks if len(shares) == 1 else shares
-    totals = {f"cuda:{gpu.index}": gpu.total_bytes for gpu in host.gpus}
-    capped = {name: size / totals[name] for name, size in caps.items() if name in totals}
-    return tuple(min(share, capped.get(name, 1.0)) for share, name in zip(per_rank, devices, strict=True))
 
 
 def check_weights_fit(plan: Plan, host: Host) -> None:

@@ -86,9 +86,7 @@ def device_caps(
     caps = parse_max_memory(max_memory)
     if not on_cpu:
         check_caps(caps, gpus)
-        for number in ids or ():
-            if not caps.gpus.get(number):
-                raise ConfigError(f"--device-ids names GPU {number}, which --max-memory leaves out; add {number}=40GB")
+        _check_device_ids(caps, ids or ())
         return {f"cuda:{number}": limit for number, limit in sorted(caps.gpus.items()) if limit}
     if caps.gpus:
         raise ConfigError(
@@ -97,19 +95,22 @@ def device_caps(
     return {} if caps.cpu is None else {"cpu": caps.cpu}
 
 
+def _check_device_ids(caps: Caps, ids: Sequence[int]) -> None:
+    for number in ids:
+        if not caps.gpus.get(number):
+            raise ConfigError(f"--device-ids names GPU {number}, which --max-memory leaves out; add {number}=40GB")
+
+
 def cap_cluster(cluster: Cluster, caps: Caps) -> Cluster:
     """Set the caps as limits of the cluster's devices; a GPU without a cap gets a limit of 0.
 
     Raises ConfigError as `check_caps` does.
     """
-    devices = cluster.gpus
-    gpus = [number for number, device in enumerate(devices) if device.kind == "gpu"]
-    check_caps(caps, len(gpus))
-    limits = {number: caps.gpus.get(number, 0) for number in gpus}
-    if caps.cpu is not None:
-        limits |= {number: caps.cpu for number, device in enumerate(devices) if device.kind == "cpu"}
-    # A cap above the device's memory is no limit.
-    limits = {number: limit for number, limit in limits.items() if limit < devices[number].memory_bytes}
-    return cluster.with_gpus(
-        [msgspec.structs.replace(device, limit_bytes=limits.get(number)) for number, device in enumerate(devices)]
-    )
+    check_caps(caps, sum(device.kind == "gpu" for device in cluster.gpus))
+    capped = []
+    for number, device in enumerate(cluster.gpus):
+        limit = caps.gpus.get(number, 0) if device.kind == "gpu" else caps.cpu
+        if limit is not None and limit >= device.memory_bytes:
+            limit = None  # a cap above the device's memory is no limit
+        capped.append(msgspec.structs.replace(device, limit_bytes=limit))
+    return cluster.with_gpus(capped)

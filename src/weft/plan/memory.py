@@ -129,9 +129,7 @@ def fit_length(plan: Plan, num_blocks: int) -> int:
         return plan.max_model_len
     if plan.max_model_len_given:
         need = -(-plan.max_model_len // plan.block_size)
-        block_bytes = max(plan.block_bytes(place.rank) for place in plan.places)
-        if plan.speculation and plan.speculation.draft:
-            block_bytes = max(block_bytes, plan.block_bytes(plan.output_rank) + draft_plan(plan).block_bytes(0))
+        block_bytes = _largest_block_bytes(plan)
         # Advice only if it can help: a CPU has no such share, and kv_cache_bytes takes the share's place.
         measured = plan.kv_cache_bytes is None and any(device != "cpu" for device in plan.devices)
         share = " (or a higher --gpu-memory-utilization)" if measured else ""
@@ -141,6 +139,14 @@ def fit_length(plan: Plan, num_blocks: int) -> int:
             f"{share}, or more ranks"
         )
     return held
+
+
+def _largest_block_bytes(plan: Plan) -> int:
+    """Bytes of one KV block on the rank that needs the most, with a draft model's block on the output rank."""
+    largest = max(plan.block_bytes(place.rank) for place in plan.places)
+    if plan.speculation and plan.speculation.draft:
+        largest = max(largest, plan.block_bytes(plan.output_rank) + draft_plan(plan).block_bytes(0))
+    return largest
 
 
 def capacity_lines(plan: Plan, num_blocks: int) -> list[str]:

@@ -18,7 +18,7 @@ def split(total: int, weights: Sequence[float], *, unit: int = 1, minimum: int =
 
     Raises PlanError if there are not enough units for every range to have its minimum.
     """
-    if not weights or any(not isfinite(w) or w < 0 for w in weights) or not any(weights):
+    if not _are_valid(weights):
         raise PlanError(f"cannot split {total} by weights {list(weights)}: give finite weights, at least one above 0")
     units, remainder = divmod(total, unit)
     if units < minimum * len(weights):
@@ -35,6 +35,11 @@ def split(total: int, weights: Sequence[float], *, unit: int = 1, minimum: int =
         ranges.append(range(start, start + size))
         start += size
     return ranges
+
+
+def _are_valid(weights: Sequence[float]) -> bool:
+    """Return True if all weights are finite and not negative, and at least one is above 0."""
+    return any(weights) and all(isfinite(weight) and weight >= 0 for weight in weights)
 
 
 def _shares(units: int, weights: Sequence[float], minimum: int) -> list[int]:

@@ -14,7 +14,8 @@ from weft.errors import ConfigError, PlanError
 from weft.formats.precision import OF_DTYPE
 from weft.hardware.cluster import Cluster, Node
 from weft.hardware.host import Host
-from weft.plan.layout import build_plan, check_config, check_weights_fit, compute_dtype, device_kind
+from weft.plan.devices import device_kind
+from weft.plan.layout import build_plan, check_config, check_weights_fit, compute_dtype
 from weft.plan.max_memory import cap_cluster, device_caps, parse_max_memory
 from weft.plan.placement import apply_device_map, spread_word
 from weft.plan.plan import Plan, Speculation
