@@ -342,7 +342,7 @@ def test_a_cpu_has_the_kv_cache_that_was_planned(saved: Any) -> None:
         assert plan.kv_cache_bytes // most * plan.block_size == pytest.approx(planned, abs=plan.block_size)
     assert run("Llama-3.2-1B", rig(), plan=file, kv_cache_memory_bytes=10**9).kv_cache_bytes == 10**9
     full = rig(memory_free_bytes=5 << 30)
-    refusal(PlanError, "plan.json takes", "5.4 GB", "are free", model="Llama-3.2-1B", where=full, plan=file)
+    refusal(PlanError, "plan.json takes", "5.4 GB", "of free memory", model="Llama-3.2-1B", where=full, plan=file)
 
 
 def test_an_fp8_cache_is_kept_as_planned(saved: Any) -> None:

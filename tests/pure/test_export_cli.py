@@ -94,7 +94,7 @@ def test_a_file_in_the_place_of_the_folder(tmp_path: Path) -> None:
         ("weft", "Llama-3.1-405B-Instruct --nodes 2x8xH100", 3, "--emit vllm spans several"),
         ("weft", "Llama-3.1-8B-Instruct --gpus 1xMI300X", 3, "NVIDIA"),
         ("vllm", "Llama-3.1-8B-Instruct --gpus 1xH100 --kv-cache-dtype int8", 3, "--kv-cache-dtype fp8"),
-        ("transformers", "Qwen/Qwen-7B-Chat --gpus 1xH100", 3, "code that comes with the checkpoint"),
+        ("transformers", "Qwen/Qwen-7B-Chat --gpus 1xH100", 3, "as code in the checkpoint"),
         ("infernet", "--gpus 1xH100 --infernet-config /nowhere.json", 1, "cannot read"),
     ],
 )
@@ -116,7 +116,7 @@ def test_names_that_nobody_could_ask_for(target: str, name: str) -> None:
 def test_a_node_s_environment_holds_plain_names_only(name: str) -> None:
     """A shell, systemd and Docker read other names each in its own way."""
     status, out, err = emit("infernet", SMALL, f"--served-model-name={name}")
-    assert (status, out) == (1, "") and "--served-model-name gives another name" in err and err.count("\n") == 1
+    assert (status, out) == (1, "") and "another name with --served-model-name" in err and err.count("\n") == 1
     assert emit("infernet", SMALL, "--served-model-name", "qwen3:8b")[0] == 0
 
 

@@ -248,7 +248,7 @@ def test_ollama_gets_a_server_for_each_replica(tmp_path: Path) -> None:
     # What it calls its models has no capitals; a run without a prompt loads one.
     assert ["ollama", "run", "qwen2.5-32b-instruct", ""] in [call["words"] for call in calls]
     assert "Ollama does not run int4; this is q4_k_m" in files["Modelfile"]
-    assert "deals layers out by each GPU's free memory" in files["Modelfile"]
+    assert "distributes layers by each GPU's free memory" in files["Modelfile"]
 
 
 def test_ollama_has_one_gpu_where_one_holds_the_model() -> None:

@@ -112,7 +112,7 @@ def test_other_systems_get_what_they_can_do() -> None:
     words = ("plan", "Qwen3-8B", "--gpus", "1xRTX4090", "-sc", DRAFT, "--emit")
     assert """--speculative-config '{"model": "Qwen3-0.6B", "num_speculative_tokens": 4}'""" in weft(*words, "weft")[1]
     _, out, err = weft(*words, "vllm")
-    assert "--speculative-config" not in out and "this is without it, for vllm" in err
+    assert "--speculative-config" not in out and "this plan for vllm is without it" in err
 
 
 def test_written_and_read_it_is_the_same() -> None:

@@ -226,7 +226,7 @@ def test_kernels_that_cannot_run_a_model_are_refused_before_weights_are_read() -
     for backend, dims in (("flashinfer", 80), ("varlen", 260)):
         shape = msgspec.structs.replace(SMOLLM2, head_dim=dims)
         refusal(str(dims), where=host(1), shape=shape, attention_backend=backend)
-    refusal("bfloat16 and float32, not float16", attention_backend="cpu", dtype="float16")
+    refusal("bfloat16 and float32, not in float16", attention_backend="cpu", dtype="float16")
 
 
 # --- shares ---

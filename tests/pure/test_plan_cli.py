@@ -477,7 +477,7 @@ def test_notes(words: str, code: str | None, figures: str) -> None:
         ("gpt2 --gpus 16xH100 -pp 13", 2, ["13", "12 layers"]),
         ("gpt2 --gpus 4xH100 -ep", 2, ["no experts"]),
         ("gpt2 --gpus 2xH100 --tensor-split 2,0", 2, ["above 0"]),
-        ("gpt2 --gpus 2xH100 --tensor-split 2,1 -tp 3", 2, ["2 shares", "3"]),
+        ("gpt2 --gpus 2xH100 --tensor-split 2,1 -tp 3", 2, ["2 weights", "3"]),
         ("gpt2 --gpus 2xH100 --pipeline-split 6,5", 2, ["11 layers", "12"]),
         ("gpt2 --gpus 2xH100 --pipeline-split 12,0", 2, ["at least one"]),
         ("gpt2 --gpus 2xH100 --pipeline-split 6,6 -pp 3", 2, ["2 stages", "3"]),

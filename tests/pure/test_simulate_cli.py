@@ -124,7 +124,7 @@ def test_an_objective_that_a_lone_request_misses_is_met_by_none(what: str) -> No
     assert found["find"]["value"] is None
     assert (
         "even a request alone has a ttft_p95 of" in found["find"]["reason"]
-        and "1 ms is asked" in found["find"]["reason"]
+        and "(limit 1 ms)" in found["find"]["reason"]
     )
     assert "nothing keeps the promise: even a request alone" in run(words)[1]
 

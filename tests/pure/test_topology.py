@@ -176,7 +176,8 @@ def test_an_empty_list_hides_all_without_asking(monkeypatch: pytest.MonkeyPatch,
 
 def test_without_a_driver_pynvml_is_not_imported() -> None:
     script = (
-        "import sys, weft.hardware.host as h; h.probe(); sys.exit('pynvml' in sys.modules and not h.probe().driver)"
+        "import sys; from weft.hardware.host import probe_host; host = probe_host(); "
+        "sys.exit('pynvml' in sys.modules and not host.driver)"
     )
     assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0
 

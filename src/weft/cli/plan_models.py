@@ -106,7 +106,7 @@ def row_json(answer: SearchResult, model: Model) -> dict[str, Any]:
     row: dict[str, Any] = {"name": model.name, "params": model.params, "fits": best is not None}
     if best is None:
         lacks = short_bytes(answer)
-        reason = answer.obstacle
+        reason = str(answer.obstacle) if answer.obstacle else None
         return {**row, "precision": closest_precision(answer), "short_bytes": lacks or None, "reason": reason}
     lacking = missing_support(question, best.layout.precision)
     candidate = candidate_json(question, best)
@@ -117,7 +117,7 @@ def row_json(answer: SearchResult, model: Model) -> dict[str, Any]:
         "layout": layout_name(best),
         "gpus": len(set(best.layout.gpus)),
         "runs": not lacking,
-        "missing": lacking,
+        "missing": [str(note) for note in lacking],
     }
 
 
