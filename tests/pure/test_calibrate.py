@@ -512,7 +512,7 @@ def test_attention_is_tuned_for_a_model_s_heads_and_their_even_cuts(
     assert asked == ways
     told = capsys.readouterr().err.splitlines()[:4]
     assert [line.split() for line in told[1:3]] == [["10.0", "us", "fast"], ["20.0", "us", "slow"]]
-    assert told[3].strip() == "passed over: large: out of resource: shared memory"
+    assert told[3].strip() == "skipped: large: out of resource: shared memory"
     fitted = fit.fit_constants(cpu(), points(cpu(), TRUE))
     whole = bench_calibrate.DeviceResult(made(), points(cpu(), TRUE), fitted, found)
     lines = bench_calibrate.device_lines(whole)
