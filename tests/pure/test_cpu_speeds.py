@@ -301,7 +301,7 @@ def test_kernels_that_do_not_run_are_no_reason_to_stop(
     assert "the CPU kernels do not run" in caplog.text and f"delete {tmp_path}/broken.so" in caplog.text
     # And so others run, of which nothing is known but the usual.
     assert cpus.cpu_kernel_speed(SETS["zen 5"], found) is None
-    assert own_kernels(found).endswith("delete broken.so in Weft's cache")
+    assert own_kernels(found).endswith("Delete broken.so in Weft's cache")
 
 
 def test_an_instruction_that_a_cpu_lacks_is_no_reason_to_stop(
